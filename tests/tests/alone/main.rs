@@ -3,3 +3,4 @@
 mod mounts_settings;
 mod qemu_migration;
 mod slow_requests;
+mod slow_requests_ninep;

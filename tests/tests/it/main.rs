@@ -5,7 +5,9 @@ mod certificates;
 #[path = "../../../sources/image/tests/common/mod.rs"]
 mod common;
 
+mod architecture;
 mod coherence;
+mod conformance;
 mod dax;
 mod dax_files;
 mod dax_mem;

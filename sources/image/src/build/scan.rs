@@ -337,7 +337,9 @@ mod tests {
         let mut alone = std::process::Command::new("unshare");
         alone.args(["--mount", "sh", "-c", "mount -t tmpfs none /proc && exec \"$@\"", "sh"]);
         alone.arg(std::env::current_exe().expect("it is there"));
-        alone.args(["--exact", "build::scan::tests::that_there_is_no_proc_is_told", "--nocapture"]).env(TREE, folder.path());
+        alone
+            .args(["--exact", "build::scan::tests::that_there_is_no_proc_is_told", "--nocapture"])
+            .env(TREE, folder.path());
         let told = alone.output().expect("unshare is there");
         assert!(told.status.success(), "{}", String::from_utf8_lossy(&[told.stdout, told.stderr].concat()));
     }
