@@ -49,6 +49,7 @@ pub fn run(disks: &[Args], inherited: Vec<Option<Bound>>, walls: &Walls, signals
             child,
             says: Some(reader.into()),
             line: Vec::new(),
+            is_killed: false,
             end: None,
         });
     }
@@ -86,6 +87,8 @@ struct Server<'a> {
     /// Where it says that its disk is up; none once it has.
     says: Option<File>,
     line: Vec<u8>,
+    /// It was killed, for its disk was not up when all were to end.
+    is_killed: bool,
     end: Option<End>,
 }
 
@@ -122,7 +125,7 @@ impl Servers<'_> {
     fn take_end(&mut self, number: usize, end: End) {
         let server = &self.all[number];
         let (file, was_up) = (server.shown(), server.is_up());
-        if end == End::Status(0) || self.is_ending && !was_up {
+        if end == End::Status(0) || self.is_ending && (!was_up || server.is_killed) {
             return;
         }
         self.status = self.status.max(end.status());
@@ -143,10 +146,15 @@ impl Servers<'_> {
     fn pass_on(&mut self, signal: Signal, from_terminal: bool) {
         let ends = [Signal::TERM, Signal::INT, Signal::QUIT].contains(&signal);
         self.is_ending |= ends;
-        for server in self.all.iter().filter(|server| server.end.is_none()) {
+        for server in self.all.iter_mut().filter(|server| server.end.is_none()) {
+            // It may have come up since.
+            server.hear();
             match server.is_up() {
                 true if !from_terminal => server.child.signal(signal),
-                false if ends => server.child.signal(Signal::KILL),
+                false if ends => {
+                    server.is_killed = true;
+                    server.child.signal(Signal::KILL);
+                }
                 _ => {}
             }
         }
@@ -172,14 +180,19 @@ impl Server<'_> {
         self.line.ends_with(b"\n")
     }
 
-    /// Hears what it says, and returns how it ended, once.
-    fn look(&mut self) -> Result<Option<End>> {
+    /// Reads what it says.
+    fn hear(&mut self) {
         if let Some(says) = &mut self.says {
             let left = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
             let heard = says.take(left).read_to_end(&mut self.line);
             let goes_on = heard.is_err_and(|error| error.kind() == ErrorKind::WouldBlock) && !self.is_up();
             self.says = self.says.take().filter(|_| goes_on);
         }
+    }
+
+    /// Reads what it says, and returns how it ended, once.
+    fn look(&mut self) -> Result<Option<End>> {
+        self.hear();
         if self.end.is_some() {
             return Ok(None);
         }
