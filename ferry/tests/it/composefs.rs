@@ -1,6 +1,4 @@
 //! Images of the layout composefs: ours for composefs's programs and the kernel, theirs for us.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! `ferry image`, and images as sources of mounts.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! `ferry image gc`, `du` and `diff`, and builds that are killed or run beside each other.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

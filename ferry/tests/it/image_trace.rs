@@ -1,6 +1,4 @@
 //! `ferry image trace`, images that are built by what it records, and mounts that read it ahead.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::{self, File};

@@ -1,6 +1,4 @@
 //! `ferry image mount` with an upper layer, and from loop devices.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! `ferry mount`, `mount.ferry` and `ferry log` as a user meets them: what they say, and what they leave behind.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! Mounts of a 9P server that goes and comes back, as a user sees them.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::{self, File};

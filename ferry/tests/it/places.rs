@@ -1,6 +1,4 @@
 //! Mounts in unusual places: inside their own source, by a user without rights, and just being made.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

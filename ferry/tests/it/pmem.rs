@@ -1,6 +1,4 @@
 //! `ferry mount pmem:FILE`, its flags, and `ferry fsck`.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::{self, File, OpenOptions};

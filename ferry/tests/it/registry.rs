@@ -1,7 +1,5 @@
 //! `ferry image push` and `pull`, and mounts of what is not here yet, with Debian's docker-registry and with an S3 server.
 #![cfg(feature = "registry")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::{self, File};

@@ -1,7 +1,5 @@
 //! Registries by HTTPS: whom we believe, and what is said of others.
 #![cfg(feature = "registry")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::certificates;
 use crate::common;
 

@@ -1,8 +1,6 @@
 //! Images that were built with `--verity`, pushed and pulled: their packs have the fs-verity digests that the image names, whatever the
 //! server or the store says. What the kernel does with them is tried in a guest (`tests/tests/it/image_verity.rs`).
 #![cfg(feature = "registry")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::{self, File};

@@ -1,6 +1,4 @@
 //! The examples in a real guest, over virtio-fs.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::sync::Arc;

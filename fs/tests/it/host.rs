@@ -1,6 +1,4 @@
 //! The examples, mounted on this host.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::io::{BufRead, BufReader, Write};

@@ -1,7 +1,5 @@
 //! What of a program's calls reaches the author of a file system that is mounted on this host: the table "Hints and mappings" of
 //! the author's guide, row by row.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;

@@ -1,7 +1,5 @@
 //! What programs see of a file system whose author has not written a method: the table "What is not written" of the author's
 //! guide, row by row, on a real mount.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;

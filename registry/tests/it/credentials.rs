@@ -1,7 +1,5 @@
 //! Credentials and tokens go to the registry that the user named, and to a realm that it names by TLS. Redirects, realms and upload
 //! locations elsewhere get none, and a redirect never leads to this machine from another one.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::certificates;
 use crate::common;
 

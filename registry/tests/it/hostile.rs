@@ -1,7 +1,5 @@
 //! Servers that lie, break off, send in circles or never end: each gets an error that says what is wrong, nothing of it is ever
 //! seen, and the next try goes on.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! Images that are read before they are all here.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,6 +1,4 @@
 //! Several pulls of one image into one store at a time: each byte is fetched once.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,7 +1,5 @@
 //! What one client may have of the server.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::sync::Arc;

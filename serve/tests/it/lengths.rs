@@ -1,7 +1,5 @@
 //! Where clients believe a file to end, when they open it.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::sync::Arc;

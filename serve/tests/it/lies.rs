@@ -1,7 +1,5 @@
 //! Sources that answer what cannot be: an error for that caller, nothing lost, and the session goes on.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::sync::{Arc, Mutex};

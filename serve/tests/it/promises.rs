@@ -1,7 +1,5 @@
 //! What the server promises beyond passing calls on: durable writes, locks that can be interrupted, passthrough.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::collections::BTreeMap;

@@ -1,7 +1,5 @@
 //! Requests that a server has carried out, or half of them, before it was killed: the next one is asked again.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::collections::BTreeMap;

@@ -1,7 +1,5 @@
 //! What clients are told of files with suid and sgid, and of files that they change without a request.
 
-#![allow(clippy::unwrap_used, reason = "tests")]
-
 use crate::common;
 
 use std::io;

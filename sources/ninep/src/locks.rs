@@ -475,6 +475,8 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::RangeInclusive;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -487,6 +489,11 @@ mod tests {
         prop_oneof![Just(LockKind::Read), Just(LockKind::Write), Just(LockKind::Unlock)]
     }
 
+    fn fill(bytes: &mut [LockKind], range: RangeInclusive<u64>, kind: LockKind) {
+        let inside = (0..).zip(bytes).filter(|(at, _)| range.contains(at));
+        inside.for_each(|(_, byte)| *byte = kind);
+    }
+
     proptest! {
         /// Against what each byte is locked as.
         #[test]
@@ -496,10 +503,10 @@ mod tests {
             let (mut locks, all, mut bytes) = (OwnLocks::default(), Arc::default(), [LockKind::Unlock; 32]);
             for (kind, start, more) in steps {
                 locks.set(&lock(kind, 1, start, start + more), &all);
-                bytes[start as usize..=(start + more) as usize].fill(kind);
+                fill(&mut bytes, start..=start + more, kind);
                 let mut found = [LockKind::Unlock; 32];
                 for lock in locks.all() {
-                    found[lock.start as usize..=lock.end as usize].fill(lock.kind);
+                    fill(&mut found, lock.start..=lock.end, lock.kind);
                 }
                 prop_assert_eq!(found, bytes);
                 let runs = bytes.chunk_by(|one, next| one == next).filter(|run| run[0] != LockKind::Unlock).count();

@@ -1,7 +1,5 @@
 //! The keeper, with servers that come and go, and a front end that stays.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};

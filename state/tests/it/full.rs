@@ -1,7 +1,5 @@
 //! A keeper that has no descriptors left when a server comes. Alone in its process, whose limit it changes.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

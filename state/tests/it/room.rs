@@ -1,7 +1,5 @@
 //! A server that may have fewer files open than the keeper holds. Alone in its process, whose limit it changes.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;

@@ -1,5 +1,7 @@
 //! Tests that nothing else may run beside: they change settings of the machine, or measure time. They run one at a time (`ferry_tests::alone`).
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
 mod mounts_settings;
 mod qemu_migration;
 mod slow_requests;

@@ -3,8 +3,6 @@
 //! These tests change settings of the whole machine for a moment; nothing else runs beside them (a test program of
 //! their own, and one at a time).
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! A guest that migrates from one stock QEMU to another, each with a server of its own, while it writes.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,5 @@
 //! Requests that wait hold up no others: a share of a directory on a FUSE file system of delays, on one queue.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::HashSet;
 use std::fs;
 use std::time::{Duration, Instant};

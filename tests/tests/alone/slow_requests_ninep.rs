@@ -1,8 +1,6 @@
 //! Requests that wait hold up no others, by 9P: a share of a directory on a FUSE file system of delays, by one socket and as a
 //! virtio-9p device. How answers are ordered is tested in `exports/ninep/tests/slow.rs`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;

@@ -1,8 +1,6 @@
 //! One directory, changed through one mount, by another process or on the host, and seen through another mount: how old is
 //! what it shows?
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File, Permissions};
 use std::io::{Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

@@ -1,7 +1,5 @@
 //! The DAX window: in a stock QEMU guest with a stock kernel, and by a front end that does as it likes.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;

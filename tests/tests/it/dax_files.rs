@@ -1,7 +1,5 @@
 //! Which files a guest uses its window for, where it leaves that to the server: `ferry share --dax-files`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::time::Duration;
 

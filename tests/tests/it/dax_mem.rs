@@ -1,7 +1,5 @@
 //! The DAX window on the source `mem`: a guest maps the very pages that the server copies from and to.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

@@ -1,7 +1,5 @@
 //! Files in a guest's window that another client makes shorter: nobody touches a page behind the end of a file.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};

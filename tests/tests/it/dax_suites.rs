@@ -1,7 +1,5 @@
 //! Other people's suites in a stock QEMU guest with a DAX window.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::OsString;
 use std::path::Path;
 use std::time::Duration;

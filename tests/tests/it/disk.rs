@@ -1,7 +1,5 @@
 //! Disks, through other people's client: libblkio in qemu-io.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Output};

@@ -1,7 +1,5 @@
 //! Disks on files and devices that fail, and drivers that pull the ground away.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};

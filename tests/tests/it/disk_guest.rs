@@ -1,7 +1,5 @@
 //! Disks, in a guest with a stock driver.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::process::Command;
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,5 @@
 //! Images as disks, through other people's client, and mounted by the kernel from a copy of the disk.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};

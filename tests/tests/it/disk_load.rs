@@ -1,7 +1,5 @@
 //! Disks under load that is checked: every block must hold what was written there last, also when servers are killed.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -1,8 +1,6 @@
 //! Images as `qemu-img` makes them, with each of its options: they are served rightly, which `qemu-img check` and `qemu-img
 //! compare` say after random requests, or refused and not changed by a bit.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,5 @@
 //! Disks of QEMU guests with stock kernels: servers that are killed under fio, guests that reboot.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;

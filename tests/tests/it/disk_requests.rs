@@ -1,7 +1,5 @@
 //! Disks, through a driver that cuts descriptors as it likes and sends what makes no sense.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 

@@ -1,7 +1,5 @@
 //! Disks whose server is killed with SIGKILL under load and started again: no request is lost, doubled or torn.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::process::Command;
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,4 @@
 //! Called as `virtiofsd`, with virtiofsd's options: a Linux guest sees the same of both.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;

@@ -1,8 +1,6 @@
 //! File handles of mounts on this host (`name_to_handle_at(2)`, `open_by_handle_at(2)`), as NFS servers use them: they lead to
 //! their files also when the kernel has forgotten these, as those of the host's own file system do.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::Read;

@@ -1,7 +1,5 @@
 //! The `fsx` crate: random reads, writes, maps, truncations, holes and copies, all of them verified.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,7 +1,5 @@
 //! Several guests on one share, and guests that die.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -3,8 +3,6 @@
 //! A step is announced by a file of its own, and so is a failure, for which nobody then waits. Guests cannot be told of changes: with `cache=auto` names and attributes
 //! may be a second old; whoever opens a file sees what is in it now.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

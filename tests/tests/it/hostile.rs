@@ -1,7 +1,5 @@
 //! Malformed input: each piece gets an error or a dropped chain, the next good request works, and nothing leaks.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -1,8 +1,6 @@
 //! Requests of far more bytes than were agreed on, in chains whose descriptors all have the same memory: they cost the guest nothing, and
 //! the server must not make room for them, whatever its source. One test, for it measures its process.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,7 +1,5 @@
 //! Images through the exports: the whole tree as it was, by virtio-fs and by 9P, and never bytes that nobody put into it.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::collections::BTreeMap;

@@ -1,8 +1,6 @@
 //! Images where the kernel itself proves the bytes of files: ext4 with fs-verity in a QEMU guest. Objects of the layout composefs, and packs of
 //! the layout flat.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;

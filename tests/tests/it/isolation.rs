@@ -1,7 +1,5 @@
 //! The walls around a server, each tried from inside, and what the program puts up by itself.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;

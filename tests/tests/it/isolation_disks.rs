@@ -1,7 +1,5 @@
 //! The walls around a server of disks: what the program puts up by itself, and that disks work behind them as before.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;

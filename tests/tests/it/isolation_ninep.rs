@@ -1,8 +1,6 @@
 //! The walls around a server that shares a 9P server's tree again: they stand, and the server behind is reached through them, also after
 //! it was away.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::certificates;
 
 use std::fs;

@@ -1,7 +1,5 @@
 //! The walls around a server of images and of persistent memory, and that both can be read as before behind them.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 

@@ -1,8 +1,6 @@
 //! Libvirt starts the program by itself, as it starts virtiofsd: it finds it by its descriptor, passes it a listening socket
 //! and its own set of options, and gives QEMU's guest the file systems.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

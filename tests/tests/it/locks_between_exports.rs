@@ -1,8 +1,6 @@
 //! One table of locks for all exports of a source that has locks of its own: a mount on this host, a 9P client and a guest exclude each
 //! other and wait for each other, also where they go by the same number.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};

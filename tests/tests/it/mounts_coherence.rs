@@ -1,8 +1,6 @@
 //! Two mounts of one source with `--cache always`: what one changes, the other shows, and what nobody changes costs
 //! nothing.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -1,7 +1,5 @@
 //! Mounts in a guest with a newer kernel (Linux 7.2, FUSE 7.45): what differs from the host's shows here.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::time::Duration;
 
 use ferry_tests::mounts::program;

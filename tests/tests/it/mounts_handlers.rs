@@ -1,7 +1,5 @@
 //! Handlers of a source that panic, block, lie: an error to that caller alone.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;

@@ -1,8 +1,6 @@
 //! Servers that are killed while they tell the kernel of changes: a thread that does so may be unable to end before the
 //! mount does.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

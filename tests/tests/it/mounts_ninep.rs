@@ -1,8 +1,6 @@
 //! Mounts of a 9P server on this host (`ferry mount 9p:...`): several of one server, many callers, and a server that is
 //! killed and started again.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;

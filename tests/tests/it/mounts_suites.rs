@@ -1,7 +1,5 @@
 //! Other people's suites and programs on mounts of this host: each source, by each path.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! Times of files that change without a request, as programs like make go by them.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::process::Command;
 use std::time::Duration;
 

@@ -1,7 +1,5 @@
 //! The server's life cycle and its borders, driven from the host as a guest's kernel would.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};
 use std::os::unix::net::UnixListener;

@@ -1,7 +1,5 @@
 //! The 9P export, mounted by a real kernel: the stock v9fs of a User-mode Linux guest, by TCP.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, symlink};

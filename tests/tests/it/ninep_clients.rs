@@ -1,7 +1,5 @@
 //! The 9P export, used by clients that others wrote: diod's tools, and a program on the Go package `hugelgupf/p9`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt;

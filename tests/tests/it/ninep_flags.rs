@@ -1,7 +1,5 @@
 //! What the flags of the source `9p:` come to, as a server meets it that answers what it takes to begin, and nothing else.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;

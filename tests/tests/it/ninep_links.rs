@@ -1,8 +1,6 @@
 //! 9P by links that are not a plain network: vsock, and one that loses and delays. Server, link and client are all in one
 //! User-mode Linux guest, whose kernel has what a host's may lack; nothing of the host is changed.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::time::Duration;
 
 use ferry_tests::mounts::program;

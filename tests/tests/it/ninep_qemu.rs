@@ -1,7 +1,5 @@
 //! The 9P device, mounted by the stock v9fs of a QEMU guest with Debian's kernel.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;

@@ -1,7 +1,5 @@
 //! The source `9p:` on servers that others wrote, mounted on this host: diod, and `p9ufs` of the Go package `hugelgupf/p9`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -1,7 +1,5 @@
 //! The `pjdfstest` crate's suite (POSIX system calls, 398 cases) on a share, in a guest.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::ffi::OsString;
 use std::path::Path;
 

@@ -5,8 +5,6 @@
 //! is not tested here. What a kernel has in its page cache is lost with the machine, and that none of it counts as durable
 //! is tested.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,5 @@
 //! Programs that people run: git, tar, fio, sqlite.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! A QEMU guest with a stock kernel: several queues, several CPUs.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::time::Duration;
 
 use ferry_tests::guest::DeviceKind;

@@ -2,8 +2,6 @@
 //! written, or listed here with what it needs that a machine for tests has not got. (That the program takes each line is a test of its
 //! own, in `ferry/src/recipes/lines.rs`.)
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};

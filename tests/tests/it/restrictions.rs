@@ -1,7 +1,5 @@
 //! Options that restrict what clients may do: each is kept, whoever starts the server, or the server does not start.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::process::Command;

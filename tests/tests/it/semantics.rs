@@ -1,7 +1,5 @@
 //! What each system call does on a share, by the checks of `ferry-probe`, which the host's own file system passes too.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Duration;

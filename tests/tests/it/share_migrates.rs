@@ -1,8 +1,6 @@
 //! What a front end may ask of a server about its guest's state (vhost-user, "Migrating back-end state"). That guests go on elsewhere is in
 //! `share_survives` and `qemu_migration`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::io::{PipeWriter, pipe};
 use std::time::{Duration, Instant};

@@ -1,8 +1,6 @@
 //! Shares whose server is killed with SIGKILL and started again under a running guest: files, locks and requests under way
 //! are what they were.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,6 @@
 //! Stock guests whose share's server is killed with SIGKILL, or ended with SIGTERM or SIGINT, and started again: neither
 //! they nor their VMMs notice.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! A guest's window whose server is killed with SIGKILL and started again: what was mapped stays, and what the guest has stored is in the files.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

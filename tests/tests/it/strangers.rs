@@ -1,7 +1,5 @@
 //! What users may do in a mount, or a guest, who are neither root nor the owner: no more than in the directory below.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs::{self, File, Permissions};
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};

@@ -546,7 +546,7 @@ fn requests_are_moved_to_other_locks_once() {
     let first = steps_to_unlock(&f, handle, u64::MAX);
     assert_eq!(f.set(handle, &over), Ok(Locked::Done));
     let second = steps_to_unlock(&f, handle, u64::MAX);
-    assert!(first > COUNT as usize && second < 200, "{first} {second}");
+    assert!(first > usize::try_from(COUNT).unwrap() && second < 200, "{first} {second}");
     for id in 0..COUNT {
         assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(Locked::Done));
     }

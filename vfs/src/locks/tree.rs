@@ -361,8 +361,8 @@ mod tests {
         let top = forest.node(root).expect("a node").item;
         let (left, right) = forest.isolate(root);
         assert_eq!(forest.node(root).map(|node| node.sum), Some((1, top, top)));
-        assert!(nodes.iter().enumerate().all(|(key, node)| {
-            let expected = match (key as u16).cmp(&top) {
+        assert!((0_u16..).zip(&nodes).all(|(key, node)| {
+            let expected = match key.cmp(&top) {
                 Ordering::Less => left,
                 Ordering::Equal => root,
                 Ordering::Greater => right,

@@ -1,7 +1,5 @@
 //! The table of locks against one that looks at everything, at each step.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

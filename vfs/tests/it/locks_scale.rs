@@ -1,7 +1,5 @@
 //! The table of locks with very many of them: neither time nor memory runs away. One test, for it measures its process.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

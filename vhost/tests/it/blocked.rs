@@ -1,7 +1,5 @@
 //! A handler that blocks holds up no other request of its queue.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::toy;
 
 use std::collections::HashMap;

@@ -1,7 +1,5 @@
 //! A process that has no descriptors left.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::toy;
 
 use std::fs::File;

@@ -1,7 +1,5 @@
 //! A toy device, served to the driver of the benchmarks over a socket.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::toy;
 
 use std::collections::HashMap;

@@ -1,7 +1,5 @@
 //! What requests cost: system calls, signals and kicks, counted from outside.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::path::Path;

@@ -1,7 +1,5 @@
 //! Registered memory, and what may happen to it.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! A disk that makes whoever asks wait, so that what moves is copied; and memory that goes away.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

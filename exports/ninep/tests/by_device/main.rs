@@ -1,5 +1,7 @@
 //! Tests of `it` once more, with a guest's driver as the client (`common::is_by_device`), and those that only a driver can run.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
 #[path = "../it/ahead.rs"]
 mod ahead;
 #[path = "../common/mod.rs"]

@@ -1,7 +1,5 @@
 //! What clients that read one piece after the other will ask for next is in memory when they do.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::File;

@@ -1,7 +1,5 @@
 //! What is the device's own: its configuration, chains that make no sense, guests that go and come.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

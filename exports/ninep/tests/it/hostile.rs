@@ -1,7 +1,5 @@
 //! Clients that do not keep to the protocol, and clients that take up what is others'.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -2,8 +2,6 @@
 //!
 //! The clients are in a process of their own, so that each process has the descriptors of one end.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::io::{BufRead, BufReader, Read, Write};

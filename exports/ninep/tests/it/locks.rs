@@ -1,7 +1,5 @@
 //! POSIX locks: taken, waited for, given up, handed on, and what Tflush does to them.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

@@ -1,7 +1,5 @@
 //! The memory of clients that have gone is the system's again.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::sync::{Mutex, PoisonError};

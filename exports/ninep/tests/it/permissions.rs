@@ -1,8 +1,6 @@
 //! What a user may do whom the server stands in for: every operation on every kind of file in every kind of directory, compared with a
 //! local thread of the same ids in a directory of the same files. Needs root, as the other user's files do.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs::File;

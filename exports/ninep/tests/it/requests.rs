@@ -1,7 +1,5 @@
 //! What each request does on a directory of the host.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::fs;

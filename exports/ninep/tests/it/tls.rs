@@ -1,8 +1,6 @@
 //! 9P inside TLS: with right and wrong certificates, and with clients that speak no TLS or stop in the middle.
 
 #![cfg(feature = "tls")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::certificates;
 use crate::common;
 

@@ -1,7 +1,5 @@
 //! `qid.version` of the memory sources: whatever changed has another one, however soon after the last change.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::collections::HashMap;

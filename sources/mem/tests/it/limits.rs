@@ -1,7 +1,5 @@
 //! Limits: space, inodes, descriptors, memory.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use common::{Share, both, name, new};

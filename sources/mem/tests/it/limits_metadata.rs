@@ -1,8 +1,6 @@
 //! What a client makes beside data has a limit: names, links, directories, symbolic links, special files, attributes. Compared with
 //! Linux's tmpfs. One test for memory, for it measures its process.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::os::fd::{AsFd, OwnedFd};

@@ -5,8 +5,6 @@
 //! ```
 //!
 //! `FERRY_TEST_DIR` says where; the default is the folder for temporary files.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use crate::pmem_common;
 
 use std::fs::File;

@@ -1,6 +1,4 @@
 //! Images that somebody forged: opening one ends, with a mount or an error, and never with a panic.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use crate::pmem_common;
 
 use std::sync::{Arc, LazyLock};

@@ -1,6 +1,4 @@
 //! Durability when several sync at once.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use crate::pmem_common;
 
 use std::io;

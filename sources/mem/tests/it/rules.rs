@@ -1,7 +1,5 @@
 //! The rules of POSIX and Linux, each by itself, on both places for data.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::os::fd::AsFd;

@@ -1,6 +1,5 @@
 //! Several connections to one server.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes of a test are small")]
 
 use crate::common;

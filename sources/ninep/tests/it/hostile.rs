@@ -1,5 +1,4 @@
 //! Servers that lie, break off, or say nothing: an error for whoever asked, and never a panic or a wait without end.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(clippy::cast_possible_truncation, reason = "bytes of a pattern")]
 
 use crate::common;

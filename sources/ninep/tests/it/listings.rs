@@ -1,7 +1,5 @@
 //! Listings that go on while this client changes what is listed, and groups of what is made in directories with setgid.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::collections::HashSet;

@@ -1,6 +1,4 @@
 //! Another file is where one was: nothing that belongs to the one goes into the other.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

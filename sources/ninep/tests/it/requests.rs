@@ -1,5 +1,4 @@
 //! Every request, against our own server of a memory file system.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(clippy::cast_possible_truncation, reason = "bytes of a pattern")]
 
 use crate::common;

@@ -1,6 +1,4 @@
 //! Links that carry little, and servers that are too busy to take a connection.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::io::{Read, Write};

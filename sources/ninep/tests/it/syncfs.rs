@@ -1,6 +1,4 @@
 //! A sync of everything: nothing is said to be durable that is not.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
-
 use crate::common;
 
 use std::sync::Arc;
