@@ -192,7 +192,7 @@ pub struct Dir {
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
     tender: OnceLock<Option<Tender>>,
-    /// A client goes by modes without ACLs: see [`Dir::look_for_acl`].
+    /// A client goes by modes without ACLs. See [`Dir::look_for_acl`].
     looks_for_acls: AtomicBool,
 }
 

@@ -24,8 +24,8 @@ pub(crate) struct Mount {
     pub(crate) lasting: bool,
     /// Closing a file may tell an error of an earlier write.
     pub(crate) flushes: bool,
-    /// A change of an inode whose times were read gets another time than any before (multigrain timestamps), where inodes have a time
-    /// of birth: ext4 stores full times in these alone, and ext2 has neither.
+    /// Timestamps are multigrain: a change gets a time of its own if the time of the change before was read. This holds for inodes with a
+    /// time of birth. The small inodes of ext2 and ext4 have none, and store seconds.
     pub(crate) multigrain: bool,
 }
 

@@ -29,6 +29,8 @@ const S_ISGID: u32 = 0o2000;
 /// Without multigrain timestamps two changes may have one time, within a tick of the clock (10 ms) and as far as a file server's clock is from ours.
 /// What was changed longer ago than this, in seconds, gets another time by its next change.
 const SETTLED_S: i64 = 2;
+/// What an ACL can take away from a mode.
+const GROUP_AND_OTHERS: u32 = 0o077;
 const ACCESS_ACL: &CStr = c"system.posix_acl_access";
 
 /// The kernel has no `*xattrat`.
@@ -57,7 +59,7 @@ fn grow(mut read: impl FnMut(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
     })
 }
 
-/// Whether every further change of an inode gets another time than this one, which the host has told of.
+/// Whether each later change of an inode gets another time than `changed`, which statx has returned.
 fn changes_show(inode: &Inode, changed: Timespec) -> bool {
     let is_multigrain = inode.found.mount.multigrain && inode.found.btime.is_some();
     is_multigrain || Timespec::now().sec.saturating_sub(changed.sec) > SETTLED_S
@@ -112,14 +114,15 @@ impl Dir {
         mode
     }
 
-    /// Looks, where a client will ask, whether an inode that was just met by this name has an ACL: by name, for an
-    /// inode that nothing else is done with is not opened then. The name may lead to another one meanwhile; but a name that was moved
-    /// away and back has changed its inode's time.
+    /// Notes an inode that has no ACL when it is first found by a name, for clients that go by modes without ACLs. The attribute is read by
+    /// the name, so the inode need not be opened. The name may lead to another inode meanwhile, but renaming an inode away and back
+    /// changes its time of change, which is compared afterwards.
     pub(crate) fn look_for_acl(&self, inode: &Inode, (dir, name): (BorrowedFd<'_>, &[u8]), seen: &Statx) {
         let changed = ctime(seen);
         let is_in_question = self.looks_for_acls.load(Ordering::Relaxed)
             && !OLD_KERNEL.load(Ordering::Relaxed)
             && [FileType::RegularFile, FileType::Directory].contains(&inode.found.kind)
+            && u32::from(seen.stx_mode) & GROUP_AND_OTHERS != 0
             && changes_show(inode, changed)
             && !inode.is_plain(changed);
         if !is_in_question {
@@ -135,7 +138,7 @@ impl Dir {
         }
     }
 
-    /// The same for an inode that is open.
+    /// Notes an open inode that has no ACL.
     pub(crate) fn look_for_acl_of(&self, inode: &Inode, file: BorrowedFd<'_>, seen: &Statx) {
         let changed = ctime(seen);
         if self.looks_for_acls.load(Ordering::Relaxed)

@@ -514,6 +514,98 @@ fn access_control_lists() {
     assert_eq!(dir.getattr(cx, entry.ino, None).unwrap().mode & 0o7777, 0o770);
 }
 
+/// An ACL that gives the owner 6, the group 0 and others 0, with a mask of 6, which the mode shows as the group's.
+fn acl_of_no_group() -> Vec<u8> {
+    let entry = |tag: u16, perm: u16| [&tag.to_le_bytes()[..], &perm.to_le_bytes(), &u32::MAX.to_le_bytes()].concat();
+    [&2_u32.to_le_bytes()[..], &entry(1, 6), &entry(4, 0), &entry(0x10, 6), &entry(0x20, 0)].concat()
+}
+
+/// Makes a file of mode 0660 on the host, with an ACL or without.
+fn make(share: &Share, file: &str, bytes: &str, acl: Option<&[u8]>) {
+    let path = share.path(file);
+    fs::write(&path, bytes).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o660)).unwrap();
+    if let Some(acl) = acl {
+        rustix::fs::setxattr(&path, "system.posix_acl_access", acl, XattrFlags::empty()).unwrap();
+    }
+}
+
+/// An inode is looked at by its name where it is met first, by a look-up or a listing, once a client goes by modes without ACLs.
+#[test]
+fn an_acl_that_is_there_when_a_file_is_first_met_is_seen() {
+    let share = Share::new(Options::default());
+    let Share { dir, cx, .. } = &share;
+    if !dir.features().posix_acl {
+        ferry_skip::skip!("this file system has no ACLs");
+        return;
+    }
+    let shown = |entry: &Entry| dir.mode_without_acl(cx, entry.ino, &entry.attr) & 0o777;
+    let acl = acl_of_no_group();
+    for (file, acl) in [("first", None), ("plain", None), ("acl", Some(&*acl))] {
+        make(&share, file, "x", acl);
+    }
+    let look = |file: &str| {
+        let entry = dir.lookup(cx, Ino::ROOT, name(file)).unwrap();
+        let shown = shown(&entry);
+        dir.forget(entry.ino, 1);
+        (entry.attr.mode & 0o777, shown)
+    };
+    // From the first one on a client is known to ask.
+    assert_eq!(look("first"), (0o660, 0o660));
+    assert_eq!(look("plain"), (0o660, 0o660));
+    assert_eq!(look("acl"), (0o660, 0o600));
+    let mut listed = Vec::new();
+    for line in share.list(Ino::ROOT, true, 64) {
+        listed.extend(line.entry.map(|entry| (line.name, shown(&entry))));
+    }
+    listed.sort();
+    let expected = [("acl", 0o600), ("first", 0o660), ("plain", 0o660)];
+    assert_eq!(listed, expected.map(|(name, mode)| (name.to_owned(), mode)));
+}
+
+/// Somebody on the host exchanges a file that has an ACL and one that has none, again and again, while a client looks.
+#[test]
+fn no_exchange_of_names_hides_an_acl() {
+    const LOOKS: usize = 5_000;
+    let share = Share::new(Options::default());
+    let Share { dir, cx, .. } = &share;
+    if !dir.features().posix_acl {
+        ferry_skip::skip!("this file system has no ACLs");
+        return;
+    }
+    let acl = acl_of_no_group();
+    make(&share, "a", "x", Some(&acl));
+    make(&share, "b", "longer", None);
+    let (one, other) = (share.path("a"), share.path("b"));
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    let (mut with, mut without) = (0, 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                let flags = rustix::fs::RenameFlags::EXCHANGE;
+                rustix::fs::renameat_with(rustix::fs::CWD, &one, rustix::fs::CWD, &other, flags).unwrap();
+            }
+        });
+        for _ in 0..LOOKS {
+            // Renamed more often than a look-up is willing to look.
+            let Ok(entry) = dir.lookup(cx, Ino::ROOT, name("a")) else { continue };
+            let shown = dir.mode_without_acl(cx, entry.ino, &entry.attr) & 0o777;
+            dir.forget(entry.ino, 1);
+            if entry.attr.size == 1 {
+                with += 1;
+                if shown != 0o600 {
+                    is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+                }
+                assert_eq!(shown, 0o600);
+            } else {
+                without += 1;
+            }
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert!(with > 0 && without > 0, "{with} {without}");
+}
+
 /// For clients that check no ACLs. What was looked at once is not looked at again, unless it changes.
 #[test]
 fn modes_without_acls_follow_every_change_of_an_acl() {
@@ -523,9 +615,7 @@ fn modes_without_acls_follow_every_change_of_an_acl() {
         ferry_skip::skip!("this file system has no ACLs");
         return;
     }
-    let entry = |tag: u16, perm: u16| [&tag.to_le_bytes()[..], &perm.to_le_bytes(), &u32::MAX.to_le_bytes()].concat();
-    // The owner 6, the group 0, the mask 6, others 0.
-    let acl = [&2_u32.to_le_bytes()[..], &entry(1, 6), &entry(4, 0), &entry(0x10, 6), &entry(0x20, 0)].concat();
+    let acl = acl_of_no_group();
     let shown = |ino| {
         let attr = dir.getattr(cx, ino, None).unwrap();
         (attr.mode & 0o777, dir.mode_without_acl(cx, ino, &attr) & 0o777)
@@ -539,16 +629,12 @@ fn modes_without_acls_follow_every_change_of_an_acl() {
         let (mode, without) = shown(ino);
         assert_eq!(mode, without, "{file}");
     };
-    let make = |file: &str| {
-        fs::write(share.path(file), "").unwrap();
-        fs::set_permissions(share.path(file), fs::Permissions::from_mode(0o660)).unwrap();
-    };
     // Within one tick of the clock by which changes get their times.
     for number in 0..100 {
-        make(&format!("f{number}"));
+        make(&share, &format!("f{number}"), "", None);
         follows(&format!("f{number}"));
     }
-    make("old");
+    make(&share, "old", "", None);
     std::thread::sleep(std::time::Duration::from_millis(3100));
     follows("old");
 }
