@@ -19,10 +19,12 @@ const PRELUDE: &str = r#"
 set -eu
 mount --make-rprivate /
 umount --all --lazy --types fuse.ferry
+# The program may lie below a folder that is covered.
+touch "$HOME/.ferry"; mount --bind "$FERRY" "$HOME/.ferry"
 for place in /srv /run /mnt /var/lib /tmp; do mount -t tmpfs tmpfs $place; done
 mkdir -p /srv/src /srv/doc /var/lib/ferry /tmp/bin "$HOME/project"
 echo from-host | tee /srv/src/from-host /srv/doc/from-host "$HOME/project/from-host" >/dev/null
-ln -s "$FERRY" /tmp/bin/ferry
+ln -s "$HOME/.ferry" /tmp/bin/ferry
 PATH=/tmp/bin:$PATH:/usr/sbin:/sbin
 cd "$HOME"
 servers=0

@@ -143,6 +143,8 @@ pub fn s3(folder: &Path) -> Option<Program> {
     Some(Program::start(&mut command, false))
 }
 
+const SEND_BUFFER_BYTES: usize = 64 << 10;
+
 /// Carries connections to a server, counts what comes back, and can have the server die in the middle.
 pub struct Proxy {
     pub address: SocketAddr,
@@ -208,6 +210,8 @@ impl State {
     fn carry(state: &Arc<Self>, near: TcpStream) {
         let Some(upstream) = *state.upstream.lock().unwrap() else { return };
         let Ok(far) = TcpStream::connect(upstream) else { return };
+        // What is in here when somebody is killed is lost: not more than has to be.
+        rustix::net::sockopt::set_socket_send_buffer_size(&near, SEND_BUFFER_BYTES).unwrap();
         state.open.lock().unwrap().extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
         let (near2, far2) = (near.try_clone().unwrap(), far.try_clone().unwrap());
         let (up, down) = (Arc::clone(state), Arc::clone(state));
