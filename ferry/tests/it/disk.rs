@@ -120,13 +120,16 @@ fn a_disk_whose_storage_hangs_holds_up_no_other() {
     // One that hangs ends when it is told to.
     far.signal(Signal::TERM);
     assert_eq!(far.status(), Some(0));
-    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    let mut far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
     far.signal(Signal::STOP);
     let mut disks = Server::start(&mut line("again"));
     disks.signal(Signal::TERM);
     assert_eq!(disks.status(), Some(0));
     assert!(!at("s").exists() && !at("t").exists());
     far.signal(Signal::CONT);
+    // One that is killed leaves its mount.
+    far.signal(Signal::TERM);
+    assert_eq!(far.status(), Some(0));
 }
 
 /// A mistake in one of several is one sentence, and nothing is left.
