@@ -93,6 +93,10 @@ fn check(share: &Share) -> HashMap<Ino, u32> {
 
 #[test]
 fn the_tree_stays_sound() {
+    // A process that another test starts has copies of the open files until it runs its program.
+    if !ferry_alone::in_own_process() {
+        return;
+    }
     let share = Share::new(Options { size_bytes: Some(64 << 20), ..Options::default() });
     let done: u64 = std::thread::scope(|scope| {
         let threads: Vec<_> = (1..=THREADS)
