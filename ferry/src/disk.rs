@@ -1,10 +1,9 @@
 //! `ferry disk`: files and block devices as disks of virtual machines.
 
 mod disks;
-mod processes;
 
 use std::ffi::{OsStr, OsString};
-use std::io::Write;
+use std::fs::File;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,12 +14,14 @@ use ferry_fs::Endings;
 use ferry_isolation::Held;
 use serde::{Deserialize, Deserializer};
 
-pub use disks::{Disks, inherit, refuse_doubles};
+pub use disks::{Disks, PATIENCE, bind, inherit, refuse_doubles};
 
 use crate::cli::as_keys;
 use crate::image::ImageDigest;
+use crate::new_files::{NewFiles, Success};
+use crate::processes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
-use crate::share::ENDINGS;
+use crate::share::{ENDINGS, say};
 use crate::size::Size;
 use crate::socket::Bound;
 use crate::status::misuse;
@@ -201,8 +202,8 @@ pub fn is_back_end(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == BACK_END)
 }
 
-/// A disk, and the same once more if it is an image.
-type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>);
+/// A disk, the same once more if it is an image, and the file if it was made.
+type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>, Option<(PathBuf, File)>);
 
 /// Serves disks until SIGTERM or SIGINT, each in a process of its own if there are several; returns the status to end with.
 pub fn run(disks: &[Args]) -> Result<u8> {
@@ -215,26 +216,31 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
     let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
+    let json = disks.iter().any(|disk| disk.json);
     if disks.len() > 1 {
-        return processes::run(disks, inherited, &walls, signals);
+        return processes::run(None, (disks, inherited), (&walls, json), signals);
     }
-    serve(disks, inherited, &walls, signals, |opened| match disks.iter().any(|disk| disk.json) {
-        true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() })),
-        false => opened.announce(),
+    let new_files = NewFiles::until(Success::new()?);
+    serve(disks, inherited, (&walls, signals), new_files, |opened| {
+        match json {
+            true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
+            false => opened.announce()?,
+        }
+        Ok(true)
     })
 }
 
-/// Serves disks from within walls; calls `ready` when they are up. In the end there may be two processes of it, as with shares; returns
+/// Serves disks from within walls; calls `ready` when they are up, which returns whether the start has succeeded. In the end there may be two processes of it, as with shares; returns
 /// the status to end with.
-fn serve(
+pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<Bound>>,
-    walls: &Walls,
-    signals: Held,
-    ready: impl FnOnce(&Disks<'_>) -> Result<()>,
+    (walls, signals): (&Walls, Held),
+    new_files: NewFiles,
+    ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {
     let confinement = Confinement::of(walls, &[], &[], disks)?;
-    let mut opened = Disks::open(disks, sockets)?;
+    let Some(mut opened) = Disks::open(disks, sockets, &signals, new_files)? else { return Ok(0) };
     if opened.is_empty() {
         return Ok(0);
     }
@@ -253,9 +259,10 @@ fn serve(
     signals.release()?;
     inside.close(&[])?;
     opened.start()?;
-    ready(&opened)?;
-    let signal = endings.wait();
-    tracing::info!(signal, "ending: serving what is under way");
+    if ready(&opened)? {
+        let signal = endings.wait();
+        tracing::info!(signal, "ending: serving what is under way");
+    }
     opened.stop();
     Ok(0)
 }
@@ -274,6 +281,12 @@ impl Args {
     fn image(&self) -> Option<&Path> {
         let word = self.file.as_deref().or(self.blk_file.as_deref())?;
         word.as_os_str().as_bytes().strip_prefix(IMAGE).map(|path| Path::new(OsStr::from_bytes(path)))
+    }
+
+    /// Its file, and the folders that it needs.
+    fn places(&self) -> (Option<&Path>, impl Iterator<Item = &Path>) {
+        let file = self.image().or_else(|| self.path().ok());
+        (file, self.store.iter().chain(&self.backing_dir).map(PathBuf::as_path))
     }
 
     /// The word for the file, of which a path is in this folder unless it is absolute.
@@ -315,7 +328,9 @@ impl Args {
     fn open(&self) -> Result<Open> {
         self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
         let (Some(path), Some(store)) = (self.image(), &self.store) else {
-            return Ok((ferry_disk::open(self.path()?, &self.disk_options())?, None));
+            let path = self.path()?;
+            let (disk, made) = ferry_disk::open_or_make(path, &self.disk_options())?;
+            return Ok((disk, None, made.map(|file| (path.into(), file))));
         };
         let image = ferry_image::Image::open(path, self.digest.map(|digest| digest.0))?;
         if image.is_composefs() {
@@ -327,7 +342,7 @@ impl Args {
         }
         let source = ferry_image::Source::at_rest(image, store)?;
         let disk = Arc::new(ferry_image::Disk::new(source, self.serial.clone()));
-        Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk)))
+        Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk), None))
     }
 
     /// What is wrong with a disk from a file: there, the table of flags has checked no value.
@@ -398,9 +413,4 @@ impl Args {
 
 fn format<'de, D: Deserializer<'de>>(input: D) -> Result<Option<ferry_disk::Format>, D::Error> {
     String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
-}
-
-fn say(line: &serde_json::Value) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")
 }

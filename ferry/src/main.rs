@@ -17,7 +17,9 @@ mod image;
 mod logcmd;
 mod mount;
 mod mount_options;
+mod new_files;
 mod ninep;
+mod processes;
 mod recipes;
 mod remote;
 mod sandbox;
@@ -164,7 +166,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             let walls = args.walls.or(file.walls());
             let config::File { mut shares, disks, .. } = file;
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, &disks, &walls, args.json, &logging)
+            share::run(&shares, &disks, (&walls, args.json), &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();

@@ -1,5 +1,6 @@
 //! `ferry mount`: a source on this host, in the background or not.
 
+use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -15,6 +16,7 @@ use ferry_control::{Explained, Logging, Request, Served, printable, printable_js
 use crate::cli::{MountArgs, Share};
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
+use crate::new_files::{NewFiles, Success};
 use crate::share;
 use crate::source::{self, Kind, Sources};
 
@@ -41,15 +43,15 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
     let nulls = detached.then(Nulls::open).transpose()?;
-    share::serve(&[share], &[], &words, logging, |up, _| {
+    let new_files = NewFiles::until(Success::new()?);
+    share::serve(&[share], HashMap::new(), (&words, None), logging, new_files, |up| {
         announce(up, json)?;
         if let Some(nulls) = nulls {
-            nulls.leave(log)
+            nulls.leave(log)?;
         } else if let Some(log) = log {
-            rustix::stdio::dup2_stderr(log).context("cannot write to the log file")
-        } else {
-            Ok(())
+            rustix::stdio::dup2_stderr(log).context("cannot write to the log file")?;
         }
+        Ok(true)
     })?;
     Ok(0)
 }
@@ -166,7 +168,8 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
     // Until it has been mounted.
     let _nameless = without_names(&mut share)?;
     let mut sources = Sources::beside(vec![mountpoint.clone()]);
-    let source = sources.open(&share)?;
+    let mut new_files = NewFiles::until(Success::new()?);
+    let source = sources.open(&share, &mut new_files)?;
     let name = exports::name(&share);
     let options = exports::mount_options(&share, &name, &args.options, false);
     let mut serving = Serving::default();

@@ -16,9 +16,11 @@ use rustix::process::Signal;
 
 use crate::cli::Share;
 use crate::control::{self, OWNER};
-use crate::disk::{self, Disks};
+use crate::disk;
 use crate::exports::{self, Serving};
+use crate::new_files::{NewFiles, Success};
 use crate::ninep::Listening;
+use crate::processes::{self, Report};
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Entered, Walls};
 use crate::socket::Bound;
@@ -36,57 +38,97 @@ const FOR_GOOD: i32 = Signal::QUIT.as_raw();
 /// What the addresses of 9P devices begin with.
 const VHOST_USER: &str = "vhost-user:";
 
-/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Answers the status to end with.
-pub fn run(shares: &[Share], disks: &[disk::Args], walls: &Walls, json: bool, logging: &Logging) -> Result<u8> {
+/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Returns the status to end with.
+pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool), logging: &Logging) -> Result<u8> {
     refuse_doubles(shares, disks).map_err(misuse)?;
+    let inherited = inherit(shares)?;
+    if !disks.is_empty() {
+        let inherited_disks = disk::inherit(disks)?;
+        // None gets lost until they are caught, on whichever side.
+        let signals = Held::hold()?;
+        let beside = Beside { shares, inherited, walls, json, logging };
+        return processes::run(Some(beside), (disks, inherited_disks), (walls, json), signals);
+    }
     let once = shares.iter().any(|share| share.once);
-    let ready = |up: &[Served], disks: &Disks<'_>| {
-        announce(up, disks, json)?;
+    let ready = |up: &[Served]| {
+        match json {
+            true => say(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
+            false => announce(shares, up)?,
+        }
         if once {
             // virtiofsd's words, for which Kata waits.
             tracing::info!("Waiting for vhost-user socket connection...");
         }
-        Ok(())
+        Ok(true)
     };
+    let new_files = NewFiles::until(Success::new()?);
     match sandbox::fits(walls, shares)? {
-        true => serve_confined(shares, disks, walls, logging, ready),
-        false => serve(shares, disks, &[], logging, ready).map(|()| 0),
+        true => serve_confined(shares, inherited, (walls, Held::hold()?), logging, new_files, ready),
+        false => serve(shares, inherited, (&[], None), logging, new_files, ready).map(|()| 0),
     }
 }
 
-/// Serves shares and disks from within walls. In the end there may be two processes of it, which both answer: one outside of the walls, which
+/// Shares that stand in one file with disks, each of which has a process of its own, as the shares have together.
+pub struct Beside<'a> {
+    shares: &'a [Share],
+    inherited: HashMap<u16, Bound>,
+    walls: &'a Walls,
+    json: bool,
+    logging: &'a Logging,
+}
+
+impl Beside<'_> {
+    /// Whether there are any.
+    pub fn is_empty(&self) -> bool {
+        self.shares.is_empty()
+    }
+
+    /// Serves them, in a process of their own. Returns the status to end with.
+    pub fn serve(self, signals: Held, report: Report) -> Result<u8> {
+        let Self { shares, inherited, walls, json, logging } = self;
+        let (report, new_files) = report.split()?;
+        let ready = |up: &[Served]| {
+            let is_told = report.tell(&shown_all(up))?;
+            if is_told && !json {
+                announce(shares, up)?;
+            }
+            Ok(is_told)
+        };
+        match sandbox::fits(walls, shares)? {
+            true => serve_confined(shares, inherited, (walls, signals), logging, new_files, ready),
+            false => serve(shares, inherited, (&[], Some(signals)), logging, new_files, ready).map(|()| 0),
+        }
+    }
+}
+
+/// Serves shares from within walls. In the end there may be two processes of it, which both return: one outside of the walls, which
 /// waits, with the status of the other.
 fn serve_confined(
     shares: &[Share],
-    disks: &[disk::Args],
-    walls: &Walls,
+    inherited: HashMap<u16, Bound>,
+    (walls, signals): (&Walls, Held),
     logging: &Logging,
-    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
+    mut new_files: NewFiles,
+    ready: impl FnOnce(&[Served]) -> Result<bool>,
 ) -> Result<u8> {
-    // None gets lost until they are caught, on whichever side.
-    let signals = Held::hold()?;
-    let inherited = inherit(shares)?;
-    let inherited_disks = disk::inherit(disks)?;
     check_places(shares)?;
     // What is wrong with a source is said before anything is made.
-    let mut sources = source::prepare(shares)?;
-    let confinement = Confinement::of(walls, shares, &sources, disks)?;
-    let mut offered = Disks::open(disks, inherited_disks)?;
+    let mut sources = source::prepare(shares, &mut new_files)?;
+    let confinement = Confinement::of(walls, shares, &sources, &[])?;
     let mut sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
     let mut control = Control::bind();
     let mut inside = match confinement.enter()? {
         Entered::Outside(outside) => {
             // What is kept is the other's: files that it closes are to be closed.
-            drop((kept, sources));
-            offered.leave();
+            drop((kept, sources, ready));
             return outside.wait(&signals);
         }
         Entered::Inside(inside) => inside,
     };
     if inside.is_split() {
         sockets.take_over()?;
-        offered.take_over()?;
+        new_files.take_over();
         virtiofsd::leave_pid_file();
         if let Some(control) = &mut control {
             control.leave_file();
@@ -96,41 +138,40 @@ fn serve_confined(
     signals.release()?;
     for (number, source) in sources.iter_mut().enumerate() {
         let connector = inside.connector(number);
-        source.arrive(inside.place(number), connector)?;
+        source.arrive(inside.place(number), connector, &mut new_files)?;
     }
     inside.close(shares)?;
-    let opened = source::begin(sources)?;
+    let opened = source::begin(sources, &mut new_files)?;
     let mut serving = Serving::default();
     let up = start(shares, &opened, (sockets, kept), &[], &mut serving)?;
-    offered.start()?;
-    serve_until(endings, up, control, (offered, serving), logging, ready).map(|()| 0)
+    new_files.keep();
+    serve_until(endings, up, control, serving, logging, ready).map(|()| 0)
 }
 
-/// Serves shares and disks; calls `ready` once all are up. `words` are those of `-o`, for mounts.
+/// Serves shares; calls `ready` once all are up, which returns whether the start has succeeded. `words` are those of `-o`, for mounts; `signals` are those that are held, if any are.
 pub fn serve(
     shares: &[Share],
-    disks: &[disk::Args],
-    words: &[String],
+    inherited: HashMap<u16, Bound>,
+    (words, signals): (&[String], Option<Held>),
     logging: &Logging,
-    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
+    mut new_files: NewFiles,
+    ready: impl FnOnce(&[Served]) -> Result<bool>,
 ) -> Result<()> {
-    let inherited = inherit(shares)?;
-    let inherited_disks = disk::inherit(disks)?;
     check_places(shares)?;
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    signals.map_or(Ok(()), Held::release)?;
 
-    // Before the exports, so that it is dropped after them.
+    // Before the exports, so that they are dropped after them.
     let mut sources = Sources::beside(mount_points(shares));
     let mut serving = Serving::default();
-    let mut offered = Disks::open(disks, inherited_disks)?;
-    let opened: Vec<_> = shares.iter().map(|share| sources.open(share)).collect::<Result<_>>()?;
+    let opened: Vec<_> = shares.iter().map(|share| sources.open(share, &mut new_files)).collect::<Result<_>>()?;
     sources.begin();
     shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let sockets = Sockets::make(shares, inherited)?;
     let kept = state::reach_all(shares)?;
     let up = start(shares, &opened, (sockets, kept), words, &mut serving)?;
-    offered.start()?;
-    serve_until(endings, up, Control::bind(), (offered, serving), logging, ready)
+    new_files.keep();
+    serve_until(endings, up, Control::bind(), serving, logging, ready)
 }
 
 /// Inherited descriptors come first: nothing has been opened yet that could have their numbers.
@@ -143,25 +184,23 @@ fn serve_until(
     mut endings: Endings,
     up: Vec<Served>,
     control: Option<Socket>,
-    (mut offered, mut serving): (Disks<'_>, Serving),
+    mut serving: Serving,
     logging: &Logging,
-    ready: impl FnOnce(&[Served], &Disks<'_>) -> Result<()>,
+    ready: impl FnOnce(&[Served]) -> Result<bool>,
 ) -> Result<()> {
     let up: Arc<[Served]> = up.into();
     let control = Control::start(control, Arc::clone(&up), logging.clone(), OWNER);
-    ready(&up, &offered)?;
-    // The next virtual machine may come for a disk, too.
-    if offered.is_empty() {
+    let mut signal = None;
+    if ready(&up)? {
         serving.when_over(endings.over())?;
-    }
-    let signal = endings.wait();
-    match signal {
-        Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
-        None => tracing::info!("ending: nobody is left to serve"),
+        signal = endings.wait();
+        match signal {
+            Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
+            None => tracing::info!("ending: nobody is left to serve"),
+        }
     }
     drop(control);
     drop(up);
-    offered.stop();
     match signal {
         Some(FOR_GOOD) => serving.stop_for_good(),
         _ => serving.stop(),
@@ -306,18 +345,26 @@ fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn 
     exports.sum::<usize>() > 1
 }
 
-/// Says that every share and disk is up: to a program as JSON, to a person as what to give QEMU.
-fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
+/// What a guest mounts, where the device does not tell it.
+const NO_TAG: &str = "sharing: its guest mounts the tag that the VMM's command line gives (QEMU, cloud-hypervisor); User-mode Linux and crosvm \
+     ask the device, and can mount it only with --tag NAME";
+
+/// What a program is told of shares.
+fn shown_all(up: &[Served]) -> serde_json::Value {
+    serde_json::json!(up.iter().map(Served::shown).collect::<Vec<_>>())
+}
+
+/// Says a line to a program.
+pub fn say(line: &serde_json::Value) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    let shares = up.iter().map(Served::shown);
-    if json {
-        let mut line = serde_json::json!({ "pid": sandbox::pid(), "shares": shares.collect::<Vec<_>>() });
-        if !disks.is_empty() {
-            line["disks"] = disks.described().into();
-        }
-        return writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output");
-    }
-    for Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. } in shares {
+    writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+/// Says to a person that every share is up, as what to give QEMU.
+fn announce(shares: &[Share], up: &[Served]) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let shown = up.iter().map(Served::shown);
+    for (share, Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. }) in shares.iter().zip(shown) {
         if let Some(mount) = mount {
             tracing::info!(source, mount, "mounted");
         }
@@ -335,11 +382,11 @@ fn announce(up: &[Served], disks: &Disks<'_>, json: bool) -> Result<()> {
                 writeln!(out, "{source} as {tag}: {line}").context("cannot write to standard output")?;
             }
             (None, ..) if fd.is_none() => {}
-            (socket, tag, _) => tracing::info!(source, tag, socket, fd, "sharing"),
+            (socket, tag, _) if share.tag.is_some() => tracing::info!(source, tag, socket, fd, "sharing"),
+            (socket, ..) => tracing::info!(source, socket, fd, "{NO_TAG}"),
         }
     }
-    drop(out);
-    disks.announce()
+    Ok(())
 }
 
 /// Where this process was started.

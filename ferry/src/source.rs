@@ -18,6 +18,7 @@ use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 use crate::apart::Apart;
 use crate::cli::{Acl, Cache, FileHandles, MapUser, Share, Watch};
 use crate::image::registry::{self, Origin};
+use crate::new_files::NewFiles;
 use crate::remote::{self, Server};
 
 pub use prepared::{Prepared, begin, prepare};
@@ -166,8 +167,8 @@ impl Sources {
         Self { opened: Vec::new(), mount_points }
     }
 
-    /// The source of a share, which is opened at its first one.
-    pub fn open(&mut self, share: &Share) -> Result<Arc<dyn FileSystem>> {
+    /// The source of a share, which is opened at its first one. What is made for it is added to `new_files`.
+    pub fn open(&mut self, share: &Share, new_files: &mut NewFiles) -> Result<Arc<dyn FileSystem>> {
         let (kind, options) = (Kind::seen(share), Options::of(share));
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
         if let Some(opened) = self.opened.iter().find(same) {
@@ -183,7 +184,7 @@ impl Sources {
                 let dir = options.open_dir(path)?;
                 (Arc::clone(&dir) as Arc<dyn FileSystem>, Some(dir))
             }
-            other => (options.open(other)?, None),
+            other => (options.open(other, new_files)?, None),
         };
         self.opened.push(Opened { kind, options, source: Arc::clone(&source), dir, _apart: apart });
         Ok(source)
@@ -295,7 +296,19 @@ impl Options {
         Ok(Arc::new(dir))
     }
 
-    fn open(&self, kind: &Kind) -> Result<Arc<dyn FileSystem>> {
+    fn open_pmem(&self, path: &Path, new_files: &mut NewFiles) -> Result<(pmem::Opened, bool)> {
+        let is_new = is_new(path);
+        let mut opened = pmem::open_files(path, &self.pmem())?;
+        new_files.add(opened.take_made());
+        Ok((opened, is_new))
+    }
+
+    fn load_pmem(&self, (opened, is_new): (pmem::Opened, bool)) -> Result<Arc<dyn FileSystem>> {
+        let source = Arc::new(opened.load(&self.pmem())?);
+        if is_new { ours(source) } else { Ok(source) }
+    }
+
+    fn open(&self, kind: &Kind, new_files: &mut NewFiles) -> Result<Arc<dyn FileSystem>> {
         Ok(match kind {
             Kind::Dir(path) => self.open_dir(path)?,
             Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
@@ -304,11 +317,7 @@ impl Options {
                 read_only: self.dir.read_only,
                 ..ferry_mem::Options::default()
             })?))?,
-            Kind::Pmem(path) => {
-                let is_new = is_new(path);
-                let source = Arc::new(pmem::open(path, &self.pmem())?);
-                if is_new { ours(source)? } else { source }
-            }
+            Kind::Pmem(path) => self.load_pmem(self.open_pmem(path, new_files)?)?,
             Kind::Image(path) => {
                 let store = self.image_store()?;
                 match &self.from {

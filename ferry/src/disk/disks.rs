@@ -1,24 +1,26 @@
 //! Disks that are being offered: opened all together, before the first one is served.
 
 use std::collections::HashSet;
-use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::fs;
+use std::io::{IsTerminal, Read, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
+use ferry_isolation::Held;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::Args;
+use crate::new_files::NewFiles;
 use crate::recipes;
-use crate::share::shown;
+use crate::share::{ENDINGS, shown};
 use crate::socket::Bound;
 
 /// How long a disk may take to open before that is said, and the others do without it: far more than any does that is well.
 pub const PATIENCE: Duration = Duration::from_secs(3);
-/// The time between two looks at what takes no time.
-const MOMENT: Duration = Duration::from_millis(1);
 
 /// A socket or descriptor can serve one disk only. Files are kept apart by their locks.
 pub fn refuse_doubles(disks: &[Args]) -> Result<()> {
@@ -50,45 +52,69 @@ pub fn bind(disk: &Args, inherited: Option<Bound>) -> Result<Option<Bound>> {
     }
 }
 
-/// Opens a disk, and says so if its storage takes long to answer.
-fn named_if_slow<T>(disk: &Args, open: impl FnOnce() -> Result<T>) -> Result<T> {
-    let (begun, file) = (Instant::now(), disk.path()?.display().to_string());
-    let (opened, is_opened) = channel::<()>();
-    let (tell, told) = channel();
-    let named = file.clone();
-    let wait = move || {
-        let _ = tell.send(rustix::thread::gettid());
-        if is_opened.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
-            let seconds = PATIENCE.as_secs();
-            tracing::warn!(
-                "{named} is not open after {seconds} s, for its storage does not answer: it is served once it does"
-            );
-        }
-    };
-    let thread =
-        std::thread::Builder::new().name("disk-opening".into()).spawn(wait).context("no thread can be started")?;
-    let outcome = open();
-    drop(opened);
-    if let (Ok(thread), Ok(())) = (told.recv(), thread.join()) {
-        // Processes are split with one thread, and one that has ended is among them for a moment.
-        let task = format!("/proc/self/task/{}", thread.as_raw_nonzero());
-        while Path::new(&task).exists() && begun.elapsed() < 2 * PATIENCE {
-            std::thread::sleep(MOMENT);
+/// Waits until the storage of a disk answers, and says so if it takes long; whether it did before a signal came that ends this process.
+///
+/// Another process asks it: one that waits for storage can, with some, not even be killed, and this one is to end at once.
+fn answers(disk: &Args, signals: &Held) -> Result<bool> {
+    let begun = Instant::now();
+    let file = disk.path()?.display();
+    let Some(child) = ferry_isolation::begin_child()? else { ask(disk) };
+    let arrives = signals.descriptor()?;
+    let mut left = Some(Timespec { tv_sec: PATIENCE.as_secs().cast_signed(), tv_nsec: 0 });
+    while child.end()?.is_none() {
+        let mut polled = [PollFd::new(&arrives, PollFlags::IN)];
+        match poll(&mut polled, left.as_ref()) {
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno).context("it cannot be waited for a disk to open"),
+            Ok(0) => {
+                left = None;
+                let seconds = PATIENCE.as_secs();
+                tracing::warn!(
+                    "{file} is not open after {seconds} s, for its storage does not answer: it is served once it does"
+                );
+            }
+            // The child's end is among the signals.
+            Ok(_) => {
+                let signal = signals.next()?.map(|arrival| arrival.signal.as_raw());
+                if let Some(signal) = signal.filter(|signal| ENDINGS.contains(signal)) {
+                    tracing::warn!("{file} is not served: its storage had not answered when signal {signal} came");
+                    return Ok(false);
+                }
+            }
         }
     }
-    if outcome.is_ok() && begun.elapsed() >= PATIENCE {
-        tracing::info!("{file} is open after {} s", begun.elapsed().as_secs());
+    if begun.elapsed() >= PATIENCE {
+        tracing::info!("{file} answers after {} s", begun.elapsed().as_secs());
     }
-    outcome
+    Ok(true)
+}
+
+/// Does with a disk's file, and with the folders that it needs, what waits if their storage does not answer. What is wrong with them shows when they
+/// are opened.
+fn ask(disk: &Args) -> ! {
+    let (file, folders) = disk.places();
+    // Opening others may wait, or do things.
+    let is_plain = |found: fs::Metadata| found.is_file() || found.file_type().is_block_device();
+    if let Some(file) = file
+        && fs::metadata(file).is_ok_and(is_plain)
+    {
+        let _ = fs::File::open(file).and_then(|mut file| file.read(&mut [0; 512]));
+    }
+    for folder in folders {
+        let _ = fs::read_dir(folder).map(|mut entries| entries.next());
+    }
+    // Nothing of the process that this was made of is to be done here.
+    std::process::exit(0)
 }
 
 /// Disks that are open, and being offered once they are started.
-#[derive(Default)]
 pub struct Disks<'a> {
     opened: Vec<Opened<'a>>,
     /// The sockets that they are offered on, in their order.
     sockets: Vec<Bound>,
     exports: Vec<Export>,
+    /// What opening them has made.
+    new_files: NewFiles,
 }
 
 /// A disk.
@@ -102,19 +128,31 @@ struct Opened<'a> {
 }
 
 impl<'a> Disks<'a> {
-    /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger.
-    pub fn open(disks: &'a [Args], inherited: Vec<Option<Bound>>) -> Result<Self> {
-        let mut all = Self::default();
+    /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger. `None`: a signal came that
+    /// ends this process.
+    pub fn open(
+        disks: &'a [Args],
+        inherited: Vec<Option<Bound>>,
+        signals: &Held,
+        new_files: NewFiles,
+    ) -> Result<Option<Self>> {
+        let mut all = Self { opened: Vec::new(), sockets: Vec::new(), exports: Vec::new(), new_files };
         for (args, inherited) in disks.iter().zip(inherited) {
-            let Some(bound) = bind(args, inherited)? else {
-                named_if_slow(args, || args.only_resize())?;
+            let bound = bind(args, inherited)?;
+            let is_offered = bound.is_some();
+            all.sockets.extend(bound);
+            if !answers(args, signals)? {
+                return Ok(None);
+            }
+            if !is_offered {
+                args.only_resize()?;
                 continue;
-            };
-            all.sockets.push(bound);
-            let (disk, image) = named_if_slow(args, || args.open())?;
+            }
+            let (disk, image, made) = args.open()?;
+            all.new_files.add(made);
             all.opened.push(Opened { args, options: args.device_options(), disk, image });
         }
-        Ok(all)
+        Ok(Some(all))
     }
 
     /// Leaves the disks to a process that has been made of this one, which offers them: files that it closes are to be closed.
@@ -125,6 +163,7 @@ impl<'a> Disks<'a> {
 
     /// Offers them in the place of the process that opened them.
     pub fn take_over(&mut self) -> Result<()> {
+        self.new_files.take_over();
         self.sockets.iter_mut().try_for_each(Bound::take_over)
     }
 
@@ -141,6 +180,7 @@ impl<'a> Disks<'a> {
             }
             self.exports.push(Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?);
         }
+        self.new_files.keep();
         Ok(())
     }
 

@@ -12,8 +12,9 @@ use ferry_mem::pmem;
 use ferry_remote::Connector;
 use ferry_vfs::FileSystem;
 
-use super::{Kind, Options, Sources, is_new, ours};
+use super::{Kind, Options, Sources};
 use crate::cli::Share;
+use crate::new_files::NewFiles;
 use crate::remote::{Distant, Server};
 use crate::sandbox::Reach;
 
@@ -46,8 +47,9 @@ enum Stage {
     Same(usize),
 }
 
-/// Opens what of the sources of shares is opened outside of walls. What is wrong with a source shows here.
-pub fn prepare(shares: &[Share]) -> Result<Vec<Prepared>> {
+/// Opens what of the sources of shares is opened outside of walls. What is wrong with a source shows here. What is made for it is added to
+/// `new_files`.
+pub fn prepare(shares: &[Share], new_files: &mut NewFiles) -> Result<Vec<Prepared>> {
     let mut all: Vec<Prepared> = Vec::new();
     for share in shares {
         let (kind, options) = (Kind::seen(share), Options::of(share));
@@ -65,15 +67,15 @@ pub fn prepare(shares: &[Share]) -> Result<Vec<Prepared>> {
                 }
             }
             (Kind::Pmem(path), _) => {
-                let is_new = is_new(path);
-                Stage::Pmem(pmem::open_files(path, &options.pmem())?, is_new)
+                let (opened, is_new) = options.open_pmem(path, new_files)?;
+                Stage::Pmem(opened, is_new)
             }
             (Kind::Ninep(address), _) => {
                 let server = Server::of(address).map_err(anyhow::Error::msg)?;
                 Stage::Server(options.remote.prepare(server)?)
             }
             (Kind::Dir(_) | Kind::Mem, _) => {
-                drop(Sources::default().open(share)?);
+                drop(Sources::default().open(share, new_files)?);
                 Stage::Outside
             }
         };
@@ -107,12 +109,17 @@ impl Prepared {
     }
 
     /// Opens, inside, what has a place there; without one it is where it always was. `connector` is for those that reach for a server.
-    pub fn arrive(&mut self, place: Option<&Path>, connector: Option<Connector>) -> Result<()> {
+    pub fn arrive(
+        &mut self,
+        place: Option<&Path>,
+        connector: Option<Connector>,
+        new_files: &mut NewFiles,
+    ) -> Result<()> {
         let stage = std::mem::replace(&mut self.stage, Stage::Outside);
         self.stage = match stage {
             Stage::Outside => match &self.kind {
                 Kind::Dir(path) => Stage::Dir(self.options.open_dir(place.unwrap_or(path))?),
-                other => Stage::Open(self.options.open(other)?),
+                other => Stage::Open(self.options.open(other, new_files)?),
             },
             Stage::Image(image, folder) => {
                 Stage::Source(Source::at_rest_seen(image, &folder, place.unwrap_or(&folder))?)
@@ -128,7 +135,7 @@ impl Prepared {
 }
 
 /// Begins what has arrived, with the threads that it has.
-pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
+pub fn begin(prepared: Vec<Prepared>, new_files: &mut NewFiles) -> Result<Vec<Arc<dyn FileSystem>>> {
     let mut begun: Vec<Arc<dyn FileSystem>> = Vec::new();
     for Prepared { kind, options, stage } in prepared {
         let source = match stage {
@@ -142,12 +149,9 @@ pub fn begin(prepared: Vec<Prepared>) -> Result<Vec<Arc<dyn FileSystem>>> {
                 source.begin();
                 Arc::new(source)
             }
-            Stage::Pmem(opened, is_new) => {
-                let source = Arc::new(opened.load(&options.pmem())?);
-                if is_new { ours(source)? } else { source }
-            }
+            Stage::Pmem(opened, is_new) => options.load_pmem((opened, is_new))?,
             Stage::Same(at) => Arc::clone(begun.get(at).context("an earlier share has no source")?),
-            Stage::Outside | Stage::Image(..) | Stage::Server(_) => options.open(&kind)?,
+            Stage::Outside | Stage::Image(..) | Stage::Server(_) => options.open(&kind, new_files)?,
         };
         begun.push(source);
     }

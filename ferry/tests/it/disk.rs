@@ -132,6 +132,102 @@ fn a_disk_whose_storage_hangs_holds_up_no_other() {
     assert_eq!(far.status(), Some(0));
 }
 
+/// One that hangs beside shares, in a file: all others are served, it is named, and served when its storage answers.
+#[test]
+fn a_disk_in_a_file_whose_storage_hangs_holds_up_no_share_and_no_disk() {
+    common::needs_fuse!();
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    for name in ["far", "mnt", "data"] {
+        fs::create_dir(at(name)).expect("a folder");
+    }
+    for name in ["far/a", "b"] {
+        fs::File::create(at(name)).and_then(|file| file.set_len(4 << 20)).expect("a file");
+    }
+    let text = "[[disk]]\nfile = \"mnt/a\"\nvhost-user = \"s\"\n[[disk]]\nfile = \"b\"\nvhost-user = \"t\"\n\
+                [[share]]\nsource = \"data\"\nvirtiofs = \"v\"\n";
+    fs::write(at("f.toml"), text).expect("a file");
+    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    far.signal(Signal::STOP);
+    let mut command = ferry();
+    command.arg("share").arg("--config").arg(at("f.toml")).stderr(fs::File::create(at("log")).expect("a file"));
+    let mut server = Server::start(&mut command);
+    let said = || fs::read_to_string(at("log")).expect("what it says");
+    assert_eq!(server.line["shares"][0]["virtiofs"], at("v").to_str().expect("a plain path"));
+    assert_eq!((&server.line["disks"][0]["bytes"], &server.line["disks"][1]["bytes"]), (&().into(), &(4 << 20).into()));
+    soon("the others answer", || answers(&at("t")) && answers(&at("v")));
+    soon("it is named", || said().contains("mnt/a is not open after 3 s"));
+    assert!(!answers(&at("s")));
+    far.signal(Signal::CONT);
+    soon("it answers, too", || answers(&at("s")));
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0), "{}", said());
+    assert!(["s", "t", "v"].iter().all(|name| !at(name).exists()));
+}
+
+/// One that hangs, alone, ends when it is told to, and says which it is.
+#[test]
+fn a_signal_ends_a_server_whose_storage_hangs() {
+    common::needs_fuse!();
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    for name in ["far", "mnt"] {
+        fs::create_dir(at(name)).expect("a folder");
+    }
+    fs::File::create(at("far/a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
+    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    far.signal(Signal::STOP);
+    for (signal, flags) in
+        [(Signal::TERM, &["--vhost-user"][..]), (Signal::INT, &["--sandbox", "none", "--vhost-user"])]
+    {
+        let mut command = ferry();
+        command.arg("disk").arg(at("mnt/a")).args(flags).arg(at("s"));
+        let mut server = command.stderr(fs::File::create(at("log")).expect("a file")).spawn().expect("it starts");
+        soon("it listens", || at("s").exists());
+        let pid = rustix::process::Pid::from_child(&server);
+        rustix::process::kill_process(pid, signal).expect("it runs");
+        assert_eq!(common::wait(&mut server), Some(0));
+        let said = fs::read_to_string(at("log")).expect("what it says");
+        assert!(said.contains("mnt/a is not served: its storage had not answered"), "{said}");
+        assert!(!at("s").exists());
+    }
+    far.signal(Signal::CONT);
+}
+
+/// Of a start that fails nothing is left, and what was there before is as it was.
+#[test]
+fn a_start_that_fails_leaves_none_of_its_disks() {
+    let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir(at("data")).expect("a folder");
+    fs::write(at("there"), [7; 4096]).expect("a file");
+    let missing = "[[disk]]\nfile = \"missing\"\nvhost-user = \"m\"\n";
+    let new = "[[disk]]\nfile = \"new\"\nvhost-user = \"n\"\nresize = \"4M\"\n\
+               [[disk]]\nfile = \"there\"\nvhost-user = \"t\"\nresize = \"4K\"\n";
+    let share = "[[share]]\nsource = \"pmem:image\"\nsize = \"16M\"\nvirtiofs = \"v\"\n";
+    for text in [format!("{new}{missing}"), format!("{new}{share}{missing}")] {
+        fs::write(at("f.toml"), &text).expect("a file");
+        let mut command = ferry();
+        command.arg("share").arg("--config").arg(at("f.toml"));
+        let output = run(&mut command);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("missing"), "{said}");
+        let mut left: Vec<_> =
+            fs::read_dir(folder.path()).expect("a folder").map(|e| e.expect("one").file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["data", "f.toml", "there"], "{said}");
+    }
+    assert_eq!(fs::read(at("there")).expect("it is there"), [7; 4096]);
+    // A start that succeeds keeps them.
+    fs::write(at("f.toml"), format!("{new}{share}")).expect("a file");
+    let mut command = ferry();
+    command.arg("share").arg("--config").arg(at("f.toml"));
+    let mut server = Server::start(&mut command);
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+    assert!(at("new").exists() && at("image").exists());
+}
+
 /// A mistake in one of several is one sentence, and nothing is left.
 #[test]
 fn several_disks_are_offered_all_or_none() {

@@ -206,3 +206,37 @@ fn a_mistake_leaves_no_image() {
         assert!(text.contains(words) && !image.exists(), "{line:?}: {text}");
     }
 }
+
+/// What is wrong may show once the image was made: what this start has made goes again, with walls and without, and nothing else does.
+#[test]
+fn a_start_that_fails_late_leaves_no_image() {
+    needs_fuse!();
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (image, tier) = (folder.path().join("image"), folder.path().join("tier"));
+    let (source, tier2, file) = (format!("pmem:{}", at("image")), at("tier"), at("file"));
+    let new = ["--size", "16M", "--tier2", &tier2, "--tier2-size", "16M"];
+    fs::write(folder.path().join("file"), "").expect("a file");
+    let ninep = ["--9p", "tcp:0.0.0.0:0"];
+    let remote = "can be reached from other machines";
+    let mount = [&["mount", &source, &file][..], &new].concat();
+    let lines: [(Vec<&str>, &str); 3] = [
+        (mount, "file"),
+        ([&["share", &source][..], &new, &ninep].concat(), remote),
+        ([&["share", &source][..], &new, &ninep, &["--sandbox", "none"]].concat(), remote),
+    ];
+    for (line, words) in &lines {
+        let output = run(ferry().args(line));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains(words), "{line:?}: {said}");
+        assert!(!image.exists() && !tier.exists(), "{line:?}: {said}");
+    }
+    // A file that was there is not removed, empty or not.
+    for content in ["", "something else"] {
+        fs::write(&tier, content).expect("a file");
+        for (line, _) in &lines {
+            assert_eq!(run(ferry().args(line)).status.code(), Some(1));
+            assert!(!image.exists() && tier.exists(), "{line:?}");
+        }
+    }
+}

@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use certificates::Certificates;
 use common::{Server, ferry, refused, run};
@@ -26,6 +26,25 @@ fn serves_until_a_signal() {
         server.signal(signal);
         assert_eq!(server.status(), Some(0));
         assert!(!socket.exists(), "the socket is left behind");
+    }
+}
+
+/// Only with --tag the device tells its guest what to mount.
+#[test]
+fn the_log_says_what_a_guest_mounts() {
+    for (flags, words) in [(&[][..], "can mount it only with --tag NAME"), (&["--tag", "work"], "tag=\"work\"")] {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let mut share = ferry();
+        share.arg("share").arg(folder.path()).arg("--virtiofs").arg(folder.path().join("s")).args(flags);
+        share.stdout(Stdio::null()).stderr(fs::File::create(&log).unwrap());
+        let mut server = share.spawn().unwrap();
+        let said = || fs::read_to_string(&log).unwrap();
+        common::place::until("it is shared", || said().contains("sharing"));
+        let said = said();
+        assert!(said.contains(words) && said.contains("tag=") != flags.is_empty(), "{flags:?}: {said}");
+        rustix::process::kill_process(rustix::process::Pid::from_child(&server), Signal::TERM).unwrap();
+        assert_eq!(common::wait(&mut server), Some(0));
     }
 }
 

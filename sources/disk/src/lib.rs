@@ -38,6 +38,7 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -86,17 +87,36 @@ impl Options {
 /// # Errors
 /// [`Error`]: a sentence with the path, and what to do.
 pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
+    Ok(open_or_make(path, options)?.0)
+}
+
+/// The same, with another descriptor of the file if it was made, for a caller that removes it if something else fails. As long as the caller
+/// has it nobody else gets the disk's lock.
+///
+/// # Errors
+/// As for [`open`].
+pub fn open_or_make(path: &Path, options: &Options) -> Result<(Arc<dyn Disk>, Option<File>), Error> {
     let new = match (options.format.unwrap_or(Format::Raw), options.grow_to, options.read_only) {
-        (Format::Raw, Some(_), false) => Some(NewFile::make_missing(path)?),
+        (Format::Raw, Some(_), false) => NewFile::make_missing(path)?,
         _ => None,
     };
-    let disk = open_existing(path, options)?;
+    let (disk, made) = match &new {
+        Some(_) => open_made(path, options)?,
+        None => (open_existing(path, options)?, None),
+    };
     new.into_iter().for_each(NewFile::keep);
     let bytes = disk.geometry().bytes;
     if options.grow_to.is_some_and(|wanted| raw::rounded(wanted) < bytes) {
         tracing::info!("{} stays at {bytes} bytes: a disk is never made smaller", path.display());
     }
-    Ok(disk)
+    Ok((disk, made))
+}
+
+/// Opens a raw disk that was made just now.
+fn open_made(path: &Path, options: &Options) -> Result<(Arc<dyn Disk>, Option<File>), Error> {
+    let file = open_locked(path, options)?;
+    let made = file.try_clone().map_err(|reason| Error::Open { path: path.into(), reason })?;
+    Ok((Arc::new(raw::RawDisk::new(file, path, options)?), Some(made)))
 }
 
 fn open_existing(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
@@ -106,15 +126,25 @@ fn open_existing(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error>
         lock::take(&file, path, false)?;
         qcow2::check(&file, path, !options.read_only)?;
     }
-    let file = sys::open(path, !options.read_only)?;
-    if options.format.is_none() {
-        format::check_is_raw(&file, path)?;
-    }
-    lock::take(&file, path, !options.read_only)?;
+    let file = open_locked(path, options)?;
     match options.format.unwrap_or(Format::Raw) {
         Format::Raw => Ok(Arc::new(raw::RawDisk::new(file, path, options)?)),
         #[cfg(feature = "qcow2")]
         Format::Qcow2 => Ok(Arc::new(qcow2::Qcow2Disk::new(file, path, options)?)),
+    }
+}
+
+fn open_locked(path: &Path, options: &Options) -> Result<File, Error> {
+    loop {
+        let file = sys::open(path, !options.read_only)?;
+        if options.format.is_none() {
+            format::check_is_raw(&file, path)?;
+        }
+        lock::take(&file, path, !options.read_only)?;
+        // Who had it locked may have removed it.
+        if sys::is_at(path, &file) {
+            return Ok(file);
+        }
     }
 }
 
@@ -136,7 +166,7 @@ pub fn grow(path: &Path, bytes: u64, options: &Options) -> Result<(), Error> {
                 format::check_is_raw(&file, path)?;
             }
             let found = raw::grow(&file, path, bytes)?;
-            new.keep();
+            new.into_iter().for_each(NewFile::keep);
             found
         }
     };

@@ -60,11 +60,11 @@ pub(crate) struct NewFile(Option<PathBuf>);
 
 impl NewFile {
     /// Makes an empty file that only this user may read, unless there is something of that name.
-    pub(crate) fn make_missing(path: &Path) -> Result<Self, Error> {
+    pub(crate) fn make_missing(path: &Path) -> Result<Option<Self>, Error> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
-            Ok(_) => Ok(Self(Some(path.into()))),
-            Err(Errno::EXIST) => Ok(Self(None)),
+            Ok(_) => Ok(Some(Self(Some(path.into())))),
+            Err(Errno::EXIST) => Ok(None),
             Err(error) => Err(Error::Open { path: path.into(), reason: error.into() }),
         }
     }
@@ -83,6 +83,15 @@ impl Drop for NewFile {
         {
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+/// Whether a path leads to this file. A path that nothing can be learnt of counts as one that does.
+pub(crate) fn is_at(path: &Path, file: &File) -> bool {
+    match (rustix::fs::stat(path), rustix::fs::fstat(file)) {
+        (Ok(there), Ok(here)) => (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino),
+        (Err(errno), _) => errno != Errno::NOENT,
+        (Ok(_), Err(_)) => true,
     }
 }
 

@@ -65,7 +65,7 @@ impl Report {
 /// The image cannot be looked at at all: [`OpenError`].
 pub fn fsck(path: &Path, tier2: Option<&Path>, repair: bool) -> Result<Report, OpenError> {
     let options = Options { read_only: !repair, ..Options::default() };
-    let tier2_medium = tier2.map(|tier2| open_tier2(tier2, &options)).transpose()?;
+    let tier2_medium = tier2.map(|tier2| open_tier2(tier2, &options)).transpose()?.map(|(medium, _)| medium);
     let media = Media { image: open_image(path, &options)?.0, tier2: tier2_medium };
     check(path, tier2, &media, repair)
 }

@@ -1,8 +1,8 @@
 //! Opening and making images.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,14 +76,23 @@ pub struct Media {
 pub struct Opened {
     path: PathBuf,
     media: Media,
+    made: Vec<Made>,
 }
+
+/// A file that was made, and a descriptor that holds its lock.
+pub type Made = (PathBuf, File);
 
 /// Opens the image in a file or device. An empty one is given `size_bytes` and made an image.
 ///
 /// # Errors
 /// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
-    open_files(path, options)?.load(options)
+    let mut opened = open_files(path, options)?;
+    let made = opened.take_made();
+    let mut new: Vec<_> = made.iter().map(|(path, _)| NewFile(Some(path))).collect();
+    let tree = opened.load(options)?;
+    new.iter_mut().for_each(NewFile::keep);
+    Ok(tree)
 }
 
 /// Opens the files and devices of an image, for a process that will not be able to afterwards. Another process that it becomes may
@@ -92,17 +101,27 @@ pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
 /// # Errors
 /// [`OpenError`]: they cannot be opened, or somebody else has them.
 pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
-    let (image, is_new) = open_image(path, options)?;
-    let mut new = NewFile(is_new.then_some(path));
-    let tier2 = match &options.tier2 {
-        Some(tier2) => Some(open_tier2(tier2, options)?),
-        None => None,
+    let (image, made_image) = open_image(path, options)?;
+    let mut new = NewFile(made_image.as_ref().map(|_| path));
+    let (tier2, made_tier2) = match &options.tier2 {
+        Some(tier2) => {
+            open_tier2(tier2, options).map(|(medium, made)| (Some(medium), made.map(|made| (tier2, made))))?
+        }
+        None => (None, None),
     };
-    new.0 = None;
-    Ok(Opened { path: path.into(), media: Media { image, tier2 } })
+    new.keep();
+    let made_image = made_image.map(|made| (path.into(), made));
+    let made = made_image.into_iter().chain(made_tier2.map(|(path, made)| (path.clone(), made))).collect();
+    Ok(Opened { path: path.into(), media: Media { image, tier2 }, made })
 }
 
 impl Opened {
+    /// The files that were made, for a caller that removes them if something else fails. As long as it has their descriptors nobody
+    /// else can open them.
+    pub fn take_made(&mut self) -> Vec<Made> {
+        std::mem::take(&mut self.made)
+    }
+
     /// Opens the image that is in them, with the same options.
     ///
     /// # Errors
@@ -124,13 +143,19 @@ fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenEr
     move |source| OpenError::Io { path: path.into(), what, source }
 }
 
-/// A file that is locked and was empty. It is removed unless it comes to hold something.
+/// A file that is locked and was empty. It is removed unless it is kept.
 struct NewFile<'a>(Option<&'a Path>);
+
+impl NewFile<'_> {
+    fn keep(&mut self) {
+        self.0 = None;
+    }
+}
 
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
         if let Some(path) = self.0 {
-            // Nothing was written to it.
+            // Nobody else has it.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -139,18 +164,25 @@ impl Drop for NewFile<'_> {
 /// The size for a new file, and the program's option that says it.
 type Size = (Option<u64>, &'static str);
 
-/// Opens and locks a file, and gives it a size if it has none. Returns also whether it was made.
-fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<(File, bool), OpenError> {
+/// Opens and locks a file, and gives it a size if it has none. Returns also a second descriptor if it was made.
+fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<(File, Option<File>), OpenError> {
     let fail = |what| io_error(path, what);
     let creates = !read_only && size_bytes.is_some();
     let existed = path.exists();
     let mut how = OpenOptions::new();
     how.read(true).write(!read_only).create(creates).mode(0o600);
-    let file = how.open(path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound if !creates && !read_only => OpenError::Missing { path: path.into(), option },
-        _ => fail("open")(error),
-    })?;
-    lock(&file, path, read_only)?;
+    let open = || {
+        let file = how.open(path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound if !creates && !read_only => OpenError::Missing { path: path.into(), option },
+            _ => fail("open")(error),
+        })?;
+        lock(&file, path, read_only).map(|()| file)
+    };
+    let mut file = open()?;
+    // Who had it locked may have removed it.
+    while !is_at(path, &file) {
+        file = open()?;
+    }
     let kind = file.metadata().map_err(fail("look at"))?.file_type();
     if !(kind.is_file() || kind.is_block_device() || kind.is_char_device()) {
         return Err(fail("use")(io::Error::other("it is neither a file nor a device")));
@@ -173,8 +205,19 @@ fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Resu
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         File::open(parent).and_then(|parent| parent.sync_all()).map_err(fail("make the name durable of"))?;
     }
-    new.0 = None;
-    Ok((file, is_new))
+    let made = is_new.then(|| file.try_clone()).transpose().map_err(fail("open"))?;
+    new.keep();
+    Ok((file, made))
+}
+
+/// Whether a path leads to this file.
+fn is_at(path: &Path, file: &File) -> bool {
+    let identity = |found: Metadata| (found.dev(), found.ino());
+    match (path.metadata(), file.metadata()) {
+        (Ok(there), Ok(here)) => identity(there) == identity(here),
+        (Err(error), _) => error.kind() != io::ErrorKind::NotFound,
+        (Ok(_), Err(_)) => true,
+    }
 }
 
 /// Locks a file, exclusively if it is to be written.
@@ -194,14 +237,15 @@ fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
     }
 }
 
-/// Opens what an image is on: memory itself where that can be mapped, or else a file or device. Returns also whether it was made.
-pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, bool), OpenError> {
-    let (file, is_new) = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
+/// Opens what an image is on: memory itself where that can be mapped, or else a file or device. Returns also a second descriptor if it
+/// was made.
+pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, Option<File>), OpenError> {
+    let (file, made) = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
     match Mapped::new(&file, map).map_err(io_error(path, "map"))? {
         Some(mapped) => {
             tracing::debug!(path = %path.display(), dax = true, "image opened");
-            Ok((Arc::new(mapped), is_new))
+            Ok((Arc::new(mapped), made))
         }
         None => {
             if options.huge {
@@ -210,19 +254,19 @@ pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medi
                     path.display()
                 );
             }
-            Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), is_new))
+            Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), made))
         }
     }
 }
 
-/// Opens a second tier.
-pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<Arc<dyn Medium>, OpenError> {
-    let (file, _) = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
+/// The same for a second tier.
+pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, Option<File>), OpenError> {
+    let (file, made) = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
     if file.metadata().is_ok_and(|meta| meta.file_type().is_char_device()) {
         let reason = "a second tier is a file or block device; a DAX device can only hold the image";
         return Err(io_error(path, "use")(io::Error::other(reason)));
     }
-    Ok(Arc::new(Device::new(file).map_err(io_error(path, "open"))?))
+    Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), made))
 }
 
 /// What to do about damage: refuse (`Err`), or take note and go on without what is damaged.
