@@ -180,7 +180,7 @@ fn a_back_end_is_confined() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
-/// Disks beside shares: each sees its own, and capabilities are those of a server of directories.
+/// Disks beside shares: the shares have a process and each disk has one, with what it needs alone.
 #[test]
 fn disks_beside_shares_are_confined() {
     if !is_root() {
@@ -193,7 +193,13 @@ fn disks_beside_shares_are_confined() {
     fs::write(home.at("f.toml"), file).unwrap();
     let mut served = home.serve("share --config f.toml --json");
     let driver = is_used(&served, "s");
+    let outside = children_of(served.started.pid());
+    assert_eq!(outside.len(), 2);
+    Inside::only(served.started.pid()).all_are("Seccomp", "2");
+    served.inside = Inside::of(outside[1]);
+    served.is_confined(0, &["disk"], 0);
     workers_are_held_to_less(&served);
+    served.inside = Inside::of(outside[0]);
     served.inside.all_are("Seccomp", "2");
     let ours = Capabilities::here().unwrap().bits();
     served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
