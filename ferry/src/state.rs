@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use ferry_isolation::{Action, Capabilities, Filter, Role};
 use ferry_state::Folder;
 use ferry_virtiofs::{Kept, Line, LineError, SERVER_AWAITED};
@@ -28,6 +28,9 @@ const NAME: &str = "ferry-keeper";
 
 /// The keeper's socket in its folder, which its list of arguments shows.
 const SOCKET: &str = "keeper";
+
+/// Has a keeper begin another one, which stays, and end.
+const BEGIN: &str = "--begin";
 
 /// How often a keeper that is just ending is found before another one is started.
 const TRIES_MAX: usize = 10;
@@ -57,10 +60,10 @@ fn line(folder: &Folder, dir: &Path) -> Result<Line> {
         let _ = folder.clear();
         match ferry_state::listen(folder) {
             Ok(listener) => {
-                let mut command = Command::new("/proc/self/exe");
-                command.arg0(NAME).arg(std::path::absolute(dir)?.join(SOCKET)).env_clear().current_dir("/");
-                command.stdin(listener).stdout(Stdio::null()).stderr(Stdio::null());
-                command.spawn().context("cannot start the process that keeps it")?;
+                let mut command = keeper(std::path::absolute(dir)?.join(SOCKET).as_os_str());
+                let begun = command.arg(BEGIN).stdin(listener).status();
+                let status = begun.context("cannot start the process that keeps it")?;
+                ensure!(status.success(), "the process that keeps it cannot be started: {status}");
             }
             // Somebody else has just started one.
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
@@ -68,6 +71,13 @@ fn line(folder: &Folder, dir: &Path) -> Result<Line> {
         }
     }
     bail!("the process that keeps it ends at once")
+}
+
+/// A keeper on a socket.
+fn keeper(socket: &OsStr) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0(NAME).arg(socket).env_clear().current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
+    command
 }
 
 /// Says that the keeper stays when the server of a share has ended, and how it ends.
@@ -87,6 +97,12 @@ pub fn is_keeper(program: &OsStr) -> bool {
 
 /// What a keeper does, on the socket that is its standard input. Its argument is the path of that.
 pub fn run(args: &[OsString]) -> ExitCode {
+    if let (Some(socket), Some(word)) = (args.get(1), args.get(2))
+        && word == BEGIN
+    {
+        // The server is not its parent, so it is no zombie of the server's when it has ended.
+        return keeper(socket).spawn().map_or(ExitCode::FAILURE, |_| ExitCode::SUCCESS);
+    }
     match keep(args.get(1).and_then(|socket| Path::new(socket).parent())) {
         Ok(()) => ExitCode::SUCCESS,
         // There is nobody to be told.

@@ -122,6 +122,33 @@ fn state_is_kept_in_a_folder_of_this_users_own_alone() {
     drop(theirs);
 }
 
+/// One that has ended before its server is no zombie until that ends.
+#[test]
+fn a_keeper_that_was_killed_is_gone_at_once() {
+    for sandbox in ["namespace", "none"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (socket, state) = (folder.path().join("s"), folder.path().join("state"));
+        fs::create_dir(&state).unwrap();
+        fs::set_permissions(&state, fs::Permissions::from_mode(0o700)).unwrap();
+        let mut share = ferry();
+        share.arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket).arg("--state").arg(&state);
+        let mut server = Server::start(share.args(["--sandbox", sandbox]));
+        let line = [b"ferry-keeper\0", state.join("keeper").as_os_str().as_encoded_bytes(), b"\0"].concat();
+        let status = |pid: &str| fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let processes = || fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+        let keeper = processes().find(|pid| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|found| found == line));
+        let keeper = keeper.expect("a keeper");
+        let parent = format!("PPid:\t{}\n", server.pid().as_raw_nonzero());
+        assert!(!status(&keeper).contains(&parent), "{sandbox}: {}", status(&keeper));
+        let pid = rustix::process::Pid::from_raw(keeper.parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+        common::place::until("it is gone", || !common::place::runs(pid));
+        assert!(!processes().any(|pid| status(&pid).contains(&parent) && status(&pid).contains("State:\tZ")));
+        server.signal(Signal::TERM);
+        assert_eq!(server.status(), Some(0));
+    }
+}
+
 #[test]
 fn file_handles_that_are_insisted_on_and_may_not_be_opened_are_refused() {
     if !rustix::process::geteuid().is_root() {
