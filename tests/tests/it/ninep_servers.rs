@@ -143,6 +143,59 @@ fn two_mounts_of_diod() {
     two.finish();
 }
 
+/// As `rm -r` and `cp -r` meet it: a listing that has looked ahead names nothing that this client has removed since, be it read on, be it
+/// begun again, and names what was made.
+#[test]
+fn names_that_were_removed_are_not_listed_again_on_diod() {
+    const FILES: usize = 2500;
+    /// Names that getdents(2) has in hand, in a buffer of 32 KiB.
+    const IN_HAND: usize = 32768 / 24;
+    for cell in ["diod_devfuse", "diod_devfuse_none"] {
+        let Some(mounted) = Mounted::with(&cell.parse().unwrap(), &MountOptions::default()) else { return };
+        let dir = mounted.site.path.join("dir");
+        fs::create_dir(&dir).unwrap();
+        (0..FILES).for_each(|number| fs::write(dir.join(format!("{number}")), "text").unwrap());
+        let mut listing = fs::read_dir(&dir).unwrap();
+        let first: Vec<_> = listing.by_ref().take(10).map(|entry| entry.unwrap().file_name()).collect();
+        let gone: Vec<_> =
+            (0..FILES).map(|number| number.to_string().into()).filter(|name| !first.contains(name)).collect();
+        gone.iter().for_each(|name| fs::remove_file(dir.join(name)).unwrap());
+        fs::write(dir.join("new"), "text").unwrap();
+        let rest: Vec<_> = listing.map(|entry| entry.unwrap().file_name()).collect();
+        assert!(rest.len() <= IN_HAND, "{cell}: {} names are listed", rest.len());
+        for name in rest {
+            let found = fs::read_to_string(dir.join(&name));
+            assert!(gone.contains(&name) == found.is_err(), "{cell}: {name:?}: {found:?}");
+        }
+        let mut names: Vec<_> = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let mut expected = [first, vec!["new".into()]].concat();
+        names.sort();
+        expected.sort();
+        assert_eq!(names, expected, "{cell}");
+        mounted.site.sh("rm -r dir && test ! -e dir", LIMIT).ok();
+        mounted.finish();
+    }
+}
+
+/// As in a local directory with setgid: a directory, a device, a link and a file have its group, and directories its bit.
+#[test]
+fn what_is_made_in_a_directory_with_setgid_on_diod_has_its_group() {
+    const MADE: &str = "mkdir d && chgrp 4242 d && chmod 2777 d && cd d && umask 022 && mkdir dir && mkfifo pipe && ln -s a link && \
+                        echo text >file && stat -c '%n %g %a' dir pipe link file";
+    for cell in ["diod_devfuse", "diod_devfuse_none"] {
+        let Some(mounted) = Mounted::with(&cell.parse().unwrap(), &MountOptions::default()) else { return };
+        let local = folder(Place::Disk);
+        let expected = Site::on_host(local.path()).sh(MADE, LIMIT).ok();
+        assert_eq!(expected, "dir 4242 2755\npipe 4242 644\nlink 4242 777\nfile 4242 644\n");
+        assert_eq!(mounted.site.sh(MADE, LIMIT).ok(), expected, "{cell}");
+        let shared = mounted.remote.as_ref().unwrap().shared();
+        let there = Site::on_host(&shared).sh("cd d && stat -c '%n %g %a' dir pipe link file", LIMIT).ok();
+        assert_eq!(there, expected, "{cell}");
+        mounted.site.sh("rm -r d", LIMIT).ok();
+        mounted.finish();
+    }
+}
+
 /// A way to a TCP server on which bytes to the server are counted and connections can be cut.
 struct Way {
     address: SocketAddr,
