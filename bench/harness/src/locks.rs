@@ -46,6 +46,11 @@ const CASES: [Case; 3] = [
     Case { name: "records apart", held: |id| (10 * id, 10 * id + 9), wanted: |id| (10 * id, 10 * id + 9) },
 ];
 
+/// Requests that wait below a lock of all, each for another one, too: no client may have more of them, nor may all together have 100,000.
+const BELOW: [u64; 3] = [1_000, 10_000, 50_000];
+/// What is done with that lock.
+const BELOW_STEPS: [&str; 2] = ["unlock for the first time", "lock and unlock again"];
+
 /// What is done with each lock or request, in this order.
 const STEPS: [&str; 5] = ["lock", "wait", "test", "unlock one of many", "unlock the last and wake one"];
 
@@ -127,11 +132,53 @@ fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
     Ok([lock, wait, test, unlock, wake])
 }
 
-/// The lines of one case with so many locks.
-fn lines(case: &Case, size: u64, runs: usize) -> Vec<Line> {
-    let outcomes: Result<Vec<_>> = (0..runs).map(|_| measure(case, size)).collect();
+/// One run of a lock of all below which so many wait: the cost of each of [`BELOW_STEPS`].
+fn measure_below(size: u64) -> Result<[f64; BELOW_STEPS.len()]> {
+    let table = Table::new()?;
+    let (over, record) = (2 * size, |id: u64| (10 * id, 10 * id + 9));
+    table.set(LockKind::Read, over, (0, u64::MAX), false)?;
+    each(0..size, |id| table.set(LockKind::Read, id, record(id), false).map(drop))?;
+    each(0..size, |id| {
+        ensure!(table.set(LockKind::Write, size + id, record(id), true)? == Locked::Waiting, "it does not wait");
+        Ok(())
+    })?;
+    let first = each(0..1, |_| table.unlock(over))?;
+    let again = each(0..100, |_| {
+        table.set(LockKind::Read, over, (0, u64::MAX), false)?;
+        table.unlock(over)
+    })?;
+    ensure!(table.woken.load(Ordering::Relaxed) == 0, "somebody was woken too soon");
+    Ok([first, again])
+}
+
+/// One row: a case with so many locks; without a case, a lock of all below which so many wait.
+type Row = (Option<&'static Case>, u64);
+
+fn name((case, size): &Row) -> String {
+    match case {
+        Some(case) => format!("{}, {size} locks", case.name),
+        None => format!("records apart below a lock of all, {size} requests"),
+    }
+}
+
+/// The lines of one row.
+fn lines(row: &Row, runs: usize) -> Vec<Line> {
+    match *row {
+        (Some(case), size) => {
+            let name = |step| format!("{}: {step}, {size} locks", case.name);
+            lines_of(&STEPS.map(name), (0..runs).map(|_| measure(case, size)).collect())
+        }
+        (None, size) => {
+            let name = |step| format!("records apart below a lock of all: {step}, {size} requests");
+            lines_of(&BELOW_STEPS.map(name), (0..runs).map(|_| measure_below(size)).collect())
+        }
+    }
+}
+
+/// A line for each step, of the outcomes of all runs.
+fn lines_of<const N: usize>(rows: &[String; N], outcomes: Result<Vec<[f64; N]>>) -> Vec<Line> {
     let line = |number: usize| {
-        let row = format!("{}: {}, {size} locks", case.name, STEPS[number]);
+        let row = rows[number].clone();
         let mut line = Line::new(TABLE, row, CONFIG, "ns", Better::Lower);
         match &outcomes {
             Ok(outcomes) => {
@@ -142,21 +189,21 @@ fn lines(case: &Case, size: u64, runs: usize) -> Vec<Line> {
         }
         line
     };
-    (0..STEPS.len()).map(line).collect()
+    (0..N).map(line).collect()
 }
 
 /// Measures, prints and reports.
 pub fn run(cli: &Cli) -> Result<ExitCode> {
-    let all = CASES.iter().flat_map(|case| SIZES.map(|size| (case, size)));
-    let name = |(case, size): &(&Case, u64)| format!("{}, {size} locks", case.name);
-    let rows: Vec<_> = all.filter(|row| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&name(row)))).collect();
+    let all = CASES.iter().flat_map(|case| SIZES.map(|size| (Some(case), size)));
+    let all = all.chain(BELOW.map(|size| (None, size)));
+    let rows: Vec<Row> = all.filter(|row| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&name(row)))).collect();
     if let Some(code) = cli.listed(TABLE, rows.iter().map(name)) {
         return Ok(code);
     }
     let runs = if cli.quick { 2 } else { 5 };
     let machine = Machine::look(&cli.work, None, None);
     let progress = Progress::new(rows.len());
-    let lines = progress.measure(&rows, name, &[], |(case, size)| lines(case, *size, runs))?;
+    let lines = progress.measure(&rows, name, &[], |row| lines(row, runs))?;
     if let Some(folder) = cli.results() {
         let machine = Machine { command: crate::command(), ..machine };
         write(&folder, &lines, &machine, runs)?;
@@ -185,20 +232,35 @@ fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
          one operation, with the least and the greatest in brackets.\n\n\
          The table of locks of one file (`ferry-vfs`), without server or client. Read locks are held, each by an owner of its own; a tenth as \
          many others wait for write locks, each of whom has a lock elsewhere, too. `unlock one of many`: nobody can go on yet. `unlock the last \
-         and wake one`: who is woken unlocks, and wakes the next.\n"
+         and wake one`: who is woken unlocks, and wakes the next. Below a lock of all as many wait as there are locks: each for its own \
+         and for that one, which is unlocked.\n"
     );
     for case in &CASES {
-        let _ = writeln!(out, "## {}\n", case.name);
-        let sizes = SIZES.map(|size| format!("{size} locks, {} wait", size / 10)).join(" | ");
-        let _ = writeln!(out, "| | unit | {sizes} |\n| --- | --- | --- | --- | --- |");
-        for step in STEPS {
-            let found = SIZES.map(|size| parts::find(lines, &format!("{}: {step}, {size} locks", case.name), CONFIG));
-            let unit = found.iter().flatten().next().map_or("-", |line| line.unit);
-            let figures = found.map(|line| line.map_or("-".into(), |line| parts::figure(line, FERRY))).join(" | ");
-            let _ = writeln!(out, "| {step} | {unit} | {figures} |");
-        }
-        out.push('\n');
+        let row = |step, size| format!("{}: {step}, {size} locks", case.name);
+        let sizes = SIZES.map(|size| format!("{size} locks, {} wait", size / 10));
+        out.push_str(&section(lines, case.name, &STEPS, (SIZES, sizes), row));
     }
+    let row = |step, size| format!("records apart below a lock of all: {step}, {size} requests");
+    let sizes = BELOW.map(|size| format!("{size} locks, {size} wait"));
+    out + &section(lines, "records apart below a lock of all", &BELOW_STEPS, (BELOW, sizes), row)
+}
+
+/// A case: its steps by its sizes.
+fn section(
+    lines: &[Line],
+    name: &str,
+    steps: &[&str],
+    (sizes, titles): ([u64; 3], [String; 3]),
+    row: impl Fn(&str, u64) -> String,
+) -> String {
+    let mut out = format!("## {name}\n\n| | unit | {} |\n| --- | --- | --- | --- | --- |\n", titles.join(" | "));
+    for step in steps {
+        let found = sizes.map(|size| parts::find(lines, &row(step, size), CONFIG));
+        let unit = found.iter().flatten().next().map_or("-", |line| line.unit);
+        let figures = found.map(|line| line.map_or("-".into(), |line| parts::figure(line, FERRY))).join(" | ");
+        let _ = writeln!(out, "| {step} | {unit} | {figures} |");
+    }
+    out.push('\n');
     out
 }
 
@@ -208,9 +270,11 @@ mod tests {
 
     #[test]
     fn each_case_wakes_all_and_has_a_place_in_the_report() {
-        let lines: Vec<Line> = CASES.iter().flat_map(|case| lines(case, 1_000, 1)).collect();
+        let rows = CASES.iter().map(Some).chain([None]).map(|case| (case, 1_000));
+        let lines: Vec<Line> = rows.flat_map(|row| lines(&row, 1)).collect();
         assert!(lines.iter().all(|line| line.error.is_none() && line.ferry.is_some()), "{lines:?}");
         let text = markdown(&lines, &Machine::default(), 1);
         assert_eq!(text.matches("| unlock the last and wake one | ns | ").count(), CASES.len(), "{text}");
+        assert_eq!(text.matches("| unlock for the first time | ns | ").count(), 1, "{text}");
     }
 }

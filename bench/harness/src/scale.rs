@@ -4,6 +4,7 @@
 
 mod ninep;
 mod packs;
+mod pmem;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -38,9 +39,17 @@ struct Case {
     prepare: fn(&Path, u64) -> Result<Measure>,
 }
 
+/// The memory that this process has.
+fn resident_mib() -> Result<f64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let kib =
+        status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
+    Ok(kib.context("no VmRSS in the status of this process")? / 1024.0)
+}
+
 /// All rows, in the order of the report.
 fn cases() -> Vec<Case> {
-    [packs::CASES, ninep::CASES].concat()
+    [packs::CASES, ninep::CASES, pmem::CASES].concat()
 }
 
 fn name(case: &Case, size: u64) -> String {

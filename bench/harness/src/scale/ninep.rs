@@ -12,7 +12,7 @@ use ferry_dir::Dir;
 use ferry_ninep::{Export, Limits, Options};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::{Case, Measure};
+use super::{Case, Measure, resident_mib};
 
 /// Fids of each connection, the one of the root beside them.
 const FIDS: u64 = 25;
@@ -62,13 +62,6 @@ fn client(socket: &Path) -> Result<UnixStream> {
         ask(&mut stream, RWALK, &[&[0; 4][..], &fid.to_le_bytes(), &1_u16.to_le_bytes(), &name].concat())?;
     }
     Ok(stream)
-}
-
-fn resident_mib() -> Result<f64> {
-    let status = fs::read_to_string("/proc/self/status")?;
-    let kib =
-        status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
-    Ok(kib.context("no VmRSS in the status of this process")? / 1024.0)
 }
 
 fn wait_for(is_so: impl Fn() -> bool) -> Result<()> {
