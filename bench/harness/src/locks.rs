@@ -136,7 +136,7 @@ fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
 fn measure_below(size: u64) -> Result<[f64; BELOW_STEPS.len()]> {
     let table = Table::new()?;
     let (over, record) = (2 * size, |id: u64| (10 * id, 10 * id + 9));
-    table.set(LockKind::Read, over, (0, u64::MAX), false)?;
+    table.set(LockKind::Read, over, (0, u64::MAX), false).map(drop)?;
     each(0..size, |id| table.set(LockKind::Read, id, record(id), false).map(drop))?;
     each(0..size, |id| {
         ensure!(table.set(LockKind::Write, size + id, record(id), true)? == Locked::Waiting, "it does not wait");
@@ -144,7 +144,7 @@ fn measure_below(size: u64) -> Result<[f64; BELOW_STEPS.len()]> {
     })?;
     let first = each(0..1, |_| table.unlock(over))?;
     let again = each(0..100, |_| {
-        table.set(LockKind::Read, over, (0, u64::MAX), false)?;
+        table.set(LockKind::Read, over, (0, u64::MAX), false).map(drop)?;
         table.unlock(over)
     })?;
     ensure!(table.woken.load(Ordering::Relaxed) == 0, "somebody was woken too soon");
@@ -236,11 +236,11 @@ fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
          and for that one, which is unlocked.\n"
     );
     for case in &CASES {
-        let row = |step, size| format!("{}: {step}, {size} locks", case.name);
+        let row = |step: &str, size: u64| format!("{}: {step}, {size} locks", case.name);
         let sizes = SIZES.map(|size| format!("{size} locks, {} wait", size / 10));
         out.push_str(&section(lines, case.name, &STEPS, (SIZES, sizes), row));
     }
-    let row = |step, size| format!("records apart below a lock of all: {step}, {size} requests");
+    let row = |step: &str, size: u64| format!("records apart below a lock of all: {step}, {size} requests");
     let sizes = BELOW.map(|size| format!("{size} locks, {size} wait"));
     out + &section(lines, "records apart below a lock of all", &BELOW_STEPS, (BELOW, sizes), row)
 }

@@ -41,7 +41,7 @@ struct Case {
 
 /// The memory that this process has.
 fn resident_mib() -> Result<f64> {
-    let status = fs::read_to_string("/proc/self/status")?;
+    let status = std::fs::read_to_string("/proc/self/status")?;
     let kib =
         status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
     Ok(kib.context("no VmRSS in the status of this process")? / 1024.0)
