@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferry_vfs::Complaints;
+use ferry_vfs::RatelimitedLog;
 use tracing::callsite::Identifier;
 use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
@@ -225,12 +225,12 @@ struct Writer {
 /// How often each warning and error of the program is logged: whatever outside input causes is not logged more often than a few
 /// times, wherever in the program that is. What has a limit of its own, of one guest or one image, is left to that.
 #[derive(Default)]
-struct Limits(Mutex<HashMap<Identifier, Complaints>>);
+struct Limits(Mutex<HashMap<Identifier, RatelimitedLog>>);
 
 impl Limits {
     /// Whether a line may be logged; if so, how many like it were not.
     fn admit(&self, metadata: &Metadata<'_>) -> Option<u32> {
-        if *metadata.level() > Level::WARN || metadata.target() == Complaints::TARGET {
+        if *metadata.level() > Level::WARN || metadata.target() == RatelimitedLog::TARGET {
             return Some(0);
         }
         let mut limits = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -373,12 +373,12 @@ mod tests {
         let lines =
             tracing_subscriber::fmt::layer().with_writer(writer).without_time().with_target(false).with_ansi(true);
         tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
-            let complaints = [Complaints::default(), Complaints::default()];
+            let ratelimited_log = [RatelimitedLog::default(), RatelimitedLog::default()];
             for number in 0..50 {
                 tracing::error!("one place");
                 tracing::warn!("there {number}");
                 tracing::info!("for people {number}");
-                complaints.iter().for_each(|one| one.warn(format_args!("of one")));
+                ratelimited_log.iter().for_each(|one| one.warn(format_args!("of one")));
             }
             tracing::warn!("a\nb\x1b[31m{}", "x".repeat(LOG_LINE_BYTES_MAX));
         });

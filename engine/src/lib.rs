@@ -9,7 +9,7 @@
 //! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
 //! * [`Watch`], [`Monitor`]: what is served in one place goes on by another thread when a handler is blocked there.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
-//! * [`Complaints`]: log lines that a client can cause, a few at a time.
+//! * [`RatelimitedLog`]: log lines that a client can cause, a few at a time.
 //! * [`requests`]: a log of requests and what became of them.
 //!
 //! A worker's round is: take all requests that wait, queue their transfers, [`Transfers::flush`], answer what
@@ -55,7 +55,7 @@ mod watch;
 
 pub use blocking::{read_blocking, sync_blocking, write_blocking};
 pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
-pub use ferry_vfs::Complaints;
+pub use ferry_vfs::RatelimitedLog;
 pub use ferry_vfs::Segment;
 pub use heap::trim_heap;
 pub use lane::{IDLE_THREAD, Lane};

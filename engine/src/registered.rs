@@ -20,7 +20,7 @@ const PIECES_MAX: u16 = 2048;
 /// Keeps a piece of memory mapped.
 pub type Keeper = Arc<dyn Any + Send + Sync>;
 
-/// The files of one ring that stay ([`Backing::is_lasting`]), each registered when it is first seen.
+/// The files of one ring that stay ([`Backing::is_long_lived`]), each registered when it is first seen.
 #[derive(Default)]
 pub(crate) struct Files {
     slots: Vec<Arc<Backing>>,
@@ -39,7 +39,7 @@ impl Files {
     /// The number under which the kernel knows a file. `None`: it is to be named by its descriptor.
     #[inline]
     pub(crate) fn slot(&mut self, uring: &IoUring, file: &Arc<Backing>) -> Option<u32> {
-        if !file.is_lasting() || self.state == Table::Refused {
+        if !file.is_long_lived() || self.state == Table::Refused {
             return None;
         }
         let found = self.slots.iter().position(|slot| Arc::ptr_eq(slot, file));

@@ -325,7 +325,7 @@ impl Transfers {
         }
     }
 
-    /// Keeps a [lasting](Backing::is_lasting) descriptor open until all that was begun here has ended, also if this process
+    /// Keeps a [lasting](Backing::is_long_lived) descriptor open until all that was begun here has ended, also if this process
     /// is killed: transfers outlive it for a moment.
     pub fn hold(&mut self, file: &Arc<Backing>) {
         if let Some(ring) = &mut self.ring {

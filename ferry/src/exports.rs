@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use ferry_fs::Over;
 use ferry_fuse::MountOptions;
-use ferry_vfs::{Bounds, FileSystem};
+use ferry_vfs::{FileSystem, IdentityScope};
 use ferry_virtiofs::Kept;
 
 use crate::cli::{Acl, Cache, Carrier, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window};
@@ -178,9 +178,9 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         security_label: share.security_label.unwrap_or(Acl::Never).into(),
         on_migration_error: share.migration_on_error.into(),
         migration: match (share.migration_mode, share.migration_verify_handles) {
-            (MigrationMode::FileHandles, _) => Bounds::Handles,
-            (MigrationMode::FindPaths, true) => Bounds::CheckedPaths,
-            (MigrationMode::FindPaths, false) => Bounds::Paths,
+            (MigrationMode::FileHandles, _) => IdentityScope::Handles,
+            (MigrationMode::FindPaths, true) => IdentityScope::CheckedPaths,
+            (MigrationMode::FindPaths, false) => IdentityScope::Paths,
         },
         begun: crate::sandbox::begun(),
         ..ferry_virtiofs::Options::default()

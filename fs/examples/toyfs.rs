@@ -12,8 +12,8 @@ use std::process::ExitCode;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferry_fs::{
-    Attr, Caller, Change, Changes, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, FileSystem, FileType,
-    Handle, Ino, Input, IoRange, Name, Names, New, OFlags, Output, RenameFlags, Result, SetAttr, Statfs, Timespec,
+    Attr, Caller, Change, Changes, CreateArgs, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags, FileSystem,
+    FileType, Handle, Ino, Input, IoRange, Name, Names, OFlags, Output, RenameFlags, Result, SetAttr, Statfs, Timespec,
     XattrFlags,
 };
 
@@ -154,10 +154,10 @@ impl State {
     }
 
     /// Makes an inode, without a name as yet.
-    fn make(&mut self, cx: &Caller, dir: Ino, new: &New, body: Body) -> Result<Ino> {
+    fn make(&mut self, cx: &Caller, dir: Ino, new: &CreateArgs, body: Body) -> Result<Ino> {
         self.last_ino += 1;
         let ino = Ino(self.last_ino);
-        let mut attr = Attr::made(ino, cx, new, &self.inode(dir)?.attr);
+        let mut attr = Attr::for_new(ino, cx, new, &self.inode(dir)?.attr);
         if let Body::Symlink(target) = &body {
             attr.set_size(target.len() as u64);
         }
@@ -252,7 +252,7 @@ impl Toy {
     }
 
     /// Makes an inode with a name.
-    fn add(&self, cx: &Caller, dir: Ino, name: Name, new: &New, body: Body) -> Result<Entry> {
+    fn add(&self, cx: &Caller, dir: Ino, name: Name, new: &CreateArgs, body: Body) -> Result<Entry> {
         let mut state = self.state();
         state.check_free(dir, name)?;
         let ino = state.make(cx, dir, new, body)?;
@@ -329,7 +329,7 @@ impl FileSystem for Toy {
         }
     }
 
-    fn mknod(&self, cx: &Caller, dir: Ino, name: Name, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller, dir: Ino, name: Name, new: &CreateArgs) -> Result<Entry> {
         let body = match FileType::from_raw_mode(new.mode) {
             FileType::RegularFile => Body::File(Vec::new()),
             _ => Body::Special,
@@ -337,12 +337,12 @@ impl FileSystem for Toy {
         self.add(cx, dir, name, new, body)
     }
 
-    fn mkdir(&self, cx: &Caller, dir: Ino, name: Name, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller, dir: Ino, name: Name, new: &CreateArgs) -> Result<Entry> {
         self.add(cx, dir, name, new, Body::Directory { parent: dir, names: Names::default() })
     }
 
     fn symlink(&self, cx: &Caller, dir: Ino, name: Name, target: &[u8]) -> Result<Entry> {
-        let new = New { mode: FileType::Symlink.as_raw_mode() | 0o777, ..New::default() };
+        let new = CreateArgs { mode: FileType::Symlink.as_raw_mode() | 0o777, ..CreateArgs::default() };
         self.add(cx, dir, name, &new, Body::Symlink(target.to_vec()))
     }
 
@@ -402,12 +402,12 @@ impl FileSystem for Toy {
         Ok(Handle(ino.0))
     }
 
-    fn create(&self, cx: &Caller, dir: Ino, name: Name, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(&self, cx: &Caller, dir: Ino, name: Name, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
         let entry = self.add(cx, dir, name, new, Body::File(Vec::new()))?;
         Ok((entry, self.open(cx, entry.ino, flags)?))
     }
 
-    fn tmpfile(&self, cx: &Caller, dir: Ino, new: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn tmpfile(&self, cx: &Caller, dir: Ino, new: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         let mut state = self.state();
         let ino = state.make(cx, dir, new, Body::File(Vec::new()))?;
         state.inode_mut(ino)?.attr.nlink = 0;
@@ -443,7 +443,7 @@ impl FileSystem for Toy {
         let Some(Inode { body: Body::Directory { parent, names }, .. }) = inodes.get(&at.ino) else {
             return Err(Errno::NOTDIR);
         };
-        let listed = names.wanted(at).filter_map(|(position, name, ino)| {
+        let listed = names.entries_from(at).filter_map(|(position, name, ino)| {
             let inode = inodes.get(ino)?;
             Some((position, name, Entry::new(*ino, inode.attr)))
         });

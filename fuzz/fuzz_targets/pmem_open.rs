@@ -13,7 +13,7 @@ use std::time::Duration;
 use ferry_mem::pmem::format::{BLOCK_BYTES, Superblock};
 use ferry_mem::pmem::{Media, Medium, Options, PMem, fsck_medium, open_media};
 use ferry_vfs::{
-    Caller, DirItem, DirOutput, DirRange, Entry, FileSystem, Ino, IoRange, Name, New, OFlags, RenameFlags,
+    Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, FileSystem, Ino, IoRange, Name, OFlags, RenameFlags,
 };
 use libfuzzer_sys::{fuzz_mutator, fuzz_target, fuzzer_mutate};
 
@@ -72,7 +72,7 @@ fn media(bytes: Vec<u8>) -> (Arc<Memory>, Media) {
 }
 
 fn write(fs: &PMem, file: &[u8], offset: u64) {
-    let new = New { mode: 0o644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     if let Ok((entry, handle)) = fs.create(&cx(), Ino::ROOT, name(file), &new, OFlags::RDWR) {
         let (ino, len) = (entry.ino, 9000);
         let range = IoRange { ino, handle, offset, len, flags: OFlags::RDWR, clear_privileges: false, owner: None };
@@ -87,7 +87,7 @@ fn write(fs: &PMem, file: &[u8], offset: u64) {
 static IMAGE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let (memory, media) = media(vec![0; IMAGE_BYTES]);
     let fs = open_media(&media, &options()).expect("zeros are made an image");
-    let new = New { mode: 0o755, ..New::default() };
+    let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
     let dir = fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &new).expect("there is room").ino;
     write(&fs, b"a", 0);
     write(&fs, b"a", 50_000);

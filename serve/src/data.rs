@@ -114,7 +114,7 @@ impl Server {
     /// A source claims to have moved more bytes than it can have.
     fn lied(&self, ino: Ino, what: &str, claimed: usize, most: usize) -> Errno {
         let share = &self.share;
-        share.complaints.warn(format_args!("the source claims a {what} of {claimed} bytes of {ino:?}, of {most}"));
+        share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes of {ino:?}, of {most}"));
         Errno::IO
     }
 

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, Kept, OpenFile, SavedLock, Slot};
-use ferry_vfs::{Bounds, Caller, FileSystem, Handle, Ino, LockKind, OFlags, SessionId};
+use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
 use crate::mount::Open;
 
@@ -67,7 +67,7 @@ impl Record {
 
     pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino, in_window: bool) -> Option<Slot> {
         // Whatever it does, the reference is counted: this must not fail.
-        let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, Bounds::Host))).ok()?.ok()?;
+        let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, IdentityScope::Host))).ok()?.ok()?;
         self.kept.node(self.epoch, ino, &identity, in_window)
     }
 

@@ -83,7 +83,7 @@ mod share;
 
 pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
 pub use data::Unfinished;
-pub use ferry_engine::{Carrier, Complaints, ReplyBuffer, TransferRequest};
+pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
 pub use kept::TakeUpError;
 pub use mappings::{Answer, Mapping, Mappings};
 pub use mount::Mount;

@@ -70,7 +70,7 @@ impl DirOutput for Listing<'_> {
             if let Some(entry) = &sound {
                 self.referred.push(entry.ino);
                 if let Ok(name) = Name::new(item.name) {
-                    self.mount.removals.told((self.dir, name), Some(entry.ino));
+                    self.mount.removals.record_lookup((self.dir, name), Some(entry.ino));
                 }
                 if self.by_modes {
                     self.entries.push((self.writer.position(), *entry));
@@ -130,7 +130,7 @@ impl Server {
         }
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         if flawed && outcome.is_ok() {
-            self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            self.share.ratelimited_log.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
             outcome = Err(Errno::IO);
         }
         referred.iter().for_each(|ino| cx.mount.tells_attr_of(*ino));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ferry_engine::{Carrier, ReplyBuffer, TransferRequest};
 use ferry_state::Past;
 use ferry_vfs::{
-    Attr, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result, SetAttr,
+    Attr, CreateArgs, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result, SetAttr,
     Timespec, XattrFlags,
 };
 use ferry_wire::fuse::{Operation, Reply};
@@ -162,7 +162,7 @@ impl Server {
         let mut seen = Seen { carrier, answer: [0; ANSWER_BYTES_MAX] };
         let trace = if is_begun { self.trace(cx, operation, &note) } else { Trace::Error };
         let served = if trace == Trace::None {
-            self.share.complaints.warn(format_args!(
+            self.share.ratelimited_log.warn(format_args!(
                 "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
                 operation.opcode(),
                 cx.ino.0
@@ -266,7 +266,7 @@ impl Server {
     fn create_again(
         &mut self,
         cx: &Context<'_>,
-        (name, new): (Name<'_>, &New),
+        (name, new): (Name<'_>, &CreateArgs),
         flags: OFlags,
         errno: Errno,
         carrier: &mut impl FuseCarrier,
@@ -284,7 +284,7 @@ impl Server {
     }
 
     /// Opens it also where its mode keeps its own owner, a server without privileges, from opening it again.
-    fn open_made(&self, cx: &Context<'_>, entry: &Entry, new: &New, flags: OFlags) -> Result<(Attr, Handle)> {
+    fn open_made(&self, cx: &Context<'_>, entry: &Entry, new: &CreateArgs, flags: OFlags) -> Result<(Attr, Handle)> {
         let source = &self.share.source;
         let set = |mode| {
             let set = SetAttr { mode: Some(mode), ..SetAttr::default() };

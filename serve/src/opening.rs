@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ferry_engine::requests;
 use ferry_vfs::{
-    Attr, Change, Entry, Errno, Handle, Ino, Name, New, OFlags, Result, SessionId, SetAttr, XattrFlags, checks,
+    Attr, Change, CreateArgs, Entry, Errno, Handle, Ino, Name, OFlags, Result, SessionId, SetAttr, XattrFlags, checks,
 };
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
@@ -44,7 +44,7 @@ impl Server {
                 self.entry(cx, Some(name), entry, buffer)
             }
             Err(Errno::NOENT) => {
-                cx.mount.removals.told((cx.ino, name), None);
+                cx.mount.removals.record_lookup((cx.ino, name), None);
                 match self.share.policy.negative_timeout(cx.mount.negotiated()) {
                     timeout if timeout.is_zero() => Err(Errno::NOENT),
                     timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
@@ -76,7 +76,7 @@ impl Server {
     /// An entry as this client is to see it, by this name.
     fn told(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
         if let Some(name) = name {
-            cx.mount.removals.told((cx.ino, name), Some(entry.ino));
+            cx.mount.removals.record_lookup((cx.ino, name), Some(entry.ino));
             requests::found(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
         }
         Entry { attr: self.shown(cx, entry.ino, entry.attr), ..entry }
@@ -93,7 +93,7 @@ impl Server {
     /// An entry that can be told; what cannot is given back.
     fn checked(&self, entry: Entry) -> Result<Entry> {
         checks::entry(entry).inspect_err(|_| {
-            self.share.complaints.warn(format_args!("the source answers an impossible inode: {entry:?}"));
+            self.share.ratelimited_log.warn(format_args!("the source answers an impossible inode: {entry:?}"));
             if entry.ino != Ino(0) {
                 self.share.source.forget(entry.ino, 1);
             }
@@ -147,7 +147,7 @@ impl Server {
     pub(crate) fn create(
         &mut self,
         cx: &Context<'_>,
-        (name, new): (Name<'_>, &New),
+        (name, new): (Name<'_>, &CreateArgs),
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
@@ -198,7 +198,7 @@ impl Server {
                     Some(Err(errno)) => format!("; nor can it be removed: {errno}"),
                     None => String::new(),
                 };
-                self.share.complaints.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));
+                self.share.ratelimited_log.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));
                 source.forget(entry.ino, 1);
                 Err(errno)
             }
@@ -249,7 +249,7 @@ impl Server {
             }
         };
         let closes = self.share.policy.close_flags(flags);
-        let Some(passed) = passthrough.opened((ino, flags), &self.share.complaints, is_set_id, backing) else {
+        let Some(passed) = passthrough.opened((ino, flags), &self.share.ratelimited_log, is_set_id, backing) else {
             return plain;
         };
         if passed.is_first_mapping

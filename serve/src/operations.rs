@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_vfs::{
-    Attr, Caller, Copy as CopyRange, Errno, Lock, LockKind, Locked, Name, OFlags, Result, SetAttr, Statfs, checks,
+    Attr, Caller, CopyRange, Errno, Lock, LockKind, LockOutcome, Name, OFlags, Result, SetAttr, Statfs, checks,
 };
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
@@ -100,7 +100,7 @@ impl Server {
             }
             Operation::Getattr { handle } => {
                 // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
-                if let Some(attr) = handle.and_then(|handle| source.glance(caller, ino, handle)) {
+                if let Some(attr) = handle.and_then(|handle| source.getattr_hint(caller, ino, handle)) {
                     let (attr, timeout) = (self.shown(cx, ino, checks::attr(attr)?), Duration::ZERO);
                     cx.mount.tells_attr_of(ino);
                     return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }));
@@ -145,19 +145,19 @@ impl Server {
             Operation::Unlink { name } => {
                 cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
                 source.unlink(caller, ino, name)?;
-                cx.mount.removals.told((ino, name), None);
+                cx.mount.removals.record_lookup((ino, name), None);
             }
             Operation::Rmdir { name } => {
                 cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
                 source.rmdir(caller, ino, name)?;
-                cx.mount.removals.told((ino, name), None);
+                cx.mount.removals.record_lookup((ino, name), None);
             }
             Operation::Rename { name, new_dir, new_name, flags } => {
                 let names = ((ino, name), (new_dir, new_name));
                 cx.mount.removals.may_rename(&*source, caller, names, flags)?;
                 source.rename(caller, names.0, names.1, flags)?;
-                cx.mount.removals.told(names.0, None);
-                cx.mount.removals.told(names.1, None);
+                cx.mount.removals.record_lookup(names.0, None);
+                cx.mount.removals.record_lookup(names.1, None);
                 cx.mount.renamed(caller, &[(new_dir, new_name), (ino, name)]);
             }
             Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
@@ -253,7 +253,7 @@ impl Server {
                 return xattr_reply(cx, &source.getxattr(caller, ino, name)?, bytes_max, carrier);
             }
             Operation::Listxattr { bytes_max } => {
-                return xattr_reply(cx, &caller.xattrs_shown(source.listxattr(caller, ino)?), bytes_max, carrier);
+                return xattr_reply(cx, &caller.visible_xattrs(source.listxattr(caller, ino)?), bytes_max, carrier);
             }
             Operation::Removexattr { name } => source.removexattr(caller, ino, name)?,
             Operation::Access { mask } => source.access(caller, ino, mask)?,
@@ -263,7 +263,8 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Lock(found)));
             }
             Operation::SetLock { lock, wait: false } => {
-                let Locked::Done = source.set_lock(caller, ino, lock.handle, &lock.lock(caller.session), None)? else {
+                let LockOutcome::Done = source.set_lock(caller, ino, lock.handle, &lock.lock(caller.session), None)?
+                else {
                     // It has nobody to wake.
                     return Err(Errno::IO);
                 };
@@ -397,7 +398,7 @@ impl Server {
                 }
             };
             match changes {
-                Some(changes) if outcome.is_ok() => changes.when_told(answer),
+                Some(changes) if outcome.is_ok() => changes.when_delivered(answer),
                 _ => answer(),
             }
         };
@@ -416,11 +417,11 @@ impl Server {
         };
         let (waiter, wait) = cx.mount.waits.waiter(unique, answer, give_back);
         match source.set_lock(&cx.caller, ino, handle, &lock, Some(waiter)) {
-            Ok(Locked::Waiting) => {
+            Ok(LockOutcome::Waiting) => {
                 cx.mount.waits.park(unique, wait);
                 Ok(Served::Parked)
             }
-            Ok(Locked::Done) => {
+            Ok(LockOutcome::Done) => {
                 cx.mount.locked(ino, request);
                 Ok(self.granted(cx, lock.kind, carrier))
             }
@@ -435,7 +436,7 @@ impl Server {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
                 let (later, watched) = (carrier.later(), self.watched.take());
                 let reply = reply::to_bytes(cx.unique, cx.mount.negotiated(), Ok(Reply::Empty));
-                changes.when_told(move || {
+                changes.when_delivered(move || {
                     later(reply);
                     if let Some(watched) = watched {
                         watched.end(Ok(0).into());

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ferry_engine::Complaints;
+use ferry_engine::RatelimitedLog;
 use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
@@ -92,13 +92,13 @@ pub(crate) struct Passthrough {
     shards: [Mutex<Shard>; SHARDS],
     /// The kernel refuses it for good.
     refused: AtomicBool,
-    complained: AtomicBool,
+    has_logged: AtomicBool,
 }
 
 impl Passthrough {
     pub(crate) fn new(backings: Arc<dyn Backings>) -> Self {
         let shards = std::array::from_fn(|_| Mutex::default());
-        Self { backings, shards, refused: AtomicBool::new(false), complained: AtomicBool::new(false) }
+        Self { backings, shards, refused: AtomicBool::new(false), has_logged: AtomicBool::new(false) }
     }
 
     fn shard(&self, ino: Ino) -> MutexGuard<'_, Shard> {
@@ -111,7 +111,7 @@ impl Passthrough {
     pub(crate) fn opened(
         &self,
         (ino, flags): (Ino, OFlags),
-        complaints: &Complaints,
+        ratelimited_log: &RatelimitedLog,
         is_set_id: impl FnOnce() -> bool,
         file: impl FnOnce() -> Option<Arc<Backing>>,
     ) -> Option<Passed> {
@@ -123,7 +123,7 @@ impl Passthrough {
         let in_use = match shard.open.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
-                let backing_id = if is_kept { None } else { self.register(complaints, file) };
+                let backing_id = if is_kept { None } else { self.register(ratelimited_log, file) };
                 entry.insert(InUse { backing_id, opens: 0, is_mapped: false })
             }
         };
@@ -136,7 +136,7 @@ impl Passthrough {
         Some(Passed { backing_id, mappings_only, is_first_mapping })
     }
 
-    fn register(&self, complaints: &Complaints, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {
+    fn register(&self, ratelimited_log: &RatelimitedLog, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {
         if self.refused.load(Ordering::Relaxed) {
             return None;
         }
@@ -150,8 +150,9 @@ impl Passthrough {
         if Errno::from_io_error(&error).is_some_and(|errno| for_good.contains(&errno)) {
             self.refused.store(true, Ordering::Relaxed);
         }
-        if !self.complained.swap(true, Ordering::Relaxed) {
-            complaints.warn(format_args!("the kernel takes no backing file ({error}): served without passthrough"));
+        if !self.has_logged.swap(true, Ordering::Relaxed) {
+            ratelimited_log
+                .warn(format_args!("the kernel takes no backing file ({error}): served without passthrough"));
         }
         None
     }

@@ -58,7 +58,7 @@ impl fmt::Debug for RequestText<'_> {
 
 #[cfg(test)]
 mod tests {
-    use ferry_vfs::{Handle, Ino, Name, New, OFlags, SetAttr};
+    use ferry_vfs::{CreateArgs, Handle, Ino, Name, OFlags, SetAttr};
 
     use super::*;
 
@@ -75,7 +75,7 @@ mod tests {
             owner: Some(9),
         };
         let set = SetAttr { mode: Some(0o100_644), size: Some(5), ..SetAttr::default() };
-        let new = New { mode: 0o100_666, umask: 0o022, rdev: 0 };
+        let new = CreateArgs { mode: 0o100_666, umask: 0o022, rdev: 0 };
         for (operation, text) in [
             (Operation::Lookup { name }, "Lookup \"a b\""),
             (Operation::Read(range), "Read 100 bytes from byte 4096"),

@@ -106,7 +106,7 @@ impl Server {
         let message_bytes = carrier.request_bytes();
         let mut header = [0; IN_HEADER_BYTES];
         if carrier.read_at(0, &mut header) < IN_HEADER_BYTES {
-            self.share.complaints.warn(format_args!("a request of {message_bytes} bytes has no FUSE header"));
+            self.share.ratelimited_log.warn(format_args!("a request of {message_bytes} bytes has no FUSE header"));
             return Served::Reply(0);
         }
         let head_bytes = peek(&header).head_bytes(message_bytes);
@@ -134,7 +134,7 @@ impl Server {
             (Err(error), _) => {
                 // Linux passes names on that are too long; every program of the client can make it do so.
                 if error.errno != Errno::NAMETOOLONG {
-                    self.share.complaints.warn(format_args!("{error}"));
+                    self.share.ratelimited_log.warn(format_args!("{error}"));
                 }
                 match error.reply_to() {
                     Some(unique) => Served::Reply(reply::write_error(carrier, unique, error.errno)),
@@ -187,7 +187,7 @@ impl Server {
         let missing = self.share.policy.required - (wanted.flags & init.flags);
         if missing != InitFlags::empty() {
             let who = if wanted.flags.contains(missing) { "the client's kernel" } else { "the source" };
-            self.share.complaints.warn(format_args!("{who} has no {missing:?}, which is demanded; no mount"));
+            self.share.ratelimited_log.warn(format_args!("{who} has no {missing:?}, which is demanded; no mount"));
             return reply::write_error(buffer, unique, InitError::ERRNO);
         }
         match negotiate(init, &wanted) {
@@ -208,7 +208,7 @@ impl Server {
                 reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &Reply::Init(answer)).bytes()
             }
             Err(error) => {
-                self.share.complaints.warn(format_args!("{error}; no mount"));
+                self.share.ratelimited_log.warn(format_args!("{error}; no mount"));
                 reply::write_error(buffer, unique, InitError::ERRNO)
             }
         }

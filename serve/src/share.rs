@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::{Complaints, Lane};
+use ferry_engine::{Lane, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
 use crate::data::DURABLE_FLAGS;
@@ -82,7 +82,7 @@ pub struct Share {
     pub(crate) xattr: bool,
     /// Writes with one of these wait for a device.
     pub(crate) waiting_flags: OFlags,
-    pub(crate) complaints: Complaints,
+    pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) lane: Lane,
 }
 
@@ -103,7 +103,7 @@ impl Share {
             xattr: options.xattr,
             waiting_flags: if features.direct { DURABLE_FLAGS | OFlags::DIRECT } else { DURABLE_FLAGS },
             source,
-            complaints: Complaints::default(),
+            ratelimited_log: RatelimitedLog::default(),
             lane: Lane::default(),
         }
     }
@@ -114,8 +114,8 @@ impl Share {
     }
 
     /// Where to log what a client can cause.
-    pub fn complaints(&self) -> &Complaints {
-        &self.complaints
+    pub fn ratelimited_log(&self) -> &RatelimitedLog {
+        &self.ratelimited_log
     }
 
     /// Threads for what may take long.

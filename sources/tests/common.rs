@@ -12,8 +12,8 @@ pub fn name(name: &str) -> Name<'_> {
     Name::new(name.as_bytes()).unwrap()
 }
 
-pub fn new(mode: u32) -> New {
-    New { mode, ..New::default() }
+pub fn new(mode: u32) -> CreateArgs {
+    CreateArgs { mode, ..CreateArgs::default() }
 }
 
 pub fn range(ino: Ino, handle: Handle, offset: u64, len: usize, flags: OFlags) -> IoRange {

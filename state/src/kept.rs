@@ -161,7 +161,7 @@ impl Kept {
     pub fn open(line: Line, geometry: Geometry) -> Result<Self, KeptError> {
         let keeper = line.keeper();
         let (socket, mut files, records) = line.take();
-        let line = Arc::new(Backing::new(socket).lasting());
+        let line = Arc::new(Backing::new(socket).long_lived());
         let (file, is_new) = match files.remove(&MEMORY) {
             Some(fd) => (File::from(fd), false),
             None => (memory::make(geometry.words()).map_err(KeptError::Memory)?, true),

@@ -1,8 +1,8 @@
-//! Attributes, as Linux's own file systems make and change them: what every author would write again.
+//! Creates and changes attributes as Linux's own file systems do.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::{Attr, Caller, Entry, Errno, FileType, Ino, New, Result, SetAttr, SetTime, Timespec};
+use crate::{Attr, Caller, CreateArgs, Entry, Errno, FileType, Ino, Result, SetAttr, SetTime, Timespec};
 
 /// The unit of [`Attr::blocks`].
 const BLOCK_BYTES: u64 = 512;
@@ -84,7 +84,7 @@ impl Attr {
     /// owner, the umask is applied, and a directory with sgid hands its group down (and sgid, to directories).
     ///
     /// For sources without ACLs; a default ACL of the directory would take the umask's place.
-    pub fn made(ino: Ino, cx: &Caller<'_>, new: &New, dir: &Self) -> Self {
+    pub fn for_new(ino: Ino, cx: &Caller<'_>, new: &CreateArgs, dir: &Self) -> Self {
         let kind = FileType::from_raw_mode(new.mode);
         let mut attr = Self::new(ino, kind, new.mode & !new.umask);
         (attr.uid, attr.gid, attr.rdev) = (cx.uid, cx.gid, new.rdev);
@@ -189,7 +189,7 @@ mod tests {
         ] {
             let mut dir = Attr::new(Ino::ROOT, FileType::Directory, dir_mode);
             dir.gid = 9;
-            let made = Attr::made(Ino(2), &cx, &New { mode, umask, rdev: 0 }, &dir);
+            let made = Attr::for_new(Ino(2), &cx, &CreateArgs { mode, umask, rdev: 0 }, &dir);
             assert_eq!((made.mode, made.uid, made.gid), (made_mode, 5, made_gid), "{mode:o} in {dir_mode:o}");
         }
     }

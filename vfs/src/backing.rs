@@ -1,6 +1,6 @@
-//! Where a file's bytes live: in a descriptor, and maybe in memory of this process too.
+//! Where a file's bytes are: in a descriptor, and optionally in this process's memory.
 //!
-//! This module declares unsafe methods, for memory is handed on as addresses; it has no unsafe code of its own.
+//! This module declares unsafe methods, because memory is passed as addresses. It contains no unsafe code.
 #![allow(unsafe_code, reason = "methods that take addresses are declared here")]
 
 use std::fmt::Debug;
@@ -26,7 +26,7 @@ pub struct Segment {
 /// An engine asks here first, on the thread that serves the request; so an implementation must not wait for a disk. The
 /// file must have neither suid, sgid nor capabilities that a write would have to clear.
 pub trait Memory: Send + Sync + Debug {
-    /// Reads the bytes from `offset` on into the segments; answers how many, fewer than asked at the end of the file.
+    /// Reads the bytes from `offset` on into the segments; returns how many, fewer than asked at the end of the file.
     /// `None` if they are not in memory now: nothing was moved, and `file` is to be read.
     ///
     /// # Safety
@@ -34,7 +34,7 @@ pub trait Memory: Send + Sync + Debug {
     /// their bytes may be made.
     unsafe fn read(&self, file: BorrowedFd<'_>, offset: u64, to: &[Segment]) -> Option<Result<usize>>;
 
-    /// Writes the bytes of the segments from `offset` on; answers how many. `None` if that cannot be done in memory
+    /// Writes the bytes of the segments from `offset` on; returns how many. `None` if that cannot be done in memory
     /// now: nothing was moved, and `file` is to be written.
     ///
     /// # Safety
@@ -42,8 +42,8 @@ pub trait Memory: Send + Sync + Debug {
     /// their bytes may be made.
     unsafe fn write(&self, file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> Option<Result<usize>>;
 
-    /// Bytes were written through the descriptor by somebody who did not ask [`Self::write`]. Who can should say so: what is
-    /// shown of the file may have to change once more now that the bytes are there.
+    /// Called when bytes were written through the descriptor and not by [`Self::write`], so that the source can update
+    /// what it shows of the file.
     fn written(&self) {}
 }
 
@@ -55,13 +55,13 @@ pub struct Backing {
     memory: Option<Arc<dyn Memory>>,
     io_hints: AtomicU8,
     waits: bool,
-    lasting: bool,
+    long_lived: bool,
 }
 
 impl Backing {
-    /// Wraps a descriptor about which nothing is known yet.
+    /// Wraps a descriptor without any hints.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd: Arc::new(fd), memory: None, io_hints: AtomicU8::new(0), waits: false, lasting: false }
+        Self { fd: Arc::new(fd), memory: None, io_hints: AtomicU8::new(0), waits: false, long_lived: false }
     }
 
     /// Wraps a descriptor whose bytes may also be reached in memory, at the same offsets.
@@ -77,8 +77,8 @@ impl Backing {
 
     /// Says that the descriptor stays open for as long as its source is served, as a disk's does. An engine may then
     /// make itself ready for many transfers through it, and hold it.
-    pub fn lasting(self) -> Self {
-        Self { lasting: true, ..self }
+    pub fn long_lived(self) -> Self {
+        Self { long_lived: true, ..self }
     }
 
     /// The same descriptor without its [memory](Self::memory), for transfers from and to where only the kernel is to
@@ -89,8 +89,8 @@ impl Backing {
     }
 
     /// Whether the descriptor stays open for as long as its source is served.
-    pub fn is_lasting(&self) -> bool {
-        self.lasting
+    pub fn is_long_lived(&self) -> bool {
+        self.long_lived
     }
 
     /// Whether each transfer waits for a device.

@@ -1,4 +1,4 @@
-//! What changed in a source, for every export that wants to tell its clients.
+//! Notifies exports of changes in a source.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -49,32 +49,33 @@ pub enum Change {
         /// The name.
         name: NameBuf,
     },
-    /// Anything may have changed: changes were missed.
+    /// Changes were missed: anything may have changed.
     All,
 }
 
-/// Whoever wants to know of changes. No method may wait.
+/// A receiver of changes. No method may block.
 pub trait Listener: Send + Sync {
     /// A change, and the session that made it; on the publisher's thread, with no lock of the source held.
     fn changed(&self, change: &Change, by: SessionId);
 
-    /// Whether the listener's clients have not been told of every change yet.
+    /// Returns whether some changes have not been delivered to the listener's clients yet.
     fn is_behind(&self) -> bool;
 
-    /// To be dropped as soon as the listener's clients have been told of every change up to now; at once, where that
-    /// is so already.
-    fn when_told(&self, told: Told);
+    /// The listener drops the guard as soon as every change so far has been delivered to its clients, or at once if
+    /// that is the case already.
+    fn when_delivered(&self, told: DeliveryGuard);
 }
 
-/// What is to be done when clients have been told of changes: it is when the last clone is dropped.
+/// A guard that runs a function when its last clone is dropped, that is, when changes have been delivered to all
+/// clients.
 #[derive(Clone)]
-pub struct Told {
-    _last: Arc<Then>,
+pub struct DeliveryGuard {
+    _last: Arc<OnDelivered>,
 }
 
-struct Then(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+struct OnDelivered(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
-impl Drop for Then {
+impl Drop for OnDelivered {
     fn drop(&mut self) {
         let then = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(then) = then {
@@ -83,23 +84,23 @@ impl Drop for Then {
     }
 }
 
-impl Told {
-    /// Calls `then` in the end, on the thread that drops the last clone.
+impl DeliveryGuard {
+    /// Calls `then` on the thread that drops the last clone.
     pub fn new(then: impl FnOnce() + Send + 'static) -> Self {
-        Self { _last: Arc::new(Then(Mutex::new(Some(Box::new(then))))) }
+        Self { _last: Arc::new(OnDelivered(Mutex::new(Some(Box::new(then))))) }
     }
 }
 
-impl fmt::Debug for Told {
+impl fmt::Debug for DeliveryGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Told")
     }
 }
 
-/// A listener that has nobody to tell.
-struct Hears<F>(F);
+/// A listener that is a function and has no clients of its own.
+struct FnListener<F>(F);
 
-impl<F: Fn(&Change, SessionId) + Send + Sync> Listener for Hears<F> {
+impl<F: Fn(&Change, SessionId) + Send + Sync> Listener for FnListener<F> {
     fn changed(&self, change: &Change, by: SessionId) {
         (self.0)(change, by);
     }
@@ -108,7 +109,7 @@ impl<F: Fn(&Change, SessionId) + Send + Sync> Listener for Hears<F> {
         false
     }
 
-    fn when_told(&self, _: Told) {}
+    fn when_delivered(&self, _: DeliveryGuard) {}
 }
 
 type Listeners = Vec<(usize, Arc<dyn Listener>)>;
@@ -120,7 +121,8 @@ struct Shared {
     listeners: RwLock<Listeners>,
 }
 
-/// The changes of one source: its exports publish, and listen. Costs one load per change while nobody listens.
+/// The changes of one source. Its exports publish changes and subscribe to them. Without subscribers a change costs one
+/// atomic load.
 ///
 /// This is also how an author tells clients what changed behind their backs. Publishing from inside a handler
 /// cannot deadlock: listeners only take notes, and tell their clients from threads of their own.
@@ -131,10 +133,10 @@ impl Changes {
     /// Calls `listener` with every change published from now on and the session that made it, on the publisher's
     /// thread and with no lock of the source held, until the subscription is dropped. A listener must not wait.
     pub fn subscribe(&self, listener: impl Fn(&Change, SessionId) + Send + Sync + 'static) -> Subscription {
-        self.listen(Hears(listener))
+        self.listen(FnListener(listener))
     }
 
-    /// The same, for a listener that tells its clients.
+    /// Subscribes a listener that delivers changes to its clients.
     pub fn listen(&self, listener: impl Listener + 'static) -> Subscription {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
         let mut listeners = self.0.listeners.write().unwrap_or_else(PoisonError::into_inner);
@@ -160,13 +162,13 @@ impl Changes {
         self.0.count.load(Ordering::Acquire) != 0 && self.listeners().iter().any(|(_, listener)| listener.is_behind())
     }
 
-    /// Has `then` called when the clients of all who listen have been told of every change that was published up to
-    /// now: before this returns, if they have. So whoever got a lock sees what was written before, whatever his
-    /// client keeps.
-    pub fn when_told(&self, then: impl FnOnce() + Send + 'static) {
-        let told = Told::new(then);
+    /// Calls `then` when every change published so far has been delivered to the clients of all listeners; before this
+    /// returns, if that is the case already. So a caller that gets a lock sees everything that was written before,
+    /// whatever its client caches.
+    pub fn when_delivered(&self, then: impl FnOnce() + Send + 'static) {
+        let told = DeliveryGuard::new(then);
         for (_, listener) in self.listeners() {
-            listener.when_told(told.clone());
+            listener.when_delivered(told.clone());
         }
     }
 
@@ -181,7 +183,7 @@ impl fmt::Debug for Changes {
     }
 }
 
-/// Ends when dropped; see [`Changes::subscribe`].
+/// Unsubscribes when dropped; see [`Changes::subscribe`].
 #[must_use]
 pub struct Subscription {
     id: usize,
@@ -230,7 +232,7 @@ mod tests {
     }
     /// Keeps what it is to drop when its clients were told.
     #[derive(Default)]
-    struct Slow(Mutex<Vec<Told>>, AtomicBool);
+    struct Slow(Mutex<Vec<DeliveryGuard>>, AtomicBool);
 
     impl Listener for Arc<Slow> {
         fn changed(&self, _: &Change, _: SessionId) {
@@ -241,7 +243,7 @@ mod tests {
             self.1.load(Ordering::Relaxed)
         }
 
-        fn when_told(&self, told: Told) {
+        fn when_delivered(&self, told: DeliveryGuard) {
             self.0.lock().unwrap().push(told);
         }
     }
@@ -252,7 +254,7 @@ mod tests {
         let done = Arc::new(AtomicUsize::new(0));
         let count = || {
             let done = Arc::clone(&done);
-            changes.when_told(move || {
+            changes.when_delivered(move || {
                 let _ = done.fetch_add(1, Ordering::Relaxed);
             });
             changes.is_behind()

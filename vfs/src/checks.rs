@@ -1,5 +1,5 @@
-//! What a source answers, checked, for exports: a mistake of its author is an error (`IO`) for the caller that runs into
-//! it, never a broken reply, by which Linux would end the whole mount.
+//! Checks what a source returns. An invalid value becomes `IO` for that request; a malformed reply would make Linux
+//! abort the whole mount.
 
 use crate::{Attr, Entry, Errno, FileType, Ino, Lock, Name, Result, Timespec};
 
@@ -42,7 +42,7 @@ pub fn entry(entry: Entry) -> Result<Entry> {
     Ok(Entry { attr: attr(entry.attr)?, ..entry })
 }
 
-/// The target of a symbolic link.
+/// Returns the target of a symbolic link.
 ///
 /// # Errors
 /// `IO`: it is empty, longer than Linux allows, or has a NUL.

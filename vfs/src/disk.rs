@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::{Backing, Data, Errno, Input, Output, Result};
 
-/// How large a disk is and how it likes to be addressed. What is said in bytes is a power of two unless it is 0.
+/// The size and the preferred units of a disk. Units are powers of two, or 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// The size in bytes, a multiple of [`Self::logical_block_bytes`].
@@ -13,16 +13,16 @@ pub struct Geometry {
     pub logical_block_bytes: u32,
     /// The smallest unit that is written without reading the rest of it first.
     pub physical_block_bytes: u32,
-    /// The preferred size of a transfer; 0: there is none.
+    /// The preferred size of a transfer in bytes, or 0.
     pub optimal_io_bytes: u32,
     /// The unit in which discarding frees space.
     pub discard_bytes: u32,
 }
 
-/// What a disk can do, for as long as it is open.
+/// The features of a disk. They do not change while it is open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskFeatures {
-    /// Nothing may be written.
+    /// The disk is read-only.
     pub read_only: bool,
     /// [`Disk::discard`] frees space.
     pub discard: bool,
@@ -58,7 +58,7 @@ impl BlockRange {
 /// * **Written data** may be lost in a power failure until a [`flush`](Self::flush) that was called after the write ended
 ///   has ended; data written with `durable` may not.
 /// * **Discarded data** reads as anything that this client wrote there before, or as zeros: never as somebody else's.
-/// * **The size** may change at any time. The export asks [`look_again`](Self::look_again) now and then, and answers
+/// * **The size** may change at any time. The export asks [`refresh_geometry`](Self::refresh_geometry) now and then, and answers
 ///   requests past the end with an error itself; a disk that shrank in between answers a short read.
 /// * **Errors** are the client's to see as failed requests; nothing else stops.
 ///
@@ -100,48 +100,49 @@ impl BlockRange {
 /// ```
 #[allow(unused_variables, reason = "default bodies name their arguments for whoever overrides them")]
 pub trait Disk: Send + Sync {
-    /// The size and units as they are now.
+    /// Returns the current size and units.
     fn geometry(&self) -> Geometry;
 
-    /// What the disk can do.
+    /// Returns the features of the disk.
     fn features(&self) -> DiskFeatures {
         DiskFeatures::default()
     }
 
-    /// Tells this disk from others; exports may cut it off (virtio-blk: after 20 bytes).
+    /// Returns a string that identifies the disk. Exports may truncate it (virtio-blk: to 20 bytes).
     fn serial(&self) -> String;
 
-    /// Reads a range. An extent's bytes are moved by the export; fewer than asked for are an error there.
+    /// Reads a range. The export moves the bytes of an extent; fewer bytes than requested are an error there.
     fn read(&self, at: &BlockRange, out: &mut dyn Output) -> Result<Data>;
 
-    /// Writes a range; `durable`: the write ends when the data would survive a power failure.
+    /// Writes a range. With `durable`, the write ends when the data would survive a power failure.
     fn write(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<Data> {
         Err(Errno::ROFS)
     }
 
-    /// Whether [`write`](Self::write) would wait until the bytes are written: exports then call it where nothing else waits for it.
+    /// Returns whether [`write`](Self::write) would block until the bytes are written. Exports then call it on a thread
+    /// where it blocks nothing else.
     fn write_waits(&self, at: &BlockRange) -> bool {
         self.features().slow
     }
 
-    /// Makes what was written durable. A descriptor is left to the export: it calls `fdatasync`. `None`: it is durable
-    /// already.
+    /// Makes written data durable. If it returns a descriptor, the export calls `fdatasync` on it. `None`: the data is
+    /// durable already.
     fn flush(&self) -> Result<Option<Arc<Backing>>> {
         Ok(None)
     }
 
-    /// Frees the space of a range whose contents nobody needs any more. May take long.
+    /// Discards a range: frees its space. It may take long.
     fn discard(&self, offset: u64, bytes: u64) -> Result<()> {
         Err(Errno::NOTSUP)
     }
 
-    /// Makes a range read as zeros, whatever that takes. `may_unmap` allows to free its space. May take long.
+    /// Zeroes a range. `may_unmap` allows freeing its space. It may take long.
     fn write_zeroes(&self, offset: u64, bytes: u64, may_unmap: bool, durable: bool) -> Result<()> {
         Err(Errno::ROFS)
     }
 
-    /// Looks whether the size has changed, and answers whether it has. May take as long as a `stat`.
-    fn look_again(&self) -> Result<bool> {
+    /// Checks whether the size has changed, and returns whether it has. Costs about one `stat`.
+    fn refresh_geometry(&self) -> Result<bool> {
         Ok(false)
     }
 }

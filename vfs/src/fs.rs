@@ -1,38 +1,38 @@
-//! The verbs of the contract.
+//! The operations of a file system.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::{
-    Attr, Backing, Caller, Changes, Copy, Data, DirItem, DirRange, Entry, Errno, FallocateFlags, Features, FileType,
-    Handle, Ino, IoRange, Lock, Locked, Name, New, OFlags, Piece, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter,
-    XattrFlags,
+    Attr, Backing, Caller, Changes, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Errno, FallocateFlags,
+    Features, FileType, Handle, Ino, IoRange, Lock, LockOutcome, Name, OFlags, Piece, RenameFlags, Result, Seek,
+    SetAttr, Statfs, Waiter, XattrFlags,
 };
 
-/// Where the bytes of a read go: the export's memory, of which the source sees no slice because a guest may be
-/// changing it.
+/// The destination of a read. It is the export's memory; the source gets no slice of it because a guest may change it
+/// at any time.
 pub trait Output {
-    /// Appends bytes; answers how many there was room for.
+    /// Appends bytes and returns how many fitted.
     fn put(&mut self, bytes: &[u8]) -> usize;
 }
 
-/// Where the bytes of a write come from.
+/// The data of a write.
 pub trait Input {
-    /// Takes the next bytes; answers how many there were, less than asked only at the end.
+    /// Reads the next bytes and returns their number, which is less than requested only at the end.
     fn take(&mut self, bytes: &mut [u8]) -> usize;
 }
 
-/// Where a directory listing goes.
+/// The destination of a directory listing.
 pub trait DirOutput {
-    /// Whether an entry of this name still fits. Ask before taking a reference for [`Self::push`].
+    /// Returns whether an entry of this name still fits. Call it before taking a reference for [`Self::push`].
     fn fits(&self, name: &[u8]) -> bool;
-    /// Whether the entry of a name that fits is wanted, where entries were asked for ([`DirRange::plus`]). To be asked
-    /// once for each name, in their order: whoever finds entries at a price can save it.
+    /// Returns whether the entry of this name is wanted, if entries were requested ([`DirRange::plus`]). Called once
+    /// per name, in order. It lets a source skip an expensive lookup.
     fn wants(&mut self, name: &[u8], kind: FileType) -> bool {
         let _ = (name, kind);
         true
     }
-    /// Appends an entry that fits; `entry` goes along when the client asked for it ([`DirRange::plus`]).
+    /// Appends an entry that fits, with its `entry` if the client requested it ([`DirRange::plus`]).
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>);
 }
 
@@ -53,24 +53,24 @@ impl Input for &[u8] {
     }
 }
 
-/// A file system that can be shared. See the crate's front page for the rules and an example.
+/// A file system that exports can serve. See the crate documentation for the rules and an example.
 ///
 /// Unless a method says otherwise: what is not overridden answers `NOSYS` (what that means to programs is in the
 /// [`guide`](crate::guide#what-is-not-written)); an unknown inode is `STALE`, an unknown handle `BADF`; the other errors
 /// are those of the Linux system call of the same name.
 #[allow(unused_variables, reason = "the defaults need none of their arguments")]
 pub trait FileSystem: Send + Sync {
-    /// What this file system has beyond the plain calls.
+    /// The optional features of this file system.
     fn features(&self) -> Features {
         Features::default()
     }
 
-    /// Where changes of this file system are published.
+    /// The channel on which this file system publishes changes.
     fn changes(&self) -> Option<&Changes> {
         None
     }
 
-    /// Finds a name in a directory.
+    /// Looks a name up in a directory.
     fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
@@ -80,54 +80,54 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Finds an inode of which the client has kept the number only (the name `.`, which is no [`Name`]): it gave its
-    /// references back, and then somebody came with a file handle (`open_by_handle_at(2)`, an NFS server). Only called for clients
-    /// that [`Features::by_number`] allows it.
+    /// Finds an inode by its number alone (the name `.`, which is no [`Name`]): the client has dropped its references
+    /// and then opens a file handle (`open_by_handle_at(2)`, an NFS server). Called only for clients that
+    /// [`Features::by_number`] allows.
     fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
         Err(Errno::STALE)
     }
 
-    /// Gives back `count` references of an inode.
+    /// Drops `count` references to an inode.
     fn forget(&self, ino: Ino, count: u64) {}
 
-    /// The attributes of an inode, through an open handle where the client has one.
+    /// Returns the attributes of an inode, through an open handle if the client has one.
     fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
         Err(Errno::NOSYS)
     }
 
-    /// Attributes of an open file that a client's kernel wants for itself, to know where the file ends: no user is told
-    /// them, and nobody keeps them, so times may be older than the last write. For sources that have [`Self::getattr`]
-    /// wait for something; `None` if it does not now.
-    fn glance(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
+    /// Returns attributes of an open file without waiting, for the client's kernel to learn the file's size. They are
+    /// neither shown to users nor cached, so times may be older than the last write. For sources whose
+    /// [`Self::getattr`] may wait. `None`: use [`Self::getattr`].
+    fn getattr_hint(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
         None
     }
 
-    /// Changes attributes; answers the new ones.
+    /// Changes attributes and returns the new ones.
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         Err(Errno::NOSYS)
     }
 
-    /// The target of a symbolic link.
+    /// Returns the target of a symbolic link.
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a file that is no directory and no symbolic link.
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    /// Creates a file that is neither a directory nor a symbolic link.
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a directory.
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    /// Creates a directory.
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a symbolic link; the target is any path, not empty and without NUL.
+    /// Creates a symbolic link. The target is any non-empty path without NUL.
     fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
 
-    /// Gives an inode one more name.
+    /// Creates a hard link.
     fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
@@ -154,14 +154,21 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a file and opens it; `flags` always has `O_EXCL`. `EXIST` where the name is there: what has it the caller may not be
-    /// allowed to open, which its own kernel decides once it has looked again.
-    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    /// Creates a file and opens it. `flags` always contains `O_EXCL`. `EXIST` if the name exists: the client's kernel
+    /// then looks it up and checks whether the caller may open it.
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         Err(Errno::NOSYS)
     }
 
-    /// Makes a file without a name and opens it (`O_TMPFILE`); [`Self::link`] can name it later.
-    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    /// Creates an unnamed file and opens it (`O_TMPFILE`). [`Self::link`] can name it later.
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
         Err(Errno::NOSYS)
     }
 
@@ -189,13 +196,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Reads from an open file. At the end of the file the answer is shorter than asked.
+    /// Reads from an open file. At the end of the file the result is shorter than requested.
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         Err(Errno::NOSYS)
     }
 
-    /// Writes to an open file. Answering an extent means that nothing is written yet: the export will, and then
-    /// publishes the [`crate::Change::Data`].
+    /// Writes to an open file. Returning an extent means that nothing is written yet: the export writes, and then
+    /// publishes [`crate::Change::Data`].
     ///
     /// A write whose flags have `O_DSYNC` or `O_SYNC` is durable when the client is answered. After
     /// [`Data::Bytes`] the export calls [`Self::fsync`] for that (`data_only` unless it is `O_SYNC`), so a source need
@@ -205,17 +212,17 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// A descriptor of the client's handle was closed by this owner: give up the POSIX locks that it holds on the
-    /// inode, and tell errors of earlier writes.
+    /// Called when this owner closes a descriptor of the handle. Releases the owner's POSIX locks on the inode and
+    /// returns errors of earlier writes.
     fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         Err(Errno::NOSYS)
     }
 
-    /// Ends a handle, with the flock locks and waiters that came through it.
+    /// Closes a handle, and releases the flock locks and waiters that belong to it.
     fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {}
 
-    /// Makes data (and, unless `data_only`, attributes) durable. Answering a descriptor means that nothing is
-    /// done yet: the export is to fsync that, without holding up other requests.
+    /// Makes data (and, unless `data_only`, attributes) durable. Returning a descriptor means that nothing is done yet:
+    /// the export then calls fsync on it without blocking other requests.
     fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         Err(Errno::NOSYS)
     }
@@ -225,13 +232,13 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Lists a directory from an offset on, until `out` is full or there is no more. Names that stay are listed
-    /// once, whatever else comes and goes meanwhile.
+    /// Lists a directory from an offset on, until `out` is full or the end is reached. A name that exists throughout is
+    /// listed exactly once, whatever is created or removed meanwhile.
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         Err(Errno::NOSYS)
     }
 
-    /// Ends a directory handle.
+    /// Closes a directory handle.
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {}
 
     /// Makes the names in a directory durable; see [`Self::fsync`].
@@ -239,29 +246,29 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Makes everything durable. May take long: exports call it where it holds up nothing else.
+    /// Makes everything durable. It may take long; exports call it on a thread where it blocks nothing else.
     fn syncfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<()> {
         Err(Errno::NOSYS)
     }
 
-    /// Totals of the file system. Where this answers `NOSYS`, clients are shown zeros.
+    /// Returns the totals of the file system. If it returns `NOSYS`, clients see zeros.
     fn statfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<Statfs> {
         Err(Errno::NOSYS)
     }
 
-    /// The value of an extended attribute. `name` has neither NUL nor zero length.
+    /// Returns the value of an extended attribute. `name` is not empty and contains no NUL.
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
 
-    /// The names of all extended attributes, each ended by NUL. The export shows the caller those that are for it
-    /// ([`Caller::xattrs_shown`]).
+    /// Returns the names of all extended attributes, each terminated by NUL. The export filters them for the caller
+    /// ([`Caller::visible_xattrs`]).
     fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
 
-    /// Sets an extended attribute. `clear_sgid` asks to clear sgid when an ACL is set by somebody outside the
-    /// file's group (`FUSE_SETXATTR_ACL_KILL_SGID`).
+    /// Sets an extended attribute. With `clear_sgid`, clears sgid if a caller outside the file's group sets an ACL
+    /// (`FUSE_SETXATTR_ACL_KILL_SGID`).
     fn setxattr(
         &self,
         cx: &Caller<'_>,
@@ -279,36 +286,44 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The mode to show, of an inode with these attributes, to clients that do not check ACLs by themselves: one that gives nobody more
-    /// than the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
+    /// The mode to show, of an inode with these attributes, to clients that do not check ACLs on their own: one that
+    /// gives nobody more than the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
     fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, attr) } else { attr.mode }
     }
 
-    /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits); clients with `default_permissions` never ask.
+    /// Checks the caller's permission (`R_OK`, `W_OK`, `X_OK` bits). Clients with `default_permissions` never call it.
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         Err(Errno::NOSYS)
     }
 
-    /// A lock that conflicts with `lock`, or `None`.
+    /// Returns a lock that conflicts with `lock`, or `None`.
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
         Err(Errno::NOSYS)
     }
 
     /// Takes, changes or gives up a lock, and never waits itself. On a conflict: `AGAIN` without a waiter;
-    /// with one, [`Locked::Waiting`], and the waiter is woken when the lock is granted. `DEADLK` where the wait
+    /// with one, [`LockOutcome::Waiting`], and the waiter is woken when the lock is granted. `DEADLK` where the wait
     /// would never end. A waiter that is not kept must be [dismissed](Waiter::dismiss), and one whose client has
     /// given up ([`Waiter::is_waiting`]) gets no lock.
-    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<LockOutcome> {
         if let Some(waiter) = wait {
             waiter.dismiss();
         }
         Err(Errno::NOSYS)
     }
 
-    /// An ioctl whose argument is plain data: `input` goes in, the answer (at most `out_bytes_max`) comes back.
-    /// What is not known to be safe is `NOTTY`. Whether the caller may, is for the source to say: Linux looks at owner and capabilities
-    /// for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13, and not for the numbers that 32-bit programs use.
+    /// An ioctl whose argument is plain data: `input` is its input, and the result (at most `out_bytes_max`) its
+    /// output. An ioctl that is not known to be safe returns `NOTTY`. Whether the caller may, is for the source to say:
+    /// Linux looks at owner and capabilities for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13, and not
+    /// for the numbers that 32-bit programs use.
     fn ioctl(
         &self,
         cx: &Caller<'_>,
@@ -334,26 +349,26 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The offset of the next data or hole.
+    /// Returns the offset of the next data or hole.
     fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         Err(Errno::NOSYS)
     }
 
-    /// Copies within the source; answers how many bytes, possibly less than asked.
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    /// Copies within the source. Returns the number of bytes copied, which may be less than requested.
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         Err(Errno::NOSYS)
     }
 
     /// How another process, which shares the same files, finds an inode again: bytes that mean something to its
     /// [`Self::adopt`] only. They stay good, whatever happens to the inode's name, if that is possible `within` these bounds.
-    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
         Err(Errno::NOSYS)
     }
 
     /// What [`Self::identify`] would answer for inodes that it does not find any more, because they are where nobody has seen
     /// them: looks for them in the whole tree, and answers those that are there. The client stands still meanwhile, so a source gives
     /// up after a while.
-    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         Vec::new()
     }
 
@@ -363,14 +378,14 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// Lets an inode be known by the number that it had in another process, with so many references. The `identity` was
-    /// made `within` these bounds. Only within [`Bounds::Host`] it comes from where no client can write; from elsewhere it
-    /// may be anybody's, and leads to nothing that a lookup would not lead to, but within [`Bounds::Handles`], where its writer
+    /// made `within` these bounds. Only within [`IdentityScope::Host`] it comes from where no client can write; from elsewhere it
+    /// may be anybody's, and leads to nothing that a lookup would not lead to, but within [`IdentityScope::Handles`], where its writer
     /// is trusted with handles. `file` is open, and leads to the inode if the identity does not any more.
     fn adopt(
         &self,
         ino: Ino,
         references: u64,
-        (identity, within): (&[u8], Bounds),
+        (identity, within): (&[u8], IdentityScope),
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
         Err(Errno::NOSYS)
@@ -392,8 +407,8 @@ pub trait FileSystem: Send + Sync {
 
 /// Between which processes an inode is to be found again ([`FileSystem::identify`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bounds {
-    /// On this host, while nothing is mounted anew.
+pub enum IdentityScope {
+    /// On this host, while nothing is mounted again.
     Host,
     /// Wherever the same tree is, by names.
     Paths,

@@ -1,10 +1,10 @@
-//! A guide for authors of file systems: what may be relied on, and what not to do. It has no code.
+//! A guide for authors of file systems. It contains no code.
 //!
 //! # Threads, and what may wait
 //!
-//! Every method may be called from many threads at once, and several times for one file. What one client's kernel
-//! keeps apart by itself: changes of names in one directory, and writes to one file, unless they bypass its cache. What
-//! two clients do is kept apart by nobody but the author.
+//! Every method may be called from many threads at once, and several times for one file. What one client's kernel keeps
+//! apart on its own: changes of names in one directory, and writes to one file, unless they bypass its cache. What two
+//! clients do is kept apart by nobody but the author.
 //!
 //! A handler runs on a worker of the export, which has other requests to serve: a virtqueue's, or a CPU's. So:
 //!

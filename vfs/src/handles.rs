@@ -1,4 +1,4 @@
-//! Open files and directories, by number.
+//! A table of open files and directories by handle.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};

@@ -65,7 +65,7 @@
 //!         Ok(self.attr(ino))
 //!     }
 //!
-//!     fn create(&self, cx: &Caller, dir: Ino, name: Name<'_>, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
+//!     fn create(&self, cx: &Caller, dir: Ino, name: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
 //!         let next = self.next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
 //!         let file = File { ino: Ino(next + 2), bytes: vec![0; FILE_BYTES] };
 //!         let mut files = self.files.lock().unwrap();
@@ -110,7 +110,7 @@
 //!
 //! let fs = Flat::default();
 //! let cx = Caller::default();
-//! let (entry, handle) = fs.create(&cx, Ino::ROOT, Name::new(b"hello")?, &New::default(), OFlags::RDWR)?;
+//! let (entry, handle) = fs.create(&cx, Ino::ROOT, Name::new(b"hello")?, &CreateArgs::default(), OFlags::RDWR)?;
 //! let at = IoRange { ino: entry.ino, handle, offset: 0, len: 5, flags: OFlags::RDWR, clear_privileges: false, owner: None };
 //! assert_eq!(fs.write(&cx, &at, &mut b"ferry".as_slice())?.bytes(), Some(5));
 //! let mut out = Vec::new();
@@ -125,7 +125,6 @@ mod attr;
 mod backing;
 mod change;
 pub mod checks;
-mod complaints;
 mod disk;
 mod fs;
 pub mod guide;
@@ -134,6 +133,7 @@ mod locks;
 mod memory;
 mod name;
 mod names;
+mod ratelimited_log;
 mod removal;
 mod types;
 mod windows;
@@ -141,21 +141,21 @@ mod windows;
 pub use acl::mode_without_acl;
 pub use attr::{openable, without_privileges};
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
-pub use change::{Change, Changes, Listener, Subscription, Told};
-pub use complaints::Complaints;
+pub use change::{Change, Changes, DeliveryGuard, Listener, Subscription};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
-pub use fs::{Bounds, DirOutput, FileSystem, Input, Output};
+pub use fs::{DirOutput, FileSystem, IdentityScope, Input, Output};
 pub use handles::Handles;
 pub use locks::{Lockable, Locks};
 pub use name::{Name, NameBuf};
 pub use names::Names;
+pub use ratelimited_log::RatelimitedLog;
 pub use removal::Removals;
 pub use rustix::fs::{FallocateFlags, FileType, OFlags, RenameFlags, XattrFlags};
 /// A typed error number, as Linux names them.
 pub use rustix::io::Errno;
 pub use types::{
-    Attr, ByNumber, Caller, Copy, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange, Lock, LockKind,
-    LockOwner, Locked, New, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
+    Attr, ByNumber, Caller, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange,
+    Lock, LockKind, LockOutcome, LockOwner, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 

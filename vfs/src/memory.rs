@@ -1,4 +1,4 @@
-//! Reads, writes and listings of what a source has in memory.
+//! Reads, writes and listings of data that a source has in memory.
 
 use crate::{Data, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Input, IoRange, Name, Output, Result};
 
@@ -47,7 +47,7 @@ impl IoRange {
 }
 
 impl DirRange {
-    /// The position of the first name that [`Self::list`] wants; it passes over earlier ones by itself.
+    /// The position of the first name that [`Self::list`] wants; it passes over earlier ones on its own.
     pub fn position(&self) -> u64 {
         self.offset.saturating_sub(AFTER_DOTS)
     }
@@ -133,9 +133,9 @@ mod tests {
     }
 
     /// A listing with room for so many names.
-    struct Few(usize, Vec<(String, u64, bool)>);
+    struct LimitedListing(usize, Vec<(String, u64, bool)>);
 
-    impl DirOutput for Few {
+    impl DirOutput for LimitedListing {
         fn fits(&self, _: &[u8]) -> bool {
             self.1.len() < self.0
         }
@@ -153,7 +153,7 @@ mod tests {
             for plus in [false, true] {
                 let (mut seen, mut offset, mut referred) = (Vec::new(), 0, 0);
                 loop {
-                    let mut out = Few(room, Vec::new());
+                    let mut out = LimitedListing(room, Vec::new());
                     let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset, plus };
                     let names = names.iter().map(|(at, name)| (*at, Name::new(name.as_bytes()).unwrap(), entry(*at)));
                     at.list(&mut out, Ino::ROOT, names, |_| referred += 1);
@@ -173,13 +173,13 @@ mod tests {
     fn removing_a_listed_name_makes_no_other_be_missed() {
         let attr = Attr::new(Ino(5), FileType::RegularFile, 0o644);
         let name = |text: &'static str| Name::new(text.as_bytes()).unwrap();
-        let mut out = Few(3, Vec::new());
+        let mut out = LimitedListing(3, Vec::new());
         let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: 0, plus: false };
         let names =
             [(0, name("a")), (1, name("b")), (2, name("c"))].map(|(at, name)| (at, name, Entry::new(Ino(5), attr)));
         at.list(&mut out, Ino::ROOT, names, |_| ());
         let next = out.1.last().expect("three were listed").1;
-        let mut rest = Few(9, Vec::new());
+        let mut rest = LimitedListing(9, Vec::new());
         DirRange { offset: next, ..at }.list(&mut rest, Ino::ROOT, names.into_iter().skip(1), |_| ());
         assert_eq!(rest.1.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
     }

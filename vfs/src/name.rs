@@ -1,4 +1,4 @@
-//! Names of directory entries, valid by construction.
+//! Names of directory entries. A [`Name`] is always valid.
 
 use std::borrow::Borrow;
 use std::fmt;

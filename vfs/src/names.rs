@@ -1,4 +1,4 @@
-//! The names of a directory that a source has in memory.
+//! Directory entries of a source that keeps them in memory.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -37,7 +37,7 @@ impl<T> Names<T> {
         self.values.get(position).map(|(_, value)| value)
     }
 
-    /// Gives a name a value; answers the one that it had.
+    /// Gives a name a value; returns the one that it had.
     pub fn insert(&mut self, name: Name<'_>, value: T) -> Option<T> {
         if let Some(position) = self.positions.get(name.as_bytes())
             && let Some((_, there)) = self.values.get_mut(position)
@@ -57,7 +57,7 @@ impl<T> Names<T> {
     }
 
     /// The names that a listing is still to bring, with their positions.
-    pub fn wanted(&self, at: &DirRange) -> impl Iterator<Item = (u64, Name<'_>, &T)> {
+    pub fn entries_from(&self, at: &DirRange) -> impl Iterator<Item = (u64, Name<'_>, &T)> {
         self.values.range(at.position()..).map(|(position, (name, value))| (*position, name.as_name(), value))
     }
 }
@@ -73,7 +73,7 @@ mod tests {
 
     fn from(names: &Names<u8>, position: u64) -> Vec<(u64, u8)> {
         let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: position + 2, plus: false };
-        names.wanted(&at).map(|(position, _, value)| (position, *value)).collect()
+        names.entries_from(&at).map(|(position, _, value)| (position, *value)).collect()
     }
 
     #[test]

@@ -19,7 +19,7 @@ const NAMES_MAX: usize = 256;
 /// How long a client has for that, far longer than its kernel takes, which does so at once.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
-/// A name that a client was told to look at again.
+/// A name that a client must look up again.
 #[derive(Debug)]
 struct Recheck {
     dir: Ino,
@@ -29,7 +29,7 @@ struct Recheck {
     since: Instant,
 }
 
-/// The names that one client was told to look at again. See the module.
+/// The names that one client must look up again. See the module documentation.
 #[derive(Debug, Default)]
 pub struct Removals {
     rechecks: Mutex<VecDeque<Recheck>>,
@@ -83,7 +83,7 @@ impl Removals {
     }
 
     /// The client was told of an inode by a name (`None`: that there is none, or that it moved). To be called before it is.
-    pub fn told(&self, (dir, name): (Ino, Name<'_>), found: Option<Ino>) {
+    pub fn record_lookup(&self, (dir, name): (Ino, Name<'_>), found: Option<Ino>) {
         if self.count.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -189,18 +189,18 @@ mod tests {
         assert_eq!(remove(), Err(Errno::STALE));
         // Nobody has looked.
         assert_eq!(remove(), Err(Errno::STALE));
-        removals.told(at(b"roots"), Some(Ino(2)));
+        removals.record_lookup(at(b"roots"), Some(Ino(2)));
         assert_eq!(remove(), Ok(()));
         // Another file has the name.
         source.files.lock().unwrap().insert(b"roots", (Ino(9), 0));
         assert_eq!(remove(), Err(Errno::STALE));
-        removals.told(at(b"roots"), Some(Ino(9)));
+        removals.record_lookup(at(b"roots"), Some(Ino(9)));
         assert_eq!(remove(), Ok(()));
         // The client was told since that there is nothing, or something else.
         for since in [None, Some(Ino(2))] {
-            removals.told(at(b"roots"), since);
+            removals.record_lookup(at(b"roots"), since);
             assert_eq!(remove(), Err(Errno::STALE), "{since:?}");
-            removals.told(at(b"roots"), Some(Ino(9)));
+            removals.record_lookup(at(b"roots"), Some(Ino(9)));
             assert_eq!(remove(), Ok(()));
         }
     }
@@ -210,9 +210,9 @@ mod tests {
         let (source, removals) = (folder(0o1777, 0), Removals::default());
         let rename = |flags| removals.may_rename(&source, &user(8), (at(b"roots"), at(b"own")), flags);
         assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
-        removals.told(at(b"own"), Some(Ino(3)));
+        removals.record_lookup(at(b"own"), Some(Ino(3)));
         assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
-        removals.told(at(b"roots"), Some(Ino(2)));
+        removals.record_lookup(at(b"roots"), Some(Ino(2)));
         assert_eq!(rename(RenameFlags::empty()), Ok(()));
         assert_eq!(rename(RenameFlags::EXCHANGE), Ok(()));
         // What is not replaced is not looked at.

@@ -1,4 +1,4 @@
-//! The nouns of the contract.
+//! The types of the contract.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::{Errno, Extent, FileType, OFlags, Result};
 pub struct Ino(pub u64);
 
 impl Ino {
-    /// The root of every source. It always has a reference.
+    /// The root of every source. It is always referenced.
     pub const ROOT: Self = Self(1);
 }
 
@@ -20,7 +20,7 @@ impl Ino {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle(pub u64);
 
-/// One client's connection to one export: a guest from its INIT to its disconnect, a mount, a 9P connection.
+/// One client's session with one export: a guest from INIT to disconnect, a mount, or a 9P connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId {
     number: u64,
@@ -38,7 +38,7 @@ impl SessionId {
     /// The same of the client that has this one, for a client with several connections: what is bounded for each client is
     /// bounded for all of its sessions.
     #[must_use]
-    pub fn another(self) -> Self {
+    pub fn same_client(self) -> Self {
         Self { number: Self::next(), client: self.client }
     }
 
@@ -53,7 +53,7 @@ impl SessionId {
     }
 }
 
-/// On whose behalf a request is made. The numbers are the client kernel's claim.
+/// The caller of a request. The numbers are what the client's kernel claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Caller<'a> {
     /// The connection that the request came through.
@@ -80,7 +80,7 @@ impl Caller<'_> {
 
     /// Of a list of extended attributes, the names that the caller may see: as on local file systems, those in `trusted.` are for
     /// the administrator.
-    pub fn xattrs_shown(&self, names: Vec<u8>) -> Vec<u8> {
+    pub fn visible_xattrs(&self, names: Vec<u8>) -> Vec<u8> {
         if self.is_root_or_unknown() {
             return names;
         }
@@ -95,7 +95,7 @@ impl Caller<'_> {
     }
 }
 
-/// A point in time, in seconds and nanoseconds since the epoch. `nsec` is below 10^9.
+/// A time, in seconds and nanoseconds since the Unix epoch. `nsec` is below 10^9.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Timespec {
     /// Seconds; negative before 1970.
@@ -145,7 +145,7 @@ impl Attr {
     }
 }
 
-/// An inode that a name led to. It carries one reference.
+/// The result of a lookup. It carries one reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The inode.
@@ -156,9 +156,9 @@ pub struct Entry {
     pub attr: Attr,
 }
 
-/// How a new inode shall look.
+/// The attributes of a new inode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct New {
+pub struct CreateArgs {
     /// File type and permission bits, before the umask.
     pub mode: u32,
     /// The caller's umask; a default ACL of the directory overrides it.
@@ -191,14 +191,14 @@ pub struct SetAttr {
     pub atime: Option<SetTime>,
     /// Last change of the data.
     pub mtime: Option<SetTime>,
-    /// Last change of the inode; sources whose host sets it by itself ignore it.
+    /// Last change of the inode; sources whose host sets it on its own ignore it.
     pub ctime: Option<Timespec>,
     /// Clear suid and sgid as a write or chown by an unprivileged user does ([`crate::without_privileges`];
     /// `FATTR_KILL_SUIDGID`). File capabilities are cleared by every change of size or owner.
     pub clear_privileges: bool,
 }
 
-/// Which bytes of which open file a read or write is about.
+/// The range of an open file that a read or write concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoRange {
     /// The inode.
@@ -218,13 +218,13 @@ pub struct IoRange {
     pub owner: Option<u64>,
 }
 
-/// A source's answer to a read or write.
+/// The result of a read or write.
 #[derive(Clone, Debug)]
 #[must_use]
 pub enum Data {
     /// The source moved this many bytes itself. A read shorter than asked means the end of the file.
     Bytes(usize),
-    /// The export is to move the bytes between its client and this extent.
+    /// The export moves the bytes between its client and this extent.
     Extent(Extent),
 }
 
@@ -238,7 +238,7 @@ impl Data {
     }
 }
 
-/// From where on a directory is to be listed.
+/// Where a directory listing starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirRange {
     /// The directory.
@@ -251,7 +251,7 @@ pub struct DirRange {
     pub plus: bool,
 }
 
-/// One line of a directory listing.
+/// One entry of a directory listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirItem<'a> {
     /// The inode number shown to users.
@@ -264,7 +264,7 @@ pub struct DirItem<'a> {
     pub name: &'a [u8],
 }
 
-/// What kind of lock.
+/// The kind of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
     /// Shared.
@@ -275,10 +275,10 @@ pub enum LockKind {
     Unlock,
 }
 
-/// Who holds a lock: two requests with equal owners never conflict.
+/// The owner of a lock. Two requests with equal owners never conflict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LockOwner {
-    /// The client; what one client calls an owner says nothing about another's.
+    /// The client. Owner ids of different clients are unrelated.
     pub session: SessionId,
     /// The owner within the client.
     pub id: u64,
@@ -295,7 +295,7 @@ pub struct Lock {
     pub start: u64,
     /// Last byte, inclusive; `i64::MAX` stands for the end of the file, wherever that is.
     pub end: u64,
-    /// Process that asks, or holds (0: not known, as for a process of the host).
+    /// The process that requests or holds the lock (0: unknown, as for a process of the host).
     pub pid: u32,
     /// A `flock` lock: the range does not matter and the owner is the open handle.
     pub flock: bool,
@@ -304,8 +304,8 @@ pub struct Lock {
 /// The outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Locked {
-    /// The lock is held, or given up, as asked.
+pub enum LockOutcome {
+    /// The lock is taken or released as requested.
     Done,
     /// The source keeps the [`Waiter`] and wakes it later.
     Waiting,
@@ -314,9 +314,9 @@ pub enum Locked {
 /// A request for a lock that may wait. The source keeps it and calls [`Waiter::wake`] with the outcome;
 /// a waiter that is dropped (its handle was released, its client is gone) ends with `INTR`.
 ///
-/// Clients may give up waiting (a signal came). The source is not called for that: before it grants a lock to a
-/// waiter, and before it queues one more, it drops those that are no longer [waiting](Waiter::is_waiting). A grant
-/// that comes too late all the same is given back by the export, as an unlock of the same range.
+/// A client may cancel a wait (after a signal). The source is not called for that: before it grants a lock to a waiter,
+/// and before it queues one more, it drops those that are no longer [waiting](Waiter::is_waiting). A grant that comes
+/// too late all the same is given back by the export, as an unlock of the same range.
 pub struct Waiter {
     wake: Option<Box<dyn FnOnce(Result<()>) + Send>>,
     gone: Option<Arc<AtomicBool>>,
@@ -335,7 +335,7 @@ impl Waiter {
         self
     }
 
-    /// Whether anybody still wants the lock.
+    /// Returns whether the client still waits for the lock.
     pub fn is_waiting(&self) -> bool {
         !self.gone.as_ref().is_some_and(|gone| gone.load(Ordering::Acquire))
     }
@@ -347,7 +347,7 @@ impl Waiter {
         }
     }
 
-    /// Lets go without any outcome: the lock was granted, or refused, at once.
+    /// Drops the waiter without an outcome, because the lock was granted or refused at once.
     pub fn dismiss(mut self) {
         self.wake = None;
     }
@@ -378,7 +378,7 @@ pub enum Seek {
 
 /// A copy within a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Copy {
+pub struct CopyRange {
     /// Source inode, open file and offset in bytes.
     pub from: (Ino, Handle, u64),
     /// Destination inode, open file and offset in bytes.
@@ -408,8 +408,8 @@ pub struct Statfs {
     pub frsize: u32,
 }
 
-/// Who finds an inode by its number when the client has given its references back ([`crate::FileSystem::lookup_self`]): what is shared
-/// can be passed on by an NFS server then. Other clients are told that there are no file handles.
+/// Which clients can find an inode by number after dropping its references ([`crate::FileSystem::lookup_self`]), as an
+/// NFS server that re-exports the share does. Other clients are told that file handles are not supported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ByNumber {
     /// Nobody: numbers go with the references.

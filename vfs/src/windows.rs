@@ -1,4 +1,4 @@
-//! Files of this host that clients have in their memory, and whoever is about to make one of them shorter.
+//! Files of this host that are mapped in DAX windows, and how truncation is coordinated with them.
 //!
 //! A process that touches a mapped page behind a file's end is sent SIGBUS, which few virtual machine monitors live through. So
 //! a source says before it makes a file shorter ([`Windows::shortening`]), every [`Window`] with pages behind the new end
@@ -39,22 +39,22 @@ pub struct FileId {
     pub ino: u64,
 }
 
-/// Where a client has files mapped. No method may wait.
+/// A DAX window. No method may block.
 pub trait Window: Send + Sync {
     /// Has what is mapped of the file from the page after `end` on taken away, and drops `done` when it is.
     fn shorten(&self, file: FileId, end: u64, done: Done);
 
-    /// It took too long, and the file is made shorter all the same. It is asked once more, and then not until [`Member::is_back`].
+    /// It took too long, and the file is made shorter all the same. It is asked once more, and then not until [`Member::take_missed`].
     fn late(&self);
 }
 
-/// To be dropped when what was asked is done.
+/// Signals completion when dropped.
 #[derive(Debug)]
 pub struct Done {
     _waits: SyncSender<()>,
 }
 
-/// A window, as the table knows it.
+/// A registered window.
 pub struct Member {
     window: Box<dyn Window>,
     late: AtomicBool,
@@ -69,7 +69,7 @@ impl std::fmt::Debug for Member {
 impl Member {
     /// To be asked by the window when it begins with [`Window::shorten`]: whether it was late, and has missed others since.
     /// Then it is to compare all that it has mapped with [`Windows::limit`] and the files' lengths.
-    pub fn is_back(&self) -> bool {
+    pub fn take_missed(&self) -> bool {
         self.late.swap(false, Ordering::SeqCst)
     }
 }
@@ -138,7 +138,7 @@ impl Shared {
     }
 }
 
-/// Who has which files in windows.
+/// The registry of files that are mapped in windows.
 #[derive(Clone, Debug, Default)]
 pub struct Windows(Arc<Shared>);
 

@@ -19,7 +19,7 @@ use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
 use crate::window::{Told, Window};
 use crate::worker::{Control, Letter, Port, QueueHandler, Start, Stopped};
-use ferry_engine::Complaints;
+use ferry_engine::RatelimitedLog;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
 const F_INDIRECT_DESC: u64 = 1 << 28;
@@ -88,7 +88,7 @@ pub(crate) struct Connection<D: Device> {
     common: Common,
     /// Finds handlers that are blocked, where other threads can go on.
     monitor: Option<Monitor>,
-    complaints: Arc<Complaints>,
+    ratelimited_log: Arc<RatelimitedLog>,
     /// The shared memory region, if the device has one.
     window: Option<Arc<Window>>,
     /// Where to note which pages are written to, as long as [`F_LOG_ALL`] is wanted.
@@ -111,7 +111,7 @@ pub(crate) enum TakingOver {
 }
 
 impl<D: Device> Connection<D> {
-    pub(crate) fn new(device: Arc<D>, complaints: Arc<Complaints>) -> Self {
+    pub(crate) fn new(device: Arc<D>, ratelimited_log: Arc<RatelimitedLog>) -> Self {
         let queues = (0..device.queue_count()).map(|_| Queue::default()).collect();
         let workers = (0..device.worker_count()).map(|_| None).collect();
         let session = Arc::new(device.session());
@@ -122,7 +122,7 @@ impl<D: Device> Connection<D> {
             None
         });
         let bell = Bell::default();
-        let common = Common::new(Arc::clone(&complaints), bell.clone(), device.spare_threads());
+        let common = Common::new(Arc::clone(&ratelimited_log), bell.clone(), device.spare_threads());
         let monitor =
             (device.spare_threads() > 0).then(|| Monitor::start("vhost-monitor", bell, Box::new(|_, _, _| None)));
         let monitor = monitor.transpose().unwrap_or_else(|error| {
@@ -140,7 +140,7 @@ impl<D: Device> Connection<D> {
             workers,
             common,
             monitor,
-            complaints,
+            ratelimited_log,
             window,
             dirty: None,
             transfer: None,
@@ -155,7 +155,7 @@ impl<D: Device> Connection<D> {
 
     /// Says that a message is refused.
     pub(crate) fn refuses(&self, error: &Error) {
-        self.complaints.warn(format_args!("a message of the front end is refused: {error}"));
+        self.ratelimited_log.warn(format_args!("a message of the front end is refused: {error}"));
     }
 
     /// Where queues that do not run are to begin.
@@ -232,7 +232,7 @@ impl<D: Device> Connection<D> {
         let offered = self.queues.len();
         let remedy =
             self.device.queues_flag(wanted).map(|queues| format!("start the server with --queues {queues}, or "));
-        self.complaints.error(format_args!(
+        self.ratelimited_log.error(format_args!(
             "the VMM wants {wanted} queues, and {offered} are offered: {}have the VMM ask for fewer",
             remedy.unwrap_or_default()
         ));
@@ -289,7 +289,7 @@ impl<D: Device> Connection<D> {
                 self.queues[index].again.clear();
             }
             Ok(Err(reason)) => {
-                self.complaints.error(format_args!("queue {index}: {reason}"));
+                self.ratelimited_log.error(format_args!("queue {index}: {reason}"));
                 // One that is taken over had lost its memory under the server before.
                 let is_taken_over = matches!(self.taking_over, TakingOver::Now { .. });
                 self.queues[index].adrift = is_taken_over || matches!(reason, RingError::Address { .. });

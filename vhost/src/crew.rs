@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicIsize;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 
-use ferry_engine::{Bell, Complaints, Mailbox, Ownership, Post, Seen, TransfersError, Watch};
+use ferry_engine::{Bell, Mailbox, Ownership, Post, RatelimitedLog, Seen, TransfersError, Watch};
 
 use crate::Device;
 use crate::desk::{Desk, Slow};
@@ -18,7 +18,7 @@ pub(crate) type PortOf<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::M
 /// What the workers of one connection share.
 pub(crate) struct Common {
     pub(crate) threads: Arc<Threads>,
-    pub(crate) complaints: Arc<Complaints>,
+    pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     bell: Bell,
     slow: Arc<Slow>,
     /// Threads of pools that there may be beside those that there are.
@@ -26,9 +26,9 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    pub(crate) fn new(complaints: Arc<Complaints>, bell: Bell, spare_threads: usize) -> Self {
+    pub(crate) fn new(ratelimited_log: Arc<RatelimitedLog>, bell: Bell, spare_threads: usize) -> Self {
         let budget = Arc::new(AtomicIsize::new(isize::try_from(spare_threads).unwrap_or(isize::MAX)));
-        Self { threads: Arc::default(), complaints, bell, slow: Arc::new(Slow::new()), budget }
+        Self { threads: Arc::default(), ratelimited_log, bell, slow: Arc::new(Slow::new()), budget }
     }
 }
 
@@ -128,11 +128,11 @@ pub(crate) fn start<D: Device>(
     let crew =
         Arc::new(Crew { device: Arc::clone(device), session: Arc::clone(session), index, port: Arc::clone(&port) });
     let desk = crew.desk(common);
-    let complaints = Arc::clone(&common.complaints);
+    let ratelimited_log = Arc::clone(&common.ratelimited_log);
     common.threads.spawn(crew.options().name, move || {
         let owner = desk.as_ref().map_or_else(|| Watch::default().first_owner(), |desk| desk.watch.first_owner());
         let habits = Habits { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
-        let worker = Worker::new(Arc::clone(&crew.port), crew.options(), habits, crew.device.last(), complaints);
+        let worker = Worker::new(Arc::clone(&crew.port), crew.options(), habits, crew.device.last(), ratelimited_log);
         match crew.hands(desk.clone(), owner) {
             Ok(hands) => {
                 drop(crew);

@@ -43,7 +43,7 @@ mod window;
 mod worker;
 
 pub use chain::Chain;
-pub use ferry_engine::Complaints;
+pub use ferry_engine::RatelimitedLog;
 pub use inflight::in_flight_memory;
 pub use io::Io;
 pub use server::{Ended, Server, ServerError};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use ferry_engine::Complaints;
+use ferry_engine::RatelimitedLog;
 use ferry_state::{FRONT_END_AWAITED, Kept, LeftConnection, Records};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -151,7 +151,12 @@ enum Arrival {
 
 impl Stop {
     /// Waits for a front end, until `last` if there is one.
-    fn accept(&self, listener: &UnixListener, last: Option<Instant>, complaints: &Complaints) -> io::Result<Arrival> {
+    fn accept(
+        &self,
+        listener: &UnixListener,
+        last: Option<Instant>,
+        ratelimited_log: &RatelimitedLog,
+    ) -> io::Result<Arrival> {
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
@@ -171,7 +176,7 @@ impl Stop {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     // Most likely out of descriptors: that passes.
-                    complaints.error(format_args!("cannot accept a front end: {error}"));
+                    ratelimited_log.error(format_args!("cannot accept a front end: {error}"));
                     std::thread::sleep(std::time::Duration::from_millis(100));
                 }
             }
@@ -191,17 +196,17 @@ fn has_left(stream: &UnixStream) -> bool {
 
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     // All front ends have them together: whoever comes again and again is not heard more often.
-    let complaints = Arc::<Complaints>::default();
+    let ratelimited_log = Arc::<RatelimitedLog>::default();
     let kept = device.keeps_connections();
     let mut left = kept.as_ref().and_then(take_over);
     // The front end of the guest that was here before may connect again, but is not waited for any longer than this.
     let has_absent_guest = left.is_none() && kept.is_some_and(|kept| kept.has_client());
     let mut awaited = has_absent_guest.then(|| Instant::now() + FRONT_END_AWAITED);
-    let forget = || Connection::new(Arc::clone(device), Arc::clone(&complaints)).gone();
+    let forget = || Connection::new(Arc::clone(device), Arc::clone(&ratelimited_log)).gone();
     loop {
         let conversation = match left.take() {
             Some(conversation) => conversation,
-            None => match stop.accept(listener, awaited, &complaints) {
+            None => match stop.accept(listener, awaited, &ratelimited_log) {
                 Ok(Arrival::FrontEnd(stream)) => begin(stream, device.keeps_connections()),
                 Ok(Arrival::Nobody) => {
                     tracing::info!("the guest that was here before is gone: its files and locks are given back");
@@ -223,7 +228,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
-            converse(device, conversation, stop, &complaints);
+            converse(device, conversation, stop, &ratelimited_log);
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
@@ -269,15 +274,15 @@ fn converse<D: Device>(
     device: &Arc<D>,
     Conversation { stream, kept }: Conversation,
     stop: &Stop,
-    complaints: &Arc<Complaints>,
+    ratelimited_log: &Arc<RatelimitedLog>,
 ) {
-    let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(complaints))));
+    let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(ratelimited_log))));
     let outcome = match &kept {
         Some((kept, records)) => listen_lasting(&**device, (stream, kept, records), &connection, stop),
         None => listen(&**device, stream, &connection, stop),
     };
     if let Err(error) = outcome {
-        complaints.error(format_args!("the front end is let go: {error}"));
+        ratelimited_log.error(format_args!("the front end is let go: {error}"));
     }
     if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
         // First: what is forgotten then would be missed by whoever takes the connection over.

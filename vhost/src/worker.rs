@@ -21,7 +21,7 @@ use crate::memory::Memory;
 use crate::pace::Pace;
 use crate::ring::{Begin, Popped, Ring, RingError, RingSetup};
 use crate::slots::Slots;
-use ferry_engine::Complaints;
+use ferry_engine::RatelimitedLog;
 
 /// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
 /// driver can go on with the first while the last are served.
@@ -240,7 +240,7 @@ pub(crate) struct Worker<H: QueueHandler> {
     chain: Chain,
     spare: Vec<Chain>,
     name: String,
-    complaints: Arc<Complaints>,
+    ratelimited_log: Arc<RatelimitedLog>,
     quit: bool,
 }
 
@@ -315,7 +315,7 @@ impl<H: QueueHandler> Worker<H> {
         options: WorkerOptions,
         habits: Habits,
         last: Option<Arc<Backing>>,
-        complaints: Arc<Complaints>,
+        ratelimited_log: Arc<RatelimitedLog>,
     ) -> Box<Self> {
         Box::new(Self {
             _reading: Reading(Arc::clone(&port)),
@@ -332,7 +332,7 @@ impl<H: QueueHandler> Worker<H> {
             chain: Chain::default(),
             spare: Vec::new(),
             name: options.name,
-            complaints,
+            ratelimited_log,
             quit: false,
         })
     }
@@ -507,10 +507,10 @@ impl<H: QueueHandler> Worker<H> {
                 Ok(Popped::Empty) => return false,
                 Ok(Popped::Dropped(error)) => {
                     running.touched = true;
-                    self.complaints.warn(format_args!("{}: a request was dropped: {error}", self.name));
+                    self.ratelimited_log.warn(format_args!("{}: a request was dropped: {error}", self.name));
                 }
                 Err(error) => {
-                    running.break_down(&self.name, &error, &self.complaints);
+                    running.break_down(&self.name, &error, &self.ratelimited_log);
                     return false;
                 }
             }
@@ -670,7 +670,7 @@ impl<H: QueueHandler> Worker<H> {
         for running in &mut self.running {
             running.want_kicks(false);
             if in_vain {
-                running.kicked_in_vain(&self.name, &self.complaints);
+                running.kicked_in_vain(&self.name, &self.ratelimited_log);
             }
         }
         Ok(())
@@ -785,7 +785,7 @@ impl<H: QueueHandler> Worker<H> {
     fn register(&self, hands: &mut Hands<H>, memory: &Memory) {
         // SAFETY: the keepers are the mappings.
         if let Err(error) = unsafe { hands.transfers.register_memory(memory.mapped()) } {
-            self.complaints.warn(format_args!(
+            self.ratelimited_log.warn(format_args!(
                 "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
                 self.name
@@ -883,18 +883,18 @@ impl Running {
         !self.broken && self.ring.has_available()
     }
 
-    fn break_down(&mut self, name: &str, error: &RingError, complaints: &Complaints) {
-        complaints.error(format_args!("{name}: stopped until the guest sets the queue up again: {error}"));
+    fn break_down(&mut self, name: &str, error: &RingError, ratelimited_log: &RatelimitedLog) {
+        ratelimited_log.error(format_args!("{name}: stopped until the guest sets the queue up again: {error}"));
         self.broken = true;
         if let Some(fd) = &self.error {
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         }
     }
 
-    fn kicked_in_vain(&mut self, name: &str, complaints: &Complaints) {
+    fn kicked_in_vain(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
         self.vain_kicks += 1;
         if self.vain_kicks == VAIN_KICKS {
-            complaints.warn(format_args!(
+            ratelimited_log.warn(format_args!(
                 "{name}: the guest kicks but its queue looks empty; if it hangs, its memory is not shared with us \
                  (QEMU: memory-backend-memfd,share=on; cloud-hypervisor: --memory shared=on)"
             ));

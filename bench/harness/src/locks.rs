@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use ferry_vfs::{Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, SessionId, Waiter};
+use ferry_vfs::{
+    Caller, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, SessionId, Waiter,
+};
 
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
@@ -79,7 +81,7 @@ impl Table {
         (cx, handle, Lock { kind, owner, start, end, pid: 1, flock: false })
     }
 
-    fn set(&self, kind: LockKind, id: u64, place: (u64, u64), waits: bool) -> Result<Locked> {
+    fn set(&self, kind: LockKind, id: u64, place: (u64, u64), waits: bool) -> Result<LockOutcome> {
         let (cx, handle, lock) = self.request(kind, id, place);
         let waiter = waits.then(|| {
             let woken = Arc::clone(&self.woken);
@@ -91,7 +93,7 @@ impl Table {
     }
 
     fn unlock(&self, id: u64) -> Result<()> {
-        ensure!(self.set(LockKind::Unlock, id, (0, u64::MAX), false)? == Locked::Done, "an unlock waits");
+        ensure!(self.set(LockKind::Unlock, id, (0, u64::MAX), false)? == LockOutcome::Done, "an unlock waits");
         Ok(())
     }
 }
@@ -111,7 +113,10 @@ fn measure(case: &Case, size: u64) -> Result<[f64; STEPS.len()]> {
     let lock = each(0..size, |id| table.set(LockKind::Read, id, (case.held)(id), false).map(drop))?;
     each(size..size + waiters, |id| table.set(LockKind::Read, id, (ELSEWHERE + id, ELSEWHERE + id), false).map(drop))?;
     let wait = each(0..waiters, |id| {
-        ensure!(table.set(LockKind::Write, size + id, (case.wanted)(id), true)? == Locked::Waiting, "it does not wait");
+        ensure!(
+            table.set(LockKind::Write, size + id, (case.wanted)(id), true)? == LockOutcome::Waiting,
+            "it does not wait"
+        );
         Ok(())
     })?;
     let test = each(0..size, |id| {
@@ -139,7 +144,7 @@ fn measure_below(size: u64) -> Result<[f64; BELOW_STEPS.len()]> {
     table.set(LockKind::Read, over, (0, u64::MAX), false).map(drop)?;
     each(0..size, |id| table.set(LockKind::Read, id, record(id), false).map(drop))?;
     each(0..size, |id| {
-        ensure!(table.set(LockKind::Write, size + id, record(id), true)? == Locked::Waiting, "it does not wait");
+        ensure!(table.set(LockKind::Write, size + id, record(id), true)? == LockOutcome::Waiting, "it does not wait");
         Ok(())
     })?;
     let first = each(0..1, |_| table.unlock(over))?;

@@ -355,7 +355,7 @@ fn registered_memory_is_used_until_it_is_let_go() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     std::fs::write(&path, vec![9; 1 << 16]).unwrap();
-    let lasting = Backing::new(File::open(&path).unwrap().into()).lasting();
+    let lasting = Backing::new(File::open(&path).unwrap().into()).long_lived();
     let file = Arc::new(lasting);
     let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
     let (first, second) = (Shared::new(1 << 15), Shared::new(1 << 15));
@@ -419,7 +419,7 @@ fn lasting_files_are_registered_as_long_as_there_is_room() {
     std::fs::write(&path, vec![9; 1 << 16]).unwrap();
     let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
     let memory = Shared::new(1 << 15);
-    let open = || Arc::new(Backing::new(File::open(&path).unwrap().into()).lasting());
+    let open = || Arc::new(Backing::new(File::open(&path).unwrap().into()).long_lived());
     let files: Vec<_> = (0..70).map(|_| open()).collect();
     for file in files.iter().chain(&files) {
         memory.punch();

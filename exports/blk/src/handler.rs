@@ -200,7 +200,7 @@ impl Handler {
         piece: impl Fn(BlockRange, usize) -> Result<(), Errno>,
     ) -> Answer {
         if bytes > SLOW_BYTES_MAX {
-            self.state.complaints.warn(format_args!(
+            self.state.ratelimited_log.warn(format_args!(
                 "a request of {bytes} bytes; on a disk that makes the guest wait, {SLOW_BYTES_MAX} are the most"
             ));
             return Answer::Done(end(chain, Status::IoError, 0));
@@ -224,12 +224,12 @@ impl Handler {
     }
 
     fn refuse(&self, chain: &Chain, refusal: Refusal) -> Answer {
-        self.state.complaints.warn(format_args!("the guest sent what makes no sense: {refusal}"));
+        self.state.ratelimited_log.warn(format_args!("the guest sent what makes no sense: {refusal}"));
         Answer::Done(end(chain, refusal.status(), 0))
     }
 
     fn fail(&self, chain: &Chain, error: Errno) -> Answer {
-        self.state.complaints.warn(format_args!("a request failed: {error}"));
+        self.state.ratelimited_log.warn(format_args!("a request failed: {error}"));
         Answer::Done(end(chain, Reply::failed(error).status, 0))
     }
 }
@@ -293,11 +293,11 @@ impl QueueHandler for Handler {
             Ok(moved) if moved == wanted.bytes => end(chain, Status::Ok, if wanted.is_read { moved } else { 0 }),
             Ok(moved) => {
                 let bytes = wanted.bytes;
-                self.state.complaints.warn(format_args!("a {what} of {bytes} bytes ended after {moved}"));
+                self.state.ratelimited_log.warn(format_args!("a {what} of {bytes} bytes ended after {moved}"));
                 end(chain, Status::IoError, 0)
             }
             Err(error) => {
-                self.state.complaints.warn(format_args!("a {what} failed: {error}"));
+                self.state.ratelimited_log.warn(format_args!("a {what} failed: {error}"));
                 end(chain, Status::IoError, 0)
             }
         }
@@ -309,7 +309,7 @@ impl QueueHandler for Handler {
         let bytes = data.len();
         drop((data, room));
         if !is_there {
-            self.state.complaints.warn(format_args!("a read has no memory to go to: it was there when it began"));
+            self.state.ratelimited_log.warn(format_args!("a read has no memory to go to: it was there when it began"));
             return end(chain, Status::IoError, 0);
         }
         end(chain, status, bytes)

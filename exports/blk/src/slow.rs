@@ -21,13 +21,13 @@ pub(crate) enum Job {
 /// Carries a job out on the lane, and hands the reply to `tell`. What it copies has this room.
 pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<Room>, tell: impl FnOnce(Reply) + Send + 'static) {
     // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
-    let (disk, complaints) = (Arc::clone(&state.disk), Arc::clone(&state.complaints));
+    let (disk, ratelimited_log) = (Arc::clone(&state.disk), Arc::clone(&state.ratelimited_log));
     state.lane.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
         let reply = match outcome.unwrap_or(Err(Errno::IO)) {
             Ok(data) => Reply { status: Status::Ok, data, room },
             Err(error) => {
-                complaints.warn(format_args!("a request failed: {error}"));
+                ratelimited_log.warn(format_args!("a request failed: {error}"));
                 Reply::failed(error)
             }
         };

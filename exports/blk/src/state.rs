@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use ferry_engine::{Complaints, Lane};
+use ferry_engine::{Lane, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
@@ -40,7 +40,7 @@ pub(crate) struct State {
     pub(crate) features: DiskFeatures,
     /// Where calls are made that may wait.
     pub(crate) lane: Lane,
-    pub(crate) complaints: Arc<Complaints>,
+    pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     /// For what is copied between the guest and calls that may wait.
     pub(crate) budget: Budget,
     /// The cache is offered at all.
@@ -60,7 +60,7 @@ impl State {
             disk,
             features,
             lane: Lane::default(),
-            complaints: Arc::default(),
+            ratelimited_log: Arc::default(),
             budget: Budget::default(),
             may_cache,
             bytes: bytes.into(),
@@ -83,9 +83,9 @@ impl State {
     }
 
     /// Takes over the disk's size. Answers whether it is another one.
-    pub(crate) fn look_again(&self) -> bool {
-        if let Err(error) = self.disk.look_again() {
-            self.complaints.warn(format_args!("the size of the disk cannot be found: {error}"));
+    pub(crate) fn refresh_geometry(&self) -> bool {
+        if let Err(error) = self.disk.refresh_geometry() {
+            self.ratelimited_log.warn(format_args!("the size of the disk cannot be found: {error}"));
         }
         let now = self.disk.geometry().bytes;
         let before = self.bytes.swap(now, Ordering::Relaxed);

@@ -152,10 +152,10 @@ fn what_is_offered_is_what_the_disk_can() {
 fn a_size_that_changes_is_noticed_once() {
     let disk = Mem::new(DiskFeatures::default());
     let state = State::new(disk.clone(), true);
-    assert!(!state.look_again());
+    assert!(!state.refresh_geometry());
     disk.bytes.lock().unwrap().truncate(4096);
-    assert!(state.look_again());
-    assert!(!state.look_again());
+    assert!(state.refresh_geometry());
+    assert!(!state.refresh_geometry());
     assert_eq!(state.limits(512).bytes, 4096);
 }
 

@@ -25,7 +25,7 @@ impl Watch {
         let (end, ended) = channel();
         let look = move || {
             while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                if state.look_again() {
+                if state.refresh_geometry() {
                     server.config_changed();
                 }
             }

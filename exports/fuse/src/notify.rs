@@ -7,7 +7,7 @@
 //!
 //! Attributes that a source has found changed, by nobody's session, are told at once by whoever publishes that: he may be
 //! about to answer an open, and who opened is to see them. To forget attributes alone the kernel waits for nothing.
-//! What is told later is told before a lock is answered that was granted after it ([`Listener::when_told`]), but for what
+//! What is told later is told before a lock is answered that was granted after it ([`Listener::when_delivered`]), but for what
 //! blocked handlers keep the kernel from.
 
 mod desk;
@@ -20,7 +20,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
 use ferry_engine::{Ownership, Post, Relief, Seen, Watch};
-use ferry_vfs::{Change, Errno, Ino, Listener, Name, SessionId, Subscription, Told};
+use ferry_vfs::{Change, DeliveryGuard, Errno, Ino, Listener, Name, SessionId, Subscription};
 use ferry_wire::fuse::InitFlags;
 
 use crate::connection::{Connection, Present};
@@ -66,8 +66,8 @@ impl Listener for Ear {
         self.shared.is_behind()
     }
 
-    fn when_told(&self, told: Told) {
-        self.shared.when_told(told);
+    fn when_delivered(&self, told: DeliveryGuard) {
+        self.shared.when_delivered(told);
     }
 }
 

@@ -222,7 +222,7 @@ impl Holder {
 
     /// One more session of this client.
     pub(crate) fn session(&self) -> SessionId {
-        self.account.session.another()
+        self.account.session.same_client()
     }
 
     /// Whether more may be held.

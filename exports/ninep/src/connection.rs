@@ -382,7 +382,7 @@ impl Connection {
         drop(inbox);
         self.holder.give(Resource::Connections, 1);
         if let Some(reason) = refused.as_deref().or(reason) {
-            self.hub.share.complaints.warn(format_args!("a connection was ended: {reason}"));
+            self.hub.share.ratelimited_log.warn(format_args!("a connection was ended: {reason}"));
         }
         session
     }

@@ -209,7 +209,7 @@ impl Hub {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()
         {
-            self.share.complaints.warn(format_args!("no further thread for 9P requests: {error}"));
+            self.share.ratelimited_log.warn(format_args!("no further thread for 9P requests: {error}"));
         }
     }
 
@@ -238,7 +238,7 @@ impl Hub {
                 Err(Errno::AGAIN) => break,
                 Err(errno) => {
                     // No descriptors, no memory: others must end first.
-                    self.share.complaints.warn(format_args!("no connection can be taken: {errno}"));
+                    self.share.ratelimited_log.warn(format_args!("no connection can be taken: {errno}"));
                     self.resting.store(true, Ordering::Release);
                     return;
                 }
@@ -261,7 +261,7 @@ impl Hub {
         let peer = Peer::of(stream.as_fd());
         let Ok(holder) = self.clients.welcome(peer) else {
             let most = self.share.options.limits.connections_max;
-            self.share.complaints.warn(format_args!(
+            self.share.ratelimited_log.warn(format_args!(
                 "a connection was refused: there are {most}, which is the limit, and no client has more of them ({peer:?})"
             ));
             return;
@@ -275,7 +275,7 @@ impl Hub {
             let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, KEEPALIVE_COUNT);
         }
         let Some(stream) = listener.stream(stream) else {
-            self.share.complaints.warn(format_args!("a connection was refused: there can be no TLS for it"));
+            self.share.ratelimited_log.warn(format_args!("a connection was refused: there can be no TLS for it"));
             return;
         };
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
@@ -283,7 +283,7 @@ impl Hub {
         holder.is_of(&connection);
         lock(&self.connections).insert(key, Arc::clone(&connection));
         if let Err(error) = connection.watch() {
-            self.share.complaints.warn(format_args!("a connection cannot be watched: {error}"));
+            self.share.ratelimited_log.warn(format_args!("a connection cannot be watched: {error}"));
             connection.end(None);
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 
-use ferry_engine::{Complaints, Lane};
+use ferry_engine::{Lane, RatelimitedLog};
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
 use crate::{Error, Options};
@@ -14,7 +14,7 @@ pub(crate) struct Share {
     pub(crate) source: Arc<dyn FileSystem>,
     pub(crate) options: Options,
     pub(crate) read_only: bool,
-    pub(crate) complaints: Complaints,
+    pub(crate) ratelimited_log: RatelimitedLog,
     /// Threads for what must not be done where it becomes known.
     pub(crate) lane: Lane,
     /// What the host was asked to read ahead of clients.
@@ -33,7 +33,7 @@ impl Share {
             read_only: options.read_only || source.features().read_only,
             source,
             options,
-            complaints: Complaints::default(),
+            ratelimited_log: RatelimitedLog::default(),
             lane: Lane::default(),
             read_ahead_bytes: AtomicU64::new(0),
         }

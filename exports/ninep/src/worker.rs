@@ -70,7 +70,7 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
         Err(flaw) => {
             // Every program of a client can make it pass on names that are too long.
             if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
-                hub.share.complaints.warn(format_args!("{flaw}"));
+                hub.share.ratelimited_log.warn(format_args!("{flaw}"));
             }
             if let Some(tag) = flaw.tag {
                 connection.reply(tag, &Reply::Error(flaw.errno));

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
 use ferry_state::{Kept, Saved};
-use ferry_vfs::{Backing, Bounds, Errno, FileSystem, Ino};
+use ferry_vfs::{Backing, Errno, FileSystem, IdentityScope, Ino};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
@@ -67,7 +67,7 @@ impl VirtioFs {
         let request_workers = options.queues.min(cpus);
         let mut before = None;
         if let Some(kept) = &options.kept {
-            if share.source().identify(Ino::ROOT, Bounds::Host) == Err(Errno::NOSYS) {
+            if share.source().identify(Ino::ROOT, IdentityScope::Host) == Err(Errno::NOSYS) {
                 return Err(Error::NoIdentities);
             }
             let (session, dax) = new_session(share.source(), &options);
@@ -202,7 +202,7 @@ impl Device for VirtioFs {
     }
 
     fn migrates(&self) -> bool {
-        self.share.source().identify(Ino::ROOT, Bounds::Paths) != Err(Errno::NOSYS)
+        self.share.source().identify(Ino::ROOT, IdentityScope::Paths) != Err(Errno::NOSYS)
     }
 
     fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {

@@ -32,8 +32,8 @@ pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_M
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache, TakeUpError};
 pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError, SERVER_AWAITED};
-pub use ferry_vfs::Bounds;
 use ferry_vfs::FileSystem;
+pub use ferry_vfs::IdentityScope;
 pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
@@ -93,7 +93,7 @@ pub struct Options {
     /// What to do about inodes that cannot be taken to another host, or are not found there.
     pub on_migration_error: OnMigrationError,
     /// How the server on another host finds inodes when a guest is migrated.
-    pub migration: Bounds,
+    pub migration: IdentityScope,
     /// What threads call before they begin with their work, which is the same until they end.
     pub begun: Begun,
 }
@@ -167,7 +167,7 @@ impl Default for Options {
             dax_files: DaxFiles::default(),
             kept: None,
             on_migration_error: OnMigrationError::default(),
-            migration: Bounds::Paths,
+            migration: IdentityScope::Paths,
             begun: Begun::default(),
         }
     }

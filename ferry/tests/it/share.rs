@@ -135,7 +135,8 @@ fn a_keeper_that_was_killed_is_gone_at_once() {
         let mut server = Server::start(share.args(["--sandbox", sandbox]));
         let line = [b"ferry-keeper\0", state.join("keeper").as_os_str().as_encoded_bytes(), b"\0"].concat();
         let status = |pid: &str| fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let processes = || fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+        let processes =
+            || fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
         let keeper = processes().find(|pid| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|found| found == line));
         let keeper = keeper.expect("a keeper");
         let parent = format!("PPid:\t{}\n", server.pid().as_raw_nonzero());

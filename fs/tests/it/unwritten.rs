@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use ferry_fs::{
-    Attr, Caller, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features, FileSystem, FileType,
-    Handle, Ino, Input, IoRange, Name, New, OFlags, Output, Result, SetAttr, XattrFlags, fuse,
+    Attr, Caller, CreateArgs, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags, Features, FileSystem,
+    FileType, Handle, Ino, Input, IoRange, Name, OFlags, Output, Result, SetAttr, XattrFlags, fuse,
 };
 use rustix::fs::{FlockOperation, Mode, RenameFlags, SeekFrom};
 
@@ -68,7 +68,7 @@ impl FileSystem for Bare {
         self.attr(ino)
     }
 
-    fn mknod(&self, _: &Caller, _: Ino, name: Name, _: &New) -> Result<Entry> {
+    fn mknod(&self, _: &Caller, _: Ino, name: Name, _: &CreateArgs) -> Result<Entry> {
         *self.made.lock().unwrap() += 1;
         let ino = Ino(self.files.lock().unwrap().len() as u64 + 2);
         self.files.lock().unwrap().insert(ino.0, (name.as_bytes().into(), Vec::new()));

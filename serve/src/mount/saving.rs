@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
-use ferry_vfs::{Bounds, Caller, Errno, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
+use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOutcome, InitRequest, LockRequest, Negotiated, Wanted, negotiate};
 
 use super::{Known, Mount, Open, Opening};
@@ -77,10 +77,10 @@ impl Session {
     ///
     /// # Errors
     /// [`TakeUpError`]; or as many inodes as are not there, or are something else.
-    pub fn load(&self, share: &Share, saved: Saved, within: Bounds) -> std::result::Result<usize, TakeUpError> {
+    pub fn load(&self, share: &Share, saved: Saved, within: IdentityScope) -> std::result::Result<usize, TakeUpError> {
         let negotiated = agree(share, self, None, &saved.init)?;
         // Nobody elsewhere is a process of this host.
-        let within = if within == Bounds::Host { Bounds::Paths } else { within };
+        let within = if within == IdentityScope::Host { IdentityScope::Paths } else { within };
         self.end();
         let record = self.kept.as_ref().map(|kept| Record::begin(kept, saved.init));
         let source = Arc::clone(&share.source);
@@ -92,7 +92,7 @@ impl Session {
 
     /// All that the client holds, for a server on another host, which finds inodes within these bounds; and how many cannot be
     /// named to it. `None`: there is no client.
-    pub fn save(&self, within: Bounds) -> Option<(Saved, usize)> {
+    pub fn save(&self, within: IdentityScope) -> Option<(Saved, usize)> {
         self.mount().map(|mount| mount.save(within))
     }
 
@@ -128,7 +128,7 @@ impl Mount {
         mount.past = Mutex::new(past);
         let slots = Slots { nodes: node_slots, opens: open_slots, locks: lock_slots };
         let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
-        let lost = mount.adopt((saved, Bounds::Host), files, Some(slots));
+        let lost = mount.adopt((saved, IdentityScope::Host), files, Some(slots));
         let name = &share.name;
         tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
         if lost > 0 {
@@ -145,7 +145,7 @@ impl Mount {
     /// Takes over inodes, open files and locks. Answers how many could not be.
     fn adopt(
         &self,
-        (saved, within): (Saved, Bounds),
+        (saved, within): (Saved, IdentityScope),
         files: HashMap<OpenFile, OwnedFd>,
         slots: Option<Slots>,
     ) -> usize {
@@ -175,7 +175,7 @@ impl Mount {
 
     fn adopt_nodes(
         &self,
-        (nodes, within): (Vec<Node>, Bounds),
+        (nodes, within): (Vec<Node>, IdentityScope),
         files: &HashMap<OpenFile, OwnedFd>,
         mut slots: Option<&mut Slots>,
     ) -> usize {
@@ -316,7 +316,7 @@ impl Mount {
     }
 
     /// All that the client holds, and how many inodes cannot be named to another host.
-    fn save(&self, within: Bounds) -> (Saved, usize) {
+    fn save(&self, within: IdentityScope) -> (Saved, usize) {
         let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
         let mut missing: HashMap<Ino, u64> = HashMap::new();
         for shard in &self.shards {

@@ -61,7 +61,7 @@ impl FileSystem for Liar {
     fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
         Ok(Handle(0))
     }
-    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         Ok((self.entry(), Handle(9)))
     }
     fn read(&self, _: &Caller<'_>, _: &IoRange, out: &mut dyn Output) -> Result<Data> {
@@ -98,7 +98,7 @@ impl FileSystem for Liar {
     fn lseek(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64, _: Seek) -> Result<u64> {
         Ok(self.count as u64)
     }
-    fn copy_file_range(&self, _: &Caller<'_>, _: &Copy) -> Result<u64> {
+    fn copy_file_range(&self, _: &Caller<'_>, _: &CopyRange) -> Result<u64> {
         Ok(self.count as u64)
     }
 }
@@ -138,7 +138,7 @@ fn ask(liar: Liar, operation: Operation<'_>) -> (Answer, Vec<u64>) {
 #[test]
 fn what_cannot_be_is_an_error() {
     let file = Attr { mode: 0o100_644, ..DIR };
-    let copy = Copy { from: (Ino(1), Handle(0), 0), to: (Ino(1), Handle(0), 0), len: 10 };
+    let copy = CopyRange { from: (Ino(1), Handle(0), 0), to: (Ino(1), Handle(0), 0), len: 10 };
     let lookup = Operation::Lookup { name: name("x") };
     let ioctl = Operation::Ioctl { handle: Handle(0), flags: 0, command: 1, argument: 0, input: &[], out_bytes_max: 8 };
     let lock = ferry_wire::fuse::LockRequest {
@@ -244,7 +244,7 @@ fn listings_stay_within_their_room_and_every_reference_is_accounted_for() {
 #[test]
 fn what_the_client_does_not_get_to_know_is_given_back() {
     let file = Attr { mode: 0o100_644, ..DIR };
-    let new = New { mode: 0o100_644, ..New::default() };
+    let new = CreateArgs { mode: 0o100_644, ..CreateArgs::default() };
     let create = Operation::Create { name: name("x"), new, flags: OFlags::RDWR, clear_privileges: false };
     let open = Operation::Open { flags: OFlags::RDWR, clear_privileges: false };
     let at = DirRange { ino: Ino::ROOT, handle: Handle(0), offset: 0, plus: true };

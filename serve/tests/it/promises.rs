@@ -89,16 +89,16 @@ impl FileSystem for One {
             _ => Ok(self.file.clone()),
         }
     }
-    fn set_lock(&self, _: &Caller<'_>, _: Ino, _: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(&self, _: &Caller<'_>, _: Ino, _: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<LockOutcome> {
         self.note(format!("{:?}", lock.kind));
         match (wait, lock.kind) {
             (Some(waiter), _) if self.waits => {
                 self.waiters.lock().unwrap().push(waiter);
-                Ok(Locked::Waiting)
+                Ok(LockOutcome::Waiting)
             }
             // Dropped, not dismissed: no answer may come of it.
             (Some(_), LockKind::Read) => Err(Errno::DEADLK),
-            _ => Ok(Locked::Done),
+            _ => Ok(LockOutcome::Done),
         }
     }
 }

@@ -80,7 +80,7 @@ impl FileSystem for Tree {
             object.entry().attr
         })
     }
-    fn mkdir(&self, _: &Caller<'_>, _: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, _: &Caller<'_>, _: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         if self.get(name.as_bytes()).is_some() {
             return Err(Errno::EXIST);
         }
@@ -108,7 +108,14 @@ impl FileSystem for Tree {
         self.changed();
         Ok(())
     }
-    fn create(&self, cx: &Caller<'_>, _: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        _: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         assert!(flags.contains(OFlags::EXCL));
         if self.get(name.as_bytes()).is_some() {
             return Err(Errno::EXIST);
@@ -126,10 +133,10 @@ impl FileSystem for Tree {
         assert_eq!(name, LABEL.0);
         self.with(ino, |object| object.label = value.to_vec())
     }
-    fn identify(&self, ino: Ino, _: Bounds) -> Result<Vec<u8>> {
+    fn identify(&self, ino: Ino, _: IdentityScope) -> Result<Vec<u8>> {
         Ok(ino.0.to_le_bytes().to_vec())
     }
-    fn adopt(&self, _: Ino, _: u64, _: (&[u8], Bounds), _: Option<BorrowedFd<'_>>) -> Result<()> {
+    fn adopt(&self, _: Ino, _: u64, _: (&[u8], IdentityScope), _: Option<BorrowedFd<'_>>) -> Result<()> {
         Ok(())
     }
     fn adopt_open(&self, _: &Caller<'_>, _: Ino, _: Handle, _: OFlags, _: Option<std::os::fd::OwnedFd>) -> Result<()> {
@@ -242,7 +249,7 @@ fn what_was_made_gets_the_label_that_it_had_not_yet() {
     let mut contexts = Vec::new();
     SecurityContexts::append(&mut contexts, LABEL.0, LABEL.1);
     let tree = Arc::new(Tree::default());
-    let operation = Operation::Mkdir { name: name(b"dir"), new: New { mode: 0o755, umask: 0, rdev: 0 } };
+    let operation = Operation::Mkdir { name: name(b"dir"), new: CreateArgs { mode: 0o755, umask: 0, rdev: 0 } };
     let answer = asked_again(&tree, &contexts, operation, || assert!(tree.get(b"dir").unwrap().label.is_empty()));
     assert!(matches!(answer, Answer::Reply(_)), "{answer:?}");
     assert_eq!(tree.get(b"dir").unwrap().label, LABEL.1);
@@ -251,7 +258,7 @@ fn what_was_made_gets_the_label_that_it_had_not_yet() {
 #[test]
 fn what_was_made_for_nobody_to_write_is_open_for_writing() {
     let flags = OFlags::RDWR | OFlags::EXCL;
-    let new = New { mode: 0o444, umask: 0, rdev: 0 };
+    let new = CreateArgs { mode: 0o444, umask: 0, rdev: 0 };
     let operation = Operation::Create { name: name(b"object"), new, flags, clear_privileges: false };
     // The second time as if a server in between had been killed, too, when it had made it writable.
     for mode in [0o444, 0o644] {
@@ -264,7 +271,7 @@ fn what_was_made_for_nobody_to_write_is_open_for_writing() {
 }
 
 fn create(flags: OFlags) -> Operation<'static> {
-    let new = New { mode: 0o644, umask: 0, rdev: 0 };
+    let new = CreateArgs { mode: 0o644, umask: 0, rdev: 0 };
     Operation::Create { name: name(b"object"), new, flags: OFlags::RDWR | flags, clear_privileges: false }
 }
 

@@ -59,16 +59,16 @@ impl FileSystem for One {
         self.set.lock().unwrap().push(*set);
         Ok(self.attr())
     }
-    fn mknod(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &New) -> Result<Entry> {
+    fn mknod(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &CreateArgs) -> Result<Entry> {
         Ok(self.entry())
     }
     fn link(&self, _: &Caller<'_>, _: Ino, _: Ino, _: Name<'_>) -> Result<Entry> {
         Ok(self.entry())
     }
-    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         Ok((self.entry(), Handle(1)))
     }
-    fn tmpfile(&self, _: &Caller<'_>, _: Ino, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn tmpfile(&self, _: &Caller<'_>, _: Ino, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         Ok((self.entry(), Handle(1)))
     }
     fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
@@ -150,7 +150,7 @@ fn stat(client: &mut Client) -> Duration {
 #[test]
 fn attributes_of_set_id_files_are_kept_by_nobody() {
     let name = Name::new(b"one").unwrap();
-    let new = New { mode: REGULAR | 0o755, ..New::default() };
+    let new = CreateArgs { mode: REGULAR | 0o755, ..CreateArgs::default() };
     for (mode, expected) in [
         (REGULAR | 0o755, DAY),
         (REGULAR | 0o1755, DAY),
@@ -250,7 +250,7 @@ fn attributes_of_files_that_may_be_mapped_to_write_are_not_kept() {
     client.ask(FILE, Operation::Forget { count: 1 });
     assert_eq!(stat(client), DAY);
     // One that is made for it.
-    let new = New { mode: REGULAR | 0o644, ..New::default() };
+    let new = CreateArgs { mode: REGULAR | 0o644, ..CreateArgs::default() };
     let create = Operation::Create { name, new, flags: OFlags::RDWR, clear_privileges: false };
     assert_eq!(told(client, Ino::ROOT, create).0, [Duration::ZERO]);
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ferry_dir::{Dir, Options};
 use ferry_vfs::{
-    Caller, DirItem, DirOutput, DirRange, Entry, FileSystem, Handle, Ino, IoRange, Name, New, OFlags, SessionId,
+    Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, FileSystem, Handle, Ino, IoRange, Name, OFlags, SessionId,
 };
 
 const FILES: usize = 10_000;
@@ -98,7 +98,7 @@ fn main() {
         for (who, uid) in [("root", 0), ("another user", 1000)] {
             let cx = Caller { uid, gid: uid, ..cx };
             rate(mode, &format!("create, release, unlink, forget ({who})"), 1, |_| {
-                let new = New { mode: 0o644, umask: 0o022, rdev: 0 };
+                let new = CreateArgs { mode: 0o644, umask: 0o022, rdev: 0 };
                 let name = Name::new(b"made").unwrap();
                 let (entry, handle) = dir.create(&cx, Ino::ROOT, name, &new, OFlags::RDWR).unwrap();
                 dir.release(&cx, entry.ino, handle);

@@ -11,15 +11,15 @@
 //! version 1 | flags 1 (FAR and HANDLE) | mode 4 | handle
 //! ```
 //!
-//! Hosts that share one file system may also find inodes by their handles ([`Bounds::Handles`]), or make sure by them that what is
-//! at a path is the same file ([`Bounds::CheckedPaths`]). A handle says nothing of where its file is: who takes one from others
+//! Hosts that share one file system may also find inodes by their handles ([`IdentityScope::Handles`]), or make sure by them that what is
+//! at a path is the same file ([`IdentityScope::CheckedPaths`]). A handle says nothing of where its file is: who takes one from others
 //! trusts them with the whole file system. So the first form is for processes of this host, whose identities no client can write,
-//! and from elsewhere the last one is taken only by who says so ([`Bounds::Handles`]).
+//! and from elsewhere the last one is taken only by who says so ([`IdentityScope::Handles`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Bounds, Caller, Errno, FileType, Handle, Ino, Name, OFlags, Result, Timespec};
+use ferry_vfs::{Caller, Errno, FileType, Handle, IdentityScope, Ino, Name, OFlags, Result, Timespec};
 use rustix::fs::{Mode, Statx};
 use rustix::path::DecInt;
 
@@ -119,11 +119,11 @@ impl<'a> Identity<'a> {
     }
 
     /// Whether whoever is within these bounds may say so where an inode is.
-    fn is_for(&self, within: Bounds) -> bool {
+    fn is_for(&self, within: IdentityScope) -> bool {
         match within {
-            Bounds::Host => self.flags & (PATH | FAR) == 0,
-            Bounds::Paths | Bounds::CheckedPaths => self.flags & PATH != 0,
-            Bounds::Handles => self.flags & (PATH | FAR) != 0,
+            IdentityScope::Host => self.flags & (PATH | FAR) == 0,
+            IdentityScope::Paths | IdentityScope::CheckedPaths => self.flags & PATH != 0,
+            IdentityScope::Handles => self.flags & (PATH | FAR) != 0,
         }
     }
 
@@ -164,11 +164,11 @@ pub fn fuzz(bytes: &[u8]) {
 }
 
 impl Dir {
-    pub(crate) fn identify_(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+    pub(crate) fn identify_(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
         let inode = self.table.get(ino)?;
         let mode = inode.found.kind.as_raw_mode();
         let found = &inode.found;
-        if within != Bounds::Host {
+        if within != IdentityScope::Host {
             return self.identify_elsewhere(&inode, within);
         }
         let place = inode.place();
@@ -191,9 +191,9 @@ impl Dir {
         identity.encode()
     }
 
-    fn identify_elsewhere(&self, inode: &Arc<Inode>, within: Bounds) -> Result<Vec<u8>> {
+    fn identify_elsewhere(&self, inode: &Arc<Inode>, within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
-        if within == Bounds::Handles
+        if within == IdentityScope::Handles
             && let Some(handle) = self.far_handle(inode, self.path_fd(inode)?.as_fd())
         {
             let handle = Some(handle.parts());
@@ -203,10 +203,10 @@ impl Dir {
     }
 
     /// The identity of an inode that is at this path.
-    pub(crate) fn identify_at(&self, inode: &Arc<Inode>, path: &[u8], within: Bounds) -> Result<Vec<u8>> {
+    pub(crate) fn identify_at(&self, inode: &Arc<Inode>, path: &[u8], within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
         let handle = match within {
-            Bounds::Paths => None,
+            IdentityScope::Paths => None,
             _ => self.far_handle(inode, self.walk(path)?.as_fd()),
         };
         let handle = handle.as_ref().map(HostHandle::parts);
@@ -254,7 +254,7 @@ impl Dir {
         &self,
         ino: Ino,
         references: u64,
-        (identity, within): (&[u8], Bounds),
+        (identity, within): (&[u8], IdentityScope),
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
         let identity = Identity::decode(identity)?;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::{
-    Backing, Caller, Change, Copy, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable, OFlags,
-    Result, Seek, Windows, openable,
+    Backing, Caller, Change, CopyRange, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable,
+    OFlags, Result, Seek, Windows, openable,
 };
 use rustix::fs::{Mode, SeekFrom};
 use rustix::path::DecInt;
@@ -272,7 +272,7 @@ impl Dir {
         rustix::fs::seek(open.file.as_fd(), from)
     }
 
-    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.writable()?;
         let from = self.handles.get(cx.session, copy.from.0, copy.from.1)?;
         let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;

@@ -2,12 +2,12 @@
 //!
 //! ```
 //! use ferry_dir::{Dir, Options};
-//! use ferry_vfs::{Caller, FileSystem, Ino, Name, New, OFlags};
+//! use ferry_vfs::{Caller, FileSystem, Ino, Name, CreateArgs, OFlags};
 //!
 //! # let share = tempfile::tempdir().expect("a directory");
 //! let dir = Dir::open(share.path(), Options::default())?;
 //! let cx = Caller::default();
-//! let new = New { mode: 0o644, ..New::default() };
+//! let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
 //! let (entry, handle) = dir.create(&cx, Ino::ROOT, Name::new(b"hello")?, &new, OFlags::RDWR)?;
 //! dir.release(&cx, entry.ino, handle);
 //! dir.forget(entry.ino, 1);
@@ -91,9 +91,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use ferry_vfs::{
-    Attr, Backing, Bounds, ByNumber, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, Errno, FallocateFlags,
-    Features, FileSystem, Handle, Handles, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags,
-    Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, ByNumber, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, Errno,
+    FallocateFlags, Features, FileSystem, Handle, Handles, IdentityScope, Ino, Input, IoRange, Lock, LockOutcome, Name,
+    OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 use rustix::fs::{AtFlags, Mode};
 
@@ -331,11 +331,11 @@ impl FileSystem for Dir {
         self.readlink_(ino)
     }
 
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.mknod_(cx, dir, name, new)
     }
 
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.mkdir_(cx, dir, name, new)
     }
 
@@ -363,11 +363,18 @@ impl FileSystem for Dir {
         self.open_(cx, ino, flags)
     }
 
-    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         self.create_(cx, dir, name, new, flags)
     }
 
-    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
         self.tmpfile_(cx, dir, new, flags)
     }
 
@@ -459,7 +466,14 @@ impl FileSystem for Dir {
         self.locks.table.get(&self.handles, cx, (ino, handle), lock)
     }
 
-    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<LockOutcome> {
         self.set_lock_(cx, (ino, handle), lock, wait)
     }
 
@@ -491,15 +505,15 @@ impl FileSystem for Dir {
         self.lseek_(cx, ino, handle, offset, seek)
     }
 
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.copy_file_range_(cx, copy)
     }
 
-    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
         self.identify_(ino, within)
     }
 
-    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         self.search_(inos, within)
     }
 
@@ -507,7 +521,13 @@ impl FileSystem for Dir {
         self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
     }
 
-    fn adopt(&self, ino: Ino, references: u64, identity: (&[u8], Bounds), file: Option<BorrowedFd<'_>>) -> Result<()> {
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
         self.adopt_(ino, references, identity, file)
     }
 

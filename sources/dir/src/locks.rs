@@ -11,7 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use ferry_vfs::{
-    Caller, Errno, Handle, Ino, Lock, LockKind, LockOwner, Lockable, Locked, Locks, OFlags, Result, SessionId, Waiter,
+    Caller, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Lockable, Locks, OFlags, Result, SessionId,
+    Waiter,
 };
 use rustix::fs::FlockOperation;
 
@@ -197,10 +198,10 @@ impl Dir {
         at: (Ino, Handle),
         request: &Lock,
         wait: Option<Waiter>,
-    ) -> Result<Locked> {
+    ) -> Result<LockOutcome> {
         let own = |open: &Arc<Open>| self.open_lock_file(open);
         let locked = self.locks.table.set(&self.handles, cx, at, request, wait, own);
-        if matches!(locked, Ok(Locked::Waiting)) {
+        if matches!(locked, Ok(LockOutcome::Waiting)) {
             self.locks.watch();
         }
         locked

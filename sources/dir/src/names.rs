@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, RenameFlags, Result, SessionId,
+    Caller, Change, CreateArgs, Entry, Errno, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result, SessionId,
 };
 use rustix::fs::{AtFlags, Mode, makedev};
 use rustix::path::DecInt;
@@ -117,7 +117,7 @@ impl Dir {
     }
 
     /// Runs `make` as the caller, with the mode that the kernel is to apply the caller's umask to.
-    fn as_caller<T>(&self, cx: &Caller<'_>, new: &New, make: impl FnOnce(Mode) -> Result<T>) -> Result<T> {
+    fn as_caller<T>(&self, cx: &Caller<'_>, new: &CreateArgs, make: impl FnOnce(Mode) -> Result<T>) -> Result<T> {
         let mode = mode_under_umask(new.mode, new.umask);
         let _guard = self.creds.enter(cx)?;
         make(mode)
@@ -139,7 +139,7 @@ impl Dir {
         Ok(self.entry(&inode, &st))
     }
 
-    pub(crate) fn mknod_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    pub(crate) fn mknod_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             // `mknod` of a mode without a type makes a regular file.
             FileType::Unknown if new.mode & 0o170_000 == 0 => FileType::RegularFile,
@@ -152,7 +152,7 @@ impl Dir {
         })
     }
 
-    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.make(cx.session, (dir, name), |fd| {
             self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode))
         })
@@ -247,7 +247,7 @@ impl Dir {
         cx: &Caller<'_>,
         dir: Ino,
         name: Name<'_>,
-        new: &New,
+        new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
         self.writable()?;
@@ -283,7 +283,13 @@ impl Dir {
         }
     }
 
-    pub(crate) fn tmpfile_(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    pub(crate) fn tmpfile_(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let mut host = self.host_flags(flags)? - OFlags::TRUNC;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Bounds, Errno, FileType, Ino, OFlags, Result};
+use ferry_vfs::{Errno, FileType, IdentityScope, Ino, OFlags, Result};
 use rustix::fs::Mode;
 
 use crate::Dir;
@@ -30,7 +30,7 @@ struct Ahead {
 /// What is looked for, and what was found.
 struct Search<'a> {
     dir: &'a Dir,
-    within: Bounds,
+    within: IdentityScope,
     wanted: HashMap<Key, Arc<Inode>>,
     /// The host's numbers of these: of most files nothing else is asked.
     numbers: HashSet<u64>,
@@ -40,7 +40,7 @@ struct Search<'a> {
 }
 
 impl Dir {
-    pub(crate) fn search_(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+    pub(crate) fn search_(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
     }
 
@@ -52,7 +52,7 @@ impl Dir {
         }
     }
 
-    fn search_until(&self, inos: &[Ino], within: Bounds, until: Instant) -> Vec<(Ino, Vec<u8>)> {
+    fn search_until(&self, inos: &[Ino], within: IdentityScope, until: Instant) -> Vec<(Ino, Vec<u8>)> {
         let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(|inode| self.is_somewhere(inode));
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();
@@ -148,8 +148,8 @@ mod tests {
         let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
         let name = Name::new(b"file").expect("a name");
         let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
-        assert_eq!(dir.search_until(&[ino], Bounds::Paths, Instant::now() + SEARCH_TIME_MAX).len(), 1);
-        assert!(dir.search_until(&[ino], Bounds::Paths, Instant::now()).is_empty());
+        assert_eq!(dir.search_until(&[ino], IdentityScope::Paths, Instant::now() + SEARCH_TIME_MAX).len(), 1);
+        assert!(dir.search_until(&[ino], IdentityScope::Paths, Instant::now()).is_empty());
     }
 
     /// Whether a descriptor of it is held, or was given up.

@@ -205,7 +205,7 @@ impl Disk for RawDisk {
         if durable { rustix::fs::fdatasync(&self.file) } else { Ok(()) }
     }
 
-    fn look_again(&self) -> Result<bool> {
+    fn refresh_geometry(&self) -> Result<bool> {
         let now = sys::bytes(&self.file)?;
         let now = now - now % u64::from(self.blocks.logical);
         Ok(self.bytes.swap(now, Ordering::Relaxed) != now)
@@ -241,7 +241,7 @@ impl Pair {
             if access.contains(OFlags::RDWR) {
                 lock::hold(&fd);
             }
-            Ok(Arc::new(wrap(fd).lasting()))
+            Ok(Arc::new(wrap(fd).long_lived()))
         };
         Ok(Self { plain: open(OFlags::empty())?, durable: open(OFlags::DSYNC)? })
     }

@@ -6,13 +6,13 @@
 //! use std::sync::Arc;
 //! use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
 //! use ferry_mem::{Mem, Options};
-//! use ferry_vfs::{Caller, FileSystem, Ino, Name, New};
+//! use ferry_vfs::{Caller, FileSystem, Ino, Name, CreateArgs};
 //!
 //! // The guest's root is user 1000 here.
 //! let ids = Ids::new(&["map:0:1000:1".parse::<Rule>()?])?;
 //! let mem = Arc::new(Mem::new(&Options::default())?);
 //! let mapped = Mapped::new(mem.clone(), ids, Ids::default(), Xattrs::default());
-//! let new = New { mode: 0o755, ..New::default() };
+//! let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
 //! let made = mapped.mkdir(&Caller::default(), Ino::ROOT, Name::new(b"d")?, &new)?;
 //! assert_eq!(made.attr.uid, 0);
 //! assert_eq!(mem.getattr(&Caller::default(), made.ino, None)?.uid, 1000);
@@ -32,9 +32,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, Bounds, Caller, Changes, Copy, Data, DirItem, DirOutput, DirRange, Entry, Errno, FallocateFlags,
-    Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, Piece,
-    RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, Caller, Changes, CopyRange, CreateArgs, Data, DirItem, DirOutput, DirRange, Entry, Errno,
+    FallocateFlags, Features, FileSystem, FileType, Handle, IdentityScope, Ino, Input, IoRange, Lock, LockOutcome,
+    Name, OFlags, Output, Piece, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 pub use crate::ids::{Ids, Rule, RuleError};
@@ -145,8 +145,8 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.getattr(cx, ino, handle)).map(|attr| self.seen(attr))
     }
 
-    fn glance(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
-        self.with(cx, |cx| self.source.glance(cx, ino, handle)).map(|attr| self.seen(attr))
+    fn getattr_hint(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
+        self.with(cx, |cx| self.source.getattr_hint(cx, ino, handle)).map(|attr| self.seen(attr))
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
@@ -159,11 +159,11 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.readlink(cx, ino))
     }
 
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.maker(cx, |cx| self.source.mknod(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
     }
 
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.maker(cx, |cx| self.source.mkdir(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
     }
 
@@ -191,12 +191,19 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.open(cx, ino, flags))
     }
 
-    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         let (entry, handle) = self.maker(cx, |cx| self.source.create(cx, dir, name, new, flags))?;
         Ok((self.seen_entry(entry), handle))
     }
 
-    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
         let (entry, handle) = self.maker(cx, |cx| self.source.tmpfile(cx, dir, new, flags))?;
         Ok((self.seen_entry(entry), handle))
     }
@@ -205,11 +212,11 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.backing(cx, ino, handle))
     }
 
-    fn identify(&self, ino: Ino, within: Bounds) -> Result<Vec<u8>> {
+    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
         self.source.identify(ino, within)
     }
 
-    fn search(&self, inos: &[Ino], within: Bounds) -> Vec<(Ino, Vec<u8>)> {
+    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         self.source.search(inos, within)
     }
 
@@ -217,7 +224,13 @@ impl FileSystem for Mapped {
         self.source.follows_names(dir)
     }
 
-    fn adopt(&self, ino: Ino, references: u64, identity: (&[u8], Bounds), file: Option<BorrowedFd<'_>>) -> Result<()> {
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
         self.source.adopt(ino, references, identity, file)
     }
 
@@ -341,7 +354,14 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.get_lock(cx, ino, handle, lock))
     }
 
-    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<LockOutcome> {
         self.with(cx, |cx| self.source.set_lock(cx, ino, handle, lock, wait))
     }
 
@@ -373,7 +393,7 @@ impl FileSystem for Mapped {
         self.with(cx, |cx| self.source.lseek(cx, ino, handle, offset, seek))
     }
 
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.with(cx, |cx| self.source.copy_file_range(cx, copy))
     }
 }

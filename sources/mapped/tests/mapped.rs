@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::{
-    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Ino, Name, New, OFlags, SetAttr, XattrFlags,
+    Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Ino, Name, OFlags, SetAttr, XattrFlags,
 };
 
 fn ids(rules: &[&str]) -> Ids {
@@ -35,8 +35,8 @@ fn owner(source: &impl FileSystem, ino: Ino) -> (u32, u32) {
 fn what_is_made_belongs_to_the_other_number() {
     let (mem, mapped) = both("");
     let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
-    let new = New { mode: 0o644, ..New::default() };
-    let file = New { mode: 0o100_644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
+    let file = CreateArgs { mode: 0o100_644, ..CreateArgs::default() };
     let mut made = vec![
         mapped.mkdir(&cx, Ino::ROOT, name("dir"), &new).unwrap(),
         mapped.symlink(&cx, Ino::ROOT, name("link"), b"x").unwrap(),
@@ -60,7 +60,7 @@ fn what_is_made_belongs_to_the_other_number() {
 #[test]
 fn what_is_forbidden_is_refused_and_leaves_nothing() {
     let (mem, mapped) = both("");
-    let new = New { mode: 0o644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     for cx in [Caller { uid: 500, ..Caller::default() }, Caller { gid: 600, ..Caller::default() }] {
         assert_eq!(mapped.mkdir(&cx, Ino::ROOT, name("d"), &new).unwrap_err(), Errno::PERM);
         assert_eq!(mapped.create(&cx, Ino::ROOT, name("d"), &new, OFlags::RDWR).unwrap_err(), Errno::PERM);
@@ -99,7 +99,7 @@ impl DirOutput for Owners {
 #[test]
 fn listings_show_the_clients_numbers() {
     let (mem, mapped) = both("");
-    let new = New { mode: 0o755, ..New::default() };
+    let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
     mem.mkdir(&Caller { uid: 1042, ..Caller::default() }, Ino::ROOT, name("d"), &new).unwrap();
     let handle = mapped.opendir(&Caller::default(), Ino::ROOT, OFlags::RDONLY).unwrap();
     let mut found = Owners(Vec::new());
@@ -113,7 +113,7 @@ fn listings_show_the_clients_numbers() {
 #[test]
 fn attributes_have_other_names() {
     let (mem, mapped) = both(":map:trusted.:user.virtiofs.:");
-    let new = New { mode: 0o644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     let (entry, _) = mapped.create(&Caller::default(), Ino::ROOT, name("f"), &new, OFlags::RDWR).unwrap();
     let set = |name: &[u8]| mapped.setxattr(&Caller::default(), entry.ino, name, b"v", XattrFlags::empty(), false);
     set(b"trusted.a").unwrap();
@@ -137,7 +137,7 @@ fn attributes_have_other_names() {
 #[test]
 fn capabilities_are_good_for_the_other_root() {
     let (mem, mapped) = both("");
-    let new = New { mode: 0o755, ..New::default() };
+    let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
     let (entry, _) = mapped.create(&Caller::default(), Ino::ROOT, name("f"), &new, OFlags::RDWR).unwrap();
     let name = b"security.capability";
     let set = |value: &[u8]| mapped.setxattr(&Caller::default(), entry.ino, name, value, XattrFlags::empty(), false);

@@ -3,11 +3,11 @@
 //!
 //! ```
 //! use ferry_mem::{Mem, Options};
-//! use ferry_vfs::{Caller, FileSystem, Ino, Name, New, OFlags};
+//! use ferry_vfs::{Caller, FileSystem, Ino, Name, CreateArgs, OFlags};
 //!
 //! let mem = Mem::new(&Options { size_bytes: Some(16 << 20), ..Options::default() })?;
 //! let cx = Caller::default();
-//! let new = New { mode: 0o644, ..New::default() };
+//! let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
 //! let (entry, handle) = mem.create(&cx, Ino::ROOT, Name::new(b"hello")?, &new, OFlags::RDWR)?;
 //! mem.release(&cx, entry.ino, handle);
 //! mem.forget(entry.ino, 1);

@@ -170,7 +170,7 @@ impl Shared {
     }
 
     /// What is known of a file with data written behind, without asking: the server's answer would say less of its end.
-    pub(crate) fn glance(&self, ino: Ino) -> Option<Attr> {
+    pub(crate) fn getattr_hint(&self, ino: Ino) -> Option<Attr> {
         let inode = self.inodes.get(ino).ok()?;
         let file = inode.cached().filter(|file| file.is_dirty())?;
         let seen = *lock(&inode.seen);

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, Caller, Change, Changes, Data, DirOutput, DirRange, Entry, Errno, Features, FileSystem, Handle, Ino,
-    Input, IoRange, Lock, LockOwner, Locked, Name, New, OFlags, Output, RenameFlags, Result, SetAttr, Statfs, Waiter,
-    XattrFlags,
+    Attr, Backing, Caller, Change, Changes, CreateArgs, Data, DirOutput, DirRange, Entry, Errno, Features, FileSystem,
+    Handle, Ino, Input, IoRange, Lock, LockOutcome, LockOwner, Name, OFlags, Output, RenameFlags, Result, SetAttr,
+    Statfs, Waiter, XattrFlags,
 };
 use ferry_wire::ninep::{Reply, Request};
 
@@ -37,8 +37,8 @@ impl FileSystem for Client {
         self.shared.getattr(ino)
     }
 
-    fn glance(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Attr> {
-        self.shared.glance(ino)
+    fn getattr_hint(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Attr> {
+        self.shared.getattr_hint(ino)
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
@@ -62,11 +62,11 @@ impl FileSystem for Client {
         })
     }
 
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.shared.mknod(cx, dir, name, new)
     }
 
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.shared.mkdir(cx, dir, name, new)
     }
 
@@ -98,7 +98,14 @@ impl FileSystem for Client {
         Ok(handle)
     }
 
-    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         self.shared.create(cx, dir, name, new, flags)
     }
 
@@ -180,7 +187,14 @@ impl FileSystem for Client {
         self.shared.get_lock(cx, ino, handle, lock)
     }
 
-    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<LockOutcome> {
         self.shared.set_lock(cx, ino, handle, lock, wait)
     }
 }

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOwner, Locked, Result, SessionId, Waiter};
+use ferry_vfs::{
+    Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Result, SessionId, Waiter,
+};
 use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 use crate::client::Shared;
@@ -259,7 +261,7 @@ impl Shared {
         handle: Handle,
         wanted: &Lock,
         wait: Option<Waiter>,
-    ) -> Result<Locked> {
+    ) -> Result<LockOutcome> {
         let dismiss = |wait: Option<Waiter>| wait.into_iter().for_each(Waiter::dismiss);
         let opened = match self.files.get(cx.session, ino, handle) {
             Ok(opened) if !wanted.flock => opened,
@@ -291,11 +293,11 @@ impl Shared {
                 self.send_wait(&wait);
                 // The keeper looks more often now.
                 self.link.ring();
-                Ok(Locked::Waiting)
+                Ok(LockOutcome::Waiting)
             }
             (outcome, wait) => {
                 dismiss(wait);
-                outcome.map(|()| Locked::Done)
+                outcome.map(|()| LockOutcome::Done)
             }
         }
     }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, New, OFlags, RenameFlags, Result};
+use ferry_vfs::{
+    Caller, Change, CreateArgs, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, OFlags, RenameFlags, Result,
+};
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
 use crate::client::{Shared, WANTED, attributes};
@@ -131,14 +133,14 @@ impl Shared {
         self.link.again(|session| self.find(session, &dir, name))
     }
 
-    pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let mode = new.mode & !new.umask & PERMISSIONS;
         self.make(cx, dir, name, |dir, (gid, sgid)| {
             Outgoing::new(&Request::Mkdir { dir, name, mode: mode | sgid, gid })
         })
     }
 
-    pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let (mode, rdev) = (new.mode & !(new.umask & PERMISSIONS), new.rdev);
         self.make(cx, dir, name, |dir, (gid, _)| Outgoing::new(&Request::Mknod { dir, name, mode, rdev, gid }))
     }
@@ -152,7 +154,7 @@ impl Shared {
         cx: &Caller<'_>,
         dir: Ino,
         name: Name<'_>,
-        new: &New,
+        new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
         let dir = self.inodes.dir(dir)?;

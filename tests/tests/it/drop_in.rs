@@ -11,7 +11,7 @@ use ferry_isolation::Capabilities;
 use ferry_tests::inside::Inside;
 use ferry_tests::mounts::Started;
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
-use ferry_vfs::{Ino, Name, New, OFlags};
+use ferry_vfs::{CreateArgs, Ino, Name, OFlags};
 use ferry_wire::fuse::abi::MINOR_MAX;
 use ferry_wire::fuse::{Extensions, InitFlags, Operation, Request, SecurityContexts};
 use tempfile::TempDir;
@@ -497,7 +497,7 @@ fn what_is_made_has_its_label_or_is_not_made() {
     };
     let [plain, dir, file, pipe, link] =
         ["plain", "dir", "file", "pipe", "link"].map(|name| Name::new(name.as_bytes()).unwrap());
-    let new = |kind: u32| New { mode: kind | 0o644, umask: 0, rdev: 0 };
+    let new = |kind: u32| CreateArgs { mode: kind | 0o644, umask: 0, rdev: 0 };
     driver.init().unwrap();
     made(&mut driver, Operation::Mkdir { name: plain, new: new(0o040_000) }).unwrap();
     driver.init_with(INIT_FLAGS | InitFlags::SECURITY_CTX, MINOR_MAX).unwrap();

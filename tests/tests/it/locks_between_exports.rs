@@ -12,7 +12,7 @@ use ferry_remote::{Client, Options, Unix};
 use ferry_tests::mounts::{Emergency, Started, Watchdog, assert_nothing_left, ferry, missing};
 use ferry_tests::{Place, folder};
 use ferry_vfs::{
-    Caller, Errno, FileSystem, Handle, Ino, Lock, LockKind, LockOwner, Locked, Name, OFlags, SessionId, Waiter,
+    Caller, Errno, FileSystem, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Name, OFlags, SessionId, Waiter,
 };
 use ferry_wire::fuse::OpenFlags;
 use ferry_wire::fuse::abi::FileLock;
@@ -66,7 +66,7 @@ impl Parties {
     }
 
     /// Of the whole file, by the 9P client.
-    fn remote_lock(&self, kind: LockKind, wait: Option<Waiter>) -> Result<Locked, Errno> {
+    fn remote_lock(&self, kind: LockKind, wait: Option<Waiter>) -> Result<LockOutcome, Errno> {
         let cx = Caller { session: self.session, ..Caller::default() };
         let owner = LockOwner { session: self.session, id: OWNER.into() };
         let lock = Lock { kind, owner, start: 0, end: i64::MAX.cast_unsigned(), pid: OWNER, flock: false };
@@ -82,7 +82,7 @@ impl Parties {
                 Err(error) => panic!("{kind:?}: {error}"),
             },
             Who::NineP => match self.remote_lock(kind, None) {
-                Ok(locked) => locked == Locked::Done,
+                Ok(locked) => locked == LockOutcome::Done,
                 Err(Errno::AGAIN) => false,
                 Err(error) => panic!("{kind:?}: {error}"),
             },
@@ -193,7 +193,7 @@ fn wait_for_each_other(parties: &mut Parties) {
     // The 9P client for the mount.
     let (told, outcome) = mpsc::channel();
     let waiter = Waiter::new(move |outcome| told.send(outcome).unwrap());
-    assert_eq!(parties.remote_lock(LockKind::Write, Some(waiter)), Ok(Locked::Waiting));
+    assert_eq!(parties.remote_lock(LockKind::Write, Some(waiter)), Ok(LockOutcome::Waiting));
     assert_eq!(outcome.recv_timeout(MOMENT), nobody(), "the 9P client has the mount's lock");
     assert!(parties.set(Who::Mount, LockKind::Unlock));
     assert_eq!(outcome.recv_timeout(SOON), Ok(Ok(())));

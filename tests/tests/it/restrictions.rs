@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_remote::{Cache, Client, Options, Unix};
 use ferry_tests::walled::{Home, Served, USER, is_root};
-use ferry_vfs::{Caller, Errno, FileSystem, Ino, IoRange, Name, New, OFlags, SetAttr, XattrFlags};
+use ferry_vfs::{Caller, CreateArgs, Errno, FileSystem, Ino, IoRange, Name, OFlags, SetAttr, XattrFlags};
 
 /// A group of another user's, and a user of every host.
 const GROUP: u32 = 4321;
@@ -78,7 +78,7 @@ impl Attempts {
     }
 
     fn makes(&self, name: &str) -> Result<(), Errno> {
-        let new = New { mode: 0o104_755, umask: 0, rdev: 0 };
+        let new = CreateArgs { mode: 0o104_755, umask: 0, rdev: 0 };
         self.client.mknod(&self.cx, Ino::ROOT, Name::new(name.as_bytes()).unwrap(), &new).map(drop)
     }
 

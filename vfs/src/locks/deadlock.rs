@@ -1,8 +1,8 @@
-//! Whether a wait would never end.
+//! Deadlock detection.
 
 use std::collections::HashSet;
 
-use super::index::{Held, Query};
+use super::index::{HeldLock, Query};
 use super::{Lockable, Locks, lock};
 use crate::{Ino, LockOwner};
 
@@ -53,7 +53,7 @@ impl<T: Lockable> Locks<T> {
         match locks.find_all(&Query::of(&request), *steps) {
             Some(found) => {
                 *steps -= found.len();
-                found.iter().map(|held: &Held| held.owner).filter(waits).collect()
+                found.iter().map(|held: &HeldLock| held.owner).filter(waits).collect()
             }
             None => {
                 let looked_at = registry.waiting_owners().take(std::mem::take(steps));

@@ -1,4 +1,4 @@
-//! Who has locked what in one file: the ranges of all owners, to find one that is in the way.
+//! An index of the locked ranges of one file, to find a conflicting lock.
 
 use super::ranges::Range;
 use super::tree::{Item, Link, Tree};
@@ -9,7 +9,7 @@ pub(super) type HeldKey = (u64, LockOwner);
 
 /// A range that somebody has locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct HeldLock {
     pub(super) owner: LockOwner,
     pub(super) start: u64,
     /// Inclusive.
@@ -19,13 +19,13 @@ pub(super) struct Held {
 
 /// How far ranges reach: the farthest end with its owner, and the farthest end of other owners. Ends are exclusive; 0 is none.
 #[derive(Clone, Copy, Debug)]
-struct Reach {
+struct EndSummary {
     end: u64,
     owner: LockOwner,
     others_end: u64,
 }
 
-impl Reach {
+impl EndSummary {
     fn none(owner: LockOwner) -> Self {
         Self { end: 0, owner, others_end: 0 }
     }
@@ -44,27 +44,27 @@ impl Reach {
 
 /// The reach of all locks and of write locks.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reaches {
-    all: Reach,
-    writes: Reach,
+pub(super) struct EndSummaries {
+    all: EndSummary,
+    writes: EndSummary,
 }
 
-impl Item for Held {
+impl Item for HeldLock {
     type Key = HeldKey;
-    type Sum = Reaches;
+    type Sum = EndSummaries;
 
     fn key(&self) -> Self::Key {
         (self.start, self.owner)
     }
 
-    fn sum(&self) -> Reaches {
-        let none = Reach::none(self.owner);
-        let all = Reach { end: self.end.saturating_add(1), ..none };
-        Reaches { all, writes: if self.is_write { all } else { none } }
+    fn sum(&self) -> EndSummaries {
+        let none = EndSummary::none(self.owner);
+        let all = EndSummary { end: self.end.saturating_add(1), ..none };
+        EndSummaries { all, writes: if self.is_write { all } else { none } }
     }
 
-    fn join(one: &Reaches, other: &Reaches) -> Reaches {
-        Reaches { all: one.all.join(&other.all), writes: one.writes.join(&other.writes) }
+    fn join(one: &EndSummaries, other: &EndSummaries) -> EndSummaries {
+        EndSummaries { all: one.all.join(&other.all), writes: one.writes.join(&other.writes) }
     }
 }
 
@@ -80,7 +80,7 @@ pub(super) struct Query {
 }
 
 impl Query {
-    fn reaches(&self, sum: &Reaches) -> bool {
+    fn reaches(&self, sum: &EndSummaries) -> bool {
         let reach = match self.kind {
             LockKind::Read => &sum.writes,
             LockKind::Write => &sum.all,
@@ -91,7 +91,7 @@ impl Query {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Index(Tree<Held>);
+pub(super) struct Index(Tree<HeldLock>);
 
 impl Index {
     /// An owner has other ranges than before.
@@ -100,12 +100,12 @@ impl Index {
             self.0.remove((range.start, owner));
         }
         for &Range { start, end, kind, .. } in new {
-            self.0.insert(Held { owner, start, end, is_write: kind == LockKind::Write });
+            self.0.insert(HeldLock { owner, start, end, is_write: kind == LockKind::Write });
         }
     }
 
     /// The first lock that is looked for.
-    pub(super) fn find(&self, query: &Query) -> Option<Held> {
+    pub(super) fn find(&self, query: &Query) -> Option<HeldLock> {
         let mut at = self.0.root();
         while let Some(node) = self.0.node(at) {
             if !query.reaches(&node.sum) {
@@ -124,12 +124,12 @@ impl Index {
     }
 
     /// The last lock that is looked for.
-    pub(super) fn find_last(&self, query: &Query) -> Option<Held> {
+    pub(super) fn find_last(&self, query: &Query) -> Option<HeldLock> {
         self.last_below(query, self.0.root())
     }
 
     /// What begins at `start_max` or before is all before the first node that does not: so only on the way there a node may promise too much.
-    fn last_below(&self, query: &Query, at: Link) -> Option<Held> {
+    fn last_below(&self, query: &Query, at: Link) -> Option<HeldLock> {
         let node = self.0.node(at).filter(|node| query.reaches(&node.sum))?;
         if node.item.start > query.start_max {
             return self.last_below(query, node.left);
@@ -139,12 +139,12 @@ impl Index {
     }
 
     /// All locks that are looked for; `None` if there are more than `count_max`.
-    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<Held>> {
+    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<HeldLock>> {
         let mut found = Vec::new();
         self.collect(query, self.0.root(), count_max, &mut found).then_some(found)
     }
 
-    fn collect(&self, query: &Query, at: Link, count_max: usize, found: &mut Vec<Held>) -> bool {
+    fn collect(&self, query: &Query, at: Link, count_max: usize, found: &mut Vec<HeldLock>) -> bool {
         let Some(node) = self.0.node(at) else { return true };
         if !query.reaches(&node.sum) {
             return true;
@@ -184,17 +184,17 @@ mod tests {
             queries in prop::collection::vec((0..24_u64, 0..24_u64, any::<bool>(), prop::option::of(0..4_u64)), 1..40),
         ) {
             let mut index = Index::default();
-            let all: Vec<Held> = held.into_iter().map(|((start, id), (len, is_write))| {
-                Held { owner: owner(id), start, end: start + len, is_write }
+            let all: Vec<HeldLock> = held.into_iter().map(|((start, id), (len, is_write))| {
+                HeldLock { owner: owner(id), start, end: start + len, is_write }
             }).collect();
             all.iter().for_each(|held| index.0.insert(*held));
             for (start_max, end_min, writes, except) in queries {
                 let kind = if writes { LockKind::Write } else { LockKind::Read };
                 let except = except.map(owner);
-                let matches = |held: &&Held| {
+                let matches = |held: &&HeldLock| {
                     held.start <= start_max && held.end >= end_min && Some(held.owner) != except && (writes || held.is_write)
                 };
-                let expected: Vec<Held> = all.iter().filter(matches).copied().collect();
+                let expected: Vec<HeldLock> = all.iter().filter(matches).copied().collect();
                 let query = Query { start_max, end_min, kind, except };
                 prop_assert_eq!(index.find(&query), expected.first().copied());
                 prop_assert_eq!(index.find_last(&query), expected.last().copied());

@@ -3,9 +3,9 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
-use super::index::{Held, Index, Query};
+use super::index::{HeldLock, Index, Query};
 use super::ranges::{Change, Range, Ranges};
-use super::waiting::{Parked, Search, Waiters};
+use super::waiting::{ParkedRequest, Search, Waiters};
 use super::{END, LINKS, Lockable, Locks, OWNER_WAITERS_MAX, OWNERS, RANGES, RANGES_MAX, WAITERS};
 use crate::{Errno, Handle, Ino, Lock, LockKind, LockOwner, Result, Waiter};
 
@@ -14,7 +14,7 @@ pub(super) type Outcomes = Vec<(Waiter, Result<()>)>;
 
 /// What somebody else was found to be in the way of: first and last bytes, whether it is for writing, and whether it is a flock
 /// lock. To him all owners are alike.
-type Refused = HashSet<(u64, u64, bool, bool)>;
+type RefusedLocks = HashSet<(u64, u64, bool, bool)>;
 
 /// What an owner has locked in one file.
 #[derive(Debug)]
@@ -82,13 +82,13 @@ impl<T: Lockable> InodeLocks<T> {
 
     /// The first POSIX lock that is looked for.
     pub(super) fn find(&self, query: &Query) -> Option<Lock> {
-        let Held { owner, start, end, .. } = self.index.find(query)?;
+        let HeldLock { owner, start, end, .. } = self.index.find(query)?;
         let range = self.owners.get(&owner)?.ranges.get(start)?;
         Some(Lock { kind: range.kind, owner, start, end, pid: range.pid, flock: false })
     }
 
     /// All POSIX locks that are looked for; `None` if there are more than `count_max`.
-    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<Held>> {
+    pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<HeldLock>> {
         self.index.find_all(query, count_max)
     }
 
@@ -99,7 +99,7 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// A request that waits.
-    pub(super) fn waiter(&self, number: u64) -> Option<&Parked<T>> {
+    pub(super) fn waiter(&self, number: u64) -> Option<&ParkedRequest<T>> {
         self.waiters.get(number)
     }
 
@@ -144,7 +144,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Takes, changes or gives up a lock if nothing is in the way. [`Self::settle`] is to be called afterwards.
+    /// Takes, changes or gives up a lock if nothing is in the way. [`Self::retry_waiters`] is to be called afterwards.
     pub(super) fn attempt(&mut self, all: &Locks<T>, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
         let is_taken = self.is_taken(handle, lock);
         match lock.flock {
@@ -203,7 +203,12 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// Parks a request, or returns its waiter if too many wait.
-    pub(super) fn park(&mut self, all: &Locks<T>, number: u64, parked: Parked<T>) -> std::result::Result<(), Waiter> {
+    pub(super) fn park(
+        &mut self,
+        all: &Locks<T>,
+        number: u64,
+        parked: ParkedRequest<T>,
+    ) -> std::result::Result<(), Waiter> {
         let (session, lock) = (parked.lock.owner.session, parked.lock);
         let mut registry = all.registry();
         if self.waiters.count_of(parked.handle, &lock) >= OWNER_WAITERS_MAX
@@ -226,7 +231,7 @@ impl<T: Lockable> InodeLocks<T> {
         Some(self.unparked(all, number, parked))
     }
 
-    fn unparked(&mut self, all: &Locks<T>, number: u64, parked: Parked<T>) -> Waiter {
+    fn unparked(&mut self, all: &Locks<T>, number: u64, parked: ParkedRequest<T>) -> Waiter {
         let owner = parked.lock.owner;
         let mut registry = all.registry();
         registry.change(owner.session, |counts| &mut counts.waiters, 1, 0);
@@ -268,7 +273,7 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// The same, unless somebody else is known to be in the way.
-    fn attempt_once(&mut self, all: &Locks<T>, number: u64, refused: &mut Refused, outcomes: &mut Outcomes) {
+    fn attempt_once(&mut self, all: &Locks<T>, number: u64, refused: &mut RefusedLocks, outcomes: &mut Outcomes) {
         let Some(parked) = self.waiters.get(number) else { return };
         let Lock { start, end, kind, flock, .. } = parked.lock;
         let same = (start, end, kind == LockKind::Write, flock);
@@ -287,15 +292,15 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     /// Grants what waits and can go on since something was unlocked.
-    pub(super) fn settle(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
-        self.settle_flocks(all, outcomes);
-        let (mut search, mut refused) = (Search::default(), Refused::default());
+    pub(super) fn retry_waiters(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
+        self.retry_flock_waiters(all, outcomes);
+        let (mut search, mut refused) = (Search::default(), RefusedLocks::default());
         while let Some(number) = search.next(&mut self.waiters, &self.index) {
             self.attempt_once(all, number, &mut refused, outcomes);
         }
     }
 
-    fn settle_flocks(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
+    fn retry_flock_waiters(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
         // Whom somebody else keeps from reading he keeps from writing, and all others as well.
         let mut writes_too = true;
         while let Some(number) = self.waiters.next_flock(&self.flocks, self.flock_writer, writes_too) {
@@ -312,11 +317,11 @@ impl<T: Lockable> InodeLocks<T> {
 
     /// Tries again what somebody else was in the way of: one request of those that ask for the same.
     pub(super) fn retry(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
-        let mut refused = Refused::default();
+        let mut refused = RefusedLocks::default();
         for number in self.waiters.foreign() {
             self.attempt_once(all, number, &mut refused, outcomes);
         }
-        self.settle(all, outcomes);
+        self.retry_waiters(all, outcomes);
     }
 
     /// Ends an owner's locks.

@@ -21,9 +21,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use self::index::Query;
 use self::inode::{InodeLocks, Outcomes};
 use self::registry::{LINKS, OWNERS, RANGES, Registry, WAITERS};
-use self::waiting::Parked;
+use self::waiting::ParkedRequest;
 use crate::{
-    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, OFlags, Result, SessionId, Waiter,
+    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, OFlags, Result, SessionId, Waiter,
 };
 
 /// So many that lock requests for different inodes seldom meet; a power of two.
@@ -123,7 +123,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn tell(outcomes: Outcomes) {
+fn wake_all(outcomes: Outcomes) {
     for (waiter, outcome) in outcomes {
         waiter.wake(outcome);
     }
@@ -189,7 +189,7 @@ impl<T: Lockable> Locks<T> {
         let result = f(locks, &mut outcomes);
         self.finish(&mut shard, ino);
         drop(shard);
-        tell(outcomes);
+        wake_all(outcomes);
         result
     }
 
@@ -230,7 +230,7 @@ impl<T: Lockable> Locks<T> {
         request: &Lock,
         mut wait: Option<Waiter>,
         owner: impl FnOnce(&Arc<T>) -> Result<T::Owner>,
-    ) -> Result<Locked> {
+    ) -> Result<LockOutcome> {
         let result = handles.get(cx.session, ino, handle).and_then(|open| {
             let request = checked(cx, request)?;
             if !request.flock && !permits(&*open, request.kind) {
@@ -243,13 +243,13 @@ impl<T: Lockable> Locks<T> {
                 self.attempt_or_park((locks, outcomes), (&open, handle), request, &mut wait)
             });
             let locked = match attempt {
-                Ok(Attempt::Done) => Ok(Locked::Done),
+                Ok(Attempt::Done) => Ok(LockOutcome::Done),
                 Ok(Attempt::Parked(number)) if !request.flock && self.is_deadlock(ino, number, request.owner) => {
                     wait = self.cancel(ino, number);
                     // It may have been granted just now.
-                    if wait.is_some() { Err(Errno::DEADLK) } else { Ok(Locked::Waiting) }
+                    if wait.is_some() { Err(Errno::DEADLK) } else { Ok(LockOutcome::Waiting) }
                 }
-                Ok(Attempt::Parked(_)) => Ok(Locked::Waiting),
+                Ok(Attempt::Parked(_)) => Ok(LockOutcome::Waiting),
                 Err(error) => Err(error),
             };
             // The handle may have been released between finding it and locking.
@@ -274,14 +274,14 @@ impl<T: Lockable> Locks<T> {
     ) -> Result<Attempt> {
         locks.sweep(self, SWEEP_COUNT);
         let outcome = locks.attempt(self, open, handle, &request);
-        locks.settle(self, outcomes);
+        locks.retry_waiters(self, outcomes);
         match outcome {
             Ok(()) => return Ok(Attempt::Done),
             Err(Errno::AGAIN) => {}
             Err(error) => return Err(error),
         }
         let Some(waiter) = wait.take() else { return Err(Errno::AGAIN) };
-        let parked = Parked { open: Arc::clone(open), handle, lock: request, waiter };
+        let parked = ParkedRequest { open: Arc::clone(open), handle, lock: request, waiter };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         match locks.park(self, number, parked) {
             Ok(()) => Ok(Attempt::Parked(number)),
@@ -325,7 +325,7 @@ impl<T: Lockable> Locks<T> {
     pub fn drop_owner(&self, ino: Ino, session: SessionId, id: u64) {
         self.with_known(ino, |locks, outcomes| {
             locks.drop_owner(self, LockOwner { session, id });
-            locks.settle(self, outcomes);
+            locks.retry_waiters(self, outcomes);
         });
     }
 
@@ -335,7 +335,7 @@ impl<T: Lockable> Locks<T> {
         let mut ended = Vec::new();
         self.with_known(ino, |locks, outcomes| {
             ended = locks.drop_handle(self, handle, open);
-            locks.settle(self, outcomes);
+            locks.retry_waiters(self, outcomes);
         });
         // Those that waited end with INTR.
         drop(ended);
@@ -356,7 +356,7 @@ impl<T: Lockable> Locks<T> {
                 self.finish(&mut shard, ino);
             }
             drop(shard);
-            tell(outcomes);
+            wake_all(outcomes);
         }
         self.registry().total().waiters > 0
     }

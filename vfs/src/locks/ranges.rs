@@ -1,4 +1,4 @@
-//! The byte ranges that one owner has locked in one file.
+//! The byte ranges that one owner holds in one file.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! How much each client and all of them have, and who waits where.
+//! Counts locks and waiting requests per client and in total.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -85,7 +85,7 @@ impl Fixture {
         self.handles.insert(self.cx.session, INO, File { host: Arc::clone(&self.host), flags, is_dir }).unwrap()
     }
 
-    fn set(&self, handle: Handle, lock: &Lock) -> Result<Locked> {
+    fn set(&self, handle: Handle, lock: &Lock) -> Result<LockOutcome> {
         self.locks.set(&self.handles, &self.cx, (INO, handle), lock, None, |file| Ok(Arc::clone(&file.host)))
     }
 
@@ -94,7 +94,7 @@ impl Fixture {
         let waiter = Some(Waiter::new(move |outcome| sender.send(outcome).unwrap_or(())));
         let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
         let outcome = self.locks.set(&self.handles, &self.cx, (INO, handle), lock, waiter, own);
-        assert_eq!(outcome, Ok(Locked::Waiting));
+        assert_eq!(outcome, Ok(LockOutcome::Waiting));
         receiver
     }
 
@@ -147,15 +147,15 @@ fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end(
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     let (read, write, unlock) = (LockKind::Read, LockKind::Write, LockKind::Unlock);
-    assert_eq!(f.set(one, &posix(write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(write, 1)), Ok(LockOutcome::Done));
     assert_eq!(f.set(one, &posix(read, 2)), Err(Errno::AGAIN));
     f.locks.drop_owner(INO, f.cx.session, 1);
     f.locks.drop_owner(INO, f.cx.session, 2);
     assert_eq!(f.host.asked(), [(write, false), (unlock, false)]);
     // Another kind of flock that is not to be had: the old one is gone, and who waited for that goes on.
-    assert_eq!(f.set(one, &flock(read)), Ok(Locked::Done));
-    assert_eq!(f.set(one, &flock(read)), Ok(Locked::Done));
-    assert_eq!(f.set(other, &flock(read)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &flock(read)), Ok(LockOutcome::Done));
+    assert_eq!(f.set(one, &flock(read)), Ok(LockOutcome::Done));
+    assert_eq!(f.set(other, &flock(read)), Ok(LockOutcome::Done));
     let third = f.open(OFlags::RDWR, false);
     let waiting = f.wait(third, &flock(write));
     assert_eq!(f.host.asked(), [(read, true), (read, true)]);
@@ -175,16 +175,16 @@ fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end(
 fn a_lost_flock_lets_a_waiter_of_another_handle_go_on() {
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
-    assert_eq!(f.set(one, &flock(LockKind::Read)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &flock(LockKind::Read)), Ok(LockOutcome::Done));
     let upgrade = f.wait(other, &flock(LockKind::Write));
     // By another thread, while the first waits.
-    assert_eq!(f.set(other, &flock(LockKind::Read)), Ok(Locked::Done));
+    assert_eq!(f.set(other, &flock(LockKind::Read)), Ok(LockOutcome::Done));
     assert!(upgrade.try_recv().is_err());
     assert_eq!(f.set(one, &flock(LockKind::Write)), Err(Errno::AGAIN));
     assert_eq!(upgrade.try_recv(), Ok(Ok(())));
     assert_eq!(f.set(one, &flock(LockKind::Read)), Err(Errno::AGAIN));
     f.release(other);
-    assert_eq!(f.set(one, &flock(LockKind::Write)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &flock(LockKind::Write)), Ok(LockOutcome::Done));
     f.release(one);
     f.assert_nothing_left();
 }
@@ -197,11 +197,11 @@ fn a_handle_that_is_released_meanwhile_leaves_no_lock() {
         f.handles.remove(f.cx.session, INO, handle).unwrap();
         Ok(Arc::clone(&file.host))
     });
-    assert_eq!(locked, Ok(Locked::Done));
+    assert_eq!(locked, Ok(LockOutcome::Done));
     assert_eq!(f.host.asked(), [(LockKind::Write, false), (LockKind::Unlock, false)]);
     f.assert_nothing_left();
     let late = f.open(OFlags::RDWR, false);
-    assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
     f.release(late);
     assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Err(Errno::BADF));
     f.assert_nothing_left();
@@ -219,9 +219,9 @@ fn a_lock_needs_a_file_that_was_opened_for_it() {
     ] {
         let handle = f.open(flags, is_dir);
         for (kind, allowed) in [read, write, unlock].into_iter().zip(allowed) {
-            let outcome = if allowed { Ok(Locked::Done) } else { Err(Errno::BADF) };
+            let outcome = if allowed { Ok(LockOutcome::Done) } else { Err(Errno::BADF) };
             assert_eq!(f.set(handle, &posix(kind, 1)), outcome, "{flags:?} {kind:?}");
-            assert_eq!(f.set(handle, &flock(kind)), Ok(Locked::Done));
+            assert_eq!(f.set(handle, &flock(kind)), Ok(LockOutcome::Done));
         }
         let get = |request: &Lock| f.locks.get(&f.handles, &f.cx, (INO, handle), request);
         let outcome = if is_dir { Err(Errno::INVAL) } else { Ok(None) };
@@ -239,19 +239,19 @@ fn an_owner_without_locks_is_forgotten() {
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     let (write, unlock) = (LockKind::Write, LockKind::Unlock);
     for id in 1..100 {
-        assert_eq!(f.set(one, &posix(write, id)), Ok(Locked::Done));
+        assert_eq!(f.set(one, &posix(write, id)), Ok(LockOutcome::Done));
         // The one before is spared until another one unlocks something.
         assert_eq!(f.owners(), if id == 1 { 1 } else { 2 });
         // A part, and then the rest of it.
-        assert_eq!(f.set(one, &Lock { end: 4, ..posix(unlock, id) }), Ok(Locked::Done));
+        assert_eq!(f.set(one, &Lock { end: 4, ..posix(unlock, id) }), Ok(LockOutcome::Done));
         assert_eq!(f.owners(), 1);
-        assert_eq!(f.set(one, &Lock { start: 5, ..posix(unlock, id) }), Ok(Locked::Done));
+        assert_eq!(f.set(one, &Lock { start: 5, ..posix(unlock, id) }), Ok(LockOutcome::Done));
         assert_eq!(f.owners(), 1);
     }
     f.locks.drop_owner(INO, f.cx.session, 99);
     f.assert_nothing_left();
     // Refused: by another owner, by the host.
-    assert_eq!(f.set(one, &posix(write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(write, 1)), Ok(LockOutcome::Done));
     assert_eq!(f.set(one, &posix(write, 2)), Err(Errno::AGAIN));
     assert_eq!(f.owners(), 1);
     f.host.holds.store(true, Ordering::Relaxed);
@@ -261,14 +261,14 @@ fn an_owner_without_locks_is_forgotten() {
     // One that waits is kept, whatever else it asks for, until its wait has ended.
     let waiting = f.wait(other, &posix(write, 2));
     assert_eq!(f.set(one, &posix(write, 2)), Err(Errno::AGAIN));
-    assert_eq!(f.set(one, &posix(unlock, 2)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(unlock, 2)), Ok(LockOutcome::Done));
     f.locks.drop_owner(INO, f.cx.session, 2);
     assert_eq!(f.owners(), 2);
     f.release(other);
     assert_eq!(waiting.try_recv(), Ok(Err(Errno::INTR)));
     assert_eq!(f.owners(), 1);
     let waiting = f.wait(one, &posix(write, 2));
-    assert_eq!(f.set(one, &posix(unlock, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(one, &posix(unlock, 1)), Ok(LockOutcome::Done));
     assert_eq!((waiting.try_recv(), f.owners()), (Ok(Ok(())), 2), "who unlocked is spared");
     f.release(one);
     f.assert_nothing_left();
@@ -278,14 +278,14 @@ fn an_owner_without_locks_is_forgotten() {
 fn an_owner_that_gave_its_wait_up_is_forgotten_and_may_wait_again() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
-    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
     let give_up = |id| {
         let gone = Arc::new(AtomicBool::new(false));
         let waiter = Waiter::new(|_| panic!("nobody waits")).until(Arc::clone(&gone));
         let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
         let lock = posix(LockKind::Write, id);
         let parked = f.locks.set(&f.handles, &f.cx, (INO, handle), &lock, Some(waiter), own);
-        assert_eq!(parked, Ok(Locked::Waiting));
+        assert_eq!(parked, Ok(LockOutcome::Waiting));
         gone.store(true, Ordering::Release);
     };
     give_up(2);
@@ -294,7 +294,7 @@ fn an_owner_that_gave_its_wait_up_is_forgotten_and_may_wait_again() {
     // The old wait ends only when the new one begins: what both need stays.
     give_up(2);
     let waiting = f.wait(handle, &posix(LockKind::Write, 2));
-    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 1)), Ok(LockOutcome::Done));
     assert_eq!(waiting.try_recv(), Ok(Ok(())));
     assert_eq!(f.owners(), 2, "who unlocked is spared");
     f.release(handle);
@@ -316,21 +316,21 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
         f.locks.set(&f.handles, &f.cx, at, &request, None, own)
     };
     for index in 0..OWNERS.client_max {
-        assert_eq!(set(files[index % files.len()], index as u64, LockKind::Write), Ok(Locked::Done));
+        assert_eq!(set(files[index % files.len()], index as u64, LockKind::Write), Ok(LockOutcome::Done));
     }
     let one_more = OWNERS.client_max as u64;
     assert_eq!(set(files[0], one_more, LockKind::Write), Err(Errno::NOLCK));
     let stranger = Caller { session: SessionId::unique(), ..f.cx };
     let theirs = open(stranger.session, Ino(1));
     let request = Lock { start: one_more, end: one_more, ..posix(LockKind::Write, 1) };
-    assert_eq!(f.locks.set(&f.handles, &stranger, theirs, &request, None, own), Ok(Locked::Done));
+    assert_eq!(f.locks.set(&f.handles, &stranger, theirs, &request, None, own), Ok(LockOutcome::Done));
     // The first of them is spared until the second one unlocks, too.
     for id in [0, files.len() as u64] {
-        assert_eq!(set(files[0], id, LockKind::Unlock), Ok(Locked::Done));
+        assert_eq!(set(files[0], id, LockKind::Unlock), Ok(LockOutcome::Done));
     }
-    assert_eq!(set(files[1], one_more, LockKind::Write), Ok(Locked::Done));
+    assert_eq!(set(files[1], one_more, LockKind::Write), Ok(LockOutcome::Done));
     // Those that have locks may have more of them.
-    assert_eq!(set(files[1], 1, LockKind::Read), Ok(Locked::Done));
+    assert_eq!(set(files[1], 1, LockKind::Read), Ok(LockOutcome::Done));
     for (ino, handle) in files {
         let open = f.handles.remove(f.cx.session, ino, handle).unwrap();
         f.locks.drop_handle(ino, handle, &open);
@@ -348,15 +348,15 @@ fn a_session_has_no_more_ranges_than_it_may_in_all() {
     let one = |id, start| Lock { start, end: start, ..posix(LockKind::Read, id) };
     for id in 1..=owners {
         for number in 0..RANGES_MAX as u64 {
-            assert_eq!(f.set(file, &one(id, 2 * number)), Ok(Locked::Done), "{id} {number}");
+            assert_eq!(f.set(file, &one(id, 2 * number)), Ok(LockOutcome::Done), "{id} {number}");
         }
     }
     assert_eq!(f.set(file, &one(owners + 1, 0)), Err(Errno::NOLCK));
-    assert_eq!(f.set(file, &Lock { kind: LockKind::Unlock, ..one(1, 100) }), Ok(Locked::Done));
-    assert_eq!(f.set(file, &one(owners + 1, 0)), Ok(Locked::Done));
+    assert_eq!(f.set(file, &Lock { kind: LockKind::Unlock, ..one(1, 100) }), Ok(LockOutcome::Done));
+    assert_eq!(f.set(file, &one(owners + 1, 0)), Ok(LockOutcome::Done));
     assert_eq!(f.set(file, &one(owners + 1, 2)), Err(Errno::NOLCK));
     f.locks.drop_owner(INO, f.cx.session, 2);
-    assert_eq!(f.set(file, &one(owners + 1, 2)), Ok(Locked::Done));
+    assert_eq!(f.set(file, &one(owners + 1, 2)), Ok(LockOutcome::Done));
     f.release(file);
     f.assert_nothing_left();
 }
@@ -374,7 +374,7 @@ fn no_client_leaves_others_without_locks_by_however_many_sessions() {
     };
     let sessions: Vec<SessionId> = (0..5).map(|_| SessionId::unique()).collect();
     assert_eq!(most(sessions[0]), 50);
-    assert_eq!((most(sessions[0].another()), most(sessions[0].another())), (0, 0));
+    assert_eq!((most(sessions[0].same_client()), most(sessions[0].same_client())), (0, 0));
     assert_eq!(sessions[1..].iter().map(|session| most(*session)).collect::<Vec<_>>(), [25, 13, 6, 3]);
 }
 
@@ -382,7 +382,7 @@ fn no_client_leaves_others_without_locks_by_however_many_sessions() {
 fn an_owner_waits_with_a_bounded_number_of_requests() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
-    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
     let waiting: Vec<_> = (0..OWNER_WAITERS_MAX).map(|_| f.wait(handle, &posix(LockKind::Write, 2))).collect();
     let waiter = Some(Waiter::new(|_| panic!("it was refused")));
     let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
@@ -414,14 +414,14 @@ fn what_somebody_else_refuses_is_asked_for_once_for_all_that_want_it() {
 fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
-    assert_eq!(f.set(handle, &posix(LockKind::Write, 0)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &posix(LockKind::Write, 0)), Ok(LockOutcome::Done));
     let mut waiting: Vec<_> =
         (1..=WAITERS.client_max as u64).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
     let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
     let waiter = || Some(Waiter::new(|_| ()));
     for request in [posix(LockKind::Write, u64::MAX), flock(LockKind::Write)] {
         let other = f.open(OFlags::RDWR, false);
-        assert_eq!(f.set(other, &flock(LockKind::Write)), Ok(Locked::Done));
+        assert_eq!(f.set(other, &flock(LockKind::Write)), Ok(LockOutcome::Done));
         let refused = f.locks.set(&f.handles, &f.cx, (INO, handle), &request, waiter(), own);
         assert_eq!(refused, Err(Errno::NOLCK), "{request:?}");
         f.release(other);
@@ -431,9 +431,9 @@ fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
     let theirs = f.handles.insert(stranger.session, INO, file).unwrap();
     let request = posix(LockKind::Write, 1);
     let parked = f.locks.set(&f.handles, &stranger, (INO, theirs), &request, waiter(), own);
-    assert_eq!(parked, Ok(Locked::Waiting));
+    assert_eq!(parked, Ok(LockOutcome::Waiting));
     // Whoever comes first goes on, and makes room for one more.
-    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 0)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &posix(LockKind::Unlock, 0)), Ok(LockOutcome::Done));
     assert_eq!(waiting.remove(0).try_recv(), Ok(Ok(())));
     waiting.push(f.wait(handle, &posix(LockKind::Write, u64::MAX)));
     f.release(handle);
@@ -447,11 +447,11 @@ fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
 fn a_writer_whom_somebody_else_keeps_waiting_keeps_no_reader_waiting() {
     let f = Fixture::default();
     let handles = [(); 4].map(|()| f.open(OFlags::RDWR, false));
-    assert_eq!(f.set(handles[0], &flock(LockKind::Write)), Ok(Locked::Done));
+    assert_eq!(f.set(handles[0], &flock(LockKind::Write)), Ok(LockOutcome::Done));
     let writers = [1, 2].map(|number| f.wait(handles[number], &flock(LockKind::Write)));
     let reader = f.wait(handles[3], &flock(LockKind::Read));
     f.host.reads.store(true, Ordering::Relaxed);
-    assert_eq!(f.set(handles[0], &flock(LockKind::Unlock)), Ok(Locked::Done));
+    assert_eq!(f.set(handles[0], &flock(LockKind::Unlock)), Ok(LockOutcome::Done));
     assert_eq!(reader.try_recv(), Ok(Ok(())));
     assert!(f.locks.retry() && writers.iter().all(|writer| writer.try_recv().is_err()));
     f.host.reads.store(false, Ordering::Relaxed);
@@ -472,7 +472,7 @@ fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
     f.host.reads.store(true, Ordering::Relaxed);
     let first = f.wait(handles[0], &posix(LockKind::Write, 1));
     let upgrade = f.wait(handles[1], &posix(LockKind::Write, 2));
-    assert_eq!(f.set(handles[1], &posix(LockKind::Read, 2)), Ok(Locked::Done));
+    assert_eq!(f.set(handles[1], &posix(LockKind::Read, 2)), Ok(LockOutcome::Done));
     f.host.reads.store(false, Ordering::Relaxed);
     assert!(f.locks.retry());
     assert_eq!((first.try_recv().is_err(), upgrade.try_recv()), (true, Ok(Ok(()))));
@@ -485,7 +485,7 @@ fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
 /// Nodes that are looked at to unlock all that an owner has.
 fn steps_to_unlock(f: &Fixture, handle: Handle, id: u64) -> usize {
     let all = Lock { start: 0, end: END, ..posix(LockKind::Unlock, id) };
-    tree::steps::of(|| assert_eq!(f.set(handle, &all), Ok(Locked::Done)))
+    tree::steps::of(|| assert_eq!(f.set(handle, &all), Ok(LockOutcome::Done)))
 }
 
 /// Of thousands that wait below a lock, each for another one, too, none is looked at when that lock goes: whether it was there before them or not,
@@ -500,23 +500,23 @@ fn an_unlock_below_which_many_wait_for_others_looks_at_few() {
         let f = Fixture::default();
         let handle = f.open(OFlags::RDWR, false);
         let [all, other] = [10 * count, 10 * count + 1];
-        assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+        assert_eq!(f.set(handle, &over(all)), Ok(LockOutcome::Done));
         for id in 0..count {
-            assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(Locked::Done));
+            assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(LockOutcome::Done));
         }
         let waiting: Vec<_> = (0..count).map(|id| f.wait(handle, &record(LockKind::Write, id, count + id))).collect();
         let mut steps = vec![steps_to_unlock(&f, handle, all)];
         for _ in 0..10 {
-            assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+            assert_eq!(f.set(handle, &over(all)), Ok(LockOutcome::Done));
             steps.push(steps_to_unlock(&f, handle, all));
         }
         // Now only locks of all are in the way, first one, then the other.
-        assert_eq!(f.set(handle, &over(all)), Ok(Locked::Done));
+        assert_eq!(f.set(handle, &over(all)), Ok(LockOutcome::Done));
         for id in 0..count {
-            assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(Locked::Done));
+            assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(LockOutcome::Done));
         }
         for (next, last) in [(other, all), (all, other), (other, all)] {
-            assert_eq!(f.set(handle, &over(next)), Ok(Locked::Done));
+            assert_eq!(f.set(handle, &over(next)), Ok(LockOutcome::Done));
             steps.push(steps_to_unlock(&f, handle, last));
         }
         assert!(waiting.iter().all(|waiting| waiting.try_recv().is_err()), "one goes on too early");
@@ -538,17 +538,17 @@ fn requests_are_moved_to_other_locks_once() {
     let handle = f.open(OFlags::RDWR, false);
     let record = |kind, id: u64, owner| Lock { start: 10 * id, end: 10 * id + 9, ..posix(kind, owner) };
     let over = Lock { start: 0, end: END, ..posix(LockKind::Read, u64::MAX) };
-    assert_eq!(f.set(handle, &over), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over), Ok(LockOutcome::Done));
     let waiting: Vec<_> = (0..COUNT).map(|id| f.wait(handle, &record(LockKind::Write, id, COUNT + id))).collect();
     for id in 0..COUNT {
-        assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(Locked::Done));
+        assert_eq!(f.set(handle, &record(LockKind::Read, id, id)), Ok(LockOutcome::Done));
     }
     let first = steps_to_unlock(&f, handle, u64::MAX);
-    assert_eq!(f.set(handle, &over), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over), Ok(LockOutcome::Done));
     let second = steps_to_unlock(&f, handle, u64::MAX);
     assert!(first > usize::try_from(COUNT).unwrap() && second < 200, "{first} {second}");
     for id in 0..COUNT {
-        assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(Locked::Done));
+        assert_eq!(f.set(handle, &record(LockKind::Unlock, id, id)), Ok(LockOutcome::Done));
     }
     assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))));
     f.release(handle);
@@ -561,15 +561,15 @@ fn an_owner_below_its_own_lock_goes_on_when_the_other_one_goes() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     let over = |kind, id| Lock { start: 0, end: END, ..posix(kind, id) };
-    assert_eq!(f.set(handle, &over(LockKind::Read, 1)), Ok(Locked::Done));
-    assert_eq!(f.set(handle, &over(LockKind::Read, 2)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over(LockKind::Read, 1)), Ok(LockOutcome::Done));
+    assert_eq!(f.set(handle, &over(LockKind::Read, 2)), Ok(LockOutcome::Done));
     let others: Vec<_> = (10..30).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
     let own: Vec<_> = (0..3).map(|_| f.wait(handle, &posix(LockKind::Write, 1))).collect();
     let more: Vec<_> = (30..50).map(|id| f.wait(handle, &posix(LockKind::Write, id))).collect();
-    assert_eq!(f.set(handle, &over(LockKind::Unlock, 2)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over(LockKind::Unlock, 2)), Ok(LockOutcome::Done));
     assert!(own.iter().all(|own| own.try_recv() == Ok(Ok(()))));
     assert!(others.iter().chain(&more).all(|other| other.try_recv().is_err()));
-    assert_eq!(f.set(handle, &over(LockKind::Unlock, 1)), Ok(Locked::Done));
+    assert_eq!(f.set(handle, &over(LockKind::Unlock, 1)), Ok(LockOutcome::Done));
     assert_eq!(others[0].try_recv(), Ok(Ok(())));
     assert!(others[1..].iter().chain(&more).all(|other| other.try_recv().is_err()));
     f.release(handle);

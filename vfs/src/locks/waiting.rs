@@ -1,25 +1,25 @@
-//! The requests that wait for locks of one file, and which of them can go on when locks go.
+//! The requests that wait for locks on one file, and which of them can be granted when a lock is released.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::sync::Arc;
 
-use super::index::{Held, HeldKey, Index, Query};
+use super::index::{HeldKey, HeldLock, Index, Query};
 use super::tree::{Forest, Item, Link};
 use crate::{Handle, Lock, LockKind, LockOwner, Waiter};
 
 /// A request that waits.
 #[derive(Debug)]
-pub(super) struct Parked<T> {
+pub(super) struct ParkedRequest<T> {
     pub(super) open: Arc<T>,
     pub(super) handle: Handle,
     pub(super) lock: Lock,
     pub(super) waiter: Waiter,
 }
 
-impl<T> Parked<T> {
+impl<T> ParkedRequest<T> {
     /// The last lock of another owner that is in the way of a POSIX lock.
-    fn blocker(&self, index: &Index) -> Option<Held> {
+    fn blocker(&self, index: &Index) -> Option<HeldLock> {
         index.find_last(&Query::of(&self.lock))
     }
 }
@@ -33,7 +33,7 @@ impl Query {
 
 /// The place of a request for a POSIX lock.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct WaitRange {
     start: u64,
     end: u64,
     number: u64,
@@ -41,7 +41,7 @@ struct Place {
 
 /// What is known of several places.
 #[derive(Clone, Copy, Debug)]
-struct Places {
+struct WaitSummary {
     start_min: u64,
     start_max: u64,
     end_min: u64,
@@ -49,21 +49,21 @@ struct Places {
     number_min: u64,
 }
 
-impl Item for Place {
+impl Item for WaitRange {
     type Key = (u64, u64);
-    type Sum = Places;
+    type Sum = WaitSummary;
 
     fn key(&self) -> Self::Key {
         (self.start, self.number)
     }
 
-    fn sum(&self) -> Places {
+    fn sum(&self) -> WaitSummary {
         let Self { start, end, number } = *self;
-        Places { start_min: start, start_max: start, end_min: end, end_max: end, number_min: number }
+        WaitSummary { start_min: start, start_max: start, end_min: end, end_max: end, number_min: number }
     }
 
-    fn join(one: &Places, other: &Places) -> Places {
-        Places {
+    fn join(one: &WaitSummary, other: &WaitSummary) -> WaitSummary {
+        WaitSummary {
             start_min: one.start_min.min(other.start_min),
             start_max: one.start_max.max(other.start_max),
             end_min: one.end_min.min(other.end_min),
@@ -76,7 +76,7 @@ impl Item for Place {
 /// A request, and the node of its place; none for flock locks, and where no lock of the table is in its way.
 #[derive(Debug)]
 struct Entry<T> {
-    parked: Parked<T>,
+    parked: ParkedRequest<T>,
     place: Link,
 }
 
@@ -100,7 +100,7 @@ impl Roots {
 pub(super) struct Waiters<T> {
     all: BTreeMap<u64, Entry<T>>,
     /// Those for POSIX locks, by place, in a tree for each lock that they are noted with.
-    places: Forest<Place>,
+    places: Forest<WaitRange>,
     /// The trees that are noted with a lock; with none: what is to be looked at.
     noted: HashMap<Option<HeldKey>, Roots>,
     /// The same by their roots.
@@ -150,7 +150,7 @@ impl<T> Waiters<T> {
         self.all.is_empty()
     }
 
-    pub(super) fn get(&self, number: u64) -> Option<&Parked<T>> {
+    pub(super) fn get(&self, number: u64) -> Option<&ParkedRequest<T>> {
         self.all.get(&number).map(|entry| &entry.parked)
     }
 
@@ -171,7 +171,7 @@ impl<T> Waiters<T> {
 
     /// Parks a request that must wait for `held`, or, where that is none, for somebody whom this table does not know. For flock locks
     /// `held` is none, and `is_foreign` says which.
-    pub(super) fn insert(&mut self, number: u64, parked: Parked<T>, held: Option<Held>, is_foreign: bool) {
+    pub(super) fn insert(&mut self, number: u64, parked: ParkedRequest<T>, held: Option<HeldLock>, is_foreign: bool) {
         let Lock { kind, owner, flock, .. } = parked.lock;
         self.by_handle.entry(parked.handle).or_default().insert(number);
         if flock {
@@ -188,7 +188,7 @@ impl<T> Waiters<T> {
         }
     }
 
-    pub(super) fn remove(&mut self, number: u64) -> Option<Parked<T>> {
+    pub(super) fn remove(&mut self, number: u64) -> Option<ParkedRequest<T>> {
         let Entry { parked, place } = self.all.remove(&number)?;
         let Lock { kind, owner, flock, .. } = parked.lock;
         remove_from(&mut self.by_handle, &parked.handle, number);
@@ -219,12 +219,12 @@ impl<T> Waiters<T> {
     }
 
     /// Notes a request with a lock that is in its way.
-    pub(super) fn note(&mut self, number: u64, held: &Held) {
+    pub(super) fn note(&mut self, number: u64, held: &HeldLock) {
         self.foreign.remove(&number);
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Lock { kind, start, end, .. } = entry.parked.lock;
         if entry.place == Link::NONE {
-            entry.place = self.places.plant(Place { start, end, number });
+            entry.place = self.places.plant(WaitRange { start, end, number });
         }
         let place = entry.place;
         self.add_noted(Some(held.key()), kind == LockKind::Write, place);
@@ -349,12 +349,12 @@ impl Search {
                         None => return Some(number),
                     }
                 }
-                Candidate::Below { is_write, at } => self.look_below(waiters, index, is_write, at),
+                Candidate::Below { is_write, at } => self.push_candidates(waiters, index, is_write, at),
             }
         }
     }
 
-    fn look_below<T>(&mut self, waiters: &mut Waiters<T>, index: &Index, is_write: bool, at: Link) {
+    fn push_candidates<T>(&mut self, waiters: &mut Waiters<T>, index: &Index, is_write: bool, at: Link) {
         let Some(node) = waiters.places.node(at) else { return };
         let (sum, number) = (node.sum, node.item.number);
         let kind = if is_write { LockKind::Write } else { LockKind::Read };
@@ -378,7 +378,7 @@ impl Search {
             root = waiters.uproot(place);
             if let Some(entry) = waiters.all.get_mut(&number) {
                 let Lock { start, end, .. } = entry.parked.lock;
-                entry.place = waiters.places.plant(Place { start, end, number });
+                entry.place = waiters.places.plant(WaitRange { start, end, number });
             }
             self.0.push(Reverse((number, Candidate::One)));
         }

@@ -9,13 +9,13 @@ static WRITER: LazyLock<SessionId> = LazyLock::new(SessionId::unique);
 const SHORT: Duration = Duration::from_millis(50);
 
 /// What a window was asked, with what it is to drop.
-type Asked = (FileId, u64, Option<Done>);
+type ShortenCall = (FileId, u64, Option<Done>);
 
 /// Keeps what it was asked, and what it is to drop.
 #[derive(Clone, Default)]
-struct Notes(Arc<Mutex<Vec<Asked>>>, Arc<AtomicBool>, bool);
+struct FakeWindow(Arc<Mutex<Vec<ShortenCall>>>, Arc<AtomicBool>, bool);
 
-impl Window for Notes {
+impl Window for FakeWindow {
     fn shorten(&self, file: FileId, end: u64, done: Done) {
         self.0.lock().unwrap().push((file, end, self.2.then_some(done)));
     }
@@ -25,7 +25,7 @@ impl Window for Notes {
     }
 }
 
-impl Notes {
+impl FakeWindow {
     fn taken(&self) -> Vec<(FileId, u64)> {
         self.0.lock().unwrap().drain(..).map(|(file, end, _)| (file, end)).collect()
     }
@@ -33,7 +33,7 @@ impl Notes {
 
 #[test]
 fn windows_are_asked_for_what_lies_behind_the_end_and_is_of_others() {
-    let (windows, notes) = (Windows::default(), Notes::default());
+    let (windows, notes) = (Windows::default(), FakeWindow::default());
     drop(windows.shortening(*WRITER, || unreachable!("nobody has a window"), 0));
     let member = windows.join(notes.clone());
     let claims = [0x20_0000, 0x40_0000].map(|end| windows.claim(&member, *GUEST, FILE, 0..end));
@@ -64,7 +64,7 @@ fn what_windows_may_store_to_is_not_punched() {
     const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
     const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
     const FILL: FallocateFlags = FallocateFlags::KEEP_SIZE;
-    let (windows, notes) = (Windows::default(), Notes::default());
+    let (windows, notes) = (Windows::default(), FakeWindow::default());
     let punch = |windows: &Windows, lacks: FallocateFlags| {
         let done = Mutex::new(Vec::new());
         let change = |flags: FallocateFlags, part| {
@@ -109,7 +109,7 @@ fn what_windows_may_store_to_is_not_punched() {
 
 #[test]
 fn nobody_maps_what_is_about_to_go() {
-    let (windows, notes) = (Windows::default(), Notes::default());
+    let (windows, notes) = (Windows::default(), FakeWindow::default());
     let member = windows.join(notes.clone());
     let claim = || windows.claim(&member, *GUEST, FILE, 0..0x20_0000);
     let (long, short) = (windows.shortening(*WRITER, || Some(FILE), 9), windows.shortening(*WRITER, || Some(FILE), 5));
@@ -123,7 +123,7 @@ fn nobody_maps_what_is_about_to_go() {
 
 #[test]
 fn a_window_that_does_nothing_is_waited_for_once() {
-    let (windows, notes) = (Windows::default(), Notes(Arc::default(), Arc::default(), true));
+    let (windows, notes) = (Windows::default(), FakeWindow(Arc::default(), Arc::default(), true));
     let member = windows.join(notes.clone());
     let _claim = windows.claim(&member, *GUEST, FILE, 0..0x20_0000);
     let shorten = || {
@@ -135,6 +135,6 @@ fn a_window_that_does_nothing_is_waited_for_once() {
     assert!(shorten() && notes.1.load(Ordering::SeqCst));
     assert!(!shorten());
     assert_eq!(notes.taken().len(), 2, "it is asked once more, and then not");
-    assert!(member.is_back() && !member.is_back());
+    assert!(member.take_missed() && !member.take_missed());
     assert!(shorten(), "and is again from then on");
 }

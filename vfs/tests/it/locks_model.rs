@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use ferry_vfs::{
-    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, Result, SessionId, Waiter,
+    Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, Result, SessionId,
+    Waiter,
 };
 use proptest::prelude::*;
 
@@ -152,7 +153,7 @@ impl Table {
         ((Ino(request.file), self.open[&(request.file, request.owner)]), lock)
     }
 
-    fn set(&self, request: &Request, waiter: Option<Waiter>) -> Result<Locked> {
+    fn set(&self, request: &Request, waiter: Option<Waiter>) -> Result<LockOutcome> {
         let (at, lock) = self.request(request);
         self.locks.set(&self.handles, &self.cx, at, &lock, waiter, |_| Ok(()))
     }
@@ -181,13 +182,13 @@ proptest! {
                     let expected = match () {
                         () if model.blockers(&request).is_empty() => {
                             model.set(&request);
-                            Ok(Locked::Done)
+                            Ok(LockOutcome::Done)
                         }
                         () if !waits => Err(Errno::AGAIN),
                         () if model.is_deadlock(&request) => Err(Errno::DEADLK),
                         () => {
                             model.waits.insert(number, request);
-                            Ok(Locked::Waiting)
+                            Ok(LockOutcome::Waiting)
                         }
                     };
                     prop_assert_eq!(table.set(&request, waiter), expected, "{} {:?}", number, request);

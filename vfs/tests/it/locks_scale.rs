@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::{
-    Caller, Handle, Handles, Ino, Lock, LockKind, LockOwner, Locked, Locks, OFlags, Result, SessionId, Waiter,
+    Caller, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, Result, SessionId, Waiter,
 };
 
 const INO: Ino = Ino(7);
@@ -40,7 +40,7 @@ impl Table {
         Self { locks: Locks::default(), clients, handles, woken: Arc::default() }
     }
 
-    fn set(&self, kind: LockKind, id: u64, (start, end): (u64, u64), waits: bool) -> Result<Locked> {
+    fn set(&self, kind: LockKind, id: u64, (start, end): (u64, u64), waits: bool) -> Result<LockOutcome> {
         let (cx, handle) = &self.clients[usize::try_from(id).unwrap() % self.clients.len()];
         let owner = LockOwner { session: cx.session, id };
         let lock = Lock { kind, owner, start, end, pid: 1, flock: false };
@@ -54,7 +54,7 @@ impl Table {
     }
 
     fn unlock(&self, id: u64) {
-        assert_eq!(self.set(LockKind::Unlock, id, (0, u64::MAX), false), Ok(Locked::Done));
+        assert_eq!(self.set(LockKind::Unlock, id, (0, u64::MAX), false), Ok(LockOutcome::Done));
     }
 
     fn close(&self) {
@@ -98,10 +98,10 @@ fn a_hundred_thousand_locks_and_ten_thousand_waiters_take_little_time_and_memory
         let table = Table::new();
         each(name, 0..LOCKS, |id| {
             let place = if WAITING.contains(&id) { (ELSEWHERE + id, ELSEWHERE + id) } else { held(id) };
-            assert_eq!(table.set(LockKind::Read, id, place, false), Ok(Locked::Done));
+            assert_eq!(table.set(LockKind::Read, id, place, false), Ok(LockOutcome::Done));
         });
         each(name, WAITING, |id| {
-            assert_eq!(table.set(LockKind::Write, id, wanted(id), true), Ok(Locked::Waiting));
+            assert_eq!(table.set(LockKind::Write, id, wanted(id), true), Ok(LockOutcome::Waiting));
         });
         let used = resident_mib().saturating_sub(before);
         assert!(used < MEMORY_MIB, "{name}: {used} MiB");
@@ -122,11 +122,11 @@ fn a_hundred_thousand_locks_and_ten_thousand_waiters_take_little_time_and_memory
     let (all, over) = ((0, 10 * WAITERS), LOCKS);
     for id in 0..WAITERS {
         let record = (10 * id, 10 * id + 9);
-        assert_eq!(table.set(LockKind::Read, id, record, false), Ok(Locked::Done));
-        assert_eq!(table.set(LockKind::Write, WAITERS + id, record, true), Ok(Locked::Waiting));
+        assert_eq!(table.set(LockKind::Read, id, record, false), Ok(LockOutcome::Done));
+        assert_eq!(table.set(LockKind::Write, WAITERS + id, record, true), Ok(LockOutcome::Waiting));
     }
     each("one lock over records", 0..5, |_| {
-        assert_eq!(table.set(LockKind::Read, over, all, false), Ok(Locked::Done));
+        assert_eq!(table.set(LockKind::Read, over, all, false), Ok(LockOutcome::Done));
         table.unlock(over);
     });
     each("one lock over records", 0..WAITERS, |id| table.unlock(id));

@@ -1,7 +1,7 @@
 //! Requests from bytes.
 
 use ferry_vfs::{
-    Copy as CopyRange, DirRange, Errno, FallocateFlags, FileType, Handle, Ino, IoRange, LockKind, New, OFlags,
+    CopyRange, CreateArgs, DirRange, Errno, FallocateFlags, FileType, Handle, Ino, IoRange, LockKind, OFlags,
     RenameFlags, Seek, SetAttr, SetTime, Timespec, XattrFlags,
 };
 
@@ -378,8 +378,8 @@ impl<'a> Decoder<'a> {
 /// Permission bits, with suid, sgid and sticky.
 const PERMISSIONS: u32 = 0o7777;
 
-fn new(kind: FileType, mode: u32, umask: u32, rdev: u32) -> New {
-    New { mode: kind.as_raw_mode() | mode & PERMISSIONS, umask: umask & 0o777, rdev }
+fn new(kind: FileType, mode: u32, umask: u32, rdev: u32) -> CreateArgs {
+    CreateArgs { mode: kind.as_raw_mode() | mode & PERMISSIONS, umask: umask & 0o777, rdev }
 }
 
 fn handle_if(condition: bool, fh: u64) -> Option<Handle> {

@@ -1,6 +1,6 @@
 //! Requests to bytes, for the client: the native driver and the tests.
 
-use ferry_vfs::{Copy as CopyRange, Handle, IoRange, Seek, SetAttr, SetTime};
+use ferry_vfs::{CopyRange, Handle, IoRange, Seek, SetAttr, SetTime};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::abi::{self, InHeader, InitFlags};

@@ -1,7 +1,7 @@
 //! What requests ask for.
 
 use ferry_vfs::{
-    Copy as CopyRange, DirRange, FallocateFlags, Handle, Ino, IoRange, Lock, LockKind, LockOwner, Name, New, OFlags,
+    CopyRange, CreateArgs, DirRange, FallocateFlags, Handle, Ino, IoRange, Lock, LockKind, LockOwner, Name, OFlags,
     RenameFlags, Seek, SessionId, SetAttr, XattrFlags,
 };
 
@@ -71,14 +71,14 @@ pub enum Operation<'a> {
         /// The name.
         name: Name<'a>,
         /// Type (never directory or symbolic link), permissions and device number.
-        new: New,
+        new: CreateArgs,
     },
     /// Make a directory.
     Mkdir {
         /// The name.
         name: Name<'a>,
         /// Permissions, with the type of a directory.
-        new: New,
+        new: CreateArgs,
     },
     /// Remove a file's name.
     Unlink {
@@ -125,7 +125,7 @@ pub enum Operation<'a> {
         /// The name.
         name: Name<'a>,
         /// Permissions, with the type of a regular file.
-        new: New,
+        new: CreateArgs,
         /// Flags, `O_EXCL` and `O_TRUNC` among them.
         flags: OFlags,
         /// Clear suid and sgid, with `O_TRUNC`.
@@ -134,7 +134,7 @@ pub enum Operation<'a> {
     /// Make and open a file without a name, in the directory of the request.
     Tmpfile {
         /// Permissions, with the type of a regular file.
-        new: New,
+        new: CreateArgs,
         /// Flags.
         flags: OFlags,
     },

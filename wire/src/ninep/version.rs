@@ -17,7 +17,7 @@ pub enum Agreed {
     },
     /// No session: the client is to be told [`VERSION_UNKNOWN`], with its own message size.
     Unknown,
-    /// The message size is below [`MSIZE_MIN`]: `MSGSIZE`, as other servers answer.
+    /// The message size is below [`MSIZE_MIN`]: `MSGSIZE`` as other servers answer.
     TooSmall,
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use ferry_mem::pmem::{self, Options, fsck};
-use ferry_vfs::{Caller, FileSystem, FileType, Ino, Name, New};
+use ferry_vfs::{Caller, CreateArgs, FileSystem, FileType, Ino, Name};
 
 use super::{Case, Measure, resident_mib};
 
@@ -39,7 +39,7 @@ fn make(folder: &Path, files: u64) -> Result<(PathBuf, f64)> {
     File::create(&path)?.set_len(IMAGE_BYTES)?;
     let source = pmem::open(&path, &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() })?;
     let cx = Caller::default();
-    let new = |kind: FileType| New { mode: kind.as_raw_mode() | 0o755, umask: 0, rdev: 0 };
+    let new = |kind: FileType| CreateArgs { mode: kind.as_raw_mode() | 0o755, umask: 0, rdev: 0 };
     let begin = Instant::now();
     for dir in 0..files.div_ceil(FILES) {
         let name = dir.to_string();

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Change, Ino, Told};
+use ferry_vfs::{Change, DeliveryGuard, Ino};
 
 use super::notes::{Job, Notes};
 use super::prunes::Prunes;
@@ -38,18 +38,18 @@ struct Stuck {
 struct Desk {
     notes: Notes,
     /// To be dropped once the notes are told.
-    told: Vec<Told>,
+    told: Vec<DeliveryGuard>,
     /// What was noted before, and is being told, one job after the other.
     round: VecDeque<Job>,
     /// To be dropped once that is told.
-    round_told: Vec<Told>,
+    round_told: Vec<DeliveryGuard>,
     current: Option<Step>,
     number: u64,
     stuck: Vec<Stuck>,
     /// Notes of inodes that somebody is stuck at.
     deferred: Notes,
     /// To be dropped once nobody is stuck, or it is too late to wait for that.
-    late: Vec<(Instant, Told)>,
+    late: Vec<(Instant, DeliveryGuard)>,
     prunes: Prunes,
     closed: bool,
 }
@@ -97,7 +97,7 @@ impl Desk {
     }
 
     /// All of a round is told: answers what waited for that, or keeps it for those who are stuck.
-    fn end_round(&mut self) -> Vec<Told> {
+    fn end_round(&mut self) -> Vec<DeliveryGuard> {
         let told = std::mem::take(&mut self.round_told);
         match self.wait_for_stuck() {
             Some(until) => {
@@ -140,7 +140,7 @@ impl Shared {
         self.lock().is_behind()
     }
 
-    pub(super) fn when_told(&self, told: Told) {
+    pub(super) fn when_delivered(&self, told: DeliveryGuard) {
         let desk = self.lock();
         if desk.is_behind() {
             self.change(desk, |desk| desk.told.push(told));
@@ -238,7 +238,7 @@ impl Shared {
         desk.late = late;
         let some = !desk.late.is_empty();
         drop(desk);
-        let over: Vec<(Instant, Told)> = over;
+        let over: Vec<(Instant, DeliveryGuard)> = over;
         drop(over);
         some
     }
@@ -275,7 +275,7 @@ mod tests {
     impl Waiting {
         fn one(&self, shared: &Shared) {
             let done = Arc::clone(&self.0);
-            shared.when_told(Told::new(move || {
+            shared.when_delivered(DeliveryGuard::new(move || {
                 done.fetch_add(1, Ordering::Relaxed);
             }));
         }

@@ -16,8 +16,8 @@ use common::sources::Null;
 use common::{mount, paths, plain};
 use ferry_fuse::{Cache, Options, Path};
 use ferry_vfs::{
-    Attr, Backing, Caller, Data, Entry, Extent, Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Name, New,
-    OFlags, Output, Result, SetAttr,
+    Attr, Backing, Caller, CreateArgs, Data, Entry, Extent, Features, FileSystem, FileType, Handle, Ino, Input,
+    IoRange, Name, OFlags, Output, Result, SetAttr,
 };
 
 /// Notes calls of fsync.
@@ -237,7 +237,7 @@ fn an_image_of_pmem_is_durable_where_it_is() {
         let mounted = mount(Arc::clone(&disk) as _, plain(path));
         let image = pmem::open(&mounted.path("file"), &pmem::Options { commit, ..Default::default() }).unwrap();
         let (cx, name) = (Caller::default(), Name::new(b"safe").unwrap());
-        let new = New { mode: 0o644, ..New::default() };
+        let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
         let (entry, handle) = image.create(&cx, Ino::ROOT, name, &new, OFlags::RDWR).unwrap();
         let tmp = tempfile::tempdir().unwrap();
         let left = tmp.path().join("left");

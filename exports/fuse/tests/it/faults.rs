@@ -273,7 +273,7 @@ impl FileSystem for Copier {
     fn read(&self, caller: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         self.0.read(caller, at, out)
     }
-    fn copy_file_range(&self, _: &Caller<'_>, copy: &ferry_vfs::Copy) -> Result<u64> {
+    fn copy_file_range(&self, _: &Caller<'_>, copy: &ferry_vfs::CopyRange) -> Result<u64> {
         self.0.held.fetch_add(1, Ordering::SeqCst);
         block_until(|| self.0.let_go.load(Ordering::SeqCst));
         self.0.held.fetch_sub(1, Ordering::SeqCst);

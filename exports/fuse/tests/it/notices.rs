@@ -13,8 +13,8 @@ use common::sources::block_until;
 use common::{Mounted, mount, paths, plain, wait_until};
 use ferry_fuse::{Cache, Options, Path};
 use ferry_vfs::{
-    Attr, Caller, Change, Changes, Data, Entry, Errno, Features, FileSystem, FileType, Handle, Ino, Input, IoRange,
-    Lock, Locked, Name, New, OFlags, Result, SessionId, SetAttr, Waiter,
+    Attr, Caller, Change, Changes, CreateArgs, Data, Entry, Errno, Features, FileSystem, FileType, Handle, Ino, Input,
+    IoRange, Lock, LockOutcome, Name, OFlags, Result, SessionId, SetAttr, Waiter,
 };
 use rustix::fs::{FlockOperation, flock};
 
@@ -86,7 +86,7 @@ impl FileSystem for Rooms {
     fn setattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>, _: &SetAttr) -> Result<Attr> {
         Ok(Self::attr(ino))
     }
-    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn create(&self, _: &Caller<'_>, _: Ino, _: Name<'_>, _: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         self.block();
         Err(Errno::PERM)
     }
@@ -97,11 +97,11 @@ impl FileSystem for Rooms {
         self.block();
         Ok(Data::Bytes(at.len as usize))
     }
-    fn set_lock(&self, _: &Caller<'_>, _: Ino, _: Handle, _: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(&self, _: &Caller<'_>, _: Ino, _: Handle, _: &Lock, wait: Option<Waiter>) -> Result<LockOutcome> {
         if let Some(waiter) = wait {
             waiter.dismiss();
         }
-        Ok(Locked::Done)
+        Ok(LockOutcome::Done)
     }
 }
 

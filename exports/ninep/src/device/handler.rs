@@ -54,8 +54,9 @@ impl Handler {
         let readable = chain.readable_bytes();
         let (bytes, msize) = (usize::try_from(frame.bytes).unwrap_or(usize::MAX), arrival.msize as usize);
         if !(HEADER_BYTES..=readable).contains(&bytes) || bytes > msize {
-            let complaints = &self.share.complaints;
-            complaints.warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
+            let ratelimited_log = &self.share.ratelimited_log;
+            ratelimited_log
+                .warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
             return Err(Errno::MSGSIZE);
         }
         let copied = if frame.kind == kind::TWRITE { bytes.min(WRITE_HEAD_BYTES) } else { bytes };
@@ -106,7 +107,7 @@ impl Handler {
     fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &Flaw) -> Answer {
         // Every program of a guest can make it pass on names that are too long.
         if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
-            self.share.complaints.warn(format_args!("{flaw}"));
+            self.share.ratelimited_log.warn(format_args!("{flaw}"));
         }
         Answer::Done(self.error(chain, tag, flaw.errno))
     }
@@ -186,7 +187,7 @@ impl QueueHandler for Handler {
         let (readable, room) = (chain.readable_bytes(), chain.writable_bytes());
         let is_message = room >= ERROR_BYTES && chain.read_at(0, &mut head) == HEADER_BYTES;
         if !is_message {
-            self.share.complaints.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
+            self.share.ratelimited_log.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
         }
         self.guest.accept(token, is_message.then_some(head));
     }

@@ -179,7 +179,7 @@ impl Context<'_> {
 
     /// A source claims to have moved more bytes than it can have.
     fn lied(&self, what: &str, claimed: usize, most: usize) -> Errno {
-        self.share.complaints.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
+        self.share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
         Errno::IO
     }
 

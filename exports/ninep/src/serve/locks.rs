@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Errno, Lock, LockKind, LockOwner, Locked, Result, Waiter, checks};
+use ferry_vfs::{Errno, Lock, LockKind, LockOutcome, LockOwner, Result, Waiter, checks};
 use ferry_wire::ninep::{Fid, LockRequest, LockStatus, Reply};
 
 use super::Context;
@@ -35,13 +35,13 @@ impl Context<'_> {
             open.locked_by(lock.owner.id);
         }
         match outcome {
-            Ok(Locked::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
-            Ok(Locked::Waiting) if waits => {
+            Ok(LockOutcome::Done) => Ok(Some(Reply::Lock(LockStatus::Success))),
+            Ok(LockOutcome::Waiting) if waits => {
                 self.client.park(self.ticket, &gone);
                 Ok(None)
             }
             // It has nobody to wake.
-            Ok(Locked::Waiting) => Err(Errno::IO),
+            Ok(LockOutcome::Waiting) => Err(Errno::IO),
             Err(Errno::AGAIN | Errno::ACCESS) => Ok(Some(Reply::Lock(LockStatus::Blocked))),
             Err(Errno::NOSYS) => Err(Errno::NOLCK),
             Err(errno) => Err(errno),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferry_vfs::{Entry, FileType, Name, New, Result};
+use ferry_vfs::{CreateArgs, Entry, FileType, Name, Result};
 use ferry_wire::ninep::{Fid, Qid, Reply};
 
 use super::Context;
@@ -31,14 +31,14 @@ impl Context<'_> {
     pub(super) fn mknod(&self, dir: Fid, name: Name<'_>, (mode, rdev): (u32, u32), gid: u32) -> Result<Reply<'static>> {
         let dir = self.dir_to_add(dir)?;
         self.may_mknod(dir.user, (mode, rdev))?;
-        let new = New { mode, umask: 0, rdev };
+        let new = CreateArgs { mode, umask: 0, rdev };
         let entry = self.share.source.mknod(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
         self.made(entry).map(Reply::Mknod)
     }
 
     pub(super) fn mkdir(&self, dir: Fid, name: Name<'_>, mode: u32, gid: u32) -> Result<Reply<'static>> {
         let dir = self.dir_to_add(dir)?;
-        let new = New { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 };
+        let new = CreateArgs { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 };
         let entry = self.share.source.mkdir(&self.caller(dir.user, Some(gid)), dir.node.ino, name, &new)?;
         self.made(entry).map(Reply::Mkdir)
     }
@@ -63,7 +63,7 @@ impl Context<'_> {
             true => source.rmdir(&cx, dir.node.ino, name)?,
             false => source.unlink(&cx, dir.node.ino, name)?,
         }
-        self.session.removals.told((dir.node.ino, name), None);
+        self.session.removals.record_lookup((dir.node.ino, name), None);
         Ok(Reply::Unlinkat)
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use ferry_engine::requests;
 use ferry_vfs::{
-    Attr, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, New, OFlags, Result, SetAttr, checks,
+    Attr, CreateArgs, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, OFlags, Result, SetAttr,
+    checks,
 };
 use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
@@ -92,7 +93,7 @@ impl Context<'_> {
         }
         let user = dir.user;
         let mode = FileType::RegularFile.as_raw_mode() | mode;
-        let new = New { mode, umask: 0, rdev: 0 };
+        let new = CreateArgs { mode, umask: 0, rdev: 0 };
         let (node, attr, handle) = match self.create_or_open(&dir, name, flags, &new, gid) {
             // Made by somebody else in between.
             Err(Errno::EXIST) if opens_what_is_there(user, flags) => {
@@ -101,7 +102,7 @@ impl Context<'_> {
             Err(Errno::EXIST) if !flags.contains(OFlags::EXCL) => self.open_shown(&dir, name, flags)?,
             other => other?,
         };
-        self.session.removals.told((dir.node.ino, name), Some(node.ino));
+        self.session.removals.record_lookup((dir.node.ino, name), Some(node.ino));
         requests::found(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
@@ -118,7 +119,7 @@ impl Context<'_> {
         dir: &File,
         name: Name<'_>,
         flags: OFlags,
-        new: &New,
+        new: &CreateArgs,
         gid: u32,
     ) -> Result<(Arc<Node>, Attr, Handle)> {
         let (source, user) = (&self.share.source, dir.user);
@@ -202,7 +203,7 @@ impl Context<'_> {
         surplus.into_iter().for_each(|ino| self.share.source.forget(ino, 1));
         outcome?;
         if flawed {
-            self.share.complaints.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
+            self.share.ratelimited_log.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
             return Err(Errno::IO);
         }
         // Nothing would mean that there is no more.

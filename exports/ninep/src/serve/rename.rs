@@ -35,8 +35,8 @@ impl Context<'_> {
         }
         let (from, to) = ((dir.node.ino, name), (new_dir.node.ino, new_name));
         self.share.source.rename(&cx, from, to, RenameFlags::empty())?;
-        self.session.removals.told(from, None);
-        self.session.removals.told(to, None);
+        self.session.removals.record_lookup(from, None);
+        self.session.removals.record_lookup(to, None);
         Ok(())
     }
 
@@ -76,7 +76,7 @@ impl Context<'_> {
             FileType::Directory => source.rmdir(&cx, place.dir.ino, name)?,
             _ => source.unlink(&cx, place.dir.ino, name)?,
         }
-        self.session.removals.told((place.dir.ino, name), None);
+        self.session.removals.record_lookup((place.dir.ino, name), None);
         Ok(Reply::Remove)
     }
 }

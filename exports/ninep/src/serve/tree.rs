@@ -28,7 +28,7 @@ impl Context<'_> {
         let user = self.share.options.users.resolve(user).inspect_err(|errno| {
             let uid = user.uid.map_or("no number".into(), |uid| uid.to_string());
             let name = user.name.escape_ascii();
-            self.share.complaints.warn(format_args!("user \"{name}\" ({uid}) may not attach: {errno}"));
+            self.share.ratelimited_log.warn(format_args!("user \"{name}\" ({uid}) may not attach: {errno}"));
         })?;
         let mut attr = checks::attr(self.share.source.getattr(&self.caller(user, None), Ino::ROOT, None)?)?;
         let mut node = self.session.root(&attr);
@@ -52,7 +52,7 @@ impl Context<'_> {
         }
         self.may(user, dir, SEARCH)?;
         let (node, attr) = self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)?;
-        self.session.removals.told((dir.ino, name), Some(node.ino));
+        self.session.removals.record_lookup((dir.ino, name), Some(node.ino));
         requests::found(&self.share.options.name, (dir.ino, name.as_bytes()), node.ino);
         Ok((node, attr))
     }

@@ -22,7 +22,7 @@ impl Context<'_> {
         self.session.is_free(new_fid)?;
         let (source, cx) = (&self.share.source, self.caller(file.user, None));
         let value = if name.is_empty() {
-            source.listxattr(&cx, file.node.ino).map(|names| cx.xattrs_shown(names))
+            source.listxattr(&cx, file.node.ino).map(|names| cx.visible_xattrs(names))
         } else {
             self.may_xattr(&file, name, false)?;
             source.getxattr(&cx, file.node.ino, name)

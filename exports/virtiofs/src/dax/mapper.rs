@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use ferry_serve::{Answer, Complaints, Mapping};
+use ferry_serve::{Answer, Mapping, RatelimitedLog};
 use ferry_vfs::{
     Backing, Caller, Change, Claim, Done, Errno, FileId, FileSystem, Ino, Member, Piece, Result, SessionId, Windows,
 };
@@ -75,7 +75,7 @@ pub(super) struct Mapper {
     read_only: bool,
     /// The front end has refused what is open for reading only, and taken a copy of it.
     needs_writable: bool,
-    complaints: Complaints,
+    ratelimited_log: RatelimitedLog,
 }
 
 impl Mapper {
@@ -93,7 +93,7 @@ impl Mapper {
             notes,
             unfinished: None,
             needs_writable: false,
-            complaints: Complaints::default(),
+            ratelimited_log: RatelimitedLog::default(),
             window,
             source,
             name,
@@ -285,7 +285,7 @@ impl Mapper {
             // What is refused in any form says nothing of others.
             if mapped.is_ok() {
                 self.needs_writable = true;
-                self.complaints.warn(format_args!(
+                self.ratelimited_log.warn(format_args!(
                     "{}: the front end refuses files that are open for reading only; from now on it gets copies, which take memory",
                     self.name
                 ));
@@ -421,14 +421,14 @@ impl Mapper {
     }
 
     pub(super) fn tail_lost(&self, ino: Ino, error: Errno) {
-        self.complaints.warn(format_args!(
+        self.ratelimited_log.warn(format_args!(
             "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
             self.name, ino.0
         ));
     }
 
     pub(super) fn failed(&self, what: &str, part: Part, error: &WindowError) -> Errno {
-        self.complaints.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
+        self.ratelimited_log.warn(format_args!("{}: in the window, {part:x?} cannot be {what}: {error}", self.name));
         match error {
             WindowError::TooMany(_) => Errno::NOMEM,
             WindowError::Refused | WindowError::Lost | WindowError::File(_) => Errno::IO,

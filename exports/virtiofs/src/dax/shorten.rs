@@ -62,7 +62,7 @@ impl Window for Line {
 impl Mapper {
     /// Takes away what is mapped of a file behind `end`.
     pub(super) fn shorten(&mut self, file: FileId, end: u64) {
-        if self.member.is_back() {
+        if self.member.take_missed() {
             self.cut_short(None);
         }
         self.cut_short(Some((file, end)));

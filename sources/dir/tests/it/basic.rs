@@ -43,7 +43,7 @@ fn every_kind_of_inode_is_made_and_shown() {
     for options in both_modes() {
         let share = Share::new(options);
         let Share { dir, cx, .. } = &share;
-        let made = dir.mkdir(cx, Ino::ROOT, name("d"), &New { mode: 0o777, umask: 0o027, rdev: 0 }).unwrap();
+        let made = dir.mkdir(cx, Ino::ROOT, name("d"), &CreateArgs { mode: 0o777, umask: 0o027, rdev: 0 }).unwrap();
         assert_eq!((made.attr.kind(), made.attr.mode & 0o7777), (FileType::Directory, 0o750));
         let link = dir.symlink(cx, made.ino, name("s"), b"../d/target").unwrap();
         assert_eq!(link.attr.kind(), FileType::Symlink);
@@ -61,7 +61,7 @@ fn every_kind_of_inode_is_made_and_shown() {
         if is_root() {
             // Major 8, minor 0x12345.
             let rdev = 0x45 | (8 << 8) | (0x123 << 20);
-            let node = dir.mknod(cx, made.ino, name("b"), &New { mode: 0o060_600, umask: 0, rdev }).unwrap();
+            let node = dir.mknod(cx, made.ino, name("b"), &CreateArgs { mode: 0o060_600, umask: 0, rdev }).unwrap();
             assert_eq!((node.attr.kind(), node.attr.rdev), (FileType::BlockDevice, rdev));
             let host = fs::metadata(share.path("d/b")).unwrap().rdev();
             assert_eq!((rustix::fs::major(host), rustix::fs::minor(host)), (8, 0x12345));
@@ -373,10 +373,10 @@ fn ranges_are_allocated_sought_and_copied() {
     }
     assert_eq!(dir.fallocate(cx, at.0, at.1, u64::MAX, 1, FallocateFlags::empty()), Err(Errno::INVAL));
     let (to, to_handle) = share.create(Ino::ROOT, "g", OFlags::RDWR).unwrap();
-    let copy = Copy { from: (at.0, at.1, 10), to: (to.ino, to_handle, 5), len: 1000 };
+    let copy = CopyRange { from: (at.0, at.1, 10), to: (to.ino, to_handle, 5), len: 1000 };
     assert_eq!(dir.copy_file_range(cx, &copy), Ok(1000));
     assert_eq!(share.read((to.ino, to_handle), 0, 8).unwrap(), [0, 0, 0, 0, 0, 1, 1, 1]);
-    let overlap = Copy { from: (at.0, at.1, 0), to: (at.0, at.1, 5), len: 10 };
+    let overlap = CopyRange { from: (at.0, at.1, 0), to: (at.0, at.1, 5), len: 10 };
     assert_eq!(dir.copy_file_range(cx, &overlap), Err(Errno::INVAL));
     dir.syncfs(cx, Ino::ROOT).unwrap();
     assert!(dir.fsync(cx, at.0, at.1, true).unwrap().is_some());
@@ -431,7 +431,10 @@ fn a_read_only_share_changes_nothing() {
     assert_eq!(dir.removexattr(cx, ino, b"user.x").err(), rofs);
     assert_eq!(dir.fallocate(cx, ino, handle, 0, 1, FallocateFlags::empty()).err(), rofs);
     assert_eq!(dir.ioctl(cx, ino, handle, 0x4008_6602, &[0; 4], 0).err(), rofs);
-    assert_eq!(dir.copy_file_range(cx, &Copy { from: (ino, handle, 0), to: (ino, handle, 0), len: 1 }).err(), rofs);
+    assert_eq!(
+        dir.copy_file_range(cx, &CopyRange { from: (ino, handle, 0), to: (ino, handle, 0), len: 1 }).err(),
+        rofs
+    );
     assert_eq!(share.write((ino, handle), 0, b"y").err(), rofs);
     assert_eq!(fs::read_dir(share.tmp.path()).unwrap().count(), 1);
     assert_eq!(fs::read(share.path("f")).unwrap(), b"x");
@@ -500,7 +503,7 @@ fn access_control_lists() {
     let d = dir.mkdir(cx, Ino::ROOT, name("d"), &new(0o755)).unwrap();
     dir.setxattr(cx, d.ino, b"system.posix_acl_default", &acl, XattrFlags::empty(), false).unwrap();
     // The default ACL takes the umask's place.
-    let made = New { mode: 0o666, umask: 0o077, rdev: 0 };
+    let made = CreateArgs { mode: 0o666, umask: 0o077, rdev: 0 };
     let (entry, _) = dir.create(cx, d.ino, name("f"), &made, OFlags::RDWR).unwrap();
     assert_eq!(entry.attr.mode & 0o777, 0o660);
     let (entry, _) = dir.create(cx, Ino::ROOT, name("f"), &made, OFlags::RDWR).unwrap();

@@ -37,7 +37,7 @@ impl Table {
         Self { locks: Locks::default(), handles, cx, handle }
     }
 
-    fn set(&self, lock: &Lock, waiter: Option<Waiter>) -> Result<Locked> {
+    fn set(&self, lock: &Lock, waiter: Option<Waiter>) -> Result<LockOutcome> {
         self.locks.set(&self.handles, &self.cx, (INO, self.handle), lock, waiter, |_| Ok(()))
     }
 
@@ -167,7 +167,7 @@ fn alike(path: &std::path::Path, steps: impl Iterator<Item = Lock>) -> usize {
         let here = table.set(&request, Some(Waiter::new(move |outcome| sender.send(outcome).unwrap_or(()))));
         let owner = &owners[usize::try_from(id).unwrap()];
         owner.requests.send(request).unwrap();
-        if here == Ok(Locked::Waiting) {
+        if here == Ok(LockOutcome::Waiting) {
             assert_eq!(owner.outcomes.recv_timeout(MOMENT), Err(RecvTimeoutError::Timeout), "{request:?}");
             waiting.insert(id, granted);
         } else {

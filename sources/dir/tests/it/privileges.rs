@@ -42,7 +42,7 @@ fn what_is_made_belongs_to_the_caller() {
             dir.symlink(&cx, d, name(&name_of("s")), b"x").unwrap();
             dir.mknod(&cx, d, name(&name_of("p")), &new(0o010_640)).unwrap();
             // A device node: the client's kernel has asked for CAP_MKNOD.
-            dir.mknod(&cx, d, name(&name_of("c")), &New { mode: 0o020_640, umask: 0, rdev: 0x103 }).unwrap();
+            dir.mknod(&cx, d, name(&name_of("c")), &CreateArgs { mode: 0o020_640, umask: 0, rdev: 0x103 }).unwrap();
             for kind in ["f", "d", "s", "p", "c"] {
                 let (file_uid, file_gid, _) = owner(&share, &format!("d/{}", name_of(kind)));
                 assert_eq!((file_uid, file_gid), (uid, gid), "{kind}");
@@ -94,7 +94,7 @@ fn umasks_do_not_mix_between_threads() {
             scope.spawn(move || {
                 for index in 0..200 {
                     let file = format!("{umask:o}-{index}");
-                    let new = New { mode: 0o777, umask, rdev: 0 };
+                    let new = CreateArgs { mode: 0o777, umask, rdev: 0 };
                     let entry = share.dir.mkdir(&share.cx, Ino::ROOT, name(&file), &new).unwrap();
                     assert_eq!(entry.attr.mode & 0o777, 0o777 & !umask);
                 }
@@ -173,7 +173,7 @@ fn privileges_of_files_go_as_they_do_locally() {
         assert_eq!(mode("g"), 0o755);
         let ino = privileged_file(&share, "h");
         let handle = dir.open(&user, ino, OFlags::RDWR).unwrap();
-        let copy = Copy { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
+        let copy = CopyRange { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
         assert_eq!(dir.copy_file_range(&user, &copy), Ok(5));
         assert_eq!(mode("h"), 0o755);
     }
@@ -339,7 +339,7 @@ fn sgid_that_is_no_privilege_stays_for_members_of_the_group() {
             dir.fallocate(cx, ino, handle, 0, 200, FallocateFlags::empty()).unwrap();
         }),
         ("copy", |dir, cx, ino, handle| {
-            let copy = Copy { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
+            let copy = CopyRange { from: (ino, handle, 0), to: (ino, handle, 100), len: 5 };
             assert_eq!(dir.copy_file_range(cx, &copy), Ok(5));
         }),
         ("chown", |dir, cx, ino, handle| {

@@ -31,7 +31,7 @@ fn what_was_moved_behind_our_back_is_found_wherever_it_is() {
         fs::write(share.path("renamed"), "another").unwrap();
 
         let all = [linked, renamed, gone, stays, dir, below];
-        for within in [Bounds::Paths, Bounds::CheckedPaths] {
+        for within in [IdentityScope::Paths, IdentityScope::CheckedPaths] {
             let found = share.dir.search(&all, within);
             let other = Dir::open(share.tmp.path(), options.clone()).unwrap();
             for (ino, file) in [

@@ -172,7 +172,7 @@ fn counted() {
     let lock = |kind| {
         let owner = LockOwner { session: cx.session, id: 1 };
         let lock = Lock { kind, owner, start: 0, end: 9, pid: 1, flock: false };
-        assert_eq!(dir.set_lock(cx, g, handle, &lock, None), Ok(Locked::Done));
+        assert_eq!(dir.set_lock(cx, g, handle, &lock, None), Ok(LockOutcome::Done));
     };
     count("POSIX lock, first of an owner", || lock(LockKind::Write));
     count("POSIX lock", || lock(LockKind::Read));

@@ -422,7 +422,7 @@ impl Objects {
     /// # Errors
     /// One of them is damaged, or cannot be had.
     pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
-        self.packs[number].lasting()?;
+        self.packs[number].long_lived()?;
         self.prove_span(number, offset, bytes)
     }
 
@@ -432,7 +432,7 @@ impl Objects {
     /// One of them is damaged.
     pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
         let pack = &self.packs[number];
-        pack.lasting()?;
+        pack.long_lived()?;
         self.prove_read(number, offset, bytes)?;
         Ok(&pack.backing)
     }
@@ -470,7 +470,7 @@ impl Objects {
         let (Some(first), None) = (runs.next(), runs.next()) else { return Ok(None) };
         let run = first?;
         let pack = &self.packs[run.pack];
-        if pack.lasting().is_err() {
+        if pack.long_lived().is_err() {
             return Ok(None);
         }
         self.check_ends(data, bytes)?;
@@ -500,7 +500,7 @@ impl Objects {
         let place = |run: crate::format::image::Checked<Run>| {
             let run = run?;
             let pack = &self.packs[run.pack];
-            if pack.lasting().is_err() {
+            if pack.long_lived().is_err() {
                 let mut read = vec![0; usize::try_from(run.bytes).unwrap_or_default()];
                 return self.read_span(run.pack, run.at, &mut read).map(|()| Piece::Bytes(read));
             }

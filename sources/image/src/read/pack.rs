@@ -81,7 +81,7 @@ impl Pack {
     ///
     /// # Errors
     /// What is kept of it is bounded.
-    pub(crate) fn lasting(&self) -> Proof {
+    pub(crate) fn long_lived(&self) -> Proof {
         match &self.absent {
             Some(absent) if absent.common.limit.is_some() => Err(Bad::Passing { pack: self.index.pack }),
             _ => Ok(()),

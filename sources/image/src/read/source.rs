@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, ByNumber, Caller, Complaints, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features,
-    FileSystem, FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, Result, Seek, Statfs, openable,
+    Attr, Backing, ByNumber, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem,
+    FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, RatelimitedLog, Result, Seek, Statfs, openable,
 };
 
 use crate::format::digest::Digest;
@@ -20,7 +20,7 @@ use crate::read::objects::{Bad, Objects, read_exact};
 pub struct Source {
     image: Image,
     objects: Arc<Objects>,
-    complaints: Complaints,
+    complaints: RatelimitedLog,
 }
 
 impl Source {
@@ -44,7 +44,7 @@ impl Source {
     ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
         let objects = Objects::open_with(&image, store, missing)?;
-        let source = Self { image, objects: Arc::new(objects), complaints: Complaints::default() };
+        let source = Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() };
         source.begin();
         Ok(source)
     }
@@ -56,7 +56,7 @@ impl Source {
     /// Something of it is missing or damaged.
     pub fn at_rest(image: Image, store: &Path) -> error::Result<Self> {
         let objects = Objects::open(&image, store)?;
-        Ok(Self { image, objects: Arc::new(objects), complaints: Complaints::default() })
+        Ok(Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() })
     }
 
     /// The same for an image of composefs's, whose store is seen at another place from here.
@@ -65,7 +65,7 @@ impl Source {
     /// The store cannot be opened.
     pub fn at_rest_seen(image: Image, store: &Path, seen: &Path) -> error::Result<Self> {
         let objects = Objects::seen_at(&image, store, seen)?;
-        Ok(Self { image, objects: Arc::new(objects), complaints: Complaints::default() })
+        Ok(Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() })
     }
 
     /// Begins what is done beside the readers, once.
@@ -120,7 +120,7 @@ impl Source {
     }
 
     /// What readers can cause by an image that is damaged is logged here.
-    pub(crate) fn complaints(&self) -> &Complaints {
+    pub(crate) fn complaints(&self) -> &RatelimitedLog {
         &self.complaints
     }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use ferry_vfs::{
-    Backing, Caller, Change, Copy, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input, IoRange, Lockable,
-    Name, New, OFlags, Output, Result, Seek, Windows, openable,
+    Backing, Caller, Change, CopyRange, CreateArgs, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input,
+    IoRange, Lockable, Name, OFlags, Output, Result, Seek, Windows, openable,
 };
 
 use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now_after};
@@ -166,7 +166,7 @@ impl<S: Store> Tree<S> {
         &self,
         cx: &Caller<'_>,
         (dir, name): (Ino, Name<'_>),
-        new: &New,
+        new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
         let node = self.make_file(cx, (dir, name), new)?;
@@ -192,7 +192,13 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn tmpfile_(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    pub(crate) fn tmpfile_(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         let node = self.make_nameless(cx, dir, new, !flags.contains(OFlags::EXCL))?;
         self.open_made(cx, &node, flags)
     }
@@ -396,7 +402,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         let ((from_ino, from_handle, from_offset), (to_ino, to_handle, to_offset)) = (copy.from, copy.to);
         let from = self.handles.get(cx.session, from_ino, from_handle)?;
         if from.node.kind != FileType::RegularFile {

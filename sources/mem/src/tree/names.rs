@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_vfs::{Caller, Change, Entry, Errno, FileType, Ino, Name, New, Result};
+use ferry_vfs::{Caller, Change, CreateArgs, Entry, Errno, FileType, Ino, Name, Result};
 
 use super::acl::{self, Acl};
 use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now_after};
@@ -140,14 +140,20 @@ impl<S: Store> Tree<S> {
     }
 
     /// Makes a regular file, held for the caller.
-    pub(crate) fn make_file(&self, cx: &Caller<'_>, at: (Ino, Name<'_>), new: &New) -> Result<Arc<Node<S>>> {
+    pub(crate) fn make_file(&self, cx: &Caller<'_>, at: (Ino, Name<'_>), new: &CreateArgs) -> Result<Arc<Node<S>>> {
         let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
         let body = Body::File(FileBody::default());
         self.make_named(cx, at, Draft { mode, umask: new.umask, rdev: 0, body })
     }
 
     /// Makes a regular file without a name, held for the caller.
-    pub(crate) fn make_nameless(&self, cx: &Caller<'_>, dir: Ino, new: &New, linkable: bool) -> Result<Arc<Node<S>>> {
+    pub(crate) fn make_nameless(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        new: &CreateArgs,
+        linkable: bool,
+    ) -> Result<Arc<Node<S>>> {
         let _change = self.begin()?;
         let node = self.table.get(dir)?;
         let mut state = node.write();
@@ -159,7 +165,7 @@ impl<S: Store> Tree<S> {
         Ok(made)
     }
 
-    pub(crate) fn mknod_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &New) -> Result<Entry> {
+    pub(crate) fn mknod_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             FileType::Unknown if new.mode & S_IFMT == 0 => FileType::RegularFile,
             FileType::Unknown | FileType::Symlink => return Err(Errno::INVAL),
@@ -177,7 +183,7 @@ impl<S: Store> Tree<S> {
         self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &New) -> Result<Entry> {
+    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
         // As Linux does: suid and sgid mean nothing to mkdir.
         let mode = FileType::Directory.as_raw_mode() | (new.mode & 0o1777);
         let draft = Draft { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Attr, Backing, ByNumber, Caller, Changes, Copy, Data, DirOutput, DirRange, Entry, FallocateFlags, Features,
-    FileSystem, Handle, Ino, Input, IoRange, Lock, Locked, Name, New, OFlags, Output, RenameFlags, Result, Seek,
-    SetAttr, Statfs, Waiter, XattrFlags,
+    Attr, Backing, ByNumber, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, FallocateFlags,
+    Features, FileSystem, Handle, Ino, Input, IoRange, Lock, LockOutcome, Name, OFlags, Output, RenameFlags, Result,
+    Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 use super::Tree;
@@ -62,11 +62,11 @@ impl<S: Store> FileSystem for Tree<S> {
         self.readlink_(ino)
     }
 
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.mknod_(cx, (dir, name), new)
     }
 
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.mkdir_(cx, (dir, name), new)
     }
 
@@ -94,11 +94,18 @@ impl<S: Store> FileSystem for Tree<S> {
         self.open_(cx, ino, flags)
     }
 
-    fn create(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn create(
+        &self,
+        cx: &Caller<'_>,
+        dir: Ino,
+        name: Name<'_>,
+        new: &CreateArgs,
+        flags: OFlags,
+    ) -> Result<(Entry, Handle)> {
         self.create_(cx, (dir, name), new, flags)
     }
 
-    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &New, flags: OFlags) -> Result<(Entry, Handle)> {
+    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
         self.tmpfile_(cx, dir, new, flags)
     }
 
@@ -159,7 +166,7 @@ impl<S: Store> FileSystem for Tree<S> {
     }
 
     fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(ino).map(|names| cx.xattrs_shown(names))
+        self.listxattr_(ino).map(|names| cx.visible_xattrs(names))
     }
 
     fn setxattr(
@@ -186,7 +193,14 @@ impl<S: Store> FileSystem for Tree<S> {
         self.locks.get(&self.handles, cx, (ino, handle), lock)
     }
 
-    fn set_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock, wait: Option<Waiter>) -> Result<Locked> {
+    fn set_lock(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
+        wait: Option<Waiter>,
+    ) -> Result<LockOutcome> {
         self.locks.set(&self.handles, cx, (ino, handle), lock, wait, |_| Ok(()))
     }
 
@@ -206,7 +220,7 @@ impl<S: Store> FileSystem for Tree<S> {
         self.lseek_(cx, ino, handle, offset, seek)
     }
 
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &Copy) -> Result<u64> {
+    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.copy_file_range_(cx, copy)
     }
 }

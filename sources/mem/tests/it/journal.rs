@@ -183,7 +183,7 @@ impl Share<Tree<Recorder>> {
             }
             (1 | 2, _) => done(fs.mkdir(cx, dir, word, &new(mode))),
             (3, _) => done(fs.symlink(cx, dir, word, &[value | 1])),
-            (4, _) => done(fs.mknod(cx, dir, word, &New { mode: 0o20000 | mode, rdev: value.into(), umask: 0 })),
+            (4, _) => done(fs.mknod(cx, dir, word, &CreateArgs { mode: 0o20000 | mode, rdev: value.into(), umask: 0 })),
             (5, Ok(entry)) => done(fs.link(cx, entry.ino, to.0, to.1)),
             (6, _) => fs.unlink(cx, dir, word).unwrap_or_default(),
             (7, _) => fs.rmdir(cx, dir, word).unwrap_or_default(),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferry_mem::pmem::{OpenError, Options, PMem, Severity, fsck, open};
-use ferry_vfs::{Data, Errno, FallocateFlags, FileSystem, Ino, New, OFlags, Seek, SetAttr, Timespec};
+use ferry_vfs::{CreateArgs, Data, Errno, FallocateFlags, FileSystem, Ino, OFlags, Seek, SetAttr, Timespec};
 use pmem_common::{Random, at, close, cx, get, get_all, name, put, walk};
 
 const IMAGE_BYTES: u64 = 8 << 20;
@@ -61,7 +61,7 @@ fn everything_is_there_at_the_next_mount() {
     let (ino, handle) = put(&fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
     fs.setxattr(&cx(), ino, b"user.x", b"value", ferry_vfs::XattrFlags::empty(), false).unwrap();
     close(&fs, ino, handle);
-    fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o700, ..New::default() }).unwrap();
+    fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &CreateArgs { mode: 0o700, ..CreateArgs::default() }).unwrap();
     fs.symlink(&cx(), Ino::ROOT, name(b"link"), b"target").unwrap();
     let before = walk(&fs);
     assert_eq!(before.len(), 3);
@@ -179,7 +179,7 @@ fn a_full_image_says_so_and_has_room_again() {
 fn full_metadata_says_so_and_has_room_again() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
-    let new = New { mode: 0o755, ..New::default() };
+    let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
     let mut made = 0;
     while let Ok(entry) = fs.mkdir(&cx(), Ino::ROOT, name(format!("{made:0200}").as_bytes()), &new) {
         fs.forget(entry.ino, 1);
@@ -394,7 +394,7 @@ fn what_nobody_syncs_is_committed_now_and_then() {
     let make = |fs: &PMem| {
         let (ino, handle) = put(fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
         close(fs, ino, handle);
-        fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o700, ..New::default() }).unwrap();
+        fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &CreateArgs { mode: 0o700, ..CreateArgs::default() }).unwrap();
         walk(fs)
     };
     // Nobody is told to: so it is not the making itself that commits.
@@ -527,7 +527,7 @@ fn writers_on_different_cpus_write_to_different_parts() {
 fn no_time_is_before_one_of_an_earlier_change_or_a_clock_read_before_it() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
-    let new = New { mode: 0o644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     for round in 0..200 {
         let before = Timespec::now();
         let file = format!("file{round}");

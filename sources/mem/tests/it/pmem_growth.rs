@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ferry_mem::pmem::{Options, PMem, fsck, open};
-use ferry_vfs::{FileSystem, Ino, New};
+use ferry_vfs::{CreateArgs, FileSystem, Ino};
 use pmem_common::{close, cx, name, put};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -50,7 +50,8 @@ fn make(fs: &PMem, files: u64) {
     for index in 0..files {
         let dir = (index / FILES_OF_A_DIR).to_string();
         if index % FILES_OF_A_DIR == 0 {
-            fs.mkdir(&cx(), Ino::ROOT, name(dir.as_bytes()), &New { mode: 0o755, ..New::default() }).unwrap();
+            fs.mkdir(&cx(), Ino::ROOT, name(dir.as_bytes()), &CreateArgs { mode: 0o755, ..CreateArgs::default() })
+                .unwrap();
             fs.forget(fs.lookup(&cx(), Ino::ROOT, name(dir.as_bytes())).unwrap().ino, 2);
         }
         let parent = fs.lookup(&cx(), Ino::ROOT, name(dir.as_bytes())).unwrap().ino;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ferry_mem::pmem::format::{BLOCK_BYTES, Superblock};
 use ferry_mem::pmem::{Media, Medium, Options, fsck_medium, open_media};
-use ferry_vfs::{FileSystem, Ino, New};
+use ferry_vfs::{CreateArgs, FileSystem, Ino};
 use pmem_common::{Recording, close, cx, name, put, walk};
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ static IMAGE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let medium = Recording::new(vec![0; 1 << 20], 0, None);
     let image: Arc<dyn Medium> = Arc::clone(&medium) as _;
     let fs = open_media(&Media { image, tier2: None }, &options()).unwrap();
-    fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &New { mode: 0o755, ..New::default() }).unwrap();
+    fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &CreateArgs { mode: 0o755, ..CreateArgs::default() }).unwrap();
     for file in [b"a", b"b"] {
         let (ino, handle) = put(&fs, Ino::ROOT, file, 5000, &[1; 9000]).unwrap();
         close(&fs, ino, handle);

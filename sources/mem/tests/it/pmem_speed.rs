@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_mem::pmem::{Options, PMem, fsck, open};
-use ferry_vfs::{FileSystem, Ino, New};
+use ferry_vfs::{CreateArgs, FileSystem, Ino};
 use pmem_common::{Random, at, close, cx, name, put};
 
 const IMAGE_BYTES: u64 = 1 << 30;
@@ -120,7 +120,7 @@ fn mounting_100_000_files() {
                 &cx(),
                 Ino::ROOT,
                 name(format!("{}", index / 1000).as_bytes()),
-                &New { mode: 0o755, ..New::default() },
+                &CreateArgs { mode: 0o755, ..CreateArgs::default() },
             )
             .unwrap();
         }

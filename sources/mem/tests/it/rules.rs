@@ -80,7 +80,7 @@ fn what_is_made_takes_after_its_directory() {
     let member = Caller { groups: &[50], ..user() };
     let (file, _) = fs.create(&member, dir, name("g"), &new(0o2755), OFlags::RDWR).unwrap();
     assert_eq!(file.attr.mode & 0o7777, 0o2755);
-    let masked = New { mode: 0o666, umask: 0o027, rdev: 0 };
+    let masked = CreateArgs { mode: 0o666, umask: 0o027, rdev: 0 };
     assert_eq!(fs.mknod(&user(), Ino::ROOT, name("m"), &masked).unwrap().attr.mode, 0o100640);
 }
 
@@ -119,11 +119,11 @@ fn acls_and_modes_agree() {
     assert_eq!(set(file, ACCESS, &named[..20]), Err(Errno::INVAL));
     let dir = share.mkdir(Ino::ROOT, "d");
     set(dir, DEFAULT, &named).unwrap();
-    let made = fs.mknod(&user(), dir, name("f"), &New { mode: 0o640, umask: 0o777, rdev: 0 }).unwrap();
+    let made = fs.mknod(&user(), dir, name("f"), &CreateArgs { mode: 0o640, umask: 0o777, rdev: 0 }).unwrap();
     assert_eq!(made.attr.mode, 0o100640, "the umask does not matter, the mode does");
     let inherited = acl(&[(1, 6, !0), (2, 6, 1000), (4, 5, !0), (16, 4, !0), (32, 0, !0)]);
     assert_eq!(fs.getxattr(cx, made.ino, ACCESS).unwrap(), inherited);
-    let sub = fs.mkdir(&user(), dir, name("sub"), &New { mode: 0o777, umask: 0o22, rdev: 0 }).unwrap();
+    let sub = fs.mkdir(&user(), dir, name("sub"), &CreateArgs { mode: 0o777, umask: 0o22, rdev: 0 }).unwrap();
     assert_eq!(fs.getxattr(cx, sub.ino, DEFAULT).unwrap(), named);
     let link = fs.symlink(&user(), dir, name("link"), b"x").unwrap();
     assert_eq!(fs.listxattr(cx, link.ino).unwrap(), b"");
@@ -424,11 +424,11 @@ fn fallocate_does_what_it_can() {
         assert_eq!(fs.lseek(cx, open.0, open.1, 0, Seek::Hole), Ok(0));
         assert_eq!(fs.lseek(cx, open.0, open.1, 1 << 30, Seek::Data), Err(Errno::NXIO));
         let to = share.create(Ino::ROOT, "g", 0o644);
-        let copy = Copy { from: (open.0, open.1, 8192), to: (to.0, to.1, 10), len: 1 << 40 };
+        let copy = CopyRange { from: (open.0, open.1, 8192), to: (to.0, to.1, 10), len: 1 << 40 };
         assert_eq!(fs.copy_file_range(cx, &copy), Ok(20480 - 8192));
         assert_eq!(share.read(to, 10, 3).unwrap(), [7; 3]);
         let empty = share.create(Ino::ROOT, "h", 0o644);
-        assert_eq!(fs.copy_file_range(cx, &Copy { from: (empty.0, empty.1, 0), ..copy }), Ok(0));
+        assert_eq!(fs.copy_file_range(cx, &CopyRange { from: (empty.0, empty.1, 0), ..copy }), Ok(0));
     }
 }
 
@@ -449,31 +449,31 @@ fn locks_wait_are_granted_and_never_close_a_ring() {
         Some(Waiter::new(move |outcome| send.send((tag, outcome)).unwrap()))
     };
     let write = |owner| posix(LockKind::Write, owner, 0, 9);
-    assert_eq!(set(a, write(1), None), Ok(Locked::Done));
-    assert_eq!(set(b, write(2), None), Ok(Locked::Done));
+    assert_eq!(set(a, write(1), None), Ok(LockOutcome::Done));
+    assert_eq!(set(b, write(2), None), Ok(LockOutcome::Done));
     assert_eq!(set(a, write(2), None), Err(Errno::AGAIN));
     assert_eq!(fs.get_lock(cx, a.0, a.1, &write(2)).unwrap().unwrap().owner.id, 1);
-    assert_eq!(set(a, write(2), waiter(2)), Ok(Locked::Waiting));
+    assert_eq!(set(a, write(2), waiter(2)), Ok(LockOutcome::Waiting));
     assert_eq!(set(b, write(1), waiter(1)), Err(Errno::DEADLK));
     assert!(woken.try_recv().is_err());
-    assert_eq!(set(a, posix(LockKind::Unlock, 1, 0, 9), None), Ok(Locked::Done));
+    assert_eq!(set(a, posix(LockKind::Unlock, 1, 0, 9), None), Ok(LockOutcome::Done));
     assert_eq!(woken.recv_timeout(Duration::from_secs(5)), Ok((2, Ok(()))));
     // A close gives the owner's locks up; a client that gave up gets none.
     let gone = Arc::new(std::sync::atomic::AtomicBool::new(true));
-    assert_eq!(set(a, write(3), waiter(3).map(|waiter| waiter.until(gone))), Ok(Locked::Waiting));
-    assert_eq!(set(a, write(4), waiter(4)), Ok(Locked::Waiting));
+    assert_eq!(set(a, write(3), waiter(3).map(|waiter| waiter.until(gone))), Ok(LockOutcome::Waiting));
+    assert_eq!(set(a, write(4), waiter(4)), Ok(LockOutcome::Waiting));
     fs.flush(cx, a.0, a.1, 2).unwrap();
     assert_eq!(woken.recv_timeout(Duration::from_secs(5)), Ok((4, Ok(()))));
     // The end of a handle ends who waits through it.
     let other = (a.0, fs.open(cx, a.0, OFlags::RDWR).unwrap());
-    assert_eq!(set(other, write(5), waiter(5)), Ok(Locked::Waiting));
+    assert_eq!(set(other, write(5), waiter(5)), Ok(LockOutcome::Waiting));
     share.release(other);
     assert_eq!(woken.recv_timeout(Duration::from_secs(5)), Ok((5, Err(Errno::INTR))));
     let flock = |kind| Lock { flock: true, ..posix(kind, 9, 0, 0) };
     let other = (a.0, fs.open(cx, a.0, OFlags::RDONLY).unwrap());
-    assert_eq!(set(a, flock(LockKind::Read), None), Ok(Locked::Done));
-    assert_eq!(set(other, flock(LockKind::Read), None), Ok(Locked::Done));
-    assert_eq!(set(other, flock(LockKind::Write), waiter(6)), Ok(Locked::Waiting));
+    assert_eq!(set(a, flock(LockKind::Read), None), Ok(LockOutcome::Done));
+    assert_eq!(set(other, flock(LockKind::Read), None), Ok(LockOutcome::Done));
+    assert_eq!(set(other, flock(LockKind::Write), waiter(6)), Ok(LockOutcome::Waiting));
     share.release(a);
     assert_eq!(woken.recv_timeout(Duration::from_secs(5)), Ok((6, Ok(()))));
     assert_eq!(set(other, write(7), None), Err(Errno::BADF), "a write lock needs a handle that writes");

@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use ferry_mem::pmem::{Medium, PMem};
 use ferry_vfs::{
-    Caller, Data, DirItem, DirOutput, DirRange, Entry, FileSystem, FileType, Handle, Ino, IoRange, Name, New, OFlags,
+    Caller, CreateArgs, Data, DirItem, DirOutput, DirRange, Entry, FileSystem, FileType, Handle, Ino, IoRange, Name,
+    OFlags,
 };
 
 /// What happened to a medium.
@@ -111,7 +112,7 @@ pub fn at(ino: Ino, handle: Handle, offset: u64, len: usize) -> IoRange {
 
 /// Makes a file, or opens what is there, and writes it.
 pub fn put(fs: &PMem, dir: Ino, file: &[u8], offset: u64, mut bytes: &[u8]) -> ferry_vfs::Result<(Ino, Handle)> {
-    let new = New { mode: 0o644, ..New::default() };
+    let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };
     let (entry, handle) = match fs.create(&cx(), dir, name(file), &new, OFlags::RDWR | OFlags::EXCL) {
         Err(ferry_vfs::Errno::EXIST) => {
             let entry = fs.lookup(&cx(), dir, name(file))?;

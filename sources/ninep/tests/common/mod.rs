@@ -86,12 +86,12 @@ pub fn name(text: &str) -> Name<'_> {
     Name::new(text.as_bytes()).unwrap()
 }
 
-pub fn file(mode: u32) -> New {
-    New { mode: FileType::RegularFile.as_raw_mode() | mode, umask: 0, rdev: 0 }
+pub fn file(mode: u32) -> CreateArgs {
+    CreateArgs { mode: FileType::RegularFile.as_raw_mode() | mode, umask: 0, rdev: 0 }
 }
 
-pub fn dir(mode: u32) -> New {
-    New { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 }
+pub fn dir(mode: u32) -> CreateArgs {
+    CreateArgs { mode: FileType::Directory.as_raw_mode() | mode, umask: 0, rdev: 0 }
 }
 
 pub fn flags(text: &str) -> OFlags {

@@ -198,15 +198,15 @@ impl FileSystem for Groups {
         Ok(Entry::new(Ino(2), Attr::new(Ino(2), FileType::RegularFile, 0o666)))
     }
 
-    fn create(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &New, _: OFlags) -> Result<(Entry, Handle)> {
+    fn create(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &CreateArgs, _: OFlags) -> Result<(Entry, Handle)> {
         Ok((self.note("create", cx, new.mode)?, Handle(0)))
     }
 
-    fn mkdir(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &New) -> Result<Entry> {
+    fn mkdir(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.note("mkdir", cx, new.mode)
     }
 
-    fn mknod(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &New) -> Result<Entry> {
+    fn mknod(&self, cx: &Caller<'_>, _: Ino, _: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.note("mknod", cx, new.mode)
     }
 
@@ -223,7 +223,7 @@ fn what_is_made_in_a_directory_with_setgid_is_asked_for_with_its_group() {
     let client = served.connect(Options::default());
     let joe = Caller { uid: 1000, gid: 100, ..*CX };
     let at = |text| (Ino::ROOT, name(text));
-    let new = |mode| New { mode, umask: 0, rdev: 0 };
+    let new = |mode| CreateArgs { mode, umask: 0, rdev: 0 };
     let _ = client.mkdir(&joe, at("a").0, at("a").1, &new(0o040_750));
     let _ = client.mknod(&joe, at("b").0, at("b").1, &new(0o102_755));
     let _ = client.symlink(&joe, at("c").0, at("c").1, b"x");

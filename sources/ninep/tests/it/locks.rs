@@ -39,7 +39,7 @@ fn lock(kind: LockKind, owner: u64) -> Lock {
 }
 
 impl Opened {
-    fn set(&self, kind: LockKind, owner: u64) -> Result<Locked> {
+    fn set(&self, kind: LockKind, owner: u64) -> Result<LockOutcome> {
         self.client.set_lock(&CX, self.ino, self.handle, &lock(kind, owner), None)
     }
 
@@ -52,7 +52,7 @@ impl Opened {
         })
         .until(Arc::clone(&gone));
         let waits = self.client.set_lock(&CX, self.ino, self.handle, &lock(kind, owner), Some(waiter));
-        assert_eq!(waits, Ok(Locked::Waiting));
+        assert_eq!(waits, Ok(LockOutcome::Waiting));
         (outcome, gone)
     }
 }
@@ -61,26 +61,26 @@ impl Opened {
 fn owners_exclude_each_other_and_learn_of_it() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     assert_eq!(one.set(LockKind::Write, 2).unwrap_err(), Errno::AGAIN, "another owner of the same client");
     assert_eq!(two.set(LockKind::Read, 1).unwrap_err(), Errno::AGAIN, "another client");
     let found = two.client.get_lock(&CX, two.ino, two.handle, &lock(LockKind::Read, 1)).unwrap().unwrap();
     assert_eq!((found.kind, found.start, found.end), (LockKind::Write, 10, 19));
-    assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
     assert_eq!(two.client.get_lock(&CX, two.ino, two.handle, &lock(LockKind::Read, 1)), Ok(None));
-    assert_eq!(two.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(two.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     // Closing gives up the locks of who closes.
     two.client.flush(&CX, two.ino, two.handle, 1).unwrap();
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     one.client.release(&CX, one.ino, one.handle);
-    assert_eq!(two.set(LockKind::Write, 3), Ok(Locked::Done));
+    assert_eq!(two.set(LockKind::Write, 3), Ok(LockOutcome::Done));
 }
 
 #[test]
 fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     let (outcome, _) = two.wait(LockKind::Write, 1);
     let (other, gone) = two.wait(LockKind::Write, 2);
     assert!(outcome.recv_timeout(Duration::from_millis(100)).is_err());
@@ -89,10 +89,10 @@ fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
     assert_eq!(other.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
     // More requests than may be under way still work.
     assert!(two.client.getattr(&CX, two.ino, None).is_ok());
-    assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
     assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(one.set(LockKind::Write, 1).unwrap_err(), Errno::AGAIN);
-    assert_eq!(two.set(LockKind::Unlock, 1), Ok(Locked::Done));
+    assert_eq!(two.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
     // Nobody got the lock that was given up.
     let end = Instant::now() + PATIENCE;
     while one.set(LockKind::Write, 1).is_err() {
@@ -105,7 +105,7 @@ fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
 fn who_waits_is_let_go_when_his_file_is_closed() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     let (outcome, _) = two.wait(LockKind::Write, 1);
     two.client.release(&CX, two.ino, two.handle);
     assert_eq!(outcome.recv_timeout(PATIENCE).unwrap(), Err(Errno::INTR));
@@ -115,7 +115,7 @@ fn who_waits_is_let_go_when_his_file_is_closed() {
 fn waiting_goes_on_after_the_server_was_started_again() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     let (outcome, _) = two.wait(LockKind::Write, 1);
     served.stop();
     served.start();
@@ -150,9 +150,9 @@ fn taking_and_giving_up_locks_writes_and_makes_nothing_durable() {
     for round in 0..10 {
         let before = one.client.usage().messages;
         write(&one.client, ino, handle, 0, b"before the lock").unwrap();
-        assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+        assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
         write(&one.client, ino, handle, 0, b"under the lock").unwrap();
-        assert_eq!(one.set(LockKind::Unlock, 1), Ok(Locked::Done));
+        assert_eq!(one.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
         assert_eq!(writes.load(Ordering::SeqCst), 2 * (round + 1), "others see it");
         assert_eq!(one.client.usage().messages - before, 4, "two locks, two writes");
     }
@@ -167,9 +167,9 @@ fn what_was_written_under_a_lock_is_not_written_again_after_it() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     for (client, text) in [(&one, b"by the one"), (&two, b"by the two")] {
-        assert_eq!(client.set(LockKind::Write, 1), Ok(Locked::Done));
+        assert_eq!(client.set(LockKind::Write, 1), Ok(LockOutcome::Done));
         write(&client.client, client.ino, client.handle, 0, text).unwrap();
-        assert_eq!(client.set(LockKind::Unlock, 1), Ok(Locked::Done));
+        assert_eq!(client.set(LockKind::Unlock, 1), Ok(LockOutcome::Done));
     }
     two.client.fsync(&CX, two.ino, two.handle, false).unwrap();
     served.stop();
@@ -177,7 +177,7 @@ fn what_was_written_under_a_lock_is_not_written_again_after_it() {
     // Whoever did not make his durable is told that nobody knows. Both have the new connection then.
     assert_eq!(one.client.fsync(&CX, one.ino, one.handle, false).unwrap_err(), Errno::IO);
     assert!(two.client.fsync(&CX, two.ino, two.handle, false).is_ok());
-    assert_eq!(one.set(LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
     assert_eq!(read(&one.client, one.ino, one.handle, 0, 99).unwrap(), b"by the two");
     let three = opened(&served);
     assert_eq!(read(&three.client, three.ino, three.handle, 0, 99).unwrap(), b"by the two");
@@ -199,10 +199,10 @@ fn an_owner_has_a_bounded_number_of_locks_and_others_have_theirs() {
         client.set_lock(&CX, ino, handle, &lock, None)
     };
     for number in 0..RANGES_MAX {
-        assert_eq!(set(LockKind::Read, 1, number), Ok(Locked::Done), "{number}");
+        assert_eq!(set(LockKind::Read, 1, number), Ok(LockOutcome::Done), "{number}");
     }
     assert_eq!(set(LockKind::Read, 1, RANGES_MAX).unwrap_err(), Errno::NOLCK);
-    assert_eq!(set(LockKind::Read, 2, RANGES_MAX), Ok(Locked::Done));
-    assert_eq!(set(LockKind::Unlock, 1, 0), Ok(Locked::Done));
-    assert_eq!(set(LockKind::Read, 1, RANGES_MAX), Ok(Locked::Done));
+    assert_eq!(set(LockKind::Read, 2, RANGES_MAX), Ok(LockOutcome::Done));
+    assert_eq!(set(LockKind::Unlock, 1, 0), Ok(LockOutcome::Done));
+    assert_eq!(set(LockKind::Read, 1, RANGES_MAX), Ok(LockOutcome::Done));
 }

@@ -163,7 +163,7 @@ fn locks_are_taken_again() {
     let client = served.connect(patient(Cache::None));
     let (entry, handle) = file(&client);
     let take = |client: &Client, handle, kind, owner| client.set_lock(&CX, entry.ino, handle, &lock(kind, owner), None);
-    assert_eq!(take(&client, handle, LockKind::Write, 1), Ok(Locked::Done));
+    assert_eq!(take(&client, handle, LockKind::Write, 1), Ok(LockOutcome::Done));
     served.stop();
     served.start();
     client.getattr(&CX, Ino::ROOT, None).unwrap();
@@ -172,7 +172,7 @@ fn locks_are_taken_again() {
     assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None).unwrap_err(), Errno::AGAIN);
     // And once more, when somebody else was faster.
     served.stop();
-    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None), Ok(Locked::Done));
+    assert_eq!(served.source.set_lock(&CX, ino, own, &theirs, None), Ok(LockOutcome::Done));
     served.start();
     client.getattr(&CX, Ino::ROOT, None).unwrap();
     assert_eq!(read(&client, entry.ino, handle, 0, 9).unwrap_err(), Errno::IO);

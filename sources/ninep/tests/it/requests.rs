@@ -69,7 +69,7 @@ fn names_are_made_linked_renamed_and_removed() {
     assert_eq!((dir.attr.kind(), dir.attr.mode & 0o7777), (FileType::Directory, 0o750));
     let link = client.symlink(&CX, dir.ino, name("s"), b"over/there").unwrap();
     assert_eq!(client.readlink(&CX, link.ino).unwrap(), b"over/there");
-    let fifo = New { mode: FileType::Fifo.as_raw_mode() | 0o666, umask: 0o022, rdev: 0 };
+    let fifo = CreateArgs { mode: FileType::Fifo.as_raw_mode() | 0o666, umask: 0o022, rdev: 0 };
     let fifo = client.mknod(&CX, dir.ino, name("p"), &fifo).unwrap();
     assert_eq!((fifo.attr.kind(), fifo.attr.mode & 0o777), (FileType::Fifo, 0o644));
     let other = client.link(&CX, fifo.ino, Ino::ROOT, name("q")).unwrap();
@@ -256,11 +256,11 @@ fn where_a_file_ends_is_known_without_asking() {
     let served = Served::new();
     let client = served.connect(Options { cache: ferry_remote::Cache::Auto, ..plain() });
     let (made, handle) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), flags("rw")).unwrap();
-    assert_eq!(client.glance(&CX, made.ino, handle), None, "nothing is written behind");
+    assert_eq!(client.getattr_hint(&CX, made.ino, handle), None, "nothing is written behind");
     let before = client.usage().messages;
     for round in 0..50 {
         write(&client, made.ino, handle, round * 1000, &[7; 1000]).unwrap();
-        assert_eq!(client.glance(&CX, made.ino, handle).unwrap().size, (round + 1) * 1000);
+        assert_eq!(client.getattr_hint(&CX, made.ino, handle).unwrap().size, (round + 1) * 1000);
         assert_eq!(read(&client, made.ino, handle, round * 1000, 1000).unwrap(), [7; 1000]);
     }
     // On a slow machine some may have been written because they were old.
@@ -273,7 +273,7 @@ fn where_a_file_ends_is_known_without_asking() {
         attr.mtime,
         "it was written before"
     );
-    assert_eq!(client.glance(&CX, made.ino, handle), None);
+    assert_eq!(client.getattr_hint(&CX, made.ino, handle), None);
 }
 
 /// Linux asks for a file's capabilities before it writes, whenever it has been told attributes: that they are not there is

@@ -74,8 +74,8 @@ impl Seed {
         Timespec { sec: self.words[index] as i64, nsec: self.u32(index) % 1_000_000_000 }
     }
 
-    fn new_inode(&self, kind: FileType, rdev: u32) -> New {
-        New { mode: kind.as_raw_mode() | self.u32(1) & 0o7777, umask: self.u32(2) & 0o777, rdev }
+    fn new_inode(&self, kind: FileType, rdev: u32) -> CreateArgs {
+        CreateArgs { mode: kind.as_raw_mode() | self.u32(1) & 0o7777, umask: self.u32(2) & 0o777, rdev }
     }
 
     pub(super) fn extensions(&self) -> Extensions<'_> {
@@ -140,7 +140,7 @@ impl Seed {
         let rename = [RenameFlags::empty(), RenameFlags::NOREPLACE, RenameFlags::EXCHANGE, RenameFlags::WHITEOUT];
         let rename = rename[self.u32(2) as usize % 4];
         let release = Release { handle, flags, flush: self.bit(2), unlock_flock: self.bit(3), owner: words[4] };
-        let copy = Copy {
+        let copy = CopyRange {
             from: (Ino(words[1]), handle, self.positive(2)),
             to: (Ino(words[3]), Handle(words[4]), self.positive(5)),
             len: words[6],

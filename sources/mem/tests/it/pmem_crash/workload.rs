@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ferry_mem::pmem::{Options, PMem};
 use ferry_vfs::{
-    Errno, FallocateFlags, FileSystem, Handle, Ino, IoRange, New, OFlags, RenameFlags, SetAttr, XattrFlags,
+    CreateArgs, Errno, FallocateFlags, FileSystem, Handle, Ino, IoRange, OFlags, RenameFlags, SetAttr, XattrFlags,
 };
 
 use super::model::Model;
@@ -87,7 +87,7 @@ impl Workload {
         match self.random.below(24) {
             what @ 0..=14 => self.file_step(what),
             15 => {
-                let new = New { mode: 0o755, ..New::default() };
+                let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
                 if let Ok(entry) = self.fs.mkdir(&cx(), Ino::ROOT, name(b"dir"), &new) {
                     self.model.mkdir(b"/dir", entry.ino.0);
                 }

@@ -1,4 +1,4 @@
-//! Log lines that outside input can cause, a few at a time.
+//! Rate-limited log lines, for messages that outside input can cause.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,27 +9,27 @@ const WINDOW: Duration = Duration::from_secs(10);
 
 /// Limits log lines to ten in ten seconds. Each guest, mount and image has its own, so that none hides the lines of another.
 #[derive(Debug, Default)]
-pub struct Complaints(Mutex<Option<(Instant, u32)>>);
+pub struct RatelimitedLog(Mutex<Option<(Instant, u32)>>);
 
-impl Complaints {
+impl RatelimitedLog {
     /// The target of its lines, as log filters name it.
     pub const TARGET: &'static str = module_path!();
 
     /// Logs a warning, unless too many complaints came lately.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
-        if self.may_complain() {
+        if self.may_log() {
             tracing::warn!("{message}");
         }
     }
 
     /// Logs an error, unless too many complaints came lately.
     pub fn error(&self, message: std::fmt::Arguments<'_>) {
-        if self.may_complain() {
+        if self.may_log() {
             tracing::error!("{message}");
         }
     }
 
-    fn may_complain(&self) -> bool {
+    fn may_log(&self) -> bool {
         match self.admit() {
             None => false,
             Some(0) => true,
@@ -60,13 +60,13 @@ mod tests {
 
     #[test]
     fn ten_lines_in_ten_seconds_and_then_how_many_there_were() {
-        let complaints = Complaints::default();
-        let admitted: Vec<_> = (0..100).filter_map(|_| complaints.admit()).collect();
+        let ratelimited_log = RatelimitedLog::default();
+        let admitted: Vec<_> = (0..100).filter_map(|_| ratelimited_log.admit()).collect();
         assert_eq!(admitted, [0; 10]);
         // The window is over.
-        let state = complaints.0.lock().unwrap().take();
+        let state = ratelimited_log.0.lock().unwrap().take();
         let before = state.and_then(|(start, count)| Some((start.checked_sub(WINDOW)?, count)));
-        *complaints.0.lock().unwrap() = before;
-        assert_eq!((complaints.admit(), complaints.admit()), (Some(90), Some(0)));
+        *ratelimited_log.0.lock().unwrap() = before;
+        assert_eq!((ratelimited_log.admit(), ratelimited_log.admit()), (Some(90), Some(0)));
     }
 }
