@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ferry_vfs::{Attr, ByNumber, Features, Ino, OFlags};
-use ferry_wire::fuse::{InitFlags, Negotiated, OpenFlags, Timeouts, Wanted};
+use ferry_wire::fuse::{InitFlags, InitOptions, Negotiated, OpenFlags, Timeouts};
 
 use crate::ShareOptions;
 use crate::mount::Mount;
@@ -70,7 +70,7 @@ pub(crate) struct Policy {
     closes_alone: bool,
     /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
     pub(crate) close_to_open: bool,
-    wanted: Wanted,
+    wanted: InitOptions,
     /// Without these there is no mount.
     pub(crate) required: InitFlags,
 }
@@ -132,7 +132,7 @@ impl Policy {
         for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
             flags |= flag;
         }
-        let wanted = Wanted { flags, ..Wanted::default() };
+        let wanted = InitOptions { flags, ..InitOptions::default() };
         let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
         let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
@@ -187,7 +187,7 @@ impl Policy {
     }
 
     /// What every export of the share would like; each adds its own.
-    pub(crate) fn wanted(&self) -> Wanted {
+    pub(crate) fn wanted(&self) -> InitOptions {
         self.wanted
     }
 

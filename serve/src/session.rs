@@ -3,14 +3,14 @@
 use std::sync::{Arc, PoisonError, RwLock};
 
 use ferry_state::Kept;
-use ferry_wire::fuse::{InitRequest, Wanted};
+use ferry_wire::fuse::{InitOptions, InitRequest};
 
 use crate::mappings::Mappings;
 use crate::mount::Mount;
 use crate::passthrough::Backings;
 
 /// Changes what is wanted of a session, given what the client offers.
-type Adjust = dyn Fn(&InitRequest, &mut Wanted) + Send + Sync;
+type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
 
 /// What the servers of one client share: what was agreed on, once INIT came.
 #[derive(Default)]
@@ -33,7 +33,7 @@ impl Session {
     /// A session whose INIT asks for what the share's policy wants, changed by `adjust`: an export adds and removes
     /// flags there, and sets limits.
     #[must_use]
-    pub fn new(adjust: impl Fn(&InitRequest, &mut Wanted) + Send + Sync + 'static) -> Self {
+    pub fn new(adjust: impl Fn(&InitRequest, &mut InitOptions) + Send + Sync + 'static) -> Self {
         Self { adjust: Some(Box::new(adjust)), ..Self::default() }
     }
 

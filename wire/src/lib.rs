@@ -1,5 +1,5 @@
-//! The wire formats of the protocols that Ferry's exports speak: bytes to typed requests, typed replies to bytes,
-//! and the reverse of both for tests and drivers.
+//! Codecs of the protocols that Ferry's exports speak: they decode requests and encode replies, and the reverse for
+//! tests and drivers.
 //!
 //! Codecs do no I/O, hold no state, allocate nothing on the way in, and are total: whatever a client sends is either
 //! a request whose parts are valid by construction (a [`ferry_vfs::Name`] is a name, a range does not wrap around)
@@ -14,7 +14,7 @@
 //!
 //! // The session begins with INIT: the client offers, the server takes.
 //! let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
-//! let wanted = Wanted { flags: InitFlags::SUBMOUNTS | InitFlags::ASYNC_READ, ..Wanted::default() };
+//! let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::ASYNC_READ, ..InitOptions::default() };
 //! let InitOutcome::Ready(session, _init_out) = negotiate(&offer, &wanted)? else { unreachable!("same major") };
 //!
 //! // A request as the client makes it; a server finds the bytes in its queue.

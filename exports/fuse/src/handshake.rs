@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferry_serve::{Session, ShareOptions};
 use ferry_vfs::{ByNumber, Features};
-use ferry_wire::fuse::{InitFlags, InitRequest, Negotiated, Operation, Request, Wanted, decode};
+use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::CapabilitySet;
 
@@ -80,7 +80,7 @@ impl Wishes {
         *self.uring.lock().unwrap_or_else(PoisonError::into_inner) = Err(reason);
     }
 
-    fn adjust(&self, wanted: &mut Wanted) {
+    fn adjust(&self, wanted: &mut InitOptions) {
         if self.by_number == ByNumber::Host {
             wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT;
         }
@@ -98,7 +98,7 @@ impl Wishes {
     /// A session that asks for all this.
     pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> Session {
         let wishes = Arc::clone(self);
-        let session = Session::new(move |_: &InitRequest, wanted: &mut Wanted| wishes.adjust(wanted));
+        let session = Session::new(move |_: &InitRequest, wanted: &mut InitOptions| wishes.adjust(wanted));
         match self.passthrough {
             Ok(()) => session.with_backings(Arc::new(DeviceBackings::new(device, self.pass_writers))),
             Err(_) => session,

@@ -11,7 +11,7 @@ use ferry_vfs::{
     Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result, SessionId,
     XattrFlags, checks,
 };
-use ferry_wire::ninep::{Agreed, Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, agree};
+use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, VersionReply, agree};
 
 use crate::ahead::Reader;
 use crate::clients::{Charge, Full, Holder, Resource};
@@ -515,11 +515,11 @@ pub(crate) fn agree_on(
     version: &[u8],
 ) -> (Option<Arc<Session>>, Reply<'static>) {
     match agree(msize, version, share.options.msize_max) {
-        Agreed::Session { msize } => {
+        VersionReply::Session { msize } => {
             (Some(Arc::new(Session::new(share, holder, msize))), Reply::Version { msize, version: VERSION })
         }
-        Agreed::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
-        Agreed::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),
+        VersionReply::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
+        VersionReply::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
-use ferry_wire::fuse::{InitFlags, InitOutcome, InitRequest, LockRequest, Negotiated, Wanted, negotiate};
+use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
 
 use super::{Known, Mount, Open, Opening};
 use crate::kept::{Noted, Record, TakeUpError};
@@ -33,7 +33,7 @@ fn agree(
         max_readahead_bytes: init.max_readahead_bytes,
         flags,
     };
-    let mut wanted: Wanted = share.policy.wanted();
+    let mut wanted: InitOptions = share.policy.wanted();
     if let Some(adjust) = &session.adjust {
         adjust(&request, &mut wanted);
     }

@@ -1,4 +1,4 @@
-//! What a device tells about itself.
+//! The configuration space of a device.
 
 use std::ops::BitOr;
 

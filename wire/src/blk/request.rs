@@ -1,4 +1,4 @@
-//! What a driver asks for.
+//! Requests of a driver.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

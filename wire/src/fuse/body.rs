@@ -1,4 +1,4 @@
-//! Taking a request or reply apart.
+//! A cursor that decodes the fields of a request or reply.
 
 use ferry_vfs::{Errno, Name};
 use zerocopy::FromBytes;

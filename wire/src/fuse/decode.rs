@@ -1,4 +1,4 @@
-//! Requests from bytes.
+//! Decodes requests.
 
 use ferry_vfs::{
     CopyRange, CreateArgs, DirRange, Errno, FallocateFlags, FileType, Handle, Ino, IoRange, LockKind, OFlags,

@@ -133,7 +133,7 @@ pub struct DirEntry<'a> {
 /// A listing that is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed FUSE directory listing: {reason}")]
-pub struct DirFlaw {
+pub struct DirDecodeError {
     /// What was wrong.
     pub reason: &'static str,
 }
@@ -171,7 +171,7 @@ impl<'a> DirEntries<'a> {
 }
 
 impl<'a> Iterator for DirEntries<'a> {
-    type Item = Result<DirEntry<'a>, DirFlaw>;
+    type Item = Result<DirEntry<'a>, DirDecodeError>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.body.0.is_empty() {
@@ -181,6 +181,6 @@ impl<'a> Iterator for DirEntries<'a> {
         if entry.is_err() {
             self.body.0 = &[];
         }
-        Some(entry.map_err(|flaw| DirFlaw { reason: flaw.reason }))
+        Some(entry.map_err(|flaw| DirDecodeError { reason: flaw.reason }))
     }
 }

@@ -1,4 +1,4 @@
-//! Requests to bytes, for the client: the native driver and the tests.
+//! Encodes requests, for clients: the native driver and the tests.
 
 use ferry_vfs::{CopyRange, Handle, IoRange, Seek, SetAttr, SetTime};
 use zerocopy::{Immutable, IntoBytes};

@@ -1,4 +1,4 @@
-//! Lists within requests, and the extensions at their end.
+//! Lists in requests, and the extensions after them.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -1,4 +1,4 @@
-//! The start of a session.
+//! FUSE_INIT: the negotiation at the start of a session.
 
 use ferry_vfs::Errno;
 use zerocopy::{FromBytes, IntoBytes};
@@ -21,7 +21,7 @@ pub struct InitRequest {
 
 /// What the server would like of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct InitOptions {
     /// Flags to accept where the client offers them. [`InitFlags::INIT_EXT`] and [`InitFlags::MAX_PAGES`] are
     /// accepted in any case.
     pub flags: InitFlags,
@@ -44,7 +44,7 @@ pub struct Wanted {
     pub request_timeout_s: u16,
 }
 
-impl Default for Wanted {
+impl Default for InitOptions {
     /// No flags; requests of 1 MiB, which is Linux's default limit (`fs.fuse.max_pages_limit`).
     fn default() -> Self {
         Self {
@@ -149,7 +149,7 @@ const MAX_WRITE_BYTES_WITHOUT_MAX_PAGES: u32 = 32 * PAGE_BYTES;
 ///
 /// # Errors
 /// If the client is older than [`abi::MINOR_MIN`].
-pub fn negotiate(request: &InitRequest, wanted: &Wanted) -> Result<InitOutcome, InitError> {
+pub fn negotiate(request: &InitRequest, wanted: &InitOptions) -> Result<InitOutcome, InitError> {
     if request.major > abi::MAJOR {
         return Ok(InitOutcome::Retry(InitOut { major: abi::MAJOR, minor: abi::MINOR_MAX, ..InitOut::ZERO }));
     }

@@ -24,13 +24,13 @@ mod request;
 
 pub use abi::{InitFlags, Opcode, OpenFlags};
 pub use decode::decode;
-pub use dir::{DirEntries, DirEntry, DirFlaw, DirWriter};
+pub use dir::{DirDecodeError, DirEntries, DirEntry, DirWriter};
 pub use ext::{Extensions, Groups, Records, SecurityContexts};
-pub use init::{InitError, InitOutcome, InitRequest, Negotiated, Wanted, negotiate};
+pub use init::{InitError, InitOptions, InitOutcome, InitRequest, Negotiated, negotiate};
 pub use notify::Notification;
 pub use operation::{LockRequest, Operation, Release};
 pub use reply::{Opened, REPLY_HEAD_BYTES_MAX, Reply, ReplyKind, Timeouts, encode_error};
-pub use reply_decode::ReplyFlaw;
+pub use reply_decode::ReplyDecodeError;
 pub use request::{DecodeError, IN_HEADER_BYTES, Peek, REQUEST_HEAD_BYTES_MAX, Request, WRITE_HEAD_BYTES, peek};
 
 #[cfg(test)]

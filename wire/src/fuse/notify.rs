@@ -1,4 +1,4 @@
-//! Notifications: what a server tells its client without being asked (FUSE protocol 7.45, `fuse_notify_code`).
+//! Notifications from server to client (FUSE protocol 7.45, `fuse_notify_code`).
 
 use ferry_vfs::{Ino, Name};
 use zerocopy::IntoBytes;

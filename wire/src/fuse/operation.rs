@@ -1,4 +1,4 @@
-//! What requests ask for.
+//! The operations of FUSE requests.
 
 use ferry_vfs::{
     CopyRange, CreateArgs, DirRange, FallocateFlags, Handle, Ino, IoRange, Lock, LockKind, LockOwner, Name, OFlags,

@@ -12,7 +12,7 @@ use super::{Opened, Reply, ReplyKind, Timeouts};
 /// A reply that is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed FUSE reply: {reason}")]
-pub struct ReplyFlaw {
+pub struct ReplyDecodeError {
     /// What was wrong.
     pub reason: &'static str,
 }
@@ -25,8 +25,8 @@ impl<'a> Reply<'a> {
     ///
     /// # Errors
     /// If the bytes are no reply of this kind.
-    pub fn decode(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), ReplyFlaw> {
-        Self::parse(kind, bytes).map_err(|flaw| ReplyFlaw { reason: flaw.reason })
+    pub fn decode(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), ReplyDecodeError> {
+        Self::parse(kind, bytes).map_err(|flaw| ReplyDecodeError { reason: flaw.reason })
     }
 
     fn parse(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), Flaw> {

@@ -1,4 +1,4 @@
-//! What all requests have in common.
+//! The header of requests, and errors of decoding.
 
 use ferry_vfs::{Errno, Ino};
 use zerocopy::FromBytes;

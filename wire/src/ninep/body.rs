@@ -1,4 +1,4 @@
-//! Taking a message apart.
+//! A cursor that decodes the fields of a message.
 
 use ferry_vfs::{Errno, Name, Timespec};
 
@@ -7,7 +7,7 @@ use super::numbers::{Fid, Qid, QidKind, Tag};
 /// Why a message is not understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a 9P message of type {kind}: {reason}")]
-pub struct Flaw {
+pub struct DecodeError {
     /// Which request to answer; `None` if not even that is there.
     pub tag: Option<Tag>,
     /// The message's type; 0 if it is not there.
@@ -20,12 +20,12 @@ pub struct Flaw {
 
 /// What is wrong, before it is known with which message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Wrong {
+pub(super) struct FieldError {
     pub(super) errno: Errno,
     pub(super) reason: &'static str,
 }
 
-impl Wrong {
+impl FieldError {
     pub(super) const fn new(errno: Errno, reason: &'static str) -> Self {
         Self { errno, reason }
     }
@@ -35,9 +35,9 @@ impl Wrong {
     }
 }
 
-/// Answers what is wrong unless the condition holds.
-pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), Wrong> {
-    if condition { Ok(()) } else { Err(Wrong::invalid(reason)) }
+/// Returns what is wrong unless the condition holds.
+pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), FieldError> {
+    if condition { Ok(()) } else { Err(FieldError::invalid(reason)) }
 }
 
 /// The bytes of a message that are not taken yet.
@@ -45,80 +45,80 @@ pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), Wrong>
 pub(super) struct Body<'a>(pub(super) &'a [u8]);
 
 impl<'a> Body<'a> {
-    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Wrong> {
-        let (bytes, rest) = self.0.split_at_checked(count).ok_or(Wrong::invalid("shorter than its fields"))?;
+    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], FieldError> {
+        let (bytes, rest) = self.0.split_at_checked(count).ok_or(FieldError::invalid("shorter than its fields"))?;
         self.0 = rest;
         Ok(bytes)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Wrong> {
-        let (bytes, rest) = self.0.split_first_chunk().ok_or(Wrong::invalid("shorter than its fields"))?;
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], FieldError> {
+        let (bytes, rest) = self.0.split_first_chunk().ok_or(FieldError::invalid("shorter than its fields"))?;
         self.0 = rest;
         Ok(*bytes)
     }
 
-    pub(super) fn u8(&mut self) -> Result<u8, Wrong> {
+    pub(super) fn u8(&mut self) -> Result<u8, FieldError> {
         self.array().map(|[byte]| byte)
     }
 
-    pub(super) fn u16(&mut self) -> Result<u16, Wrong> {
+    pub(super) fn u16(&mut self) -> Result<u16, FieldError> {
         self.array().map(u16::from_le_bytes)
     }
 
-    pub(super) fn u32(&mut self) -> Result<u32, Wrong> {
+    pub(super) fn u32(&mut self) -> Result<u32, FieldError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    pub(super) fn u64(&mut self) -> Result<u64, Wrong> {
+    pub(super) fn u64(&mut self) -> Result<u64, FieldError> {
         self.array().map(u64::from_le_bytes)
     }
 
-    pub(super) fn fid(&mut self) -> Result<Fid, Wrong> {
+    pub(super) fn fid(&mut self) -> Result<Fid, FieldError> {
         self.u32().map(Fid)
     }
 
-    pub(super) fn qid(&mut self) -> Result<Qid, Wrong> {
+    pub(super) fn qid(&mut self) -> Result<Qid, FieldError> {
         Ok(Qid { kind: QidKind(self.u8()?), version: self.u32()?, path: self.u64()? })
     }
 
     /// A string of `0..=bytes_max` bytes without NUL.
-    pub(super) fn string(&mut self, bytes_max: usize) -> Result<&'a [u8], Wrong> {
+    pub(super) fn string(&mut self, bytes_max: usize) -> Result<&'a [u8], FieldError> {
         let count = usize::from(self.u16()?);
         let string = self.bytes(count)?;
         if count > bytes_max {
-            return Err(Wrong::new(Errno::NAMETOOLONG, "a string is too long"));
+            return Err(FieldError::new(Errno::NAMETOOLONG, "a string is too long"));
         }
         ensure(!string.contains(&0), "a string has a NUL in it")?;
         Ok(string)
     }
 
-    pub(super) fn name(&mut self) -> Result<Name<'a>, Wrong> {
+    pub(super) fn name(&mut self) -> Result<Name<'a>, FieldError> {
         let count = usize::from(self.u16()?);
         name(self.bytes(count)?)
     }
 
     /// Seconds and nanoseconds, 64 bits each.
-    pub(super) fn time(&mut self) -> Result<Timespec, Wrong> {
+    pub(super) fn time(&mut self) -> Result<Timespec, FieldError> {
         let (sec, nsec) = (self.u64()?.cast_signed(), self.u64()?);
         let nsec = u32::try_from(nsec).ok().filter(|nsec| *nsec < 1_000_000_000);
-        let nsec = nsec.ok_or(Wrong::invalid("nanoseconds of a whole second or more"))?;
+        let nsec = nsec.ok_or(FieldError::invalid("nanoseconds of a whole second or more"))?;
         Ok(Timespec { sec, nsec })
     }
 
     /// Data with its length in 32 bits.
-    pub(super) fn data(&mut self) -> Result<&'a [u8], Wrong> {
+    pub(super) fn data(&mut self) -> Result<&'a [u8], FieldError> {
         let count = self.u32()?;
         self.bytes(usize::try_from(count).unwrap_or(usize::MAX))
     }
 
     /// Makes sure that nothing is left.
-    pub(super) fn end(self) -> Result<(), Wrong> {
+    pub(super) fn end(self) -> Result<(), FieldError> {
         ensure(self.0.is_empty(), "bytes behind its fields")
     }
 }
 
-pub(super) fn name(bytes: &[u8]) -> Result<Name<'_>, Wrong> {
-    Name::new(bytes).map_err(|errno| Wrong::new(errno, "not the name of a directory entry"))
+pub(super) fn name(bytes: &[u8]) -> Result<Name<'_>, FieldError> {
+    Name::new(bytes).map_err(|errno| FieldError::new(errno, "not the name of a directory entry"))
 }
 
 /// The longest name of an extended attribute (Linux `XATTR_NAME_MAX`).

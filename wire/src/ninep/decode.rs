@@ -1,10 +1,10 @@
-//! T messages from bytes.
+//! Decodes T messages.
 
 use ferry_vfs::{Errno, FileType, LockKind, OFlags, SetAttr, SetTime, XattrFlags};
 
 use super::body::{
-    Body, CLIENT_BYTES_MAX, Flaw, PATH_BYTES_MAX, USER_BYTES_MAX, VERSION_BYTES_MAX, Wrong, XATTR_NAME_BYTES_MAX,
-    XATTR_VALUE_BYTES_MAX, ensure, name,
+    Body, CLIENT_BYTES_MAX, DecodeError, FieldError, PATH_BYTES_MAX, USER_BYTES_MAX, VERSION_BYTES_MAX,
+    XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name,
 };
 use super::numbers::{AT_REMOVEDIR, Frame, HEADER_BYTES, NO_UID, Tag, WALK_NAMES_MAX, kind, lock, set};
 use super::request::{LockRequest, Request, Steps, User, WriteHead};
@@ -38,10 +38,10 @@ impl<'a> Request<'a> {
     /// Decodes a message, which must be there as a whole.
     ///
     /// # Errors
-    /// [`Flaw`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`, and `OPNOTSUPP`
+    /// [`DecodeError`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`, and `OPNOTSUPP`
     /// for types that are not known, by which Linux's client learns to do without.
-    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), Flaw> {
-        let frame = Frame::peek(message).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
+        let frame = Frame::peek(message).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
         let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
         let whole = usize::try_from(frame.bytes) == Ok(message.len());
         ensure(whole, "its length is not that in its header")
@@ -51,8 +51,8 @@ impl<'a> Request<'a> {
     }
 }
 
-fn flaw(frame: Option<Frame>, wrong: Wrong) -> Flaw {
-    Flaw {
+fn flaw(frame: Option<Frame>, wrong: FieldError) -> DecodeError {
+    DecodeError {
         tag: frame.map(|frame| frame.tag),
         kind: frame.map_or(0, |frame| frame.kind),
         errno: wrong.errno,
@@ -64,9 +64,9 @@ impl WriteHead {
     /// Decodes the head of a Twrite, which must be as long as [`WRITE_HEAD_BYTES`](super::WRITE_HEAD_BYTES).
     ///
     /// # Errors
-    /// [`Flaw`], as for [`Request::decode`] of the whole message.
-    pub fn decode(head: &[u8]) -> Result<(Tag, Self), Flaw> {
-        let frame = Frame::peek(head).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+    /// [`DecodeError`], as for [`Request::decode`] of the whole message.
+    pub fn decode(head: &[u8]) -> Result<(Tag, Self), DecodeError> {
+        let frame = Frame::peek(head).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
         let decode = || {
             ensure(frame.kind == kind::TWRITE, "not a Twrite")?;
             let mut body = Body(head.get(HEADER_BYTES..).unwrap_or_default());
@@ -81,7 +81,7 @@ impl WriteHead {
     }
 }
 
-fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, Wrong> {
+fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldError> {
     let b = &mut body;
     let request = match message_kind {
         kind::TVERSION => Request::Version { msize: b.u32()?, version: b.string(VERSION_BYTES_MAX)? },
@@ -138,7 +138,7 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, Wrong> {
 }
 
 /// The requests about names in directories, and about extended attributes.
-fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, Wrong> {
+fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, FieldError> {
     Ok(match message_kind {
         kind::TLCREATE => {
             let (fid, name, flags, mode) = (b.fid()?, b.name()?, open_flags(b.u32()?)?, b.u32()?);
@@ -149,7 +149,7 @@ fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, Wrong>
         kind::TSYMLINK => {
             let (dir, name, target) = (b.fid()?, b.name()?, b.string(PATH_BYTES_MAX)?);
             if target.is_empty() {
-                return Err(Wrong::new(Errno::NOENT, "a symbolic link to nothing"));
+                return Err(FieldError::new(Errno::NOENT, "a symbolic link to nothing"));
             }
             Request::Symlink { dir, name, target, gid: b.u32()? }
         }
@@ -170,7 +170,7 @@ fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, Wrong>
                 "unknown flags of an extended attribute",
             )?;
             if bytes > XATTR_VALUE_BYTES_MAX {
-                return Err(Wrong::new(Errno::TOOBIG, "a value longer than Linux allows"));
+                return Err(FieldError::new(Errno::TOOBIG, "a value longer than Linux allows"));
             }
             Request::Xattrcreate { fid, name, bytes, flags }
         }
@@ -182,16 +182,16 @@ fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, Wrong>
             ensure(flags & !AT_REMOVEDIR == 0, "unknown flags of Tunlinkat")?;
             Request::Unlinkat { dir, name, is_dir: flags != 0 }
         }
-        _ => return Err(Wrong::new(Errno::OPNOTSUPP, "a type that is not known")),
+        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "a type that is not known")),
     })
 }
 
-fn user_and_tree<'a>(b: &mut Body<'a>) -> Result<(User<'a>, &'a [u8]), Wrong> {
+fn user_and_tree<'a>(b: &mut Body<'a>) -> Result<(User<'a>, &'a [u8]), FieldError> {
     let (name, tree, uid) = (b.string(USER_BYTES_MAX)?, b.string(PATH_BYTES_MAX)?, b.u32()?);
     Ok((User { name, uid: (uid != NO_UID).then_some(uid) }, tree))
 }
 
-fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, Wrong> {
+fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, FieldError> {
     let count = b.u16()?;
     ensure(usize::from(count) <= WALK_NAMES_MAX, "a walk of more than 16 names")?;
     let all = b.0;
@@ -206,12 +206,12 @@ fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, Wrong> {
 }
 
 /// Offsets of files are not negative, and nothing lies past the last one.
-fn check_range(offset: u64, len: u64) -> Result<(), Wrong> {
+fn check_range(offset: u64, len: u64) -> Result<(), FieldError> {
     let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
     ensure(end.is_some(), "a range past the greatest offset")
 }
 
-fn open_flags(raw: u32) -> Result<OFlags, Wrong> {
+fn open_flags(raw: u32) -> Result<OFlags, FieldError> {
     ensure(raw & OPEN_ACCMODE != OPEN_ACCMODE, "an access mode that is none")?;
     let known = OPEN_FLAGS.iter().fold(OPEN_IGNORED | OPEN_CREATE | OPEN_EXCL, |known, (bits, _)| known | bits);
     ensure(raw & !known == 0, "open flags that are not known")?;
@@ -231,35 +231,35 @@ pub(super) fn raw_open_flags(flags: OFlags) -> u32 {
     OPEN_FLAGS.iter().filter(|(_, flag)| flags.contains(*flag)).fold(excl, |raw, (bits, _)| raw | bits)
 }
 
-fn node_mode(mode: u32) -> Result<u32, Wrong> {
+fn node_mode(mode: u32) -> Result<u32, FieldError> {
     let plain = mode & !PERMISSIONS == 0;
     match FileType::from_raw_mode(mode) {
         _ if plain => Ok(mode | FileType::RegularFile.as_raw_mode()),
-        FileType::Directory | FileType::Symlink | FileType::Unknown => Err(Wrong::invalid("a Tmknod of no node")),
+        FileType::Directory | FileType::Symlink | FileType::Unknown => Err(FieldError::invalid("a Tmknod of no node")),
         kind if mode & !PERMISSIONS == kind.as_raw_mode() => Ok(mode),
-        _ => Err(Wrong::invalid("a mode that is none")),
+        _ => Err(FieldError::invalid("a mode that is none")),
     }
 }
 
-fn xattr_name<'a>(b: &mut Body<'a>) -> Result<&'a [u8], Wrong> {
+fn xattr_name<'a>(b: &mut Body<'a>) -> Result<&'a [u8], FieldError> {
     match b.string(XATTR_NAME_BYTES_MAX) {
-        Err(Wrong { errno: Errno::NAMETOOLONG, reason }) => Err(Wrong::new(Errno::RANGE, reason)),
+        Err(FieldError { errno: Errno::NAMETOOLONG, reason }) => Err(FieldError::new(Errno::RANGE, reason)),
         other => other,
     }
 }
 
-fn lock_kind(raw: u8) -> Result<LockKind, Wrong> {
+fn lock_kind(raw: u8) -> Result<LockKind, FieldError> {
     match raw {
         lock::READ => Ok(LockKind::Read),
         lock::WRITE => Ok(LockKind::Write),
         lock::UNLOCK => Ok(LockKind::Unlock),
-        _ => Err(Wrong::invalid("a kind of lock that is none")),
+        _ => Err(FieldError::invalid("a kind of lock that is none")),
     }
 }
 
-fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, Wrong> {
+fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, FieldError> {
     let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
-    let end = lock_end(start, len).ok_or(Wrong::invalid("a lock past the greatest offset"))?;
+    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the greatest offset"))?;
     Ok(LockRequest { kind: lock_kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? })
 }
 
@@ -270,7 +270,7 @@ pub(super) fn lock_end(start: u64, len: u64) -> Option<u64> {
     end.filter(|end| start <= *end && *end <= last)
 }
 
-fn setattr<'a>(b: &mut Body<'a>) -> Result<Request<'a>, Wrong> {
+fn setattr<'a>(b: &mut Body<'a>) -> Result<Request<'a>, FieldError> {
     let (fid, bits) = (b.fid()?, b.u32()?);
     ensure(bits & !set::ALL == 0, "unknown attributes")?;
     let has = |bit| bits & bit != 0;

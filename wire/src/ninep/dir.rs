@@ -59,7 +59,7 @@ impl<'a> DirWriter<'a> {
         self.end.saturating_sub(self.out.len()) >= dirent_bytes(name)
     }
 
-    /// Appends an entry, if it fits; answers whether it did. The version of its qid is 0, not known: nobody looked at
+    /// Appends an entry, if it fits; returns whether it did. The version of its qid is 0, not known: nobody looked at
     /// the file.
     pub fn push(&mut self, item: &DirItem<'_>) -> bool {
         let Ok(name_bytes) = u16::try_from(item.name.len()) else { return false };

@@ -1,4 +1,4 @@
-//! Messages to bytes.
+//! Encodes messages.
 
 use ferry_vfs::{LockKind, SetAttr, SetTime, Timespec};
 

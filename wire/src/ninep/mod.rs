@@ -23,7 +23,7 @@
 //! let mut answer = Vec::new();
 //! Reply::Readlink { target: b"over/there" }.encode(tag, &mut answer);
 //! assert_eq!(Reply::decode(&answer)?, (Tag(1), Reply::Readlink { target: b"over/there" }));
-//! # Ok::<(), Flaw>(())
+//! # Ok::<(), DecodeError>(())
 //! ```
 
 mod body;
@@ -36,7 +36,7 @@ mod reply_decode;
 mod request;
 mod version;
 
-pub use body::Flaw;
+pub use body::DecodeError;
 pub use dir::{DirEntries, DirEntry, DirWriter, dirent_bytes};
 pub use numbers::{
     Fid, Frame, HEADER_BYTES, MSIZE_MIN, NO_UID, Qid, QidKind, READ_HEAD_BYTES, Tag, WALK_NAMES_MAX, WRITE_HEAD_BYTES,
@@ -44,7 +44,7 @@ pub use numbers::{
 };
 pub use reply::{Getattr, LockStatus, Qids, Reply, encode_data_head};
 pub use request::{LockRequest, Request, Step, Steps, User, WriteHead, encode_transfer_head};
-pub use version::{Agreed, VERSION, VERSION_UNKNOWN, agree};
+pub use version::{VERSION, VERSION_UNKNOWN, VersionReply, agree};
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,8 @@
-//! R messages from bytes: what a client does, and tests.
+//! Decodes R messages, for clients and tests.
 
 use ferry_vfs::{Attr, Errno, LockKind, Statfs};
 
-use super::body::{Body, CLIENT_BYTES_MAX, Flaw, PATH_BYTES_MAX, VERSION_BYTES_MAX, Wrong, ensure};
+use super::body::{Body, CLIENT_BYTES_MAX, DecodeError, FieldError, PATH_BYTES_MAX, VERSION_BYTES_MAX, ensure};
 use super::decode::lock_end;
 use super::numbers::{Frame, HEADER_BYTES, Tag, WALK_NAMES_MAX, kind, lock, valid};
 use super::reply::{Getattr, LockStatus, Qids, Reply};
@@ -12,15 +12,15 @@ impl<'a> Reply<'a> {
     /// Decodes a message, which must be there as a whole.
     ///
     /// # Errors
-    /// [`Flaw`] for everything that is no reply.
-    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), Flaw> {
-        let flaw = |frame: Option<Frame>, wrong: Wrong| Flaw {
+    /// [`DecodeError`] for everything that is no reply.
+    pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
+        let flaw = |frame: Option<Frame>, wrong: FieldError| DecodeError {
             tag: frame.map(|frame| frame.tag),
             kind: frame.map_or(0, |frame| frame.kind),
             errno: wrong.errno,
             reason: wrong.reason,
         };
-        let frame = Frame::peek(message).ok_or(flaw(None, Wrong::invalid("shorter than a header")))?;
+        let frame = Frame::peek(message).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
         let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
         let whole = usize::try_from(frame.bytes) == Ok(message.len());
         ensure(whole, "its length is not that in its header")
@@ -30,7 +30,7 @@ impl<'a> Reply<'a> {
     }
 }
 
-fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, Wrong> {
+fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, FieldError> {
     let b = &mut body;
     let request_kind = if message_kind % 2 == 1 { message_kind - 1 } else { 0 };
     let reply = match request_kind {
@@ -70,14 +70,14 @@ fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, Wrong> {
             1 => LockStatus::Blocked,
             2 => LockStatus::Error,
             3 => LockStatus::Grace,
-            _ => return Err(Wrong::invalid("an outcome of a lock that is none")),
+            _ => return Err(FieldError::invalid("an outcome of a lock that is none")),
         }),
         kind::TGETLOCK => getlock(b)?,
         kind::TLINK => Reply::Link,
         kind::TMKDIR => Reply::Mkdir(b.qid()?),
         kind::TRENAMEAT => Reply::Renameat,
         kind::TUNLINKAT => Reply::Unlinkat,
-        _ => return Err(Wrong::new(Errno::OPNOTSUPP, "a type that is not known")),
+        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "a type that is not known")),
     };
     body.end()?;
     Ok(reply)
@@ -91,11 +91,11 @@ fn errno(raw: u32) -> Errno {
     }
 }
 
-fn narrow(wide: u64) -> Result<u32, Wrong> {
-    u32::try_from(wide).map_err(|_| Wrong::invalid("a number that no file system has"))
+fn narrow(wide: u64) -> Result<u32, FieldError> {
+    u32::try_from(wide).map_err(|_| FieldError::invalid("a number that no file system has"))
 }
 
-fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, Wrong> {
+fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
     let (_type, block) = (b.u32()?, b.u32()?);
     let (blocks, bfree, bavail, files, ffree) = (b.u64()?, b.u64()?, b.u64()?, b.u64()?, b.u64()?);
     let (id, namelen) = (b.u64()?, b.u32()?);
@@ -103,7 +103,7 @@ fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, Wrong> {
     Ok(Reply::Statfs { totals, id })
 }
 
-fn getattr(b: &mut Body<'_>) -> Result<Getattr, Wrong> {
+fn getattr(b: &mut Body<'_>) -> Result<Getattr, FieldError> {
     let (bits, qid) = (b.u64()?, b.qid()?);
     let (mode, uid, gid) = (b.u32()?, b.u32()?, b.u32()?);
     let (nlink, rdev, size, blksize, blocks) =
@@ -129,14 +129,14 @@ fn getattr(b: &mut Body<'_>) -> Result<Getattr, Wrong> {
     Ok(Getattr { qid, attr, generation })
 }
 
-fn getlock<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, Wrong> {
+fn getlock<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
     let kind = match b.u8()? {
         lock::READ => LockKind::Read,
         lock::WRITE => LockKind::Write,
         lock::UNLOCK => LockKind::Unlock,
-        _ => return Err(Wrong::invalid("a kind of lock that is none")),
+        _ => return Err(FieldError::invalid("a kind of lock that is none")),
     };
     let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
-    let end = lock_end(start, len).ok_or(Wrong::invalid("a lock past the greatest offset"))?;
+    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the greatest offset"))?;
     Ok(Reply::Getlock(LockRequest { kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? }))
 }

@@ -1,4 +1,4 @@
-//! What server and client agree on (version(5)).
+//! Version negotiation (version(5)).
 
 use super::numbers::MSIZE_MIN;
 
@@ -9,7 +9,7 @@ pub const VERSION_UNKNOWN: &[u8] = b"unknown";
 
 /// The answer to Tversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Agreed {
+pub enum VersionReply {
     /// A session begins, with messages of at most so many bytes.
     Session {
         /// The message size of the session.
@@ -26,11 +26,11 @@ pub enum Agreed {
 /// A version may have a suffix behind a further period, which a server that does not know it strips (version(5));
 /// so `9P2000.L.Google.12` becomes `9P2000.L`. `9P2000` and `9P2000.u` are earlier protocols with other messages, and
 /// version(5) lets a server go down only to what it speaks: nothing here does, so they are unknown.
-pub fn agree(msize: u32, version: &[u8], msize_max: u32) -> Agreed {
+pub fn agree(msize: u32, version: &[u8], msize_max: u32) -> VersionReply {
     let suffix = version.strip_prefix(VERSION);
     match suffix {
-        Some([] | [b'.', ..]) if msize < MSIZE_MIN => Agreed::TooSmall,
-        Some([] | [b'.', ..]) => Agreed::Session { msize: msize.min(msize_max.max(MSIZE_MIN)) },
-        _ => Agreed::Unknown,
+        Some([] | [b'.', ..]) if msize < MSIZE_MIN => VersionReply::TooSmall,
+        Some([] | [b'.', ..]) => VersionReply::Session { msize: msize.min(msize_max.max(MSIZE_MIN)) },
+        _ => VersionReply::Unknown,
     }
 }

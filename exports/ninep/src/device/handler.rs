@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ferry_vfs::{Errno, Result};
 use ferry_vhost::{Answer, Chain, Io, Placement, QueueHandler};
 use ferry_wire::ninep::{
-    Flaw, Frame, HEADER_BYTES, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
+    DecodeError, Frame, HEADER_BYTES, Reply as Answered, Request as Asked, Tag, WRITE_HEAD_BYTES, WriteHead, kind,
 };
 
 use super::chain::{Reply, Request};
@@ -104,7 +104,7 @@ impl Handler {
         Answer::Done(put(chain, &self.short))
     }
 
-    fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &Flaw) -> Answer {
+    fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &DecodeError) -> Answer {
         // Every program of a guest can make it pass on names that are too long.
         if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
             self.share.ratelimited_log.warn(format_args!("{flaw}"));

@@ -10,7 +10,7 @@ fn offer(minor: u32, flags: InitFlags) -> InitRequest {
     InitRequest { major: 7, minor, max_readahead_bytes: 128 << 10, flags }
 }
 
-fn ready(request: &InitRequest, wanted: &Wanted) -> (Negotiated, InitOut) {
+fn ready(request: &InitRequest, wanted: &InitOptions) -> (Negotiated, InitOut) {
     match negotiate(request, wanted) {
         Ok(InitOutcome::Ready(session, reply)) => (session, reply),
         other => panic!("{other:?}"),
@@ -20,17 +20,17 @@ fn ready(request: &InitRequest, wanted: &Wanted) -> (Negotiated, InitOut) {
 #[test]
 fn the_lesser_minor_version_wins() {
     for (client, agreed) in [(27, 27), (31, 31), (45, 45), (46, 45), (1000, 45)] {
-        let (session, reply) = ready(&offer(client, InitFlags::ALL), &Wanted::default());
+        let (session, reply) = ready(&offer(client, InitFlags::ALL), &InitOptions::default());
         assert_eq!((session.minor, reply.major, reply.minor), (agreed, 7, agreed));
     }
 }
 
 #[test]
 fn only_flags_of_both_sides_are_agreed_on() {
-    let wanted = Wanted {
+    let wanted = InitOptions {
         flags: InitFlags::ASYNC_READ | InitFlags::POSIX_ACL | InitFlags::SECURITY_CTX,
         max_write_bytes: 1 << 20,
-        ..Wanted::default()
+        ..InitOptions::default()
     };
     let (session, reply) = ready(&offer(45, InitFlags::ALL - InitFlags::POSIX_ACL), &wanted);
     let agreed = InitFlags::ASYNC_READ | InitFlags::SECURITY_CTX | InitFlags::INIT_EXT | InitFlags::MAX_PAGES;
@@ -42,7 +42,7 @@ fn only_flags_of_both_sides_are_agreed_on() {
 
 #[test]
 fn an_old_client_gets_nothing_that_it_does_not_know() {
-    let wanted = Wanted { flags: InitFlags::ALL, max_write_bytes: 1 << 20, ..Wanted::default() };
+    let wanted = InitOptions { flags: InitFlags::ALL, max_write_bytes: 1 << 20, ..InitOptions::default() };
     let (session, reply) = ready(&offer(27, InitFlags::ASYNC_READ), &wanted);
     assert_eq!(session.flags, InitFlags::ASYNC_READ);
     assert_eq!((reply.flags2, reply.max_pages, reply.max_write), (0, 0, 128 << 10));
@@ -50,7 +50,7 @@ fn an_old_client_gets_nothing_that_it_does_not_know() {
 
 #[test]
 fn fields_count_with_their_flags() {
-    let wanted = Wanted {
+    let wanted = InitOptions {
         flags: InitFlags::MAP_ALIGNMENT | InitFlags::PASSTHROUGH | InitFlags::REQUEST_TIMEOUT,
         map_alignment_log2: 21,
         max_stack_depth: 2,
@@ -58,30 +58,31 @@ fn fields_count_with_their_flags() {
         max_write_bytes: 5000,
         max_background: u16::MAX,
         time_gran_ns: 0,
-        ..Wanted::default()
+        ..InitOptions::default()
     };
     let (_, reply) = ready(&offer(45, InitFlags::ALL), &wanted);
     assert_eq!((reply.map_alignment, reply.max_stack_depth, reply.request_timeout), (21, 2, 30));
     assert_eq!((reply.max_pages, reply.max_write, reply.time_gran), (2, 5000, 1));
     assert_eq!(reply.congestion_threshold, 49151);
-    let (_, reply) = ready(&offer(45, InitFlags::ALL), &Wanted { congestion_threshold: 5, ..wanted });
+    let (_, reply) = ready(&offer(45, InitFlags::ALL), &InitOptions { congestion_threshold: 5, ..wanted });
     assert_eq!(reply.congestion_threshold, 5);
 }
 
 #[test]
 fn other_major_versions_are_told_ours_or_refused() {
     let newer = InitRequest { major: 8, ..offer(0, InitFlags::empty()) };
-    let Ok(InitOutcome::Retry(reply)) = negotiate(&newer, &Wanted::default()) else { panic!("no retry") };
+    let Ok(InitOutcome::Retry(reply)) = negotiate(&newer, &InitOptions::default()) else { panic!("no retry") };
     assert_eq!((reply.major, reply.minor), (7, 45));
     for (major, minor) in [(7, 26), (7, 1), (6, 99), (0, 0)] {
-        let error = negotiate(&InitRequest { major, ..offer(minor, InitFlags::ALL) }, &Wanted::default()).unwrap_err();
+        let error =
+            negotiate(&InitRequest { major, ..offer(minor, InitFlags::ALL) }, &InitOptions::default()).unwrap_err();
         assert!(error.to_string().contains(&format!("{major}.{minor}")), "{error}");
     }
 }
 
 #[test]
 fn the_client_understands_what_was_agreed_on() {
-    let wanted = Wanted { flags: InitFlags::SUBMOUNTS | InitFlags::SECURITY_CTX, ..Wanted::default() };
+    let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::SECURITY_CTX, ..InitOptions::default() };
     let request = offer(45, InitFlags::ALL);
     let (session, reply) = ready(&request, &wanted);
     assert_eq!(Negotiated::from_reply(&request, &reply), Some(session));
@@ -116,7 +117,7 @@ fn bodies_of_all_ages_are_read() {
 
 #[test]
 fn the_reply_is_64_bytes_in_the_order_of_the_protocol() {
-    let wanted = Wanted { flags: InitFlags::ALL, congestion_threshold: 9, ..Wanted::default() };
+    let wanted = InitOptions { flags: InitFlags::ALL, congestion_threshold: 9, ..InitOptions::default() };
     let (session, reply) = ready(&offer(45, InitFlags::ALL), &wanted);
     let mut head = [0; REPLY_HEAD_BYTES_MAX];
     let bytes = Reply::Init(reply).encode(3, &session, &mut head);

@@ -1,4 +1,4 @@
-//! Every name that is none, in every request that takes one.
+//! Every invalid name, in every request that has a name.
 
 use ferry_vfs::Errno;
 

@@ -1,4 +1,4 @@
-//! Random material, and every kind of request and reply made from it.
+//! Random values, and every kind of request and reply made from them.
 
 use ferry_vfs::*;
 use proptest::collection::vec;

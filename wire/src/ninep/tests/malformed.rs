@@ -1,4 +1,4 @@
-//! Requests that are wrong in one way each, and what is to be answered.
+//! Malformed requests, and the expected errors.
 
 use ferry_vfs::{Errno, Name};
 

@@ -177,19 +177,19 @@ fn a_head_is_that_of_the_whole_reply() {
 fn versions_are_agreed_on_as_the_manual_says() {
     const MAX: u32 = 1 << 20;
     for (msize, version, agreed) in [
-        (8192, "9P2000.L", Agreed::Session { msize: 8192 }),
-        (u32::MAX, "9P2000.L", Agreed::Session { msize: MAX }),
-        (MSIZE_MIN, "9P2000.L", Agreed::Session { msize: MSIZE_MIN }),
-        (65536, "9P2000.L.Google.12", Agreed::Session { msize: 65536 }),
-        (MSIZE_MIN - 1, "9P2000.L", Agreed::TooSmall),
-        (0, "9P2000.L", Agreed::TooSmall),
-        (8192, "9P2000", Agreed::Unknown),
-        (8192, "9P2000.u", Agreed::Unknown),
-        (8192, "9P2000.Lx", Agreed::Unknown),
-        (8192, "9P2001.L", Agreed::Unknown),
-        (8192, "9p2000.L", Agreed::Unknown),
-        (0, "unknown", Agreed::Unknown),
-        (8192, "", Agreed::Unknown),
+        (8192, "9P2000.L", VersionReply::Session { msize: 8192 }),
+        (u32::MAX, "9P2000.L", VersionReply::Session { msize: MAX }),
+        (MSIZE_MIN, "9P2000.L", VersionReply::Session { msize: MSIZE_MIN }),
+        (65536, "9P2000.L.Google.12", VersionReply::Session { msize: 65536 }),
+        (MSIZE_MIN - 1, "9P2000.L", VersionReply::TooSmall),
+        (0, "9P2000.L", VersionReply::TooSmall),
+        (8192, "9P2000", VersionReply::Unknown),
+        (8192, "9P2000.u", VersionReply::Unknown),
+        (8192, "9P2000.Lx", VersionReply::Unknown),
+        (8192, "9P2001.L", VersionReply::Unknown),
+        (8192, "9p2000.L", VersionReply::Unknown),
+        (0, "unknown", VersionReply::Unknown),
+        (8192, "", VersionReply::Unknown),
     ] {
         assert_eq!(agree(msize, version.as_bytes(), MAX), agreed, "{version}, {msize}");
     }
