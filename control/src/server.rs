@@ -326,7 +326,7 @@ impl Server {
             return Ok(Requests { whose: share.shown().source.clone(), filter, held: Vec::new() });
         };
         let held = share.find(file)?;
-        requests::placed(share.name(), file, held.ino());
+        requests::record_path(share.name(), file, held.ino());
         let whose = format!("{} in {}", String::from_utf8_lossy(file), share.shown().source);
         Ok(Requests { whose, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
     }

@@ -1,4 +1,4 @@
-//! Memory order between the threads of this process, for which only one of them pays.
+//! An asymmetric memory barrier between the threads of this process (`membarrier(2)`).
 
 /// Prepares [`barrier`]; false where the kernel has none for threads of one process (before Linux 4.14).
 pub(crate) fn register_barrier() -> bool {

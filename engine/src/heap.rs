@@ -1,4 +1,4 @@
-//! The memory that was freed, given back to the system.
+//! Returns freed heap memory to the system.
 
 /// Gives back what was freed. glibc keeps it for later where something behind it is still in use, in an arena for every few threads, so a process
 /// stays as large as it ever was. Takes milliseconds: for who knows that much less is needed from now on.

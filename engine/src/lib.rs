@@ -1,12 +1,12 @@
-//! What every worker of every export is made of.
+//! Building blocks for the workers of all exports.
 //!
 //! * [`Carrier`], [`TransferRequest`]: how a request of any protocol leaves a read, write or fsync to whatever carries it.
 //! * [`Transfer`]: one of those. A single function of file, operation and batch decides whether it is copied inline, tried
 //!   without waiting, or left to a ring or to a pool.
 //! * [`Transfers`]: those of a worker with an io_uring, with the one place where the worker sleeps.
-//! * [`move_now`]: the same without any system call, where a source has its files' bytes mapped.
-//! * [`Spin`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
-//! * [`Lane`]: a few threads for the calls that may take long and have no asynchronous form.
+//! * [`copy_mapped`]: the same without any system call, where a source has its files' bytes mapped.
+//! * [`BusyPoll`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
+//! * [`BlockingPool`]: a few threads for the calls that may take long and have no asynchronous form.
 //! * [`Watch`], [`Monitor`]: what is served in one place goes on by another thread when a handler is blocked there.
 //! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
 //! * [`RatelimitedLog`]: log lines that a client can cause, a few at a time.
@@ -34,38 +34,38 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod at_once;
+mod aio_batch;
 mod barrier;
 mod blocking;
+mod blocking_pool;
+mod busy_poll;
 mod carrier;
+mod generation;
 mod heap;
-mod lane;
-mod last_sync;
-mod lease;
 mod mailbox;
 mod memory;
-mod monitor;
 mod privileges;
 mod registered;
 pub mod requests;
 mod ring;
-mod spin;
+mod sync_on_stop;
 mod transfers;
 mod watch;
+mod worker_monitor;
 
 pub use blocking::{read_blocking, sync_blocking, write_blocking};
+pub use blocking_pool::{BlockingPool, IDLE_THREAD};
+pub use busy_poll::{BusyPoll, count_cpus};
 pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
 pub use ferry_vfs::RatelimitedLog;
 pub use ferry_vfs::Segment;
+pub use generation::{Generation, GenerationCell, Hold, NotEnded};
 pub use heap::trim_heap;
-pub use lane::{IDLE_THREAD, Lane};
-pub use last_sync::sync_at_the_end;
-pub use lease::{Hold, Lease, NotEnded, Term};
 pub use mailbox::Mailbox;
-pub use memory::move_now;
-pub use monitor::{BLOCKED, Bell, Monitor, Post, Relief, Serving, Verdict};
+pub use memory::copy_mapped;
 pub use privileges::WithoutFsetid;
-pub use registered::Keeper;
-pub use spin::{Spin, count_cpus};
+pub use registered::MemoryOwner;
+pub use sync_on_stop::sync_on_stop;
 pub use transfers::{IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints};
-pub use watch::{Ownership, Seen, Watch};
+pub use watch::{CallSnapshot, Ownership, Watch};
+pub use worker_monitor::{AbortPolicy, BLOCKED, CurrentRequest, Monitor, MonitorHandle, MonitoredWorker, Replacement};

@@ -1,4 +1,4 @@
-//! Messages to a worker from other threads.
+//! A mailbox through which other threads send messages to a worker.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! Transfers without a system call, to and from files whose bytes a source has mapped.
+//! Transfers without a system call, for files that a source has mapped.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use crate::transfers::Operation;
 ///
 /// # Safety
 /// The memory of the segments must be valid, and every other access to it volatile, until this returns.
-pub unsafe fn move_now(
+pub unsafe fn copy_mapped(
     operation: Operation,
     file: &Backing,
     offset: u64,

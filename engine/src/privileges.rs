@@ -1,4 +1,4 @@
-//! Working for a while without the capability that lets a write keep suid and sgid.
+//! Temporarily drops `CAP_FSETID`, which lets a write keep suid and sgid.
 
 use std::io;
 

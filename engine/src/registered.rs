@@ -1,4 +1,4 @@
-//! What the kernel is shown once, instead of with every transfer: files and memory.
+//! Files and memory that are registered with io_uring.
 
 use std::any::Any;
 use std::io;
@@ -18,7 +18,7 @@ const PIECE_BYTES_MAX: usize = 1 << 30;
 const PIECES_MAX: u16 = 2048;
 
 /// Keeps a piece of memory mapped.
-pub type Keeper = Arc<dyn Any + Send + Sync>;
+pub type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
 /// The files of one ring that stay ([`Backing::is_long_lived`]), each registered when it is first seen.
 #[derive(Default)]
@@ -95,13 +95,13 @@ struct Piece {
     start: usize,
     bytes: usize,
     slot: u16,
-    keeper: Keeper,
+    owner: MemoryOwner,
 }
 
 impl Piece {
-    fn is(&self, (segment, keeper): &(Segment, Keeper)) -> bool {
+    fn is(&self, (segment, owner): &(Segment, MemoryOwner)) -> bool {
         // Two mappings may have had one address, but not while something keeps the first.
-        (self.start, self.bytes) == (segment.address.addr(), segment.bytes) && Arc::ptr_eq(&self.keeper, keeper)
+        (self.start, self.bytes) == (segment.address.addr(), segment.bytes) && Arc::ptr_eq(&self.owner, owner)
     }
 }
 
@@ -126,9 +126,9 @@ impl Buffers {
     pub(crate) unsafe fn set(
         &mut self,
         uring: &IoUring,
-        regions: impl IntoIterator<Item = (Segment, Keeper)>,
+        regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
     ) -> io::Result<()> {
-        let wanted: Vec<_> = regions.into_iter().flat_map(|(region, keeper)| pieces(region, keeper)).collect();
+        let wanted: Vec<_> = regions.into_iter().flat_map(|(region, owner)| pieces(region, owner)).collect();
         // SAFETY: passed on to the caller.
         let outcome = unsafe { self.change(uring, wanted) };
         if outcome.is_err() {
@@ -139,7 +139,7 @@ impl Buffers {
 
     /// # Safety
     /// As for [`Self::set`].
-    unsafe fn change(&mut self, uring: &IoUring, wanted: Vec<(Segment, Keeper)>) -> io::Result<()> {
+    unsafe fn change(&mut self, uring: &IoUring, wanted: Vec<(Segment, MemoryOwner)>) -> io::Result<()> {
         let all = std::mem::take(&mut self.pieces);
         let (kept, gone): (Vec<_>, Vec<_>) = all.into_iter().partition(|piece| wanted.iter().any(|one| piece.is(one)));
         self.pieces = kept;
@@ -158,7 +158,7 @@ impl Buffers {
 
     /// # Safety
     /// The keeper keeps the memory mapped.
-    unsafe fn add(&mut self, uring: &IoUring, (segment, keeper): (Segment, Keeper)) -> io::Result<()> {
+    unsafe fn add(&mut self, uring: &IoUring, (segment, owner): (Segment, MemoryOwner)) -> io::Result<()> {
         if !self.has_table {
             uring.submitter().register_buffers_sparse(PIECES_MAX.into())?;
             self.has_table = true;
@@ -170,7 +170,7 @@ impl Buffers {
         // SAFETY: the piece made below keeps the memory mapped for as long as the kernel may use it.
         unsafe { uring.submitter().register_buffers_update(slot.into(), &[iovec], None) }?;
         self.free.pop();
-        self.pieces.push(Piece { start: segment.address.addr(), bytes: segment.bytes, slot, keeper });
+        self.pieces.push(Piece { start: segment.address.addr(), bytes: segment.bytes, slot, owner });
         Ok(())
     }
 
@@ -191,11 +191,11 @@ impl Buffers {
     }
 }
 
-fn pieces(region: Segment, keeper: Keeper) -> impl Iterator<Item = (Segment, Keeper)> {
+fn pieces(region: Segment, owner: MemoryOwner) -> impl Iterator<Item = (Segment, MemoryOwner)> {
     (0..region.bytes).step_by(PIECE_BYTES_MAX).map(move |at| {
         let bytes = PIECE_BYTES_MAX.min(region.bytes - at);
         let piece = Segment { address: region.address.wrapping_add(at), bytes };
-        (piece, Arc::clone(&keeper))
+        (piece, Arc::clone(&owner))
     })
 }
 

@@ -1,4 +1,4 @@
-//! A log of requests and what became of them, switched on and off while they are served.
+//! The request log, which can be switched on and off at run time.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
@@ -51,7 +51,7 @@ fn paths() -> MutexGuard<'static, HashMap<(String, Ino), String>> {
 }
 
 /// An inode was found by a name in a directory: what the log calls it from now on, if requests are logged.
-pub fn found(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
+pub fn record_name(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
     if !is_on() {
         return;
     }
@@ -63,15 +63,15 @@ pub fn found(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
             None => return,
         },
     };
-    name_it(share, ino, path);
+    set_path(share, ino, path);
 }
 
 /// An inode has this path from the root: for one that is going to be watched.
-pub fn placed(share: &str, path: &[u8], ino: Ino) {
-    name_it(share, ino, format!("/{}", String::from_utf8_lossy(path).trim_start_matches('/')));
+pub fn record_path(share: &str, path: &[u8], ino: Ino) {
+    set_path(share, ino, format!("/{}", String::from_utf8_lossy(path).trim_start_matches('/')));
 }
 
-fn name_it(share: &str, ino: Ino, path: String) {
+fn set_path(share: &str, ino: Ino, path: String) {
     let mut paths = paths();
     if paths.len() >= PATHS_MAX {
         paths.clear();
@@ -96,7 +96,7 @@ pub fn watched() -> Option<Filter> {
 }
 
 impl Filter {
-    fn lets_through(&self, share: &str, ino: Ino) -> bool {
+    fn matches(&self, share: &str, ino: Ino) -> bool {
         self.share.as_deref().is_none_or(|wanted| wanted == share)
             && (self.inodes.is_empty() || self.inodes.contains(&ino))
     }
@@ -108,9 +108,9 @@ pub fn is_on() -> bool {
 }
 
 /// The beginning of what a request looks like: its data need not be formatted to the end.
-struct Shown(String);
+struct TruncatedText(String);
 
-impl Write for Shown {
+impl Write for TruncatedText {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let room = SHOWN_BYTES_MAX.saturating_sub(self.0.len());
         let fits = text.floor_char_boundary(room.min(text.len()));
@@ -119,9 +119,9 @@ impl Write for Shown {
     }
 }
 
-/// A request whose outcome will be logged.
+/// A request that is logged when it ends.
 #[derive(Debug)]
-pub struct Watched {
+pub struct LoggedRequest {
     share: String,
     /// Its path, as far as that was seen.
     file: String,
@@ -130,7 +130,7 @@ pub struct Watched {
     begun: Instant,
 }
 
-/// How a request ended.
+/// The outcome of a request.
 #[derive(Clone, Copy, Debug)]
 pub enum Outcome {
     /// Answered with this many bytes; for data, those of the data.
@@ -147,18 +147,18 @@ impl From<Result<usize, Errno>> for Outcome {
     }
 }
 
-impl Watched {
+impl LoggedRequest {
     /// Looks at a request that begins, of a process where that is known; almost always that ends with one load.
     pub fn begin(share: &str, ino: Ino, pid: Option<u32>, operation: &dyn fmt::Debug) -> Option<Box<Self>> {
         if !is_on() {
             return None;
         }
         let filter = FILTER.read().unwrap_or_else(PoisonError::into_inner);
-        if !filter.as_ref()?.lets_through(share, ino) {
+        if !filter.as_ref()?.matches(share, ino) {
             return None;
         }
         drop(filter);
-        let mut shown = Shown(String::new());
+        let mut shown = TruncatedText(String::new());
         if write!(shown, "{operation:?}").is_err() {
             shown.0.push('…');
         }
@@ -268,7 +268,7 @@ mod tests {
             (filter(None, &[2, 3]), "a", 1, false),
             (filter(Some("a"), &[1]), "b", 1, false),
         ] {
-            assert_eq!(filter.lets_through(share, Ino(ino)), through, "{filter:?} {share} {ino}");
+            assert_eq!(filter.matches(share, Ino(ino)), through, "{filter:?} {share} {ino}");
         }
     }
 
@@ -289,7 +289,7 @@ mod tests {
         struct Statfs;
         // An inode of its own, for other tests run at the same time.
         let ino = Ino(0xdeb0_6001);
-        let begin_of = |ino| Watched::begin("share", ino, Some(1), &Statfs);
+        let begin_of = |ino| LoggedRequest::begin("share", ino, Some(1), &Statfs);
         let begin = || begin_of(ino);
         assert!(begin().is_none());
         let inodes = (0..20).map(|index| Ino(ino.0 + index)).collect();
@@ -299,14 +299,14 @@ mod tests {
         let named = |ino| begin_of(ino).map(|watched| watched.file);
         let of = |at: u64| Ino(ino.0 + at);
         assert_eq!(named(of(1)).as_deref(), Some(&*format!("inode {}", of(1).0)));
-        found("share", (Ino::ROOT, b"a"), of(1));
-        found("share", (of(1), b"b"), of(2));
-        found("share", (of(9), b"c"), of(3));
-        placed("share", b"d/e", of(4));
+        record_name("share", (Ino::ROOT, b"a"), of(1));
+        record_name("share", (of(1), b"b"), of(2));
+        record_name("share", (of(9), b"c"), of(3));
+        record_path("share", b"d/e", of(4));
         let files = [of(1), of(2), of(3), of(4)].map(|ino| named(ino).unwrap());
         assert_eq!(files, ["/a".into(), "/a/b".into(), format!("inode {}", of(3).0), "/d/e".into()]);
         let value = [b'x'; 4096];
-        let shown = Watched::begin("share", ino, None, &value).unwrap().request;
+        let shown = LoggedRequest::begin("share", ino, None, &value).unwrap().request;
         assert!(shown.len() < SHOWN_BYTES_MAX + 4 && shown.ends_with('…'), "{shown}");
         watch(None);
         assert!(begin().is_none());

@@ -10,7 +10,7 @@ use io_uring::squeue::{Entry, Flags};
 use io_uring::{IoUring, opcode, types};
 
 use crate::privileges::WithoutFsetid;
-use crate::registered::{Buffers, Files, Keeper};
+use crate::registered::{Buffers, Files, MemoryOwner};
 use crate::transfers::Transfer;
 
 /// Submission entries; more transfers than these are submitted in several goes.
@@ -137,7 +137,7 @@ impl Ring {
     /// Each keeper keeps its memory mapped.
     pub(crate) unsafe fn register_memory(
         &mut self,
-        regions: impl IntoIterator<Item = (Segment, Keeper)>,
+        regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
     ) -> io::Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.buffers.set(&self.uring, regions) }
@@ -219,7 +219,7 @@ impl Ring {
     }
 
     /// Whether completions wait, or task work that would make some.
-    pub(crate) fn is_stirred(&mut self) -> bool {
+    pub(crate) fn has_events(&mut self) -> bool {
         !self.uring.completion().is_empty() || self.uring.submission().taskrun()
     }
 

@@ -1,4 +1,4 @@
-//! Moving bytes between descriptors and memory.
+//! Transfers between descriptors and memory.
 
 pub mod io_hints;
 mod pending;
@@ -19,12 +19,12 @@ use self::pending::Pending;
 use self::route::Means;
 use self::transfer::Begun;
 pub use self::transfer::Transfer;
-use crate::at_once::{AtOnce, CALLS_MAX};
+use crate::aio_batch::{AioBatch, CALLS_MAX};
 use crate::privileges::Privileges;
-use crate::registered::Keeper;
+use crate::registered::MemoryOwner;
 use crate::ring::{Completion, PAUSE, Ring};
 
-/// How transfers are made.
+/// Whether transfers use io_uring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
     /// io_uring if the kernel lets us, else plain system calls.
@@ -92,8 +92,8 @@ pub struct Transfers {
     queued: Vec<usize>,
     /// Of those that were queued, which only copy.
     inline: Vec<usize>,
-    at_once: Option<AtOnce>,
-    may_at_once: bool,
+    aio_batch: Option<AioBatch>,
+    aio_allowed: bool,
     in_flight: usize,
     done: VecDeque<(u64, io::Result<usize>)>,
     watched: Vec<(u64, Arc<OwnedFd>)>,
@@ -146,8 +146,8 @@ impl Transfers {
             free: Vec::new(),
             queued: Vec::new(),
             inline: Vec::new(),
-            at_once: None,
-            may_at_once: true,
+            aio_batch: None,
+            aio_allowed: true,
             in_flight: 0,
             done: VecDeque::new(),
             watched: Vec::new(),
@@ -188,7 +188,10 @@ impl Transfers {
     ///
     /// # Safety
     /// Each keeper keeps its memory mapped.
-    pub unsafe fn register_memory(&mut self, regions: impl IntoIterator<Item = (Segment, Keeper)>) -> io::Result<()> {
+    pub unsafe fn register_memory(
+        &mut self,
+        regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
+    ) -> io::Result<()> {
         self.submit();
         let Some(ring) = &mut self.ring else { return Ok(()) };
         // SAFETY: passed on to the caller.
@@ -202,7 +205,7 @@ impl Transfers {
 
     /// Queues a transfer between `file`, from `offset` on, and the memory of `segments`. Its end is told by
     /// [`Self::next_done`] with the same `token`. It is made together with the one queued before it if its bytes follow
-    /// on; if that fails, each is made by itself, so that each has an outcome of its own.
+    /// on; if that fails, each is made on its own, so that each has an outcome of its own.
     ///
     /// # Safety
     /// The memory must be valid for the transfer, and every other access to it volatile, until the token was told.
@@ -301,8 +304,8 @@ impl Transfers {
     }
 
     /// Whether a flush would find something new; cheap enough to ask in a loop.
-    pub fn is_stirred(&mut self) -> bool {
-        !self.done.is_empty() || self.in_flight > 0 && self.ring.as_mut().is_some_and(Ring::is_stirred)
+    pub fn has_events(&mut self) -> bool {
+        !self.done.is_empty() || self.in_flight > 0 && self.ring.as_mut().is_some_and(Ring::has_events)
     }
 
     /// Lets a write to the eventfd end a [`Self::sleep`], until [`Self::unwatch`] with the number it answers.
@@ -376,39 +379,39 @@ impl Transfers {
         let inline = std::mem::take(&mut self.inline);
         let mut privileges = Privileges::default();
         for some in inline.chunks(CALLS_MAX) {
-            let mut at_once = if some.len() > 1 { self.take_at_once() } else { None };
-            if let Some(at_once) = &mut at_once {
-                at_once.clear();
-                if some.iter().all(|&slot| self.pending[slot].add_to(at_once)) {
+            let mut aio_batch = if some.len() > 1 { self.take_aio_batch() } else { None };
+            if let Some(aio_batch) = &mut aio_batch {
+                aio_batch.clear();
+                if some.iter().all(|&slot| self.pending[slot].add_to_batch(aio_batch)) {
                     // SAFETY: by the contract of `queue` the memory is valid, and each file is open until it is finished.
-                    unsafe { at_once.carry_out() };
+                    unsafe { aio_batch.submit_and_wait() };
                 }
             }
             for (index, &slot) in some.iter().enumerate() {
                 let pending = &mut self.pending[slot];
-                let begun = at_once.as_ref().and_then(|at_once| pending.advance(at_once.outcome(index)?));
+                let begun = aio_batch.as_ref().and_then(|aio_batch| pending.advance(aio_batch.outcome(index)?));
                 // SAFETY: the memory is valid by the contract of `queue`.
                 let outcome = begun.unwrap_or_else(|| unsafe { pending.transfer().run_inline(&mut privileges) });
                 self.finish(slot, outcome);
             }
-            self.at_once = at_once.or(self.at_once.take());
+            self.aio_batch = aio_batch.or(self.aio_batch.take());
         }
         self.inline = inline;
         self.inline.clear();
     }
 
     /// The means to make many at once. `None`: there is none here.
-    fn take_at_once(&mut self) -> Option<AtOnce> {
-        if self.at_once.is_none() && self.may_at_once {
-            match AtOnce::new() {
-                Ok(at_once) => self.at_once = Some(at_once),
+    fn take_aio_batch(&mut self) -> Option<AioBatch> {
+        if self.aio_batch.is_none() && self.aio_allowed {
+            match AioBatch::new() {
+                Ok(aio_batch) => self.aio_batch = Some(aio_batch),
                 Err(error) => {
                     tracing::info!("io_submit is not available ({error}): what only copies is a system call for each");
-                    self.may_at_once = false;
+                    self.aio_allowed = false;
                 }
             }
         }
-        self.at_once.take()
+        self.aio_batch.take()
     }
 
     fn issue(&mut self, slot: usize) {
@@ -428,7 +431,7 @@ impl Transfers {
         loop {
             let Some(ring) = &mut self.ring else { return };
             // Completions that only wait for a call are worth one.
-            let has_enough = self.in_flight.saturating_sub(ring.unsubmitted()) >= BUSY_FROM && !ring.is_stirred();
+            let has_enough = self.in_flight.saturating_sub(ring.unsubmitted()) >= BUSY_FROM && !ring.has_events();
             if !has_enough && let Err(error) = ring.submit() {
                 // Completions have to be taken before more can be submitted (EBUSY), or memory is short: the
                 // entries stay queued for the next time.
@@ -452,7 +455,7 @@ impl Transfers {
         }
     }
 
-    /// Tells a transfer's outcome. Answers whether transfers were issued instead: parts of it, to be submitted.
+    /// Tells a transfer's outcome. Returns whether transfers were issued instead: parts of it, to be submitted.
     fn finish(&mut self, slot: usize, outcome: io::Result<usize>) -> bool {
         let pending = &mut self.pending[slot];
         if pending.is_merged() {

@@ -1,4 +1,4 @@
-//! Whether a worker is inside a handler, and who may take its place.
+//! Tracks whether a worker is inside a handler, and which thread owns its queue.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,7 +24,7 @@ pub struct Ownership(u64);
 
 /// A handler that was blocked when the monitor looked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seen(u64);
+pub struct CallSnapshot(u64);
 
 impl Watch {
     /// The right of the first owner. To be asked for once.
@@ -39,7 +39,7 @@ impl Watch {
         self.0.store(owner.0, Ordering::Release);
     }
 
-    /// The call has ended. Answers whether the queue is still the caller's.
+    /// The call has ended. Returns whether the queue is still the caller's.
     #[must_use]
     pub fn leave(&self, owner: &mut Ownership) -> bool {
         let outside = owner.0 & !INSIDE;
@@ -49,12 +49,12 @@ impl Watch {
     }
 
     /// The monitor looks.
-    pub fn look(&self) -> Seen {
-        Seen(self.0.load(Ordering::Acquire))
+    pub fn look(&self) -> CallSnapshot {
+        CallSnapshot(self.0.load(Ordering::Acquire))
     }
 
     /// Takes the queue from an owner who is still inside the call that was seen. `None` if the call has ended.
-    pub fn take(&self, seen: Seen) -> Option<Ownership> {
+    pub fn take(&self, seen: CallSnapshot) -> Option<Ownership> {
         let next = seen.0.wrapping_add(OWNER) & !INSIDE;
         self.0.compare_exchange(seen.0, next, Ordering::AcqRel, Ordering::Acquire).ok().map(|_| Ownership(next))
     }
@@ -62,12 +62,12 @@ impl Watch {
 
 impl Ownership {
     /// The call that is under way, as the monitor sees it.
-    pub fn call(&self) -> Seen {
-        Seen(self.0)
+    pub fn call(&self) -> CallSnapshot {
+        CallSnapshot(self.0)
     }
 }
 
-impl Seen {
+impl CallSnapshot {
     /// How many calls were begun since an earlier look; `None` if there was another owner then.
     pub fn calls_since(self, earlier: Self) -> Option<u64> {
         let same = (self.0 ^ earlier.0) & !(CALLS | INSIDE) == 0;
@@ -110,8 +110,8 @@ mod tests {
         let watch = Watch(AtomicU64::new(CALLS));
         let mut owner = watch.first_owner();
         watch.enter(&mut owner);
-        assert_eq!(watch.look(), Seen(INSIDE));
-        assert_eq!(watch.look().calls_since(Seen(CALLS)), Some(1));
+        assert_eq!(watch.look(), CallSnapshot(INSIDE));
+        assert_eq!(watch.look().calls_since(CallSnapshot(CALLS)), Some(1));
         assert!(watch.leave(&mut owner));
     }
 }

@@ -12,7 +12,7 @@ use crate::mount::Mount;
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::share::Share;
-use ferry_engine::requests::Watched;
+use ferry_engine::requests::LoggedRequest;
 use ferry_engine::{DataInput, DataOutput, ReplyBuffer, TransferRequest};
 
 /// Writes with one of these are durable when they are answered.
@@ -23,7 +23,7 @@ pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 pub(crate) struct Moving {
     unique: u64,
     kind: Kind,
-    watched: Option<Box<Watched>>,
+    watched: Option<Box<LoggedRequest>>,
     /// The client, if it has a window that is to show what was written.
     window_of: Option<Arc<Mount>>,
 }

@@ -77,7 +77,7 @@ impl Server {
     fn told(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
         if let Some(name) = name {
             cx.mount.removals.record_lookup((cx.ino, name), Some(entry.ino));
-            requests::found(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
+            requests::record_name(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
         }
         Entry { attr: self.shown(cx, entry.ino, entry.attr), ..entry }
     }

@@ -19,7 +19,7 @@ use crate::reply;
 use crate::request_text::RequestText;
 use crate::server::{Context, Server};
 use ferry_engine::ReplyBuffer;
-use ferry_engine::requests::{Outcome, Watched};
+use ferry_engine::requests::{LoggedRequest, Outcome};
 
 /// The most that COPY_FILE_RANGE copies at a time: its reply counts in 32 bits.
 const COPY_BYTES_MAX: u64 = 0xffff_f000;
@@ -37,7 +37,7 @@ impl Server {
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
     ) -> Served {
-        self.watched = Watched::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
+        self.watched = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
         if let Some(file) = lengthened(cx.ino, operation).filter(|_| self.follows_lengths(cx)) {
             cx.mount.tells_length(file, None);
         }
@@ -407,7 +407,7 @@ impl Server {
         let give_back = move || {
             // Whoever granted the lock may hold locks of its own, so this is for another thread.
             let source = Arc::clone(&share.source);
-            share.lane.run(move || {
+            share.blocking_pool.run(move || {
                 let caller = Caller { session, uid, gid, pid, groups: &[] };
                 let unlock = Lock { kind: LockKind::Unlock, ..lock };
                 if let Err(error) = source.set_lock(&caller, ino, handle, &unlock, None) {
@@ -457,7 +457,7 @@ impl Server {
     ) -> Served {
         let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
         let (mount, Caller { session, uid, gid, pid, .. }) = (Arc::clone(cx.mount), cx.caller);
-        self.share.lane.run(move || {
+        self.share.blocking_pool.run(move || {
             let caller = Caller { session, uid, gid, pid, groups: &[] };
             let outcome = catch_unwind(AssertUnwindSafe(|| call(&caller))).unwrap_or(Err(Errno::IO));
             later(reply::to_bytes(unique, mount.negotiated(), outcome));

@@ -21,7 +21,7 @@ use crate::reply::{self, Written};
 use crate::session::Session;
 use crate::share::Share;
 use ferry_engine::ReplyBuffer;
-use ferry_engine::requests::Watched;
+use ferry_engine::requests::LoggedRequest;
 
 /// Groups of a caller that are looked at; Linux sends one.
 const GROUPS_MAX: usize = 32;
@@ -41,7 +41,7 @@ pub struct Server {
     /// Transfers under way, by the low half of their token.
     moving: Vec<Option<Moving>>,
     /// The request being served, if its outcome is to be logged.
-    pub(crate) watched: Option<Box<Watched>>,
+    pub(crate) watched: Option<Box<LoggedRequest>>,
     /// What became of requests that must not be carried out twice.
     pub(crate) journal: Option<Journal>,
     /// A server before this one may have carried out the request being served.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::{Lane, RatelimitedLog};
+use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
 use crate::data::DURABLE_FLAGS;
@@ -83,7 +83,7 @@ pub struct Share {
     /// Writes with one of these wait for a device.
     pub(crate) waiting_flags: OFlags,
     pub(crate) ratelimited_log: RatelimitedLog,
-    pub(crate) lane: Lane,
+    pub(crate) blocking_pool: BlockingPool,
 }
 
 impl std::fmt::Debug for Share {
@@ -104,7 +104,7 @@ impl Share {
             waiting_flags: if features.direct { DURABLE_FLAGS | OFlags::DIRECT } else { DURABLE_FLAGS },
             source,
             ratelimited_log: RatelimitedLog::default(),
-            lane: Lane::default(),
+            blocking_pool: BlockingPool::default(),
         }
     }
 
@@ -119,7 +119,7 @@ impl Share {
     }
 
     /// Threads for what may take long.
-    pub fn lane(&self) -> &Lane {
-        &self.lane
+    pub fn blocking_pool(&self) -> &BlockingPool {
+        &self.blocking_pool
     }
 }

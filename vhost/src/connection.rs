@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use ferry_engine::{Bell, Monitor};
+use ferry_engine::{Monitor, MonitorHandle};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error, Result};
 
@@ -121,10 +121,10 @@ impl<D: Device> Connection<D> {
             tracing::error!("what is in flight would be lost if this server were killed: {error}");
             None
         });
-        let bell = Bell::default();
-        let common = Common::new(Arc::clone(&ratelimited_log), bell.clone(), device.spare_threads());
-        let monitor =
-            (device.spare_threads() > 0).then(|| Monitor::start("vhost-monitor", bell, Box::new(|_, _, _| None)));
+        let monitor_handle = MonitorHandle::default();
+        let common = Common::new(Arc::clone(&ratelimited_log), monitor_handle.clone(), device.spare_threads());
+        let monitor = (device.spare_threads() > 0)
+            .then(|| Monitor::start("vhost-monitor", monitor_handle, Box::new(|_, _, _| None)));
         let monitor = monitor.transpose().unwrap_or_else(|error| {
             tracing::error!("a request that waits holds up its queue, for there is no thread to notice it: {error}");
             None

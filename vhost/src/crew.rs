@@ -4,7 +4,9 @@ use std::sync::atomic::AtomicIsize;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 
-use ferry_engine::{Bell, Mailbox, Ownership, Post, RatelimitedLog, Seen, TransfersError, Watch};
+use ferry_engine::{
+    CallSnapshot, Mailbox, MonitorHandle, MonitoredWorker, Ownership, RatelimitedLog, TransfersError, Watch,
+};
 
 use crate::Device;
 use crate::desk::{Desk, Slow};
@@ -19,16 +21,20 @@ pub(crate) type PortOf<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::M
 pub(crate) struct Common {
     pub(crate) threads: Arc<Threads>,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
-    bell: Bell,
+    monitor_handle: MonitorHandle,
     slow: Arc<Slow>,
     /// Threads of pools that there may be beside those that there are.
     budget: Arc<AtomicIsize>,
 }
 
 impl Common {
-    pub(crate) fn new(ratelimited_log: Arc<RatelimitedLog>, bell: Bell, spare_threads: usize) -> Self {
+    pub(crate) fn new(
+        ratelimited_log: Arc<RatelimitedLog>,
+        monitor_handle: MonitorHandle,
+        spare_threads: usize,
+    ) -> Self {
         let budget = Arc::new(AtomicIsize::new(isize::try_from(spare_threads).unwrap_or(isize::MAX)));
-        Self { threads: Arc::default(), ratelimited_log, bell, slow: Arc::new(Slow::new()), budget }
+        Self { threads: Arc::default(), ratelimited_log, monitor_handle, slow: Arc::new(Slow::new()), budget }
     }
 }
 
@@ -81,14 +87,14 @@ impl<D: Device> Crew<D> {
                     }
                 })
             };
-            Desk::new(Arc::clone(&self.port), common.bell.clone(), Arc::clone(&common.slow), pool, start)
+            Desk::new(Arc::clone(&self.port), common.monitor_handle.clone(), Arc::clone(&common.slow), pool, start)
         });
-        common.bell.add(Arc::downgrade(&(Arc::clone(&desk) as Arc<dyn Post>)));
+        common.monitor_handle.add(Arc::downgrade(&(Arc::clone(&desk) as Arc<dyn MonitoredWorker>)));
         Some(desk)
     }
 
     /// Goes on in the place of a thread that is blocked in this call, if it still is.
-    fn take_over(&self, desk: Arc<Desk<D::Handler>>, seen: Seen) {
+    fn take_over(&self, desk: Arc<Desk<D::Handler>>, seen: CallSnapshot) {
         let mut hands = match self.hands(Some(Arc::clone(&desk)), Watch::default().first_owner()) {
             Ok(hands) => hands,
             Err(error) => return tracing::error!("{error}"),

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{Bell, Post, Relief, Seen, Watch};
+use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch};
 
 use crate::chain::Chain;
 use crate::pool::Pool;
@@ -76,7 +76,7 @@ pub(crate) enum Return<H: QueueHandler> {
 /// What the monitor has seen of the calls.
 #[derive(Default)]
 struct Looks {
-    last: Option<Seen>,
+    last: Option<CallSnapshot>,
     inside: u32,
     calls: u64,
 }
@@ -84,7 +84,7 @@ struct Looks {
 /// See the module.
 pub(crate) struct Desk<H: QueueHandler> {
     pub(crate) watch: Watch,
-    pub(crate) bell: Bell,
+    pub(crate) monitor_handle: MonitorHandle,
     pub(crate) slow: Arc<Slow>,
     pub(crate) pool: Arc<Pool<H>>,
     port: Arc<Port<H::Message>>,
@@ -92,21 +92,21 @@ pub(crate) struct Desk<H: QueueHandler> {
     worker: Mutex<Option<Box<Worker<H>>>>,
     returns: Mutex<Vec<Return<H>>>,
     /// Starts a thread that takes the queues over from a call.
-    start: Box<dyn Fn(Seen) -> io::Result<()> + Send + Sync>,
+    start: Box<dyn Fn(CallSnapshot) -> io::Result<()> + Send + Sync>,
     looks: Mutex<Looks>,
 }
 
 impl<H: QueueHandler> Desk<H> {
     pub(crate) fn new(
         port: Arc<Port<H::Message>>,
-        bell: Bell,
+        monitor_handle: MonitorHandle,
         slow: Arc<Slow>,
         pool: Arc<Pool<H>>,
-        start: impl Fn(Seen) -> io::Result<()> + Send + Sync + 'static,
+        start: impl Fn(CallSnapshot) -> io::Result<()> + Send + Sync + 'static,
     ) -> Self {
         Self {
             watch: Watch::default(),
-            bell,
+            monitor_handle,
             slow,
             pool,
             port,
@@ -139,18 +139,18 @@ impl<H: QueueHandler> Desk<H> {
     }
 }
 
-impl<H: QueueHandler> Post for Desk<H> {
+impl<H: QueueHandler> MonitoredWorker for Desk<H> {
     fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    fn relieve(self: Arc<Self>, seen: Seen) -> Relief {
+    fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         self.slow.begin();
         match (self.start)(seen) {
-            Ok(()) => Relief::Found,
+            Ok(()) => Replacement::Found,
             Err(error) => {
                 tracing::debug!("no thread can be had to go on with the queues of one that is blocked: {error}");
-                Relief::Nobody
+                Replacement::Nobody
             }
         }
     }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::LazyLock;
 
-use ferry_engine::{Keeper, Segment};
+use ferry_engine::{MemoryOwner, Segment};
 use rustix::fs::{MemfdFlags, OFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 use vm_memory::{FileOffset, MmapRegion};
@@ -147,10 +147,10 @@ impl Memory {
     }
 
     /// All of it where it lies here, with what keeps it mapped; files in windows are not memory.
-    pub(crate) fn mapped(&self) -> impl Iterator<Item = (Segment, Keeper)> {
+    pub(crate) fn mapped(&self) -> impl Iterator<Item = (Segment, MemoryOwner)> {
         self.regions.iter().filter(|region| region.nature == Nature::Memory).map(|region| {
             let segment = Segment { address: region.map.as_ptr(), bytes: region.map.size() };
-            (segment, std::sync::Arc::clone(region) as Keeper)
+            (segment, std::sync::Arc::clone(region) as MemoryOwner)
         })
     }
 

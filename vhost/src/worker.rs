@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::Backing;
 
-use ferry_engine::{BLOCKED, IoMode, Mailbox, Ownership, PoolTransfer, Spin, Transfers, TransfersError};
+use ferry_engine::{BLOCKED, BusyPoll, IoMode, Mailbox, Ownership, PoolTransfer, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
@@ -205,7 +205,7 @@ struct Running {
 pub(crate) struct Hands<H: QueueHandler> {
     handler: H,
     transfers: Transfers,
-    spin: Spin,
+    busy_poll: BusyPoll,
     /// Where the queues lie while the handler runs; `None`: they stay with their thread.
     desk: Option<Arc<Desk<H>>>,
     owner: Ownership,
@@ -256,7 +256,7 @@ impl<H: QueueHandler> Hands<H> {
         if desk.is_some() {
             transfers.leave_remote_to_pool();
         }
-        Ok(Self { handler, transfers, spin: Spin::new(options.poll), desk, owner })
+        Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll), desk, owner })
     }
 
     /// From now on the queues are this thread's.
@@ -384,7 +384,7 @@ impl<H: QueueHandler> Worker<H> {
                 && !self.habits.gathers
                 && let Some(rest) = self.pace.rest_after(took)
             {
-                hands.spin.sleep_for(rest);
+                hands.busy_poll.sleep_for(rest);
             } else if took == 0 && !self.quit && !self.poll(hands) {
                 self.sleep(hands)?;
             }
@@ -403,7 +403,7 @@ impl<H: QueueHandler> Worker<H> {
         let Some(desk) = desk else { return (Some(self), call(handler, transfers)) };
         desk.put(self);
         desk.watch.enter(owner);
-        desk.bell.ring();
+        desk.monitor_handle.ring();
         let outcome = call(handler, transfers);
         let worker = if desk.watch.leave(owner) { desk.take() } else { None };
         (worker, outcome)
@@ -425,7 +425,7 @@ impl<H: QueueHandler> Worker<H> {
     fn gather(&mut self, hands: &mut Hands<H>) {
         let moving = self.slots.moving();
         let is_device_short = moving > 0 && moving < gather::DEVICE_BUSY_FROM;
-        if !self.habits.gathers || is_device_short || !hands.spin.is_free() {
+        if !self.habits.gathers || is_device_short || !hands.busy_poll.is_free() {
             return;
         }
         let Self { gather, running, port, .. } = self;
@@ -436,7 +436,7 @@ impl<H: QueueHandler> Worker<H> {
                 let at = u32::from(running.ring.lags_at(gather::ANSWERS_MIN, moving > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
-            let waits = all.filter(|_| !port.0.is_filled() && !transfers.is_stirred());
+            let waits = all.filter(|_| !port.0.is_filled() && !transfers.has_events());
             if waits.is_some() {
                 transfers.submit();
             }
@@ -641,13 +641,13 @@ impl<H: QueueHandler> Worker<H> {
 
     fn poll(&mut self, hands: &mut Hands<H>) -> bool {
         let Self { port, running, gather, habits, .. } = self;
-        let Hands { transfers, spin, .. } = hands;
+        let Hands { transfers, busy_poll, .. } = hands;
         let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
-        if spin.will_poll() {
+        if busy_poll.will_poll() {
             transfers.submit();
         }
-        let found = spin.poll(|| is_asked() || transfers.is_stirred());
-        if found && habits.gathers && transfers.in_flight() >= gather::DEVICE_BUSY_FROM && spin.is_free() {
+        let found = busy_poll.poll(|| is_asked() || transfers.has_events());
+        if found && habits.gathers && transfers.in_flight() >= gather::DEVICE_BUSY_FROM && busy_poll.is_free() {
             gather.ripen(is_asked);
         }
         found
@@ -663,8 +663,8 @@ impl<H: QueueHandler> Worker<H> {
             return Ok(());
         }
         // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
-        let Hands { transfers, spin, .. } = hands;
-        spin.sleep(|| transfers.sleep())?;
+        let Hands { transfers, busy_poll, .. } = hands;
+        busy_poll.sleep(|| transfers.sleep())?;
         let in_vain = !self.port.0.is_filled() && !transfers.has_done();
         let in_vain = in_vain && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {

@@ -13,7 +13,7 @@ pub const IN_MEMORY: u8 = 8;
 /// Another machine or process serves the file: any transfer may wait for long.
 pub const REMOTE: u8 = 16;
 /// [`IN_MEMORY`] and [`REMOTE`] are set where they apply.
-pub const PLACE_KNOWN: u8 = 32;
+pub const PROBED: u8 = 32;
 /// Writes can be tried without waiting (buffered xfs and block devices).
 pub const WRITE_TRIES: u8 = 64;
 
@@ -27,7 +27,7 @@ const REMOTE_FILE_SYSTEMS: [i64; 7] =
 /// The hints of a file, with the place where it lies. The first call costs one `fstatfs`.
 pub fn with_place(file: &Backing) -> u8 {
     let known = file.io_hints();
-    if known & PLACE_KNOWN != 0 {
+    if known & PROBED != 0 {
         return known;
     }
     let place = rustix::fs::fstatfs(file).map_or(0, |found| {
@@ -39,6 +39,6 @@ pub fn with_place(file: &Backing) -> u8 {
             _ => 0,
         }
     });
-    file.add_io_hints(place | PLACE_KNOWN);
-    known | place | PLACE_KNOWN
+    file.add_io_hints(place | PROBED);
+    known | place | PROBED
 }

@@ -9,7 +9,7 @@ use ferry_vfs::{Backing, Segment};
 use super::Operation;
 use super::io_hints::REMOTE;
 use super::transfer::Transfer;
-use crate::at_once::AtOnce;
+use crate::aio_batch::AioBatch;
 use crate::ring::SEGMENTS_MAX;
 
 /// Adjacent transfers are made as one up to this size, which is about what disks take in one command.
@@ -23,13 +23,13 @@ pub(super) struct Pending {
     pub(super) token: u64,
     transfer: Option<Transfer<Vec<Segment>>>,
     /// All transfers that are made as this one, in the order of their bytes; empty if it is just one.
-    merged: Vec<Part>,
+    merged: Vec<MergedPart>,
     free_segments: Vec<Segment>,
 }
 
 /// One of several adjacent transfers that are made as one.
 #[derive(Clone, Copy)]
-pub(super) struct Part {
+pub(super) struct MergedPart {
     pub(super) token: u64,
     pub(super) bytes: usize,
     pub(super) segments: usize,
@@ -77,12 +77,12 @@ impl Pending {
     }
 
     /// Takes out the transfers that were made as one.
-    pub(super) fn take_parts(&mut self) -> Vec<Part> {
+    pub(super) fn take_parts(&mut self) -> Vec<MergedPart> {
         std::mem::take(&mut self.merged)
     }
 
     /// Keeps the memory of that list.
-    pub(super) fn put_parts(&mut self, mut parts: Vec<Part>) {
+    pub(super) fn put_parts(&mut self, mut parts: Vec<MergedPart>) {
         parts.clear();
         self.merged = parts;
     }
@@ -106,20 +106,20 @@ impl Pending {
     pub(super) fn append(&mut self, token: u64, segments: impl IntoIterator<Item = Segment>) {
         let (own_token, is_merged) = (self.token, self.is_merged());
         let transfer = self.transfer();
-        let first = Part { token: own_token, bytes: transfer.bytes(), segments: transfer.segments().len() };
+        let first = MergedPart { token: own_token, bytes: transfer.bytes(), segments: transfer.segments().len() };
         let (bytes, segments) = transfer.merge(segments);
         if !is_merged {
             self.merged.push(first);
         }
-        self.merged.push(Part { token, bytes, segments });
+        self.merged.push(MergedPart { token, bytes, segments });
     }
 
     /// Adds what is to be done to those that are made at once. Returns whether it could be added.
-    pub(super) fn add_to(&mut self, at_once: &mut AtOnce) -> bool {
+    pub(super) fn add_to_batch(&mut self, aio_batch: &mut AioBatch) -> bool {
         let transfer = self.transfer();
         match i64::try_from(transfer.offset_left()) {
             Ok(offset) => {
-                at_once.add(transfer.is_read(), transfer.file().as_fd(), offset, transfer.left());
+                aio_batch.add(transfer.is_read(), transfer.file().as_fd(), offset, transfer.left());
                 true
             }
             Err(_) => false,

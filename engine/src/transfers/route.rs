@@ -103,7 +103,7 @@ mod tests {
 
     fn file(hints: u8) -> Backing {
         let file = Backing::new(tempfile::tempfile().unwrap().into());
-        file.add_io_hints(hints | io_hints::PLACE_KNOWN);
+        file.add_io_hints(hints | io_hints::PROBED);
         file
     }
 
@@ -144,7 +144,7 @@ mod tests {
             assert_eq!(found, expected, "hints {hints:#x}, {operation:?}, {means:?}");
         }
         let direct = Backing::waiting(tempfile::tempfile_in("/dev/shm").unwrap().into());
-        direct.add_io_hints(io_hints::PLACE_KNOWN);
+        direct.add_io_hints(io_hints::PROBED);
         assert_eq!(route(&direct, READ, RING), Route::Ring, "O_DIRECT is never tried");
     }
 
@@ -172,7 +172,7 @@ mod tests {
         ] {
             let file = Backing::new(tempfile::tempfile().unwrap().into());
             route(&file, operation, means);
-            assert_eq!(file.io_hints() & io_hints::PLACE_KNOWN != 0, is_looked_up, "{operation:?}, {means:?}");
+            assert_eq!(file.io_hints() & io_hints::PROBED != 0, is_looked_up, "{operation:?}, {means:?}");
         }
     }
 }

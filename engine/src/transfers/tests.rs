@@ -306,8 +306,8 @@ impl Shared {
         Arc::new(Self { file, start: start.cast(), bytes })
     }
 
-    fn whole(self: &Arc<Self>) -> (Segment, crate::Keeper) {
-        (self.piece(0, self.bytes), Arc::clone(self) as crate::Keeper)
+    fn whole(self: &Arc<Self>) -> (Segment, crate::MemoryOwner) {
+        (self.piece(0, self.bytes), Arc::clone(self) as crate::MemoryOwner)
     }
 
     fn piece(&self, at: usize, bytes: usize) -> Segment {
@@ -400,7 +400,7 @@ fn memory_that_cannot_be_registered_is_used_all_the_same() {
     let good = Shared::new(1 << 15);
     // Nothing is mapped at the end of what belongs to user space.
     let bad = Segment { address: std::ptr::without_provenance_mut(0x7fff_ffff_0000), bytes: 4096 };
-    let keeper: crate::Keeper = Arc::new(());
+    let keeper: crate::MemoryOwner = Arc::new(());
     // SAFETY: the kernel refuses what is not mapped; no transfer is about it.
     unsafe { transfers.register_memory([good.whole(), (bad, keeper)]) }.unwrap_err();
     good.punch();
@@ -478,7 +478,7 @@ fn what_only_copies_is_made_many_at_once() {
             let error = outcome.as_ref().err().and_then(io::Error::raw_os_error);
             assert_eq!(error, (token % 10 == 9).then_some(libc::EBADF), "{token}: {outcome:?}");
         }
-        assert!(transfers.at_once.is_some());
+        assert!(transfers.aio_batch.is_some());
         let mut target = vec![0u8; 150 * 512];
         for (index, piece) in target.chunks_mut(512).enumerate() {
             let at = 1024 * index as u64;

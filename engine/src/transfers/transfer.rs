@@ -10,7 +10,7 @@ use io_uring::{opcode, squeue, types};
 use super::Operation;
 use super::io_hints::READ_TRIES;
 use super::route::{Means, Route, route, route_untried};
-use crate::memory::move_now;
+use crate::memory::copy_mapped;
 use crate::privileges::Privileges;
 use crate::ring::SEGMENTS_MAX;
 
@@ -122,7 +122,7 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
     /// As for [`Self::run`].
     pub(crate) unsafe fn begin(&mut self, means: Means, privileges: &mut Privileges) -> Begun {
         // SAFETY: passed on to the caller.
-        if let Some(outcome) = unsafe { move_now(self.operation, &self.file, self.offset, self.segments.as_ref()) } {
+        if let Some(outcome) = unsafe { copy_mapped(self.operation, &self.file, self.offset, self.segments.as_ref()) } {
             return Begun::Ended(outcome);
         }
         let route = match route(&self.file, self.operation, means) {

@@ -22,7 +22,7 @@ pub(crate) enum Job {
 pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<Room>, tell: impl FnOnce(Reply) + Send + 'static) {
     // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
     let (disk, ratelimited_log) = (Arc::clone(&state.disk), Arc::clone(&state.ratelimited_log));
-    state.lane.run(move || {
+    state.blocking_pool.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
         let reply = match outcome.unwrap_or(Err(Errno::IO)) {
             Ok(data) => Reply { status: Status::Ok, data, room },

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use ferry_engine::{Lane, RatelimitedLog};
+use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
@@ -39,7 +39,7 @@ pub(crate) struct State {
     pub(crate) disk: Arc<dyn Disk>,
     pub(crate) features: DiskFeatures,
     /// Where calls are made that may wait.
-    pub(crate) lane: Lane,
+    pub(crate) blocking_pool: BlockingPool,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     /// For what is copied between the guest and calls that may wait.
     pub(crate) budget: Budget,
@@ -59,7 +59,7 @@ impl State {
         Self {
             disk,
             features,
-            lane: Lane::default(),
+            blocking_pool: BlockingPool::default(),
             ratelimited_log: Arc::default(),
             budget: Budget::default(),
             may_cache,

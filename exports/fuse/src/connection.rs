@@ -10,7 +10,7 @@ use ferry_serve::{Server, Session, Share};
 use crate::device::Device;
 use crate::interrupted::Interrupted;
 use crate::stats::AllCounters;
-use ferry_engine::Bell;
+use ferry_engine::MonitorHandle;
 
 /// One connection to the kernel.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(crate) struct Connection {
     pub(crate) session: Arc<Session>,
     pub(crate) counters: AllCounters,
     pub(crate) interrupted: Arc<Interrupted>,
-    pub(crate) bell: Bell,
+    pub(crate) monitor_handle: MonitorHandle,
     pub(crate) payload_bytes: usize,
     /// Of an entry of a ring.
     pub(crate) ring_payload_bytes: usize,

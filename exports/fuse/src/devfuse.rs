@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use ferry_engine::{Lease, NotEnded, Post, Relief, Seen, Serving, Watch};
+use ferry_engine::{CallSnapshot, CurrentRequest, GenerationCell, MonitoredWorker, NotEnded, Replacement, Watch};
 use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::abi::InterruptIn;
@@ -36,7 +36,7 @@ struct Reader {
     channel: Arc<OwnedFd>,
     watch: Watch,
     unique: AtomicU64,
-    lease: Lease,
+    generation_cell: GenerationCell,
     /// Its thread, once there is one.
     thread: OnceLock<Pid>,
     way: OnceLock<GivingWay>,
@@ -49,7 +49,7 @@ impl Reader {
             channel: Arc::new(channel),
             watch: Watch::default(),
             unique: AtomicU64::new(0),
-            lease: Lease::default(),
+            generation_cell: GenerationCell::default(),
             thread: OnceLock::new(),
             way: OnceLock::new(),
         }
@@ -81,35 +81,35 @@ pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(
     }
 }
 
-impl Post for Reader {
+impl MonitoredWorker for Reader {
     fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    fn serving(&self) -> Serving {
+    fn serving(&self) -> CurrentRequest {
         let (unique, call) = (self.unique.load(Ordering::Relaxed), self.watch.look());
-        Serving { unique, place: 0, term: self.lease.term(), call }
+        CurrentRequest { unique, place: 0, generation: self.generation_cell.current(), call }
     }
 
-    fn relieve(self: Arc<Self>, _: Seen) -> Relief {
+    fn replace_worker(self: Arc<Self>, _: CallSnapshot) -> Replacement {
         self.readers.replace_blocked();
         // If it was in vain, the next look at any reader finds that requests wait.
-        Relief::Found
+        Replacement::Found
     }
 
-    fn runs(&self, serving: &Serving) -> bool {
-        self.lease.runs(serving.term)
+    fn runs(&self, serving: &CurrentRequest) -> bool {
+        self.generation_cell.runs(serving.generation)
     }
 
-    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
-        self.readers.lose(self.thread.get().copied(), || self.lease.try_end(serving.term))?;
+    fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
+        self.readers.lose(self.thread.get().copied(), || self.generation_cell.try_end(serving.generation))?;
         answer_error(&self.channel, serving.unique, errno);
         self.readers.replace_blocked();
         Ok(())
     }
 
-    fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        self.readers.later.press(|unique, (), since| {
+    fn apply_policy(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        self.readers.later.apply_policy(|unique, (), since| {
             verdict(unique, since).map(|errno| {
                 answer_error(&self.channel, unique, errno);
                 true
@@ -181,7 +181,7 @@ impl<'a> Work<'a> {
                         follower.step(&readers.follow, client);
                     }
                     reader.watch.enter(&mut owner);
-                    connection.bell.ring();
+                    connection.monitor_handle.ring();
                     let reply = self.serve();
                     self.counters.message_bytes.add((bytes + reply.bytes()) as u64);
                     // A reader is helped, never replaced: its thread has its own buffers.
@@ -215,9 +215,9 @@ impl<'a> Work<'a> {
     /// Answers the reply that is to be sent; nothing if somebody else answers, later or already, or nobody does.
     fn serve(&mut self) -> ToSend {
         let Self { reader, server, memory, spliced, counters } = self;
-        let term = reader.lease.term();
+        let generation = reader.generation_cell.current();
         let (unique, room_bytes) = (memory.unique(), memory.payload_bytes());
-        let mut carrier = DeviceCarrier::new(reader, term, memory, counters);
+        let mut carrier = DeviceCarrier::new(reader, generation, memory, counters);
         let mut served = server.serve_caught(&mut carrier);
         let mut loaded = None;
         if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
@@ -239,7 +239,7 @@ impl<'a> Work<'a> {
         if carrier.is_asked.get() && served != Served::Later {
             reader.readers.later.end(unique);
         }
-        let ours = reader.lease.end(term);
+        let ours = reader.generation_cell.end(generation);
         if !ours {
             reader.readers.come_back(reader.thread.get().copied());
         }

@@ -21,7 +21,7 @@ use crate::notify::Notifier;
 use crate::stats::{AllCounters, Stats};
 use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
-use ferry_engine::{Bell, Monitor};
+use ferry_engine::{Monitor, MonitorHandle};
 
 /// With io_uring, /dev/fuse carries FORGET and INTERRUPT only; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;
@@ -118,7 +118,7 @@ impl Export {
             device,
             counters: AllCounters::default(),
             interrupted: Arc::new(Interrupted::default()),
-            bell: Bell::default(),
+            monitor_handle: MonitorHandle::default(),
             payload_bytes: options.max_write_bytes as usize,
             ring_payload_bytes,
             end: Arc::new(End::default()),
@@ -189,7 +189,7 @@ impl Export {
         let interrupted = Arc::clone(&connection.interrupted);
         self.monitor = Mutex::new(Some(Monitor::start(
             "fuse-monitor",
-            connection.bell.clone(),
+            connection.monitor_handle.clone(),
             interrupted.verdict(options.handler_timeout),
         )?));
         Readers::start(connection, self.explanation.readers)?;
@@ -254,7 +254,7 @@ impl Export {
         }
         drop(take(&self.monitor));
         self.connection.session.end();
-        ferry_engine::sync_at_the_end(&*self.source);
+        ferry_engine::sync_on_stop(&*self.source);
     }
 
     /// Unmounts. Who uses files of the mount has a moment to finish, and is cut off then.

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::Verdict;
+use ferry_engine::AbortPolicy;
 use ferry_vfs::Errno;
 
 /// How long a handler may go on after its caller was interrupted.
@@ -37,7 +37,7 @@ impl Interrupted {
     }
 
     /// What the caller of a request that has been under way for long is to be told instead of its outcome, if anything.
-    pub(crate) fn verdict(self: Arc<Self>, handler_timeout: Duration) -> Box<Verdict> {
+    pub(crate) fn verdict(self: Arc<Self>, handler_timeout: Duration) -> Box<AbortPolicy> {
         Box::new(move |unique, now, since| {
             if !handler_timeout.is_zero() && now.saturating_duration_since(since) >= handler_timeout {
                 tracing::warn!("a request took longer than {handler_timeout:?}: its caller is told EIO");

@@ -55,7 +55,7 @@ impl<P> Later<P> {
 
     /// Asks `give_up` about each, which answers nothing while it may go on, and otherwise whether its caller was told an
     /// error. Answers whether there are any that may go on.
-    pub(crate) fn press(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
+    pub(crate) fn apply_policy(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
         let mut goes_on = false;
         for (unique, asked) in self.lock().iter_mut().filter(|(_, asked)| !asked.is_given_up) {
             match give_up(*unique, &asked.place, asked.since) {
@@ -78,7 +78,7 @@ mod tests {
         assert!(!later.end(0), "it was answered");
         let press = |verdict: Option<bool>| {
             let mut asked = Vec::new();
-            let goes_on = later.press(|unique, place, _| {
+            let goes_on = later.apply_policy(|unique, place, _| {
                 asked.push((unique, *place));
                 verdict.filter(|_| unique == 1)
             });

@@ -19,7 +19,7 @@ use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
-use ferry_engine::{Ownership, Post, Relief, Seen, Watch};
+use ferry_engine::{CallSnapshot, MonitoredWorker, Ownership, Replacement, Watch};
 use ferry_vfs::{Change, DeliveryGuard, Errno, Ino, Listener, Name, SessionId, Subscription};
 use ferry_wire::fuse::InitFlags;
 
@@ -90,8 +90,8 @@ impl Notifier {
         let owner = watch.first_owner();
         let teller = Arc::new(Teller { connection: Arc::clone(connection), shared: Arc::clone(&shared), watch });
         teller.start(move |_| Some(owner))?;
-        let post: Arc<dyn Post> = Arc::clone(&teller) as _;
-        connection.bell.add(Arc::downgrade(&post));
+        let post: Arc<dyn MonitoredWorker> = Arc::clone(&teller) as _;
+        connection.monitor_handle.add(Arc::downgrade(&post));
         let subscription = changes.listen(Ear {
             connection: Arc::clone(connection),
             shared: Arc::clone(&shared),
@@ -195,7 +195,7 @@ impl Teller {
     /// Sends one message; `None` if another teller has taken over meanwhile.
     fn send(&self, message: &Message<'_>, owner: &mut Ownership) -> Option<Result<(), Errno>> {
         self.watch.enter(owner);
-        self.connection.bell.ring();
+        self.connection.monitor_handle.ring();
         let outcome = message.with_bytes(|bytes| send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]));
         self.watch.leave(owner).then_some(outcome)
     }
@@ -215,25 +215,25 @@ fn warn(message: &Message<'_>, outcome: Result<(), Errno>) {
 }
 
 /// The monitor sees when the kernel keeps a teller, as it sees handlers that are blocked.
-impl Post for Teller {
+impl MonitoredWorker for Teller {
     fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    fn relieve(self: Arc<Self>, seen: Seen) -> Relief {
+    fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         if self.shared.is_full() {
-            return Relief::Nobody;
+            return Replacement::Nobody;
         }
         match self.start(move |teller| teller.shared.set_aside(|| teller.watch.take(seen))) {
-            Ok(()) => Relief::Found,
+            Ok(()) => Replacement::Found,
             Err(error) => {
                 tracing::debug!("no thread can be had to tell the kernel of changes: {error}");
-                Relief::Nobody
+                Replacement::Nobody
             }
         }
     }
 
-    fn press(&self, _: &dyn Fn(u64, std::time::Instant) -> Option<Errno>) -> bool {
+    fn apply_policy(&self, _: &dyn Fn(u64, std::time::Instant) -> Option<Errno>) -> bool {
         self.shared.let_go()
     }
 }

@@ -22,7 +22,7 @@ use std::sync::mpsc::channel;
 
 use crate::connection::Connection;
 use crate::machine::{NoUring, possible_cpus};
-use ferry_engine::Post;
+use ferry_engine::MonitoredWorker;
 use queue::Queue;
 use worker::{Order, Seat};
 
@@ -72,8 +72,8 @@ impl Rings {
             return Err(refused);
         }
         for (queue, _) in &self.queues {
-            let post: Arc<dyn Post> = queue.clone();
-            queue.connection.bell.add(Arc::downgrade(&post));
+            let post: Arc<dyn MonitoredWorker> = queue.clone();
+            queue.connection.monitor_handle.add(Arc::downgrade(&post));
             let queue = Arc::clone(queue);
             queue.connection.end.when_declared({
                 let queue = Arc::downgrade(&queue);

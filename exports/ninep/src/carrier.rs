@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_engine::{Carrier, Lane, ReplyBuffer};
+use ferry_engine::{BlockingPool, Carrier, ReplyBuffer};
 use ferry_vfs::Result;
 
 use crate::ahead::Ahead;
@@ -26,7 +26,7 @@ pub(crate) trait NinepCarrier: Carrier + NinepReply {
     fn expect(&mut self, moving: Moving);
 
     /// Has a range read ahead, after the reply of this request or beside it.
-    fn read_ahead(&mut self, lane: &Lane, ahead: Ahead);
+    fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: Ahead);
 }
 
 /// Who sent a request, to whom it may be answered later and from another thread.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::Lane;
+use ferry_engine::BlockingPool;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -84,7 +84,7 @@ pub(crate) struct Hub {
     /// A listener rests until the next tick, for lack of descriptors.
     resting: AtomicBool,
     /// Where the clock has sessions end: not on the share's lane, which others wait for.
-    ends: Lane,
+    ends: BlockingPool,
 }
 
 impl std::fmt::Debug for Hub {
@@ -118,7 +118,7 @@ impl Hub {
             stopping: AtomicBool::new(false),
             clients,
             resting: AtomicBool::new(false),
-            ends: Lane::default(),
+            ends: BlockingPool::default(),
         });
         hub.watch().map_err(system("sockets"))?;
         for _ in 0..THREADS_MIN {

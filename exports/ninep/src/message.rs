@@ -3,7 +3,7 @@
 use std::io;
 
 use ferry_engine::{
-    Carrier, Lane, Operation, ReplyBuffer, TransferRequest, read_blocking, sync_blocking, write_blocking,
+    BlockingPool, Carrier, Operation, ReplyBuffer, TransferRequest, read_blocking, sync_blocking, write_blocking,
 };
 use ferry_vfs::{Errno, Result};
 
@@ -122,7 +122,7 @@ impl NinepCarrier for Message<'_> {
     fn expect(&mut self, _: Moving) {}
 
     /// This thread does it when the reply is sent; another one waits for the next request by then.
-    fn read_ahead(&mut self, _: &Lane, ahead: Ahead) {
+    fn read_ahead(&mut self, _: &BlockingPool, ahead: Ahead) {
         self.buffers.ahead = Some(ahead);
     }
 }

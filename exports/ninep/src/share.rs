@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 
-use ferry_engine::{Lane, RatelimitedLog};
+use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
 use crate::{Error, Options};
@@ -16,7 +16,7 @@ pub(crate) struct Share {
     pub(crate) read_only: bool,
     pub(crate) ratelimited_log: RatelimitedLog,
     /// Threads for what must not be done where it becomes known.
-    pub(crate) lane: Lane,
+    pub(crate) blocking_pool: BlockingPool,
     /// What the host was asked to read ahead of clients.
     pub(crate) read_ahead_bytes: AtomicU64,
 }
@@ -34,7 +34,7 @@ impl Share {
             source,
             options,
             ratelimited_log: RatelimitedLog::default(),
-            lane: Lane::default(),
+            blocking_pool: BlockingPool::default(),
             read_ahead_bytes: AtomicU64::new(0),
         }
     }
@@ -64,7 +64,7 @@ impl Share {
     /// Makes everything durable: nobody is served any more.
     pub(crate) fn sync(&self) {
         if !self.read_only {
-            ferry_engine::sync_at_the_end(&*self.source);
+            ferry_engine::sync_on_stop(&*self.source);
         }
     }
 }

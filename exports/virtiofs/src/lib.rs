@@ -292,7 +292,7 @@ impl Export {
     fn end(self, stop: impl FnOnce(Server)) {
         let Self { server, source, socket } = self;
         stop(server);
-        ferry_engine::sync_at_the_end(&*source);
+        ferry_engine::sync_on_stop(&*source);
         drop(socket);
     }
 }

@@ -27,13 +27,13 @@ const MIB: u32 = 1 << 20;
 
 /// A disk of one byte over and over, which notes what it is asked for.
 #[derive(Default)]
-struct Far {
+struct DeferredTransfer {
     largest_bytes: AtomicU64,
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
 }
 
-impl Disk for Far {
+impl Disk for DeferredTransfer {
     fn geometry(&self) -> Geometry {
         Geometry {
             bytes: DISK_BYTES,
@@ -70,7 +70,7 @@ impl Disk for Far {
     }
 }
 
-impl Far {
+impl DeferredTransfer {
     fn asked(&self, at: &BlockRange) -> Result<usize> {
         self.largest_bytes.fetch_max(at.bytes, Ordering::SeqCst);
         if at.bytes > COPIED_BYTES_MAX { Err(Errno::NOMEM) } else { Ok(usize::try_from(at.bytes).unwrap()) }
@@ -78,7 +78,7 @@ impl Far {
 }
 
 struct Offered {
-    disk: Arc<Far>,
+    disk: Arc<DeferredTransfer>,
     path: PathBuf,
     _folder: tempfile::TempDir,
     _export: Export,
@@ -89,7 +89,7 @@ fn offer() -> Offered {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let socket = Socket::bind(&path).unwrap();
-    let disk = Arc::new(Far::default());
+    let disk = Arc::new(DeferredTransfer::default());
     let options = Options { queues: 1, ..Options::default() };
     let export = Export::start(socket.listener().unwrap(), disk.clone(), options).unwrap();
     Offered { disk, path, _folder: folder, _export: export, _socket: socket }

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use ferry_engine::{Carrier, ReplyBuffer, Term, Transfer, TransferRequest};
+use ferry_engine::{Carrier, Generation, ReplyBuffer, Transfer, TransferRequest};
 use ferry_serve::{FuseCarrier, HEADER_BYTES};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
@@ -111,7 +111,7 @@ impl Memory {
 /// One request.
 pub(super) struct DeviceCarrier<'a> {
     reader: &'a Reader,
-    term: Term,
+    generation: Generation,
     memory: &'a mut Memory,
     counters: &'a Counters,
     /// What is to be done for the request.
@@ -121,8 +121,13 @@ pub(super) struct DeviceCarrier<'a> {
 }
 
 impl<'a> DeviceCarrier<'a> {
-    pub(super) fn new(reader: &'a Reader, term: Term, memory: &'a mut Memory, counters: &'a Counters) -> Self {
-        Self { reader, term, memory, counters, transfer: None, is_asked: Cell::new(false) }
+    pub(super) fn new(
+        reader: &'a Reader,
+        generation: Generation,
+        memory: &'a mut Memory,
+        counters: &'a Counters,
+    ) -> Self {
+        Self { reader, generation, memory, counters, transfer: None, is_asked: Cell::new(false) }
     }
 }
 
@@ -132,7 +137,7 @@ impl ReplyBuffer for DeviceCarrier<'_> {
     }
 
     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize {
-        if !self.reader.lease.runs(self.term) {
+        if !self.reader.generation_cell.runs(self.generation) {
             return 0;
         }
         let in_header = HEADER_BYTES.saturating_sub(offset).min(bytes.len());

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{Post, Watch};
+use ferry_engine::{MonitoredWorker, Watch};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
@@ -112,7 +112,7 @@ impl Readers {
 
     fn add(self: &Arc<Self>) -> io::Result<()> {
         let reader = Arc::new(Reader::new(self, self.channel()?));
-        let post: Arc<dyn Post> = reader.clone();
+        let post: Arc<dyn MonitoredWorker> = reader.clone();
         let present = Present::new(&self.connection);
         self.threads.fetch_add(1, Ordering::Relaxed);
         // Counted before it runs, so that the monitor does not start another meanwhile.
@@ -132,7 +132,7 @@ impl Readers {
         });
         match started {
             Ok(_) => {
-                self.connection.bell.add(weak);
+                self.connection.monitor_handle.add(weak);
                 Ok(())
             }
             Err(error) => {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::{Carrier, Hold, Lease, NotEnded, ReplyBuffer, Term, Transfer, TransferRequest};
+use ferry_engine::{Carrier, Generation, GenerationCell, Hold, NotEnded, ReplyBuffer, Transfer, TransferRequest};
 use ferry_serve::{FuseCarrier, HEADER_BYTES};
 
 use super::memory::Message;
@@ -17,7 +17,7 @@ pub(super) struct RingCarrier<'a> {
     pub(super) block: &'a Block,
     pub(super) slot: usize,
     pub(super) index: usize,
-    pub(super) term: Term,
+    pub(super) generation: Generation,
     pub(super) message: Message,
     pub(super) counters: &'a Counters,
     /// What is to be done for the request.
@@ -25,13 +25,13 @@ pub(super) struct RingCarrier<'a> {
 }
 
 impl<'a> RingCarrier<'a> {
-    pub(super) fn lease(&self) -> &'a Lease {
-        &self.block.states[self.slot].lease
+    pub(super) fn generation_cell(&self) -> &'a GenerationCell {
+        &self.block.states[self.slot].generation_cell
     }
 
     /// The entry's memory, for as long as the term runs.
     fn hold(&self) -> Option<Hold<'a>> {
-        self.lease().hold(self.term)
+        self.generation_cell().hold(self.generation)
     }
 }
 
@@ -76,10 +76,10 @@ impl FuseCarrier for RingCarrier<'_> {
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
-        let (queue, index, term) = (Arc::clone(self.queue), self.index, self.term);
+        let (queue, index, generation) = (Arc::clone(self.queue), self.index, self.generation);
         let unique = self.block.states[self.slot].unique.load(Ordering::Relaxed);
         move |reply| {
-            while queue.answer(index, term, &reply) == Err(NotEnded::Held) {
+            while queue.answer(index, generation, &reply) == Err(NotEnded::Held) {
                 std::thread::yield_now();
             }
             queue.later.end(unique);

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{NotEnded, Term, Transfer};
+use ferry_engine::{Generation, NotEnded, Transfer};
 use ferry_serve::{HEADER_BYTES, Unfinished};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
@@ -34,7 +34,7 @@ const CANCEL_PATIENCE: Duration = Duration::from_millis(100);
 pub(super) struct UnderWay {
     transfer: Transfer,
     unfinished: Unfinished,
-    term: Term,
+    generation: Generation,
     message: Message,
     /// What the ring calls it: the entry's index, and a number that the entry's next transfer will not have.
     number: usize,
@@ -104,7 +104,7 @@ pub(super) enum Tried {
 /// Makes a transfer on this thread, if it need not wait.
 pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) -> Tried {
     let chunk = &carrier.block.chunk;
-    if !carrier.lease().begin_move(carrier.term) {
+    if !carrier.generation_cell().begin_move(carrier.generation) {
         return Tried::Over;
     }
     let second = chunk.second(carrier.slot);
@@ -114,7 +114,7 @@ pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) ->
     carrier.counters.system_calls.add(transfer.calls());
     match outcome {
         Some(outcome) => {
-            carrier.block.end_move(carrier.slot, carrier.term, second);
+            carrier.block.end_move(carrier.slot, carrier.generation, second);
             Tried::Made(outcome)
         }
         None => Tried::Waits(second),
@@ -125,7 +125,7 @@ pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) ->
 pub(super) struct Waits {
     pub(super) transfer: Transfer,
     pub(super) unfinished: Unfinished,
-    pub(super) term: Term,
+    pub(super) generation: Generation,
     pub(super) message: Message,
     /// As in [`Tried::Waits`].
     pub(super) second: *mut u8,
@@ -135,15 +135,16 @@ pub(super) struct Waits {
 pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, waits: Waits, ours: bool) {
     let queue = worker.queue;
     let Some((block, slot)) = queue.entry(index) else { return };
-    let Waits { transfer, unfinished, term, message, second } = waits;
+    let Waits { transfer, unfinished, generation, message, second } = waits;
     let state = &block.states[slot];
     let mut under_way = lock(state);
     // Whoever robs a worker of its term does it under the lock, and only while nothing lies here.
-    if !state.lease.moves(term) {
-        return block.end_move(slot, term, second);
+    if !state.generation_cell.moves(generation) {
+        return block.end_move(slot, generation, second);
     }
     let number = queue.moving.number(index);
-    *under_way = Some(UnderWay { transfer, unfinished, term, message, number, since: Instant::now(), given_up: None });
+    *under_way =
+        Some(UnderWay { transfer, unfinished, generation, message, number, since: Instant::now(), given_up: None });
     drop(under_way);
     queue.parked.fetch_add(1, Ordering::Relaxed);
     if ours {
@@ -181,7 +182,7 @@ impl Queue {
     }
 
     /// Answers a request whose transfer a worker makes and does not come back from.
-    pub(super) fn rob(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+    pub(super) fn rob(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         let state = &block.states[slot];
         let under_way = lock(state);
@@ -189,7 +190,7 @@ impl Queue {
             // It is the ring's by now.
             return Err(NotEnded::Held);
         }
-        let (memory, answered) = block.leave(slot, term, reply)?;
+        let (memory, answered) = block.leave(slot, generation, reply)?;
         drop(under_way);
         // The worker unmaps it when it is back.
         std::mem::forget(memory);
@@ -202,8 +203,8 @@ impl Queue {
 
 impl Block {
     /// A transfer that this thread made, or did not, is over.
-    pub(super) fn end_move(&self, slot: usize, term: Term, second: *mut u8) {
-        if !self.states[slot].lease.end_move(term) {
+    pub(super) fn end_move(&self, slot: usize, generation: Generation, second: *mut u8) {
+        if !self.states[slot].generation_cell.end_move(generation) {
             // SAFETY: who robs a transfer that a worker makes leaves it the memory; it has just ended.
             drop(unsafe { self.chunk.left(second) });
         }
@@ -211,12 +212,12 @@ impl Block {
 
     /// Writes the reply to a request whose transfer goes on. Answers the memory that the transfer keeps, and whether there is
     /// a reply to commit.
-    fn leave(&self, slot: usize, term: Term, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
+    fn leave(&self, slot: usize, generation: Generation, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
         let spare = self.chunk.spare().map_err(|error| {
             tracing::warn!("a request that takes too long waits on, for there is no memory to answer it: {error}");
             NotEnded::Held
         })?;
-        self.states[slot].lease.seize(term)?;
+        self.states[slot].generation_cell.revoke(generation)?;
         // SAFETY: whoever ends the term has the entry for itself until it is committed, but for the transfer; that the
         // answer is kept as long as that goes on is up to the two callers.
         let (memory, replaced) = unsafe { self.chunk.replace(slot, spare) };
@@ -286,16 +287,16 @@ impl Worker<'_> {
         let Self { queue, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return };
         let state = &block.states[slot];
-        let Some(UnderWay { transfer, unfinished, term, message, .. }) = lock(state).take() else { return };
+        let Some(UnderWay { transfer, unfinished, generation, message, .. }) = lock(state).take() else { return };
         if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
             counters.read_bytes.add(*bytes as u64);
         }
-        let ended = state.lease.end_move(term);
+        let ended = state.generation_cell.end_move(generation);
         debug_assert!(ended, "what is left is taken away under the lock");
         queue.parked.fetch_sub(1, Ordering::Relaxed);
-        let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
+        let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let bytes = unfinished.finish(&mut carrier, outcome);
-        if state.lease.end(term) {
+        if state.generation_cell.end(generation) {
             // SAFETY: whoever ends the term has the entry for itself until it is committed.
             unsafe { block.chunk.set_reply_payload(slot, bytes.saturating_sub(HEADER_BYTES)) };
             self.commit(index);
@@ -305,12 +306,12 @@ impl Worker<'_> {
     /// A transfer has ended whose caller was told an error. If it has changed a file after all, others are told.
     fn finish_left(&self, under_way: UnderWay, memory: Mapping, outcome: io::Result<usize>) {
         let Self { queue, counters, .. } = self;
-        let UnderWay { unfinished, term, message, number, .. } = under_way;
+        let UnderWay { unfinished, generation, message, number, .. } = under_way;
         drop(memory);
         let index = Moving::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
         // Its term has ended: nothing is written.
-        let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
+        let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let _ = unfinished.finish(&mut carrier, outcome);
     }
 
@@ -335,9 +336,9 @@ impl Worker<'_> {
     /// Answers a request whose transfer the kernel does not cancel, and keeps what that still uses.
     fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<UnderWay>) {
         let queue = self.queue;
-        let Some(UnderWay { term, number, given_up: Some(given_up), .. }) = state else { return };
+        let Some(UnderWay { generation, number, given_up: Some(given_up), .. }) = state else { return };
         let unique = block.states[slot].unique.load(Ordering::Relaxed);
-        match block.leave(slot, *term, &encode_error(unique, given_up.errno)) {
+        match block.leave(slot, *generation, &encode_error(unique, given_up.errno)) {
             Ok((memory, answered)) => {
                 let number = *number;
                 if let Some(under_way) = state.take() {

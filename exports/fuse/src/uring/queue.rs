@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Orderin
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::time::Instant;
 
-use ferry_engine::{Lease, Mailbox, NotEnded, Post, Relief, Seen, Serving, Term, Watch};
+use ferry_engine::{
+    CallSnapshot, CurrentRequest, Generation, GenerationCell, Mailbox, MonitoredWorker, NotEnded, Replacement, Watch,
+};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
@@ -32,7 +34,7 @@ const _: () = assert!(THREADS_ALL_MAX < BLOCKS_MAX);
 /// What one entry's request has beside the memory.
 #[derive(Debug, Default)]
 pub(super) struct State {
-    pub(super) lease: Lease,
+    pub(super) generation_cell: GenerationCell,
     pub(super) unique: AtomicU64,
     pub(super) commit_id: AtomicU64,
     /// The transfer that is made for the request while its worker goes on.
@@ -67,12 +69,12 @@ struct Calls {
     /// Those whose threads are blocked while others have the queue.
     away: Vec<Away>,
     /// The request of the owner's own call was given up: nobody was to be had to take the queue over.
-    given_up: Option<Seen>,
+    given_up: Option<CallSnapshot>,
 }
 
 #[derive(Debug)]
 struct Away {
-    call: Seen,
+    call: CallSnapshot,
     is_given_up: bool,
 }
 
@@ -99,7 +101,7 @@ pub(super) struct Queue {
     pub(super) parked: AtomicIsize,
     calls: Mutex<Calls>,
     /// Requests that other threads will answer, and the entries that these lie in.
-    pub(super) later: Later<(usize, Term)>,
+    pub(super) later: Later<(usize, Generation)>,
     pub(super) watch: Watch,
     /// The entry that is being served.
     pub(super) place: AtomicUsize,
@@ -186,16 +188,16 @@ impl Queue {
     }
 
     /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
-    pub(super) fn answer(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
-        self.write_reply(index, term, reply)?;
+    pub(super) fn answer(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
+        self.write_reply(index, generation, reply)?;
         self.mail.post(Mail::Commit(index));
         Ok(())
     }
 
     /// As [`Self::answer`], for who commits it.
-    pub(super) fn write_reply(&self, index: usize, term: Term, reply: &[u8]) -> Result<(), NotEnded> {
+    pub(super) fn write_reply(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
-        block.states[slot].lease.try_end(term)?;
+        block.states[slot].generation_cell.try_end(generation)?;
         // SAFETY: whoever ends the term has the entry for itself until it is committed.
         unsafe {
             block.chunk.copy_in(slot, 0, reply);
@@ -227,7 +229,7 @@ impl Queue {
     }
 
     /// A thread that was blocked is back.
-    pub(super) fn come_back(&self, call: Seen) {
+    pub(super) fn come_back(&self, call: CallSnapshot) {
         self.parked.fetch_sub(1, Ordering::Relaxed);
         self.calls().away.retain(|away| away.call != call);
     }
@@ -253,52 +255,54 @@ impl Queue {
     }
 }
 
-impl Post for Queue {
+impl MonitoredWorker for Queue {
     fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    fn serving(&self) -> Serving {
+    fn serving(&self) -> CurrentRequest {
         let place = self.place.load(Ordering::Relaxed);
-        let (unique, term) = self.entry(place).map_or((0, Lease::default().term()), |(block, slot)| {
-            let state = &block.states[slot];
-            (state.unique.load(Ordering::Relaxed), state.lease.term())
-        });
-        Serving { unique, place, term, call: self.watch.look() }
+        let (unique, generation) =
+            self.entry(place).map_or((0, GenerationCell::default().current()), |(block, slot)| {
+                let state = &block.states[slot];
+                (state.unique.load(Ordering::Relaxed), state.generation_cell.current())
+            });
+        CurrentRequest { unique, place, generation, call: self.watch.look() }
     }
 
-    fn relieve(self: Arc<Self>, seen: Seen) -> Relief {
+    fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         // Until the call is among those that are away: its thread may come back at once.
         let mut calls = self.calls();
         let is_given_up = calls.given_up == Some(seen);
         let lost = calls.away.iter().filter(|away| away.is_given_up).count() + usize::from(is_given_up);
         let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let Some(seat) = spare.or_else(|| self.add_thread(lost).ok()) else { return Relief::Nobody };
+        let Some(seat) = spare.or_else(|| self.add_thread(lost).ok()) else { return Replacement::Nobody };
         match self.watch.take(seen) {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
                 calls.away.push(Away { call: seen, is_given_up });
                 seat.give(Order::Own(ownership));
-                Relief::Found
+                Replacement::Found
             }
             None => {
                 self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(seat);
-                Relief::NotNeeded
+                Replacement::NotNeeded
             }
         }
     }
 
-    fn runs(&self, serving: &Serving) -> bool {
-        self.entry(serving.place).is_some_and(|(block, slot)| block.states[slot].lease.runs(serving.term))
+    fn runs(&self, serving: &CurrentRequest) -> bool {
+        self.entry(serving.place)
+            .is_some_and(|(block, slot)| block.states[slot].generation_cell.runs(serving.generation))
     }
 
-    fn give_up(&self, serving: &Serving, errno: Errno) -> Result<(), NotEnded> {
+    fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
         let reply = encode_error(serving.unique, errno);
         // Until the call is marked: its thread may come back at once.
         let mut calls = self.calls();
-        match self.answer(serving.place, serving.term, &reply) {
+        match self.answer(serving.place, serving.generation, &reply) {
             // Perhaps by a transfer that its thread does not come back from.
-            Err(NotEnded::Held) => self.rob(serving.place, serving.term, &reply)?,
+            Err(NotEnded::Held) => self.rob(serving.place, serving.generation, &reply)?,
             outcome => outcome?,
         }
         match calls.away.iter_mut().find(|away| away.call == serving.call) {
@@ -310,21 +314,22 @@ impl Post for Queue {
         Ok(())
     }
 
-    fn stir(&self) {
+    fn poll_blocked(&self) {
         // Who does not read his mail needs no more of it.
         if !self.mail.is_filled() {
             self.mail.post(Mail::Nudge);
         }
     }
 
-    fn press(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        let later = self.later.press(|unique, &(index, term), since| {
-            let runs = self.entry(index).is_some_and(|(block, slot)| block.states[slot].lease.runs(term));
+    fn apply_policy(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+        let later = self.later.apply_policy(|unique, &(index, generation), since| {
+            let runs =
+                self.entry(index).is_some_and(|(block, slot)| block.states[slot].generation_cell.runs(generation));
             if !runs {
                 return Some(false);
             }
             let errno = verdict(unique, since)?;
-            match self.answer(index, term, &encode_error(unique, errno)) {
+            match self.answer(index, generation, &encode_error(unique, errno)) {
                 Err(NotEnded::Held) => None,
                 outcome => Some(outcome.is_ok()),
             }

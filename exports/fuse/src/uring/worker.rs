@@ -304,7 +304,7 @@ impl<'a> Worker<'a> {
         let Self { queue, server, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return true };
         let state = &block.states[slot];
-        let term = state.lease.term();
+        let generation = state.generation_cell.current();
         // SAFETY: the kernel has just given the entry to us, and nobody else knows of this term yet.
         let (header, ring_entry) = unsafe { block.chunk.request(slot) };
         let message = Message::new(&header, &ring_entry, block.chunk.payload_bytes());
@@ -312,7 +312,7 @@ impl<'a> Worker<'a> {
         state.commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
         if header.opcode == NOTIFY_REPLY {
             // Our own nudge; any answer does.
-            if queue.write_reply(index, term, &encode_error(header.unique, Errno::NOSYS)).is_ok() {
+            if queue.write_reply(index, generation, &encode_error(header.unique, Errno::NOSYS)).is_ok() {
                 self.commit(index);
             }
             return true;
@@ -323,9 +323,9 @@ impl<'a> Worker<'a> {
         queue.place.store(index, Ordering::Relaxed);
         queue.watch.enter(ownership);
         let call = ownership.call();
-        queue.connection.bell.ring();
+        queue.connection.monitor_handle.ring();
         counters.requests.add(1);
-        let mut carrier = RingCarrier { queue, block, slot, index, term, message, counters, transfer: None };
+        let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let outcome = match (server.serve_caught(&mut carrier), carrier.transfer.take()) {
             (Served::Transfer, Some(transfer)) => make(&mut carrier, server, transfer),
             (served, _) => Outcome::Served(served),
@@ -340,8 +340,8 @@ impl<'a> Worker<'a> {
             Outcome::Served(later @ (Served::Later | Served::Parked)) => {
                 queue.parked.fetch_add(1, Ordering::Relaxed);
                 if later == Served::Later && may_be_given_up(header.opcode) {
-                    queue.later.begin(header.unique, (index, term));
-                    if !state.lease.runs(term) {
+                    queue.later.begin(header.unique, (index, generation));
+                    if !state.generation_cell.runs(generation) {
                         // It was answered before that.
                         queue.later.end(header.unique);
                     }
@@ -351,7 +351,7 @@ impl<'a> Worker<'a> {
                 }
             }
             Outcome::Served(Served::Reply(bytes)) if bytes >= HEADER_BYTES => {
-                if state.lease.end(term) {
+                if state.generation_cell.end(generation) {
                     // SAFETY: whoever ends the term has the entry for itself until it is committed.
                     unsafe { block.chunk.set_reply_payload(slot, bytes - HEADER_BYTES) };
                     self.send(index, ours);
@@ -359,7 +359,7 @@ impl<'a> Worker<'a> {
             }
             // Given up by the monitor; or a request that wants no reply, but an entry must be given back with one.
             Outcome::Served(_) => {
-                let _ = queue.answer(index, term, &encode_error(header.unique, Errno::IO));
+                let _ = queue.answer(index, generation, &encode_error(header.unique, Errno::IO));
             }
         }
         ours
@@ -424,11 +424,11 @@ fn make(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transf
         }
         Tried::Waits(second) => match server.detach(carrier.token()) {
             Some(unfinished) => {
-                let (term, message) = (carrier.term, carrier.message);
-                Outcome::Waits(Waits { transfer, unfinished, term, message, second })
+                let (generation, message) = (carrier.generation, carrier.message);
+                Outcome::Waits(Waits { transfer, unfinished, generation, message, second })
             }
             None => {
-                carrier.block.end_move(carrier.slot, carrier.term, second);
+                carrier.block.end_move(carrier.slot, carrier.generation, second);
                 Outcome::Served(Served::Reply(0))
             }
         },

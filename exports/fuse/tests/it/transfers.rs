@@ -85,7 +85,7 @@ fn many_slow_transfers_come_back_and_others_are_served() {
 }
 
 /// What the kernel cannot cancel: pages of another mount that is cached, and does not answer.
-struct Far {
+struct DeferredTransfer {
     relay: Relay,
     /// io_uring is not asked to read, as if the file system below could not do without waiting.
     by_worker: bool,
@@ -94,7 +94,7 @@ struct Far {
     kept: AtomicBool,
 }
 
-impl FileSystem for Far {
+impl FileSystem for DeferredTransfer {
     fn lookup(&self, caller: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.relay.lookup(caller, dir, name)
     }
@@ -110,7 +110,7 @@ impl FileSystem for Far {
         }
         let data = self.relay.read(caller, at, out)?;
         if let (true, Data::Extent(extent)) = (self.by_worker, &data) {
-            extent.file.add_io_hints(io_hints::PLACE_KNOWN | io_hints::READ_CANNOT_TRY);
+            extent.file.add_io_hints(io_hints::PROBED | io_hints::READ_CANNOT_TRY);
         }
         Ok(data)
     }
@@ -138,7 +138,8 @@ fn a_transfer_that_cannot_be_cancelled_is_left_and_its_late_data_go_nowhere() {
         let null = Arc::new(Null::default());
         let far = mount(Arc::clone(&null) as _, plain(Path::Devfuse));
         let relay = Relay { null: Null::default(), far: far.at.clone() };
-        let source = Arc::new(Far { relay, by_worker, null: Arc::clone(&null), kept: AtomicBool::new(false) });
+        let source =
+            Arc::new(DeferredTransfer { relay, by_worker, null: Arc::clone(&null), kept: AtomicBool::new(false) });
         let options =
             Options { cache: Cache::None, ring_depth: 1, handler_timeout: Duration::from_millis(300), ..plain(path) };
         let near = mount(Arc::clone(&source) as _, options);

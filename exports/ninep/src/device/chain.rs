@@ -1,6 +1,6 @@
 //! A descriptor chain as the carrier of a request. Data goes between files and the guest's own pages.
 
-use ferry_engine::{Carrier, Lane, ReplyBuffer, TransferRequest};
+use ferry_engine::{BlockingPool, Carrier, ReplyBuffer, TransferRequest};
 use ferry_vfs::Result;
 use ferry_vhost::{Chain, Io};
 
@@ -75,7 +75,7 @@ impl NinepCarrier for Request<'_, '_> {
     }
 
     /// The worker has others to serve.
-    fn read_ahead(&mut self, lane: &Lane, ahead: Ahead) {
-        lane.run(move || ahead.ask());
+    fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: Ahead) {
+        blocking_pool.run(move || ahead.ask());
     }
 }

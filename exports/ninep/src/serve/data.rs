@@ -158,7 +158,7 @@ impl Context<'_> {
                 if let Some(ahead) = ahead.filter(|_| !is_short) {
                     let bytes = ahead.range.end - ahead.range.start;
                     self.share.read_ahead_bytes.fetch_add(bytes, Ordering::Relaxed);
-                    carrier.read_ahead(&self.share.lane, ahead);
+                    carrier.read_ahead(&self.share.blocking_pool, ahead);
                 }
                 self.transferred(carrier, Kind::Read { bytes_max }, ended)
             }

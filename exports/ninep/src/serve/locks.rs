@@ -68,7 +68,7 @@ impl Context<'_> {
             unwanted.store(true, Ordering::Release);
             // Whoever granted the lock may hold locks of its own, so this is for another thread.
             let source = Arc::clone(&share.source);
-            share.lane.run(move || {
+            share.blocking_pool.run(move || {
                 let cx = ferry_vfs::Caller { session: lock.owner.session, ..ferry_vfs::Caller::default() };
                 let unlock = Lock { kind: LockKind::Unlock, ..lock };
                 if let Err(error) = source.set_lock(&cx, ino, handle, &unlock, None) {

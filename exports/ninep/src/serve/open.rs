@@ -103,7 +103,7 @@ impl Context<'_> {
             other => other?,
         };
         self.session.removals.record_lookup((dir.node.ino, name), Some(node.ino));
-        requests::found(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
+        requests::record_name(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
         open.found(size);

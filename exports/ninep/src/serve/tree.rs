@@ -53,7 +53,7 @@ impl Context<'_> {
         self.may(user, dir, SEARCH)?;
         let (node, attr) = self.session.node(self.share.source.lookup(&self.caller(user, None), dir.ino, name)?)?;
         self.session.removals.record_lookup((dir.ino, name), Some(node.ino));
-        requests::found(&self.share.options.name, (dir.ino, name.as_bytes()), node.ino);
+        requests::record_name(&self.share.options.name, (dir.ino, name.as_bytes()), node.ino);
         Ok((node, attr))
     }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ferry_engine::requests::{Outcome, Watched, is_on};
+use ferry_engine::requests::{LoggedRequest, Outcome, is_on};
 use ferry_vfs::{Ino, Result};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Request};
 
@@ -51,7 +51,7 @@ pub(super) fn watched<C: NinepReply>(
         return serve(carrier);
     }
     let ino = fid.and_then(|fid| cx.session.get(fid).ok()).map_or(Ino::ROOT, |file| file.node.ino);
-    let watched = Watched::begin(&cx.share.options.name, ino, None, request);
+    let watched = LoggedRequest::begin(&cx.share.options.name, ino, None, request);
     let done = serve(carrier);
     if let Some(watched) = watched {
         watched.end(match done {

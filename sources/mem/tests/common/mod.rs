@@ -7,7 +7,7 @@ mod contract;
 use std::os::fd::AsFd;
 
 pub use contract::*;
-use ferry_engine::{Operation, move_now};
+use ferry_engine::{Operation, copy_mapped};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::*;
 
@@ -29,7 +29,7 @@ pub fn segments(bytes: &[u8]) -> Vec<Segment> {
 pub fn read_from(extent: &Extent, buffer: &mut [u8], memory: bool) -> Result<usize> {
     let pieces = segments(buffer);
     // SAFETY: the buffer is ours until this returns.
-    match memory.then(|| unsafe { move_now(Operation::Read, &extent.file, extent.offset, &pieces) }).flatten() {
+    match memory.then(|| unsafe { copy_mapped(Operation::Read, &extent.file, extent.offset, &pieces) }).flatten() {
         Some(outcome) => outcome.map_err(|error| Errno::from_io_error(&error).unwrap()),
         None => rustix::io::pread(extent.file.as_fd(), buffer, extent.offset),
     }
@@ -39,7 +39,7 @@ pub fn read_from(extent: &Extent, buffer: &mut [u8], memory: bool) -> Result<usi
 pub fn write_to(extent: &Extent, bytes: &[u8], memory: bool) -> Result<usize> {
     let operation = Operation::Write { clear_privileges: false, waits: true };
     // SAFETY: the bytes are valid, and only read.
-    match memory.then(|| unsafe { move_now(operation, &extent.file, extent.offset, &segments(bytes)) }).flatten() {
+    match memory.then(|| unsafe { copy_mapped(operation, &extent.file, extent.offset, &segments(bytes)) }).flatten() {
         Some(outcome) => outcome.map_err(|error| Errno::from_io_error(&error).unwrap()),
         None => rustix::io::pwrite(extent.file.as_fd(), bytes, extent.offset),
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Share, range, read_from, write_to};
-use ferry_engine::{Operation, move_now};
+use ferry_engine::{Operation, copy_mapped};
 use ferry_mem::Options;
 use ferry_vfs::*;
 
@@ -57,7 +57,7 @@ fn is_in_memory(share: &Share, open: Open, offset: usize) -> bool {
     let mut page = [0; PAGE];
     let segment = Segment { address: page.as_mut_ptr(), bytes: PAGE };
     // SAFETY: the page is ours.
-    unsafe { move_now(Operation::Read, &extent.file, extent.offset, &[segment]) }.is_some()
+    unsafe { copy_mapped(Operation::Read, &extent.file, extent.offset, &[segment]) }.is_some()
 }
 
 fn fallocate(share: &Share, open: Open, page: usize, pages: usize, flags: FallocateFlags) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Looks after the workers of all exports: a worker that is blocked in a handler is replaced, and the request is given up in
-//! the end where the export says so.
+//! Monitors the workers of all exports: replaces a worker that is blocked in a handler, and finally aborts its request
+//! if the export's policy says so.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use ferry_vfs::Errno;
 
 use crate::barrier::{barrier, register_barrier};
-use crate::lease::{Lease, NotEnded, Term};
-use crate::watch::{Seen, Watch};
+use crate::generation::{Generation, GenerationCell, NotEnded};
+use crate::watch::{CallSnapshot, Watch};
 
 /// How often workers are looked at. A look is a load for each.
 const TICK: Duration = Duration::from_millis(5);
@@ -19,7 +19,7 @@ const TICK: Duration = Duration::from_millis(5);
 pub const BLOCKED: Duration = Duration::from_millis(20);
 
 /// How often posts with blocked handlers are stirred.
-const STIR: Duration = Duration::from_millis(100);
+const POLL_BLOCKED_EVERY: Duration = Duration::from_millis(100);
 
 /// After this long without a request the monitor sleeps until the next one.
 const QUIET: Duration = Duration::from_millis(500);
@@ -29,20 +29,20 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 
 /// The request that a worker is serving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Serving {
+pub struct CurrentRequest {
     /// Its number.
     pub unique: u64,
     /// Where it lies: the index of an entry.
     pub place: usize,
     /// Who may answer it.
-    pub term: Term,
+    pub generation: Generation,
     /// The handler's call.
-    pub call: Seen,
+    pub call: CallSnapshot,
 }
 
 /// What came of having somebody else go on in the place of a handler that is blocked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relief {
+pub enum Replacement {
     /// Somebody does.
     Found,
     /// No thread is to be had for it, or there are enough. To be tried again: one whose request is given up makes room.
@@ -53,20 +53,25 @@ pub enum Relief {
 
 /// What the caller of a request is to be told in place of the outcome, if anything: given its number, the time, and since when it
 /// has been under way.
-pub type Verdict = dyn Fn(u64, Instant, Instant) -> Option<Errno> + Send;
+pub type AbortPolicy = dyn Fn(u64, Instant, Instant) -> Option<Errno> + Send;
 
 /// Where requests are served, one at a time: a CPU's ring, a thread that reads /dev/fuse, the queues of a virtio device.
-pub trait Post: Send + Sync {
+pub trait MonitoredWorker: Send + Sync {
     /// What its owner writes around each call.
     fn watch(&self) -> &Watch;
     /// The request that is being served; means something only while the watch does not change.
-    fn serving(&self) -> Serving {
-        Serving { unique: 0, place: 0, term: Lease::default().term(), call: self.watch().look() }
+    fn serving(&self) -> CurrentRequest {
+        CurrentRequest {
+            unique: 0,
+            place: 0,
+            generation: GenerationCell::default().current(),
+            call: self.watch().look(),
+        }
     }
     /// Whoever serves here is blocked: have somebody else go on.
-    fn relieve(self: Arc<Self>, seen: Seen) -> Relief;
+    fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement;
     /// Whether the request is not answered yet, and may be given up.
-    fn runs(&self, _serving: &Serving) -> bool {
+    fn runs(&self, _serving: &CurrentRequest) -> bool {
         false
     }
     /// Answers a request with an error, in place of its handler. If that has not come back, its thread does not count among
@@ -74,43 +79,43 @@ pub trait Post: Send + Sync {
     ///
     /// # Errors
     /// Somebody else has answered, or the memory of the reply is in use.
-    fn give_up(&self, _serving: &Serving, _errno: Errno) -> Result<(), NotEnded> {
+    fn give_up(&self, _serving: &CurrentRequest, _errno: Errno) -> Result<(), NotEnded> {
         Err(NotEnded::Over)
     }
-    /// Asks about each transfer that goes on by itself, and each request that another thread will answer, given its number and
-    /// since when, and ends it if there is a verdict. Answers whether there are any.
-    fn press(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+    /// Asks about each transfer that goes on on its own, and each request that another thread will answer, given its
+    /// number and since when, and ends it if there is a verdict. Returns whether there are any.
+    fn apply_policy(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         false
     }
     /// Called now and then while a handler is blocked: whatever may have been missed meanwhile is to be looked for.
-    fn stir(&self) {}
+    fn poll_blocked(&self) {}
     /// Called at every look; whether anything was served since the last one.
     fn tick(self: Arc<Self>, _served: bool) {}
 }
 
 #[derive(Default)]
 struct Shared {
-    posts: Mutex<Vec<Weak<dyn Post>>>,
+    workers: Mutex<Vec<Weak<dyn MonitoredWorker>>>,
     /// The monitor sleeps, or is about to, until somebody clears this and wakes it.
     sleeps: AtomicBool,
     stop: AtomicBool,
     thread: Mutex<Option<Thread>>,
 }
 
-/// How workers reach the monitor.
+/// The handle by which workers wake the monitor.
 #[derive(Clone, Default)]
-pub struct Bell(Arc<Shared>);
+pub struct MonitorHandle(Arc<Shared>);
 
-impl std::fmt::Debug for Bell {
+impl std::fmt::Debug for MonitorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Bell")
     }
 }
 
-impl Bell {
+impl MonitorHandle {
     /// Has one more post looked after, until it is dropped.
-    pub fn add(&self, post: Weak<dyn Post>) {
-        self.0.posts.lock().unwrap_or_else(PoisonError::into_inner).push(post);
+    pub fn add(&self, post: Weak<dyn MonitoredWorker>) {
+        self.0.workers.lock().unwrap_or_else(PoisonError::into_inner).push(post);
         self.ring();
     }
 
@@ -128,10 +133,10 @@ impl Bell {
     }
 }
 
-/// The thread that looks.
+/// The monitor thread.
 #[derive(Debug)]
 pub struct Monitor {
-    bell: Bell,
+    monitor_handle: MonitorHandle,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -140,19 +145,19 @@ impl Monitor {
     ///
     /// # Errors
     /// No thread can be had.
-    pub fn start(name: &str, bell: Bell, verdict: Box<Verdict>) -> std::io::Result<Self> {
-        let shared = Arc::clone(&bell.0);
+    pub fn start(name: &str, monitor_handle: MonitorHandle, verdict: Box<AbortPolicy>) -> std::io::Result<Self> {
+        let shared = Arc::clone(&monitor_handle.0);
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
-            Round { shared, verdict, seen: Vec::new(), blocked: Vec::new(), stirred: Instant::now() }.run();
+            MonitorLoop { shared, verdict, seen: Vec::new(), blocked: Vec::new(), polled: Instant::now() }.run();
         })?;
-        *bell.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
-        Ok(Self { bell, thread: Some(thread) })
+        *monitor_handle.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
+        Ok(Self { monitor_handle, thread: Some(thread) })
     }
 }
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        self.bell.0.stop.store(true, Ordering::Release);
+        self.monitor_handle.0.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             // It can only have panicked, which was reported.
@@ -162,32 +167,32 @@ impl Drop for Monitor {
 }
 
 /// What was seen of a post.
-struct Look {
-    post: Weak<dyn Post>,
-    seen: Seen,
+struct Observation {
+    post: Weak<dyn MonitoredWorker>,
+    seen: CallSnapshot,
     since: Instant,
     relieved: bool,
     /// It is among those that are blocked.
     is_noted: bool,
 }
 
-/// A handler that is blocked.
-struct Blocked {
-    post: Arc<dyn Post>,
-    serving: Serving,
+/// A worker that is blocked in a handler.
+struct BlockedWorker {
+    post: Arc<dyn MonitoredWorker>,
+    serving: CurrentRequest,
     since: Instant,
 }
 
-struct Round {
+struct MonitorLoop {
     shared: Arc<Shared>,
-    verdict: Box<Verdict>,
-    seen: Vec<Look>,
-    blocked: Vec<Blocked>,
+    verdict: Box<AbortPolicy>,
+    seen: Vec<Observation>,
+    blocked: Vec<BlockedWorker>,
     /// When posts with blocked handlers were stirred last.
-    stirred: Instant,
+    polled: Instant,
 }
 
-impl Round {
+impl MonitorLoop {
     fn run(&mut self) {
         let has_barrier = register_barrier();
         let mut quiet_since = Instant::now();
@@ -206,8 +211,8 @@ impl Round {
 
     /// Looks at everything once; returns whether anything goes on.
     fn is_busy(&mut self, now: Instant) -> bool {
-        self.meet(now);
-        self.look(now) | self.press(now)
+        self.add_new_workers(now);
+        self.observe_all(now) | self.apply_policy(now)
     }
 
     /// Sleeps until a request comes, or for [`SLEEP_MAX`] without a barrier; returns whether anything goes on.
@@ -228,16 +233,16 @@ impl Round {
     }
 
     /// Takes in posts that are new.
-    fn meet(&mut self, now: Instant) {
-        let mut new = std::mem::take(&mut *self.shared.posts.lock().unwrap_or_else(PoisonError::into_inner));
+    fn add_new_workers(&mut self, now: Instant) {
+        let mut new = std::mem::take(&mut *self.shared.workers.lock().unwrap_or_else(PoisonError::into_inner));
         self.seen.extend(new.drain(..).filter_map(|post| {
             let seen = post.upgrade()?.watch().look();
-            Some(Look { post, seen, since: now, relieved: false, is_noted: false })
+            Some(Observation { post, seen, since: now, relieved: false, is_noted: false })
         }));
     }
 
-    /// Looks at every post; answers whether anything goes on.
-    fn look(&mut self, now: Instant) -> bool {
+    /// Looks at every post; returns whether anything goes on.
+    fn observe_all(&mut self, now: Instant) -> bool {
         let Self { seen: looks, blocked, verdict, .. } = self;
         let verdict = |unique: u64, since: Instant| verdict(unique, now, since);
         let mut stirs = false;
@@ -246,32 +251,32 @@ impl Round {
             let seen = post.watch().look();
             let served = seen != look.seen;
             if served {
-                *look = Look { post: look.post.clone(), seen, since: now, relieved: false, is_noted: false };
+                *look = Observation { post: look.post.clone(), seen, since: now, relieved: false, is_noted: false };
                 stirs = true;
             } else if seen.is_inside() {
                 stirs = true;
                 if !look.relieved && now.duration_since(look.since) >= BLOCKED {
                     let serving = post.serving();
                     if post.watch().look() == seen {
-                        let relief = Arc::clone(&post).relieve(seen);
-                        look.relieved = relief == Relief::Found;
+                        let relief = Arc::clone(&post).replace_worker(seen);
+                        look.relieved = relief == Replacement::Found;
                         // Without anybody to go on, too: its caller wants an answer all the more.
-                        if relief != Relief::NotNeeded && !look.is_noted {
+                        if relief != Replacement::NotNeeded && !look.is_noted {
                             look.is_noted = true;
-                            blocked.push(Blocked { post: Arc::clone(&post), serving, since: look.since });
+                            blocked.push(BlockedWorker { post: Arc::clone(&post), serving, since: look.since });
                         }
                     }
                 }
             }
-            stirs |= post.press(&verdict);
+            stirs |= post.apply_policy(&verdict);
             post.tick(served);
             true
         });
         stirs
     }
 
-    /// Gives up handlers that have been blocked for too long; answers whether there are any left.
-    fn press(&mut self, now: Instant) -> bool {
+    /// Gives up handlers that have been blocked for too long; returns whether there are any left.
+    fn apply_policy(&mut self, now: Instant) -> bool {
         let Self { blocked, verdict, .. } = self;
         blocked.retain(|one| {
             if !one.post.runs(&one.serving) {
@@ -281,9 +286,9 @@ impl Round {
             // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
             one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
         });
-        if !blocked.is_empty() && now.duration_since(self.stirred) >= STIR {
-            self.stirred = now;
-            blocked.iter().for_each(|one| one.post.stir());
+        if !blocked.is_empty() && now.duration_since(self.polled) >= POLL_BLOCKED_EVERY {
+            self.polled = now;
+            blocked.iter().for_each(|one| one.post.poll_blocked());
         }
         !blocked.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Threads for calls that may take long and have no asynchronous form.
+//! A thread pool for blocking calls that have no asynchronous form.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -96,15 +96,15 @@ impl Shared {
 /// A few threads, started when needed and gone when idle. Dropping the lane waits for what it still has to do, but not
 /// for good.
 #[derive(Default)]
-pub struct Lane(Arc<Shared>);
+pub struct BlockingPool(Arc<Shared>);
 
-impl std::fmt::Debug for Lane {
+impl std::fmt::Debug for BlockingPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Lane").field("threads", &self.0.lock().threads.len()).finish()
     }
 }
 
-impl Lane {
+impl BlockingPool {
     /// Runs `job` soon, on another thread; on this one if no thread can be had at all.
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
@@ -123,8 +123,8 @@ impl Lane {
     }
 }
 
-impl Lane {
-    /// Waits until everything is done; answers how many calls are not after `patience`.
+impl BlockingPool {
+    /// Waits until everything is done; returns how many calls are not after `patience`.
     fn close(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
         let mut state = self.0.lock();
@@ -146,7 +146,7 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for BlockingPool {
     fn drop(&mut self) {
         let left = self.close(PATIENCE);
         if left > 0 {
@@ -197,44 +197,44 @@ mod tests {
     #[test]
     fn does_everything_before_it_is_gone() {
         let done = Arc::new(AtomicUsize::new(0));
-        let lane = Lane::default();
+        let blocking_pool = BlockingPool::default();
         for index in 0..100 {
             let done = Arc::clone(&done);
-            lane.run(move || {
+            blocking_pool.run(move || {
                 done.fetch_add(1, Ordering::Relaxed);
                 assert_ne!(index, 50, "a panic of one job is nobody else's business");
             });
         }
         // And one that would go on if all the others did not.
-        assert!(lane.0.lock().threads.len() <= THREADS_MAX + 1);
-        drop(lane);
+        assert!(blocking_pool.0.lock().threads.len() <= THREADS_MAX + 1);
+        drop(blocking_pool);
         assert_eq!(done.load(Ordering::Relaxed), 100);
     }
 
     #[test]
     fn calls_that_never_end_do_not_keep_it() {
-        let lane = Lane::default();
+        let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
         let (begins, begun) = std::sync::mpsc::channel();
         for _ in 0..THREADS_MAX + 1 {
             let (blocked, begins) = (Arc::clone(&blocked), begins.clone());
-            lane.run(move || {
+            blocking_pool.run(move || {
                 let _ = begins.send(());
                 let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
             });
         }
         (0..THREADS_MAX).for_each(|_| begun.recv().expect("all threads are blocked"));
         let start = Instant::now();
-        assert_eq!(lane.close(Duration::from_millis(50)), THREADS_MAX + 1);
+        assert_eq!(blocking_pool.close(Duration::from_millis(50)), THREADS_MAX + 1);
         assert!(start.elapsed() < PATIENCE, "took {:?}", start.elapsed());
         drop(keep);
-        assert_eq!(lane.close(PATIENCE), 0);
+        assert_eq!(blocking_pool.close(PATIENCE), 0);
     }
 
     #[test]
     fn calls_that_never_end_stop_no_others() {
-        let lane = Lane::default();
+        let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
         let (tell, told) = std::sync::mpsc::channel();
@@ -242,56 +242,56 @@ mod tests {
             let begin = Instant::now();
             for _ in 0..THREADS_MAX {
                 let blocked = Arc::clone(&blocked);
-                lane.run(move || {
+                blocking_pool.run(move || {
                     let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
                 });
             }
             let tell = tell.clone();
-            lane.run(move || {
+            blocking_pool.run(move || {
                 let _ = tell.send(round);
             });
             assert_eq!(told.recv_timeout(PATIENCE), Ok(round));
             assert!(begin.elapsed() >= OVERDUE, "they count for a while");
         }
-        assert!(lane.0.lock().threads.len() <= 3 * (THREADS_MAX + 1));
+        assert!(blocking_pool.0.lock().threads.len() <= 3 * (THREADS_MAX + 1));
         drop(keep);
-        assert_eq!(lane.close(PATIENCE), 0);
+        assert_eq!(blocking_pool.close(PATIENCE), 0);
     }
 
     #[test]
     fn calls_that_never_end_stop_none_that_were_posted_with_them() {
-        let lane = Lane::default();
+        let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
         let (tell, told) = std::sync::mpsc::channel();
         for _ in 0..2 * THREADS_MAX + 1 {
             let blocked = Arc::clone(&blocked);
-            lane.run(move || {
+            blocking_pool.run(move || {
                 let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
             });
         }
-        lane.run(move || {
+        blocking_pool.run(move || {
             let _ = tell.send(());
         });
-        assert_eq!(told.recv_timeout(PATIENCE), Ok(()), "{lane:?}");
-        assert!(lane.0.lock().threads.len() <= 2 * THREADS_MAX + 2, "{lane:?}");
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(()), "{blocking_pool:?}");
+        assert!(blocking_pool.0.lock().threads.len() <= 2 * THREADS_MAX + 2, "{blocking_pool:?}");
         drop(keep);
-        assert_eq!(lane.close(PATIENCE), 0);
+        assert_eq!(blocking_pool.close(PATIENCE), 0);
     }
 
     #[test]
     fn a_call_may_be_the_last_to_hold_it() {
-        let lane = Arc::new(Lane::default());
-        let held = Arc::clone(&lane);
+        let blocking_pool = Arc::new(BlockingPool::default());
+        let held = Arc::clone(&blocking_pool);
         let (begin, begun) = std::sync::mpsc::channel::<()>();
         let (tell, told) = std::sync::mpsc::channel();
-        lane.run(move || {
+        blocking_pool.run(move || {
             let _ = begun.recv();
             let start = Instant::now();
             drop(held);
             let _ = tell.send(start.elapsed());
         });
-        drop(lane);
+        drop(blocking_pool);
         drop(begin);
         let took = told.recv().expect("it does not wait for itself");
         assert!(took < PATIENCE, "took {took:?}");

@@ -1,4 +1,4 @@
-//! The last thing that an export does to its source.
+//! Syncs a source when its export stops.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -6,7 +6,7 @@ use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
 /// Makes everything durable that was written to a source, by an export that has ended. There is nobody left to be told of an error:
 /// it is logged.
-pub fn sync_at_the_end(source: &dyn FileSystem) {
+pub fn sync_on_stop(source: &dyn FileSystem) {
     if source.features().read_only {
         return;
     }
@@ -33,6 +33,6 @@ mod tests {
 
     #[test]
     fn a_source_that_panics_ends_nobody() {
-        sync_at_the_end(&Panics);
+        sync_on_stop(&Panics);
     }
 }

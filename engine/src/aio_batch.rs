@@ -1,4 +1,4 @@
-//! Several transfers carried out at once by one system call.
+//! A batch of transfers in one system call (Linux AIO).
 //!
 //! Some transfers cannot be tried without waiting though all they do is copy: buffered writes to ext4, all of tmpfs. io_uring
 //! gives each of those to a kernel thread. `io_submit`, its predecessor, has no such threads: it carries them out before
@@ -46,13 +46,13 @@ struct Event {
 const _: () = assert!(size_of::<Header>() == 32 && size_of::<Event>() == 32 && size_of::<libc::iocb>() == 64);
 
 /// A context of Linux's older asynchronous interface.
-pub(crate) struct AtOnce {
+pub(crate) struct AioBatch {
     context: libc::c_ulong,
     calls: Vec<libc::iocb>,
     outcomes: Vec<Option<i64>>,
 }
 
-impl AtOnce {
+impl AioBatch {
     pub(crate) fn new() -> io::Result<Self> {
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes the context's number into the variable.
@@ -87,7 +87,7 @@ impl AtOnce {
     /// # Safety
     /// Descriptors and segments are those that were added; the segments' memory is valid, and only reached by volatile
     /// access from elsewhere.
-    pub(crate) unsafe fn carry_out(&mut self) {
+    pub(crate) unsafe fn submit_and_wait(&mut self) {
         let mut list = [std::ptr::null_mut::<libc::iocb>(); CALLS_MAX];
         let count = self.calls.len().min(CALLS_MAX);
         for (pointer, call) in list.iter_mut().zip(&mut self.calls) {
@@ -131,7 +131,7 @@ impl AtOnce {
         }
     }
 
-    /// Takes up to `count` events out of the memory shared with the kernel. Answers how many.
+    /// Takes up to `count` events out of the memory shared with the kernel. Returns how many.
     fn take_shared(&mut self, count: usize) -> usize {
         let Ok(address) = usize::try_from(self.context) else { return 0 };
         let ring = std::ptr::with_exposed_provenance::<Header>(address);
@@ -157,7 +157,7 @@ impl AtOnce {
     }
 }
 
-impl Drop for AtOnce {
+impl Drop for AioBatch {
     fn drop(&mut self) {
         // SAFETY: the context is ours, nothing is under way in it, and nobody uses it afterwards.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
@@ -178,25 +178,25 @@ mod tests {
             let mut bytes: Vec<[u8; 512]> = (0..64u8).map(|n| [n; 512]).collect();
             let pieces: Vec<Segment> =
                 bytes.iter_mut().map(|piece| Segment { address: piece.as_mut_ptr(), bytes: 512 }).collect();
-            let mut at_once = AtOnce::new().unwrap();
+            let mut aio_batch = AioBatch::new().unwrap();
             // More laps than the kernel's ring has entries.
             for lap in 0..100 {
-                at_once.clear();
+                aio_batch.clear();
                 for (index, piece) in pieces.iter().enumerate() {
                     let at = 512 * i64::try_from((index + lap) % 64).unwrap();
-                    at_once.add(false, file.as_fd(), at, std::slice::from_ref(piece));
+                    aio_batch.add(false, file.as_fd(), at, std::slice::from_ref(piece));
                 }
                 // SAFETY: `bytes` and `file` live on.
-                unsafe { at_once.carry_out() };
-                assert!((0..64).all(|index| matches!(at_once.outcome(index), Some(Ok(512)))), "lap {lap}");
+                unsafe { aio_batch.submit_and_wait() };
+                assert!((0..64).all(|index| matches!(aio_batch.outcome(index), Some(Ok(512)))), "lap {lap}");
             }
-            at_once.clear();
-            at_once.add(true, file.as_fd(), 512 * (63 + 35), &pieces[..1]);
-            at_once.add(true, folder.as_fd(), 0, &pieces[..1]);
-            at_once.add(true, file.as_fd(), 0, &pieces[..1]);
+            aio_batch.clear();
+            aio_batch.add(true, file.as_fd(), 512 * (63 + 35), &pieces[..1]);
+            aio_batch.add(true, folder.as_fd(), 0, &pieces[..1]);
+            aio_batch.add(true, file.as_fd(), 0, &pieces[..1]);
             // SAFETY: as above.
-            unsafe { at_once.carry_out() };
-            let outcomes: Vec<_> = (0..3).map(|index| at_once.outcome(index).map(Result::ok)).collect();
+            unsafe { aio_batch.submit_and_wait() };
+            let outcomes: Vec<_> = (0..3).map(|index| aio_batch.outcome(index).map(Result::ok)).collect();
             assert_eq!(
                 outcomes,
                 [Some(Some(0)), None, None],

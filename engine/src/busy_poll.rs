@@ -1,4 +1,4 @@
-//! How long to look for work before sleeping.
+//! Adaptive busy polling before sleeping.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,14 +43,14 @@ fn is_cpu_to_spare() -> bool {
 /// by polling, so poll longer next time; a sleep that was longer makes polling a waste, so poll less. KVM can see
 /// whether another task waits for the CPU; we conclude it from polls in vain.
 #[derive(Debug)]
-pub struct Spin {
+pub struct BusyPoll {
     now: Duration,
     max: Duration,
     vain: u32,
     rest: u32,
 }
 
-impl Spin {
+impl BusyPoll {
     /// Never polls longer than `max` before a sleep; zero never polls.
     pub fn new(max: Duration) -> Self {
         AWAKE.fetch_add(1, Ordering::Relaxed);
@@ -67,7 +67,7 @@ impl Spin {
         !self.now.is_zero() && is_cpu_to_spare()
     }
 
-    /// Asks `ready` again and again for as long as polling has paid lately. Answers whether it said yes.
+    /// Asks `ready` again and again for as long as polling has paid lately. Returns whether it said yes.
     pub fn poll(&mut self, mut ready: impl FnMut() -> bool) -> bool {
         if !self.will_poll() {
             return ready();
@@ -130,7 +130,7 @@ fn asleep<T>(sleep: impl FnOnce() -> T) -> T {
     outcome
 }
 
-impl Drop for Spin {
+impl Drop for BusyPoll {
     fn drop(&mut self) {
         AWAKE.fetch_sub(1, Ordering::Relaxed);
     }
@@ -144,45 +144,45 @@ mod tests {
 
     #[test]
     fn polls_longer_after_short_sleeps_and_not_at_all_after_long_ones() {
-        let mut spin = Spin::new(MAX);
-        spin.learn(MAX / 2);
-        spin.learn(MAX / 2);
-        assert_eq!(spin.now, STEP_MIN * 4);
-        assert!(spin.poll(|| true));
+        let mut busy_poll = BusyPoll::new(MAX);
+        busy_poll.learn(MAX / 2);
+        busy_poll.learn(MAX / 2);
+        assert_eq!(busy_poll.now, STEP_MIN * 4);
+        assert!(busy_poll.poll(|| true));
         for _ in 0..2 {
-            spin.learn(MAX / 2);
-            assert!(spin.poll(|| true));
+            busy_poll.learn(MAX / 2);
+            assert!(busy_poll.poll(|| true));
         }
-        assert_eq!(spin.now, MAX);
+        assert_eq!(busy_poll.now, MAX);
         for _ in 0..20 {
-            spin.learn(MAX * 2);
+            busy_poll.learn(MAX * 2);
         }
-        assert!(spin.now.is_zero());
-        assert!(spin.poll(|| true));
-        assert!(!spin.poll(|| false));
+        assert!(busy_poll.now.is_zero());
+        assert!(busy_poll.poll(|| true));
+        assert!(!busy_poll.poll(|| false));
     }
 
     #[test]
     fn rests_when_longer_polls_find_nothing_either() {
-        let mut spin = Spin::new(MAX);
+        let mut busy_poll = BusyPoll::new(MAX);
         for _ in 0..VAIN_MAX {
-            assert!(!spin.poll(|| false));
-            spin.learn(STEP_MIN);
-            assert!(!spin.now.is_zero());
+            assert!(!busy_poll.poll(|| false));
+            busy_poll.learn(STEP_MIN);
+            assert!(!busy_poll.now.is_zero());
         }
-        spin.learn(STEP_MIN);
-        assert_eq!((spin.now, spin.rest), (Duration::ZERO, REST));
+        busy_poll.learn(STEP_MIN);
+        assert_eq!((busy_poll.now, busy_poll.rest), (Duration::ZERO, REST));
         for _ in 0..REST {
-            spin.sleep(|| ());
+            busy_poll.sleep(|| ());
         }
-        assert_eq!((spin.now, spin.rest), (Duration::ZERO, 0));
-        spin.learn(STEP_MIN);
-        assert_eq!(spin.now, STEP_MIN, "and tries again");
+        assert_eq!((busy_poll.now, busy_poll.rest), (Duration::ZERO, 0));
+        busy_poll.learn(STEP_MIN);
+        assert_eq!(busy_poll.now, STEP_MIN, "and tries again");
     }
 
     #[test]
     fn nobody_polls_without_a_cpu_to_spare() {
-        let mut spins: Vec<Spin> = (0..=*CPUS).map(|_| Spin::new(MAX)).collect();
+        let mut spins: Vec<BusyPoll> = (0..=*CPUS).map(|_| BusyPoll::new(MAX)).collect();
         let mut asked = 0;
         assert!(!spins[0].poll(|| {
             asked += 1;
@@ -193,10 +193,10 @@ mod tests {
 
     #[test]
     fn zero_never_polls() {
-        let mut spin = Spin::new(Duration::ZERO);
-        spin.sleep(|| ());
+        let mut busy_poll = BusyPoll::new(Duration::ZERO);
+        busy_poll.sleep(|| ());
         let mut asked = 0;
-        assert!(!spin.poll(|| {
+        assert!(!busy_poll.poll(|| {
             asked += 1;
             false
         }));
