@@ -26,7 +26,7 @@ pub trait FuseCarrier: Carrier {
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static;
 }
 
-/// What became of a request.
+/// The result of serving a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Served {

@@ -1,4 +1,4 @@
-//! READ, WRITE and FSYNC: where the bytes go.
+//! READ, WRITE and FSYNC.
 
 use std::io;
 use std::ops::Range;
@@ -8,9 +8,9 @@ use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, Sess
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::carrier::{FuseCarrier, HEADER_BYTES, Served};
-use crate::mount::Mount;
 use crate::reply;
 use crate::server::{Context, Server};
+use crate::session::Session;
 use crate::share::Share;
 use ferry_engine::requests::LoggedRequest;
 use ferry_engine::{DataInput, DataOutput, ReplyBuffer, TransferRequest};
@@ -20,12 +20,12 @@ pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
 /// A transfer under way.
 #[derive(Debug)]
-pub(crate) struct Moving {
+pub(crate) struct PendingTransfer {
     unique: u64,
     kind: Kind,
     watched: Option<Box<LoggedRequest>>,
     /// The client, if it has a window that is to show what was written.
-    window_of: Option<Arc<Mount>>,
+    window_of: Option<Arc<Session>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -51,8 +51,8 @@ enum Kind {
 impl Server {
     fn begin(&mut self, cx: &Context<'_>, carrier: &impl FuseCarrier, kind: Kind) {
         let watched = self.watched.take();
-        let window_of = cx.mount.mappings.as_ref().map(|_| Arc::clone(cx.mount));
-        self.expect(carrier.token(), Moving { unique: cx.unique, kind, watched, window_of });
+        let window_of = cx.session.mappings.as_ref().map(|_| Arc::clone(cx.session));
+        self.register_transfer(carrier.token(), PendingTransfer { unique: cx.unique, kind, watched, window_of });
     }
 
     pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl FuseCarrier) -> Result<Served> {
@@ -64,7 +64,7 @@ impl Server {
             Data::Bytes(claimed) => {
                 // What lies behind `done` is whatever the memory held before.
                 if claimed > out.done() {
-                    return Err(self.lied(cx.ino, "read", claimed, out.done()));
+                    return Err(self.check_claim(cx.ino, "read", claimed, out.done()));
                 }
                 Ok(Served::Reply(reply::write_data_head(carrier, cx.unique, claimed)))
             }
@@ -92,11 +92,11 @@ impl Server {
             Data::Bytes(claimed) => {
                 let most = input.written_max();
                 if claimed > most {
-                    return Err(self.lied(cx.ino, "write", claimed, most));
+                    return Err(self.check_claim(cx.ino, "write", claimed, most));
                 }
                 publish(&self.share, cx.caller.session, range.ino, range.offset, claimed);
                 // What fails here fails again when the file is closed.
-                let _ = cx.mount.settle(range.ino, part(range.offset, claimed));
+                let _ = cx.session.sync(range.ino, part(range.offset, claimed));
                 is_whole(cached, claimed, bytes_max)?;
                 self.written(cx, range, claimed, carrier)
             }
@@ -112,7 +112,7 @@ impl Server {
     }
 
     /// A source claims to have moved more bytes than it can have.
-    fn lied(&self, ino: Ino, what: &str, claimed: usize, most: usize) -> Errno {
+    fn check_claim(&self, ino: Ino, what: &str, claimed: usize, most: usize) -> Errno {
         let share = &self.share;
         share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes of {ino:?}, of {most}"));
         Errno::IO
@@ -164,20 +164,20 @@ impl Server {
 
 /// A request whose transfer is under way, apart from the server that began it.
 #[derive(Debug)]
-pub struct Unfinished {
+pub struct DetachedTransfer {
     pub(crate) share: Arc<Share>,
-    pub(crate) moving: Moving,
+    pub(crate) transfer: PendingTransfer,
 }
 
-impl Unfinished {
-    /// The transfer has ended: finishes the reply. Answers the bytes of the reply.
+impl DetachedTransfer {
+    /// The transfer has ended: finishes the reply. Returns the bytes of the reply.
     pub fn finish(self, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
-        self.moving.finish(&self.share, buffer, outcome)
+        self.transfer.finish(&self.share, buffer, outcome)
     }
 }
 
-impl Moving {
-    /// Writes the reply of a transfer that has ended; answers its bytes.
+impl PendingTransfer {
+    /// Writes the reply of a transfer that has ended; returns its bytes.
     pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         let Self { unique, kind, watched, window_of } = self;
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
@@ -196,9 +196,9 @@ impl Moving {
             (Kind::Write { by, ino, offset, bytes_max, .. }, Ok(bytes)) => {
                 let bytes = bytes.min(bytes_max);
                 publish(share, by, ino, offset, bytes);
-                if let Some(mount) = window_of {
+                if let Some(session) = window_of {
                     // What fails here fails again when the file is closed.
-                    let _ = mount.settle(ino, part(offset, bytes));
+                    let _ = session.sync(ino, part(offset, bytes));
                 }
                 if let Err(errno) = told {
                     return reply::write_error(buffer, unique, errno);

@@ -1,6 +1,6 @@
-//! FUSE requests, served from a source, whatever carries them.
+//! Serves FUSE requests from a source, independently of the transport.
 //!
-//! A [`Share`] is a source as one export offers it, a [`Session`] one client of it from INIT to DESTROY, and a
+//! A [`Share`] is a source as one export offers it, a [`SessionSlot`] one client of it from INIT to DESTROY, and a
 //! [`Server`] serves the requests of one worker. The export implements [`FuseCarrier`] for whatever brings it requests (a
 //! virtqueue's descriptor chains, the entries of an io_uring, `/dev/fuse`), hands each to [`Server::serve`] and does as
 //! [`Served`] says. What happens in between is the same for all of them and is here: decoding, the calls of the source,
@@ -47,7 +47,7 @@
 //! impl FileSystem for Nothing {}
 //!
 //! let share = Arc::new(Share::new(Arc::new(Nothing), &ShareOptions::default()));
-//! let mut server = Server::new(share, Arc::new(Session::default()));
+//! let mut server = Server::new(share, Arc::new(SessionSlot::default()));
 //! let mut request = Vec::new();
 //! let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
 //! let init = Request { unique: 2, ino: ferry_vfs::Ino::ROOT, uid: 0, gid: 0, pid: 0,
@@ -61,34 +61,34 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod blocking_locks;
 mod carrier;
+mod close_to_open;
 mod data;
-mod interest;
-mod kept;
-mod lengths;
 mod listing;
 mod mappings;
-mod mount;
-mod once;
 mod opening;
 mod operations;
-mod parked;
 mod passthrough;
 mod policy;
+mod readdirplus_auto;
 mod reply;
+mod reply_cache;
 mod request_text;
 mod server;
 mod session;
+mod session_slot;
+mod session_store;
 mod share;
 
 pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
-pub use data::Unfinished;
+pub use data::DetachedTransfer;
 pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
-pub use kept::TakeUpError;
-pub use mappings::{Answer, Mapping, Mappings};
-pub use mount::Mount;
+pub use mappings::{Mapping, MappingReply, Mappings};
 pub use passthrough::Backings;
 pub use policy::{Acl, Cache};
 pub use server::Server;
 pub use session::Session;
+pub use session_slot::SessionSlot;
+pub use session_store::RestoreError;
 pub use share::{Share, ShareOptions};

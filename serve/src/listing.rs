@@ -1,4 +1,4 @@
-//! Directory listings.
+//! READDIR and READDIRPLUS.
 
 use std::sync::Arc;
 
@@ -6,11 +6,11 @@ use ferry_vfs::{DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Name,
 use ferry_wire::fuse::{DirWriter, InitFlags, Reply};
 
 use crate::carrier::{HEADER_BYTES, Served};
-use crate::interest::Brings;
-use crate::mount::Mount;
 use crate::policy::Policy;
-use crate::reply::Written;
+use crate::readdirplus_auto::ListingMode;
+use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
+use crate::session::Session;
 use ferry_engine::ReplyBuffer;
 
 /// The longest answer to one request, far beyond what a kernel asks for (its `max_pages`): it is put together in our memory.
@@ -20,9 +20,9 @@ const LISTING_BYTES_MAX: usize = 1 << 20;
 struct Listing<'a> {
     writer: DirWriter<'a>,
     plus: bool,
-    mount: &'a Mount,
+    session: &'a Session,
     policy: &'a Policy,
-    referred: &'a mut Vec<Ino>,
+    referenced: &'a mut Vec<Ino>,
     /// The client goes by modes alone.
     by_modes: bool,
     /// Where the entries are that it gets, whose modes may have to change.
@@ -34,7 +34,7 @@ struct Listing<'a> {
     full: bool,
     flawed: bool,
     dir: Ino,
-    brings: Brings,
+    brings: ListingMode,
 }
 
 impl DirOutput for Listing<'_> {
@@ -46,13 +46,13 @@ impl DirOutput for Listing<'_> {
         // Of what the host names no type for, whoever walks a tree needs the inode.
         let is_file = !matches!(kind, FileType::Directory | FileType::Unknown);
         match self.brings {
-            Brings::Dirs => !is_file,
-            Brings::AllButOne if is_file => {
-                self.brings = Brings::All;
-                self.mount.interest.left_out(self.dir, name);
+            ListingMode::Dirs => !is_file,
+            ListingMode::AllButOne if is_file => {
+                self.brings = ListingMode::All;
+                self.session.readdirplus_auto.record_omitted(self.dir, name);
                 false
             }
-            Brings::All | Brings::AllButOne => true,
+            ListingMode::All | ListingMode::AllButOne => true,
         }
     }
 
@@ -66,17 +66,17 @@ impl DirOutput for Listing<'_> {
             self.surplus.extend(entry.map(|entry| entry.ino).filter(|ino| *ino != Ino(0)));
         }
         if !self.full && !self.flawed {
-            let sound = sound.map(|entry| self.mount.refer(entry));
+            let sound = sound.map(|entry| self.session.add_reference(entry));
             if let Some(entry) = &sound {
-                self.referred.push(entry.ino);
+                self.referenced.push(entry.ino);
                 if let Ok(name) = Name::new(item.name) {
-                    self.mount.removals.record_lookup((self.dir, name), Some(entry.ino));
+                    self.session.removals.record_lookup((self.dir, name), Some(entry.ino));
                 }
                 if self.by_modes {
                     self.entries.push((self.writer.position(), *entry));
                 }
-                self.writer.set_dax(self.mount.dax(&entry.attr));
-                self.writer.set_timeouts(self.policy.timeouts_of(self.mount, entry.ino, &entry.attr));
+                self.writer.set_dax(self.session.dax(&entry.attr));
+                self.writer.set_timeouts(self.policy.timeouts_of(self.session, entry.ino, &entry.attr));
             }
             self.writer.push(item, sound.as_ref());
         }
@@ -94,25 +94,25 @@ impl Server {
         let room = buffer.room().checked_sub(HEADER_BYTES).ok_or(Errno::IO)?;
         let bytes_max = room.min(bytes_max as usize).min(LISTING_BYTES_MAX);
         let mut scratch = std::mem::take(&mut self.scratch);
-        let mut referred = std::mem::take(&mut self.referred);
+        let mut referenced = std::mem::take(&mut self.referenced);
         scratch.clear();
-        referred.clear();
-        let timeouts = self.share.policy.timeouts(cx.mount.negotiated());
-        let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.mount.negotiated());
+        referenced.clear();
+        let timeouts = self.share.policy.timeouts(cx.session.negotiated());
+        let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.session.negotiated());
         let share = Arc::clone(&self.share);
-        let (plus, mount, policy) = (at.plus, &**cx.mount, &share.policy);
-        let (referred_now, surplus) = (&mut referred, Vec::new());
+        let (plus, session, policy) = (at.plus, &**cx.session, &share.policy);
+        let (referred_now, surplus) = (&mut referenced, Vec::new());
         let brings = match plus && self.share.policy.tries_listings {
-            true => mount.interest.listing(at.ino, at.offset == 0),
-            false => Brings::All,
+            true => session.readdirplus_auto.listing(at.ino, at.offset == 0),
+            false => ListingMode::All,
         };
-        let by_modes = !cx.mount.negotiated().has(InitFlags::POSIX_ACL);
+        let by_modes = !cx.session.negotiated().has(InitFlags::POSIX_ACL);
         let mut listing = Listing {
             writer,
             plus,
-            mount,
+            session,
             policy,
-            referred: referred_now,
+            referenced: referred_now,
             by_modes,
             entries: Vec::new(),
             surplus,
@@ -133,13 +133,13 @@ impl Server {
             self.share.ratelimited_log.warn(format_args!("the source lists a name that is none, in {:?}", at.ino));
             outcome = Err(Errno::IO);
         }
-        referred.iter().for_each(|ino| cx.mount.tells_attr_of(*ino));
+        referenced.iter().for_each(|ino| cx.session.sync_window_before_attr(*ino));
         let told = outcome.map(|()| cx.tell(buffer, &Reply::Bytes(&scratch)));
-        if !matches!(told, Ok(Written::Whole(_))) {
-            referred.iter().for_each(|ino| cx.mount.forget(*ino, 1));
+        if !matches!(told, Ok(ReplyOutcome::Whole(_))) {
+            referenced.iter().for_each(|ino| cx.session.forget(*ino, 1));
         }
         self.scratch = scratch;
-        self.referred = referred;
+        self.referenced = referenced;
         told.map(|written| Served::Reply(written.bytes()))
     }
 }

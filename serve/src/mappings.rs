@@ -1,4 +1,4 @@
-//! Files in a client's memory (DAX).
+//! SETUPMAPPING and REMOVEMAPPING (DAX).
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ pub(crate) const MAPPING_FLAGS: InitFlags = InitFlags::MAP_ALIGNMENT.union(InitF
 pub(crate) const WHOLE: Range<u64> = 0..u64::MAX;
 
 /// Answers a request.
-pub type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+pub type MappingReply = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Maps files into a window of the client's memory, where it reads and writes them without asking anybody (FUSE
 /// SETUPMAPPING and REMOVEMAPPING). Requests are carried out one after another, in the order in which they come, and no
@@ -26,44 +26,45 @@ pub trait Mappings: Send + Sync {
     fn takes(&self, file_bytes: u64) -> bool;
 
     /// Maps a part of a file.
-    fn map(&self, mapping: Mapping, answer: Answer);
+    fn map(&self, mapping: Mapping, answer: MappingReply);
 
     /// Ends the mappings that lie in these ranges of the window: offsets and lengths.
-    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: Answer);
+    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: MappingReply);
 
     /// The client has forgotten an inode: it has no use for mappings of it.
     fn forget(&self, by: SessionId, ino: Ino);
 
-    /// Brings what the client has stored in its window into the file, and what the file has got otherwise into the window,
-    /// where that does not happen by itself: in this part of the file (offsets), and where it has become longer or shorter.
+    /// Brings what the client has stored in its window into the file, and what the file has got otherwise into the
+    /// window, where that does not happen on its own: in this part of the file (offsets), and where it has become
+    /// longer or shorter.
     ///
     /// # Errors
     /// Those of reading the file, and of writing to it.
-    fn settle(&self, ino: Ino, part: Range<u64>) -> Result<()>;
+    fn sync(&self, ino: Ino, part: Range<u64>) -> Result<()>;
 
     /// The same for all of a file of which the client is about to be told the attributes, unless they are those of the last time.
     ///
     /// # Errors
-    /// As for [`Self::settle`].
-    fn settle_if_changed(&self, ino: Ino) -> Result<()>;
+    /// As for [`Self::sync`].
+    fn sync_if_changed(&self, ino: Ino) -> Result<()>;
 
-    /// As [`Self::settle`], for somebody who is going to use the file itself: what has not been stored to in the window need not be looked at.
+    /// As [`Self::sync`], for somebody who is going to use the file itself: what has not been stored to in the window need not be looked at.
     ///
     /// # Errors
-    /// As for [`Self::settle`].
-    fn store(&self, ino: Ino, part: Range<u64>) -> Result<()>;
+    /// As for [`Self::sync`].
+    fn writeback(&self, ino: Ino, part: Range<u64>) -> Result<()>;
 
     /// The same for all of all files.
     ///
     /// # Errors
     /// Those of writing to a file; the others are seen to all the same.
-    fn store_all(&self) -> Result<()>;
+    fn writeback_all(&self) -> Result<()>;
 
     /// What the server before this one had mapped for the client, which goes on in this session. To be called before anything else.
     fn adopt(&self, by: SessionId, mapped: Vec<Mapped>);
 
     /// The client's session has ended: so do all mappings.
-    fn clear(&self, answer: Answer);
+    fn clear(&self, answer: MappingReply);
 }
 
 /// What is to be mapped, and where.

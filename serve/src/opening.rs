@@ -1,4 +1,4 @@
-//! Names that become inodes, and files that are opened: what the client holds afterwards.
+//! LOOKUP, OPEN, OPENDIR and CREATE, and the references they hand out.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,9 +9,9 @@ use ferry_vfs::{
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use crate::carrier::Served;
-use crate::mount::Open;
-use crate::reply::Written;
+use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
+use crate::session::Open;
 use ferry_engine::ReplyBuffer;
 
 /// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
@@ -31,7 +31,7 @@ const CREATE_TRIES: usize = 8;
 
 /// What was made, by its name.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Made<'a> {
+pub(crate) enum NewName<'a> {
     Dir(Name<'a>),
     Other(Name<'a>),
 }
@@ -40,12 +40,12 @@ impl Server {
     pub(crate) fn lookup(&mut self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         match self.share.source.lookup(&cx.caller, cx.ino, name) {
             Ok(entry) => {
-                cx.mount.interest.looked_up(cx.ino, name.as_bytes(), entry.attr.kind());
+                cx.session.readdirplus_auto.record_lookup(cx.ino, name.as_bytes(), entry.attr.kind());
                 self.entry(cx, Some(name), entry, buffer)
             }
             Err(Errno::NOENT) => {
-                cx.mount.removals.record_lookup((cx.ino, name), None);
-                match self.share.policy.negative_timeout(cx.mount.negotiated()) {
+                cx.session.removals.record_lookup((cx.ino, name), None);
+                match self.share.policy.negative_timeout(cx.session.negotiated()) {
                     timeout if timeout.is_zero() => Err(Errno::NOENT),
                     timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
                 }
@@ -63,35 +63,35 @@ impl Server {
         entry: Entry,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
-        let entry = cx.mount.refer(self.told(cx, name, self.checked(entry)?));
-        cx.mount.tells_attr_of(entry.ino);
-        let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
-        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.mount.dax(&entry.attr) });
-        if let Written::Instead(_) = written {
-            cx.mount.forget(entry.ino, 1);
+        let entry = cx.session.add_reference(self.prepare_entry(cx, name, self.check_entry(entry)?));
+        cx.session.sync_window_before_attr(entry.ino);
+        let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
+        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.session.dax(&entry.attr) });
+        if let ReplyOutcome::Instead(_) = written {
+            cx.session.forget(entry.ino, 1);
         }
         Ok(Served::Reply(written.bytes()))
     }
 
     /// An entry as this client is to see it, by this name.
-    fn told(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
+    fn prepare_entry(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
         if let Some(name) = name {
-            cx.mount.removals.record_lookup((cx.ino, name), Some(entry.ino));
+            cx.session.removals.record_lookup((cx.ino, name), Some(entry.ino));
             requests::record_name(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
         }
-        Entry { attr: self.shown(cx, entry.ino, entry.attr), ..entry }
+        Entry { attr: self.visible_attr(cx, entry.ino, entry.attr), ..entry }
     }
 
     /// The attributes as this client is to see them: one that does not check ACLs goes by the mode alone.
-    pub(crate) fn shown(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
-        if cx.mount.negotiated().has(InitFlags::POSIX_ACL) {
+    pub(crate) fn visible_attr(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
+        if cx.session.negotiated().has(InitFlags::POSIX_ACL) {
             return attr;
         }
         Attr { mode: self.share.source.mode_without_acl(&cx.caller, ino, &attr), ..attr }
     }
 
     /// An entry that can be told; what cannot is given back.
-    fn checked(&self, entry: Entry) -> Result<Entry> {
+    fn check_entry(&self, entry: Entry) -> Result<Entry> {
         checks::entry(entry).inspect_err(|_| {
             self.share.ratelimited_log.warn(format_args!("the source answers an impossible inode: {entry:?}"));
             if entry.ino != Ino(0) {
@@ -116,30 +116,30 @@ impl Server {
             return Err(errno);
         }
         if flags.contains(OFlags::TRUNC) {
-            cx.mount.tells_length(cx.ino, None);
-        } else if self.is_to_ask(cx, flags, handle) {
+            cx.session.set_reported_size(cx.ino, None);
+        } else if self.must_revalidate(cx, flags, handle) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(Errno::STALE);
         }
         let opened = self.opened(cx, (cx.ino, handle), flags, None);
         let written = cx.tell(buffer, &Reply::Open(opened));
-        if let Written::Instead(_) = written {
-            cx.mount.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })?;
+        if let ReplyOutcome::Instead(_) = written {
+            cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })?;
         }
         Ok(Served::Reply(written.bytes()))
     }
 
     pub(crate) fn opendir(&mut self, cx: &Context<'_>, flags: OFlags, buffer: &mut impl ReplyBuffer) -> Result<Served> {
         // Linux then asks for no directory again, and keeps listings as `dir_flags` would let it.
-        if cx.mount.negotiated().has(InitFlags::NO_OPENDIR_SUPPORT) {
+        if cx.session.negotiated().has(InitFlags::NO_OPENDIR_SUPPORT) {
             return Err(Errno::NOSYS);
         }
         let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
         let open = Open { ino: cx.ino, handle, is_dir: true };
-        cx.mount.opened(open, flags);
+        cx.session.opened(open, flags);
         let written = cx.tell(buffer, &Reply::Open(Opened::new(handle, self.share.policy.dir_flags())));
-        if let Written::Instead(_) = written {
-            cx.mount.release(&cx.caller, open)?;
+        if let ReplyOutcome::Instead(_) = written {
+            cx.session.release(&cx.caller, open)?;
         }
         Ok(Served::Reply(written.bytes()))
     }
@@ -168,14 +168,19 @@ impl Server {
             made = made.map_err(|errno| if errno == Errno::EXIST { Errno::STALE } else { errno });
         }
         let (entry, handle) = made?;
-        let labelled = self.labelled(cx, entry, Some(Made::Other(name)));
-        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        let apply_security_label = self.apply_security_label(cx, entry, Some(NewName::Other(name)));
+        let entry = apply_security_label.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, buffer)
     }
 
     /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
     /// its label is another file to a security module.
-    pub(crate) fn labelled(&self, cx: &Context<'_>, mut entry: Entry, made: Option<Made<'_>>) -> Result<Entry> {
+    pub(crate) fn apply_security_label(
+        &self,
+        cx: &Context<'_>,
+        mut entry: Entry,
+        made: Option<NewName<'_>>,
+    ) -> Result<Entry> {
         if cx.security.is_empty() {
             return Ok(entry);
         }
@@ -189,8 +194,8 @@ impl Server {
             }
             Err(errno) => {
                 let unmade = match made {
-                    Some(Made::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
-                    Some(Made::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
+                    Some(NewName::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
+                    Some(NewName::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
                     None => None,
                 };
                 let outcome = match unmade {
@@ -214,16 +219,17 @@ impl Server {
         flags: OFlags,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
-        let entry = self.checked(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
-        let entry = cx.mount.refer(self.told(cx, name, entry));
+        let entry =
+            self.check_entry(entry).inspect_err(|_| self.share.source.release(&cx.caller, entry.ino, handle))?;
+        let entry = cx.session.add_reference(self.prepare_entry(cx, name, entry));
         let opened = self.opened(cx, (entry.ino, handle), flags, Some(&entry.attr));
-        cx.mount.tells_attr_of(entry.ino);
-        let timeouts = self.share.policy.timeouts_of(cx.mount, entry.ino, &entry.attr);
-        let dax = cx.mount.dax(&entry.attr);
+        cx.session.sync_window_before_attr(entry.ino);
+        let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
+        let dax = cx.session.dax(&entry.attr);
         let written = cx.tell(buffer, &Reply::Created { entry, timeouts, dax, opened });
-        if let Written::Instead(_) = written {
-            cx.mount.release(&cx.caller, Open { ino: entry.ino, handle, is_dir: false })?;
-            cx.mount.forget(entry.ino, 1);
+        if let ReplyOutcome::Instead(_) = written {
+            cx.session.release(&cx.caller, Open { ino: entry.ino, handle, is_dir: false })?;
+            cx.session.forget(entry.ino, 1);
         }
         Ok(Served::Reply(written.bytes()))
     }
@@ -231,9 +237,9 @@ impl Server {
     /// Notes that the client opened a file, and decides how it is to be read and written. `attr` are its attributes, if they
     /// are known.
     fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> Opened {
-        cx.mount.opened(Open { ino, handle, is_dir: false }, flags);
-        let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.mount.is_in_window(ino)));
-        let Some(passthrough) = &cx.mount.passthrough else { return plain };
+        cx.session.opened(Open { ino, handle, is_dir: false }, flags);
+        let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.session.is_in_window(ino)));
+        let Some(passthrough) = &cx.session.passthrough else { return plain };
         let source = &self.share.source;
         // This must not fail: the open was counted already.
         let backing = || {
@@ -267,16 +273,16 @@ impl Server {
         Opened { handle, flags: OpenFlags::PASSTHROUGH | by_server | closes, backing_id: passed.backing_id }
     }
 
-    /// The client is done with a file that its kernel may have written by itself: only now can others be told, and how long
-    /// it is then the client knows better.
-    pub(crate) fn publish_passed(&self, cx: &Context<'_>, handle: Handle) {
-        let Some(passthrough) = &cx.mount.passthrough else { return };
+    /// The client is done with a file that its kernel may have written on its own: only now can others be told, and how
+    /// long it is then the client knows better.
+    pub(crate) fn publish_passthrough_writes(&self, cx: &Context<'_>, handle: Handle) {
+        let Some(passthrough) = &cx.session.passthrough else { return };
         let ino = cx.ino;
-        if !cx.mount.writes(Open { ino, handle, is_dir: false }) || !passthrough.is_used(ino) {
+        if !cx.session.writes(Open { ino, handle, is_dir: false }) || !passthrough.is_used(ino) {
             return;
         }
-        if self.follows_lengths(cx) {
-            cx.mount.tells_length(ino, None);
+        if self.checks_size_on_open(cx) {
+            cx.session.set_reported_size(ino, None);
         }
         if let Some(changes) = self.share.source.changes() {
             changes.publish(cx.caller.session, || Change::Data { ino, offset: 0, len: u64::MAX });

@@ -1,4 +1,4 @@
-//! Each FUSE operation, as calls of the source.
+//! Dispatches FUSE operations to calls of the source.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{InitFlags, LockRequest, Operation, Records, Reply};
 
 use crate::carrier::{FuseCarrier, Served};
-use crate::lengths::{Told, lengthened};
-use crate::mappings::{Answer, Mapping, WHOLE};
-use crate::mount::Open;
-use crate::opening::Made;
+use crate::close_to_open::{ReportedSize, size_changed_by};
+use crate::mappings::{Mapping, MappingReply, WHOLE};
+use crate::opening::NewName;
 use crate::reply;
 use crate::request_text::RequestText;
 use crate::server::{Context, Server};
+use crate::session::Open;
 use ferry_engine::ReplyBuffer;
 use ferry_engine::requests::{LoggedRequest, Outcome};
 
@@ -38,22 +38,22 @@ impl Server {
         carrier: &mut impl FuseCarrier,
     ) -> Served {
         self.watched = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
-        if let Some(file) = lengthened(cx.ino, operation).filter(|_| self.follows_lengths(cx)) {
-            cx.mount.tells_length(file, None);
+        if let Some(file) = size_changed_by(cx.ino, operation).filter(|_| self.checks_size_on_open(cx)) {
+            cx.session.set_reported_size(file, None);
         }
         let served = match self.share.read_only && changes_something(operation) {
             true => Err(Errno::ROFS),
             false => is_allowed(cx, operation)
-                .and_then(|()| settled_before(cx, operation))
+                .and_then(|()| synced_before(cx, operation))
                 .and_then(|()| self.dispatch(cx, operation, carrier)),
         };
         let served = match served {
-            Err(errno) if self.repeats => self.repeated(cx, operation, errno, carrier),
+            Err(errno) if self.is_replay => self.error_of_replay(cx, operation, errno, carrier),
             served => served,
         };
-        if cx.mount.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
+        if cx.session.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
             // What fails here fails again when the file is closed.
-            let _ = cx.mount.settle(cx.ino, WHOLE);
+            let _ = cx.session.sync(cx.ino, WHOLE);
         }
         let outcome = match served {
             Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
@@ -91,26 +91,28 @@ impl Server {
             }
             Operation::Lookup { name } => return self.lookup(cx, name, carrier),
             // For file handles of inodes that the client's kernel has forgotten.
-            Operation::LookupSelf if !cx.mount.negotiated().has(InitFlags::EXPORT_SUPPORT) => return Err(Errno::STALE),
+            Operation::LookupSelf if !cx.session.negotiated().has(InitFlags::EXPORT_SUPPORT) => {
+                return Err(Errno::STALE);
+            }
             Operation::LookupSelf => return self.entry(cx, None, source.lookup_self(caller, ino)?, carrier),
             Operation::LookupParent => return self.entry(cx, None, source.lookup_parent(caller, ino)?, carrier),
-            Operation::Forget { count } => cx.mount.forget(ino, count),
+            Operation::Forget { count } => cx.session.forget(ino, count),
             Operation::BatchForget { forgets } => {
-                forgets.iter().for_each(|one| cx.mount.forget(ferry_vfs::Ino(one.nodeid), one.nlookup));
+                forgets.iter().for_each(|one| cx.session.forget(ferry_vfs::Ino(one.nodeid), one.nlookup));
             }
             Operation::Getattr { handle } => {
                 // Linux names a handle only where it reads, writes or seeks; users' questions come without (fuse_getattr).
                 if let Some(attr) = handle.and_then(|handle| source.getattr_hint(caller, ino, handle)) {
-                    let (attr, timeout) = (self.shown(cx, ino, checks::attr(attr)?), Duration::ZERO);
-                    cx.mount.tells_attr_of(ino);
-                    return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }));
+                    let (attr, timeout) = (self.visible_attr(cx, ino, checks::attr(attr)?), Duration::ZERO);
+                    cx.session.sync_window_before_attr(ino);
+                    return Ok(cx.done(carrier, &Reply::Attr { attr, timeout, dax: cx.session.dax(&attr) }));
                 }
                 return self.attr(cx, source.getattr(caller, ino, handle)?, carrier);
             }
             Operation::Statx { handle, .. } => {
-                let attr = self.shown(cx, ino, checks::attr(source.getattr(caller, ino, handle)?)?);
+                let attr = self.visible_attr(cx, ino, checks::attr(source.getattr(caller, ino, handle)?)?);
                 self.tells_attr(cx, &attr);
-                let timeout = self.share.policy.timeouts_of(cx.mount, ino, &attr).attr;
+                let timeout = self.share.policy.timeouts_of(cx.session, ino, &attr).attr;
                 return Ok(cx.done(carrier, &Reply::Statx { attr, timeout }));
             }
             Operation::Setattr { handle, ref set, .. } => {
@@ -128,60 +130,66 @@ impl Server {
                 return Ok(cx.done(carrier, &Reply::Bytes(checks::target(&target)?)));
             }
             Operation::Symlink { name, target } => {
-                let entry = self.labelled(cx, source.symlink(caller, ino, name, target)?, Some(Made::Other(name)))?;
+                let entry = self.apply_security_label(
+                    cx,
+                    source.symlink(caller, ino, name, target)?,
+                    Some(NewName::Other(name)),
+                )?;
                 return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Mknod { name, ref new } => {
-                let entry = self.labelled(cx, source.mknod(caller, ino, name, new)?, Some(Made::Other(name)))?;
+                let entry =
+                    self.apply_security_label(cx, source.mknod(caller, ino, name, new)?, Some(NewName::Other(name)))?;
                 return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Mkdir { name, ref new } => {
-                let entry = self.labelled(cx, source.mkdir(caller, ino, name, new)?, Some(Made::Dir(name)))?;
+                let entry =
+                    self.apply_security_label(cx, source.mkdir(caller, ino, name, new)?, Some(NewName::Dir(name)))?;
                 return self.entry(cx, Some(name), entry, carrier);
             }
             Operation::Link { from, name } => {
                 return self.entry(cx, Some(name), source.link(caller, from, ino, name)?, carrier);
             }
             Operation::Unlink { name } => {
-                cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
+                cx.session.removals.may_remove(&*source, caller, (ino, name))?;
                 source.unlink(caller, ino, name)?;
-                cx.mount.removals.record_lookup((ino, name), None);
+                cx.session.removals.record_lookup((ino, name), None);
             }
             Operation::Rmdir { name } => {
-                cx.mount.removals.may_remove(&*source, caller, (ino, name))?;
+                cx.session.removals.may_remove(&*source, caller, (ino, name))?;
                 source.rmdir(caller, ino, name)?;
-                cx.mount.removals.record_lookup((ino, name), None);
+                cx.session.removals.record_lookup((ino, name), None);
             }
             Operation::Rename { name, new_dir, new_name, flags } => {
                 let names = ((ino, name), (new_dir, new_name));
-                cx.mount.removals.may_rename(&*source, caller, names, flags)?;
+                cx.session.removals.may_rename(&*source, caller, names, flags)?;
                 source.rename(caller, names.0, names.1, flags)?;
-                cx.mount.removals.record_lookup(names.0, None);
-                cx.mount.removals.record_lookup(names.1, None);
-                cx.mount.renamed(caller, &[(new_dir, new_name), (ino, name)]);
+                cx.session.removals.record_lookup(names.0, None);
+                cx.session.removals.record_lookup(names.1, None);
+                cx.session.renamed(caller, &[(new_dir, new_name), (ino, name)]);
             }
             Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
             Operation::Create { name, ref new, flags, .. } => return self.create(cx, (name, new), flags, carrier),
             Operation::Tmpfile { ref new, flags } => {
                 let (entry, handle) = source.tmpfile(caller, ino, new, flags)?;
-                let labelled = self.labelled(cx, entry, None);
-                let entry = labelled.inspect_err(|_| source.release(caller, entry.ino, handle))?;
+                let apply_security_label = self.apply_security_label(cx, entry, None);
+                let entry = apply_security_label.inspect_err(|_| source.release(caller, entry.ino, handle))?;
                 return self.created(cx, None, (entry, handle), flags, carrier);
             }
             Operation::Opendir { flags } => return self.opendir(cx, flags, carrier),
             Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),
             Operation::Flush { handle, owner } => {
-                self.publish_passed(cx, handle);
-                cx.mount.unlocked_all(ino, owner);
+                self.publish_passthrough_writes(cx, handle);
+                cx.session.unlocked_all(ino, owner);
                 source.flush(caller, ino, handle, owner)?;
             }
             Operation::Release(release) => {
                 // Again: what was written through a mapping comes after the last FLUSH.
-                self.publish_passed(cx, release.handle);
-                cx.mount.release(caller, Open { ino, handle: release.handle, is_dir: false })?;
+                self.publish_passthrough_writes(cx, release.handle);
+                cx.session.release(caller, Open { ino, handle: release.handle, is_dir: false })?;
             }
             Operation::Releasedir(release) => {
-                cx.mount.release(caller, Open { ino, handle: release.handle, is_dir: true })?;
+                cx.session.release(caller, Open { ino, handle: release.handle, is_dir: true })?;
             }
             Operation::Fsync { handle, data_only } => {
                 let file = source.fsync(caller, ino, handle, data_only)?;
@@ -207,28 +215,28 @@ impl Server {
         let (caller, ino) = (&cx.caller, cx.ino);
         match *operation {
             Operation::Syncfs => {
-                let mount = Arc::clone(cx.mount);
+                let session = Arc::clone(cx.session);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     // What cannot be stored keeps nothing else from being made durable.
-                    let stored = mount.store_all();
+                    let stored = session.writeback_all();
                     source.syncfs(caller, ino)?;
                     stored.map(|()| Reply::Empty)
                 }));
             }
             Operation::CopyFileRange(copy) => {
                 let copy = CopyRange { len: copy.len.min(COPY_BYTES_MAX), ..copy };
-                let mount = Arc::clone(cx.mount);
+                let session = Arc::clone(cx.session);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
-                    mount.settle(copy.to.0, WHOLE)?;
+                    session.sync(copy.to.0, WHOLE)?;
                     Ok(Reply::Write { bytes: u32::try_from(bytes).unwrap_or(u32::MAX) })
                 }));
             }
             Operation::CopyFileRange64(copy) => {
-                let mount = Arc::clone(cx.mount);
+                let session = Arc::clone(cx.session);
                 return Ok(self.aside(cx, carrier, move |caller| {
                     let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
-                    mount.settle(copy.to.0, WHOLE)?;
+                    session.sync(copy.to.0, WHOLE)?;
                     Ok(Reply::CopyFileRange64 { bytes })
                 }));
             }
@@ -242,7 +250,7 @@ impl Server {
                 return Err(Errno::NOSYS);
             }
             Operation::Setxattr { name, .. } | Operation::Getxattr { name, .. } | Operation::Removexattr { name }
-                if ACLS.contains(&name) && !cx.mount.negotiated().has(InitFlags::POSIX_ACL) =>
+                if ACLS.contains(&name) && !cx.session.negotiated().has(InitFlags::POSIX_ACL) =>
             {
                 return Err(Errno::OPNOTSUPP);
             }
@@ -268,7 +276,7 @@ impl Server {
                     // It has nobody to wake.
                     return Err(Errno::IO);
                 };
-                cx.mount.locked(ino, &lock);
+                cx.session.locked(ino, &lock);
                 return Ok(self.granted(cx, lock.kind, carrier));
             }
             Operation::SetLock { lock, wait: true } => return self.wait_for_lock(cx, &lock, carrier),
@@ -289,9 +297,9 @@ impl Server {
                 return self.map(cx, (offset, len, window_offset), (read, write), carrier);
             }
             Operation::Removemapping { ref ranges } => return self.unmap(cx, ranges, carrier),
-            Operation::Destroy if cx.mount.mappings.is_some() => {
+            Operation::Destroy if cx.session.mappings.is_some() => {
                 let answer = self.mapped(cx, carrier);
-                let mappings = cx.mount.mappings.clone();
+                let mappings = cx.session.mappings.clone();
                 self.end_session();
                 // Before the answer: a virtual machine monitor that ends has no time for us any more.
                 mappings.ok_or(Errno::NOSYS)?.clear(answer);
@@ -302,7 +310,7 @@ impl Server {
                 self.end_session();
                 return Ok(served);
             }
-            Operation::Interrupt { unique } => cx.mount.waits.interrupt(unique),
+            Operation::Interrupt { unique } => cx.session.blocked_locks.interrupt(unique),
             // No block device below, nothing to poll for.
             _ => return Err(Errno::NOSYS),
         }
@@ -317,9 +325,9 @@ impl Server {
         (read, write): (bool, bool),
         carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
-        let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let (by, ino) = (cx.caller.session, cx.ino);
-        if !cx.mount.knows(ino) {
+        if !cx.session.knows(ino) {
             return Err(Errno::STALE);
         }
         if !read && !write {
@@ -328,7 +336,7 @@ impl Server {
         if write && self.share.read_only {
             return Err(Errno::ROFS);
         }
-        let may_write = write || cx.mount.writes_to(ino);
+        let may_write = write || cx.session.writes_to(ino);
         let mapping = Mapping { by, ino, offset, len, window_offset, write, may_write };
         let answer = self.mapped(cx, carrier);
         mappings.map(mapping, answer);
@@ -342,7 +350,7 @@ impl Server {
         ranges: &Records<'_, RemovemappingOne>,
         carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
-        let mappings = cx.mount.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
         let ranges = ranges.iter().map(|range| (range.moffset, range.len)).collect();
         let answer = self.mapped(cx, carrier);
         mappings.unmap(cx.caller.session, ranges, answer);
@@ -350,8 +358,8 @@ impl Server {
     }
 
     /// How a change of the client's window answers its request.
-    fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> Answer {
-        let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.mount.negotiated());
+    fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
+        let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
         let watched = self.watched.take();
         Box::new(move |outcome| {
             later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
@@ -362,17 +370,17 @@ impl Server {
     }
 
     fn attr(&self, cx: &Context<'_>, attr: Attr, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        let attr = self.shown(cx, cx.ino, checks::attr(attr)?);
+        let attr = self.visible_attr(cx, cx.ino, checks::attr(attr)?);
         self.tells_attr(cx, &attr);
-        let timeout = self.share.policy.timeouts_of(cx.mount, cx.ino, &attr).attr;
-        Ok(cx.done(buffer, &Reply::Attr { attr, timeout, dax: cx.mount.dax(&attr) }))
+        let timeout = self.share.policy.timeouts_of(cx.session, cx.ino, &attr).attr;
+        Ok(cx.done(buffer, &Reply::Attr { attr, timeout, dax: cx.session.dax(&attr) }))
     }
 
     /// The client is about to be told of the attributes of the inode that it asks for.
     fn tells_attr(&self, cx: &Context<'_>, attr: &Attr) {
-        cx.mount.tells_attr_of(cx.ino);
-        if self.follows_lengths(cx) {
-            cx.mount.tells_length(cx.ino, Told::of(attr));
+        cx.session.sync_window_before_attr(cx.ino);
+        if self.checks_size_on_open(cx) {
+            cx.session.set_reported_size(cx.ino, ReportedSize::of(attr));
         }
     }
 
@@ -383,13 +391,13 @@ impl Server {
         carrier: &mut impl FuseCarrier,
     ) -> Result<Served> {
         let source = &self.share.source;
-        let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.mount.negotiated());
+        let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.session.negotiated());
         let (later, watched) = (carrier.later(), self.watched.take());
         let changes = source.changes().cloned();
-        let (mount, asked, on) = (Arc::downgrade(cx.mount), *request, cx.ino);
+        let (session, asked, on) = (Arc::downgrade(cx.session), *request, cx.ino);
         let answer = move |outcome: Result<()>| {
-            if let (Ok(()), Some(mount)) = (outcome, mount.upgrade()) {
-                mount.locked(on, &asked);
+            if let (Ok(()), Some(session)) = (outcome, session.upgrade()) {
+                session.locked(on, &asked);
             }
             let answer = move || {
                 later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
@@ -403,26 +411,26 @@ impl Server {
             }
         };
         let (share, ino, handle) = (Arc::clone(&self.share), cx.ino, request.handle);
-        let Caller { session, uid, gid, pid, .. } = cx.caller;
+        let Caller { session: by, uid, gid, pid, .. } = cx.caller;
         let give_back = move || {
             // Whoever granted the lock may hold locks of its own, so this is for another thread.
             let source = Arc::clone(&share.source);
             share.blocking_pool.run(move || {
-                let caller = Caller { session, uid, gid, pid, groups: &[] };
+                let caller = Caller { session: by, uid, gid, pid, groups: &[] };
                 let unlock = Lock { kind: LockKind::Unlock, ..lock };
                 if let Err(error) = source.set_lock(&caller, ino, handle, &unlock, None) {
                     tracing::debug!(%error, "a lock that nobody waits for any more cannot be given back");
                 }
             });
         };
-        let (waiter, wait) = cx.mount.waits.waiter(unique, answer, give_back);
+        let (waiter, wait) = cx.session.blocked_locks.waiter(unique, answer, give_back);
         match source.set_lock(&cx.caller, ino, handle, &lock, Some(waiter)) {
             Ok(LockOutcome::Waiting) => {
-                cx.mount.waits.park(unique, wait);
+                cx.session.blocked_locks.park(unique, wait);
                 Ok(Served::Parked)
             }
             Ok(LockOutcome::Done) => {
-                cx.mount.locked(ino, request);
+                cx.session.locked(ino, request);
                 Ok(self.granted(cx, lock.kind, carrier))
             }
             Err(errno) => Err(errno),
@@ -435,7 +443,7 @@ impl Server {
         match self.share.source.changes() {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
                 let (later, watched) = (carrier.later(), self.watched.take());
-                let reply = reply::to_bytes(cx.unique, cx.mount.negotiated(), Ok(Reply::Empty));
+                let reply = reply::to_bytes(cx.unique, cx.session.negotiated(), Ok(Reply::Empty));
                 changes.when_delivered(move || {
                     later(reply);
                     if let Some(watched) = watched {
@@ -456,11 +464,11 @@ impl Server {
         call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
     ) -> Served {
         let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
-        let (mount, Caller { session, uid, gid, pid, .. }) = (Arc::clone(cx.mount), cx.caller);
+        let (session, Caller { session: by, uid, gid, pid, .. }) = (Arc::clone(cx.session), cx.caller);
         self.share.blocking_pool.run(move || {
-            let caller = Caller { session, uid, gid, pid, groups: &[] };
+            let caller = Caller { session: by, uid, gid, pid, groups: &[] };
             let outcome = catch_unwind(AssertUnwindSafe(|| call(&caller))).unwrap_or(Err(Errno::IO));
-            later(reply::to_bytes(unique, mount.negotiated(), outcome));
+            later(reply::to_bytes(unique, session.negotiated(), outcome));
             if let Some(watched) = watched {
                 watched.end(outcome.map(|_| 0).into());
             }
@@ -473,14 +481,14 @@ impl Server {
 /// `ATTR_KILL_SUID` and `ATTR_KILL_SGID` away): before somebody who may not keep them writes, also to a backing file or in the
 /// window, where no other request tells of it, and for a chown that changes no owner.
 fn clears_only(cx: &Context<'_>, set: &SetAttr) -> bool {
-    cx.mount.negotiated().has(InitFlags::HANDLE_KILLPRIV_V2) && SetAttr { ctime: None, ..*set } == SetAttr::default()
+    cx.session.negotiated().has(InitFlags::HANDLE_KILLPRIV_V2) && SetAttr { ctime: None, ..*set } == SetAttr::default()
 }
 
 /// Whether the client may have more open, where it asks for that.
 fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     match operation {
         Operation::Open { .. } | Operation::Create { .. } | Operation::Tmpfile { .. } | Operation::Opendir { .. } => {
-            cx.mount.may_open()
+            cx.session.may_open()
         }
         _ => Ok(()),
     }
@@ -488,35 +496,35 @@ fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
 
 /// Sees to it that the file is what the client thinks it is, before it asks for what depends on that; and the client's window, before it opens
 /// the file.
-fn settled_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
-    if cx.mount.mappings.is_none() {
+fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    if cx.session.mappings.is_none() {
         return Ok(());
     }
     match operation {
         Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
-            cx.mount.store(copy.from.0, WHOLE)?;
-            cx.mount.store(copy.to.0, WHOLE)
+            cx.session.writeback(copy.from.0, WHOLE)?;
+            cx.session.writeback(copy.to.0, WHOLE)
         }
-        Operation::Open { .. } => cx.mount.settle(cx.ino, WHOLE),
+        Operation::Open { .. } => cx.session.sync(cx.ino, WHOLE),
         // Of a WRITE across the file's end, Linux has let the guest store what lies before that in its window until now.
         Operation::Read(range) | Operation::Write { range, .. } => {
-            cx.mount.store(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
+            cx.session.writeback(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
         }
         Operation::Setattr { .. }
         | Operation::Flush { .. }
         | Operation::Fsync { .. }
         | Operation::Fallocate { .. }
-        | Operation::Lseek { .. } => cx.mount.store(cx.ino, WHOLE),
+        | Operation::Lseek { .. } => cx.session.writeback(cx.ino, WHOLE),
         Operation::Release(_) => {
             // It cannot fail; the FLUSH before it has told.
-            let _ = cx.mount.store(cx.ino, WHOLE);
+            let _ = cx.session.writeback(cx.ino, WHOLE);
             Ok(())
         }
         _ => Ok(()),
     }
 }
 
-/// Answers success, to whoever wants an answer.
+/// Returns success, to whoever wants an answer.
 fn empty(cx: &Context<'_>, operation: &Operation<'_>, carrier: &mut impl FuseCarrier) -> Served {
     match operation.reply_kind() {
         Some(_) => cx.done(carrier, &Reply::Empty),

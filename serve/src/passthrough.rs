@@ -1,12 +1,12 @@
-//! Files that the client's kernel reads and writes by itself (FUSE passthrough).
+//! FUSE passthrough.
 //!
 //! Linux wants all opens of an inode that overlap in time to agree (`fs/fuse/iomode.c`): either all pass through, to
 //! the same backing file, or none does; otherwise `open` fails with EIO. So the first open of an inode decides, and
 //! its decision holds until the last is closed. The kernel counts a file as closed before it sends RELEASE, so what
 //! is counted here is never less than what the kernel counts.
 //!
-//! An open that must not write to the backing file by itself, though the inode passes through, has its reads and writes come to
-//! the server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only its mappings are the backing file's:
+//! An open that must not write to the backing file on its own, though the inode passes through, has its reads and
+//! writes come to the server (`FOPEN_DIRECT_IO` beside `FOPEN_PASSTHROUGH`); only its mappings are the backing file's:
 //! * with `O_APPEND`: the kernel opens the backing file with it, and `fcntl` takes it from the client's file alone;
 //! * of a file with suid or sgid, for writing: who may keep these bits is known per request, and not to the backing file;
 //! * for writing, where others are to be told of what is written ([`Backings::takes_writers`]).
@@ -28,11 +28,11 @@ use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
 ///
-/// The kernel reads and writes a backing file with the credentials of the thread that registers it, and does not
-/// ask the server to clear suid and sgid. So the thread is to have no `CAP_FSETID` then: the host's file system
-/// clears them by itself.
+/// The kernel reads and writes a backing file with the credentials of the thread that registers it, and does not ask
+/// the server to clear suid and sgid. So the thread is to have no `CAP_FSETID` then: the host's file system clears them
+/// on its own.
 pub trait Backings: Send + Sync {
-    /// Registers a file; answers its number.
+    /// Registers a file; returns its number.
     ///
     /// # Errors
     /// Those of the ioctl; the file is then served without passthrough.
@@ -60,7 +60,7 @@ const SHARDS: usize = 16;
 const MAPPED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An inode that is open.
-struct InUse {
+struct OpenInode {
     /// The registration that all opens use; `None`: the server reads and writes.
     backing_id: Option<i32>,
     opens: u64,
@@ -70,14 +70,14 @@ struct InUse {
 
 #[derive(Default)]
 struct Shard {
-    open: HashMap<Ino, InUse>,
+    open: HashMap<Ino, OpenInode>,
     /// What was closed and may still be mapped, as long as the client knows it.
     mapped: HashSet<Ino>,
 }
 
 /// How an open of an inode passes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Passed {
+pub(crate) struct PassthroughOpen {
     /// The registration to use.
     pub(crate) backing_id: i32,
     /// Reads and writes come to the server.
@@ -114,7 +114,7 @@ impl Passthrough {
         ratelimited_log: &RatelimitedLog,
         is_set_id: impl FnOnce() -> bool,
         file: impl FnOnce() -> Option<Arc<Backing>>,
-    ) -> Option<Passed> {
+    ) -> Option<PassthroughOpen> {
         let writes = flags.intersects(OFlags::WRONLY | OFlags::RDWR);
         // The server writes such a file, whatever the open's flags.
         let is_kept = writes && (!self.backings.takes_writers() || is_set_id());
@@ -124,7 +124,7 @@ impl Passthrough {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let backing_id = if is_kept { None } else { self.register(ratelimited_log, file) };
-                entry.insert(InUse { backing_id, opens: 0, is_mapped: false })
+                entry.insert(OpenInode { backing_id, opens: 0, is_mapped: false })
             }
         };
         in_use.opens += 1;
@@ -133,7 +133,7 @@ impl Passthrough {
         let is_first_mapping = maps && !in_use.is_mapped;
         in_use.is_mapped |= maps;
         let mappings_only = is_kept || writes && flags.contains(OFlags::APPEND);
-        Some(Passed { backing_id, mappings_only, is_first_mapping })
+        Some(PassthroughOpen { backing_id, mappings_only, is_first_mapping })
     }
 
     fn register(&self, ratelimited_log: &RatelimitedLog, file: impl FnOnce() -> Option<Arc<Backing>>) -> Option<i32> {
@@ -157,7 +157,7 @@ impl Passthrough {
         None
     }
 
-    /// Whether the client's kernel reads and writes this inode by itself now.
+    /// Whether the client's kernel reads and writes this inode on its own now.
     pub(crate) fn is_used(&self, ino: Ino) -> bool {
         self.shard(ino).open.get(&ino).is_some_and(|in_use| in_use.backing_id.is_some())
     }

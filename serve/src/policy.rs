@@ -1,4 +1,4 @@
-//! What the client may keep, and what is agreed on at INIT.
+//! Cache policy, and the options negotiated at INIT.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use ferry_vfs::{Attr, ByNumber, Features, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, InitOptions, Negotiated, OpenFlags, Timeouts};
 
 use crate::ShareOptions;
-use crate::mount::Mount;
+use crate::session::Session;
 
 /// How much a client may trust what it has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -166,15 +166,15 @@ impl Policy {
     }
 
     /// How long a client may keep what it is told of this inode.
-    pub(crate) fn timeouts_of(&self, mount: &Mount, ino: Ino, attr: &Attr) -> Timeouts {
-        let timeouts = self.timeouts(mount.negotiated());
-        Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(mount, ino, attr)), ..timeouts }
+    pub(crate) fn timeouts_of(&self, session: &Session, ino: Ino, attr: &Attr) -> Timeouts {
+        let timeouts = self.timeouts(session.negotiated());
+        Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(session, ino, attr)), ..timeouts }
     }
 
     /// With `HANDLE_KILLPRIV_V2` a client's kernel does not change the mode that it keeps when a write clears suid and sgid, and
     /// would go on to execute the file as its owner. So it keeps no attributes of such files, and asks before it executes them.
-    fn attr_timeout_max(mount: &Mount, ino: Ino, attr: &Attr) -> Duration {
-        match &mount.passthrough {
+    fn attr_timeout_max(session: &Session, ino: Ino, attr: &Attr) -> Duration {
+        match &session.passthrough {
             _ if attr.is_set_id() => Duration::ZERO,
             Some(passthrough) => passthrough.attr_timeout_max(ino),
             None => Duration::MAX,
@@ -187,7 +187,7 @@ impl Policy {
     }
 
     /// What every export of the share would like; each adds its own.
-    pub(crate) fn wanted(&self) -> InitOptions {
+    pub(crate) fn init_options(&self) -> InitOptions {
         self.wanted
     }
 
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     /// Of entries, attributes and names that do not exist, with a client of this minor version.
-    fn kept(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
+    fn store(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
         let policy = Policy::new(options, Features::default(), publishes);
         let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
         let timeouts = policy.timeouts(&agreed);
@@ -246,12 +246,12 @@ mod tests {
             (Cache::Always, (ALWAYS_TIMEOUT, ALWAYS_TIMEOUT, ALWAYS_TIMEOUT)),
         ] {
             let plain = ShareOptions { cache, told: true, ..ShareOptions::default() };
-            assert_eq!(kept(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
+            assert_eq!(store(&plain, true, EPOCH_MINOR), expected, "{cache:?}");
             let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);
             let (entry_timeout, attr_timeout, negative_timeout) = (Some(entry), Some(attr), Some(negative));
             let chosen = ShareOptions { entry_timeout, attr_timeout, negative_timeout, ..plain };
             for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
-                assert_eq!(kept(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
+                assert_eq!(store(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
             }
         }
     }
@@ -265,7 +265,7 @@ mod tests {
             (Cache::Auto, true, true, (AUTO_TIMEOUT, AUTO_TIMEOUT, Duration::ZERO)),
         ] {
             let options = ShareOptions { cache, told, ..ShareOptions::default() };
-            assert_eq!(kept(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
+            assert_eq!(store(&options, publishes, EPOCH_MINOR - 1), expected, "{cache:?} {told} {publishes}");
         }
     }
 }

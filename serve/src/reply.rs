@@ -8,14 +8,14 @@ use ferry_engine::ReplyBuffer;
 
 /// What became of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Written {
+pub(crate) enum ReplyOutcome {
     /// It was written.
     Whole(usize),
     /// The client does not get it, but an error of so many bytes, or nothing at all.
     Instead(usize),
 }
 
-impl Written {
+impl ReplyOutcome {
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Whole(bytes) | Self::Instead(bytes) => bytes,
@@ -24,22 +24,27 @@ impl Written {
 }
 
 /// Writes a reply. A client that left no room for it gets an error, or nothing.
-pub(crate) fn write(buffer: &mut impl ReplyBuffer, unique: u64, session: &Negotiated, reply: &Reply<'_>) -> Written {
+pub(crate) fn write(
+    buffer: &mut impl ReplyBuffer,
+    unique: u64,
+    session: &Negotiated,
+    reply: &Reply<'_>,
+) -> ReplyOutcome {
     let mut head = [0; REPLY_HEAD_BYTES_MAX];
     let head = reply.encode(unique, session, &mut head);
     let payload = reply.payload();
     let bytes = head.len() + payload.len();
     if buffer.room() < bytes {
-        return Written::Instead(write_error(buffer, unique, Errno::IO));
+        return ReplyOutcome::Instead(write_error(buffer, unique, Errno::IO));
     }
     let mut done = buffer.write_at(0, head);
     if done == head.len() && !payload.is_empty() {
         done += buffer.write_at(head.len(), payload);
     }
-    if done == bytes { Written::Whole(bytes) } else { Written::Instead(0) }
+    if done == bytes { ReplyOutcome::Whole(bytes) } else { ReplyOutcome::Instead(0) }
 }
 
-/// Writes the head of a reply whose data is in its place already; answers the bytes of the whole.
+/// Writes the head of a reply whose data is in its place already; returns the bytes of the whole.
 pub(crate) fn write_data_head(buffer: &mut impl ReplyBuffer, unique: u64, data_bytes: usize) -> usize {
     match buffer.write_at(0, &Reply::encode_bytes_head(unique, data_bytes)) {
         HEADER_BYTES => HEADER_BYTES + data_bytes,
@@ -47,7 +52,7 @@ pub(crate) fn write_data_head(buffer: &mut impl ReplyBuffer, unique: u64, data_b
     }
 }
 
-/// Writes an error reply; answers its bytes.
+/// Writes an error reply; returns its bytes.
 pub(crate) fn write_error(buffer: &mut impl ReplyBuffer, unique: u64, errno: Errno) -> usize {
     let reply = encode_error(unique, errno);
     if buffer.room() >= HEADER_BYTES && buffer.write_at(0, &reply) == HEADER_BYTES { HEADER_BYTES } else { 0 }

@@ -1,4 +1,4 @@
-//! Operations as people read them in the log of requests.
+//! Formats operations for the request log.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! From a message to a served request.
+//! Decodes a message and serves the request.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,13 +12,13 @@ use ferry_wire::fuse::{
 };
 
 use crate::carrier::{FuseCarrier, Served};
-use crate::data::{Moving, Unfinished};
-use crate::kept::Record;
+use crate::data::{DetachedTransfer, PendingTransfer};
 use crate::mappings::MAPPING_FLAGS;
-use crate::mount::Mount;
 use crate::passthrough::Passthrough;
-use crate::reply::{self, Written};
+use crate::reply::{self, ReplyOutcome};
 use crate::session::Session;
+use crate::session_slot::SessionSlot;
+use crate::session_store::SessionRecord;
 use crate::share::Share;
 use ferry_engine::ReplyBuffer;
 use ferry_engine::requests::LoggedRequest;
@@ -29,35 +29,35 @@ const GROUPS_MAX: usize = 32;
 /// Serves the requests of one worker (a virtqueue, a ring, a thread that reads the device), one at a time.
 pub struct Server {
     pub(crate) share: Arc<Share>,
-    session: Arc<Session>,
+    slot: Arc<SessionSlot>,
     /// The client's session, for as long as a batch takes.
-    mount: Option<Arc<Mount>>,
+    session: Option<Arc<Session>>,
     /// The private copy of the request being served.
     head: Vec<u8>,
     /// Listings, on their way out.
     pub(crate) scratch: Vec<u8>,
     /// Inodes that a listing refers to.
-    pub(crate) referred: Vec<Ino>,
+    pub(crate) referenced: Vec<Ino>,
     /// Transfers under way, by the low half of their token.
-    moving: Vec<Option<Moving>>,
+    pending_transfers: Vec<Option<PendingTransfer>>,
     /// The request being served, if its outcome is to be logged.
     pub(crate) watched: Option<Box<LoggedRequest>>,
     /// What became of requests that must not be carried out twice.
     pub(crate) journal: Option<Journal>,
     /// A server before this one may have carried out the request being served.
-    pub(crate) repeats: bool,
+    pub(crate) is_replay: bool,
 }
 
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("share", &self.share).field("session", &self.session).finish_non_exhaustive()
+        f.debug_struct("Server").field("share", &self.share).field("session", &self.slot).finish_non_exhaustive()
     }
 }
 
 /// A request being served.
 pub(crate) struct Context<'a> {
     pub(crate) caller: Caller<'a>,
-    pub(crate) mount: &'a Arc<Mount>,
+    pub(crate) session: &'a Arc<Session>,
     pub(crate) ino: Ino,
     pub(crate) unique: u64,
     /// The labels of what is made.
@@ -71,32 +71,32 @@ impl Context<'_> {
     }
 
     /// Answers at once; says whether the client gets to know.
-    pub(crate) fn tell(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Written {
-        reply::write(carrier, self.unique, self.mount.negotiated(), reply)
+    pub(crate) fn tell(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> ReplyOutcome {
+        reply::write(carrier, self.unique, self.session.negotiated(), reply)
     }
 }
 
 impl Server {
     /// Makes a server of a client's session.
-    pub fn new(share: Arc<Share>, session: Arc<Session>) -> Self {
+    pub fn new(share: Arc<Share>, slot: Arc<SessionSlot>) -> Self {
         Self {
             share,
-            session,
-            mount: None,
+            slot,
+            session: None,
             head: vec![0; REQUEST_HEAD_BYTES_MAX],
             scratch: Vec::new(),
-            referred: Vec::new(),
-            moving: Vec::new(),
+            referenced: Vec::new(),
+            pending_transfers: Vec::new(),
             watched: None,
             journal: None,
-            repeats: false,
+            is_replay: false,
         }
     }
 
     /// Writes down, if anything is, which requests begin and end, as worker number `worker`.
     #[must_use]
     pub fn with_journal(self, worker: usize) -> Self {
-        let journal = self.session.kept.as_ref().map(|kept| kept.journal(worker));
+        let journal = self.slot.store.as_ref().map(|store| store.journal(worker));
         Self { journal, ..self }
     }
 
@@ -125,12 +125,12 @@ impl Server {
     }
 
     fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> Served {
-        if self.mount.is_none() {
-            self.mount = self.session.mount();
+        if self.session.is_none() {
+            self.session = self.slot.current();
         }
-        let mount = self.mount.clone();
-        let agreed = mount.as_ref().map_or(&Negotiated::BEFORE_INIT, |mount| mount.negotiated());
-        match (decode(head, message_bytes, agreed), &mount) {
+        let session = self.session.clone();
+        let agreed = session.as_ref().map_or(&Negotiated::BEFORE_INIT, |session| session.negotiated());
+        match (decode(head, message_bytes, agreed), &session) {
             (Err(error), _) => {
                 // Linux passes names on that are too long; every program of the client can make it do so.
                 if error.errno != Errno::NAMETOOLONG {
@@ -144,15 +144,15 @@ impl Server {
             (Ok(Request { operation: Operation::Init(init), unique, .. }), _) => {
                 Served::Reply(self.init(carrier, unique, &init))
             }
-            (Ok(request), Some(mount)) => {
+            (Ok(request), Some(session)) => {
                 let mut groups = [0; GROUPS_MAX];
                 let groups = request.extensions.groups.copy_to(&mut groups);
                 // Without having agreed on it nobody sends any, unless to set attributes of a share that has none.
-                let agreed = mount.negotiated().has(InitFlags::SECURITY_CTX);
+                let agreed = session.negotiated().has(InitFlags::SECURITY_CTX);
                 let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
-                let caller = Caller { session: mount.id(), uid, gid, pid, groups };
-                self.serve_once(&Context { caller, mount, ino, unique, security }, &operation, carrier)
+                let caller = Caller { session: session.id(), uid, gid, pid, groups };
+                self.serve_with_replay(&Context { caller, session, ino, unique, security }, &operation, carrier)
             }
             (Ok(request), None) => match request.operation.reply_kind() {
                 Some(_) => Served::Reply(reply::write_error(carrier, request.unique, Errno::NOTCONN)),
@@ -164,22 +164,22 @@ impl Server {
     /// Begins a session; what an earlier one held (a guest was reset) is given back.
     fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> usize {
         self.end_session();
-        if let Some(mappings) = &self.session.mappings {
+        if let Some(mappings) = &self.slot.mappings {
             // Whatever comes next finds the window empty: it is carried out afterwards.
             mappings.clear(Box::new(|_| ()));
         }
-        let mut wanted = self.share.policy.wanted();
-        if let Some(adjust) = &self.session.adjust {
+        let mut wanted = self.share.policy.init_options();
+        if let Some(adjust) = &self.slot.adjust {
             adjust(init, &mut wanted);
         }
-        let backings = self.session.backings.as_ref().filter(|_| self.share.source.features().backing);
+        let backings = self.slot.backings.as_ref().filter(|_| self.share.source.features().backing);
         // What the client's cache holds back would go by the backing file.
         let holds_back = (wanted.flags & init.flags).contains(InitFlags::WRITEBACK_CACHE);
         let backings = backings.filter(|_| !holds_back && wanted.flags.contains(InitFlags::PASSTHROUGH));
         if backings.is_none() {
             wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
         }
-        let mappings = self.session.mappings.as_ref().filter(|_| self.share.source.features().mappable);
+        let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.features().mappable);
         let mappings = mappings.filter(|mappings| mappings.is_open());
         if mappings.is_some() {
             wanted.flags |= MAPPING_FLAGS;
@@ -197,11 +197,11 @@ impl Server {
                 let backings = backings.filter(|_| negotiated.has(InitFlags::PASSTHROUGH));
                 let passthrough = backings.map(|backings| Passthrough::new(Arc::clone(backings)));
                 let mappings = mappings.filter(|_| negotiated.has(InitFlags::MAP_ALIGNMENT)).cloned();
-                let kept = init_of(init, &negotiated);
-                let record = self.session.kept.as_ref().map(|keeping| Record::begin(keeping, kept));
+                let store = init_of(init, &negotiated);
+                let record = self.slot.store.as_ref().map(|keeping| SessionRecord::begin(keeping, store));
                 let source = Arc::clone(&self.share.source);
-                let mount = Mount::new(source, negotiated, passthrough, mappings, (kept, record));
-                self.session.set_mount(Some(Arc::new(mount)));
+                let session = Session::new(source, negotiated, passthrough, mappings, (store, record));
+                self.slot.set_session(Some(Arc::new(session)));
                 reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes()
             }
             Ok(InitOutcome::Retry(answer)) => {
@@ -215,37 +215,37 @@ impl Server {
     }
 
     pub(crate) fn end_session(&mut self) {
-        self.mount = None;
-        self.session.end();
+        self.session = None;
+        self.slot.end();
     }
 
     /// Remembers what to do when the transfer with this token ends.
-    pub(crate) fn expect(&mut self, token: u64, moving: Moving) {
+    pub(crate) fn register_transfer(&mut self, token: u64, transfer: PendingTransfer) {
         let index = slot(token);
-        if self.moving.len() <= index {
-            self.moving.resize_with(index + 1, || None);
+        if self.pending_transfers.len() <= index {
+            self.pending_transfers.resize_with(index + 1, || None);
         }
-        self.moving[index] = Some(moving);
+        self.pending_transfers[index] = Some(transfer);
     }
 
-    /// The transfer of the request with this token has ended: finishes its reply. Answers the bytes of the reply.
+    /// The transfer of the request with this token has ended: finishes its reply. Returns the bytes of the reply.
     pub fn transferred(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
-        match self.moving.get_mut(slot(token)).and_then(Option::take) {
-            Some(moving) => moving.finish(&self.share, buffer, outcome),
+        match self.pending_transfers.get_mut(slot(token)).and_then(Option::take) {
+            Some(transfer) => transfer.finish(&self.share, buffer, outcome),
             None => 0,
         }
     }
 
     /// Hands out what is left to do when the transfer with this token ends, for whoever will see it end: another thread,
     /// perhaps. [`Self::transferred`] then knows nothing of it any more.
-    pub fn detach(&mut self, token: u64) -> Option<Unfinished> {
-        let moving = self.moving.get_mut(slot(token)).and_then(Option::take)?;
-        Some(Unfinished { share: Arc::clone(&self.share), moving })
+    pub fn detach(&mut self, token: u64) -> Option<DetachedTransfer> {
+        let transfer = self.pending_transfers.get_mut(slot(token)).and_then(Option::take)?;
+        Some(DetachedTransfer { share: Arc::clone(&self.share), transfer })
     }
 
     /// Takes in what [`Self::detach`] of another server has handed out, before [`Self::transferred`].
-    pub fn attach(&mut self, token: u64, unfinished: Unfinished) {
-        self.expect(token, unfinished.moving);
+    pub fn attach(&mut self, token: u64, unfinished: DetachedTransfer) {
+        self.register_transfer(token, unfinished.transfer);
     }
 
     /// [`Self::serve`] panicked: answers EIO.
@@ -267,7 +267,7 @@ impl Server {
     /// Lets go of the session. To be called whenever the worker is about to wait: a session that was ended meanwhile
     /// gives back what it held only then.
     pub fn batch_end(&mut self) {
-        self.mount = None;
+        self.session = None;
     }
 }
 

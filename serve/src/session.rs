@@ -1,77 +1,383 @@
-//! A client's session, from INIT to DESTROY.
+//! One client's session, from INIT to DESTROY.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferry_state::Kept;
-use ferry_wire::fuse::{InitOptions, InitRequest};
+use ferry_state::{Init, Past, Slot};
+use ferry_vfs::{
+    Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Removals, Result, SessionId,
+};
+use ferry_wire::fuse::{InitFlags, Negotiated};
 
+use crate::blocking_locks::BlockedLocks;
+use crate::close_to_open::{ReportedSize, StaleOpens};
 use crate::mappings::Mappings;
-use crate::mount::Mount;
-use crate::passthrough::Backings;
+use crate::passthrough::Passthrough;
+use crate::readdirplus_auto::ReaddirplusAuto;
+use crate::session_store::{HeldLocks, OpenRecord, SessionRecord};
 
-/// Changes what is wanted of a session, given what the client offers.
-type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
+/// Files and directories that one client may have open at one time: sources without descriptors of the host's have no bound of
+/// their own. As many as a 9P client may have fids.
+const OPENS_MAX: usize = 1 << 20;
+/// Shards, so that workers rarely meet; a power of two.
+const SHARDS: usize = 64;
 
-/// What the servers of one client share: what was agreed on, once INIT came.
+/// An open file or directory. The inode belongs to it: a source may use one handle for all its files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Open {
+    pub(crate) ino: Ino,
+    pub(crate) handle: Handle,
+    pub(crate) is_dir: bool,
+}
+
+/// An inode that the client knows.
 #[derive(Default)]
+struct InodeState {
+    references: u64,
+    /// Where that is written down.
+    slot: Option<Slot>,
+    /// What the client goes by, as far as it knows it from us.
+    length: Option<ReportedSize>,
+}
+
+/// What is open.
+struct OpenState {
+    count: u64,
+    /// All that it was opened with.
+    flags: OFlags,
+    /// Where that is written down.
+    open_record: OpenRecord,
+}
+
+#[derive(Default)]
+struct Shard {
+    references: HashMap<Ino, InodeState>,
+    /// Of these, what the client uses its window for, where that was left to us: it decides when it gets to know a file.
+    in_window: HashSet<Ino>,
+    opens: HashMap<Open, OpenState>,
+    /// How many of these there are of an inode.
+    open_inodes: HashMap<Ino, usize>,
+}
+
+impl Shard {
+    /// Adds what is open, if it is new.
+    fn opening(&mut self, open: Open) -> &mut OpenState {
+        let open_inodes = &mut self.open_inodes;
+        self.opens.entry(open).or_insert_with(|| {
+            *open_inodes.entry(open.ino).or_default() += 1;
+            OpenState { count: 0, flags: OFlags::empty(), open_record: OpenRecord::default() }
+        })
+    }
+
+    /// What is open goes; returns whether it was the last of its inode.
+    fn remove(&mut self, open: Open) -> bool {
+        let mut left = 0;
+        if self.opens.remove(&open).is_some()
+            && let Some(count) = self.open_inodes.get_mut(&open.ino)
+        {
+            *count -= 1;
+            left = *count;
+        }
+        if left == 0 {
+            self.open_inodes.remove(&open.ino);
+        }
+        left == 0
+    }
+}
+
+mod save_restore;
+
+/// One client's session: the negotiated options, and the references, open files and locks to release when it ends.
 pub struct Session {
-    mount: RwLock<Option<Arc<Mount>>>,
-    pub(crate) adjust: Option<Box<Adjust>>,
-    pub(crate) backings: Option<Arc<dyn Backings>>,
+    id: SessionId,
+    negotiated: Negotiated,
+    source: Arc<dyn FileSystem>,
+    shards: [Mutex<Shard>; SHARDS],
+    open_count: AtomicUsize,
+    /// What generations are made with, where the client's kernel is to vouch for the numbers that it was told of.
+    generations: Option<RandomState>,
+    pub(crate) blocked_locks: Arc<BlockedLocks>,
+    pub(crate) passthrough: Option<Passthrough>,
+    /// What maps files into the client's memory, if that was agreed on.
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
-    /// Where what the client holds is written down.
-    pub(crate) kept: Option<Arc<Kept>>,
+    pub(crate) readdirplus_auto: ReaddirplusAuto,
+    pub(crate) refusals: StaleOpens,
+    pub(crate) removals: Removals,
+    init: Init,
+    /// Where all of this is written down for the server after this one.
+    record: Option<SessionRecord>,
+    locks: HeldLocks,
+    /// They were given up, for a server elsewhere to take them.
+    locks_released: AtomicBool,
+    /// What the server before this one had begun.
+    journal_entries: Mutex<HashMap<u64, Past>>,
 }
 
 impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Session").field("mount", &self.mount).finish_non_exhaustive()
+        f.debug_struct("Mount").field("id", &self.id).field("negotiated", &self.negotiated).finish_non_exhaustive()
     }
 }
 
 impl Session {
-    /// A session whose INIT asks for what the share's policy wants, changed by `adjust`: an export adds and removes
-    /// flags there, and sets limits.
-    #[must_use]
-    pub fn new(adjust: impl Fn(&InitRequest, &mut InitOptions) + Send + Sync + 'static) -> Self {
-        Self { adjust: Some(Box::new(adjust)), ..Self::default() }
-    }
-
-    /// Offers passthrough, if the client, the source and the policy allow it. It is agreed on only if `adjust` also
-    /// wants [`ferry_wire::fuse::InitFlags::PASSTHROUGH`].
-    #[must_use]
-    pub fn with_backings(self, backings: Arc<dyn Backings>) -> Self {
-        Self { backings: Some(backings), ..self }
-    }
-
-    /// Offers to map files into the client's memory, if the source allows it and the window is open at INIT.
-    #[must_use]
-    pub fn with_mappings(self, mappings: Arc<dyn Mappings>) -> Self {
-        Self { mappings: Some(mappings), ..self }
-    }
-
-    /// Writes down what the client holds, for the server after this one.
-    #[must_use]
-    pub fn with_kept(self, kept: Arc<Kept>) -> Self {
-        Self { kept: Some(kept), ..self }
-    }
-
-    /// What the client holds, between INIT and DESTROY.
-    pub fn mount(&self) -> Option<Arc<Mount>> {
-        self.mount.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Ends the session, as DESTROY does: for a client that vanished. What it held is given back when no batch of
-    /// requests uses it any more.
-    pub fn end(&self) {
-        if let Some(kept) = &self.kept {
-            kept.begin(None);
+    pub(crate) fn new(
+        source: Arc<dyn FileSystem>,
+        negotiated: Negotiated,
+        passthrough: Option<Passthrough>,
+        mappings: Option<Arc<dyn Mappings>>,
+        (init, record): (Init, Option<SessionRecord>),
+    ) -> Self {
+        let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
+        let generations = finds.then(RandomState::new);
+        let shards = std::array::from_fn(|_| Mutex::default());
+        let (id, waits) = (SessionId::unique(), Arc::default());
+        let (readdirplus_auto, locks, journal_entries) =
+            (ReaddirplusAuto::default(), HeldLocks::default(), Mutex::default());
+        let (open_count, locks_released, refusals) =
+            (AtomicUsize::new(0), AtomicBool::new(false), StaleOpens::default());
+        Self {
+            id,
+            negotiated,
+            source,
+            shards,
+            open_count,
+            generations,
+            blocked_locks: waits,
+            passthrough,
+            mappings,
+            readdirplus_auto,
+            refusals,
+            removals: Removals::default(),
+            init,
+            record,
+            locks,
+            locks_released,
+            journal_entries,
         }
-        self.set_mount(None);
     }
 
-    pub(crate) fn set_mount(&self, mount: Option<Arc<Mount>>) {
-        let last = std::mem::replace(&mut *self.mount.write().unwrap_or_else(PoisonError::into_inner), mount);
-        drop(last);
+    /// Whether a client that leaves it to us is to use its window for a file.
+    pub(crate) fn dax(&self, attr: &Attr) -> bool {
+        let Some(mappings) = self.mappings.as_ref().filter(|_| self.negotiated.has(InitFlags::HAS_INODE_DAX)) else {
+            return false;
+        };
+        attr.kind() == FileType::RegularFile && mappings.takes(attr.size)
+    }
+
+    /// Whether the client reads and writes a file in its window.
+    pub(crate) fn is_in_window(&self, ino: Ino) -> bool {
+        match self.mappings.is_some() {
+            true if self.negotiated.has(InitFlags::HAS_INODE_DAX) => self.shard(ino.0).in_window.contains(&ino),
+            // It uses it for all files then (`dax=always`).
+            has_window => has_window,
+        }
+    }
+
+    /// Who makes the changes that come through this session.
+    pub fn id(&self) -> SessionId {
+        self.id
+    }
+
+    /// What was agreed on.
+    pub fn negotiated(&self) -> &Negotiated {
+        &self.negotiated
+    }
+
+    /// The inodes that the client knows of, the root apart: for a carrier that has to tell it that anything may have
+    /// changed.
+    pub fn inodes(&self) -> Vec<Ino> {
+        let shards = self.shards.iter().map(|shard| shard.lock().unwrap_or_else(PoisonError::into_inner));
+        shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
+    }
+
+    fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {
+        let index = usize::try_from(number % SHARDS as u64).unwrap_or(0);
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The client is told of an inode, and has one reference more; returns what it is told.
+    pub(crate) fn add_reference(&self, entry: Entry) -> Entry {
+        self.note(&entry);
+        match &self.generations {
+            // Clients know the root from the beginning, with generation 0.
+            Some(key) if entry.ino != Ino::ROOT => Entry { generation: key.hash_one(entry.ino) >> 32, ..entry },
+            _ => entry,
+        }
+    }
+
+    fn note(&self, entry: &Entry) {
+        let ino = entry.ino;
+        let mut shard = self.shard(ino.0);
+        let known = shard.references.entry(ino).or_default();
+        known.references += 1;
+        known.length = ReportedSize::of(&entry.attr);
+        if known.references == 1 && self.dax(&entry.attr) {
+            shard.in_window.insert(ino);
+        }
+        let in_window = shard.in_window.contains(&ino);
+        let Some(known) = shard.references.get_mut(&ino) else { return };
+        let Some(record) = &self.record else { return };
+        match known.slot {
+            Some(slot) => record.references(slot, known.references),
+            None if known.references == 1 => known.slot = record.node(&*self.source, ino, in_window),
+            None => {}
+        }
+    }
+
+    /// The client is told a file's length, or (`None`) changes it itself.
+    pub(crate) fn set_reported_size(&self, ino: Ino, length: Option<ReportedSize>) {
+        if let Some(known) = self.shard(ino.0).references.get_mut(&ino) {
+            known.length = length;
+        }
+    }
+
+    /// The length of a file that the client was told last, if it has not changed it since.
+    pub(crate) fn reported_size(&self, ino: Ino) -> Option<ReportedSize> {
+        self.shard(ino.0).references.get(&ino).and_then(|known| known.length)
+    }
+
+    /// Brings a part of a file and what the client has of it in its window together; see [`Mappings::sync`].
+    pub(crate) fn sync(&self, ino: Ino, part: Range<u64>) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.sync(ino, part))
+    }
+
+    /// See [`Mappings::writeback`].
+    pub(crate) fn writeback(&self, ino: Ino, part: Range<u64>) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.writeback(ino, part))
+    }
+
+    /// See [`Mappings::writeback_all`].
+    pub(crate) fn writeback_all(&self) -> Result<()> {
+        self.mappings.as_ref().map_or(Ok(()), |mappings| mappings.writeback_all())
+    }
+
+    /// To be called before the client is told of a file's attributes: it may learn that the file has changed, and then its window is to show
+    /// that. What cannot be read it is told when it asks for it.
+    pub(crate) fn sync_window_before_attr(&self, ino: Ino) {
+        if let Some(mappings) = &self.mappings {
+            let _ = mappings.sync_if_changed(ino);
+        }
+    }
+
+    /// Whether the client knows of an inode.
+    pub(crate) fn knows(&self, ino: Ino) -> bool {
+        ino == Ino::ROOT || self.shard(ino.0).references.contains_key(&ino)
+    }
+
+    /// The client gives references back; never more than it has.
+    pub(crate) fn forget(&self, ino: Ino, count: u64) {
+        let mut shard = self.shard(ino.0);
+        let Some(known) = shard.references.get_mut(&ino) else { return };
+        let count = count.min(known.references);
+        known.references -= count;
+        let is_gone = known.references == 0;
+        if let (Some(record), Some(slot)) = (&self.record, known.slot) {
+            if is_gone { record.remove(slot) } else { record.references(slot, known.references) }
+        }
+        if is_gone {
+            shard.references.remove(&ino);
+            shard.in_window.remove(&ino);
+        }
+        drop(shard);
+        if let Some(passthrough) = self.passthrough.as_ref().filter(|_| is_gone) {
+            passthrough.forgotten(ino);
+        }
+        if let Some(mappings) = self.mappings.as_ref().filter(|_| is_gone) {
+            mappings.forget(self.id, ino);
+        }
+        self.source.forget(ino, count);
+    }
+
+    /// Whether the client may open another file or directory. (Some more, if several do at once.)
+    pub(crate) fn may_open(&self) -> Result<()> {
+        if self.open_count.load(Ordering::Relaxed) < OPENS_MAX { Ok(()) } else { Err(Errno::NFILE) }
+    }
+
+    /// The client has opened something, with these flags.
+    pub(crate) fn opened(&self, open: Open, flags: OFlags) {
+        self.open_count.fetch_add(1, Ordering::Relaxed);
+        let mut shard = self.shard(open.ino.0);
+        let opening = shard.opening(open);
+        opening.count += 1;
+        opening.flags |= flags;
+        if let (Some(record), 1) = (&self.record, opening.count) {
+            opening.open_record = record.opened(&*self.source, self.id, open, flags);
+        }
+    }
+
+    /// Whether the client has this open for writing.
+    pub(crate) fn writes(&self, open: Open) -> bool {
+        self.shard(open.ino.0).opens.get(&open).is_some_and(OpenState::writes)
+    }
+
+    /// Whether the client has a file open for writing, by whichever handle.
+    pub(crate) fn writes_to(&self, ino: Ino) -> bool {
+        self.shard(ino.0).opens.iter().any(|(open, opening)| open.ino == ino && opening.writes())
+    }
+
+    /// The client closes a handle, which must be its own.
+    pub(crate) fn release(&self, caller: &Caller<'_>, open: Open) -> Result<()> {
+        let mut shard = self.shard(open.ino.0);
+        let opening = shard.opens.get_mut(&open).ok_or(Errno::BADF)?;
+        opening.count -= 1;
+        let is_last = opening.count == 0 && {
+            if let Some(record) = &self.record {
+                record.closed(&opening.open_record);
+            }
+            shard.remove(open)
+        };
+        drop(shard);
+        self.open_count.fetch_sub(1, Ordering::Relaxed);
+        self.locks.released(self.record.as_ref(), open, is_last);
+        self.close(caller, open);
+        Ok(())
+    }
+
+    fn close(&self, caller: &Caller<'_>, open: Open) {
+        match open.is_dir {
+            true => self.source.releasedir(caller, open.ino, open.handle),
+            false => {
+                if let Some(passthrough) = &self.passthrough {
+                    passthrough.closed(open.ino);
+                }
+                self.source.release(caller, open.ino, open.handle);
+            }
+        }
+    }
+}
+
+impl OpenState {
+    fn writes(&self) -> bool {
+        self.flags.intersects(OFlags::WRONLY | OFlags::RDWR)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if self.record.as_ref().is_some_and(SessionRecord::is_current) {
+            // The server ends, and not the client: what it holds is the next server's. Nothing is given up, also no lock.
+            return;
+        }
+        let caller = Caller { session: self.id, ..Caller::default() };
+        // A source that panics for one of them still gets the others.
+        let sure = |give_back: &dyn Fn()| {
+            if catch_unwind(AssertUnwindSafe(give_back)).is_err() {
+                tracing::error!("the source panicked when something of a client that ended was given back");
+            }
+        };
+        for shard in &self.shards {
+            let Shard { references, opens, .. } =
+                std::mem::take(&mut *shard.lock().unwrap_or_else(PoisonError::into_inner));
+            for (open, opening) in opens {
+                (0..opening.count).for_each(|_| sure(&|| self.close(&caller, open)));
+            }
+            for (ino, known) in references {
+                sure(&|| self.source.forget(ino, known.references));
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! What all clients of one export of a source have in common.
+//! State that all clients of one export share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -73,7 +73,7 @@ impl Default for ShareOptions {
     }
 }
 
-/// A source as one export offers it: shared by all servers of all its clients.
+/// A source as one export serves it, shared by all servers of all clients.
 pub struct Share {
     pub(crate) name: String,
     pub(crate) source: Arc<dyn FileSystem>,
@@ -113,7 +113,7 @@ impl Share {
         &self.source
     }
 
-    /// Where to log what a client can cause.
+    /// The log for messages that a client can cause.
     pub fn ratelimited_log(&self) -> &RatelimitedLog {
         &self.ratelimited_log
     }

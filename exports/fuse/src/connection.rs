@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_serve::{Server, Session, Share};
+use ferry_serve::{Server, SessionSlot, Share};
 
 use crate::device::Device;
 use crate::interrupted::Interrupted;
@@ -19,7 +19,7 @@ pub(crate) struct Connection {
     /// Where it is mounted.
     pub(crate) mountpoint: PathBuf,
     pub(crate) share: Arc<Share>,
-    pub(crate) session: Arc<Session>,
+    pub(crate) session: Arc<SessionSlot>,
     pub(crate) counters: AllCounters,
     pub(crate) interrupted: Arc<Interrupted>,
     pub(crate) monitor_handle: MonitorHandle,

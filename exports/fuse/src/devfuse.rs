@@ -75,8 +75,8 @@ pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(
             Received::Nothing => continue,
             Received::Unmounted => return Err(io::Error::other("the mount ended before it began")),
         }
-        if let Some(mount) = connection.session.mount() {
-            return Ok(*mount.negotiated());
+        if let Some(session) = connection.session.current() {
+            return Ok(*session.negotiated());
         }
     }
 }

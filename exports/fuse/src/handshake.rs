@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ferry_serve::{Session, ShareOptions};
+use ferry_serve::{SessionSlot, ShareOptions};
 use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -96,9 +96,9 @@ impl Wishes {
     }
 
     /// A session that asks for all this.
-    pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> Session {
+    pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> SessionSlot {
         let wishes = Arc::clone(self);
-        let session = Session::new(move |_: &InitRequest, wanted: &mut InitOptions| wishes.adjust(wanted));
+        let session = SessionSlot::new(move |_: &InitRequest, wanted: &mut InitOptions| wishes.adjust(wanted));
         match self.passthrough {
             Ok(()) => session.with_backings(Arc::new(DeviceBackings::new(device, self.pass_writers))),
             Err(_) => session,

@@ -43,9 +43,9 @@ impl Listener for Ear {
         // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
         // useless: its answer may wait for the very request.
         if self.own.get().is_none()
-            && let Some(mount) = self.connection.session.mount()
+            && let Some(session) = self.connection.session.current()
         {
-            let _ = self.own.set(mount.id());
+            let _ = self.own.set(session.id());
         }
         match change {
             Change::Attr { ino } if by == SessionId::default() => {
@@ -202,7 +202,7 @@ impl Teller {
 
     /// The inodes that the kernel knows.
     fn known(&self) -> Vec<Ino> {
-        self.connection.session.mount().map_or_else(Vec::new, |mount| mount.inodes())
+        self.connection.session.current().map_or_else(Vec::new, |session| session.inodes())
     }
 }
 
@@ -240,5 +240,5 @@ impl MonitoredWorker for Teller {
 
 /// With a write-back cache the kernel believes its own length and times of a file for as long as it knows it.
 fn trusts_itself(connection: &Connection) -> bool {
-    connection.session.mount().is_some_and(|mount| mount.negotiated().has(InitFlags::WRITEBACK_CACHE))
+    connection.session.current().is_some_and(|session| session.negotiated().has(InitFlags::WRITEBACK_CACHE))
 }

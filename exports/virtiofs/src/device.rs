@@ -4,7 +4,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferry_serve::{Mappings, Server, Session, Share, ShareOptions};
+use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::{Kept, Saved};
 use ferry_vfs::{Backing, Errno, FileSystem, IdentityScope, Ino};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
@@ -30,14 +30,14 @@ pub(crate) struct VirtioFs {
 
 /// One guest.
 pub(crate) struct Guest {
-    session: Arc<Session>,
+    session: Arc<SessionSlot>,
     dax: Option<Arc<Dax>>,
     /// Its front end has asked for the window.
     has_window: AtomicBool,
 }
 
 impl Guest {
-    fn new(session: Arc<Session>, dax: Option<Arc<Dax>>) -> Self {
+    fn new(session: Arc<SessionSlot>, dax: Option<Arc<Dax>>) -> Self {
         Self { session, dax, has_window: AtomicBool::new(false) }
     }
 }
@@ -71,7 +71,7 @@ impl VirtioFs {
                 return Err(Error::NoIdentities);
             }
             let (session, dax) = new_session(share.source(), &options);
-            if session.take_up(&share)? {
+            if session.restore_stored(&share)? {
                 before = Some(Guest::new(Arc::new(session), dax));
             }
             if kept.in_flight().map_err(Error::InFlight)?.is_none() {
@@ -83,11 +83,11 @@ impl VirtioFs {
     }
 }
 
-fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (Session, Option<Arc<Dax>>) {
+fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot, Option<Arc<Dax>>) {
     // Host file systems mounted below the shared directory are mounts of their own in the guest.
-    let mut session = Session::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
+    let mut session = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
     if let Some(kept) = &options.kept {
-        session = session.with_kept(Arc::clone(kept));
+        session = session.with_store(Arc::clone(kept));
     }
     let has_window = options.dax_bytes.is_some() && source.features().mappable;
     let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options)));
@@ -213,7 +213,7 @@ impl Device for VirtioFs {
         if let Some((saved, lost)) = guest.session.save(self.options.migration) {
             self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
             saved.encode(&mut state);
-            guest.session.lend_locks();
+            guest.session.release_locks_for_migration();
         }
         Ok(state)
     }

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use ferry_serve::{Carrier, FuseCarrier, ReplyBuffer, Served, Server, TransferRequest, Unfinished};
+use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, Served, Server, TransferRequest};
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
@@ -80,7 +80,7 @@ fn written(bytes: usize) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
-    type Moving = Unfinished;
+    type Moving = DetachedTransfer;
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut request = Request { chain, io, port: &self.port };
@@ -138,11 +138,11 @@ impl QueueHandler for Handler {
         }
     }
 
-    fn detach(&mut self, token: u64) -> Option<Unfinished> {
+    fn detach(&mut self, token: u64) -> Option<DetachedTransfer> {
         self.server.detach(token)
     }
 
-    fn attach(&mut self, token: u64, unfinished: Unfinished) {
+    fn attach(&mut self, token: u64, unfinished: DetachedTransfer) {
         self.server.attach(token, unfinished);
     }
 }

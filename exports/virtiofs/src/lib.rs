@@ -30,7 +30,7 @@ use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
-pub use ferry_serve::{Acl, Cache, TakeUpError};
+pub use ferry_serve::{Acl, Cache, RestoreError};
 pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError, SERVER_AWAITED};
 use ferry_vfs::FileSystem;
 pub use ferry_vfs::IdentityScope;
@@ -217,7 +217,7 @@ pub enum Error {
     Queues(usize),
     /// What a server before this one has left.
     #[error(transparent)]
-    TakeUp(#[from] TakeUpError),
+    TakeUp(#[from] RestoreError),
     /// What is written down would be of no use.
     #[error("only a directory's files can be found again by the server after this one")]
     NoIdentities,

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use ferry_engine::Operation as Movement;
 use ferry_serve::{
-    Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, Served, Server, Session, Share, ShareOptions, TransferRequest,
+    Carrier, FuseCarrier, HEADER_BYTES, ReplyBuffer, Served, Server, SessionSlot, Share, ShareOptions, TransferRequest,
 };
 use ferry_vfs::{Errno, FileSystem, Ino};
 use ferry_wire::fuse::{
@@ -90,7 +90,7 @@ impl Message {
     }
 }
 
-/// What became of a request.
+/// The result of serving a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The bytes behind the header.
@@ -105,7 +105,7 @@ pub enum Answer {
 
 pub struct Client {
     pub server: Server,
-    pub session: Arc<Session>,
+    pub session: Arc<SessionSlot>,
     pub negotiated: Negotiated,
     pub late: mpsc::Receiver<Vec<u8>>,
     sender: mpsc::Sender<Vec<u8>>,
@@ -122,7 +122,7 @@ pub struct Client {
 }
 
 impl Client {
-    pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions, session: Session) -> Self {
+    pub fn new(source: Arc<dyn FileSystem>, options: &ShareOptions, session: SessionSlot) -> Self {
         Self::offering(InitFlags::ALL, source, options, session).unwrap()
     }
 
@@ -131,7 +131,7 @@ impl Client {
         flags: InitFlags,
         source: Arc<dyn FileSystem>,
         options: &ShareOptions,
-        session: Session,
+        session: SessionSlot,
     ) -> Result<Self, Answer> {
         let (sender, late) = mpsc::channel();
         let session = Arc::new(session);
@@ -142,13 +142,13 @@ impl Client {
             Answer::Reply(_) => {}
             other => return Err(other),
         }
-        client.negotiated = *client.session.mount().expect("INIT was answered").negotiated();
+        client.negotiated = *client.session.current().expect("INIT was answered").negotiated();
         Ok(client)
     }
 
     fn of(
         server: Server,
-        session: Arc<Session>,
+        session: Arc<SessionSlot>,
         negotiated: Negotiated,
         (sender, late): (mpsc::Sender<Vec<u8>>, mpsc::Receiver<Vec<u8>>),
     ) -> Self {
@@ -170,7 +170,7 @@ impl Client {
     }
 
     /// The same client, once its server is gone: what it asked last it asks again, the server that has taken it up.
-    pub fn outlives(self) -> impl FnOnce(Server, Arc<Session>) -> Self {
+    pub fn outlives(self) -> impl FnOnce(Server, Arc<SessionSlot>) -> Self {
         let Self { negotiated, contexts, uid, unique, .. } = self;
         move |server, session| {
             let mut client = Self::of(server, session, negotiated, mpsc::channel());

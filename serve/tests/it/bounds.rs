@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{Answer, Client};
-use ferry_serve::{Acl, HEADER_BYTES, Session, ShareOptions};
+use ferry_serve::{Acl, HEADER_BYTES, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{Operation, Release};
 
@@ -60,7 +60,7 @@ impl FileSystem for Endless {
 }
 
 fn client(options: &ShareOptions) -> Client {
-    Client::new(Arc::new(Endless::default()), options, Session::default())
+    Client::new(Arc::new(Endless::default()), options, SessionSlot::default())
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn a_listing_is_no_longer_than_anybody_needs() {
 fn no_source_is_asked_for_more_than_was_agreed_on() {
     let source = Arc::new(Endless::default());
     let mut client =
-        Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, &ShareOptions::default(), Session::default());
+        Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, &ShareOptions::default(), SessionSlot::default());
     let (read_max, write_max) = (client.negotiated.max_read_bytes(), client.negotiated.max_write_bytes);
     assert_eq!((read_max, write_max), (16 << 20, 1 << 20));
     client.room = (read_max as usize + HEADER_BYTES) * 2;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{Answer, Client};
-use ferry_serve::{Cache, Session, ShareOptions};
+use ferry_serve::{Cache, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{InitFlags, Operation};
 
@@ -78,7 +78,7 @@ impl FileSystem for Growing {
 /// A client of it that has looked it up.
 fn client(source: Growing, options: &ShareOptions) -> (Client, Arc<Growing>) {
     let source = Arc::new(source);
-    let mut client = Client::new(Arc::clone(&source) as _, options, Session::default());
+    let mut client = Client::new(Arc::clone(&source) as _, options, SessionSlot::default());
     look_up(&mut client);
     (client, source)
 }
@@ -184,7 +184,7 @@ fn who_changes_a_length_itself_need_not_ask() {
 fn others_are_never_refused() {
     let asked = |options: &ShareOptions, features: Features, offered: InitFlags| {
         let source = Arc::new(Growing { features, ..Growing::default() });
-        let mut client = Client::offering(offered, Arc::clone(&source) as _, options, Session::default()).unwrap();
+        let mut client = Client::offering(offered, Arc::clone(&source) as _, options, SessionSlot::default()).unwrap();
         look_up(&mut client);
         source.grow();
         !is_opened(&mut client)

@@ -5,7 +5,7 @@ use crate::common;
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
-use ferry_serve::{Session, ShareOptions};
+use ferry_serve::{SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::Operation;
 
@@ -105,7 +105,8 @@ impl FileSystem for Liar {
 
 fn client(liar: Liar) -> (Arc<Liar>, Client) {
     let liar = Arc::new(liar);
-    let client = Client::new(Arc::clone(&liar) as Arc<dyn FileSystem>, &ShareOptions::default(), Session::default());
+    let client =
+        Client::new(Arc::clone(&liar) as Arc<dyn FileSystem>, &ShareOptions::default(), SessionSlot::default());
     (liar, client)
 }
 

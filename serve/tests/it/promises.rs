@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
-use ferry_serve::{Acl, Backings, Cache, Session, ShareOptions};
+use ferry_serve::{Acl, Backings, Cache, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{InitFlags, LockRequest, OpenFlags, Operation, Release, Reply, ReplyKind};
 
@@ -42,7 +42,7 @@ impl One {
         self.asked.lock().unwrap().push(what.into());
     }
 
-    fn noted(&self) -> Vec<String> {
+    fn open_record(&self) -> Vec<String> {
         std::mem::take(&mut self.asked.lock().unwrap())
     }
 }
@@ -103,7 +103,7 @@ impl FileSystem for One {
     }
 }
 
-fn client(one: One, options: &ShareOptions, session: Session) -> (Arc<One>, Client) {
+fn client(one: One, options: &ShareOptions, session: SessionSlot) -> (Arc<One>, Client) {
     let one = Arc::new(one);
     let client = Client::new(Arc::clone(&one) as Arc<dyn FileSystem>, options, session);
     (one, client)
@@ -128,11 +128,15 @@ fn a_write_is_as_durable_as_its_flags_ask_for() {
         (4, OFlags::WRONLY | DSYNC, &["write", "fsync true"], written()),
     ] {
         let (one, mut client) =
-            client(One { file: file(), ..One::default() }, &ShareOptions::default(), Session::default());
+            client(One { file: file(), ..One::default() }, &ShareOptions::default(), SessionSlot::default());
         let handle = Handle(handle);
         let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
         let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
-        assert_eq!((one.noted(), answer), (calls.iter().map(ToString::to_string).collect(), expected), "{flags:?}");
+        assert_eq!(
+            (one.open_record(), answer),
+            (calls.iter().map(ToString::to_string).collect(), expected),
+            "{flags:?}"
+        );
     }
 }
 
@@ -146,7 +150,7 @@ fn a_write_waits_for_a_device_only_where_it_leads_there() {
         (false, OFlags::WRONLY | DSYNC, true),
     ] {
         let one = One { file: file(), extents: true, direct, ..One::default() };
-        let (_, mut client) = client(one, &ShareOptions::default(), Session::default());
+        let (_, mut client) = client(one, &ShareOptions::default(), SessionSlot::default());
         let handle = Handle(4);
         let range = IoRange { ino: FILE, handle, offset: 5, len: 3, flags, clear_privileges: false, owner: None };
         let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
@@ -166,7 +170,7 @@ fn a_part_of_what_comes_from_the_page_cache_is_an_error() {
         (3, true, Answer::Reply(vec![3, 0, 0, 0, 0, 0, 0, 0])),
     ] {
         let one = One { room: Some(room), ..One::default() };
-        let (_, mut client) = client(one, &ShareOptions::default(), Session::default());
+        let (_, mut client) = client(one, &ShareOptions::default(), SessionSlot::default());
         assert_eq!(client.ask_and_write(FILE, Operation::Write { range, cached }, b"abc"), expected, "{room} {cached}");
     }
 }
@@ -174,7 +178,7 @@ fn a_part_of_what_comes_from_the_page_cache_is_an_error() {
 #[test]
 fn extents_are_transferred_and_published() {
     let one = One { file: file(), extents: true, ..One::default() };
-    let (one, mut client) = client(one, &ShareOptions::default(), Session::default());
+    let (one, mut client) = client(one, &ShareOptions::default(), SessionSlot::default());
     let seen = Arc::new(Mutex::new(Vec::new()));
     let list = Arc::clone(&seen);
     let _subscription = one.changes.subscribe(move |change, by| list.lock().unwrap().push((change.clone(), by)));
@@ -183,8 +187,8 @@ fn extents_are_transferred_and_published() {
         IoRange { ino: FILE, handle: Handle(1), offset: 5, len: 3, flags, clear_privileges: false, owner: None };
     let answer = client.ask_and_write(FILE, Operation::Write { range, cached: false }, b"abc");
     assert_eq!(answer, Answer::Reply(vec![3, 0, 0, 0, 0, 0, 0, 0]));
-    assert_eq!(one.noted(), ["write"], "the descriptor was opened with the flag: that is the source's promise");
-    let by = client.session.mount().unwrap().id();
+    assert_eq!(one.open_record(), ["write"], "the descriptor was opened with the flag: that is the source's promise");
+    let by = client.session.current().unwrap().id();
     assert_eq!(*seen.lock().unwrap(), [(Change::Data { ino: FILE, offset: 5, len: 3 }, by)]);
     let range = IoRange { offset: 4, len: 100, ..range };
     assert_eq!(client.ask(FILE, Operation::Read(range)), Answer::Reply(b"\0abc".to_vec()));
@@ -197,7 +201,8 @@ fn set_lock(kind: LockKind) -> Operation<'static> {
 
 #[test]
 fn a_lock_that_waits_can_be_interrupted() {
-    let (one, mut client) = client(One { waits: true, ..One::default() }, &ShareOptions::default(), Session::default());
+    let (one, mut client) =
+        client(One { waits: true, ..One::default() }, &ShareOptions::default(), SessionSlot::default());
     let unique = client.next_unique();
     assert_eq!(client.ask(FILE, set_lock(LockKind::Write)), Answer::Late);
     assert!(one.waiters.lock().unwrap()[0].is_waiting() && client.late.try_recv().is_err());
@@ -206,13 +211,13 @@ fn a_lock_that_waits_can_be_interrupted() {
     let waiter = one.waiters.lock().unwrap().pop().unwrap();
     assert!(!waiter.is_waiting());
     // The source had granted it already: it is given back, on another thread.
-    one.noted();
+    one.open_record();
     waiter.wake(Ok(()));
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while one.asked.lock().unwrap().is_empty() && std::time::Instant::now() < deadline {
         std::thread::yield_now();
     }
-    assert_eq!(one.noted(), ["Unlock"]);
+    assert_eq!(one.open_record(), ["Unlock"]);
     assert!(client.late.try_recv().is_err(), "answered once");
     // An INTERRUPT that overtakes its request.
     let unique = client.next_unique() + 2;
@@ -223,7 +228,7 @@ fn a_lock_that_waits_can_be_interrupted() {
 
 #[test]
 fn a_lock_that_does_not_wait_is_answered_once() {
-    let (_, mut client) = client(One::default(), &ShareOptions::default(), Session::default());
+    let (_, mut client) = client(One::default(), &ShareOptions::default(), SessionSlot::default());
     assert_eq!(client.ask(FILE, set_lock(LockKind::Write)), Answer::Reply(vec![]));
     assert_eq!(client.ask(FILE, set_lock(LockKind::Read)), Answer::Error(Errno::DEADLK));
     assert!(client.late.try_recv().is_err());
@@ -258,7 +263,7 @@ impl Backings for Kernel {
 
 /// A mount that offers passthrough.
 fn passing(kernel: &Arc<Kernel>, options: &ShareOptions, flags: InitFlags) -> (Arc<One>, Client) {
-    let session = Session::new(move |_, wanted| wanted.flags |= flags);
+    let session = SessionSlot::new(move |_, wanted| wanted.flags |= flags);
     let session = session.with_backings(Arc::clone(kernel) as Arc<dyn Backings>);
     client(One { file: file(), ..One::default() }, options, session)
 }
@@ -338,8 +343,8 @@ fn a_close_is_told_of_where_that_tells_something() {
     for (constant, local_locks) in [(false, false), (false, true), (true, false), (true, true)] {
         let options = ShareOptions { local_locks, ..ShareOptions::default() };
         let kernel = Arc::new(Kernel::default());
-        let passes = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH).with_backings(kernel);
-        for (session, file) in [(Session::default(), None), (passes, file())] {
+        let passes = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH).with_backings(kernel);
+        for (session, file) in [(SessionSlot::default(), None), (passes, file())] {
             let passed = if file.is_some() { OpenFlags::PASSTHROUGH } else { OpenFlags::empty() };
             let (_, mut client) = client(One { file, constant, ..One::default() }, &options, session);
             for flag in [InitFlags::POSIX_LOCKS, InitFlags::FLOCK_LOCKS] {
@@ -387,10 +392,10 @@ fn passthrough_is_agreed_on_only_where_it_works() {
         let (_, client) = passing(&Arc::default(), &options, flags);
         assert_eq!(client.negotiated.has(InitFlags::PASSTHROUGH), agreed, "{options:?} {flags:?}");
     }
-    let session = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
+    let session = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
     let (_, without) = client(One { file: file(), ..One::default() }, &ShareOptions::default(), session);
     assert!(!without.negotiated.has(InitFlags::PASSTHROUGH), "nobody registers");
-    let session = Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
+    let session = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH);
     let session = session.with_backings(Arc::new(Kernel::default()));
     let (_, without) = client(One::default(), &ShareOptions::default(), session);
     assert!(!without.negotiated.has(InitFlags::PASSTHROUGH), "the source has no descriptors");
@@ -410,7 +415,7 @@ fn direct_opens_leave_the_cache_out_where_the_export_wants_it() {
         (Cache::Metadata, false, OFlags::RDWR, direct),
     ] {
         let options = ShareOptions { cache, direct_opens, ..ShareOptions::default() };
-        let (_, mut client) = client(One::default(), &options, Session::default());
+        let (_, mut client) = client(One::default(), &options, SessionSlot::default());
         assert_eq!(open(&mut client, flags).1, expected, "{cache:?} {direct_opens} {flags:?}");
     }
 }
@@ -431,15 +436,15 @@ impl FileSystem for Numbered {
 #[test]
 fn forgotten_inodes_are_found_by_their_numbers() {
     let on_host = || {
-        Session::new(|_, wanted| {
+        SessionSlot::new(|_, wanted| {
             wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT
         })
     };
     for (by_number, session, finds) in [
-        (ByNumber::Any, Session::default(), true),
+        (ByNumber::Any, SessionSlot::default(), true),
         (ByNumber::Host, on_host(), true),
-        (ByNumber::Host, Session::default(), false),
-        (ByNumber::No, Session::default(), false),
+        (ByNumber::Host, SessionSlot::default(), false),
+        (ByNumber::No, SessionSlot::default(), false),
     ] {
         let mut client = Client::new(Arc::new(Numbered(by_number)), &ShareOptions::default(), session);
         assert_eq!(client.negotiated.has(InitFlags::EXPORT_SUPPORT), finds);
@@ -461,8 +466,8 @@ fn forgotten_inodes_are_found_by_their_numbers() {
         assert_eq!(bytes[12..16], [0; 4], "the kernel has 32 bits for it");
         assert_eq!(bytes[8..16], answer()[8..16]);
         // What was told is a reference of the client's.
-        let mount = client.session.mount().expect("INIT was answered");
-        assert_eq!(mount.inodes(), [Ino(7)]);
+        let session = client.session.current().expect("INIT was answered");
+        assert_eq!(session.inodes(), [Ino(7)]);
     }
 }
 
@@ -478,7 +483,8 @@ impl FileSystem for Listed {
 #[test]
 fn what_is_agreed_on_follows_the_options() {
     let plain = ShareOptions::default();
-    let agreed = |options: ShareOptions| Client::new(Arc::new(Listed(true)), &options, Session::default()).negotiated;
+    let agreed =
+        |options: ShareOptions| Client::new(Arc::new(Listed(true)), &options, SessionSlot::default()).negotiated;
     let has = |options: ShareOptions, flag| agreed(options).has(flag);
     for (flag, options) in [
         (InitFlags::POSIX_ACL, ShareOptions { posix_acl: Acl::Never, ..plain.clone() }),
@@ -496,14 +502,14 @@ fn what_is_agreed_on_follows_the_options() {
 #[test]
 fn where_acls_are_demanded_nobody_mounts_without() {
     let options = ShareOptions { posix_acl: Acl::Always, ..ShareOptions::default() };
-    let mount = |has_acls, flags| {
-        let client = Client::offering(flags, Arc::new(Listed(has_acls)), &options, Session::default());
+    let session = |has_acls, flags| {
+        let client = Client::offering(flags, Arc::new(Listed(has_acls)), &options, SessionSlot::default());
         client.map(|client| client.negotiated.has(InitFlags::POSIX_ACL))
     };
     let refused = Err(Answer::Error(Errno::PROTO));
-    assert_eq!(mount(true, InitFlags::ALL), Ok(true));
-    assert_eq!(mount(true, InitFlags::ALL - InitFlags::POSIX_ACL), refused);
-    assert_eq!(mount(false, InitFlags::ALL), refused);
+    assert_eq!(session(true, InitFlags::ALL), Ok(true));
+    assert_eq!(session(true, InitFlags::ALL - InitFlags::POSIX_ACL), refused);
+    assert_eq!(session(false, InitFlags::ALL), refused);
 }
 
 /// A source whose directories never change, or may.
@@ -528,7 +534,7 @@ fn directories_that_never_change_need_not_be_opened() {
         (false, Cache::Always, InitFlags::ALL, false),
     ] {
         let options = ShareOptions { cache, ..ShareOptions::default() };
-        let client = Client::offering(offered, Arc::new(Constant(constant)), &options, Session::default());
+        let client = Client::offering(offered, Arc::new(Constant(constant)), &options, SessionSlot::default());
         let answer = client.unwrap().ask(Ino::ROOT, Operation::Opendir { flags: OFlags::RDONLY });
         assert_eq!(answer == Answer::Error(Errno::NOSYS), expected, "{constant} {cache:?} {offered:?}: {answer:?}");
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
-use ferry_serve::{Acl, Server, Session, Share, ShareOptions};
+use ferry_serve::{Acl, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::{Folder, Geometry, Kept, Line};
 use ferry_vfs::*;
 use ferry_wire::fuse::{Operation, SecurityContexts};
@@ -152,11 +152,11 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
     // Nobody tells the keeper to end.
     let (end, _told) = UnixStream::pair().unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener, &end.into()).unwrap());
-    let kept = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
+    let store = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
     let options = ShareOptions { security_label: Acl::Auto, ..ShareOptions::default() };
     let source = || Arc::clone(tree) as Arc<dyn FileSystem>;
 
-    let mut first = Client::new(source(), &options, Session::default().with_kept(kept()));
+    let mut first = Client::new(source(), &options, SessionSlot::default().with_store(store()));
     first.server = first.server.with_journal(0);
     let names: Vec<Vec<u8>> = tree.names.lock().unwrap().keys().cloned().collect();
     for known in &names {
@@ -168,15 +168,15 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
     meanwhile();
     let client = first.outlives();
 
-    let kept = kept();
+    let store = store();
     let share = Arc::new(Share::new(source(), &options));
-    let session = Arc::new(Session::default().with_kept(Arc::clone(&kept)));
-    assert!(session.take_up(&share).unwrap());
+    let session = Arc::new(SessionSlot::default().with_store(Arc::clone(&store)));
+    assert!(session.restore_stored(&share).unwrap());
     let server = Server::new(share, Arc::clone(&session)).with_journal(0);
     let mut second = client(server, Arc::clone(&session));
     let answer = second.ask(Ino::ROOT, operation);
     session.end();
-    drop((second, session, kept));
+    drop((second, session, store));
     keeper.join().unwrap();
     answer
 }
@@ -293,7 +293,7 @@ fn what_may_be_anothers_is_not_opened_for_who_asks_to_make_it_again() {
 fn what_is_there_already_is_looked_up_again() {
     let tree = Arc::new(Tree::default());
     tree.add(b"object", REGULAR | 0o600);
-    let mut client = Client::new(tree, &ShareOptions::default(), Session::default());
+    let mut client = Client::new(tree, &ShareOptions::default(), SessionSlot::default());
     for (flags, error) in [(OFlags::EXCL, Errno::EXIST), (OFlags::empty(), Errno::STALE), (OFlags::TRUNC, Errno::STALE)]
     {
         assert_eq!(client.ask(Ino::ROOT, create(flags)), Answer::Error(error), "{flags:?}");

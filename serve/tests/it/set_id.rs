@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Answer, Client};
-use ferry_serve::{Backings, Cache, HEADER_BYTES, Session, ShareOptions};
+use ferry_serve::{Backings, Cache, HEADER_BYTES, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::fuse::{DirEntries, InitFlags, OpenFlags, Opened, Operation, Release, Reply, ReplyKind, Timeouts};
 
@@ -105,10 +105,9 @@ fn options() -> ShareOptions {
 /// A client of it, with or without passthrough.
 fn client(one: &Arc<One>, passes: bool) -> Client {
     let session = match passes {
-        false => Session::default(),
-        true => {
-            Session::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH).with_backings(Arc::new(Kernel::default()))
-        }
+        false => SessionSlot::default(),
+        true => SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH)
+            .with_backings(Arc::new(Kernel::default())),
     };
     Client::new(Arc::clone(one) as _, &options(), session)
 }
@@ -221,11 +220,11 @@ fn what_is_opened_for_appending_is_written_by_the_server() {
 fn attributes_of_files_that_may_be_mapped_to_write_are_not_kept() {
     let one = One::new(REGULAR | 0o644);
     let notices = Arc::new(AtomicU32::new(0));
-    let noted = Arc::clone(&notices);
+    let open_record = Arc::clone(&notices);
     let _subscription = one.changes.subscribe(move |change, by| {
         if by == SessionId::default() {
             assert_eq!(*change, Change::Attr { ino: FILE });
-            noted.fetch_add(1, Ordering::Relaxed);
+            open_record.fetch_add(1, Ordering::Relaxed);
         }
     });
     let count = || notices.swap(0, Ordering::Relaxed);
@@ -279,7 +278,7 @@ fn a_setattr_that_sets_nothing_clears_suid_and_sgid() {
 fn callers_are_named_unless_idmapped_mounts_are_allowed() {
     for allow_idmap in [false, true] {
         let options = ShareOptions { allow_idmap, ..options() };
-        let client = Client::new(One::new(REGULAR) as _, &options, Session::default());
+        let client = Client::new(One::new(REGULAR) as _, &options, SessionSlot::default());
         assert_eq!(client.negotiated.has(InitFlags::ALLOW_IDMAP), allow_idmap);
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferry_engine::{Generation, NotEnded, Transfer};
-use ferry_serve::{HEADER_BYTES, Unfinished};
+use ferry_serve::{DetachedTransfer, HEADER_BYTES};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
@@ -33,7 +33,7 @@ const CANCEL_PATIENCE: Duration = Duration::from_millis(100);
 /// A transfer under way.
 pub(super) struct UnderWay {
     transfer: Transfer,
-    unfinished: Unfinished,
+    unfinished: DetachedTransfer,
     generation: Generation,
     message: Message,
     /// What the ring calls it: the entry's index, and a number that the entry's next transfer will not have.
@@ -124,7 +124,7 @@ pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) ->
 /// What is left to do for a request whose transfer would wait.
 pub(super) struct Waits {
     pub(super) transfer: Transfer,
-    pub(super) unfinished: Unfinished,
+    pub(super) unfinished: DetachedTransfer,
     pub(super) generation: Generation,
     pub(super) message: Message,
     /// As in [`Tried::Waits`].

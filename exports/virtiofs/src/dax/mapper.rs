@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use ferry_serve::{Answer, Mapping, RatelimitedLog};
+use ferry_serve::{Mapping, MappingReply, RatelimitedLog};
 use ferry_vfs::{
     Backing, Caller, Change, Claim, Done, Errno, FileId, FileSystem, Ino, Member, Piece, Result, SessionId, Windows,
 };
@@ -21,12 +21,12 @@ use super::{PAGE_BYTES, pieces};
 
 /// What is to be done.
 pub(super) enum Task {
-    Map(Mapping, Answer),
-    Unmap(SessionId, Vec<(u64, u64)>, Answer),
+    Map(Mapping, MappingReply),
+    Unmap(SessionId, Vec<(u64, u64)>, MappingReply),
     Forget(SessionId, Ino),
     /// A file is about to end there.
     Shorten(FileId, u64, Done),
-    Clear(Answer),
+    Clear(MappingReply),
     /// A queue is about to start: what the server before had is gone on with now, if there was one.
     Resume,
 }
@@ -113,7 +113,7 @@ impl Mapper {
             self.carry_out(task);
         }
         // The front end is gone. What the guest has stored in the files themselves is there, and so is the rest.
-        for (ino, error) in self.tails.store_all() {
+        for (ino, error) in self.tails.writeback_all() {
             self.tail_lost(ino, error);
         }
     }

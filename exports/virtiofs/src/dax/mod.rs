@@ -27,7 +27,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use ferry_serve::{Answer, Mapping, Mappings};
+use ferry_serve::{Mapping, MappingReply, Mappings};
 use ferry_state::Mapped;
 use ferry_vfs::{Errno, FileSystem, Ino, Member, SessionId, Windows};
 use ferry_vhost::Window;
@@ -190,13 +190,13 @@ impl Mappings for Dax {
         self.files.take(file_bytes)
     }
 
-    fn map(&self, mapping: Mapping, answer: Answer) {
+    fn map(&self, mapping: Mapping, answer: MappingReply) {
         let mut asked = self.asked();
         asked.insert(mapping.ino);
         self.post(Task::Map(mapping, answer));
     }
 
-    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: Answer) {
+    fn unmap(&self, by: SessionId, ranges: Vec<(u64, u64)>, answer: MappingReply) {
         self.post(Task::Unmap(by, ranges, answer));
     }
 
@@ -208,20 +208,20 @@ impl Mappings for Dax {
         }
     }
 
-    fn settle(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
-        self.tails.settle(ino, &part)
+    fn sync(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
+        self.tails.sync(ino, &part)
     }
 
-    fn settle_if_changed(&self, ino: Ino) -> ferry_vfs::Result<()> {
-        self.tails.settle_if_changed(ino)
+    fn sync_if_changed(&self, ino: Ino) -> ferry_vfs::Result<()> {
+        self.tails.sync_if_changed(ino)
     }
 
-    fn store(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
-        self.tails.store(ino, &part)
+    fn writeback(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
+        self.tails.writeback(ino, &part)
     }
 
-    fn store_all(&self) -> ferry_vfs::Result<()> {
-        self.tails.store_all().first().map_or(Ok(()), |(_, error)| Err(*error))
+    fn writeback_all(&self) -> ferry_vfs::Result<()> {
+        self.tails.writeback_all().first().map_or(Ok(()), |(_, error)| Err(*error))
     }
 
     fn adopt(&self, by: SessionId, mapped: Vec<Mapped>) {
@@ -240,7 +240,7 @@ impl Mappings for Dax {
         *self.adopted.lock().unwrap_or_else(PoisonError::into_inner) = Some((beginning, adopted));
     }
 
-    fn clear(&self, answer: Answer) {
+    fn clear(&self, answer: MappingReply) {
         let mut asked = self.asked();
         asked.clear();
         match self.is_open() {

@@ -52,7 +52,7 @@ impl Tail {
         ftruncate(&copy, 2 * bytes + COUNT_BYTES)?;
         let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes: 0 };
         let size = Look::at(&tail.file)?.bytes.min(end);
-        tail.settle(size, &WHOLE)?;
+        tail.sync(size, &WHOLE)?;
         Ok(tail)
     }
 
@@ -67,7 +67,7 @@ impl Tail {
     /// The guest does not use it any more.
     pub(super) fn end(mut self) -> Result<()> {
         match self.writable {
-            true => self.settle(Look::at(&self.file)?.bytes, &WHOLE),
+            true => self.sync(Look::at(&self.file)?.bytes, &WHOLE),
             false => Ok(()),
         }
     }
@@ -80,7 +80,7 @@ impl Tail {
     /// Brings what the guest has stored into the file, which is `size` bytes long, and what the file has got otherwise into the copy: in
     /// this part of the file, and wherever it has become longer or shorter. Where both have changed, the guest's is kept, but for
     /// what was behind the file's end.
-    fn settle(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
+    fn sync(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
         let in_file = self.index(size)?;
         let end = self.index(part.end)?.min(in_file).min(self.base_bytes);
         let merged = self.merge(self.index(part.start)?..end);
@@ -217,12 +217,12 @@ impl OfFile {
         self.tails.values().next().map(|tail| Look::at(&tail.file)).transpose()
     }
 
-    /// See [`Tail::settle`]: all of them, or those that the guest may store to.
-    fn settle(&mut self, part: &Range<u64>, all: bool) -> Result<()> {
+    /// See [`Tail::sync`]: all of them, or those that the guest may store to.
+    fn sync(&mut self, part: &Range<u64>, all: bool) -> Result<()> {
         let Some(look) = self.look()? else { return Ok(()) };
         let is_settled = *part == WHOLE && all && look.is_old();
         let tails = self.tails.values_mut().filter(|tail| all || tail.writable);
-        let outcome = tails.map(|tail| tail.settle(look.bytes, part)).fold(Ok(()), Result::and);
+        let outcome = tails.map(|tail| tail.sync(look.bytes, part)).fold(Ok(()), Result::and);
         if is_settled && outcome.is_ok() {
             self.seen = Some(look);
         }
@@ -258,33 +258,33 @@ impl Tails {
     ///
     /// # Errors
     /// Those of reading and writing; the other parts are seen to all the same.
-    pub(super) fn settle(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
-        self.of(ino).map_or(Ok(()), |file| lock(&file).settle(part, true))
+    pub(super) fn sync(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
+        self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, true))
     }
 
     /// The same for copies that the guest may store to.
     ///
     /// # Errors
-    /// As for [`Self::settle`].
-    pub(super) fn store(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
-        self.of(ino).map_or(Ok(()), |file| lock(&file).settle(part, false))
+    /// As for [`Self::sync`].
+    pub(super) fn writeback(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
+        self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, false))
     }
 
     /// The same for all of a file that is not as it was when that was last done. What the guest has stored since stays where it is then,
     /// and so does what somebody else has in a mapping of its own: no time of change tells of every store.
     ///
     /// # Errors
-    /// As for [`Self::settle`].
-    pub(super) fn settle_if_changed(&self, ino: Ino) -> Result<()> {
+    /// As for [`Self::sync`].
+    pub(super) fn sync_if_changed(&self, ino: Ino) -> Result<()> {
         let Some(file) = self.of(ino) else { return Ok(()) };
         let mut file = lock(&file);
-        if file.has_changed() { file.settle(&WHOLE, true) } else { Ok(()) }
+        if file.has_changed() { file.sync(&WHOLE, true) } else { Ok(()) }
     }
 
-    /// As [`Self::store`] for all files. Answers those with which it did not succeed, and why.
-    pub(super) fn store_all(&self) -> Vec<(Ino, Errno)> {
+    /// As [`Self::writeback`] for all files. Answers those with which it did not succeed, and why.
+    pub(super) fn writeback_all(&self) -> Vec<(Ino, Errno)> {
         let files: Vec<_> = lock(&self.files).iter().map(|(ino, file)| (*ino, Arc::clone(file))).collect();
-        files.into_iter().filter_map(|(ino, file)| Some((ino, lock(&file).settle(&WHOLE, false).err()?))).collect()
+        files.into_iter().filter_map(|(ino, file)| Some((ino, lock(&file).sync(&WHOLE, false).err()?))).collect()
     }
 
     /// Notes the tail of the chunk at this place.
@@ -299,7 +299,7 @@ impl Tails {
     /// Forgets the tail of the chunk at this place, which the guest does not use any more.
     ///
     /// # Errors
-    /// As for [`Self::settle`]: what the guest has stored may be lost.
+    /// As for [`Self::sync`]: what the guest has stored may be lost.
     pub(super) fn remove(&self, ino: Ino, window_offset: u64) -> Result<()> {
         let mut files = lock(&self.files);
         let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
@@ -350,8 +350,8 @@ mod tests {
 
     impl Sides {
         fn check(&self, file: &[u8], copy: &[u8]) {
-            self.tails.settle(Ino(8), &WHOLE).unwrap();
-            self.tails.settle(INO, &WHOLE).unwrap();
+            self.tails.sync(Ino(8), &WHOLE).unwrap();
+            self.tails.sync(INO, &WHOLE).unwrap();
             assert_eq!(self.file.metadata().unwrap().len(), 4096 + file.len() as u64);
             assert!(read(self.file.as_fd(), 4096, file.len()).unwrap() == file, "the file");
             let mut expected = copy.to_vec();
@@ -420,19 +420,19 @@ mod tests {
         sides.copy.write_all_at(b"ABCDEFGH", 0).unwrap();
         // Before this part, and behind all; but where it has become longer.
         sides.file.write_all_at(b"i", 4096 + 8).unwrap();
-        sides.tails.settle(INO, &(0..4096)).unwrap();
-        sides.tails.settle(INO, &(8192..8193)).unwrap();
+        sides.tails.sync(INO, &(0..4096)).unwrap();
+        sides.tails.sync(INO, &(8192..8193)).unwrap();
         assert_eq!(stored(), b"abcdefghi");
         assert_eq!(read(sides.copy.as_fd(), 0, 9).unwrap(), b"ABCDEFGHi");
-        sides.tails.store(INO, &(4098..4100)).unwrap();
+        sides.tails.writeback(INO, &(4098..4100)).unwrap();
         assert_eq!(stored(), b"abCDefghi");
-        sides.tails.settle(INO, &(4000..4097)).unwrap();
+        sides.tails.sync(INO, &(4000..4097)).unwrap();
         assert_eq!(stored(), b"AbCDefghi");
         // Where the guest stores nothing, nothing is taken from.
         let reader = super::tests::sides(false, b"abc");
         reader.file.write_all_at(b"X", 4096).unwrap();
-        reader.tails.store(INO, &WHOLE).unwrap();
-        assert!(reader.tails.store_all().is_empty());
+        reader.tails.writeback(INO, &WHOLE).unwrap();
+        assert!(reader.tails.writeback_all().is_empty());
         assert_eq!(read(reader.copy.as_fd(), 0, 3).unwrap(), b"abc");
         reader.check(b"Xbc", b"Xbc");
     }
@@ -442,20 +442,20 @@ mod tests {
         let sides = sides(true, b"abc");
         let stored = || read(sides.file.as_fd(), 4096, 3).unwrap();
         std::thread::sleep(YOUNG + YOUNG / 5);
-        sides.tails.settle_if_changed(INO).unwrap();
+        sides.tails.sync_if_changed(INO).unwrap();
         sides.copy.write_all_at(b"2", 1).unwrap();
-        sides.tails.settle_if_changed(INO).unwrap();
+        sides.tails.sync_if_changed(INO).unwrap();
         assert_eq!(stored(), b"abc", "it was compared for nothing");
         // It changes, and another part of it comes.
         sides.file.write_all_at(b"C", 4096 + 2).unwrap();
-        sides.tails.settle_if_changed(INO).unwrap();
+        sides.tails.sync_if_changed(INO).unwrap();
         assert_eq!((stored(), read(sides.copy.as_fd(), 0, 3).unwrap()), (b"a2C".to_vec(), b"a2C".to_vec()));
         std::thread::sleep(YOUNG + YOUNG / 5);
-        sides.tails.settle_if_changed(INO).unwrap();
+        sides.tails.sync_if_changed(INO).unwrap();
         sides.copy.write_all_at(b"3", 2).unwrap();
         let backing = Arc::new(Backing::new(sides.file.try_clone().unwrap().into()));
         sides.tails.insert(INO, ROOM, Tail::new(backing, true, (4096 + ROOM, ROOM), u64::MAX).unwrap());
-        sides.tails.settle_if_changed(INO).unwrap();
+        sides.tails.sync_if_changed(INO).unwrap();
         assert_eq!(stored(), b"a23");
     }
 
@@ -478,7 +478,7 @@ mod tests {
         sides.tails.insert(Ino(8), 1 << 21, tail);
         sides.copy.write_all_at(b"A", 0).unwrap();
         other.copy.write_all_at(b"D", 0).unwrap();
-        assert!(sides.tails.store_all().is_empty());
+        assert!(sides.tails.writeback_all().is_empty());
         assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"Abc");
         assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
     }

@@ -1,4 +1,4 @@
-//! Requests that wait for a lock, and how an INTERRUPT ends them.
+//! Requests that wait for a lock, and how INTERRUPT ends them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,11 +10,11 @@ use ferry_vfs::{Errno, Result, Waiter};
 /// for the client sends one only while the request is under way.
 const EARLY_MAX: usize = 1024;
 
-type Answer = Box<dyn FnOnce(Result<()>) + Send>;
+type ReplyFn = Box<dyn FnOnce(Result<()>) + Send>;
 
 #[derive(Default)]
-struct Stage {
-    answer: Option<Answer>,
+struct WaitState {
+    answer: Option<ReplyFn>,
     /// Set once, by whoever ends the wait first: the source, or an INTERRUPT.
     outcome: Option<Result<()>>,
     /// The source keeps the waiter. Before that nothing is sent: if the source refuses the lock after all, or panics,
@@ -23,18 +23,18 @@ struct Stage {
 }
 
 /// A request that waits.
-pub(crate) struct Wait {
-    stage: Mutex<Stage>,
-    /// The client gave up.
+pub(crate) struct BlockedLock {
+    stage: Mutex<WaitState>,
+    /// The client cancelled the request.
     interrupted: Arc<AtomicBool>,
 }
 
-impl Wait {
-    fn lock(&self) -> MutexGuard<'_, Stage> {
+impl BlockedLock {
+    fn lock(&self) -> MutexGuard<'_, WaitState> {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the wait; answers whether it had not ended before.
+    /// Ends the wait; returns whether it had not ended before.
     fn end(&self, outcome: Result<()>) -> bool {
         let mut stage = self.lock();
         if stage.outcome.is_some() {
@@ -49,7 +49,7 @@ impl Wait {
         true
     }
 
-    /// Lets the answer go; answers whether it went at once.
+    /// Lets the answer go; returns whether it went at once.
     fn park(&self) -> bool {
         let mut stage = self.lock();
         stage.parked = true;
@@ -71,7 +71,7 @@ impl Wait {
 
 #[derive(Default)]
 struct State {
-    parked: HashMap<u64, Arc<Wait>>,
+    parked: HashMap<u64, Arc<BlockedLock>>,
     /// INTERRUPTs that came before their request was parked.
     early: VecDeque<u64>,
 }
@@ -82,9 +82,9 @@ struct State {
 /// client send it again and again: if the request is parked later, it ends at once; if it is answered, the number
 /// means nothing, for numbers are not used twice.
 #[derive(Default)]
-pub(crate) struct Waits(Mutex<State>);
+pub(crate) struct BlockedLocks(Mutex<State>);
 
-impl Waits {
+impl BlockedLocks {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -96,10 +96,10 @@ impl Waits {
         unique: u64,
         answer: impl FnOnce(Result<()>) + Send + 'static,
         give_back: impl FnOnce() + Send + 'static,
-    ) -> (Waiter, Arc<Wait>) {
+    ) -> (Waiter, Arc<BlockedLock>) {
         let interrupted = Arc::new(AtomicBool::new(false));
-        let stage = Stage { answer: Some(Box::new(answer)), ..Stage::default() };
-        let wait = Arc::new(Wait { stage: Mutex::new(stage), interrupted: Arc::clone(&interrupted) });
+        let stage = WaitState { answer: Some(Box::new(answer)), ..WaitState::default() };
+        let wait = Arc::new(BlockedLock { stage: Mutex::new(stage), interrupted: Arc::clone(&interrupted) });
         let (waits, ended) = (Arc::clone(self), Arc::clone(&wait));
         let wake = move |outcome: Result<()>| {
             if ended.end(outcome) {
@@ -112,7 +112,7 @@ impl Waits {
     }
 
     /// The source keeps the waiter: from now on the request can be interrupted.
-    pub(crate) fn park(&self, unique: u64, wait: Arc<Wait>) {
+    pub(crate) fn park(&self, unique: u64, wait: Arc<BlockedLock>) {
         let mut state = self.lock();
         if let Some(index) = state.early.iter().position(|early| *early == unique) {
             state.early.remove(index);
@@ -158,10 +158,10 @@ mod tests {
 
     /// What a wait ended with, and how many grants were given back.
     #[derive(Default)]
-    struct Seen(Mutex<(Vec<Result<()>>, usize)>);
+    struct Outcomes(Mutex<(Vec<Result<()>>, usize)>);
 
-    fn waiter(waits: &Arc<Waits>, unique: u64) -> (Waiter, Arc<Wait>, Arc<Seen>) {
-        let seen = Arc::new(Seen::default());
+    fn waiter(waits: &Arc<BlockedLocks>, unique: u64) -> (Waiter, Arc<BlockedLock>, Arc<Outcomes>) {
+        let seen = Arc::new(Outcomes::default());
         let (one, other) = (Arc::clone(&seen), Arc::clone(&seen));
         let (waiter, wait) = waits.waiter(
             unique,
@@ -186,7 +186,7 @@ mod tests {
             ("ipw", [INTR], 1),
             ("pwi", [Ok(())], 0),
         ] {
-            let waits = Arc::new(Waits::default());
+            let waits = Arc::new(BlockedLocks::default());
             let (waiter, wait, seen) = waiter(&waits, 8);
             let mut waiter = Some(waiter);
             for step in steps.chars() {
@@ -210,12 +210,12 @@ mod tests {
 
     #[test]
     fn early_interrupts_are_bounded_and_for_their_own_request() {
-        let waits = Arc::new(Waits::default());
+        let waits = Arc::new(BlockedLocks::default());
         (0..10 * EARLY_MAX as u64).for_each(|unique| waits.interrupt(2 * unique));
         assert_eq!(waits.lock().early.len(), EARLY_MAX);
-        let (kept, wait, seen) = waiter(&waits, 3);
+        let (store, wait, seen) = waiter(&waits, 3);
         waits.park(3, wait);
-        assert!(kept.is_waiting() && seen.0.lock().unwrap().0.is_empty());
-        kept.dismiss();
+        assert!(store.is_waiting() && seen.0.lock().unwrap().0.is_empty());
+        store.dismiss();
     }
 }

@@ -1,4 +1,4 @@
-//! What a client holds, taken over from the server before, or handed to the one after.
+//! Restores a session from the previous server, and saves it for the next one.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,10 +9,10 @@ use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
 
-use super::{Known, Mount, Open, Opening};
-use crate::kept::{Noted, Record, TakeUpError};
+use super::{InodeState, Open, OpenState, Session};
 use crate::mappings::{MAPPING_FLAGS, Mappings};
-use crate::session::Session;
+use crate::session_slot::SessionSlot;
+use crate::session_store::{OpenRecord, RestoreError, SessionRecord};
 use crate::share::Share;
 
 /// References to one inode that are taken over at most: so many that a client has come by honestly in no year, and so few that
@@ -22,10 +22,10 @@ const REFERENCES_MAX: u64 = 1 << 48;
 /// Agrees again on what was agreed on.
 fn agree(
     share: &Share,
-    session: &Session,
+    slot: &SessionSlot,
     mappings: Option<&Arc<dyn Mappings>>,
     init: &Init,
-) -> std::result::Result<Negotiated, TakeUpError> {
+) -> std::result::Result<Negotiated, RestoreError> {
     let flags = InitFlags::from_bits_retain(init.offered);
     let request = InitRequest {
         major: ferry_wire::fuse::abi::MAJOR,
@@ -33,8 +33,8 @@ fn agree(
         max_readahead_bytes: init.max_readahead_bytes,
         flags,
     };
-    let mut wanted: InitOptions = share.policy.wanted();
-    if let Some(adjust) = &session.adjust {
+    let mut wanted: InitOptions = share.policy.init_options();
+    if let Some(adjust) = &slot.adjust {
         adjust(&request, &mut wanted);
     }
     wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
@@ -44,31 +44,31 @@ fn agree(
     match negotiate(&request, &wanted) {
         Ok(InitOutcome::Ready(negotiated, _)) if negotiated.flags.bits() == init.agreed => Ok(negotiated),
         Ok(InitOutcome::Ready(negotiated, _)) => {
-            Err(TakeUpError::Agreed { before: init.agreed, now: negotiated.flags.bits() })
+            Err(RestoreError::Agreed { before: init.agreed, now: negotiated.flags.bits() })
         }
-        _ => Err(TakeUpError::Minor(init.minor)),
+        _ => Err(RestoreError::Minor(init.minor)),
     }
 }
 
-impl Session {
+impl SessionSlot {
     /// Goes on with what the server before has left, if it has left anything.
     ///
     /// # Errors
-    /// [`TakeUpError`].
-    pub fn take_up(&self, share: &Share) -> std::result::Result<bool, TakeUpError> {
-        let Some(kept) = &self.kept else { return Ok(false) };
-        let Some(mut before) = kept.take_left() else { return Ok(false) };
+    /// [`RestoreError`].
+    pub fn restore_stored(&self, share: &Share) -> std::result::Result<bool, RestoreError> {
+        let Some(store) = &self.store else { return Ok(false) };
+        let Some(mut before) = store.take_left() else { return Ok(false) };
         let init = &before.saved.init;
         // The client had a window then.
         let had_window = InitFlags::from_bits_retain(init.agreed).contains(InitFlags::MAP_ALIGNMENT);
         let mappings = self.mappings.as_ref().filter(|_| had_window && share.source.features().mappable);
         let negotiated = agree(share, self, mappings, init)?;
         let mapped = std::mem::take(&mut before.mapped);
-        let mount = Mount::taken_up(share, negotiated, (kept, mappings.cloned()), before);
+        let session = Session::from_stored(share, negotiated, (store, mappings.cloned()), before);
         if let Some(mappings) = mappings {
-            mappings.adopt(mount.id(), mapped);
+            mappings.adopt(session.id(), mapped);
         }
-        self.set_mount(Some(Arc::new(mount)));
+        self.set_session(Some(Arc::new(session)));
         Ok(true)
     }
 
@@ -76,73 +76,73 @@ impl Session {
     /// within these bounds; anybody may have written the state.
     ///
     /// # Errors
-    /// [`TakeUpError`]; or as many inodes as are not there, or are something else.
-    pub fn load(&self, share: &Share, saved: Saved, within: IdentityScope) -> std::result::Result<usize, TakeUpError> {
+    /// [`RestoreError`]; or as many inodes as are not there, or are something else.
+    pub fn load(&self, share: &Share, saved: Saved, within: IdentityScope) -> std::result::Result<usize, RestoreError> {
         let negotiated = agree(share, self, None, &saved.init)?;
         // Nobody elsewhere is a process of this host.
         let within = if within == IdentityScope::Host { IdentityScope::Paths } else { within };
         self.end();
-        let record = self.kept.as_ref().map(|kept| Record::begin(kept, saved.init));
+        let record = self.store.as_ref().map(|store| SessionRecord::begin(store, saved.init));
         let source = Arc::clone(&share.source);
-        let mount = Mount::new(source, negotiated, None, None, (saved.init, record));
-        let lost = mount.adopt((saved, within), HashMap::new(), None);
-        self.set_mount(Some(Arc::new(mount)));
+        let session = Session::new(source, negotiated, None, None, (saved.init, record));
+        let lost = session.adopt((saved, within), HashMap::new(), None);
+        self.set_session(Some(Arc::new(session)));
         Ok(lost)
     }
 
     /// All that the client holds, for a server on another host, which finds inodes within these bounds; and how many cannot be
     /// named to it. `None`: there is no client.
     pub fn save(&self, within: IdentityScope) -> Option<(Saved, usize)> {
-        self.mount().map(|mount| mount.save(within))
+        self.current().map(|session| session.save(within))
     }
 
     /// The client is about to go on elsewhere, with what was saved: its locks are given up, for a server on this host would not
     /// get them otherwise.
-    pub fn lend_locks(&self) {
-        if let Some(mount) = self.mount() {
-            mount.lend_locks();
+    pub fn release_locks_for_migration(&self) {
+        if let Some(session) = self.current() {
+            session.release_locks_for_migration();
         }
     }
 
     /// The client goes on here: it gets the locks back that were given up for a server elsewhere.
     pub fn reclaim_locks(&self) {
-        if let Some(mount) = self.mount() {
-            mount.reclaim_locks();
+        if let Some(session) = self.current() {
+            session.reclaim_locks();
         }
     }
 }
 
-impl Mount {
-    fn taken_up(
+impl Session {
+    fn from_stored(
         share: &Share,
         negotiated: Negotiated,
-        (kept, mappings): (&Arc<Kept>, Option<Arc<dyn Mappings>>),
+        (store, mappings): (&Arc<Kept>, Option<Arc<dyn Mappings>>),
         before: Before,
     ) -> Self {
-        let Before { saved, node_slots, open_slots, lock_slots, files, in_window, past, .. } = before;
-        let record = Record::resume(kept);
-        let mut mount = Self::new(Arc::clone(&share.source), negotiated, None, mappings, (saved.init, Some(record)));
+        let Before { saved, node_slots, open_slots, lock_slots, files, in_window, journal_entries, .. } = before;
+        let record = SessionRecord::resume(store);
+        let mut session = Self::new(Arc::clone(&share.source), negotiated, None, mappings, (saved.init, Some(record)));
         for ino in in_window {
-            mount.shard(ino.0).in_window.insert(ino);
+            session.shard(ino.0).in_window.insert(ino);
         }
-        mount.past = Mutex::new(past);
+        session.journal_entries = Mutex::new(journal_entries);
         let slots = Slots { nodes: node_slots, opens: open_slots, locks: lock_slots };
         let (nodes, opens) = (saved.nodes.len(), saved.opens.len());
-        let lost = mount.adopt((saved, IdentityScope::Host), files, Some(slots));
+        let lost = session.adopt((saved, IdentityScope::Host), files, Some(slots));
         let name = &share.name;
         tracing::info!("{name}: going on with a guest that knows {nodes} inodes and has {opens} files open");
         if lost > 0 {
             tracing::warn!("{name}: {lost} of them cannot be found again, and are errors for the guest");
         }
-        mount
+        session
     }
 
     /// What the server before has begun with a request.
-    pub(crate) fn past(&self, unique: u64) -> Option<Past> {
-        self.past.lock().unwrap_or_else(PoisonError::into_inner).remove(&unique)
+    pub(crate) fn journal_entry(&self, unique: u64) -> Option<Past> {
+        self.journal_entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&unique)
     }
 
-    /// Takes over inodes, open files and locks. Answers how many could not be.
+    /// Takes over inodes, open files and locks. Returns how many could not be.
     fn adopt(
         &self,
         (saved, within): (Saved, IdentityScope),
@@ -160,14 +160,14 @@ impl Mount {
                 Err(error) => {
                     tracing::error!(ino = lock.ino.0, %error, "a lock of the guest was lost: somebody else has it now");
                     lost += 1;
-                    self.unwrite(slot);
+                    self.remove_records(slot);
                 }
             }
         }
         lost
     }
 
-    fn unwrite(&self, slot: Option<ferry_state::Slot>) {
+    fn remove_records(&self, slot: Option<ferry_state::Slot>) {
         if let (Some(record), Some(slot)) = (&self.record, slot) {
             record.remove(slot);
         }
@@ -209,7 +209,7 @@ impl Mount {
                         if let (Some(record), Some(slot)) = (&self.record, slot) {
                             record.references(slot, node.references);
                         }
-                        let known = Known { references: node.references, slot, length: None };
+                        let known = InodeState { references: node.references, slot, length: None };
                         self.shard(node.ino.0).references.insert(node.ino, known);
                     }
                     Err(Errno::AGAIN) => {
@@ -221,7 +221,7 @@ impl Mount {
                     Err(error) => {
                         tracing::debug!(ino = node.ino.0, %error, "an inode is not found again");
                         lost += 1;
-                        self.unwrite(slot);
+                        self.remove_records(slot);
                     }
                 }
             }
@@ -250,23 +250,23 @@ impl Mount {
             let room = self.may_open();
             match room.and_then(|()| self.source.adopt_open(&caller, ino, handle, flags, file)) {
                 Ok(()) => {
-                    let noted = match (&self.record, slot) {
+                    let open_record = match (&self.record, slot) {
                         (Some(record), Some(slot)) if !has_file && !is_dir => {
                             // The keeper had no room for it.
                             record.remove(slot);
                             record.opened(&*self.source, self.id, open, flags)
                         }
                         (Some(record), None) => record.opened(&*self.source, self.id, open, flags),
-                        (_, slot) => Noted { slot, has_file },
+                        (_, slot) => OpenRecord { slot, has_file },
                     };
                     self.open_count.fetch_add(1, Ordering::Relaxed);
-                    *self.shard(ino.0).opening(open) = Opening { count: 1, flags, noted };
+                    *self.shard(ino.0).opening(open) = OpenState { count: 1, flags, open_record };
                 }
                 Err(error) => {
                     tracing::debug!(ino = ino.0, %error, "an open file is not found again");
                     lost += 1;
                     if let (Some(record), Some(_)) = (&self.record, slot) {
-                        record.closed(&Noted { slot, has_file });
+                        record.closed(&OpenRecord { slot, has_file });
                     }
                 }
             }
@@ -292,9 +292,9 @@ impl Mount {
 
     /// Gives the client's locks up, so that a server elsewhere can take them, which may be on this host. They stay noted. Whoever
     /// waits for one asks again.
-    fn lend_locks(&self) {
-        self.lent.store(true, Ordering::Relaxed);
-        self.waits.give_up();
+    fn release_locks_for_migration(&self) {
+        self.locks_released.store(true, Ordering::Relaxed);
+        self.blocked_locks.give_up();
         for lock in self.locks.list() {
             if let Err(error) = self.set_lock(&lock, LockKind::Unlock) {
                 tracing::debug!(ino = lock.ino.0, %error, "a lock of the guest is not given up for another server");
@@ -304,7 +304,7 @@ impl Mount {
 
     /// The client stays here after all.
     fn reclaim_locks(&self) {
-        if !self.lent.swap(false, Ordering::Relaxed) {
+        if !self.locks_released.swap(false, Ordering::Relaxed) {
             return;
         }
         for lock in self.locks.list() {

@@ -1,4 +1,4 @@
-//! Writing down what a client holds, as it gets and loses it.
+//! Persists a client's state (inodes, open files, locks) as it changes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferry_state::{Init, Kept, OpenFile, SavedLock, Slot};
 use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
-use crate::mount::Open;
+use crate::session::Open;
 
 /// Why what a client held cannot be taken up.
 #[derive(Debug, thiserror::Error)]
-pub enum TakeUpError {
+pub enum RestoreError {
     /// Other options.
     #[error(
         "the guest and the server before agreed on other things ({before:#x}) than this server would ({now:#x}): start it \
@@ -30,14 +30,14 @@ pub enum TakeUpError {
 }
 
 /// The place where one client's session is written down.
-pub(crate) struct Record {
-    kept: Arc<Kept>,
+pub(crate) struct SessionRecord {
+    store: Arc<Kept>,
     epoch: u32,
 }
 
 /// Where an open file is written down.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Noted {
+pub(crate) struct OpenRecord {
     pub(crate) slot: Option<Slot>,
     /// Its descriptor is kept, too.
     pub(crate) has_file: bool,
@@ -49,72 +49,72 @@ impl From<Open> for OpenFile {
     }
 }
 
-impl Record {
+impl SessionRecord {
     /// Begins with a client, in the place of the one before.
-    pub(crate) fn begin(kept: &Arc<Kept>, init: Init) -> Self {
-        Self { epoch: kept.begin(Some(init)), kept: Arc::clone(kept) }
+    pub(crate) fn begin(store: &Arc<Kept>, init: Init) -> Self {
+        Self { epoch: store.begin(Some(init)), store: Arc::clone(store) }
     }
 
     /// Goes on with the client that is written down.
-    pub(crate) fn resume(kept: &Arc<Kept>) -> Self {
-        Self { epoch: kept.epoch(), kept: Arc::clone(kept) }
+    pub(crate) fn resume(store: &Arc<Kept>) -> Self {
+        Self { epoch: store.epoch(), store: Arc::clone(store) }
     }
 
     /// Whether this client is still the one that is written down.
     pub(crate) fn is_current(&self) -> bool {
-        self.kept.epoch() == self.epoch
+        self.store.epoch() == self.epoch
     }
 
     pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino, in_window: bool) -> Option<Slot> {
         // Whatever it does, the reference is counted: this must not fail.
         let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, IdentityScope::Host))).ok()?.ok()?;
-        self.kept.node(self.epoch, ino, &identity, in_window)
+        self.store.node(self.epoch, ino, &identity, in_window)
     }
 
     #[inline]
     pub(crate) fn references(&self, slot: Slot, count: u64) {
-        self.kept.references(slot, count);
+        self.store.references(slot, count);
     }
 
     pub(crate) fn remove(&self, slot: Slot) {
-        self.kept.remove(slot);
+        self.store.remove(slot);
     }
 
-    pub(crate) fn opened(&self, source: &dyn FileSystem, session: SessionId, open: Open, flags: OFlags) -> Noted {
+    pub(crate) fn opened(&self, source: &dyn FileSystem, session: SessionId, open: Open, flags: OFlags) -> OpenRecord {
         let caller = Caller { session, ..Caller::default() };
         let ask = AssertUnwindSafe(|| source.backing(&caller, open.ino, open.handle));
         // A directory is opened anew.
         let file = if open.is_dir { None } else { catch_unwind(ask).unwrap_or(None) };
         let saved = OpenFile { flags: flags.bits(), ..open.into() };
-        let slot = self.kept.open_file(self.epoch, saved, file.as_ref().map(|file| file.as_fd()));
-        Noted { slot, has_file: file.is_some() }
+        let slot = self.store.open_file(self.epoch, saved, file.as_ref().map(|file| file.as_fd()));
+        OpenRecord { slot, has_file: file.is_some() }
     }
 
-    pub(crate) fn closed(&self, noted: &Noted) {
-        if let Some(slot) = noted.slot {
-            self.kept.close_file(slot, noted.has_file);
+    pub(crate) fn closed(&self, open_record: &OpenRecord) {
+        if let Some(slot) = open_record.slot {
+            self.store.close_file(slot, open_record.has_file);
         }
     }
 }
 
 /// A lock, with the place where it is written down.
-type Written = (SavedLock, Option<Slot>);
+type StoredLock = (SavedLock, Option<Slot>);
 
 /// The locks of one inode.
 #[derive(Default)]
-struct OfInode {
+struct InodeLocks {
     /// By the handle that has it.
-    flocks: HashMap<Handle, Written>,
+    flocks: HashMap<Handle, StoredLock>,
     /// By owner, and by their first byte. They do not overlap, and neighbours of a kind are one.
-    ranges: HashMap<u64, BTreeMap<u64, Written>>,
+    ranges: HashMap<u64, BTreeMap<u64, StoredLock>>,
 }
 
-impl OfInode {
+impl InodeLocks {
     fn is_empty(&self) -> bool {
         self.flocks.is_empty() && self.ranges.is_empty()
     }
 
-    fn all(&self) -> impl Iterator<Item = &Written> {
+    fn all(&self) -> impl Iterator<Item = &StoredLock> {
         self.flocks.values().chain(self.ranges.values().flat_map(BTreeMap::values))
     }
 
@@ -125,8 +125,8 @@ impl OfInode {
         };
     }
 
-    /// Takes out what a change of a lock touches. Answers that, and what is there instead.
-    fn change(&mut self, lock: &SavedLock, kind: LockKind) -> (Vec<Written>, Vec<SavedLock>) {
+    /// Takes out what a change of a lock touches. Returns that, and what is there instead.
+    fn change(&mut self, lock: &SavedLock, kind: LockKind) -> (Vec<StoredLock>, Vec<SavedLock>) {
         let mut now = SavedLock { kind, ..*lock };
         let (mut old, mut new) = (Vec::new(), Vec::new());
         if lock.flock {
@@ -164,15 +164,15 @@ impl OfInode {
 
 /// The locks that a client has. There are no more than the source has.
 #[derive(Default)]
-pub(crate) struct HeldLocks(Mutex<HashMap<Ino, OfInode>>);
+pub(crate) struct HeldLocks(Mutex<HashMap<Ino, InodeLocks>>);
 
 impl HeldLocks {
-    fn all(&self) -> MutexGuard<'_, HashMap<Ino, OfInode>> {
+    fn all(&self) -> MutexGuard<'_, HashMap<Ino, InodeLocks>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn list(&self) -> Vec<SavedLock> {
-        self.all().values().flat_map(OfInode::all).map(|(lock, _)| *lock).collect()
+        self.all().values().flat_map(InodeLocks::all).map(|(lock, _)| *lock).collect()
     }
 
     /// A lock that is written down already.
@@ -181,13 +181,13 @@ impl HeldLocks {
     }
 
     /// The client has got a lock, or (without a kind) given one up.
-    pub(crate) fn set(&self, record: Option<&Record>, lock: &SavedLock, kind: LockKind) {
+    pub(crate) fn set(&self, record: Option<&SessionRecord>, lock: &SavedLock, kind: LockKind) {
         let mut all = self.all();
         let held = all.entry(lock.ino).or_default();
         let (old, new) = held.change(lock, kind);
         // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
         for lock in new {
-            held.insert(lock, record.and_then(|to| to.kept.lock(to.epoch, lock)));
+            held.insert(lock, record.and_then(|to| to.store.lock(to.epoch, lock)));
         }
         if held.is_empty() {
             all.remove(&lock.ino);
@@ -195,7 +195,12 @@ impl HeldLocks {
         erase(record, old);
     }
 
-    fn drop_those(&self, record: Option<&Record>, ino: Ino, take: impl FnOnce(&mut OfInode) -> Vec<Written>) {
+    fn drop_matching(
+        &self,
+        record: Option<&SessionRecord>,
+        ino: Ino,
+        take: impl FnOnce(&mut InodeLocks) -> Vec<StoredLock>,
+    ) {
         let mut all = self.all();
         let Some(held) = all.get_mut(&ino) else { return };
         erase(record, take(held));
@@ -205,18 +210,18 @@ impl HeldLocks {
     }
 
     /// An owner has closed a descriptor of the inode.
-    pub(crate) fn flushed(&self, record: Option<&Record>, ino: Ino, owner: u64) {
-        self.drop_those(record, ino, |held| {
+    pub(crate) fn flushed(&self, record: Option<&SessionRecord>, ino: Ino, owner: u64) {
+        self.drop_matching(record, ino, |held| {
             held.ranges.remove(&owner).into_iter().flat_map(BTreeMap::into_values).collect()
         });
     }
 
     /// A handle is closed, the last one of its inode or not.
-    pub(crate) fn released(&self, record: Option<&Record>, open: Open, is_last: bool) {
+    pub(crate) fn released(&self, record: Option<&SessionRecord>, open: Open, is_last: bool) {
         if open.is_dir {
             return;
         }
-        self.drop_those(record, open.ino, |held| match is_last {
+        self.drop_matching(record, open.ino, |held| match is_last {
             true => std::mem::take(held).all().copied().collect(),
             false => held.flocks.remove(&open.handle).into_iter().collect(),
         });
@@ -224,7 +229,7 @@ impl HeldLocks {
 }
 
 /// What is written down of locks that are no more.
-fn erase(record: Option<&Record>, locks: Vec<Written>) {
+fn erase(record: Option<&SessionRecord>, locks: Vec<StoredLock>) {
     let Some(record) = record else { return };
     locks.into_iter().filter_map(|(_, slot)| slot).for_each(|slot| record.remove(slot));
 }

@@ -1,4 +1,4 @@
-//! Requests that must not be carried out twice, although two servers may meet them.
+//! Replays of non-idempotent requests after a restart.
 //!
 //! The first one notes that it begins, and what it answers. The second one gives that answer, if there is one. If there is
 //! none, the first one ended somewhere between the two: then the request is carried out, and what shows that it had been
@@ -27,12 +27,12 @@ const PERMISSIONS: u32 = 0o7777;
 const OWNER_READS_AND_WRITES: u32 = 0o600;
 
 /// A carrier whose reply is seen.
-struct Seen<'a, C> {
+struct RecordingCarrier<'a, C> {
     carrier: &'a mut C,
     answer: [u8; ANSWER_BYTES_MAX],
 }
 
-impl<C: FuseCarrier> ReplyBuffer for Seen<'_, C> {
+impl<C: FuseCarrier> ReplyBuffer for RecordingCarrier<'_, C> {
     fn room(&self) -> usize {
         self.carrier.room()
     }
@@ -45,7 +45,7 @@ impl<C: FuseCarrier> ReplyBuffer for Seen<'_, C> {
     }
 }
 
-impl<C: FuseCarrier> Carrier for Seen<'_, C> {
+impl<C: FuseCarrier> Carrier for RecordingCarrier<'_, C> {
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         self.carrier.read_at(offset, bytes)
     }
@@ -55,7 +55,7 @@ impl<C: FuseCarrier> Carrier for Seen<'_, C> {
     }
 }
 
-impl<C: FuseCarrier> FuseCarrier for Seen<'_, C> {
+impl<C: FuseCarrier> FuseCarrier for RecordingCarrier<'_, C> {
     fn request_bytes(&self) -> usize {
         self.carrier.request_bytes()
     }
@@ -74,7 +74,7 @@ impl<C: FuseCarrier> FuseCarrier for Seen<'_, C> {
 }
 
 /// Whether the operation, carried out twice, would fail, do something else, or hand out what nobody gives back.
-fn is_for_once(operation: &Operation<'_>) -> bool {
+fn is_non_idempotent(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Symlink { .. }
         | Operation::Mknod { .. }
@@ -104,7 +104,7 @@ fn moves(operation: &Operation<'_>) -> bool {
 }
 
 /// The name that an operation takes away from its inode, if it is not gone already.
-fn taken<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
+fn removed_name<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
     match *operation {
         Operation::Unlink { name } | Operation::Rmdir { name } | Operation::Rename { name, .. } => Some(name),
         _ => None,
@@ -113,7 +113,7 @@ fn taken<'a>(operation: &Operation<'a>) -> Option<Name<'a>> {
 
 /// What tells of an operation that was begun whether it was carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Trace {
+enum PriorEffect {
     /// The error that it meets the second time, if it was.
     Error,
     /// It was: carried out again, it would do something else.
@@ -124,30 +124,30 @@ enum Trace {
 
 impl Server {
     /// Serves an operation, and does so once if that matters.
-    pub(crate) fn serve_once(
+    pub(crate) fn serve_with_replay(
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
     ) -> Served {
         let is_again = carrier.is_again();
-        if self.journal.is_none() || !is_for_once(operation) {
+        if self.journal.is_none() || !is_non_idempotent(operation) {
             return self.serve_operation(cx, operation, carrier);
         }
-        let past = if is_again { cx.mount.past(cx.unique) } else { None };
-        let (is_begun, note) = match &past {
+        let entry = if is_again { cx.session.journal_entry(cx.unique) } else { None };
+        let (is_begun, note) = match &entry {
             // Of three servers, too, only the first one knows what there was before.
             Some(Past::Begun(note)) => (true, note.clone()),
             _ => {
-                let named = taken(operation).and_then(|name| self.named(cx, name));
+                let named = removed_name(operation).and_then(|name| self.identify_name(cx, name));
                 // What the client knows has the same number in the next server.
-                let known = named.filter(|(ino, _)| cx.mount.knows(*ino));
+                let known = named.filter(|(ino, _)| cx.session.knows(*ino));
                 (false, known.map(|(_, note)| note).unwrap_or_default())
             }
         };
         let Some(journal) = &mut self.journal else { return self.serve_operation(cx, operation, carrier) };
         journal.begin(cx.unique, &note);
-        if let Some(Past::Done(answer)) = past {
+        if let Some(Past::Done(answer)) = entry {
             journal.done(&answer);
             return match answer.is_empty() {
                 true => Served::NoReply,
@@ -159,24 +159,24 @@ impl Server {
             journal.done(&[]);
             return Served::NoReply;
         }
-        let mut seen = Seen { carrier, answer: [0; ANSWER_BYTES_MAX] };
-        let trace = if is_begun { self.trace(cx, operation, &note) } else { Trace::Error };
-        let served = if trace == Trace::None {
+        let mut seen = RecordingCarrier { carrier, answer: [0; ANSWER_BYTES_MAX] };
+        let trace = if is_begun { self.prior_effect(cx, operation, &note) } else { PriorEffect::Error };
+        let served = if trace == PriorEffect::None {
             self.share.ratelimited_log.warn(format_args!(
                 "a request that was under way when the server ended may have been carried out: {:?} of inode {}",
                 operation.opcode(),
                 cx.ino.0
             ));
             Served::Reply(reply::write_error(&mut seen, cx.unique, Errno::IO))
-        } else if trace == Trace::Done {
+        } else if trace == PriorEffect::Done {
             if let Operation::Rename { name, new_dir, new_name, .. } = *operation {
-                cx.mount.renamed(&cx.caller, &[(new_dir, new_name), (cx.ino, name)]);
+                cx.session.renamed(&cx.caller, &[(new_dir, new_name), (cx.ino, name)]);
             }
             cx.done(&mut seen, &Reply::Empty)
         } else {
-            self.repeats = is_begun;
+            self.is_replay = is_begun;
             let served = self.serve_operation(cx, operation, &mut seen);
-            self.repeats = false;
+            self.is_replay = false;
             served
         };
         let answer = seen.answer;
@@ -191,7 +191,7 @@ impl Server {
     }
 
     /// The inode that has a name now, and what tells it from others that have the name, or its number, later.
-    fn named(&self, cx: &Context<'_>, name: Name<'_>) -> Option<(Ino, Vec<u8>)> {
+    fn identify_name(&self, cx: &Context<'_>, name: Name<'_>) -> Option<(Ino, Vec<u8>)> {
         let source = &self.share.source;
         // Whatever this meets, the operation meets it, too.
         let entry = source.lookup(&cx.caller, cx.ino, name).ok()?;
@@ -200,21 +200,26 @@ impl Server {
         Some((entry.ino, [entry.ino.0.to_le_bytes(), sec.to_le_bytes(), u64::from(nsec).to_le_bytes()].concat()))
     }
 
-    fn trace(&self, cx: &Context<'_>, operation: &Operation<'_>, note: &[u8]) -> Trace {
+    fn prior_effect(&self, cx: &Context<'_>, operation: &Operation<'_>, note: &[u8]) -> PriorEffect {
         let leaves_something = RenameFlags::EXCHANGE | RenameFlags::WHITEOUT;
         match *operation {
-            _ if moves(operation) => Trace::None,
-            Operation::Rename { flags, .. } if note.is_empty() && flags.intersects(leaves_something) => Trace::None,
+            _ if moves(operation) => PriorEffect::None,
+            Operation::Rename { flags, .. } if note.is_empty() && flags.intersects(leaves_something) => {
+                PriorEffect::None
+            }
             // If nothing has the name any more, that shows in the error.
-            _ => match taken(operation).filter(|_| !note.is_empty()).and_then(|name| self.named(cx, name)) {
-                Some((_, now)) if now != note => Trace::Done,
-                _ => Trace::Error,
-            },
+            _ => {
+                match removed_name(operation).filter(|_| !note.is_empty()).and_then(|name| self.identify_name(cx, name))
+                {
+                    Some((_, now)) if now != note => PriorEffect::Done,
+                    _ => PriorEffect::Error,
+                }
+            }
         }
     }
 
-    /// An operation that may have been carried out already has failed: answers success if that is why.
-    pub(crate) fn repeated(
+    /// An operation that may have been carried out already has failed: returns success if that is why.
+    pub(crate) fn error_of_replay(
         &mut self,
         cx: &Context<'_>,
         operation: &Operation<'_>,
@@ -231,24 +236,24 @@ impl Server {
                     true => entry.attr.kind().is_dir(),
                     false => entry.attr.kind() == FileType::from_raw_mode(new.mode),
                 };
-                self.if_same(same, cx, (name, entry), carrier)
+                self.if_unchanged(same, cx, (name, entry), carrier)
             }
             (Operation::Symlink { name, target }, Errno::EXIST) => {
                 let entry = there(cx.ino, name)?;
                 let same = source.readlink(&cx.caller, entry.ino).is_ok_and(|there| there == target);
-                self.if_same(same, cx, (name, entry), carrier)
+                self.if_unchanged(same, cx, (name, entry), carrier)
             }
             (Operation::Link { from, name }, Errno::EXIST) => {
                 let entry = there(cx.ino, name)?;
-                self.if_same(entry.ino == from, cx, (name, entry), carrier)
+                self.if_unchanged(entry.ino == from, cx, (name, entry), carrier)
             }
             (Operation::Create { name, ref new, flags, .. }, Errno::EXIST | Errno::STALE) => {
-                self.create_again(cx, (name, new), flags, errno, carrier)
+                self.reopen_created(cx, (name, new), flags, errno, carrier)
             }
             (Operation::Rename { new_dir, new_name, .. }, Errno::NOENT) => {
                 let entry = there(new_dir, new_name)?;
                 source.forget(entry.ino, 1);
-                cx.mount.renamed(&cx.caller, &[(new_dir, new_name)]);
+                cx.session.renamed(&cx.caller, &[(new_dir, new_name)]);
                 Ok(cx.done(carrier, &Reply::Empty))
             }
             (Operation::Unlink { .. } | Operation::Rmdir { .. }, Errno::NOENT)
@@ -263,7 +268,7 @@ impl Server {
 
     /// Opens a file that a server before this one has made for the same request. What may be anybody else's is left to the client,
     /// which gets the error that there was.
-    fn create_again(
+    fn reopen_created(
         &mut self,
         cx: &Context<'_>,
         (name, new): (Name<'_>, &CreateArgs),
@@ -273,18 +278,18 @@ impl Server {
     ) -> Result<Served> {
         let source = Arc::clone(&self.share.source);
         let entry = source.lookup(&cx.caller, cx.ino, name)?;
-        let opened = match may_be_made_by(cx, &entry.attr) {
-            true => self.open_made(cx, &entry, new, flags - OFlags::EXCL - OFlags::TRUNC),
+        let opened = match may_be_created_by(cx, &entry.attr) {
+            true => self.open_created(cx, &entry, new, flags - OFlags::EXCL - OFlags::TRUNC),
             false => Err(errno),
         };
         let (attr, handle) = opened.inspect_err(|_| source.forget(entry.ino, 1))?;
-        let labelled = self.labelled(cx, Entry { attr, ..entry }, None);
-        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        let apply_security_label = self.apply_security_label(cx, Entry { attr, ..entry }, None);
+        let entry = apply_security_label.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, carrier)
     }
 
     /// Opens it also where its mode keeps its own owner, a server without privileges, from opening it again.
-    fn open_made(&self, cx: &Context<'_>, entry: &Entry, new: &CreateArgs, flags: OFlags) -> Result<(Attr, Handle)> {
+    fn open_created(&self, cx: &Context<'_>, entry: &Entry, new: &CreateArgs, flags: OFlags) -> Result<(Attr, Handle)> {
         let source = &self.share.source;
         let set = |mode| {
             let set = SetAttr { mode: Some(mode), ..SetAttr::default() };
@@ -306,7 +311,7 @@ impl Server {
         }
     }
 
-    fn if_same(
+    fn if_unchanged(
         &mut self,
         same: bool,
         cx: &Context<'_>,
@@ -315,7 +320,7 @@ impl Server {
     ) -> Result<Served> {
         if same {
             // The server before may have ended before it was labelled.
-            let entry = self.labelled(cx, entry, None)?;
+            let entry = self.apply_security_label(cx, entry, None)?;
             return self.entry(cx, Some(name), entry, carrier);
         }
         self.share.source.forget(entry.ino, 1);
@@ -325,7 +330,7 @@ impl Server {
 
 /// Whether a file can be one that was just made for this caller: nobody was told of it, so nobody has written to it, and it is the
 /// caller's, or that of a server that makes all files as its own user.
-fn may_be_made_by(cx: &Context<'_>, attr: &Attr) -> bool {
+fn may_be_created_by(cx: &Context<'_>, attr: &Attr) -> bool {
     let server = rustix::process::geteuid();
     let is_theirs = cx.caller.uid == 0 || attr.uid == cx.caller.uid || !server.is_root() && attr.uid == server.as_raw();
     is_theirs && attr.kind() == FileType::RegularFile && attr.size == 0

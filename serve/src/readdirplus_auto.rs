@@ -1,4 +1,4 @@
-//! Whether a client looks at the files that it lists.
+//! Decides per client whether READDIRPLUS pays.
 //!
 //! A listing can bring its inodes along (READDIRPLUS), which costs the server some system calls for each name, and the
 //! client an inode that it has to forget again. For who looks at every file that is cheaper than a LOOKUP for each; for
@@ -23,7 +23,7 @@ const PERIOD: u32 = 16;
 
 /// What a listing is to bring along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Brings {
+pub(crate) enum ListingMode {
     /// All inodes.
     All,
     /// All but that of the first file.
@@ -34,7 +34,7 @@ pub(crate) enum Brings {
 
 /// What is known of one client. Workers share it without a lock: an update that is lost costs a trial.
 #[derive(Debug, Default)]
-pub(crate) struct Interest {
+pub(crate) struct ReaddirplusAuto {
     /// Nobody looks at files.
     names_only: AtomicBool,
     hits: AtomicU32,
@@ -48,27 +48,27 @@ pub(crate) struct Interest {
     listed: AtomicU32,
 }
 
-impl Interest {
+impl ReaddirplusAuto {
     /// A directory is listed, from its beginning or from somewhere else.
-    pub(crate) fn listing(&self, dir: Ino, from_the_beginning: bool) -> Brings {
+    pub(crate) fn listing(&self, dir: Ino, from_the_beginning: bool) -> ListingMode {
         if self.names_only.load(Relaxed) {
             if from_the_beginning {
                 next(&self.listed, &self.plain).store(dir.0, Relaxed);
             }
-            return Brings::Dirs;
+            return ListingMode::Dirs;
         }
         if !from_the_beginning {
-            return Brings::All;
+            return ListingMode::All;
         }
         let is_sure = self.hits.load(Relaxed) >= HITS_SURE;
         match !is_sure || self.listings.fetch_add(1, Relaxed).is_multiple_of(PERIOD) {
-            true => Brings::AllButOne,
-            false => Brings::All,
+            true => ListingMode::AllButOne,
+            false => ListingMode::All,
         }
     }
 
     /// A file of a listing was left out, to see what comes of it.
-    pub(crate) fn left_out(&self, dir: Ino, name: &[u8]) {
+    pub(crate) fn record_omitted(&self, dir: Ino, name: &[u8]) {
         let number = number(dir, name);
         // Some programs list a directory twice before they do anything with it (rm asks first whether it is empty).
         if self.trials.iter().any(|trial| trial.load(Relaxed) == number) {
@@ -85,13 +85,13 @@ impl Interest {
     }
 
     /// The client has asked for what a name means.
-    pub(crate) fn looked_up(&self, dir: Ino, name: &[u8], kind: FileType) {
+    pub(crate) fn record_lookup(&self, dir: Ino, name: &[u8], kind: FileType) {
         if kind == FileType::Directory {
             return;
         }
         if self.names_only.load(Relaxed) {
             if self.plain.iter().any(|listed| listed.load(Relaxed) == dir.0) {
-                self.begin_again();
+                self.reset_counts();
             }
             return;
         }
@@ -103,7 +103,7 @@ impl Interest {
         }
     }
 
-    fn begin_again(&self) {
+    fn reset_counts(&self) {
         self.trials.iter().chain(&self.plain).for_each(|mark| mark.store(0, Relaxed));
         self.hits.store(0, Relaxed);
         self.misses.store(0, Relaxed);
@@ -132,63 +132,63 @@ mod tests {
     const FILE: FileType = FileType::RegularFile;
 
     /// Lists a directory as a client does that looks at its first file, or does not; answers what it was brought.
-    fn list(interest: &Interest, dir: u64, looks: bool) -> Brings {
-        let brings = interest.listing(Ino(dir), true);
-        if brings == Brings::AllButOne {
-            interest.left_out(Ino(dir), b"first");
+    fn list(readdirplus_auto: &ReaddirplusAuto, dir: u64, looks: bool) -> ListingMode {
+        let brings = readdirplus_auto.listing(Ino(dir), true);
+        if brings == ListingMode::AllButOne {
+            readdirplus_auto.record_omitted(Ino(dir), b"first");
         }
-        if looks && brings != Brings::All {
-            interest.looked_up(Ino(dir), b"first", FILE);
+        if looks && brings != ListingMode::All {
+            readdirplus_auto.record_lookup(Ino(dir), b"first", FILE);
         }
         brings
     }
 
     #[test]
     fn who_wants_names_gets_names() {
-        let interest = Interest::default();
-        let brought: Vec<_> = (2..20).map(|dir| list(&interest, dir, false)).collect();
+        let readdirplus_auto = ReaddirplusAuto::default();
+        let brought: Vec<_> = (2..20).map(|dir| list(&readdirplus_auto, dir, false)).collect();
         let trials = TRIALS + MISSES_MAX as usize;
-        assert!(brought[..trials].iter().all(|brings| *brings == Brings::AllButOne), "{brought:?}");
-        assert!(brought[trials..].iter().all(|brings| *brings == Brings::Dirs), "{brought:?}");
-        assert_eq!(interest.listing(Ino(20), false), Brings::Dirs);
+        assert!(brought[..trials].iter().all(|brings| *brings == ListingMode::AllButOne), "{brought:?}");
+        assert!(brought[trials..].iter().all(|brings| *brings == ListingMode::Dirs), "{brought:?}");
+        assert_eq!(readdirplus_auto.listing(Ino(20), false), ListingMode::Dirs);
     }
 
     #[test]
     fn who_looks_at_files_gets_them_and_is_rarely_tried() {
-        let interest = Interest::default();
-        let brought: Vec<_> = (2..802).map(|dir| list(&interest, dir, true)).collect();
-        assert!(!brought.contains(&Brings::Dirs));
-        let tried = brought.iter().filter(|brings| **brings == Brings::AllButOne).count();
+        let readdirplus_auto = ReaddirplusAuto::default();
+        let brought: Vec<_> = (2..802).map(|dir| list(&readdirplus_auto, dir, true)).collect();
+        assert!(!brought.contains(&ListingMode::Dirs));
+        let tried = brought.iter().filter(|brings| **brings == ListingMode::AllButOne).count();
         assert_eq!(tried, HITS_SURE as usize + (800 - HITS_SURE as usize).div_ceil(PERIOD as usize));
-        assert_eq!(interest.listing(Ino(3), false), Brings::All);
+        assert_eq!(readdirplus_auto.listing(Ino(3), false), ListingMode::All);
     }
 
     #[test]
     fn who_lists_twice_before_he_looks_is_tried_once() {
-        let interest = Interest::default();
+        let readdirplus_auto = ReaddirplusAuto::default();
         for dir in 2..100 {
-            if interest.listing(Ino(dir), true) == Brings::AllButOne {
-                interest.left_out(Ino(dir), b"first");
+            if readdirplus_auto.listing(Ino(dir), true) == ListingMode::AllButOne {
+                readdirplus_auto.record_omitted(Ino(dir), b"first");
             }
-            list(&interest, dir, true);
+            list(&readdirplus_auto, dir, true);
         }
-        assert!(interest.hits.load(Relaxed) > HITS_SURE);
-        assert_eq!(interest.misses.load(Relaxed), 0);
+        assert!(readdirplus_auto.hits.load(Relaxed) > HITS_SURE);
+        assert_eq!(readdirplus_auto.misses.load(Relaxed), 0);
     }
 
     #[test]
     fn who_changes_his_mind_is_served_at_once() {
-        let interest = Interest::default();
-        (2..20).for_each(|dir| _ = list(&interest, dir, false));
+        let readdirplus_auto = ReaddirplusAuto::default();
+        (2..20).for_each(|dir| _ = list(&readdirplus_auto, dir, false));
         // Walking down, and looking at files of directories that were not listed, is no sign.
-        interest.looked_up(Ino(19), b"d", FileType::Directory);
-        interest.looked_up(Ino(500), b"file", FILE);
-        assert_eq!(list(&interest, 20, false), Brings::Dirs);
-        interest.looked_up(Ino(20), b"file", FILE);
-        assert_eq!(list(&interest, 20, true), Brings::AllButOne);
+        readdirplus_auto.record_lookup(Ino(19), b"d", FileType::Directory);
+        readdirplus_auto.record_lookup(Ino(500), b"file", FILE);
+        assert_eq!(list(&readdirplus_auto, 20, false), ListingMode::Dirs);
+        readdirplus_auto.record_lookup(Ino(20), b"file", FILE);
+        assert_eq!(list(&readdirplus_auto, 20, true), ListingMode::AllButOne);
         // And back.
-        (21..40).for_each(|dir| _ = list(&interest, dir, true));
-        (40..200).for_each(|dir| _ = list(&interest, dir, false));
-        assert_eq!(list(&interest, 200, false), Brings::Dirs);
+        (21..40).for_each(|dir| _ = list(&readdirplus_auto, dir, true));
+        (40..200).for_each(|dir| _ = list(&readdirplus_auto, dir, false));
+        assert_eq!(list(&readdirplus_auto, 200, false), ListingMode::Dirs);
     }
 }

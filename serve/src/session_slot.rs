@@ -1,0 +1,77 @@
+//! The slot that holds a client's session between INIT and DESTROY.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use ferry_state::Kept;
+use ferry_wire::fuse::{InitOptions, InitRequest};
+
+use crate::mappings::Mappings;
+use crate::passthrough::Backings;
+use crate::session::Session;
+
+/// Changes what is wanted of a session, given what the client offers.
+type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
+
+/// What the servers of one client share: its session, once INIT came.
+#[derive(Default)]
+pub struct SessionSlot {
+    session: RwLock<Option<Arc<Session>>>,
+    pub(crate) adjust: Option<Box<Adjust>>,
+    pub(crate) backings: Option<Arc<dyn Backings>>,
+    pub(crate) mappings: Option<Arc<dyn Mappings>>,
+    /// Where what the client holds is written down.
+    pub(crate) store: Option<Arc<Kept>>,
+}
+
+impl std::fmt::Debug for SessionSlot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session").field("mount", &self.session).finish_non_exhaustive()
+    }
+}
+
+impl SessionSlot {
+    /// A session whose INIT asks for what the share's policy wants, changed by `adjust`: an export adds and removes
+    /// flags there, and sets limits.
+    #[must_use]
+    pub fn new(adjust: impl Fn(&InitRequest, &mut InitOptions) + Send + Sync + 'static) -> Self {
+        Self { adjust: Some(Box::new(adjust)), ..Self::default() }
+    }
+
+    /// Offers passthrough, if the client, the source and the policy allow it. It is agreed on only if `adjust` also
+    /// wants [`ferry_wire::fuse::InitFlags::PASSTHROUGH`].
+    #[must_use]
+    pub fn with_backings(self, backings: Arc<dyn Backings>) -> Self {
+        Self { backings: Some(backings), ..self }
+    }
+
+    /// Offers to map files into the client's memory, if the source allows it and the window is open at INIT.
+    #[must_use]
+    pub fn with_mappings(self, mappings: Arc<dyn Mappings>) -> Self {
+        Self { mappings: Some(mappings), ..self }
+    }
+
+    /// Writes down what the client holds, for the server after this one.
+    #[must_use]
+    pub fn with_store(self, store: Arc<Kept>) -> Self {
+        Self { store: Some(store), ..self }
+    }
+
+    /// What the client holds, between INIT and DESTROY.
+    pub fn current(&self) -> Option<Arc<Session>> {
+        self.session.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Ends the session, as DESTROY does: for a client that vanished. What it held is given back when no batch of
+    /// requests uses it any more.
+    pub fn end(&self) {
+        if let Some(store) = &self.store {
+            store.begin(None);
+        }
+        self.set_session(None);
+    }
+
+    pub(crate) fn set_session(&self, session: Option<Arc<Session>>) {
+        let last = std::mem::replace(&mut *self.session.write().unwrap_or_else(PoisonError::into_inner), session);
+        drop(last);
+    }
+}
