@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use ferry_fs::Over;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{FileSystem, IdentityScope};
-use ferry_virtiofs::Kept;
+use ferry_virtiofs::SessionStore;
 
 use crate::cli::{Acl, Cache, Carrier, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window};
 use crate::guardian::{Duty, Guardian};
@@ -23,7 +23,7 @@ use crate::state;
 pub struct Serving {
     devices: Vec<(ferry_virtiofs::Export, Bound)>,
     /// What is kept for servers after this one, with the names of the shares.
-    kept: Vec<(String, Arc<Kept>)>,
+    kept: Vec<(String, Arc<SessionStore>)>,
     /// The ends of devices that serve one virtual machine only.
     ends: Vec<ferry_virtiofs::Ended>,
     /// There is a socket on which the next virtual machine or 9P client may come.

@@ -11,7 +11,7 @@ use ferry_fs::Endings;
 use ferry_isolation::Held;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
-use ferry_virtiofs::Kept;
+use ferry_virtiofs::SessionStore;
 use rustix::process::Signal;
 
 use crate::cli::Share;
@@ -303,7 +303,7 @@ impl Sockets {
 fn start(
     shares: &[Share],
     opened: &[Arc<dyn FileSystem>],
-    (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<Kept>>>),
+    (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<SessionStore>>>),
     words: &[String],
     serving: &mut Serving,
 ) -> Result<Vec<Served>> {

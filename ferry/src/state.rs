@@ -14,7 +14,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use ferry_isolation::{Action, Capabilities, Filter, Role};
 use ferry_state::Folder;
-use ferry_virtiofs::{Kept, Line, LineError, SERVER_AWAITED};
+use ferry_virtiofs::{KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::io::Errno;
@@ -36,24 +36,25 @@ const BEGIN: &str = "--begin";
 const TRIES_MAX: usize = 10;
 
 /// What is kept for each share.
-pub fn reach_all(shares: &[Share]) -> Result<Vec<Option<Arc<Kept>>>> {
+pub fn reach_all(shares: &[Share]) -> Result<Vec<Option<Arc<SessionStore>>>> {
     shares.iter().map(|share| share.state.as_ref().map(|dir| reach(dir, share)).transpose()).collect()
 }
 
-fn reach(dir: &Path, share: &Share) -> Result<Arc<Kept>> {
+fn reach(dir: &Path, share: &Share) -> Result<Arc<SessionStore>> {
     let what = || format!("--state {}", dir.display());
     let folder = Folder::open(dir).with_context(what)?;
     let line = line(&folder, dir).with_context(what)?;
     let geometry = ferry_virtiofs::geometry(exports::device_options(share).queues);
-    Kept::open(line, geometry).map(Arc::new).with_context(what)
+    SessionStore::open(line, geometry).map(Arc::new).with_context(what)
 }
 
-fn line(folder: &Folder, dir: &Path) -> Result<Line> {
+fn line(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
     for _ in 0..TRIES_MAX {
-        match Line::reach(folder) {
+        match KeeperConnection::reach(folder) {
             // It was just about to end.
             Err(
-                LineError::Connect(Errno::NOENT | Errno::CONNREFUSED) | LineError::Gone(Errno::CONNRESET | Errno::PIPE),
+                KeeperError::Connect(Errno::NOENT | Errno::CONNREFUSED)
+                | KeeperError::Gone(Errno::CONNRESET | Errno::PIPE),
             ) => {}
             other => return Ok(other?),
         }
@@ -81,7 +82,7 @@ fn keeper(socket: &OsStr) -> Command {
 }
 
 /// Says that the keeper stays when the server of a share has ended, and how it ends.
-pub fn say_what_stays(share: &str, kept: &Kept) {
+pub fn say_what_stays(share: &str, kept: &SessionStore) {
     let minutes = SERVER_AWAITED.as_secs() / 60;
     let end = kept.keeper().map_or_else(|| format!("end the process {NAME}"), |pid| format!("kill {pid}"));
     tracing::info!(

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ferry_state::Mapped;
+use ferry_state::MappedFile;
 use ferry_vfs::{Ino, Result, SessionId};
 use ferry_wire::fuse::InitFlags;
 
@@ -61,7 +61,7 @@ pub trait Mappings: Send + Sync {
     fn writeback_all(&self) -> Result<()>;
 
     /// What the server before this one had mapped for the client, which goes on in this session. To be called before anything else.
-    fn adopt(&self, by: SessionId, mapped: Vec<Mapped>);
+    fn adopt(&self, by: SessionId, mapped: Vec<MappedFile>);
 
     /// The client's session has ended: so do all mappings.
     fn clear(&self, answer: MappingReply);

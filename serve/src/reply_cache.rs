@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use ferry_engine::{Carrier, ReplyBuffer, TransferRequest};
-use ferry_state::Past;
+use ferry_state::JournalEntry;
 use ferry_vfs::{
     Attr, CreateArgs, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result, SetAttr,
     Timespec, XattrFlags,
@@ -137,7 +137,7 @@ impl Server {
         let entry = if is_again { cx.session.journal_entry(cx.unique) } else { None };
         let (is_begun, note) = match &entry {
             // Of three servers, too, only the first one knows what there was before.
-            Some(Past::Begun(note)) => (true, note.clone()),
+            Some(JournalEntry::Begun(note)) => (true, note.clone()),
             _ => {
                 let named = removed_name(operation).and_then(|name| self.identify_name(cx, name));
                 // What the client knows has the same number in the next server.
@@ -147,7 +147,7 @@ impl Server {
         };
         let Some(journal) = &mut self.journal else { return self.serve_operation(cx, operation, carrier) };
         journal.begin(cx.unique, &note);
-        if let Some(Past::Done(answer)) = entry {
+        if let Some(JournalEntry::Done(answer)) = entry {
             journal.done(&answer);
             return match answer.is_empty() {
                 true => Served::NoReply,

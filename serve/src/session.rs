@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferry_state::{Init, Past, Slot};
+use ferry_state::{Init, JournalEntry, Slot};
 use ferry_vfs::{
     Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Removals, Result, SessionId,
 };
@@ -114,7 +114,7 @@ pub struct Session {
     /// They were given up, for a server elsewhere to take them.
     locks_released: AtomicBool,
     /// What the server before this one had begun.
-    journal_entries: Mutex<HashMap<u64, Past>>,
+    journal_entries: Mutex<HashMap<u64, JournalEntry>>,
 }
 
 impl std::fmt::Debug for Session {

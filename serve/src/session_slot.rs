@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use ferry_state::Kept;
+use ferry_state::SessionStore;
 use ferry_wire::fuse::{InitOptions, InitRequest};
 
 use crate::mappings::Mappings;
@@ -20,7 +20,7 @@ pub struct SessionSlot {
     pub(crate) backings: Option<Arc<dyn Backings>>,
     pub(crate) mappings: Option<Arc<dyn Mappings>>,
     /// Where what the client holds is written down.
-    pub(crate) store: Option<Arc<Kept>>,
+    pub(crate) store: Option<Arc<SessionStore>>,
 }
 
 impl std::fmt::Debug for SessionSlot {
@@ -52,7 +52,7 @@ impl SessionSlot {
 
     /// Writes down what the client holds, for the server after this one.
     #[must_use]
-    pub fn with_store(self, store: Arc<Kept>) -> Self {
+    pub fn with_store(self, store: Arc<SessionStore>) -> Self {
         Self { store: Some(store), ..self }
     }
 

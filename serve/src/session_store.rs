@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferry_state::{Init, Kept, OpenFile, SavedLock, Slot};
+use ferry_state::{Init, OpenFile, SavedLock, SessionStore, Slot};
 use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
 use crate::session::Open;
@@ -31,7 +31,7 @@ pub enum RestoreError {
 
 /// The place where one client's session is written down.
 pub(crate) struct SessionRecord {
-    store: Arc<Kept>,
+    store: Arc<SessionStore>,
     epoch: u32,
 }
 
@@ -51,12 +51,12 @@ impl From<Open> for OpenFile {
 
 impl SessionRecord {
     /// Begins with a client, in the place of the one before.
-    pub(crate) fn begin(store: &Arc<Kept>, init: Init) -> Self {
+    pub(crate) fn begin(store: &Arc<SessionStore>, init: Init) -> Self {
         Self { epoch: store.begin(Some(init)), store: Arc::clone(store) }
     }
 
     /// Goes on with the client that is written down.
-    pub(crate) fn resume(store: &Arc<Kept>) -> Self {
+    pub(crate) fn resume(store: &Arc<SessionStore>) -> Self {
         Self { epoch: store.epoch(), store: Arc::clone(store) }
     }
 

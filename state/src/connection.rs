@@ -71,7 +71,7 @@ impl<'a> Commit<'a> {
 
 /// What a packet says, as far as it makes sense.
 #[derive(Debug)]
-struct Step {
+struct DecodedStep {
     taken_bytes: usize,
     record: Option<(u64, Vec<u8>, Vec<OwnedFd>)>,
     drops: Vec<u64>,
@@ -79,7 +79,7 @@ struct Step {
     reply_files: Vec<OwnedFd>,
 }
 
-fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<Step> {
+fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<DecodedStep> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         bytes.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect()
     };
@@ -94,12 +94,12 @@ fn decode(body: &[u8], mut files: Vec<OwnedFd>) -> Option<Step> {
     }
     let reply_files = files.split_off(record_files);
     let record = (numbers[1] != 0).then(|| (numbers[1], record.to_vec(), files));
-    Some(Step { taken_bytes, record, drops: words(drops), reply: reply.to_vec(), reply_files })
+    Some(DecodedStep { taken_bytes, record, drops: words(drops), reply: reply.to_vec(), reply_files })
 }
 
 /// Makes a server's step.
-pub(crate) fn carry_out(packet: Packet, socket: BorrowedFd<'_>, records: &mut Records) -> Result<(), Errno> {
-    let Step { taken_bytes, record, drops, reply, reply_files } =
+pub(crate) fn execute_step(packet: Packet, socket: BorrowedFd<'_>, records: &mut Records) -> Result<(), Errno> {
+    let DecodedStep { taken_bytes, record, drops, reply, reply_files } =
         decode(&packet.body, packet.files).ok_or(Errno::BADMSG)?;
     for key in drops {
         records.remove(&key);

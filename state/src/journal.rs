@@ -1,4 +1,4 @@
-//! What became of requests that must not be carried out twice.
+//! The journal of non-idempotent requests.
 //!
 //! A request that is under way when a server is killed is served again by the next one. For those that would then fail,
 //! or do something else, it is written down that they begin, with a note by which the next server knows what they are about,
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::kept::Kept;
+use crate::session_store::SessionStore;
 
 /// Words of an entry.
 pub(crate) const WORDS: usize = 32;
@@ -29,7 +29,7 @@ const DONE: u64 = 2;
 
 /// What an earlier server has done about a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Past {
+pub enum JournalEntry {
     /// It has begun with it, and left this note; whether anything has happened is not known.
     Begun(Vec<u8>),
     /// It has carried it out, with this answer.
@@ -38,7 +38,7 @@ pub enum Past {
 
 /// Who uses which entries of a worker's ring.
 #[derive(Debug, Default)]
-pub(crate) struct Places {
+pub(crate) struct EntryUse {
     /// Counts the entries; tells the order, and the place in the ring.
     number: u64,
     /// The numbers of requests that are being served.
@@ -48,20 +48,20 @@ pub(crate) struct Places {
 /// A worker's ring of entries, for one of its threads.
 #[derive(Debug)]
 pub struct Journal {
-    kept: Arc<Kept>,
+    kept: Arc<SessionStore>,
     worker: usize,
     /// The entry that was begun last; 0: none.
     number: u64,
     epoch: u32,
 }
 
-fn ring(kept: &Kept, worker: usize) -> &[AtomicU64] {
+fn ring(kept: &SessionStore, worker: usize) -> &[AtomicU64] {
     let words = kept.geometry().entries * WORDS;
     kept.journals().get(worker * words..(worker + 1) * words).unwrap_or_default()
 }
 
 impl Journal {
-    pub(crate) fn new(kept: Arc<Kept>, worker: usize) -> Self {
+    pub(crate) fn new(kept: Arc<SessionStore>, worker: usize) -> Self {
         if let Some(mut places) = kept.places(worker) {
             let newest =
                 ring(&kept, worker).chunks_exact(WORDS).map(|entry| entry[NUMBER].load(Ordering::Relaxed)).max();
@@ -143,7 +143,7 @@ impl Drop for Journal {
 }
 
 /// All that the journals say of an epoch, by the requests' numbers.
-pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, Past> {
+pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, JournalEntry> {
     let mut all = HashMap::new();
     for entry in memory.chunks_exact(WORDS) {
         let state = entry[STATE].load(Ordering::Acquire);
@@ -160,8 +160,8 @@ pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, Past> {
         };
         match state & 0xff {
             // One that was answered, and begun again by the server after: the answer counts.
-            BEGUN => drop(all.entry(unique).or_insert_with(|| Past::Begun(bytes()))),
-            DONE => drop(all.insert(unique, Past::Done(bytes()))),
+            BEGUN => drop(all.entry(unique).or_insert_with(|| JournalEntry::Begun(bytes()))),
+            DONE => drop(all.insert(unique, JournalEntry::Done(bytes()))),
             _ => {}
         }
     }

@@ -1,10 +1,10 @@
-//! The process that holds descriptors, and the way to it.
+//! The keeper: a process that holds descriptors across restarts, and the protocol to it.
 //!
 //! Messages are packets: a verb and a key, 8 bytes each, some with descriptors, some with bytes. To the keeper: put, drop,
 //! clear, and what `connection.rs` says. From it, to whoever has connected: a put for each descriptor, a record for each
 //! message of the front end's, and an end. It serves one at a time; the next one's connection waits until
 //! the one before is closed, and that is when nothing of its process is left: also what the kernel still did for it
-//! (`Kept::line` is registered with every ring).
+//! (`SessionStore::line` is registered with every ring).
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -38,7 +38,7 @@ const PACKET_BYTES_MAX: usize = 16 << 10;
 /// The key of the connection to the front end.
 pub(crate) const CONNECTION: u64 = 2;
 /// Keys from here on are a client's, and cleared with it.
-const CLEARED_FROM: u64 = crate::kept::FILES;
+const CLEARED_FROM: u64 = crate::session_store::FILES;
 /// How long a server that was killed may take to go, with all that the kernel does for it.
 const BEFORE_MAX: Duration = Duration::from_secs(60);
 /// How long descriptors are held for a server that does not come, while the guest is there.
@@ -50,9 +50,9 @@ pub const FRONT_END_AWAITED: Duration = Duration::from_secs(5);
 /// How long to wait for descriptors or memory, before the next try.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// Why the keeper cannot be spoken with.
+/// Why the keeper cannot be reached.
 #[derive(Debug, thiserror::Error)]
-pub enum LineError {
+pub enum KeeperError {
     /// Nobody is there.
     #[error("the keeper of the state cannot be reached: {0}")]
     Connect(Errno),
@@ -85,7 +85,7 @@ pub enum LineError {
 
 /// A connection to the keeper, with what it holds.
 #[derive(Debug)]
-pub struct Line {
+pub struct KeeperConnection {
     socket: OwnedFd,
     held: HashMap<u64, OwnedFd>,
     records: Records,
@@ -169,12 +169,12 @@ fn stream() -> Result<OwnedFd, Errno> {
 }
 
 /// Whether a peer is this user.
-fn is_ours(socket: &OwnedFd) -> Result<(), LineError> {
+fn is_ours(socket: &OwnedFd) -> Result<(), KeeperError> {
     // A peer in another PID namespace has number 0 here, which rustix's type excludes.
     let peer = nix::sys::socket::getsockopt(socket, nix::sys::socket::sockopt::PeerCredentials);
-    let peer = peer.map_err(|error| LineError::Gone(Errno::from_raw_os_error(error as i32)))?.uid();
+    let peer = peer.map_err(|error| KeeperError::Gone(Errno::from_raw_os_error(error as i32)))?.uid();
     let user = rustix::process::geteuid().as_raw();
-    if peer == user { Ok(()) } else { Err(LineError::Stranger { peer, user }) }
+    if peer == user { Ok(()) } else { Err(KeeperError::Stranger { peer, user }) }
 }
 
 /// Makes the socket on which a keeper is reached.
@@ -189,29 +189,29 @@ pub fn listen(folder: &Folder) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-impl Line {
+impl KeeperConnection {
     /// Connects to the keeper of a folder, and takes what it has, as soon as the server before is gone.
     ///
     /// # Errors
-    /// [`LineError::Connect`]: there is no keeper; the others.
-    pub fn reach(folder: &Folder) -> Result<Self, LineError> {
+    /// [`KeeperError::Connect`]: there is no keeper; the others.
+    pub fn reach(folder: &Folder) -> Result<Self, KeeperError> {
         let reach = || {
             let socket = stream()?;
             connect(&socket, &folder.address()?)?;
             Ok(socket)
         };
-        let socket = reach().map_err(LineError::Connect)?;
+        let socket = reach().map_err(KeeperError::Connect)?;
         is_ours(&socket)?;
         let (mut held, mut records) = (HashMap::new(), Records::new());
         loop {
-            if !wait(socket.as_fd(), BEFORE_MAX).map_err(LineError::Gone)? {
-                return Err(LineError::InUse);
+            if !wait(socket.as_fd(), BEFORE_MAX).map_err(KeeperError::Gone)? {
+                return Err(KeeperError::InUse);
             }
-            let Some(packet) = receive(socket.as_fd()).map_err(LineError::Gone)? else {
-                return Err(LineError::Gone(Errno::CONNRESET));
+            let Some(packet) = receive(socket.as_fd()).map_err(KeeperError::Gone)? else {
+                return Err(KeeperError::Gone(Errno::CONNRESET));
             };
             match (packet.verb, packet.key, packet.files.len()) {
-                _ if packet.is_cut => return Err(LineError::NoRoom),
+                _ if packet.is_cut => return Err(KeeperError::NoRoom),
                 (PUT, key, 1) => held.extend(packet.files.into_iter().map(|file| (key, file))),
                 (RECORD, key, _) => drop(records.insert(key, (packet.body, packet.files))),
                 (END, count, 0) if count == (held.len() + records.len()) as u64 => {
@@ -219,7 +219,7 @@ impl Line {
                     let keeper = packet.body.try_into().ok().map(u32::from_le_bytes);
                     return Ok(Self { socket, held, records, keeper });
                 }
-                _ => return Err(LineError::Nonsense),
+                _ => return Err(KeeperError::Nonsense),
             }
         }
     }
@@ -234,36 +234,36 @@ impl Line {
     }
 
     /// Has a descriptor held.
-    pub(crate) fn put(line: BorrowedFd<'_>, key: u64, file: BorrowedFd<'_>) -> Result<(), LineError> {
-        send(line, (PUT, key), &[], &[file]).map_err(LineError::Gone)
+    pub(crate) fn put(line: BorrowedFd<'_>, key: u64, file: BorrowedFd<'_>) -> Result<(), KeeperError> {
+        send(line, (PUT, key), &[], &[file]).map_err(KeeperError::Gone)
     }
 
     /// Has a descriptor closed.
-    pub(crate) fn drop_key(line: BorrowedFd<'_>, key: u64) -> Result<(), LineError> {
-        send(line, (DROP, key), &[], &[]).map_err(LineError::Gone)
+    pub(crate) fn drop_key(line: BorrowedFd<'_>, key: u64) -> Result<(), KeeperError> {
+        send(line, (DROP, key), &[], &[]).map_err(KeeperError::Gone)
     }
 
     /// Has all files of the client closed, because there is none any more, or another one.
-    pub(crate) fn clear(line: BorrowedFd<'_>, is_another: bool) -> Result<(), LineError> {
-        send(line, (CLEAR, is_another.into()), &[], &[]).map_err(LineError::Gone)
+    pub(crate) fn clear(line: BorrowedFd<'_>, is_another: bool) -> Result<(), KeeperError> {
+        send(line, (CLEAR, is_another.into()), &[], &[]).map_err(KeeperError::Gone)
     }
 
     /// Has the connection and what it was told forgotten.
-    pub(crate) fn hang_up(line: BorrowedFd<'_>) -> Result<(), LineError> {
-        send(line, (HANG_UP, 0), &[], &[]).map_err(LineError::Gone)
+    pub(crate) fn forget_connection(line: BorrowedFd<'_>) -> Result<(), KeeperError> {
+        send(line, (HANG_UP, 0), &[], &[]).map_err(KeeperError::Gone)
     }
 
     /// Has a step of the connection made, and waits until it is. One thread at a time.
-    pub(crate) fn commit(line: BorrowedFd<'_>, commit: &Commit<'_>) -> Result<(), LineError> {
+    pub(crate) fn commit(line: BorrowedFd<'_>, commit: &Commit<'_>) -> Result<(), KeeperError> {
         let (numbers, files) = commit.encode();
         let parts = [&numbers[..], commit.record_bytes(), commit.reply];
         let sent = send(line, (COMMIT, 0), &parts, &files);
-        sent.map_err(LineError::Gone)?;
-        match receive(line).map_err(LineError::Gone)? {
+        sent.map_err(KeeperError::Gone)?;
+        match receive(line).map_err(KeeperError::Gone)? {
             Some(Packet { verb: DONE, key: 1, .. }) => Ok(()),
-            Some(Packet { verb: DONE, .. }) => Err(LineError::Full),
-            Some(_) => Err(LineError::Nonsense),
-            None => Err(LineError::Gone(Errno::CONNRESET)),
+            Some(Packet { verb: DONE, .. }) => Err(KeeperError::Full),
+            Some(_) => Err(KeeperError::Nonsense),
+            None => Err(KeeperError::Gone(Errno::CONNRESET)),
         }
     }
 }
@@ -275,7 +275,7 @@ impl Line {
 /// # Errors
 /// The socket is lost.
 pub fn keep(listener: &OwnedFd, end: &OwnedFd) -> io::Result<()> {
-    let mut held = Held::default();
+    let mut held = HeldDescriptors::default();
     while wait_for_server(listener, end, held.files.get(&CONNECTION))? {
         let server = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(server) => server,
@@ -326,7 +326,7 @@ fn wait_for_server(listener: &OwnedFd, end: &OwnedFd, connection: Option<&OwnedF
 
 /// What a keeper has.
 #[derive(Default)]
-struct Held {
+struct HeldDescriptors {
     files: HashMap<u64, OwnedFd>,
     records: Records,
     has_client: bool,
@@ -345,7 +345,7 @@ fn next(server: BorrowedFd<'_>, end: &OwnedFd) -> Result<Option<Packet>, Errno> 
     }
 }
 
-fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut Held) -> Result<(), Errno> {
+fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut HeldDescriptors) -> Result<(), Errno> {
     for (key, file) in &held.files {
         send(server, (PUT, *key), &[], &[file.as_fd()])?;
     }
@@ -376,7 +376,7 @@ fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut Held) -> Result<(), E
                 let socket = held.files.get(&CONNECTION).filter(|_| !packet.is_cut);
                 let is_done = socket.is_some();
                 if let Some(socket) = socket {
-                    connection::carry_out(packet, socket.as_fd(), &mut held.records)?;
+                    connection::execute_step(packet, socket.as_fd(), &mut held.records)?;
                 }
                 send(server, (DONE, is_done.into()), &[], &[])?;
             }

@@ -1,4 +1,4 @@
-//! Memory that outlives whoever writes it: a sealed memfd, mapped as whole numbers.
+//! Memory that survives its writer: a sealed memfd, mapped as atomic integers.
 #![allow(unsafe_code, reason = "a shared mapping; each block says why it is sound")]
 
 use std::fs::File;

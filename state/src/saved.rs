@@ -1,4 +1,4 @@
-//! A client's state as plain data, and as bytes between hosts.
+//! A client's state as plain data, and its encoding for migration.
 //!
 //! ```text
 //! "FERRYFS\0" | version 4 | minor 4 | read-ahead 4 | offered 8 | agreed 8 | record ... | 0

@@ -45,7 +45,7 @@ pub(crate) struct Slots(Mutex<Free>);
 
 /// A record as it is found.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct FoundRecord {
     pub(crate) slot: Slot,
     pub(crate) kind: u8,
     pub(crate) count: u64,
@@ -149,7 +149,7 @@ impl Slots {
 
     /// Finds the records of an epoch among the first `high_water` slots, and goes on writing after them. What makes no sense
     /// is not there.
-    pub(crate) fn load(&self, memory: &[AtomicU64], epoch: u32, high_water: u32) -> Vec<Found> {
+    pub(crate) fn load(&self, memory: &[AtomicU64], epoch: u32, high_water: u32) -> Vec<FoundRecord> {
         let slots_max = u32::try_from(memory.len() / WORDS).unwrap_or(u32::MAX);
         let high_water = high_water.min(slots_max);
         let mut used = vec![false; high_water as usize];
@@ -163,7 +163,7 @@ impl Slots {
             if let Some((bytes, parts)) = read(memory, index, length, high_water) {
                 parts.iter().for_each(|part| used[*part as usize] = true);
                 let count = slot(memory, index)[COUNT].load(Ordering::Acquire);
-                all.push(Found { slot: Slot { index, epoch }, kind, count, bytes });
+                all.push(FoundRecord { slot: Slot { index, epoch }, kind, count, bytes });
             }
         }
         let unused = (0..high_water).filter(|index| !used[*index as usize]).collect::<Vec<_>>();

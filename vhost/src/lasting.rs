@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_state::{Commit, FILES_MAX, Kept, LineError, Records};
+use ferry_state::{Commit, FILES_MAX, KeeperError, Records, SessionStore};
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -65,13 +65,13 @@ pub(crate) struct Lasting {
     /// The near end of the pair by which messages are handed on.
     inner: UnixStream,
     /// `None` once it is lost: then this server does what the keeper would do, and nothing is kept any more.
-    kept: Option<Arc<Kept>>,
+    kept: Option<Arc<SessionStore>>,
     ledger: Ledger,
 }
 
 impl Lasting {
     /// Serves a connection that is kept already; messages are handed on by `inner`.
-    pub(crate) fn new(socket: UnixStream, inner: UnixStream, kept: Arc<Kept>, records: &Records) -> Self {
+    pub(crate) fn new(socket: UnixStream, inner: UnixStream, kept: Arc<SessionStore>, records: &Records) -> Self {
         Self { socket, inner, kept: Some(kept), ledger: Ledger::of(records) }
     }
 
@@ -178,7 +178,7 @@ impl Lasting {
         Ok(())
     }
 
-    fn go_on_alone(&mut self, error: &LineError) {
+    fn go_on_alone(&mut self, error: &KeeperError) {
         tracing::error!("should this server end, its guest is lost: {error}");
         if let Some(kept) = self.kept.take() {
             kept.end_connection();

@@ -132,7 +132,7 @@ pub trait Device: Send + Sync + 'static {
     /// Where connections are kept, so that front ends do not notice when this process ends and another one goes on. What is in
     /// flight must be the device's own ([`in_flight`](Self::in_flight)), and there can be neither a window nor a configuration that
     /// is written or changes.
-    fn keeps_connections(&self) -> Option<std::sync::Arc<ferry_state::Kept>> {
+    fn keeps_connections(&self) -> Option<std::sync::Arc<ferry_state::SessionStore>> {
         None
     }
     /// The front end is gone, and this server stays: what the driver held is void.

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use ferry_engine::RatelimitedLog;
-use ferry_state::{FRONT_END_AWAITED, Kept, LeftConnection, Records};
+use ferry_state::{FRONT_END_AWAITED, LeftConnection, Records, SessionStore};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
@@ -242,11 +242,11 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
 /// A front end, and where its connection is kept with what it said to the server before.
 struct Conversation {
     stream: UnixStream,
-    kept: Option<(Arc<Kept>, Records)>,
+    kept: Option<(Arc<SessionStore>, Records)>,
 }
 
 /// Takes up the connection that the server before has left, unless the front end has hung up meanwhile: then it may come again.
-fn take_over(kept: &Arc<Kept>) -> Option<Conversation> {
+fn take_over(kept: &Arc<SessionStore>) -> Option<Conversation> {
     let LeftConnection { socket, records } = kept.take_connection()?;
     let stream = UnixStream::from(socket);
     if has_left(&stream) {
@@ -258,7 +258,7 @@ fn take_over(kept: &Arc<Kept>) -> Option<Conversation> {
 }
 
 /// Has a new connection kept.
-fn begin(stream: UnixStream, kept: Option<Arc<Kept>>) -> Conversation {
+fn begin(stream: UnixStream, kept: Option<Arc<SessionStore>>) -> Conversation {
     let kept = kept.filter(|kept| match kept.keep_connection(stream.as_fd()) {
         Ok(()) => true,
         Err(error) => {
@@ -378,7 +378,7 @@ fn listen<D: Device>(
 /// The same on a connection that no end of this server closes.
 fn listen_lasting<D: Device>(
     device: &D,
-    (stream, kept, records): (UnixStream, &Arc<Kept>, &Records),
+    (stream, kept, records): (UnixStream, &Arc<SessionStore>, &Records),
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
 ) -> Result<(), LetGo> {

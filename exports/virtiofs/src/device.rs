@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
-use ferry_state::{Kept, Saved};
+use ferry_state::{Saved, SessionStore};
 use ferry_vfs::{Backing, Errno, FileSystem, IdentityScope, Ino};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
@@ -193,7 +193,7 @@ impl Device for VirtioFs {
         self.options.kept.as_ref().map(|kept| Arc::clone(kept.line()))
     }
 
-    fn keeps_connections(&self) -> Option<Arc<Kept>> {
+    fn keeps_connections(&self) -> Option<Arc<SessionStore>> {
         self.options.kept.clone()
     }
 

@@ -31,7 +31,7 @@ use std::time::Duration;
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
 pub use ferry_serve::{Acl, Cache, RestoreError};
-pub use ferry_state::{Geometry, Kept, KeptError, Line, LineError, SERVER_AWAITED};
+pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
 pub use ferry_vfs::IdentityScope;
 pub use ferry_vhost::Ended;
@@ -89,7 +89,7 @@ pub struct Options {
     /// Which files are mapped by guests that leave it to us.
     pub dax_files: DaxFiles,
     /// Where what the guest holds, and has mapped, is written down for the server after this one, made with [`geometry`].
-    pub kept: Option<Arc<Kept>>,
+    pub kept: Option<Arc<SessionStore>>,
     /// What to do about inodes that cannot be taken to another host, or are not found there.
     pub on_migration_error: OnMigrationError,
     /// How the server on another host finds inodes when a guest is migrated.
@@ -226,7 +226,7 @@ pub enum Error {
     InFlight(std::io::Error),
     /// What is kept.
     #[error(transparent)]
-    Kept(#[from] KeptError),
+    Kept(#[from] StoreError),
     /// The window.
     #[error("a DAX window of {0} bytes; it is a multiple of 2M, from 2M to {max}M", max = WINDOW_BYTES_MAX >> 20)]
     Window(u64),

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferry_state::{Before, Init, Kept, Node, OpenFile, Past, Saved, SavedLock};
+use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, Saved, SavedLock, SessionStore};
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
 
@@ -116,10 +116,11 @@ impl Session {
     fn from_stored(
         share: &Share,
         negotiated: Negotiated,
-        (store, mappings): (&Arc<Kept>, Option<Arc<dyn Mappings>>),
-        before: Before,
+        (store, mappings): (&Arc<SessionStore>, Option<Arc<dyn Mappings>>),
+        before: PreviousSession,
     ) -> Self {
-        let Before { saved, node_slots, open_slots, lock_slots, files, in_window, journal_entries, .. } = before;
+        let PreviousSession { saved, node_slots, open_slots, lock_slots, files, in_window, journal_entries, .. } =
+            before;
         let record = SessionRecord::resume(store);
         let mut session = Self::new(Arc::clone(&share.source), negotiated, None, mappings, (saved.init, Some(record)));
         for ino in in_window {
@@ -138,7 +139,7 @@ impl Session {
     }
 
     /// What the server before has begun with a request.
-    pub(crate) fn journal_entry(&self, unique: u64) -> Option<Past> {
+    pub(crate) fn journal_entry(&self, unique: u64) -> Option<JournalEntry> {
         self.journal_entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&unique)
     }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Answer, Client};
 use ferry_serve::{Acl, Server, SessionSlot, Share, ShareOptions};
-use ferry_state::{Folder, Geometry, Kept, Line};
+use ferry_state::{Folder, Geometry, KeeperConnection, SessionStore};
 use ferry_vfs::*;
 use ferry_wire::fuse::{Operation, SecurityContexts};
 
@@ -152,7 +152,11 @@ fn asked_again(tree: &Arc<Tree>, contexts: &[u8], operation: Operation<'_>, mean
     // Nobody tells the keeper to end.
     let (end, _told) = UnixStream::pair().unwrap();
     let keeper = std::thread::spawn(move || ferry_state::keep(&listener, &end.into()).unwrap());
-    let store = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).map(Arc::new).unwrap();
+    let store = || {
+        SessionStore::open(KeeperConnection::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 })
+            .map(Arc::new)
+            .unwrap()
+    };
     let options = ShareOptions { security_label: Acl::Auto, ..ShareOptions::default() };
     let source = || Arc::clone(tree) as Arc<dyn FileSystem>;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use ferry_state::{Commit, FRONT_END_AWAITED, Folder, Geometry, Init, Kept, Line};
+use ferry_state::{Commit, FRONT_END_AWAITED, Folder, Geometry, Init, KeeperConnection, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A keeper in a thread.
@@ -32,9 +32,9 @@ impl Keeper {
     }
 
     /// A server that begins.
-    fn server(&self) -> Arc<Kept> {
+    fn server(&self) -> Arc<SessionStore> {
         let geometry = Geometry { workers: 1, entries: 8 };
-        Arc::new(Kept::open(Line::reach(&self.state).unwrap(), geometry).unwrap())
+        Arc::new(SessionStore::open(KeeperConnection::reach(&self.state).unwrap(), geometry).unwrap())
     }
 }
 
@@ -101,7 +101,7 @@ fn the_keeper_stays_for_a_connection_or_a_client() {
 }
 
 /// A server that has a client, with its connection.
-fn with_client(keeper: &Keeper) -> (Arc<Kept>, UnixStream) {
+fn with_client(keeper: &Keeper) -> (Arc<SessionStore>, UnixStream) {
     let server = keeper.server();
     let (front_end, ours) = UnixStream::pair().unwrap();
     server.keep_connection(ours.as_fd()).unwrap();

@@ -4,7 +4,7 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 
-use ferry_state::{Folder, FolderError, Line, LineError};
+use ferry_state::{Folder, FolderError, KeeperConnection, KeeperError};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// A user that nobody is.
@@ -69,11 +69,11 @@ fn strangers_are_neither_keepers_nor_servers() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     fs::set_permissions(place.path(), Permissions::from_mode(0o700)).unwrap();
-    let refused = Line::reach(&Folder::open(place.path()).unwrap());
+    let refused = KeeperConnection::reach(&Folder::open(place.path()).unwrap());
     listening.kill().unwrap();
     listening.wait().unwrap();
     let error = refused.unwrap_err();
-    assert!(matches!(error, LineError::Stranger { peer: STRANGER, user: 0 }), "{error}");
+    assert!(matches!(error, KeeperError::Stranger { peer: STRANGER, user: 0 }), "{error}");
 
     // One connects to the keeper, whose folder was left open.
     let place = tempfile::tempdir().unwrap();
@@ -86,7 +86,7 @@ fn strangers_are_neither_keepers_nor_servers() {
     let output = start("connect", &place.path().join("keeper")).wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
     // Who is ours is still served.
-    Line::reach(&folder).unwrap();
+    KeeperConnection::reach(&folder).unwrap();
 }
 
 /// What the other user does.

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ferry_state::{Commit, Folder, Geometry, Kept, Line};
+use ferry_state::{Commit, Folder, Geometry, KeeperConnection, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -21,7 +21,8 @@ fn a_keeper_without_descriptors_waits_until_there_are_some() {
     let listener = ferry_state::listen(&state).unwrap();
     let keeper =
         std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());
-    let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
+    let server =
+        || SessionStore::open(KeeperConnection::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (client, ours) = UnixStream::pair().unwrap();
     first.keep_connection(ours.as_fd()).unwrap();

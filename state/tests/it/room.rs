@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use ferry_state::{Commit, Folder, Geometry, Kept, Line, LineError};
+use ferry_state::{Commit, Folder, Geometry, KeeperConnection, KeeperError, SessionStore};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -20,7 +20,8 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     let listener = ferry_state::listen(&state).unwrap();
     let keeper =
         std::thread::spawn(move || ferry_state::keep(&listener, &eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap());
-    let server = || Kept::open(Line::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
+    let server =
+        || SessionStore::open(KeeperConnection::reach(&state).unwrap(), Geometry { workers: 1, entries: 8 }).unwrap();
     let first = server();
     let (front_end, ours) = UnixStream::pair().unwrap();
     first.keep_connection(ours.as_fd()).unwrap();
@@ -34,9 +35,9 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     // Descriptors below the limit, which counts their numbers.
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual }).unwrap();
-    let refused = Line::reach(&state);
+    let refused = KeeperConnection::reach(&state);
     setrlimit(Resource::Nofile, usual).unwrap();
-    assert!(matches!(refused, Err(LineError::NoRoom)), "{refused:?}");
+    assert!(matches!(refused, Err(KeeperError::NoRoom)), "{refused:?}");
 
     let second = server();
     assert_eq!(second.take_connection().unwrap().records.len() as u64, RECORDS);

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use ferry_state::Mapped;
+use ferry_state::MappedFile;
 use ferry_vfs::{Backing, Caller, FileId, FileSystem, Ino, Member, SessionId, Windows};
 use ferry_vhost::Window;
 use rustix::fs::fstat;
@@ -49,7 +49,7 @@ pub(super) struct Adopting<'a> {
 
 impl Adopting<'_> {
     /// Takes over what was written down. From here on nobody in this process makes these files shorter without asking.
-    pub(super) fn adopt(&self, left: Vec<Mapped>) -> Adopted {
+    pub(super) fn adopt(&self, left: Vec<MappedFile>) -> Adopted {
         let mut adopted = Adopted::default();
         let mut mappings = Vec::new();
         for one in left {

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use ferry_serve::{Mapping, MappingReply, Mappings};
-use ferry_state::Mapped;
+use ferry_state::MappedFile;
 use ferry_vfs::{Errno, FileSystem, Ino, Member, SessionId, Windows};
 use ferry_vhost::Window;
 
@@ -224,7 +224,7 @@ impl Mappings for Dax {
         self.tails.writeback_all().first().map_or(Ok(()), |(_, error)| Err(*error))
     }
 
-    fn adopt(&self, by: SessionId, mapped: Vec<Mapped>) {
+    fn adopt(&self, by: SessionId, mapped: Vec<MappedFile>) {
         let beginning = self.begin();
         let adopting = Adopting {
             source: &self.source,

@@ -14,7 +14,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_state::{Kept, Mapped, Slot};
+use ferry_state::{MappedFile, SessionStore, Slot};
 use ferry_vfs::Ino;
 use ferry_vhost::Part;
 
@@ -51,7 +51,7 @@ pub(super) enum Left {
 
 /// Where to write things down, if anywhere.
 #[derive(Clone)]
-pub(super) struct Notes(pub(super) Option<Arc<Kept>>);
+pub(super) struct Notes(pub(super) Option<Arc<SessionStore>>);
 
 impl Notes {
     /// A mapping is about to be made of these parts, the last of which is this copy.
@@ -90,7 +90,7 @@ fn mapping(ino: Ino, part: Part, parts: &[Part]) -> Vec<u8> {
 
 impl Left {
     /// What makes no sense was never there.
-    pub(super) fn of(Mapped { slot, state, bytes, file }: Mapped) -> Option<Self> {
+    pub(super) fn of(MappedFile { slot, state, bytes, file }: MappedFile) -> Option<Self> {
         let note = Note { slot, has_file: file.is_some() };
         match bytes.split_first()? {
             (&FILE, rest) => {

@@ -1,4 +1,4 @@
-//! The shared memory as a whole, and the descriptors beside it.
+//! The session store: shared memory and the descriptors that belong to it.
 //!
 //! ```text
 //! head, 64 words:  magic | epoch | slots used | session there | minor | read-ahead | offered | agreed | workers | entries
@@ -15,8 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferry_vfs::{Backing, Ino};
 
 use crate::connection::{Commit, LeftConnection};
-use crate::journal::{self, Journal, Past, Places};
-use crate::keeper::{CONNECTION, Line, LineError};
+use crate::journal::{self, EntryUse, Journal, JournalEntry};
+use crate::keeper::{CONNECTION, KeeperConnection, KeeperError};
 use crate::memory::{self, Memory};
 use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
 use crate::slots::{self, Slot, Slots};
@@ -62,12 +62,12 @@ impl Geometry {
     }
 }
 
-/// Why nothing can be kept.
+/// Why state cannot be stored.
 #[derive(Debug, thiserror::Error)]
-pub enum KeptError {
+pub enum StoreError {
     /// The keeper.
     #[error(transparent)]
-    Line(#[from] LineError),
+    Line(#[from] KeeperError),
     /// The memory.
     #[error("memory for the state cannot be had: {0}")]
     Memory(std::io::Error),
@@ -79,20 +79,20 @@ pub enum KeptError {
     Other,
 }
 
-/// What a share's client holds. Written by a server, and read by the next one.
+/// The stored state of a share's client. A server writes it, and the next server reads it.
 #[derive(Debug)]
-pub struct Kept {
+pub struct SessionStore {
     memory: Memory,
     geometry: Geometry,
     slots: Slots,
     /// Of each worker's journal.
-    places: Vec<Mutex<Places>>,
+    places: Vec<Mutex<EntryUse>>,
     epoch: AtomicU64,
     /// The way to the keeper; the last thing of this process to go.
     line: Arc<Backing>,
     in_flight: Mutex<Option<File>>,
     /// What the server before has left.
-    left: Mutex<Option<Left>>,
+    left: Mutex<Option<Leftover>>,
     left_connection: Mutex<Option<LeftConnection>>,
     /// The keeper has the connection of a front end.
     has_connection: AtomicBool,
@@ -104,20 +104,20 @@ pub struct Kept {
 
 /// What the server before has left.
 #[derive(Debug, Default)]
-pub(crate) struct Left {
+pub(crate) struct Leftover {
     saved: Saved,
     node_slots: HashMap<Ino, Slot>,
     open_slots: HashMap<OpenFile, Slot>,
     lock_slots: Vec<Slot>,
     files: HashMap<u32, OwnedFd>,
     in_window: HashSet<Ino>,
-    mapped: Vec<Mapped>,
-    past: HashMap<u64, Past>,
+    mapped: Vec<MappedFile>,
+    journal_entries: HashMap<u64, JournalEntry>,
 }
 
 /// What belongs to a client's window, as the server before has written it down.
 #[derive(Debug)]
-pub struct Mapped {
+pub struct MappedFile {
     /// Where it is written down.
     pub slot: Slot,
     /// The number that was noted last.
@@ -128,9 +128,9 @@ pub struct Mapped {
     pub file: Option<OwnedFd>,
 }
 
-/// What [`Kept::take_left`] answers.
+/// What [`SessionStore::take_left`] answers.
 #[derive(Debug)]
-pub struct Before {
+pub struct PreviousSession {
     /// What the client holds.
     pub saved: Saved,
     /// Where its inodes are written down.
@@ -144,37 +144,37 @@ pub struct Before {
     /// The inodes that it uses its window for.
     pub in_window: HashSet<Ino>,
     /// What is in its window.
-    pub mapped: Vec<Mapped>,
+    pub mapped: Vec<MappedFile>,
     /// Requests that were begun, and the last ones that were answered.
-    pub past: HashMap<u64, Past>,
+    pub journal_entries: HashMap<u64, JournalEntry>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Kept {
+impl SessionStore {
     /// Takes up what the keeper has, or begins.
     ///
     /// # Errors
-    /// [`KeptError`].
-    pub fn open(line: Line, geometry: Geometry) -> Result<Self, KeptError> {
+    /// [`StoreError`].
+    pub fn open(line: KeeperConnection, geometry: Geometry) -> Result<Self, StoreError> {
         let keeper = line.keeper();
         let (socket, mut files, records) = line.take();
         let line = Arc::new(Backing::new(socket).long_lived());
         let (file, is_new) = match files.remove(&MEMORY) {
             Some(fd) => (File::from(fd), false),
-            None => (memory::make(geometry.words()).map_err(KeptError::Memory)?, true),
+            None => (memory::make(geometry.words()).map_err(StoreError::Memory)?, true),
         };
         let memory = Memory::map(&file, geometry.words());
-        let memory = memory.map_err(|error| if is_new { KeptError::Memory(error) } else { KeptError::Other })?;
+        let memory = memory.map_err(|error| if is_new { StoreError::Memory(error) } else { StoreError::Other })?;
         let numbers = [(0, MAGIC), (WORKERS, geometry.workers as u64), (ENTRIES, geometry.entries as u64)];
         if is_new {
             numbers.iter().for_each(|(at, number)| memory[*at].store(*number, Ordering::Release));
             memory[EPOCH].store(1, Ordering::Release);
-            Line::put(line.as_fd(), MEMORY, file.as_fd())?;
+            KeeperConnection::put(line.as_fd(), MEMORY, file.as_fd())?;
         } else if numbers.iter().any(|(at, number)| memory[*at].load(Ordering::Acquire) != *number) {
-            return Err(KeptError::Other);
+            return Err(StoreError::Other);
         }
         let in_flight = Mutex::new(files.remove(&IN_FLIGHT).map(File::from));
         let left_connection = files.remove(&CONNECTION).map(|socket| LeftConnection { socket, records });
@@ -198,17 +198,17 @@ impl Kept {
         Ok(kept)
     }
 
-    fn load(&self, mut files: HashMap<u64, OwnedFd>) -> Result<Option<Left>, KeptError> {
+    fn load(&self, mut files: HashMap<u64, OwnedFd>) -> Result<Option<Leftover>, StoreError> {
         let high_water = u32::try_from(self.memory[HIGH_WATER].load(Ordering::Acquire)).unwrap_or(u32::MAX);
         let found = self.slots.load(self.slot_words(), self.epoch(), high_water);
         let number = |at: usize| self.memory[INIT + at].load(Ordering::Acquire);
         let short = |at: usize| u32::try_from(number(at)).unwrap_or(0);
         let init = Init { minor: short(0), max_readahead_bytes: short(1), offered: number(2), agreed: number(3) };
-        let mut left = Left { saved: Saved { init, ..Saved::default() }, ..Left::default() };
+        let mut left = Leftover { saved: Saved { init, ..Saved::default() }, ..Leftover::default() };
         for mut one in found {
             if one.kind == MAPPED {
                 let file = files.remove(&(FILES + u64::from(one.slot.index)));
-                left.mapped.push(Mapped { slot: one.slot, state: one.count, bytes: one.bytes, file });
+                left.mapped.push(MappedFile { slot: one.slot, state: one.count, bytes: one.bytes, file });
                 continue;
             }
             let is_in_window = one.kind == NODE_IN_WINDOW;
@@ -239,17 +239,17 @@ impl Kept {
             };
         }
         // Those of files that were closed in the server's last moment.
-        files.keys().try_for_each(|key| Line::drop_key(self.line.as_fd(), *key))?;
-        left.past = journal::load(self.journals(), self.epoch());
+        files.keys().try_for_each(|key| KeeperConnection::drop_key(self.line.as_fd(), *key))?;
+        left.journal_entries = journal::load(self.journals(), self.epoch());
         Ok(self.has_client().then_some(left))
     }
 
     /// What the server before has left, once. `None`: there was none, or it had no client.
-    pub fn take_left(&self) -> Option<Before> {
-        let Left { saved, node_slots, open_slots, lock_slots, mut files, in_window, mapped, past } =
+    pub fn take_left(&self) -> Option<PreviousSession> {
+        let Leftover { saved, node_slots, open_slots, lock_slots, mut files, in_window, mapped, journal_entries } =
             lock(&self.left).take()?;
         let files = open_slots.iter().filter_map(|(open, slot)| Some((*open, files.remove(&slot.index)?))).collect();
-        Some(Before { saved, node_slots, open_slots, lock_slots, files, in_window, mapped, past })
+        Some(PreviousSession { saved, node_slots, open_slots, lock_slots, files, in_window, mapped, journal_entries })
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -260,7 +260,7 @@ impl Kept {
         &self.memory[HEAD_WORDS..HEAD_WORDS + self.geometry.journal_words()]
     }
 
-    pub(crate) fn places(&self, worker: usize) -> Option<MutexGuard<'_, Places>> {
+    pub(crate) fn places(&self, worker: usize) -> Option<MutexGuard<'_, EntryUse>> {
         self.places.get(worker).map(lock)
     }
 
@@ -291,9 +291,9 @@ impl Kept {
     ///
     /// # Errors
     /// The keeper is gone, or there are no descriptors left.
-    pub fn keep_in_flight(&self, file: &File) -> Result<(), KeptError> {
-        Line::put(self.line.as_fd(), IN_FLIGHT, file.as_fd())?;
-        *lock(&self.in_flight) = Some(file.try_clone().map_err(KeptError::Memory)?);
+    pub fn keep_in_flight(&self, file: &File) -> Result<(), StoreError> {
+        KeeperConnection::put(self.line.as_fd(), IN_FLIGHT, file.as_fd())?;
+        *lock(&self.in_flight) = Some(file.try_clone().map_err(StoreError::Memory)?);
         Ok(())
     }
 
@@ -321,8 +321,8 @@ impl Kept {
     ///
     /// # Errors
     /// The keeper is gone.
-    pub fn keep_connection(&self, socket: BorrowedFd<'_>) -> Result<(), LineError> {
-        Line::put(self.line.as_fd(), CONNECTION, socket)?;
+    pub fn keep_connection(&self, socket: BorrowedFd<'_>) -> Result<(), KeeperError> {
+        KeeperConnection::put(self.line.as_fd(), CONNECTION, socket)?;
         self.has_connection.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -330,16 +330,16 @@ impl Kept {
     /// Has a message of the connection taken, recorded and answered. The connection's thread alone may ask for that.
     ///
     /// # Errors
-    /// [`LineError::Full`]: nothing was done. [`LineError::Gone`]: nobody knows, but no more will be done.
-    pub fn commit(&self, commit: &Commit<'_>) -> Result<(), LineError> {
-        Line::commit(self.line.as_fd(), commit)
+    /// [`KeeperError::Full`]: nothing was done. [`KeeperError::Gone`]: nobody knows, but no more will be done.
+    pub fn commit(&self, commit: &Commit<'_>) -> Result<(), KeeperError> {
+        KeeperConnection::commit(self.line.as_fd(), commit)
     }
 
     /// Forgets the connection: the front end is gone, or nobody listens to it any more.
     pub fn end_connection(&self) {
         drop(self.take_connection());
         self.has_connection.store(false, Ordering::Relaxed);
-        self.told(Line::hang_up(self.line.as_fd()));
+        self.forget_client(KeeperConnection::forget_connection(self.line.as_fd()));
     }
 
     /// A worker's journal, for one of its threads.
@@ -347,7 +347,7 @@ impl Kept {
         Journal::new(Arc::clone(self), worker)
     }
 
-    /// Forgets everything; `init` begins with another client. Answers its number.
+    /// Forgets everything; `init` begins with another client. Returns its number.
     pub fn begin(&self, init: Option<Init>) -> u32 {
         let epoch = (self.epoch.load(Ordering::Relaxed) + 1) & u64::from(u32::MAX);
         self.memory[THERE].store(0, Ordering::Release);
@@ -356,7 +356,7 @@ impl Kept {
         self.epoch.store(epoch, Ordering::Release);
         self.slots.begin(self.epoch());
         drop(lock(&self.left).take());
-        self.told(Line::clear(self.line.as_fd(), init.is_some()));
+        self.forget_client(KeeperConnection::clear(self.line.as_fd(), init.is_some()));
         if let Some(init) = init {
             let numbers = [u64::from(init.minor), u64::from(init.max_readahead_bytes), init.offered, init.agreed];
             for (word, number) in self.memory[INIT..].iter().zip(numbers) {
@@ -367,7 +367,7 @@ impl Kept {
         self.epoch()
     }
 
-    fn told(&self, outcome: Result<(), LineError>) {
+    fn forget_client(&self, outcome: Result<(), KeeperError>) {
         if let Err(error) = outcome
             && !self.said.swap(true, Ordering::Relaxed)
         {
@@ -388,7 +388,7 @@ impl Kept {
             return None;
         };
         if let Some(file) = file {
-            self.told(Line::put(self.line.as_fd(), FILES + u64::from(slot.index), file));
+            self.forget_client(KeeperConnection::put(self.line.as_fd(), FILES + u64::from(slot.index), file));
         }
         self.memory[HIGH_WATER].fetch_max(self.slots.high_water().into(), Ordering::Release);
         Slots::commit(self.slot_words(), slot, kind, bytes.len());
@@ -427,7 +427,7 @@ impl Kept {
     /// The client has closed something, or has it in its window no more.
     pub fn close_file(&self, slot: Slot, had_file: bool) {
         if had_file && slot.epoch == self.epoch() {
-            self.told(Line::drop_key(self.line.as_fd(), FILES + u64::from(slot.index)));
+            self.forget_client(KeeperConnection::drop_key(self.line.as_fd(), FILES + u64::from(slot.index)));
         }
         self.remove(slot);
     }
