@@ -16,7 +16,7 @@ pub trait FuseCarrier: Carrier {
     fn token(&self) -> u64;
 
     /// Whether a server before this one has taken the request already, and may have carried it out.
-    fn is_again(&self) -> bool {
+    fn is_resubmitted(&self) -> bool {
         false
     }
 

@@ -83,7 +83,7 @@ impl Server {
             Operation::Read(ref range) => return self.read(cx, range, carrier),
             Operation::Write { ref range, cached } => {
                 let mut range = *range;
-                if carrier.is_again() {
+                if carrier.is_resubmitted() {
                     // It may have been appended already: it goes to where the client saw the end.
                     range.flags -= OFlags::APPEND;
                 }

@@ -64,8 +64,8 @@ impl<C: FuseCarrier> FuseCarrier for RecordingCarrier<'_, C> {
         self.carrier.token()
     }
 
-    fn is_again(&self) -> bool {
-        self.carrier.is_again()
+    fn is_resubmitted(&self) -> bool {
+        self.carrier.is_resubmitted()
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
@@ -130,7 +130,7 @@ impl Server {
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
     ) -> Served {
-        let is_again = carrier.is_again();
+        let is_again = carrier.is_resubmitted();
         if self.journal.is_none() || !is_non_idempotent(operation) {
             return self.serve_operation(cx, operation, carrier);
         }

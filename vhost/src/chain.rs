@@ -1,9 +1,9 @@
-//! A descriptor chain, translated to memory here.
+//! A descriptor chain, translated to memory of this process.
 
 use ferry_engine::Segment;
 use vm_memory::VolatileSlice;
 
-use crate::fragile;
+use crate::may_fault;
 
 /// The buffers of one request: first what the device may read, then what it may write. The guest may change the
 /// bytes at any time, so they are only ever copied in or out, or handed to the kernel.
@@ -18,9 +18,9 @@ pub struct Chain {
     pub(crate) readable: Vec<Segment>,
     pub(crate) writable: Vec<Segment>,
     /// Some of it may not be there when it is touched, or not be writable: only the kernel copies, who takes no harm.
-    pub(crate) fragile: bool,
+    pub(crate) may_fault: bool,
     /// It was in flight when a server before this one ended.
-    pub(crate) again: bool,
+    pub(crate) resubmitted: bool,
 }
 
 // SAFETY: the segments are addresses. They are used while the memory that they lie in is kept mapped, by whatever thread.
@@ -34,8 +34,8 @@ impl Chain {
     }
 
     /// Whether a server before this one has taken the request already, and may have carried it out.
-    pub fn is_again(&self) -> bool {
-        self.again
+    pub fn is_resubmitted(&self) -> bool {
+        self.resubmitted
     }
 
     /// How many bytes the driver sent.
@@ -48,10 +48,10 @@ impl Chain {
         total(&self.writable)
     }
 
-    /// Copies bytes that the driver sent, from `offset` on. Answers how many there were.
+    /// Copies bytes that the driver sent, from `offset` on. Returns how many there were.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
-        if self.fragile {
-            return fragile::read(pieces(&self.readable, offset, bytes.len()), bytes);
+        if self.may_fault {
+            return may_fault::read(pieces(&self.readable, offset, bytes.len()), bytes);
         }
         let mut done = 0;
         for segment in pieces(&self.readable, offset, bytes.len()) {
@@ -62,10 +62,10 @@ impl Chain {
         done
     }
 
-    /// Copies bytes to the driver's buffers, from `offset` on. Answers how many there was room for.
+    /// Copies bytes to the driver's buffers, from `offset` on. Returns how many there was room for.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> usize {
-        if self.fragile {
-            return fragile::write(pieces(&self.writable, offset, bytes.len()), bytes);
+        if self.may_fault {
+            return may_fault::write(pieces(&self.writable, offset, bytes.len()), bytes);
         }
         let mut done = 0;
         for segment in pieces(&self.writable, offset, bytes.len()) {
@@ -90,8 +90,8 @@ impl Chain {
     pub(crate) fn clear(&mut self) {
         self.readable.clear();
         self.writable.clear();
-        self.fragile = false;
-        self.again = false;
+        self.may_fault = false;
+        self.resubmitted = false;
     }
 }
 

@@ -110,7 +110,7 @@ pub(crate) fn number(message: &[u8; HEADER_BYTES], at: usize) -> u32 {
 
 /// Why the line to the front end is of no use any more.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Broken {
+pub(crate) enum ConnectionBroken {
     #[error("the front end cannot be asked: {0}")]
     Send(Errno),
     #[error("the front end does not answer: {0}")]
@@ -126,7 +126,7 @@ pub(crate) enum Broken {
 }
 
 /// When an answer is not waited for any longer.
-pub(crate) struct Patience<'a> {
+pub(crate) struct WaitLimit<'a> {
     /// The front end is silent for this long.
     pub(crate) within: Duration,
     /// The connection is over. It is asked every [`TICK`].
@@ -139,10 +139,10 @@ pub(crate) fn ask(
     line: &UnixStream,
     (request, body): (u32, &[u8]),
     file: Option<BorrowedFd<'_>>,
-    patience: &Patience<'_>,
+    wait_limit: &WaitLimit<'_>,
     may_be_stale: bool,
-) -> std::result::Result<u64, Broken> {
-    let end = Instant::now() + patience.within;
+) -> std::result::Result<u64, ConnectionBroken> {
+    let end = Instant::now() + wait_limit.within;
     let length = u32::try_from(body.len()).expect("our own requests are short");
     let message = [&header(request, VERSION | NEED_REPLY, length), body].concat();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
@@ -151,43 +151,44 @@ pub(crate) fn ask(
         control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(file)));
     }
     // There was no other question that was not answered: if this one finds no room, nobody reads there.
-    let sent = sendmsg(line, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL).map_err(Broken::Send)?;
+    let sent =
+        sendmsg(line, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL).map_err(ConnectionBroken::Send)?;
     if sent < message.len() {
-        return Err(Broken::Send(Errno::AGAIN));
+        return Err(ConnectionBroken::Send(Errno::AGAIN));
     }
     for _ in 0..=if may_be_stale { STALE_MAX } else { 0 } {
-        let (head, outcome) = receive_answer(line, end, patience)?;
+        let (head, outcome) = receive_answer(line, end, wait_limit)?;
         if head == (request, VERSION | REPLY, 8) {
             return Ok(outcome);
         }
     }
-    Err(Broken::Nonsense)
+    Err(ConnectionBroken::Nonsense)
 }
 
 /// An answer: the three numbers of its header, but for flags that say nothing in one; and what it is.
 fn receive_answer(
     line: &UnixStream,
     end: Instant,
-    patience: &Patience<'_>,
-) -> std::result::Result<((u32, u32, u32), u64), Broken> {
+    wait_limit: &WaitLimit<'_>,
+) -> std::result::Result<((u32, u32, u32), u64), ConnectionBroken> {
     let mut answer = [0; HEADER_BYTES + 8];
     let mut have = 0;
     while have < answer.len() {
         let left = end.saturating_duration_since(Instant::now());
-        let tick = Timespec::try_from(left.min(TICK)).map_err(|_| Broken::Silence(patience.within))?;
+        let tick = Timespec::try_from(left.min(TICK)).map_err(|_| ConnectionBroken::Silence(wait_limit.within))?;
         match poll(&mut [PollFd::new(line, PollFlags::IN)], Some(&tick)) {
-            Ok(0) if left.is_zero() => return Err(Broken::Silence(patience.within)),
-            Ok(0) if (patience.is_over)() => return Err(Broken::Over),
+            Ok(0) if left.is_zero() => return Err(ConnectionBroken::Silence(wait_limit.within)),
+            Ok(0) if (wait_limit.is_over)() => return Err(ConnectionBroken::Over),
             Ok(0) => continue,
             Ok(_) => {}
             Err(Errno::INTR) => continue,
-            Err(error) => return Err(Broken::Receive(error)),
+            Err(error) => return Err(ConnectionBroken::Receive(error)),
         }
         match recv(line, &mut answer[have..], RecvFlags::empty()) {
-            Ok((_, 0)) => return Err(Broken::HungUp),
+            Ok((_, 0)) => return Err(ConnectionBroken::HungUp),
             Ok((_, bytes)) => have += bytes,
             Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(error) => return Err(Broken::Receive(error)),
+            Err(error) => return Err(ConnectionBroken::Receive(error)),
         }
     }
     let (head, outcome) = answer.split_at(HEADER_BYTES);

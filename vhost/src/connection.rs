@@ -11,14 +11,14 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::vhost_user::{Error, Result};
 
 use crate::Device;
-use crate::crew::{self, Common};
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{Memory, MemoryError};
 use crate::migration::Transfer;
 use crate::ring::{Begin, RingAddresses, RingError, RingSetup};
-use crate::window::{Told, Window};
-use crate::worker::{Control, Letter, Port, QueueHandler, Start, Stopped};
+use crate::window::{AddedRegion, Window};
+use crate::worker::{Command, Control, Port, QueueHandler, Start, Stopped};
+use crate::worker_threads::{self, WorkerShared};
 use ferry_engine::RatelimitedLog;
 
 /// Transport feature bits (VIRTIO 1.3, section 6; vhost-user, "Communication").
@@ -42,7 +42,7 @@ struct Queue<M> {
     /// Requests that were waiting when it was stopped.
     out: Vec<u16>,
     /// Those that were waiting when the state was saved, here or on the host that the guest comes from, until it starts.
-    again: Vec<u16>,
+    resubmitted: Vec<u16>,
     kick: Option<Arc<OwnedFd>>,
     call: Option<Arc<OwnedFd>>,
     error: Option<Arc<OwnedFd>>,
@@ -62,7 +62,7 @@ impl<M> Default for Queue<M> {
             base: 0,
             resumes: false,
             out: Vec::new(),
-            again: Vec::new(),
+            resubmitted: Vec::new(),
             kick: None,
             call: None,
             error: None,
@@ -85,7 +85,7 @@ pub(crate) struct Connection<D: Device> {
     queues: Vec<Queue<Message<D>>>,
     /// The workers' ports, each absent until one of its queues starts.
     workers: Vec<Option<Arc<Port<Message<D>>>>>,
-    common: Common,
+    common: WorkerShared,
     /// Finds handlers that are blocked, where other threads can go on.
     monitor: Option<Monitor>,
     ratelimited_log: Arc<RatelimitedLog>,
@@ -96,12 +96,12 @@ pub(crate) struct Connection<D: Device> {
     /// The device's state on its way to another host, or from there.
     transfer: Option<Transfer>,
     /// Where it is in being taken over from the server before.
-    taking_over: TakingOver,
+    taking_over: Inherited,
 }
 
 /// Where a connection is in being taken over from the server before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TakingOver {
+pub(crate) enum Inherited {
     /// It is a new one.
     No,
     /// What the front end had told the server before is told again; this is `later` memory: of a guest that ran.
@@ -122,7 +122,7 @@ impl<D: Device> Connection<D> {
             None
         });
         let monitor_handle = MonitorHandle::default();
-        let common = Common::new(Arc::clone(&ratelimited_log), monitor_handle.clone(), device.spare_threads());
+        let common = WorkerShared::new(Arc::clone(&ratelimited_log), monitor_handle.clone(), device.spare_threads());
         let monitor = (device.spare_threads() > 0)
             .then(|| Monitor::start("vhost-monitor", monitor_handle, Box::new(|_, _, _| None)));
         let monitor = monitor.transpose().unwrap_or_else(|error| {
@@ -144,12 +144,12 @@ impl<D: Device> Connection<D> {
             window,
             dirty: None,
             transfer: None,
-            taking_over: TakingOver::No,
+            taking_over: Inherited::No,
         }
     }
 
     /// Says whether what comes was said to the server before.
-    pub(crate) fn taking_over(&mut self, taking_over: TakingOver) {
+    pub(crate) fn taking_over(&mut self, taking_over: Inherited) {
         self.taking_over = taking_over;
     }
 
@@ -179,7 +179,7 @@ impl<D: Device> Connection<D> {
         self.features & F_RING_PACKED != 0
     }
 
-    /// What the crate adds by itself is not in it: `REPLY_ACK`.
+    /// What the crate adds on its own is not in it: `REPLY_ACK`.
     fn protocol_offered(&self) -> VhostUserProtocolFeatures {
         let mut features = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
@@ -203,7 +203,7 @@ impl<D: Device> Connection<D> {
     /// The front end can be asked for mappings, and told of changes, here.
     pub(crate) fn attach(&self, socket: &OwnedFd) {
         let Some(window) = &self.window else { return };
-        if matches!(self.taking_over, TakingOver::Now { .. }) {
+        if matches!(self.taking_over, Inherited::Now { .. }) {
             window.take_over();
         }
         match socket.try_clone() {
@@ -213,9 +213,9 @@ impl<D: Device> Connection<D> {
     }
 
     /// Tells the window of the regions that there are.
-    fn tell(&self, added: Option<Told>) {
+    fn tell(&self, added: Option<AddedRegion>) {
         if let Some(window) = &self.window {
-            window.told(self.memory.regions(), added);
+            window.memory_changed(self.memory.regions(), added);
         }
     }
 
@@ -244,7 +244,7 @@ impl<D: Device> Connection<D> {
             return Ok(Arc::clone(port));
         }
         let (told, started) = channel();
-        let port = crew::start((&self.device, &self.session), index, &self.common, told);
+        let port = worker_threads::start((&self.device, &self.session), index, &self.common, told);
         let port = port.map_err(Error::ReqHandlerError)?;
         if let Err(error) = started.recv().map_err(|_| Error::BackendInternalError)? {
             tracing::error!("{error}");
@@ -272,7 +272,7 @@ impl<D: Device> Connection<D> {
             base: queue.base,
             resumes: queue.resumes,
             log: self.inflight.as_ref().and_then(|area| area.region(index)),
-            again: queue.again.clone(),
+            resubmitted: queue.resubmitted.clone(),
             dirty: self.dirty.clone().filter(|_| self.features & F_LOG_ALL != 0),
             kick: Arc::clone(kick),
             call: queue.call.clone(),
@@ -281,17 +281,17 @@ impl<D: Device> Connection<D> {
         let port = self.worker(self.device.worker_of(index))?;
         self.device.resumed(&self.session);
         let (reply, outcome) = channel();
-        port.0.post(Letter::Control(Control::Start(index, start, reply)));
+        port.0.post(Command::Control(Control::Start(index, start, reply)));
         self.queues[index].worker = Some(port);
         match outcome.recv() {
             Ok(Ok(())) => {
                 self.queues[index].running = true;
-                self.queues[index].again.clear();
+                self.queues[index].resubmitted.clear();
             }
             Ok(Err(reason)) => {
                 self.ratelimited_log.error(format_args!("queue {index}: {reason}"));
                 // One that is taken over had lost its memory under the server before.
-                let is_taken_over = matches!(self.taking_over, TakingOver::Now { .. });
+                let is_taken_over = matches!(self.taking_over, Inherited::Now { .. });
                 self.queues[index].adrift = is_taken_over || matches!(reason, RingError::Address { .. });
                 if !is_taken_over {
                     return Err(Error::InvalidParam);
@@ -310,7 +310,7 @@ impl<D: Device> Connection<D> {
         let queue = &mut self.queues[index];
         let Some(port) = queue.worker.as_ref().filter(|_| queue.running) else { return };
         let (reply, stopped) = channel();
-        port.0.post(Letter::Control(Control::Stop(index, reply)));
+        port.0.post(Command::Control(Control::Stop(index, reply)));
         queue.running = false;
         queue.adrift = false;
         match stopped.recv() {
@@ -319,11 +319,11 @@ impl<D: Device> Connection<D> {
         }
     }
 
-    /// A queue that the server before had stopped, and that has not run here, is to begin at `base`: if that is somewhere else, the
-    /// driver has begun anew, and what was in flight is void.
-    fn forget_if_anew(&self, index: u32, base: u32) {
+    /// A queue that the server before had stopped, and that has not run here, is to begin at `base`: if that is
+    /// somewhere else, the driver has begun again, and what was in flight is void.
+    fn reset_if_restarted(&self, index: u32, base: u32) {
         let queue = self.queues.get(index as usize).filter(|queue| queue.worker.is_none());
-        if self.taking_over == TakingOver::Done
+        if self.taking_over == Inherited::Done
             && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base), Begin::At(_)))
             && let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index as usize))
         {
@@ -367,14 +367,14 @@ impl<D: Device> Connection<D> {
         let goes_on = |queue: &Queue<_>| (queue.running || queue.adrift) && !stays(queue);
         let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
         if let Some(window) = &self.window {
-            window.is_telling();
+            window.memory_change_begins();
         }
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
         // What still runs stays. It reads this before any chain that the driver makes available once the front end has its answer.
         for (index, queue) in self.queues.iter().enumerate().filter(|(_, queue)| queue.running) {
             if let Some(port) = &queue.worker {
-                port.0.post(Letter::Control(Control::Memory(index, self.memory.clone())));
+                port.0.post(Command::Control(Control::Memory(index, self.memory.clone())));
             }
         }
         self.tell(None);
@@ -392,7 +392,7 @@ impl<D: Device> Connection<D> {
 
     /// Notes for our successor what the driver has set.
     fn keep(&self) {
-        if let (Some(area), Some(kept)) = (&self.inflight, self.device.kept(&self.session)) {
+        if let (Some(area), Some(kept)) = (&self.inflight, self.device.driver_state(&self.session)) {
             area.keep(kept);
         }
     }
@@ -429,7 +429,7 @@ impl<D: Device> Drop for Connection<D> {
             window.end();
         }
         for port in self.workers.iter().flatten() {
-            port.0.post(Letter::Control(Control::Quit));
+            port.0.post(Command::Control(Control::Quit));
         }
         // It starts no more threads.
         self.monitor = None;

@@ -131,7 +131,7 @@ impl Area {
     }
 
     /// What the driver had set when its server before us ended.
-    pub(crate) fn kept(&self) -> Option<u32> {
+    pub(crate) fn driver_state(&self) -> Option<u32> {
         let note = self.note()?.load_u64(0, Ordering::Acquire);
         u32::try_from(note & !NOTED).ok().filter(|_| note & NOTED != 0)
     }
@@ -213,7 +213,7 @@ impl Region {
     }
 
     /// Whether it may be that of another guest, whose ring is gone.
-    pub(crate) fn may_be_anothers(&self) -> bool {
+    pub(crate) fn may_belong_to_other_guest(&self) -> bool {
         self.area.is_own
     }
 

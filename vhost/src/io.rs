@@ -28,12 +28,12 @@ fn segments(request: &TransferRequest, chain: &Chain) -> impl Iterator<Item = Se
 
 /// What a handler has answered, and the transfer that is still to be made.
 #[derive(Debug)]
-pub(crate) struct Served {
+pub(crate) struct ServedChain {
     pub(crate) answer: Answer,
     request: Option<TransferRequest>,
 }
 
-impl Served {
+impl ServedChain {
     /// Has a handler serve a chain. One that panics has failed.
     pub(crate) fn by<H: QueueHandler>(handler: &mut H, chain: &Chain, token: u64) -> Self {
         let mut io = Io { chain, token, request: None };
@@ -87,7 +87,7 @@ impl Io<'_> {
     /// sent. Returns what [`crate::QueueHandler::serve`] is to return.
     pub fn transfer(&mut self, request: TransferRequest) -> Answer {
         // Nobody but the kernel may copy from or to fragile memory.
-        let file = match self.chain.fragile && request.file.memory().is_some() {
+        let file = match self.chain.may_fault && request.file.memory().is_some() {
             true => Arc::new(request.file.without_memory()),
             false => request.file,
         };

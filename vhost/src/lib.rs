@@ -15,32 +15,32 @@
 //! that makes no sense stops until it is set up again. The front end (the VMM) is trusted with the memory that it
 //! hands over, but not to send well-formed messages.
 
+mod batch;
 mod chain;
 mod channel;
+mod coalesce;
 mod connection;
-mod crew;
-mod desk;
 mod dirty;
-mod fragile;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod gather;
 mod inflight;
 mod io;
-mod lasting;
+mod may_fault;
 mod memory;
 mod migration;
-mod pace;
+mod persistent_connection;
 mod pool;
 mod ring;
 mod server;
 mod shared;
 mod slots;
 mod socket;
+mod takeover;
 mod threads;
 mod waiting;
 mod window;
 mod worker;
+mod worker_threads;
 
 pub use chain::Chain;
 pub use ferry_engine::RatelimitedLog;
@@ -74,11 +74,11 @@ pub trait Device: Send + Sync + 'static {
     }
     /// The device's configuration space; `None` leaves it to the front end.
     fn config(&self) -> Option<Vec<u8>>;
-    /// The driver writes to the configuration space. Answers whether it may, there.
+    /// The driver writes to the configuration space. Returns whether it may, there.
     fn write_config(&self, _session: &Self::Session, _offset: u32, _bytes: &[u8]) -> bool {
         false
     }
-    /// Whether the configuration space may change by itself, see [`Server::config_changed`].
+    /// Whether the configuration space may change on its own, see [`Server::config_changed`].
     fn changes_config(&self) -> bool {
         false
     }
@@ -109,10 +109,10 @@ pub trait Device: Send + Sync + 'static {
         false
     }
     /// What the driver has set in the configuration space, for [`restore`](Self::restore). `None`: there is nothing.
-    fn kept(&self, _session: &Self::Session) -> Option<u32> {
+    fn driver_state(&self, _session: &Self::Session) -> Option<u32> {
         None
     }
-    /// A process that served this driver before has crashed: what its [`kept`](Self::kept) answered last, by way of the
+    /// A process that served this driver before has crashed: what its [`driver_state`](Self::driver_state) answered last, by way of the
     /// front end. Front ends do not write the configuration again.
     fn restore(&self, _session: &Self::Session, _kept: u32) {}
     /// The driver has chosen these virtio features. It may choose again.
@@ -121,7 +121,7 @@ pub trait Device: Send + Sync + 'static {
     fn reset(&self, _session: &Self::Session) {}
     /// Memory of what is in flight that the device keeps itself ([`in_flight_memory`]), wherever a front end may or may not
     /// keep some. Chains may be [`Answer::Parked`], and are served again; those that were taken before say so
-    /// ([`Chain::is_again`]).
+    /// ([`Chain::is_resubmitted`]).
     fn in_flight(&self) -> Option<std::fs::File> {
         None
     }

@@ -1,4 +1,4 @@
-//! The guest's memory.
+//! The guest's memory regions.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -46,7 +46,7 @@ struct Region {
 /// What a region's file allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Nature {
-    /// The guest's memory.
+    /// The guest's memory regions.
     Memory,
     /// A file that was added later, and that somebody can cut short: memory (a DIMM was plugged in), or a file in the window of
     /// another process. The kernel copies from and to it; whatever a ring needs is taken for memory.
@@ -154,10 +154,10 @@ impl Memory {
         })
     }
 
-    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Answers whether any of it is
-    /// fragile (see [`Chain::fragile`](crate::Chain)); `None`: it is not all memory.
+    /// Adds the pieces of `[address, address + bytes)` (guest-physical) to `out`. Returns whether any of it is fragile
+    /// (see [`Chain::may_fault`](crate::Chain)); `None`: it is not all memory.
     pub(crate) fn translate(&self, mut address: u64, mut bytes: u64, out: &mut Vec<Segment>) -> Option<bool> {
-        let mut fragile = false;
+        let mut may_fault = false;
         while bytes > 0 {
             let after = self.regions.partition_point(|region| region.guest_start <= address);
             let region = after.checked_sub(1).and_then(|index| self.regions.get(index))?;
@@ -165,7 +165,7 @@ impl Memory {
             if within >= region.bytes {
                 return None;
             }
-            fragile |= region.nature != Nature::Memory;
+            may_fault |= region.nature != Nature::Memory;
             let piece = bytes.min(region.bytes - within);
             let (Ok(offset), Ok(length)) = (usize::try_from(within), usize::try_from(piece)) else { return None };
             let start = region.map.as_ptr().wrapping_add(offset);
@@ -175,10 +175,10 @@ impl Memory {
                 _ => out.push(Segment { address: start, bytes: length }),
             }
             bytes -= piece;
-            let Some(next) = address.checked_add(piece) else { return (bytes == 0).then_some(fragile) };
+            let Some(next) = address.checked_add(piece) else { return (bytes == 0).then_some(may_fault) };
             address = next;
         }
-        Some(fragile)
+        Some(may_fault)
     }
 
     /// Where `[address, address + bytes)` (guest-physical) lies here, if it lies in one region, and not in a window.
@@ -326,7 +326,7 @@ pub(crate) mod tests {
         );
         sealed.set_len(0x1000).unwrap();
         rustix::fs::fcntl_add_seals(&sealed, SealFlags::SHRINK).unwrap();
-        for (what, file, fragile) in [
+        for (what, file, may_fault) in [
             ("on tmpfs", named.reopen().unwrap(), true),
             ("on tmpfs, without a name", tempfile::tempfile_in("/dev/shm").unwrap(), true),
             ("on a disk", tempfile::tempfile_in("/var/tmp").unwrap(), true),
@@ -340,7 +340,7 @@ pub(crate) mod tests {
                 }
                 let memory = Memory::default().with(&region(0x1000, 0x1000), file, was_added).unwrap();
                 let found = memory.translate(0x1000, 0x1000, &mut Vec::new());
-                assert_eq!(found, Some(fragile && was_added), "{what}, added: {was_added}");
+                assert_eq!(found, Some(may_fault && was_added), "{what}, added: {was_added}");
                 // A ring may lie in any of it, for it may be the guest's memory.
                 assert!(memory.translate_whole(0x1000, 0x1000).is_some());
             }

@@ -21,16 +21,16 @@ const SILENCE_MAX: Duration = Duration::from_secs(60);
 const END_MAX: Duration = Duration::from_secs(1);
 
 /// How often it is looked at meanwhile.
-const GLANCE: Duration = Duration::from_millis(2);
+const ABORT_POLL: Duration = Duration::from_millis(2);
 
 /// A pipe whose other end must not keep us waiting for ever.
-struct Watched {
+struct AbortablePipe {
     pipe: File,
     /// Ends when nobody wants the outcome any more.
     wanted: PipeReader,
 }
 
-impl Watched {
+impl AbortablePipe {
     fn wait(&self, flags: PollFlags) -> io::Result<()> {
         let longest = Timespec::try_from(SILENCE_MAX).map_err(io::Error::other)?;
         loop {
@@ -48,14 +48,14 @@ impl Watched {
     }
 }
 
-impl Read for Watched {
+impl Read for AbortablePipe {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         self.wait(PollFlags::IN)?;
         self.pipe.read(bytes)
     }
 }
 
-impl Write for Watched {
+impl Write for AbortablePipe {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.wait(PollFlags::OUT)?;
         // As much as fits into a pipe that is not full: more would wait for the other end.
@@ -104,7 +104,7 @@ impl Transfer {
             if Instant::now() > end {
                 return true;
             }
-            sleep(GLANCE);
+            sleep(ABORT_POLL);
         }
         false
     }
@@ -118,10 +118,10 @@ impl Transfer {
 
 fn begin(
     pipe: File,
-    run: impl FnOnce(Watched) -> io::Result<Option<Vec<u8>>> + Send + 'static,
+    run: impl FnOnce(AbortablePipe) -> io::Result<Option<Vec<u8>>> + Send + 'static,
 ) -> io::Result<Transfer> {
     let (reader, writer) = io::pipe()?;
-    let pipe = Watched { pipe, wanted: reader };
+    let pipe = AbortablePipe { pipe, wanted: reader };
     let thread = Builder::new().name("migration".into()).spawn(move || run(pipe))?;
     Ok(Transfer { thread, _wanted: writer })
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use ferry_engine::IDLE_THREAD;
 
-use crate::desk::lock;
+use crate::takeover::lock;
 use crate::threads::Threads;
 
 /// What a thread is to do, with a handler of its own.

@@ -140,11 +140,12 @@ impl Ring {
         })
     }
 
-    /// Has chains taken once more that were taken before, maybe on another host: all that lie between where the driver's memory says that chains
-    /// are used and where the ring begins. Answers whether that is so; a ring that has begun anew has none.
-    pub(crate) fn take_again(&mut self, heads: Vec<u16>) -> bool {
+    /// Has chains taken once more that were taken before, maybe on another host: all that lie between where the
+    /// driver's memory says that chains are used and where the ring begins. Returns whether that is so; a ring that has
+    /// begun again has none.
+    pub(crate) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
         match self {
-            Self::Split(ring) => ring.take_again(heads),
+            Self::Split(ring) => ring.take_resubmitted(heads),
             Self::Packed(_) => false,
         }
     }
@@ -193,14 +194,14 @@ impl Ring {
         either!(self, ring => ring.push(chain, written));
     }
 
-    /// Shows the driver all chains given back. Answers whether it wants to be signalled.
+    /// Shows the driver all chains given back. Returns whether it wants to be signalled.
     #[inline]
     pub(crate) fn publish(&mut self) -> bool {
         either!(self, ring => ring.publish())
     }
 
-    /// Asks the driver to kick (or not) when it makes something available. Answers whether something is already,
-    /// in which case no kick may come for it.
+    /// Asks the driver to kick (or not) when it makes something available. Returns whether something is already, in
+    /// which case no kick may come for it.
     #[inline]
     pub(crate) fn want_kicks(&mut self, wanted: bool) -> bool {
         either!(self, ring => ring.want_kicks(wanted))

@@ -15,8 +15,8 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
 use crate::channel::{self, Channel};
-use crate::connection::{Connection, TakingOver};
-use crate::lasting::{self, Lasting, LostError};
+use crate::connection::{Connection, Inherited};
+use crate::persistent_connection::{self, LostError, PersistentConnection};
 
 /// Why a device cannot be served: a thread or descriptor cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -141,7 +141,7 @@ impl Drop for Server {
 }
 
 /// What came while the server waited for a front end.
-enum Arrival {
+enum Accepted {
     FrontEnd(UnixStream),
     /// None did within the time.
     Nobody,
@@ -156,22 +156,22 @@ impl Stop {
         listener: &UnixListener,
         last: Option<Instant>,
         ratelimited_log: &RatelimitedLog,
-    ) -> io::Result<Arrival> {
+    ) -> io::Result<Accepted> {
         loop {
             let mut fds =
                 [PollFd::new(&self.event, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
             let left = last.map(|last| Timespec::try_from(last.saturating_duration_since(Instant::now())));
             match poll(&mut fds, left.transpose().map_err(io::Error::other)?.as_ref()) {
-                Ok(0) => return Ok(Arrival::Nobody),
+                Ok(0) => return Ok(Accepted::Nobody),
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(error.into()),
             }
             if !fds[0].revents().is_empty() {
-                return Ok(Arrival::Stop);
+                return Ok(Accepted::Stop);
             }
             match listener.accept() {
-                Ok((stream, _)) => return Ok(Arrival::FrontEnd(stream)),
+                Ok((stream, _)) => return Ok(Accepted::FrontEnd(stream)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
@@ -207,15 +207,15 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         let conversation = match left.take() {
             Some(conversation) => conversation,
             None => match stop.accept(listener, awaited, &ratelimited_log) {
-                Ok(Arrival::FrontEnd(stream)) => begin(stream, device.keeps_connections()),
-                Ok(Arrival::Nobody) => {
+                Ok(Accepted::FrontEnd(stream)) => begin(stream, device.keeps_connections()),
+                Ok(Accepted::Nobody) => {
                     tracing::info!("the guest that was here before is gone: its files and locks are given back");
                     awaited = None;
                     forget();
                     continue;
                 }
-                Ok(Arrival::Stop) if awaited.is_some() && stop.for_good.load(Ordering::Relaxed) => return forget(),
-                Ok(Arrival::Stop) => return,
+                Ok(Accepted::Stop) if awaited.is_some() && stop.for_good.load(Ordering::Relaxed) => return forget(),
+                Ok(Accepted::Stop) => return,
                 Err(error) => {
                     tracing::error!("the socket is lost: {error}");
                     return;
@@ -295,7 +295,7 @@ fn converse<D: Device>(
 
 /// Why a front end is let go.
 #[derive(Debug, thiserror::Error)]
-enum LetGo {
+enum ReleasedConnection {
     #[error("there is no descriptor left: {0}")]
     Descriptors(io::Error),
     #[error(transparent)]
@@ -306,7 +306,7 @@ enum LetGo {
 
 /// What became of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Heard {
+enum Received {
     Done,
     /// It was refused, and the front end told, if it asked to be; what it does next is up to it.
     Refused,
@@ -329,8 +329,8 @@ impl<'a, D: Device> Listener<'a, D> {
         stream: UnixStream,
         connection: &'a Arc<Mutex<Connection<D>>>,
         channel: &'a Channel,
-    ) -> Result<Self, LetGo> {
-        let ours = stream.try_clone().map_err(LetGo::Descriptors)?;
+    ) -> Result<Self, ReleasedConnection> {
+        let ours = stream.try_clone().map_err(ReleasedConnection::Descriptors)?;
         let requests = BackendReqHandler::from_stream(stream, Arc::clone(connection));
         let takes_channel = device.changes_config() || device.window_bytes().is_some();
         Ok(Self { requests, ours, connection, channel, takes_channel })
@@ -341,7 +341,7 @@ impl<'a, D: Device> Listener<'a, D> {
     }
 
     /// Waits for a message, and acts upon it.
-    fn hear(&mut self) -> Result<Heard, LetGo> {
+    fn hear(&mut self) -> Result<Received, ReleasedConnection> {
         let taken = channel::take(&self.ours, self.takes_channel, || self.connection().acknowledges());
         let outcome = match taken {
             Ok(Some(socket)) => {
@@ -353,13 +353,13 @@ impl<'a, D: Device> Listener<'a, D> {
             Err(error) => Err(error),
         };
         match outcome {
-            Ok(()) => Ok(Heard::Done),
-            Err(Error::Disconnected | Error::PartialMessage) => Ok(Heard::Over),
+            Ok(()) => Ok(Received::Done),
+            Err(Error::Disconnected | Error::PartialMessage) => Ok(Received::Over),
             Err(error @ (Error::ReqHandlerError(_) | Error::InvalidOperation(_))) => {
                 self.connection().refuses(&error);
-                Ok(Heard::Refused)
+                Ok(Received::Refused)
             }
-            Err(error) => Err(LetGo::Message(error)),
+            Err(error) => Err(ReleasedConnection::Message(error)),
         }
     }
 }
@@ -369,9 +369,9 @@ fn listen<D: Device>(
     stream: UnixStream,
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
-) -> Result<(), LetGo> {
+) -> Result<(), ReleasedConnection> {
     let mut listener = Listener::new(device, stream, connection, &stop.channel)?;
-    while listener.hear()? != Heard::Over {}
+    while listener.hear()? != Received::Over {}
     Ok(())
 }
 
@@ -381,20 +381,20 @@ fn listen_lasting<D: Device>(
     (stream, kept, records): (UnixStream, &Arc<SessionStore>, &Records),
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
-) -> Result<(), LetGo> {
-    let (near, far) = UnixStream::pair().map_err(LetGo::Descriptors)?;
+) -> Result<(), ReleasedConnection> {
+    let (near, far) = UnixStream::pair().map_err(ReleasedConnection::Descriptors)?;
     let mut listener = Listener::new(device, far, connection, &stop.channel)?;
-    let mut lasting = Lasting::new(stream, near, Arc::clone(kept), records);
+    let mut lasting = PersistentConnection::new(stream, near, Arc::clone(kept), records);
     for (key, (bytes, files)) in records {
-        listener.connection().taking_over(TakingOver::Now { later: lasting::was_added(*key) });
-        lasting.hand_on(bytes, files)?;
-        if listener.hear()? != Heard::Done {
+        listener.connection().taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
+        lasting.forward(bytes, files)?;
+        if listener.hear()? != Received::Done {
             tracing::warn!("the front end's message {key:#x} to the server before cannot be repeated");
         }
         lasting.reply()?;
     }
     if !records.is_empty() {
-        listener.connection().taking_over(TakingOver::Done);
+        listener.connection().taking_over(Inherited::Done);
         tracing::debug!("a front end was taken over");
     }
     loop {
@@ -403,12 +403,12 @@ fn listen_lasting<D: Device>(
             Err(LostError::HungUp | LostError::Stopped) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        lasting.foretell(&message)?;
+        lasting.record_before(&message)?;
         let runs = listener.connection().runs();
         let heard = listener.hear();
         let reply = lasting.reply()?;
-        lasting.rest(listener.connection().resting())?;
-        lasting.commit(&message, &reply, (matches!(heard, Ok(Heard::Done)), runs))?;
+        lasting.record_base(listener.connection().resting())?;
+        lasting.commit(&message, &reply, (matches!(heard, Ok(Received::Done)), runs))?;
         heard?;
     }
 }

@@ -1,4 +1,4 @@
-//! The chains that are being served.
+//! The table of chains that are being served.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
-//! The threads of one connection.
+//! Starts and joins the threads of one connection.
 
 use std::io;
 use std::sync::Mutex;
 use std::thread::{Builder, JoinHandle};
 
-use crate::desk::lock;
+use crate::takeover::lock;
 
 /// All threads that serve one connection, for who waits for their end.
 #[derive(Debug, Default)]

@@ -28,7 +28,7 @@ pub(crate) fn before(state: Vec<u8>, waiting: &[(u16, u16)]) -> Vec<u8> {
     all
 }
 
-/// Takes what waits from before a state, for a device of so many queues; answers it by queue, and the device's state.
+/// Takes what waits from before a state, for a device of so many queues; returns it by queue, and the device's state.
 pub(crate) fn split(state: &[u8], queues: usize) -> Result<(Vec<Vec<u16>>, &[u8]), String> {
     let mut waiting = vec![Vec::new(); queues];
     let Some(rest) = state.strip_prefix(MAGIC) else { return Ok((waiting, state)) };

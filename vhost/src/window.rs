@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-use crate::channel::{self, Broken, Patience};
+use crate::channel::{self, ConnectionBroken, WaitLimit};
 
 mod message;
 
@@ -69,7 +69,7 @@ struct State {
     /// The connection is over.
     ended: bool,
     /// The mapping that is to come back as a region, until it has.
-    awaited: Option<Told>,
+    awaited: Option<AddedRegion>,
     /// Whether mappings come back; not known before the first.
     tells: Option<bool>,
     /// The front end has told of a change of its memory, and waits until what the queues have under way has ended. It
@@ -80,7 +80,7 @@ struct State {
     /// Regions of memory that the front end has told of.
     regions: usize,
     /// What is mapped, by window offset.
-    mapped: HashMap<u64, Known>,
+    mapped: HashMap<u64, KnownFile>,
     /// It was another server's before.
     taken_over: bool,
     /// That may have asked something whose answer it has not read.
@@ -106,7 +106,7 @@ impl std::fmt::Debug for Window {
 
 /// A region as ADD_MEM_REG tells of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct AddedRegion {
     pub(crate) file: FileId,
     pub(crate) file_offset: u64,
     pub(crate) bytes: u64,
@@ -131,16 +131,16 @@ pub(crate) fn is_known(file: FileId) -> bool {
 }
 
 /// A file's being known.
-struct Known(FileId);
+struct KnownFile(FileId);
 
-impl Known {
+impl KnownFile {
     fn new(file: FileId) -> Self {
         *KNOWN.lock().unwrap_or_else(PoisonError::into_inner).entry(file).or_insert(0) += 1;
         Self(file)
     }
 }
 
-impl Drop for Known {
+impl Drop for KnownFile {
     fn drop(&mut self) {
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = known.get_mut(&self.0) {
@@ -160,10 +160,10 @@ fn empty_page() -> rustix::io::Result<OwnedFd> {
 
 impl Window {
     pub(crate) fn new(bytes: u64) -> Self {
-        Self::patient(bytes, REPLY_WITHIN, TOLD_WITHIN)
+        Self::wait_limit(bytes, REPLY_WITHIN, TOLD_WITHIN)
     }
 
-    fn patient(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
+    fn wait_limit(bytes: u64, reply_within: Duration, told_within: Duration) -> Self {
         Self {
             bytes,
             reply_within,
@@ -197,7 +197,7 @@ impl Window {
     pub fn map(&self, file: BorrowedFd<'_>, part: Part) -> Result<(), WindowError> {
         let id = file_id(file).map_err(WindowError::File)?;
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let told = Told { file: id, file_offset: part.file_offset, bytes: part.bytes };
+        let told = AddedRegion { file: id, file_offset: part.file_offset, bytes: part.bytes };
         let line = {
             let mut state = self.state();
             if state.regions >= REGIONS_MAX {
@@ -205,7 +205,7 @@ impl Window {
             }
             let line = state.line()?;
             // Before the front end hears of it, for it may tell of the region before it answers.
-            state.mapped.insert(part.window_offset, Known::new(id));
+            state.mapped.insert(part.window_offset, KnownFile::new(id));
             state.awaited = (state.tells != Some(false)).then_some(told);
             line
         };
@@ -216,7 +216,7 @@ impl Window {
             state.mapped.remove(&part.window_offset);
             return Err(error);
         }
-        let is_told = self.wait_until_told(state)?;
+        let is_told = self.wait_for_region(state)?;
         if !is_told {
             tracing::error!(
                 "the front end says that it has mapped a part of a file, and does not tell of it as it should"
@@ -228,8 +228,8 @@ impl Window {
         Ok(())
     }
 
-    /// Waits until the mapping has come back as a region of memory, where front ends tell. Answers whether it has.
-    fn wait_until_told(&self, mut state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
+    /// Waits until the mapping has come back as a region of memory, where front ends tell. Returns whether it has.
+    fn wait_for_region(&self, mut state: MutexGuard<'_, State>) -> Result<bool, WindowError> {
         let within = if state.tells.is_some() { self.reply_within } else { self.told_within };
         let begun = Instant::now();
         while state.awaited.is_some() && !state.ended {
@@ -273,10 +273,10 @@ impl Window {
         Ok(())
     }
 
-    fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, Broken> {
+    fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, ConnectionBroken> {
         let may_be_stale = self.state().may_be_stale;
-        let patience = Patience { within: self.reply_within, is_over: &|| self.state().ended };
-        channel::ask(line, (asked.code, &asked.body), file, &patience, may_be_stale)
+        let wait_limit = WaitLimit { within: self.reply_within, is_over: &|| self.state().ended };
+        channel::ask(line, (asked.code, &asked.body), file, &wait_limit, may_be_stale)
     }
 
     /// The front end has mapped what the server before this one has asked it for.
@@ -295,7 +295,7 @@ impl Window {
     /// # Errors
     /// Those of `fstat(2)`.
     pub fn adopt(&self, window_offset: u64, file: BorrowedFd<'_>) -> std::io::Result<()> {
-        let known = Known::new(file_id(file)?);
+        let known = KnownFile::new(file_id(file)?);
         self.state().mapped.insert(window_offset, known);
         Ok(())
     }
@@ -340,13 +340,13 @@ impl Window {
         }
     }
 
-    /// The front end tells of a change of its memory. Until [`Self::told`] it is made to wait.
-    pub(crate) fn is_telling(&self) {
+    /// The front end tells of a change of its memory. Until [`Self::memory_changed`] it is made to wait.
+    pub(crate) fn memory_change_begins(&self) {
         self.state().waits = true;
     }
 
     /// The front end has told of its regions of memory, `added` being the new one.
-    pub(crate) fn told(&self, regions: usize, added: Option<Told>) {
+    pub(crate) fn memory_changed(&self, regions: usize, added: Option<AddedRegion>) {
         let mut state = self.state();
         state.regions = regions;
         state.waits = false;
@@ -356,7 +356,7 @@ impl Window {
             state.tells = Some(true);
         }
         // It had to wait for something for so long that it was taken for one that does not tell.
-        let is_late = |told: Told| state.mapped.values().any(|known| known.0 == told.file);
+        let is_late = |told: AddedRegion| state.mapped.values().any(|known| known.0 == told.file);
         if state.tells == Some(false) && added.is_some_and(is_late) {
             tracing::debug!("the front end tells of what it maps, if late");
             state.tells = Some(true);
@@ -381,7 +381,7 @@ impl State {
     }
 
     /// What the outcome of a question means; after some of them the line is of no use any more.
-    fn check(&mut self, outcome: Result<u64, Broken>) -> Result<(), WindowError> {
+    fn check(&mut self, outcome: Result<u64, ConnectionBroken>) -> Result<(), WindowError> {
         match outcome {
             Ok(0) => Ok(()),
             Ok(_) => Err(WindowError::Refused),

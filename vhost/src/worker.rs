@@ -1,4 +1,4 @@
-//! The thread of one virtqueue, or of a few.
+//! A worker: the thread that serves one or more virtqueues.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,16 +11,16 @@ use ferry_vfs::Backing;
 use ferry_engine::{BLOCKED, BusyPoll, IoMode, Mailbox, Ownership, PoolTransfer, Transfers, TransfersError};
 
 use crate::QUEUE_SIZE_MAX;
+use crate::batch::{self, Batcher};
 use crate::chain::Chain;
-use crate::desk::{Desk, Return};
+use crate::coalesce::Coalescer;
 use crate::dirty::{Dirty, DirtyLog};
-use crate::gather::{self, Gather};
 use crate::inflight::Region;
-use crate::io::{Io, Served, finish};
+use crate::io::{Io, ServedChain, finish};
 use crate::memory::Memory;
-use crate::pace::Pace;
 use crate::ring::{Begin, Popped, Ring, RingError, RingSetup};
 use crate::slots::Slots;
+use crate::takeover::{Returned, Takeover};
 use ferry_engine::RatelimitedLog;
 
 /// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
@@ -43,9 +43,9 @@ pub struct WorkerOptions {
     pub begun: Option<fn()>,
 }
 
-/// What a device asks of all its workers.
+/// Options of the queues of a device.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Habits {
+pub(crate) struct QueueOptions {
     pub(crate) gathers: bool,
     pub(crate) registers_memory: bool,
 }
@@ -56,7 +56,7 @@ pub(crate) struct Habits {
 pub enum Answer {
     /// Served; so many bytes were written to it.
     Done(u32),
-    /// A transfer or a reply with the chain's token will come by itself.
+    /// A transfer or a reply with the chain's token will come on its own.
     Later,
     /// A reply will come when somebody else does something, maybe never.
     Parked,
@@ -78,14 +78,14 @@ pub trait QueueHandler: 'static {
     /// What other threads send to have a chain answered.
     type Message: Send + 'static;
     /// What is to be done when a transfer has ended.
-    type Moving: Send + 'static;
+    type PendingTransfer: Send + 'static;
 
     /// A chain was taken from its queue: called by the owner of the queue, in the order of the queue, before [`Self::serve`],
     /// which another thread's handler may be asked for.
     fn accept(&mut self, _token: u64, _chain: &Chain) {}
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
-    /// The chain's transfer ended: finishes its reply. Answers how many bytes were written in all.
+    /// The chain's transfer ended: finishes its reply. Returns how many bytes were written in all.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// A chain that was served or moved, by whatever thread, goes back to the driver now: called by the owner of the queue, which
     /// gives chains back in the order of these calls and of those of [`Self::deliver`]. Returns how many of the bytes that were
@@ -93,7 +93,8 @@ pub trait QueueHandler: 'static {
     fn complete(&mut self, _token: u64, written: u32) -> u32 {
         written
     }
-    /// A reply came for the chain; replies come in the order in which they were sent. Answers how many bytes were written.
+    /// A reply came for the chain; replies come in the order in which they were sent. Returns how many bytes were
+    /// written.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
     /// [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked: answers as well as can be.
     fn failed(&mut self, chain: &Chain) -> u32;
@@ -104,21 +105,21 @@ pub trait QueueHandler: 'static {
         Placement::Here
     }
     /// Takes out what is to be done when the transfer with this token has ended, for another handler.
-    fn detach(&mut self, _token: u64) -> Option<Self::Moving> {
+    fn detach(&mut self, _token: u64) -> Option<Self::PendingTransfer> {
         None
     }
     /// Takes it in, before [`Self::transferred`].
-    fn attach(&mut self, _token: u64, _moving: Self::Moving) {}
+    fn attach(&mut self, _token: u64, _moving: Self::PendingTransfer) {}
 }
 
 /// How other threads reach a worker.
 #[derive(Debug)]
-pub struct Port<M>(pub(crate) Mailbox<Letter<M>>);
+pub struct Port<M>(pub(crate) Mailbox<Command<M>>);
 
 impl<M> Port<M> {
     /// Has the chain of this token answered. A token whose chain is gone is nobody's loss.
     pub fn reply(&self, token: u64, message: M) {
-        self.0.post(Letter::Reply(token, message));
+        self.0.post(Command::Reply(token, message));
     }
 }
 
@@ -132,7 +133,7 @@ impl<M> Drop for Reading<M> {
 }
 
 #[derive(Debug)]
-pub(crate) enum Letter<M> {
+pub(crate) enum Command<M> {
     Reply(u64, M),
     /// Another thread has handed something in.
     Returned,
@@ -173,7 +174,7 @@ pub(crate) struct Start {
     pub(crate) resumes: bool,
     pub(crate) log: Option<Region>,
     /// Chains that were taken before the state was saved, here or on another host, and that nobody has answered.
-    pub(crate) again: Vec<u16>,
+    pub(crate) resubmitted: Vec<u16>,
     /// Where to note which pages are written to.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
     pub(crate) kick: Arc<OwnedFd>,
@@ -202,12 +203,12 @@ struct Running {
 }
 
 /// What a thread serves with, and keeps when another one takes the queues over.
-pub(crate) struct Hands<H: QueueHandler> {
+pub(crate) struct WorkerContext<H: QueueHandler> {
     handler: H,
     transfers: Transfers,
     busy_poll: BusyPoll,
     /// Where the queues lie while the handler runs; `None`: they stay with their thread.
-    desk: Option<Arc<Desk<H>>>,
+    takeover: Option<Arc<Takeover<H>>>,
     owner: Ownership,
 }
 
@@ -228,9 +229,9 @@ pub(crate) struct Worker<H: QueueHandler> {
     last: Option<Arc<Backing>>,
     /// The chain that is being served.
     serving: Option<(usize, Chain)>,
-    gather: Gather,
-    pace: Pace,
-    habits: Habits,
+    batcher: Batcher,
+    coalescer: Coalescer,
+    habits: QueueOptions,
     running: Vec<Running>,
     /// Where queues stopped; starting there again means that their chains are still out.
     stopped: Vec<(usize, u32)>,
@@ -244,19 +245,19 @@ pub(crate) struct Worker<H: QueueHandler> {
     quit: bool,
 }
 
-impl<H: QueueHandler> Hands<H> {
+impl<H: QueueHandler> WorkerContext<H> {
     /// Prepares the calling thread to serve.
     pub(crate) fn new(
         handler: H,
         options: &WorkerOptions,
-        desk: Option<Arc<Desk<H>>>,
+        takeover: Option<Arc<Takeover<H>>>,
         owner: Ownership,
     ) -> Result<Self, TransfersError> {
         let mut transfers = Transfers::new(options.io, u32::from(QUEUE_SIZE_MAX))?;
-        if desk.is_some() {
+        if takeover.is_some() {
             transfers.leave_remote_to_pool();
         }
-        Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll), desk, owner })
+        Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll), takeover, owner })
     }
 
     /// From now on the queues are this thread's.
@@ -275,27 +276,27 @@ impl<H: QueueHandler> Hands<H> {
     }
 
     /// Another thread has the queues: hands in what becomes of the chain that was being served, which lies in this memory.
-    fn hand_in(&mut self, token: u64, chain: Chain, _memory: &Arc<Memory>, served: Served) {
-        let Some(desk) = self.desk.clone() else { return };
+    fn hand_back(&mut self, token: u64, chain: Chain, _memory: &Arc<Memory>, served: ServedChain) {
+        let Some(takeover) = self.takeover.clone() else { return };
         // SAFETY: the memory is kept until this returns.
         let answer = unsafe { served.finish(&mut self.handler, &chain, token) };
-        desk.give_back(Return::Served { token, chain, answer });
+        takeover.give_back(Returned::Served { token, chain, answer });
     }
 
     /// Another thread has the queues: ends the transfers that were begun here.
     pub(crate) fn leave(mut self) {
-        let Some(desk) = self.desk.clone() else { return };
+        let Some(takeover) = self.takeover.clone() else { return };
         loop {
             self.transfers.flush();
             while let Some((token, outcome)) = self.transfers.next_done() {
                 let moving = self.handler.detach(token);
-                desk.give_back(Return::Transferred { token, outcome, moving });
+                takeover.give_back(Returned::Transferred { token, outcome, moving });
             }
             while let Some(PoolTransfer { token, mut transfer }) = self.transfers.next_for_pool() {
                 let moving = self.handler.detach(token);
                 // SAFETY: the owner keeps the memory until the end is handed in.
                 let outcome = unsafe { transfer.run() };
-                desk.give_back(Return::Transferred { token, outcome, moving });
+                takeover.give_back(Returned::Transferred { token, outcome, moving });
             }
             if self.transfers.unfinished() == 0 {
                 break;
@@ -313,7 +314,7 @@ impl<H: QueueHandler> Worker<H> {
     pub(crate) fn new(
         port: Arc<Port<H::Message>>,
         options: WorkerOptions,
-        habits: Habits,
+        habits: QueueOptions,
         last: Option<Arc<Backing>>,
         ratelimited_log: Arc<RatelimitedLog>,
     ) -> Box<Self> {
@@ -322,8 +323,8 @@ impl<H: QueueHandler> Worker<H> {
             port,
             last,
             serving: None,
-            gather: Gather::new(options.poll.min(gather::BOUND_MAX)),
-            pace: Pace::new(),
+            batcher: Batcher::new(options.poll.min(batch::BOUND_MAX)),
+            coalescer: Coalescer::new(),
             habits,
             running: Vec::new(),
             stopped: Vec::new(),
@@ -338,13 +339,13 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// Has the calling thread hear of what comes. The chain that the owner before is blocked with stays with it.
-    pub(crate) fn adopt(&mut self, hands: &mut Hands<H>) -> Result<(), TransfersError> {
-        hands.transfers.watch(&self.port.0).map_err(TransfersError::Setup)?;
+    pub(crate) fn adopt(&mut self, context: &mut WorkerContext<H>) -> Result<(), TransfersError> {
+        context.transfers.watch(&self.port.0).map_err(TransfersError::Setup)?;
         if let Some(last) = &self.last {
-            hands.transfers.hold(last);
+            context.transfers.hold(last);
         }
         for running in &mut self.running {
-            running.watch = hands.transfers.watch_shared(Arc::clone(&running.kick));
+            running.watch = context.transfers.watch_shared(Arc::clone(&running.kick));
         }
         if let Some((queue, stub)) = self.serving.take()
             && let Some(running) = self.running.iter_mut().find(|running| running.queue == queue)
@@ -358,82 +359,82 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// Serves until told to quit, or until another thread has the queues.
-    pub(crate) fn run(mut self: Box<Self>, hands: &mut Hands<H>) -> Result<Ended, TransfersError> {
+    pub(crate) fn run(mut self: Box<Self>, context: &mut WorkerContext<H>) -> Result<Ended, TransfersError> {
         // Rests are to end when they should. Without that they are 50 us longer.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while !self.quit {
             if self.port.0.is_filled() {
-                self.read_letters(hands);
+                self.read_commands(context);
             }
-            self.gather(hands);
+            self.batcher(context);
             let took;
-            (self, took) = match self.take_batch(hands) {
+            (self, took) = match self.take_batch(context) {
                 Some(served) => served,
                 None => return Ok(Ended::Replaced),
             };
-            hands.batch_end();
-            self = match self.flush(hands) {
+            context.batch_end();
+            self = match self.flush(context) {
                 Some(worker) => worker,
                 None => return Ok(Ended::Replaced),
             };
-            self.finish_transfers(hands);
+            self.finish_transfers(context);
             self.publish();
             let is_done = self.slots.moving() == 0 && !self.quit && !self.port.0.is_filled();
             // Who gathers takes turns with the driver already.
             if is_done
                 && !self.habits.gathers
-                && let Some(rest) = self.pace.rest_after(took)
+                && let Some(rest) = self.coalescer.delay_after(took)
             {
-                hands.busy_poll.sleep_for(rest);
-            } else if took == 0 && !self.quit && !self.poll(hands) {
-                self.sleep(hands)?;
+                context.busy_poll.sleep_for(rest);
+            } else if took == 0 && !self.quit && !self.poll(context) {
+                self.sleep(context)?;
             }
         }
-        self.drain(hands);
+        self.drain(context);
         Ok(Ended::Quit)
     }
 
     /// Calls what may wait, with the queues where another thread finds them meanwhile. Without them: one has.
-    fn lend<T>(
+    fn with_takeover<T>(
         self: Box<Self>,
-        hands: &mut Hands<H>,
+        context: &mut WorkerContext<H>,
         call: impl FnOnce(&mut H, &mut Transfers) -> T,
     ) -> (Option<Box<Self>>, T) {
-        let Hands { handler, transfers, desk, owner, .. } = hands;
-        let Some(desk) = desk else { return (Some(self), call(handler, transfers)) };
-        desk.put(self);
-        desk.watch.enter(owner);
-        desk.monitor_handle.ring();
+        let WorkerContext { handler, transfers, takeover, owner, .. } = context;
+        let Some(takeover) = takeover else { return (Some(self), call(handler, transfers)) };
+        takeover.put(self);
+        takeover.watch.enter(owner);
+        takeover.monitor_handle.ring();
         let outcome = call(handler, transfers);
-        let worker = if desk.watch.leave(owner) { desk.take() } else { None };
+        let worker = if takeover.watch.leave(owner) { takeover.take() } else { None };
         (worker, outcome)
     }
 
     /// Begins the transfers, some of which only copy: to a file system that makes writers wait, that takes long.
-    fn flush(self: Box<Self>, hands: &mut Hands<H>) -> Option<Box<Self>> {
-        if !hands.transfers.has_queued() {
-            hands.transfers.flush();
+    fn flush(self: Box<Self>, context: &mut WorkerContext<H>) -> Option<Box<Self>> {
+        if !context.transfers.has_queued() {
+            context.transfers.flush();
             return Some(self);
         }
         let flush = |_: &mut H, transfers: &mut Transfers| {
             transfers.flush();
         };
-        self.lend(hands, flush).0
+        self.with_takeover(context, flush).0
     }
 
     /// Waits for more requests while the driver has enough to do, and the device too if it has anything.
-    fn gather(&mut self, hands: &mut Hands<H>) {
+    fn batcher(&mut self, context: &mut WorkerContext<H>) {
         let moving = self.slots.moving();
-        let is_device_short = moving > 0 && moving < gather::DEVICE_BUSY_FROM;
-        if !self.habits.gathers || is_device_short || !hands.busy_poll.is_free() {
+        let is_device_short = moving > 0 && moving < batch::DEVICE_BUSY_FROM;
+        if !self.habits.gathers || is_device_short || !context.busy_poll.is_free() {
             return;
         }
-        let Self { gather, running, port, .. } = self;
-        let transfers = &mut hands.transfers;
-        gather.wait(|| {
+        let Self { batcher, running, port, .. } = self;
+        let transfers = &mut context.transfers;
+        batcher.wait(|| {
             let mut all = None;
             for running in running.iter().filter(|running| running.has_work()) {
-                let at = u32::from(running.ring.lags_at(gather::ANSWERS_MIN, moving > 0)?);
+                let at = u32::from(running.ring.lags_at(batch::ANSWERS_MIN, moving > 0)?);
                 all = Some(all.unwrap_or(0u32).wrapping_add(at));
             }
             let waits = all.filter(|_| !port.0.is_filled() && !transfers.has_events());
@@ -444,47 +445,47 @@ impl<H: QueueHandler> Worker<H> {
         });
     }
 
-    fn take_batch(mut self: Box<Self>, hands: &mut Hands<H>) -> Option<(Box<Self>, usize)> {
+    fn take_batch(mut self: Box<Self>, context: &mut WorkerContext<H>) -> Option<(Box<Self>, usize)> {
         let mut all = 0;
         for index in 0..self.running.len() {
             let took;
-            (self, took) = self.take_from(hands, index)?;
+            (self, took) = self.take_from(context, index)?;
             all += took;
         }
         Some((self, all))
     }
 
-    /// Serves what waits in one queue; answers how much. `None`: another thread has the queues.
-    fn take_from(mut self: Box<Self>, hands: &mut Hands<H>, index: usize) -> Option<(Box<Self>, usize)> {
+    /// Serves what waits in one queue; returns how much. `None`: another thread has the queues.
+    fn take_from(mut self: Box<Self>, context: &mut WorkerContext<H>, index: usize) -> Option<(Box<Self>, usize)> {
         for took in 0..BATCH_MAX {
             if !self.take_one(index) {
                 return Some((self, took));
             }
             let token = self.slots.next_token();
-            hands.accept(token, &self.chain);
-            let is_slow = hands.desk.as_ref().is_some_and(|desk| desk.slow.is_on());
-            let placement = if is_slow { hands.handler.placement(&self.chain) } else { Placement::Here };
+            context.accept(token, &self.chain);
+            let is_slow = context.takeover.as_ref().is_some_and(|takeover| takeover.slow.is_on());
+            let placement = if is_slow { context.handler.placement(&self.chain) } else { Placement::Here };
             if placement != Placement::Here {
-                self.send_away(hands, index, token, placement);
+                self.send_chain_to_pool(context, index, token, placement);
                 continue;
             }
             let chain = std::mem::take(&mut self.chain);
             // It stays mapped for as long as the handler may use it.
             let memory = Arc::clone(self.running[index].ring.memory());
             self.serving = Some((self.running[index].queue, chain.stub()));
-            let (worker, served) = self.lend(hands, |handler, _| Served::by(handler, &chain, token));
+            let (worker, served) = self.with_takeover(context, |handler, _| ServedChain::by(handler, &chain, token));
             let Some(worker) = worker else {
-                hands.hand_in(token, chain, &memory, served);
+                context.hand_back(token, chain, &memory, served);
                 return None;
             };
             self = worker;
             self.serving = None;
-            self.served(hands, index, token, chain, served);
+            self.served(context, index, token, chain, served);
         }
         Some((self, BATCH_MAX))
     }
 
-    /// Takes the next chain of a queue. Answers whether there is one.
+    /// Takes the next chain of a queue. Returns whether there is one.
     fn take_one(&mut self, index: usize) -> bool {
         let running = &mut self.running[index];
         for _ in 0..BATCH_MAX {
@@ -510,7 +511,7 @@ impl<H: QueueHandler> Worker<H> {
                     self.ratelimited_log.warn(format_args!("{}: a request was dropped: {error}", self.name));
                 }
                 Err(error) => {
-                    running.break_down(&self.name, &error, &self.ratelimited_log);
+                    running.fail_queue(&self.name, &error, &self.ratelimited_log);
                     return false;
                 }
             }
@@ -519,23 +520,30 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// A chain of a queue was served here.
-    fn served(&mut self, hands: &mut Hands<H>, index: usize, token: u64, chain: Chain, mut served: Served) {
+    fn served(
+        &mut self,
+        context: &mut WorkerContext<H>,
+        index: usize,
+        token: u64,
+        chain: Chain,
+        mut served: ServedChain,
+    ) {
         let running = &mut self.running[index];
         if let Answer::Done(written) = served.answer {
-            running.push(&chain, None, hands.handler.complete(token, written));
+            running.push(&chain, None, context.handler.complete(token, written));
             self.chain = chain;
             return;
         }
         // SAFETY: the slot keeps the memory until the transfer has ended.
-        unsafe { served.queue(&mut hands.transfers, &chain, token) };
+        unsafe { served.queue(&mut context.transfers, &chain, token) };
         self.slots.put(running.queue, chain, running.ring.memory(), served.answer == Answer::Parked);
         running.out += 1;
         self.chain = self.spare.pop().unwrap_or_default();
     }
 
     /// Has the chain that was taken served by another thread.
-    fn send_away(&mut self, hands: &mut Hands<H>, index: usize, token: u64, placement: Placement) {
-        let Some(desk) = hands.desk.clone() else { return };
+    fn send_chain_to_pool(&mut self, context: &mut WorkerContext<H>, index: usize, token: u64, placement: Placement) {
+        let Some(takeover) = context.takeover.clone() else { return };
         let running = &mut self.running[index];
         let spare = self.spare.pop().unwrap_or_default();
         let (chain, memory) = (std::mem::replace(&mut self.chain, spare), Arc::clone(running.ring.memory()));
@@ -545,76 +553,78 @@ impl<H: QueueHandler> Worker<H> {
             Placement::InOrder(number) => Some(number),
             Placement::Here | Placement::Anywhere => None,
         };
-        let pool = Arc::clone(&desk.pool);
+        let pool = Arc::clone(&takeover.pool);
         let job = move |handler: &mut H| {
             let start = Instant::now();
-            let served = Served::by(handler, &chain, token);
+            let served = ServedChain::by(handler, &chain, token);
             // SAFETY: `memory` is what the chain lies in.
             let answer = unsafe { served.finish(handler, &chain, token) };
             drop(memory);
             let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
             if start.elapsed() >= BLOCKED {
-                desk.slow.begin();
+                takeover.slow.begin();
             }
-            desk.give_back(Return::Served { token, chain, answer });
+            takeover.give_back(Returned::Served { token, chain, answer });
         };
         if let Err(job) = pool.run(order, Box::new(job)) {
-            job(&mut hands.handler);
+            job(&mut context.handler);
         }
     }
 
     /// Has a transfer made by another thread.
-    fn send_to_pool(&mut self, hands: &mut Hands<H>, transfer: PoolTransfer) {
+    fn send_to_pool(&mut self, context: &mut WorkerContext<H>, transfer: PoolTransfer) {
         let PoolTransfer { token, mut transfer } = transfer;
-        let moving = hands.handler.detach(token);
-        let (Some(desk), Some(memory)) = (hands.desk.clone(), self.slots.memory(token).cloned()) else { return };
-        let pool = Arc::clone(&desk.pool);
+        let moving = context.handler.detach(token);
+        let (Some(takeover), Some(memory)) = (context.takeover.clone(), self.slots.memory(token).cloned()) else {
+            return;
+        };
+        let pool = Arc::clone(&takeover.pool);
         let job = move |_: &mut H| {
             // SAFETY: `memory` is what the chain lies in.
             let outcome = unsafe { transfer.run() };
             drop(memory);
-            desk.give_back(Return::Transferred { token, outcome, moving });
+            takeover.give_back(Returned::Transferred { token, outcome, moving });
         };
         if let Err(job) = pool.run(None, Box::new(job)) {
-            job(&mut hands.handler);
+            job(&mut context.handler);
         }
     }
 
     /// Takes in what other threads have served and moved.
-    fn take_returns(&mut self, hands: &mut Hands<H>) {
-        let Some(desk) = hands.desk.clone() else { return };
-        for back in desk.returns() {
+    fn take_returns(&mut self, context: &mut WorkerContext<H>) {
+        let Some(takeover) = context.takeover.clone() else { return };
+        for back in takeover.returns() {
             match back {
-                Return::Served { token, chain, answer: Answer::Done(written) } => {
+                Returned::Served { token, chain, answer: Answer::Done(written) } => {
                     if let Some((queue, _, memory)) = self.slots.take(token) {
-                        self.give_back(queue, chain, &memory, hands.handler.complete(token, written));
+                        self.give_back(queue, chain, &memory, context.handler.complete(token, written));
                     }
                 }
-                Return::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
-                Return::Transferred { token, outcome, moving } => {
+                Returned::Served { token, chain, answer } => self.slots.fill(token, chain, answer == Answer::Parked),
+                Returned::Transferred { token, outcome, moving } => {
                     if let Some(moving) = moving {
-                        hands.handler.attach(token, moving);
+                        context.handler.attach(token, moving);
                     }
-                    self.transferred(hands, token, outcome);
+                    self.transferred(context, token, outcome);
                 }
             }
         }
-        self.deliver_replies(hands);
+        self.deliver_replies(context);
     }
 
-    fn finish_transfers(&mut self, hands: &mut Hands<H>) {
-        while let Some((token, outcome)) = hands.transfers.next_done() {
-            self.transferred(hands, token, outcome);
+    fn finish_transfers(&mut self, context: &mut WorkerContext<H>) {
+        while let Some((token, outcome)) = context.transfers.next_done() {
+            self.transferred(context, token, outcome);
         }
-        while let Some(transfer) = hands.transfers.next_for_pool() {
-            self.send_to_pool(hands, transfer);
+        while let Some(transfer) = context.transfers.next_for_pool() {
+            self.send_to_pool(context, transfer);
         }
     }
 
-    fn transferred(&mut self, hands: &mut Hands<H>, token: u64, outcome: std::io::Result<usize>) {
+    fn transferred(&mut self, context: &mut WorkerContext<H>, token: u64, outcome: std::io::Result<usize>) {
         let Some((queue, chain, memory)) = self.slots.take(token) else { return };
-        let written = finish(&mut hands.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
-        self.give_back(queue, chain, &memory, hands.handler.complete(token, written));
+        let written = finish(&mut context.handler, &chain, |handler| handler.transferred(token, &chain, outcome));
+        self.give_back(queue, chain, &memory, context.handler.complete(token, written));
     }
 
     fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
@@ -639,21 +649,21 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn poll(&mut self, hands: &mut Hands<H>) -> bool {
-        let Self { port, running, gather, habits, .. } = self;
-        let Hands { transfers, busy_poll, .. } = hands;
+    fn poll(&mut self, context: &mut WorkerContext<H>) -> bool {
+        let Self { port, running, batcher, habits, .. } = self;
+        let WorkerContext { transfers, busy_poll, .. } = context;
         let is_asked = || port.0.is_filled() || running.iter().any(Running::has_work);
         if busy_poll.will_poll() {
             transfers.submit();
         }
         let found = busy_poll.poll(|| is_asked() || transfers.has_events());
-        if found && habits.gathers && transfers.in_flight() >= gather::DEVICE_BUSY_FROM && busy_poll.is_free() {
-            gather.ripen(is_asked);
+        if found && habits.gathers && transfers.in_flight() >= batch::DEVICE_BUSY_FROM && busy_poll.is_free() {
+            batcher.wait_for_peers(is_asked);
         }
         found
     }
 
-    fn sleep(&mut self, hands: &mut Hands<H>) -> Result<(), TransfersError> {
+    fn sleep(&mut self, context: &mut WorkerContext<H>) -> Result<(), TransfersError> {
         // All of them, without stopping at the first that has work.
         let wanted = self.running.iter_mut().filter(|running| !running.broken);
         if wanted.map(|running| running.want_kicks(true)).fold(false, |one, other| one | other) {
@@ -663,75 +673,75 @@ impl<H: QueueHandler> Worker<H> {
             return Ok(());
         }
         // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
-        let Hands { transfers, busy_poll, .. } = hands;
+        let WorkerContext { transfers, busy_poll, .. } = context;
         busy_poll.sleep(|| transfers.sleep())?;
         let in_vain = !self.port.0.is_filled() && !transfers.has_done();
         let in_vain = in_vain && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {
             running.want_kicks(false);
             if in_vain {
-                running.kicked_in_vain(&self.name, &self.ratelimited_log);
+                running.note_vain_kick(&self.name, &self.ratelimited_log);
             }
         }
         Ok(())
     }
 
-    fn read_letters(&mut self, hands: &mut Hands<H>) {
+    fn read_commands(&mut self, context: &mut WorkerContext<H>) {
         // Replies first: stopping waits for those that it sees, and would not see any that lie behind it here.
         let (replies, controls): (Vec<_>, Vec<_>) =
-            self.port.0.take().into_iter().partition(|letter| !matches!(letter, Letter::Control(_)));
+            self.port.0.take().into_iter().partition(|letter| !matches!(letter, Command::Control(_)));
         for letter in replies.into_iter().chain(controls) {
             match letter {
-                Letter::Reply(token, message) => self.deliver(hands, token, message),
-                Letter::Returned => self.take_returns(hands),
-                Letter::Control(Control::Start(queue, start, reply)) => {
-                    let _ = reply.send(self.start(hands, queue, start));
+                Command::Reply(token, message) => self.deliver(context, token, message),
+                Command::Returned => self.take_returns(context),
+                Command::Control(Control::Start(queue, start, reply)) => {
+                    let _ = reply.send(self.start(context, queue, start));
                 }
-                Letter::Control(Control::Stop(queue, reply)) => {
-                    let _ = reply.send(self.stop(hands, queue));
+                Command::Control(Control::Stop(queue, reply)) => {
+                    let _ = reply.send(self.stop(context, queue));
                 }
-                Letter::Control(Control::Memory(queue, memory)) => {
+                Command::Control(Control::Memory(queue, memory)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
                         running.ring.set_memory(Arc::new(memory));
                     }
                 }
-                Letter::Control(Control::Call(queue, call)) => {
+                Command::Control(Control::Call(queue, call)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
                         running.call = call;
                         running.owes_signal = true;
                     }
                 }
-                Letter::Control(Control::Error(queue, error)) => {
+                Command::Control(Control::Error(queue, error)) => {
                     if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
                         running.error = error;
                     }
                 }
-                Letter::Control(Control::Quit) => self.quit = true,
+                Command::Control(Control::Quit) => self.quit = true,
             }
         }
     }
 
-    fn deliver(&mut self, hands: &mut Hands<H>, token: u64, message: H::Message) {
+    fn deliver(&mut self, context: &mut WorkerContext<H>, token: u64, message: H::Message) {
         self.slots.add_reply(token, message);
-        self.deliver_replies(hands);
+        self.deliver_replies(context);
     }
 
     /// Answers chains by the replies that came.
-    fn deliver_replies(&mut self, hands: &mut Hands<H>) {
+    fn deliver_replies(&mut self, context: &mut WorkerContext<H>) {
         while let Some((token, message)) = self.slots.next_reply() {
             let Some(queue) = self.slots.queue(token) else { continue };
             if !self.running.iter().any(|running| running.queue == queue) {
                 self.late.push((token, message));
             } else if let Some((queue, chain, memory)) = self.slots.take(token) {
-                let written = finish(&mut hands.handler, &chain, |handler| handler.deliver(&chain, message));
+                let written = finish(&mut context.handler, &chain, |handler| handler.deliver(&chain, message));
                 self.give_back(queue, chain, &memory, written);
             }
         }
     }
 
-    fn start(&mut self, hands: &mut Hands<H>, queue: usize, start: Start) -> Result<(), RingError> {
-        self.stop(hands, queue);
-        let Start { memory, setup, base, resumes, log, again, dirty, kick, call, error } = start;
+    fn start(&mut self, context: &mut WorkerContext<H>, queue: usize, start: Start) -> Result<(), RingError> {
+        self.stop(context, queue);
+        let Start { memory, setup, base, resumes, log, resubmitted, dirty, kick, call, error } = start;
         let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
         let begin = match resumes && stopped_at == Some(base) {
             true => Begin::Resume(base),
@@ -743,19 +753,19 @@ impl<H: QueueHandler> Worker<H> {
             log.forget();
         }
         if self.habits.registers_memory {
-            self.register(hands, &memory);
+            self.register(context, &memory);
         }
         let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
         let mut ring = Ring::new(Arc::new(memory), &setup, begin, log)?;
-        if !again.is_empty() {
+        if !resubmitted.is_empty() {
             // They were given up when the state was saved.
             self.slots.drop_parked(queue);
-            if !ring.take_again(again) {
+            if !ring.take_resubmitted(resubmitted) {
                 tracing::warn!("queue {queue} has begun anew: what waited before its guest was to move is forgotten");
             }
         }
         ring.want_kicks(false);
-        let watch = hands.transfers.watch_shared(Arc::clone(&kick));
+        let watch = context.transfers.watch_shared(Arc::clone(&kick));
         if matches!(begin, Begin::At(_)) {
             self.slots.drop_parked(queue);
         }
@@ -776,15 +786,15 @@ impl<H: QueueHandler> Worker<H> {
             touched,
         });
         for (token, message) in std::mem::take(&mut self.late) {
-            self.deliver(hands, token, message);
+            self.deliver(context, token, message);
         }
         Ok(())
     }
 
     /// Registers this memory in place of what was registered before, of which nothing is in use any more.
-    fn register(&self, hands: &mut Hands<H>, memory: &Memory) {
+    fn register(&self, context: &mut WorkerContext<H>, memory: &Memory) {
         // SAFETY: the keepers are the mappings.
-        if let Err(error) = unsafe { hands.transfers.register_memory(memory.mapped()) } {
+        if let Err(error) = unsafe { context.transfers.register_memory(memory.mapped()) } {
             self.ratelimited_log.warn(format_args!(
                 "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
                  raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
@@ -793,16 +803,16 @@ impl<H: QueueHandler> Worker<H> {
         }
     }
 
-    fn stop(&mut self, hands: &mut Hands<H>, queue: usize) -> Stopped {
+    fn stop(&mut self, context: &mut WorkerContext<H>, queue: usize) -> Stopped {
         let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
             let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
             return Stopped { base, out: self.slots.of_queue(queue).collect() };
         };
         // Whoever goes on where it stops does not know of those that the server before has left.
-        while self.running[index].ring.is_recovering() && self.serve_again(hands, index) {}
-        self.drain(hands);
+        while self.running[index].ring.is_recovering() && self.serve_resubmitted(context, index) {}
+        self.drain(context);
         let running = self.running.swap_remove(index);
-        if let Err(error) = hands.transfers.unwatch(running.watch) {
+        if let Err(error) = context.transfers.unwatch(running.watch) {
             tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
         }
         let at = running.ring.position();
@@ -814,36 +824,36 @@ impl<H: QueueHandler> Worker<H> {
         Stopped { base: at, out: self.slots.of_queue(queue).collect() }
     }
 
-    /// Serves a chain that the server before has left, whatever that takes. Answers whether there was one.
-    fn serve_again(&mut self, hands: &mut Hands<H>, index: usize) -> bool {
+    /// Serves a chain that the server before has left, whatever that takes. Returns whether there was one.
+    fn serve_resubmitted(&mut self, context: &mut WorkerContext<H>, index: usize) -> bool {
         if !self.take_one(index) {
             return false;
         }
         let (token, chain) = (self.slots.next_token(), std::mem::take(&mut self.chain));
-        hands.accept(token, &chain);
-        let served = Served::by(&mut hands.handler, &chain, token);
-        self.served(hands, index, token, chain, served);
+        context.accept(token, &chain);
+        let served = ServedChain::by(&mut context.handler, &chain, token);
+        self.served(context, index, token, chain, served);
         true
     }
 
-    /// Answers every chain whose answer comes by itself. Parked ones stay.
-    fn drain(&mut self, hands: &mut Hands<H>) {
+    /// Answers every chain whose answer comes on its own. Parked ones stay.
+    fn drain(&mut self, context: &mut WorkerContext<H>) {
         let mut controls = Vec::new();
         loop {
-            hands.transfers.flush();
-            self.finish_transfers(hands);
+            context.transfers.flush();
+            self.finish_transfers(context);
             for letter in self.port.0.take() {
                 match letter {
-                    Letter::Reply(token, message) => self.deliver(hands, token, message),
-                    Letter::Returned => self.take_returns(hands),
-                    control @ Letter::Control(_) => controls.push(control),
+                    Command::Reply(token, message) => self.deliver(context, token, message),
+                    Command::Returned => self.take_returns(context),
+                    control @ Command::Control(_) => controls.push(control),
                 }
             }
             self.publish();
-            if self.slots.moving() == 0 && hands.transfers.unfinished() == 0 {
+            if self.slots.moving() == 0 && context.transfers.unfinished() == 0 {
                 break;
             }
-            if let Err(error) = hands.transfers.sleep() {
+            if let Err(error) = context.transfers.sleep() {
                 tracing::error!("{}: {error}", self.name);
                 break;
             }
@@ -883,7 +893,7 @@ impl Running {
         !self.broken && self.ring.has_available()
     }
 
-    fn break_down(&mut self, name: &str, error: &RingError, ratelimited_log: &RatelimitedLog) {
+    fn fail_queue(&mut self, name: &str, error: &RingError, ratelimited_log: &RatelimitedLog) {
         ratelimited_log.error(format_args!("{name}: stopped until the guest sets the queue up again: {error}"));
         self.broken = true;
         if let Some(fd) = &self.error {
@@ -891,7 +901,7 @@ impl Running {
         }
     }
 
-    fn kicked_in_vain(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
+    fn note_vain_kick(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
         self.vain_kicks += 1;
         if self.vain_kicks == VAIN_KICKS {
             ratelimited_log.warn(format_args!(

@@ -83,7 +83,7 @@ impl Device for Blk {
         }
     }
 
-    fn kept(&self, (): &()) -> Option<u32> {
+    fn driver_state(&self, (): &()) -> Option<u32> {
         Some(self.state.wants_cache().into())
     }
 

@@ -267,7 +267,7 @@ fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Reply;
-    type Moving = ();
+    type PendingTransfer = ();
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut header = [0; HEADER_BYTES];

@@ -63,8 +63,8 @@ impl FuseCarrier for Request<'_, '_> {
         self.io.token()
     }
 
-    fn is_again(&self) -> bool {
-        self.chain.is_again()
+    fn is_resubmitted(&self) -> bool {
+        self.chain.is_resubmitted()
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
@@ -80,7 +80,7 @@ fn written(bytes: usize) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
-    type Moving = DetachedTransfer;
+    type PendingTransfer = DetachedTransfer;
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut request = Request { chain, io, port: &self.port };

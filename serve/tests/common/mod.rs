@@ -67,7 +67,7 @@ impl FuseCarrier for Message {
         7
     }
 
-    fn is_again(&self) -> bool {
+    fn is_resubmitted(&self) -> bool {
         self.again
     }
 

@@ -12,14 +12,14 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, Result, VhostUserBackendReqHandlerMut};
 
-use super::{Connection, F_LOG_ALL, Queue, TakingOver};
+use super::{Connection, F_LOG_ALL, Inherited, Queue};
 use crate::dirty::DirtyLog;
 use crate::inflight::Area;
 use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::migration::Transfer;
 use crate::ring::RingAddresses;
-use crate::window::{self, Told};
-use crate::worker::{Control, Letter};
+use crate::window::{self, AddedRegion};
+use crate::worker::{Command, Control};
 use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
 /// A descriptor that a worker has, too.
@@ -101,7 +101,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         if !self.is_packed() && base > u32::from(u16::MAX) {
             return Err(Error::InvalidParam);
         }
-        self.forget_if_anew(index, base);
+        self.reset_if_restarted(index, base);
         self.restart(index, |queue| (queue.base, queue.resumes) = (base, false))
     }
 
@@ -125,7 +125,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let queue = self.queue(u32::from(index))?;
         queue.call = fd.map(shared);
         if let Some(port) = &queue.worker {
-            port.0.post(Letter::Control(Control::Call(usize::from(index), queue.call.clone())));
+            port.0.post(Command::Control(Control::Call(usize::from(index), queue.call.clone())));
         }
         Ok(())
     }
@@ -134,7 +134,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         let queue = self.queue(u32::from(index))?;
         queue.error = fd.map(shared);
         if let Some(port) = &queue.worker {
-            port.0.post(Letter::Control(Control::Error(usize::from(index), queue.error.clone())));
+            port.0.post(Command::Control(Control::Error(usize::from(index), queue.error.clone())));
         }
         Ok(())
     }
@@ -212,7 +212,7 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
             Error::InvalidParam
         })?;
         self.restart_all(|connection| {
-            if let Some(kept) = area.kept() {
+            if let Some(kept) = area.driver_state() {
                 connection.device.restore(&connection.session, kept);
             }
             connection.inflight = Some(area);
@@ -230,14 +230,14 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
         file: File,
         _: Option<bool>,
     ) -> Result<Option<u64>> {
-        let added = self.window.as_ref().and_then(|_| window::file_id(&file).ok()).map(|id| Told {
+        let added = self.window.as_ref().and_then(|_| window::file_id(&file).ok()).map(|id| AddedRegion {
             file: id,
             file_offset: region.mmap_offset,
             bytes: region.memory_size,
         });
         let was_added = match self.taking_over {
-            TakingOver::Now { later } => later,
-            TakingOver::No | TakingOver::Done => self.runs(),
+            Inherited::Now { later } => later,
+            Inherited::No | Inherited::Done => self.runs(),
         };
         self.remap(|memory| memory.with(region, file, was_added))?;
         self.tell(added);
@@ -326,7 +326,8 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
 impl<D: Device> Connection<D> {
     /// The state of the device, and what waits in its queues. Wherever these start, that is taken once more.
     fn save(&mut self) -> std::result::Result<Vec<u8>, String> {
-        let waits = |queue: &Queue<_>| if queue.again.is_empty() { queue.out.clone() } else { queue.again.clone() };
+        let waits =
+            |queue: &Queue<_>| if queue.resubmitted.is_empty() { queue.out.clone() } else { queue.resubmitted.clone() };
         let queues = (0..=u16::MAX).zip(&self.queues);
         let waiting: Vec<_> =
             queues.flat_map(|(index, queue)| waits(queue).into_iter().map(move |head| (index, head))).collect();
@@ -338,14 +339,14 @@ impl<D: Device> Connection<D> {
             ));
         }
         let state = waiting::before(self.device.save(&self.session)?, &waiting);
-        self.queues.iter_mut().for_each(|queue| queue.again = waits(queue));
+        self.queues.iter_mut().for_each(|queue| queue.resubmitted = waits(queue));
         Ok(state)
     }
 
     fn load(&mut self, state: &[u8]) -> std::result::Result<(), String> {
         let (waiting, state) = waiting::split(state, self.queues.len())?;
         self.device.load(&self.session, state)?;
-        self.queues.iter_mut().zip(waiting).for_each(|(queue, again)| queue.again = again);
+        self.queues.iter_mut().zip(waiting).for_each(|(queue, resubmitted)| queue.resubmitted = resubmitted);
         Ok(())
     }
 }

@@ -103,7 +103,7 @@ impl PackedLog {
         Ok(())
     }
 
-    /// Entries of the free list are not in flight. Answers how many there are.
+    /// Entries of the free list are not in flight. Returns how many there are.
     fn sweep(&mut self) -> Result<u16, LogError> {
         let (mut entry, mut count) = (self.free, 0);
         while entry < self.region.entries {

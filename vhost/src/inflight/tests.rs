@@ -47,19 +47,19 @@ fn what_the_driver_has_set_is_kept_where_there_is_room() {
         Area::open(&kept, file.try_clone().unwrap(), 2).unwrap()
     };
     let area = open(kept.mmap_size);
-    assert_eq!(area.kept(), None);
+    assert_eq!(area.driver_state(), None);
     for set in [0, 7, u32::MAX] {
         area.keep(set);
-        assert_eq!(open(kept.mmap_size).kept(), Some(set));
+        assert_eq!(open(kept.mmap_size).driver_state(), Some(set));
     }
     // Memory that another server made has no room for it, and the last region is not touched.
     let other = open(kept.mmap_size - NOTE_BYTES as u64);
     other.keep(5);
-    assert_eq!((other.kept(), area.kept()), (None, Some(u32::MAX)));
+    assert_eq!((other.driver_state(), area.driver_state()), (None, Some(u32::MAX)));
     area.clear();
-    assert_eq!(area.kept(), None);
+    assert_eq!(area.driver_state(), None);
     area.note().unwrap().store_u64(0, u64::MAX, Ordering::Relaxed);
-    assert_eq!(area.kept(), None, "what we never write");
+    assert_eq!(area.driver_state(), None, "what we never write");
 }
 
 #[test]

@@ -83,7 +83,7 @@ fn check(guest: &Guest, all: usize) {
     assert_eq!(completed, (0..all as u64).collect::<Vec<_>>(), "no request is doubled");
 }
 
-/// Crashes at one store, lets the driver go on meanwhile, and takes over. Answers whether there was a crash.
+/// Crashes at one store, lets the driver go on meanwhile, and takes over. Returns whether there was a crash.
 fn crash_at(stores: usize, size: u16, packed: bool, meanwhile: bool) -> bool {
     let mut guest = Guest::new(size, packed, true);
     let mut device = Device::default();
@@ -98,14 +98,14 @@ fn crash_at(stores: usize, size: u16, packed: bool, meanwhile: bool) -> bool {
         guest.submit(3, false);
     }
     let seen: Vec<u64> = guest.completed.clone();
-    let again = finish(&mut guest, log);
+    let resubmitted = finish(&mut guest, log);
     // Those that were taken and not seen to be answered come first, in the order in which they were taken. One that
     // the device had only begun to take is as if it had not been.
-    let mut order = again.clone();
+    let mut order = resubmitted.clone();
     order.sort_by_key(|number| device.taken.iter().position(|taken| taken == number).unwrap_or(usize::MAX));
-    assert_eq!(again, order, "after {stores} stores");
+    assert_eq!(resubmitted, order, "after {stores} stores");
     if meanwhile {
-        assert!(again.iter().all(|number| !seen.contains(number)), "what was answered is not served again");
+        assert!(resubmitted.iter().all(|number| !seen.contains(number)), "what was answered is not served again");
     }
     assert!(answered_before <= seen.len());
     check(&guest, guest.completed.len());

@@ -40,8 +40,8 @@ pub(super) fn add(chain: &mut Chain, memory: &Memory, extent: Extent, flags: u16
     };
     let Extent { address, bytes } = extent;
     match memory.translate(address, u64::from(bytes), out) {
-        Some(fragile) => {
-            chain.fragile |= fragile;
+        Some(may_fault) => {
+            chain.may_fault |= may_fault;
             Ok(())
         }
         None => Err(ChainError::Outside { address, bytes }),

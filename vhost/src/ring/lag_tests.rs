@@ -65,7 +65,7 @@ fn any_place_that_a_driver_claims_is_survived() {
     ring.publish();
     for place in 0..=u16::MAX {
         let wish = u32::from(place) | 2 << 16;
-        guest.poke(AVAILABLE_PART, &wish.to_le_bytes());
+        guest.write_guest_memory(AVAILABLE_PART, &wish.to_le_bytes());
         let _ = (ring.lags_at(1, false), ring.lags_at(1, true));
     }
 }

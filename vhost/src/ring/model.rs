@@ -79,7 +79,7 @@ impl Guest {
         Ring::new(Arc::clone(&self.memory), &self.setup, begin, log)
     }
 
-    pub(super) fn poke(&self, address: u64, bytes: &[u8]) {
+    pub(super) fn write_guest_memory(&self, address: u64, bytes: &[u8]) {
         let start = self.memory.translate_whole(address, bytes.len() as u64).unwrap();
         // SAFETY: the translation is mapped for as long as `self.memory`.
         unsafe { VolatileSlice::new(start, bytes.len()) }.copy_from(bytes);
@@ -88,7 +88,7 @@ impl Guest {
     pub(super) fn peek<const N: usize>(&self, address: u64) -> [u8; N] {
         let start = self.memory.translate_whole(address, N as u64).unwrap();
         let mut bytes = [0; N];
-        // SAFETY: as in `poke`.
+        // SAFETY: as in `write_guest_memory`.
         unsafe { VolatileSlice::new(start, N) }.copy_to(&mut bytes);
         bytes
     }
@@ -102,14 +102,14 @@ impl Guest {
         let mut raw = address.to_le_bytes().to_vec();
         raw.extend(bytes.to_le_bytes());
         raw.extend(last.iter().flat_map(|half| half.to_le_bytes()));
-        self.poke(table + 16 * u64::from(index), &raw);
+        self.write_guest_memory(table + 16 * u64::from(index), &raw);
     }
 
     pub(super) fn in_flight(&self) -> usize {
         self.flights.len()
     }
 
-    /// Sends a request of so many descriptors (at least two). Answers its number, unless the ring is full.
+    /// Sends a request of so many descriptors (at least two). Returns its number, unless the ring is full.
     pub(super) fn submit(&mut self, descriptors: u16, indirect: bool) -> Option<u64> {
         let taken = if indirect { 1 } else { usize::from(descriptors) };
         let rest = self.free.len().checked_sub(taken)?;
@@ -118,8 +118,8 @@ impl Guest {
         let number = self.numbers;
         self.numbers += 1;
         let buffer = BUFFERS + BUFFER_BYTES * u64::from(id);
-        self.poke(buffer, &number.to_le_bytes());
-        self.poke(buffer + ANSWER_AT, &[0; 8]);
+        self.write_guest_memory(buffer, &number.to_le_bytes());
+        self.write_guest_memory(buffer + ANSWER_AT, &[0; 8]);
         let mut chain = vec![(buffer, 8, 0)];
         chain.extend((2..descriptors).map(|pad| (buffer + 8 + u64::from(pad), 1, 0)));
         chain.push((buffer + ANSWER_AT, 8, WRITE));
@@ -151,9 +151,9 @@ impl Guest {
             self.describe(DESCRIPTORS, places[position], (*address, *bytes), last);
         }
         let entry = AVAILABLE_PART + 4 + 2 * u64::from(self.available % self.size());
-        self.poke(entry, &places[0].to_le_bytes());
+        self.write_guest_memory(entry, &places[0].to_le_bytes());
         self.available = self.available.wrapping_add(1);
-        self.poke(AVAILABLE_PART + 2, &self.available.to_le_bytes());
+        self.write_guest_memory(AVAILABLE_PART + 2, &self.available.to_le_bytes());
     }
 
     fn offer_packed(&mut self, chain: &[(u64, u32, u16)], id: u16) {
@@ -163,16 +163,16 @@ impl Guest {
             let more = if position + 1 < chain.len() { NEXT } else { 0 };
             let flags = flags | more | if self.next.wrap { AVAILABLE } else { USED };
             let at = DESCRIPTORS + 16 * u64::from(self.next.index);
-            self.poke(at, &address.to_le_bytes());
-            self.poke(at + 8, &bytes.to_le_bytes());
-            self.poke(at + 12, &id.to_le_bytes());
+            self.write_guest_memory(at, &address.to_le_bytes());
+            self.write_guest_memory(at + 8, &bytes.to_le_bytes());
+            self.write_guest_memory(at + 12, &id.to_le_bytes());
             match position {
                 0 => first_flags = flags,
-                _ => self.poke(at + 14, &flags.to_le_bytes()),
+                _ => self.write_guest_memory(at + 14, &flags.to_le_bytes()),
             }
             self.next = self.next.after(1, self.size());
         }
-        self.poke(DESCRIPTORS + 16 * u64::from(first.index) + 14, &first_flags.to_le_bytes());
+        self.write_guest_memory(DESCRIPTORS + 16 * u64::from(first.index) + 14, &first_flags.to_le_bytes());
     }
 
     /// Takes all answers, and checks them.
@@ -214,19 +214,19 @@ impl Guest {
                 Wish::Never => (0, EVENT_DISABLE),
                 Wish::Past(count) => (self.next_used.after(count, self.size()).to_bits(), EVENT_DESCRIPTOR),
             };
-            return self.poke(AVAILABLE_PART, &(u32::from(place) | flags << 16).to_le_bytes());
+            return self.write_guest_memory(AVAILABLE_PART, &(u32::from(place) | flags << 16).to_le_bytes());
         }
         let event = AVAILABLE_PART + 4 + 2 * u64::from(self.size());
         match (wish, self.setup.event_index) {
-            (Wish::Past(count), true) => self.poke(event, &self.used.wrapping_add(count).to_le_bytes()),
-            (Wish::Never, true) => self.poke(event, &self.used.wrapping_sub(1).to_le_bytes()),
-            (Wish::Always, true) => self.poke(event, &self.used.to_le_bytes()),
-            (Wish::Never, false) => self.poke(AVAILABLE_PART, &NO_INTERRUPT.to_le_bytes()),
-            (_, false) => self.poke(AVAILABLE_PART, &[0, 0]),
+            (Wish::Past(count), true) => self.write_guest_memory(event, &self.used.wrapping_add(count).to_le_bytes()),
+            (Wish::Never, true) => self.write_guest_memory(event, &self.used.wrapping_sub(1).to_le_bytes()),
+            (Wish::Always, true) => self.write_guest_memory(event, &self.used.to_le_bytes()),
+            (Wish::Never, false) => self.write_guest_memory(AVAILABLE_PART, &NO_INTERRUPT.to_le_bytes()),
+            (_, false) => self.write_guest_memory(AVAILABLE_PART, &[0, 0]),
         }
     }
 
-    /// What a front end says when it connects anew, as QEMU does: the used index where it can be read, else whatever
+    /// What a front end says when it connects again, as QEMU does: the used index where it can be read, else whatever
     /// the ring began with.
     pub(super) fn base(&self) -> u32 {
         match self.setup.packed {
@@ -236,7 +236,7 @@ impl Guest {
     }
 }
 
-/// What the device does with a request. Answers its number.
+/// What the device does with a request. Returns its number.
 pub(super) fn serve(chain: &Chain) -> u64 {
     let mut bytes = [0; 8];
     chain.read_at(0, &mut bytes);

@@ -113,7 +113,7 @@ pub(crate) struct PackedRing {
     /// What is in flight, for whoever comes after us.
     log: Option<PackedLog>,
     /// Chains that were in flight when the server before us ended, by their entry in the log, and their length.
-    again: VecDeque<(u16, u16)>,
+    resubmitted: VecDeque<(u16, u16)>,
 }
 
 impl PackedRing {
@@ -146,7 +146,7 @@ impl PackedRing {
             taken: Vec::new(),
             batch: Vec::new(),
             log: None,
-            again: VecDeque::new(),
+            resubmitted: VecDeque::new(),
         };
         ring.begin(begin)?;
         if let Some(region) = region {
@@ -182,7 +182,7 @@ impl PackedRing {
             let at = DESCRIPTOR_BYTES as usize * usize::from(place.index) + FLAGS;
             (place.index < size).then(|| place.is_available(descriptors.load_u16(at, Ordering::Acquire)))
         };
-        let may_be_anothers = region.may_be_anothers() && matches!(begin, Begin::At(_)) && self.is_fresh();
+        let may_be_anothers = region.may_belong_to_other_guest() && matches!(begin, Begin::At(_)) && self.is_fresh();
         let (mut log, mut found) = PackedLog::open(region.clone(), self.size, self.used, still_available)?;
         // Where nothing was used, what is in flight is found in the ring, too.
         if may_be_anothers && found.as_ref().is_some_and(|found| found.used != Place::FRESH) {
@@ -197,7 +197,7 @@ impl PackedRing {
             let fits = found.used.index < size && found.descriptors <= size;
             self.used = fits.then_some(found.used).ok_or(RingError::Base { base, size })?;
             self.available = found.used.after(found.descriptors, size);
-            self.again = found.entries.into();
+            self.resubmitted = found.entries.into();
         }
         Ok(())
     }
@@ -232,19 +232,19 @@ impl PackedRing {
     }
 
     pub(super) fn is_recovering(&self) -> bool {
-        !self.again.is_empty()
+        !self.resubmitted.is_empty()
     }
 
     #[inline]
     pub(super) fn has_available(&self) -> bool {
         // Acquire: whoever sees the flags sees the descriptor, and those behind it.
-        self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) || !self.again.is_empty()
+        self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) || !self.resubmitted.is_empty()
     }
 
     #[inline]
     pub(super) fn lags_at(&self, least: u16, wholly: bool) -> Option<u16> {
         let wish = self.driver_event.load_u32(0, Ordering::Relaxed);
-        if !self.event_index || wish >> 16 & 3 != EVENT_DESCRIPTOR || !self.again.is_empty() {
+        if !self.event_index || wish >> 16 & 3 != EVENT_DESCRIPTOR || !self.resubmitted.is_empty() {
             return None;
         }
         let event = Place::from_bits(wish & 0xffff);
@@ -257,11 +257,11 @@ impl PackedRing {
     #[inline]
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
         chain.clear();
-        if let Some(entry) = self.again.pop_front() {
+        if let Some(entry) = self.resubmitted.pop_front() {
             let log = self.log.as_ref().expect("entries come from a log");
             log.read(entry, &mut self.taken)?;
             let popped = self.take(entry.0, chain);
-            chain.again = true;
+            chain.resubmitted = true;
             return Ok(popped);
         }
         if !self.available.is_available(self.flags(self.available.index, Ordering::Acquire)) {

@@ -304,10 +304,10 @@ proptest! {
         wish in any::<[u8; 4]>(),
     ) {
         let (guest, mut ring) = ring(true);
-        guest.poke(AVAILABLE_PART, &wish);
+        guest.write_guest_memory(AVAILABLE_PART, &wish);
         for (index, (bytes, (address, length, flags, turn))) in (0u16..).zip(contents.iter().zip(near)) {
             if raw {
-                guest.poke(DESCRIPTORS + 16 * u64::from(index), bytes);
+                guest.write_guest_memory(DESCRIPTORS + 16 * u64::from(index), bytes);
             } else {
                 let flags = flags | if turn { AVAILABLE } else { USED };
                 guest.describe(DESCRIPTORS, index, (BASE + address, length), [index, flags]);

@@ -42,7 +42,7 @@ pub(crate) struct SplitRing {
     /// What is in flight, for whoever comes after us.
     log: Option<SplitLog>,
     /// Chains that were in flight when the server before us ended.
-    again: VecDeque<u16>,
+    resubmitted: VecDeque<u16>,
 }
 
 // SAFETY: the table of descriptors lies in `memory`, which is kept mapped on whatever thread.
@@ -83,7 +83,7 @@ impl SplitRing {
             next_used: used_index,
             published_used: used_index,
             log: None,
-            again: VecDeque::new(),
+            resubmitted: VecDeque::new(),
         };
         if let Some(region) = region {
             let (log, heads) = SplitLog::open(region, size, used_index)?;
@@ -91,14 +91,14 @@ impl SplitRing {
             if let (Some(heads), Begin::At(_)) = (heads, begin) {
                 // All that was taken is either used or in flight.
                 ring.next_available = used_index.wrapping_add(u16::try_from(heads.len()).unwrap_or(0));
-                ring.again = heads.into();
+                ring.resubmitted = heads.into();
             }
         }
         ring.seen_available = ring.next_available;
         Ok(ring)
     }
 
-    pub(super) fn take_again(&mut self, heads: Vec<u16>) -> bool {
+    pub(super) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
         let taken = self.next_available.wrapping_sub(self.next_used);
         if usize::from(taken) != heads.len() || heads.iter().any(|head| *head >= self.size) || self.is_recovering() {
             return false;
@@ -106,7 +106,7 @@ impl SplitRing {
         if let Some(log) = &mut self.log {
             heads.iter().for_each(|head| log.take(*head));
         }
-        self.again = heads.into();
+        self.resubmitted = heads.into();
         true
     }
 
@@ -123,14 +123,14 @@ impl SplitRing {
     }
 
     pub(super) fn is_recovering(&self) -> bool {
-        !self.again.is_empty()
+        !self.resubmitted.is_empty()
     }
 
     #[inline]
     pub(super) fn has_available(&self) -> bool {
         self.next_available != self.seen_available
             || self.available.load_u16(INDEX, Ordering::Acquire) != self.next_available
-            || !self.again.is_empty()
+            || !self.resubmitted.is_empty()
     }
 
     #[inline]
@@ -139,7 +139,7 @@ impl SplitRing {
         let unseen = self.published_used.wrapping_sub(event);
         let waiting = self.available.load_u16(INDEX, Ordering::Acquire).wrapping_sub(self.next_available);
         // A driver that wants no signals leaves the index anywhere, and some further behind than the ring is long.
-        let is_told = self.event_index && unseen <= self.size && unseen >= least && self.again.is_empty();
+        let is_told = self.event_index && unseen <= self.size && unseen >= least && self.resubmitted.is_empty();
         (is_told && (waiting < unseen || wholly && unseen > 0)).then_some(event)
     }
 
@@ -150,9 +150,9 @@ impl SplitRing {
     #[inline]
     pub(super) fn pop(&mut self, chain: &mut Chain) -> Result<Popped, RingError> {
         chain.clear();
-        if let Some(head) = self.again.pop_front() {
+        if let Some(head) = self.resubmitted.pop_front() {
             let popped = self.take(head, chain);
-            chain.again = true;
+            chain.resubmitted = true;
             return Ok(popped);
         }
         if self.next_available == self.seen_available {

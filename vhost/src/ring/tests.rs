@@ -37,7 +37,7 @@ impl Driver {
         (Self { memory, available: 0 }, ring)
     }
 
-    fn poke(&self, address: u64, bytes: &[u8]) {
+    fn write_guest_memory(&self, address: u64, bytes: &[u8]) {
         let mut pieces = Vec::new();
         assert_eq!(self.memory.translate(address, bytes.len() as u64, &mut pieces), Some(false));
         // SAFETY: the translation is mapped for as long as `self.memory`.
@@ -48,7 +48,7 @@ impl Driver {
         let mut pieces = Vec::new();
         assert_eq!(self.memory.translate(address, N as u64, &mut pieces), Some(false));
         let mut bytes = [0; N];
-        // SAFETY: as in `poke`.
+        // SAFETY: as in `write_guest_memory`.
         unsafe { VolatileSlice::new(pieces[0].address, N) }.copy_to(&mut bytes);
         bytes
     }
@@ -58,13 +58,13 @@ impl Driver {
         raw.extend(bytes.to_le_bytes());
         raw.extend(flags.to_le_bytes());
         raw.extend(next.to_le_bytes());
-        self.poke(table + 16 * u64::from(index), &raw);
+        self.write_guest_memory(table + 16 * u64::from(index), &raw);
     }
 
     fn offer(&mut self, head: u16) {
-        self.poke(AVAILABLE + 4 + 2 * u64::from(self.available % SIZE), &head.to_le_bytes());
+        self.write_guest_memory(AVAILABLE + 4 + 2 * u64::from(self.available % SIZE), &head.to_le_bytes());
         self.available = self.available.wrapping_add(1);
-        self.poke(AVAILABLE + 2, &self.available.to_le_bytes());
+        self.write_guest_memory(AVAILABLE + 2, &self.available.to_le_bytes());
     }
 
     fn used(&self) -> u16 {
@@ -81,7 +81,7 @@ fn takes_a_chain_and_gives_it_back() {
     driver.describe(TABLE, 5, (BUFFER + 100, 0, NEXT, 6));
     driver.describe(TABLE, 6, (BUFFER + 100, 1, NEXT | WRITE, 7));
     driver.describe(TABLE, 7, (BUFFER + 200, 20, WRITE, 0));
-    driver.poke(BUFFER, b"0123456789");
+    driver.write_guest_memory(BUFFER, b"0123456789");
     driver.offer(3);
     assert!(ring.has_available());
     assert_eq!(ring.pop(&mut chain).unwrap(), Popped::Chain);
@@ -162,7 +162,7 @@ fn drops_chains_that_make_no_sense_and_goes_on() {
 #[test]
 fn a_jumping_index_is_an_error() {
     let (driver, mut ring) = Driver::new();
-    driver.poke(AVAILABLE + 2, &(SIZE + 1).to_le_bytes());
+    driver.write_guest_memory(AVAILABLE + 2, &(SIZE + 1).to_le_bytes());
     let popped = ring.pop(&mut Chain::default());
     assert!(matches!(popped, Err(RingError::Jump { from: 0, to: 9, size: SIZE })));
 }
@@ -201,10 +201,10 @@ fn signals_and_kicks_follow_the_event_indices() {
         ring.publish()
     };
     let used_event = AVAILABLE + 4 + 2 * u64::from(SIZE);
-    driver.poke(used_event, &0u16.to_le_bytes());
+    driver.write_guest_memory(used_event, &0u16.to_le_bytes());
     assert!(serve(&mut driver, &mut ring, 2), "the driver waits for the first");
     assert!(!serve(&mut driver, &mut ring, 2), "it asked for nothing since");
-    driver.poke(used_event, &6u16.to_le_bytes());
+    driver.write_guest_memory(used_event, &6u16.to_le_bytes());
     assert!(!serve(&mut driver, &mut ring, 2), "four to five are not six");
     assert!(serve(&mut driver, &mut ring, 2));
     assert!(!ring.want_kicks(true));
@@ -215,7 +215,7 @@ fn signals_and_kicks_follow_the_event_indices() {
     let (mut driver, mut ring) = Driver::with(false);
     driver.describe(TABLE, 0, (BUFFER, 4, 0, 0));
     assert!(serve(&mut driver, &mut ring, 1));
-    driver.poke(AVAILABLE, &NO_INTERRUPT.to_le_bytes());
+    driver.write_guest_memory(AVAILABLE, &NO_INTERRUPT.to_le_bytes());
     assert!(!serve(&mut driver, &mut ring, 1));
     ring.want_kicks(false);
     assert_eq!(driver.peek(USED), NO_NOTIFY.to_le_bytes());
@@ -235,7 +235,7 @@ proptest! {
         let (mut driver, mut ring) = Driver::new();
         for (index, (bytes, (address, length, flags, next))) in (0u16..).zip(table.iter().zip(near)) {
             if raw {
-                driver.poke(TABLE + 16 * u64::from(index), bytes);
+                driver.write_guest_memory(TABLE + 16 * u64::from(index), bytes);
             } else {
                 driver.describe(TABLE, index, (BASE + address, length, flags, next));
             }

@@ -29,7 +29,7 @@ fn reply(front: &mut UnixStream, code: u32, outcome: u64) {
 /// A window with a line to its front end, which takes so long at most.
 fn window(reply_within: Duration, told_within: Duration) -> (Arc<Window>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let window = Arc::new(Window::patient(1 << 20, reply_within, told_within));
+    let window = Arc::new(Window::wait_limit(1 << 20, reply_within, told_within));
     window.attach(ours.into());
     (window, theirs)
 }
@@ -71,14 +71,14 @@ fn what_is_mapped_is_known_until_it_is_unmapped() {
 fn a_mapping_is_there_when_its_region_is() {
     let (window, line) = window(REPLY_WITHIN, REPLY_WITHIN);
     let file = memfd(1 << 20);
-    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
     let mine = Arc::clone(&window);
     front(line, move |line, code| {
         reply(line, code, 0);
         // Another device's, and then ours.
-        mine.told(2, Some(Told { bytes: 1, ..told }));
+        mine.memory_changed(2, Some(AddedRegion { bytes: 1, ..told }));
         assert!(mine.state().awaited.is_some());
-        mine.told(3, Some(told));
+        mine.memory_changed(3, Some(told));
     });
     window.map(file.as_fd(), PART).unwrap();
     assert_eq!(window.state().tells, Some(true));
@@ -88,7 +88,7 @@ fn a_mapping_is_there_when_its_region_is() {
 fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     let file = memfd(1 << 20);
-    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
     let (mine, is_late) = (Arc::clone(&window), Arc::new(AtomicBool::new(true)));
     let (was_late, told_twice) = (Arc::clone(&is_late), Arc::new(AtomicBool::new(false)));
     let done = Arc::clone(&told_twice);
@@ -97,15 +97,15 @@ fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
         if !was_late.load(Ordering::SeqCst) {
             std::thread::sleep(4 * NOT_LONG);
             done.store(true, Ordering::SeqCst);
-            mine.told(3, Some(told));
+            mine.memory_changed(3, Some(told));
         }
     });
     window.map(file.as_fd(), PART).unwrap();
     assert_eq!(window.state().tells, Some(false));
     // Memory that has nothing to do with it, and then the region, at last.
-    window.told(1, Some(Told { file: file_id(memfd(1)).unwrap(), ..told }));
+    window.memory_changed(1, Some(AddedRegion { file: file_id(memfd(1)).unwrap(), ..told }));
     assert_eq!(window.state().tells, Some(false));
-    window.told(2, Some(told));
+    window.memory_changed(2, Some(told));
     assert_eq!(window.state().tells, Some(true));
     is_late.store(false, Ordering::SeqCst);
     window.map(file.as_fd(), Part { window_offset: 0, ..PART }).unwrap();
@@ -116,15 +116,15 @@ fn a_front_end_that_tells_late_is_waited_for_from_then_on() {
 fn what_the_front_end_waits_for_does_not_make_it_late() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     let file = memfd(1 << 20);
-    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
     let mine = Arc::clone(&window);
     front(line, move |line, code| {
         // As a message about memory, with a queue in which somebody makes a file durable.
-        mine.is_telling();
+        mine.memory_change_begins();
         reply(line, code, 0);
         std::thread::sleep(4 * NOT_LONG);
-        mine.told(2, None);
-        mine.told(2, Some(told));
+        mine.memory_changed(2, None);
+        mine.memory_changed(2, Some(told));
     });
     window.map(file.as_fd(), PART).unwrap();
     assert_eq!(window.state().tells, Some(true));
@@ -135,14 +135,14 @@ fn a_mapping_that_is_not_told_of_is_undone() {
     let patience = Duration::from_millis(500);
     let (window, line) = window(patience, patience);
     let file = memfd(1 << 20);
-    let told = Told { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
+    let told = AddedRegion { file: file_id(&file).unwrap(), file_offset: PART.file_offset, bytes: PART.bytes };
     let mine = Arc::clone(&window);
     let (asked, codes) = std::sync::mpsc::channel();
     front(line, move |line, code| {
         reply(line, code, 0);
         // Once.
         if mine.state().tells.is_none() {
-            mine.told(2, Some(told));
+            mine.memory_changed(2, Some(told));
         }
         asked.send(code).unwrap();
     });
@@ -214,9 +214,9 @@ fn nobody_waits_for_a_front_end_that_is_gone() {
 fn qemu_is_not_driven_past_its_limit() {
     let (window, line) = window(REPLY_WITHIN, NOT_LONG);
     front(line, |line, code| reply(line, code, 0));
-    window.told(REGIONS_MAX, None);
+    window.memory_changed(REGIONS_MAX, None);
     assert!(matches!(window.map(memfd(1 << 20).as_fd(), PART), Err(WindowError::TooMany(REGIONS_MAX))));
-    window.told(REGIONS_MAX - 1, None);
+    window.memory_changed(REGIONS_MAX - 1, None);
     window.map(memfd(1 << 20).as_fd(), PART).unwrap();
 }
 

@@ -89,8 +89,8 @@ fn a_ring_goes_on_where_it_stopped_and_begins_anew_after_a_reboot() {
     }
 }
 
-/// Asks `count` even numbers, which are answered at once, with `depth` of them under way, and takes a while over each answer, as
-/// an emulated guest does. Answers how many kicks that took.
+/// Asks `count` even numbers, which are answered at once, with `depth` of them under way, and takes a while over each
+/// answer, as an emulated guest does. Returns how many kicks that took.
 fn converse_slowly(driver: &mut Driver, depth: u64, count: u64) -> u64 {
     const WHILE: Duration = Duration::from_micros(60);
     let before = driver.queue(0).counters().kicks;

@@ -98,7 +98,7 @@ impl Device for Toy {
         true
     }
 
-    fn kept(&self, (): &()) -> Option<u32> {
+    fn driver_state(&self, (): &()) -> Option<u32> {
         Some(self.written.load(Ordering::SeqCst).into())
     }
 
@@ -141,7 +141,7 @@ impl Device for Toy {
 
 impl QueueHandler for Handler {
     type Message = u64;
-    type Moving = ();
+    type PendingTransfer = ();
 
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         let mut bytes = [0; 8];

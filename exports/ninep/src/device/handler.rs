@@ -14,7 +14,7 @@ use super::chain::{Reply, Request};
 use super::guest::{Arrival, Guest, slot};
 use crate::carrier::Client;
 use crate::line::{Refused, Ticket};
-use crate::serve::{Context, Done, Moving, encode, serve, serve_write};
+use crate::serve::{Context, Done, PendingTransfer, encode, serve, serve_write};
 use crate::session::{self, Session};
 use crate::share::Share;
 
@@ -34,7 +34,7 @@ pub(super) struct Handler {
     message: Vec<u8>,
     short: Vec<u8>,
     /// Transfers under way, by the low half of their token.
-    moving: Vec<Option<Moving>>,
+    moving: Vec<Option<PendingTransfer>>,
 }
 
 impl Handler {
@@ -159,7 +159,7 @@ impl Handler {
         }
     }
 
-    fn expect(&mut self, token: u64, moving: Moving) {
+    fn expect(&mut self, token: u64, moving: PendingTransfer) {
         let index = slot(token);
         if self.moving.len() <= index {
             self.moving.resize_with(index + 1, || None);
@@ -180,7 +180,7 @@ fn put(chain: &Chain, reply: &[u8]) -> u32 {
 
 impl QueueHandler for Handler {
     type Message = Vec<u8>;
-    type Moving = Moving;
+    type PendingTransfer = PendingTransfer;
 
     fn accept(&mut self, token: u64, chain: &Chain) {
         let mut head = [0; HEADER_BYTES];
@@ -240,11 +240,11 @@ impl QueueHandler for Handler {
         }
     }
 
-    fn detach(&mut self, token: u64) -> Option<Moving> {
+    fn detach(&mut self, token: u64) -> Option<PendingTransfer> {
         self.moving.get_mut(slot(token)).and_then(Option::take)
     }
 
-    fn attach(&mut self, token: u64, moving: Moving) {
+    fn attach(&mut self, token: u64, moving: PendingTransfer) {
         self.expect(token, moving);
     }
 }

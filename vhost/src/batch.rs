@@ -1,4 +1,4 @@
-//! Waiting for more requests while that holds nobody up.
+//! Waits for more requests to form a larger batch, as long as that delays nobody.
 //!
 //! A driver that finds answers takes them one by one, and with each makes another request. Whoever serves faster than
 //! that takes each request as it comes, with a system call for each. But as long as the driver has answers to look at,
@@ -33,13 +33,13 @@ const SKIPS_MAX: u32 = 1023;
 
 /// Waits, and learns where that is in vain.
 #[derive(Debug)]
-pub(crate) struct Gather {
+pub(crate) struct Batcher {
     bound: Duration,
     skips: u32,
     skips_next: u32,
 }
 
-impl Gather {
+impl Batcher {
     /// Never waits longer than `bound`.
     pub(crate) fn new(bound: Duration) -> Self {
         Self { bound, skips: 0, skips_next: 1 }
@@ -55,7 +55,7 @@ impl Gather {
     }
 
     /// Waits a moment for what ends together, unless `is_disturbed`.
-    pub(crate) fn ripen(&self, mut is_disturbed: impl FnMut() -> bool) {
+    pub(crate) fn wait_for_peers(&self, mut is_disturbed: impl FnMut() -> bool) {
         let start = Instant::now();
         while start.elapsed() < RIPE.min(self.bound) {
             for _ in 0..LOOKS_PER_CLOCK {
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn waits_while_the_driver_moves_and_until_enough_is_there() {
         let mut looks = 0;
-        Gather::new(BOUND).wait(|| {
+        Batcher::new(BOUND).wait(|| {
             looks += 1;
             (looks < 100_000).then_some(looks)
         });
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn gives_up_on_a_driver_that_stands_still_and_tries_again_ever_more_rarely() {
-        let mut gather = Gather::new(BOUND);
+        let mut gather = Batcher::new(BOUND);
         let mut rows = Vec::new();
         let mut skipped = 0;
         while rows.len() < 12 {
@@ -136,18 +136,18 @@ mod tests {
 
     #[test]
     fn never_waits_longer_than_the_bound() {
-        let mut gather = Gather::new(Duration::from_millis(20));
+        let mut gather = Batcher::new(Duration::from_millis(20));
         let (start, mut looks) = (Instant::now(), 0);
         gather.wait(|| {
             looks += 1;
             Some(looks)
         });
         assert!(start.elapsed() >= Duration::from_millis(20));
-        let mut again = false;
+        let mut resubmitted = false;
         gather.wait(|| {
-            again = true;
+            resubmitted = true;
             None
         });
-        assert!(again, "it was not in vain");
+        assert!(resubmitted, "it was not in vain");
     }
 }

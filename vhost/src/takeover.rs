@@ -1,8 +1,8 @@
-//! How a worker's queues are served on while its thread is blocked in a handler.
+//! Lets another thread serve a worker's queues while its own thread is blocked in a handler.
 //!
 //! Whoever owns the queues leaves them here for each call of the handler, and takes them back afterwards. The monitor finds a
 //! call that does not end, and starts another thread, which takes the queues over; the first thread hands in its result
-//! ([`Return`]) when it is back, and ends. From then on, and for a while ([`SLOW_FOR`]), requests that may wait are served by a pool
+//! ([`Returned`]) when it is back, and ends. From then on, and for a while ([`SLOW_FOR`]), requests that may wait are served by a pool
 //! of threads ([`crate::pool`]), for the next one would hold up the queues as long as it takes to notice that.
 
 use std::io;
@@ -14,7 +14,7 @@ use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Wa
 
 use crate::chain::Chain;
 use crate::pool::Pool;
-use crate::worker::{Answer, Letter, Port, QueueHandler, Worker};
+use crate::worker::{Answer, Command, Port, QueueHandler, Worker};
 
 /// How long requests are served by the pool after one that was slow. Slow ones come in series; and a share that is fast again
 /// should not pay for the change of threads.
@@ -32,13 +32,13 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Whether requests of a connection are slow at the moment.
 #[derive(Debug)]
-pub(crate) struct Slow {
+pub(crate) struct SlowRequests {
     origin: Instant,
     /// Until when, in milliseconds; 0: they are not.
     until_ms: AtomicU64,
 }
 
-impl Slow {
+impl SlowRequests {
     pub(crate) fn new() -> Self {
         Self { origin: Instant::now(), until_ms: AtomicU64::new(0) }
     }
@@ -66,41 +66,41 @@ impl Slow {
 }
 
 /// What another thread hands to the owner of the queues.
-pub(crate) enum Return<H: QueueHandler> {
+pub(crate) enum Returned<H: QueueHandler> {
     /// A request that it has served.
     Served { token: u64, chain: Chain, answer: Answer },
     /// A transfer that it has made, and what is to be done about it.
-    Transferred { token: u64, outcome: io::Result<usize>, moving: Option<H::Moving> },
+    Transferred { token: u64, outcome: io::Result<usize>, moving: Option<H::PendingTransfer> },
 }
 
 /// What the monitor has seen of the calls.
 #[derive(Default)]
-struct Looks {
+struct CallRate {
     last: Option<CallSnapshot>,
     inside: u32,
     calls: u64,
 }
 
 /// See the module.
-pub(crate) struct Desk<H: QueueHandler> {
+pub(crate) struct Takeover<H: QueueHandler> {
     pub(crate) watch: Watch,
     pub(crate) monitor_handle: MonitorHandle,
-    pub(crate) slow: Arc<Slow>,
+    pub(crate) slow: Arc<SlowRequests>,
     pub(crate) pool: Arc<Pool<H>>,
     port: Arc<Port<H::Message>>,
     /// The queues, while a handler runs.
     worker: Mutex<Option<Box<Worker<H>>>>,
-    returns: Mutex<Vec<Return<H>>>,
+    returns: Mutex<Vec<Returned<H>>>,
     /// Starts a thread that takes the queues over from a call.
     start: Box<dyn Fn(CallSnapshot) -> io::Result<()> + Send + Sync>,
-    looks: Mutex<Looks>,
+    looks: Mutex<CallRate>,
 }
 
-impl<H: QueueHandler> Desk<H> {
+impl<H: QueueHandler> Takeover<H> {
     pub(crate) fn new(
         port: Arc<Port<H::Message>>,
         monitor_handle: MonitorHandle,
-        slow: Arc<Slow>,
+        slow: Arc<SlowRequests>,
         pool: Arc<Pool<H>>,
         start: impl Fn(CallSnapshot) -> io::Result<()> + Send + Sync + 'static,
     ) -> Self {
@@ -128,18 +128,18 @@ impl<H: QueueHandler> Desk<H> {
     }
 
     /// Hands something in to the owner, and wakes it.
-    pub(crate) fn give_back(&self, back: Return<H>) {
+    pub(crate) fn give_back(&self, back: Returned<H>) {
         lock(&self.returns).push(back);
-        self.port.0.post(Letter::Returned);
+        self.port.0.post(Command::Returned);
     }
 
     /// What was handed in.
-    pub(crate) fn returns(&self) -> Vec<Return<H>> {
+    pub(crate) fn returns(&self) -> Vec<Returned<H>> {
         std::mem::take(&mut *lock(&self.returns))
     }
 }
 
-impl<H: QueueHandler> MonitoredWorker for Desk<H> {
+impl<H: QueueHandler> MonitoredWorker for Takeover<H> {
     fn watch(&self) -> &Watch {
         &self.watch
     }
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn what_was_slow_is_not_for_good() {
-        let slow = Slow::new();
+        let slow = SlowRequests::new();
         assert!(!slow.is_on());
         slow.begin();
         assert!(slow.is_on());

@@ -1,4 +1,4 @@
-//! Which messages the next server must know of, in which order, and which of them are void by now.
+//! The log of messages that the next server must replay.
 //!
 //! A record's key is its place in that order: features, the log of dirty pages, the window, memory, rings. All but the memory's are the last message of their
 //! kind. The memory's are a table and what was added and removed since; what was added and is gone again leaves nothing. Where a ring
@@ -113,7 +113,7 @@ type Place = (u64, u64);
 
 /// What is recorded.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(super) struct ReplayLog {
     /// Of the memory: what was added stands with its place.
     memory: BTreeMap<u64, Option<Place>>,
     rings: BTreeSet<u64>,
@@ -149,28 +149,28 @@ fn ring_key(ring: u8, request: u32) -> Option<u64> {
     Some(RINGS | u64::from(ring) << 8 | step as u64)
 }
 
-impl Ledger {
+impl ReplayLog {
     /// What the server before has recorded.
     pub(super) fn of(records: &Records) -> Self {
-        let mut ledger = Self::default();
+        let mut replay_log = Self::default();
         for (key, (bytes, _)) in records {
             if (MEMORY..RINGS).contains(key) {
                 let is_added = request_of(bytes) == Some(request::ADD_MEM_REG);
-                ledger.memory.insert(*key, place(bytes).filter(|_| is_added));
+                replay_log.memory.insert(*key, place(bytes).filter(|_| is_added));
             } else if *key >= RINGS {
-                ledger.rings.insert(*key);
+                replay_log.rings.insert(*key);
                 if request_of(bytes) == Some(request::SET_VRING_BASE)
                     && let (Some(ring), Some(base)) = (ring_of(bytes), half(bytes, HEADER_BYTES + 4))
                 {
-                    ledger.bases.insert(ring, base);
+                    replay_log.bases.insert(ring, base);
                 }
             }
         }
-        ledger
+        replay_log
     }
 
     /// A ring rests, and goes on from here.
-    pub(super) fn rest(&mut self, ring: u8, base: u32) -> Option<Entry> {
+    pub(super) fn record_base(&mut self, ring: u8, base: u32) -> Option<Entry> {
         let key = ring_key(ring, request::SET_VRING_BASE)?;
         if self.bases.get(&ring).copied().unwrap_or(0) == base {
             return None;
@@ -270,10 +270,10 @@ mod tests {
 
     /// The records that a keeper would have after these messages, as numbers of requests in the order of their keys.
     fn recorded(messages: &[(Vec<u8>, u32)]) -> Vec<(u32, Option<u64>)> {
-        let (mut ledger, mut records) = (Ledger::default(), BTreeMap::new());
+        let (mut replay_log, mut records) = (ReplayLog::default(), BTreeMap::new());
         for (message, base) in messages {
-            let resting = ledger.rest(0, *base);
-            let entries = resting.into_iter().chain([ledger.enter(message, true)]).collect::<Vec<_>>();
+            let resting = replay_log.record_base(0, *base);
+            let entries = resting.into_iter().chain([replay_log.enter(message, true)]).collect::<Vec<_>>();
             for entry in entries {
                 for key in entry.drops {
                     records.remove(&key);
@@ -288,10 +288,10 @@ mod tests {
                 }
             }
             // The next server knows as much of it.
-            let next = Ledger::of(&records);
-            assert_eq!((&next.memory, &next.rings), (&ledger.memory, &ledger.rings));
-            assert_eq!(next.bases, ledger.bases);
-            ledger = next;
+            let next = ReplayLog::of(&records);
+            assert_eq!((&next.memory, &next.rings), (&replay_log.memory, &replay_log.rings));
+            assert_eq!(next.bases, replay_log.bases);
+            replay_log = next;
         }
         let all = records.into_values().map(|(bytes, _)| (request_of(&bytes).expect("a header"), word(&bytes, 20)));
         all.collect()
@@ -346,7 +346,7 @@ mod tests {
         ];
         let requests: Vec<u32> = after(steps).iter().map(|(request, _)| *request).collect();
         assert_eq!(requests, [SET_PROTOCOL_FEATURES, SET_BACKEND_REQ_FD, GET_SHMEM_CONFIG, SET_MEM_TABLE]);
-        assert!(Ledger::default().enter(&message(SET_BACKEND_REQ_FD, &[]), true).has_files);
+        assert!(ReplayLog::default().enter(&message(SET_BACKEND_REQ_FD, &[]), true).has_files);
     }
 
     #[test]
@@ -378,7 +378,7 @@ mod tests {
         steps.push((message(GET_VRING_BASE, &[0]), 77));
         let requests: Vec<u32> = recorded(&steps).iter().map(|(request, _)| *request).collect();
         assert_eq!(requests, [SET_VRING_BASE, SET_VRING_CALL, SET_VRING_ENABLE]);
-        let entry = Ledger::default().rest(3, 77).expect("it is not at 0");
+        let entry = ReplayLog::default().record_base(3, 77).expect("it is not at 0");
         let (_, bytes) = entry.record.expect("where it rests");
         assert_eq!((ring_of(&bytes), word(&bytes, HEADER_BYTES)), (Some(3), Some(77 << 32 | 3)));
         // After a reset only the signal is known.
@@ -388,9 +388,9 @@ mod tests {
 
     #[test]
     fn memory_says_whether_it_came_later() {
-        let mut ledger = Ledger::default();
+        let mut replay_log = ReplayLog::default();
         for (run, later) in [(false, false), (true, true), (false, false)] {
-            let entry = ledger.enter(&message(request::ADD_MEM_REG, &[0, 1, 2, 3, 4]), run);
+            let entry = replay_log.enter(&message(request::ADD_MEM_REG, &[0, 1, 2, 3, 4]), run);
             assert_eq!(was_added(entry.record.expect("it is recorded").0), later);
         }
     }

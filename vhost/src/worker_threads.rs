@@ -1,4 +1,4 @@
-//! The threads of one worker: the one that owns its queues, those that take over from it, and those of its pool.
+//! The threads of one worker: the owner of its queues, the threads that take over from it, and its pool.
 
 use std::sync::atomic::AtomicIsize;
 use std::sync::mpsc::Sender;
@@ -9,44 +9,44 @@ use ferry_engine::{
 };
 
 use crate::Device;
-use crate::desk::{Desk, Slow};
 use crate::pool::Pool;
+use crate::takeover::{SlowRequests, Takeover};
 use crate::threads::Threads;
-use crate::worker::{Ended, Habits, Hands, Port, QueueHandler, Worker, WorkerOptions};
+use crate::worker::{Ended, Port, QueueHandler, QueueOptions, Worker, WorkerContext, WorkerOptions};
 
 /// The port of a device's workers.
-pub(crate) type PortOf<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::Message>>;
+pub(crate) type DevicePort<D> = Arc<Port<<<D as Device>::Handler as QueueHandler>::Message>>;
 
 /// What the workers of one connection share.
-pub(crate) struct Common {
+pub(crate) struct WorkerShared {
     pub(crate) threads: Arc<Threads>,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     monitor_handle: MonitorHandle,
-    slow: Arc<Slow>,
+    slow: Arc<SlowRequests>,
     /// Threads of pools that there may be beside those that there are.
     budget: Arc<AtomicIsize>,
 }
 
-impl Common {
+impl WorkerShared {
     pub(crate) fn new(
         ratelimited_log: Arc<RatelimitedLog>,
         monitor_handle: MonitorHandle,
         spare_threads: usize,
     ) -> Self {
         let budget = Arc::new(AtomicIsize::new(isize::try_from(spare_threads).unwrap_or(isize::MAX)));
-        Self { threads: Arc::default(), ratelimited_log, monitor_handle, slow: Arc::new(Slow::new()), budget }
+        Self { threads: Arc::default(), ratelimited_log, monitor_handle, slow: Arc::new(SlowRequests::new()), budget }
     }
 }
 
 /// What each thread of a worker begins with.
-struct Crew<D: Device> {
+struct WorkerThreads<D: Device> {
     device: Arc<D>,
     session: Arc<D::Session>,
     index: usize,
-    port: PortOf<D>,
+    port: DevicePort<D>,
 }
 
-impl<D: Device> Crew<D> {
+impl<D: Device> WorkerThreads<D> {
     fn handler(&self) -> D::Handler {
         self.device.handler(&self.session, self.index, Arc::clone(&self.port))
     }
@@ -56,67 +56,71 @@ impl<D: Device> Crew<D> {
     }
 
     /// Prepares the calling thread.
-    fn hands(
+    fn context(
         &self,
-        desk: Option<Arc<Desk<D::Handler>>>,
+        takeover: Option<Arc<Takeover<D::Handler>>>,
         owner: Ownership,
-    ) -> Result<Hands<D::Handler>, TransfersError> {
+    ) -> Result<WorkerContext<D::Handler>, TransfersError> {
         let options = self.options();
-        let hands = Hands::new(self.handler(), &options, desk, owner)?;
+        let context = WorkerContext::new(self.handler(), &options, takeover, owner)?;
         if let Some(begun) = options.begun {
             begun();
         }
-        Ok(hands)
+        Ok(context)
     }
 
     /// Where other threads take over, if the device has any.
-    fn desk(self: &Arc<Self>, common: &Common) -> Option<Arc<Desk<D::Handler>>> {
+    fn takeover(self: &Arc<Self>, common: &WorkerShared) -> Option<Arc<Takeover<D::Handler>>> {
         if self.device.spare_threads() == 0 {
             return None;
         }
         let (crew, name) = (Arc::clone(self), self.options().name);
         let (threads, budget) = (Arc::clone(&common.threads), Arc::clone(&common.budget));
         let pool = Arc::new(Pool::new(name, threads, budget, move || crew.handler()));
-        let desk = Arc::new_cyclic(|desk: &Weak<Desk<D::Handler>>| {
-            let (desk, crew, threads) = (Weak::clone(desk), Arc::clone(self), Arc::clone(&common.threads));
+        let takeover = Arc::new_cyclic(|takeover: &Weak<Takeover<D::Handler>>| {
+            let (takeover, crew, threads) = (Weak::clone(takeover), Arc::clone(self), Arc::clone(&common.threads));
             let start = move |seen| {
-                let (desk, crew) = (desk.clone(), Arc::clone(&crew));
+                let (takeover, crew) = (takeover.clone(), Arc::clone(&crew));
                 threads.spawn(crew.options().name, move || {
-                    if let Some(desk) = desk.upgrade() {
-                        crew.take_over(desk, seen);
+                    if let Some(takeover) = takeover.upgrade() {
+                        crew.take_over(takeover, seen);
                     }
                 })
             };
-            Desk::new(Arc::clone(&self.port), common.monitor_handle.clone(), Arc::clone(&common.slow), pool, start)
+            Takeover::new(Arc::clone(&self.port), common.monitor_handle.clone(), Arc::clone(&common.slow), pool, start)
         });
-        common.monitor_handle.add(Arc::downgrade(&(Arc::clone(&desk) as Arc<dyn MonitoredWorker>)));
-        Some(desk)
+        common.monitor_handle.add(Arc::downgrade(&(Arc::clone(&takeover) as Arc<dyn MonitoredWorker>)));
+        Some(takeover)
     }
 
     /// Goes on in the place of a thread that is blocked in this call, if it still is.
-    fn take_over(&self, desk: Arc<Desk<D::Handler>>, seen: CallSnapshot) {
-        let mut hands = match self.hands(Some(Arc::clone(&desk)), Watch::default().first_owner()) {
-            Ok(hands) => hands,
+    fn take_over(&self, takeover: Arc<Takeover<D::Handler>>, seen: CallSnapshot) {
+        let mut context = match self.context(Some(Arc::clone(&takeover)), Watch::default().first_owner()) {
+            Ok(context) => context,
             Err(error) => return tracing::error!("{error}"),
         };
-        let Some(owner) = desk.watch.take(seen) else { return };
-        hands.own(owner);
-        if let Some(worker) = desk.take() {
+        let Some(owner) = takeover.watch.take(seen) else { return };
+        context.own(owner);
+        if let Some(worker) = takeover.take() {
             tracing::debug!("{}: a request waits, another thread goes on", self.options().name);
-            serve(worker, hands, Some(&desk));
+            serve(worker, context, Some(&takeover));
         }
     }
 }
 
 /// Serves until the end, or until another thread goes on.
-fn serve<H: QueueHandler>(mut worker: Box<Worker<H>>, mut hands: Hands<H>, desk: Option<&Arc<Desk<H>>>) {
-    match worker.adopt(&mut hands).and_then(|()| worker.run(&mut hands)) {
-        Ok(Ended::Replaced) => return hands.leave(),
+fn serve<H: QueueHandler>(
+    mut worker: Box<Worker<H>>,
+    mut context: WorkerContext<H>,
+    takeover: Option<&Arc<Takeover<H>>>,
+) {
+    match worker.adopt(&mut context).and_then(|()| worker.run(&mut context)) {
+        Ok(Ended::Replaced) => return context.leave(),
         Ok(Ended::Quit) => {}
         Err(error) => tracing::error!("{error}"),
     }
-    if let Some(desk) = desk {
-        desk.pool.close();
+    if let Some(takeover) = takeover {
+        takeover.pool.close();
     }
 }
 
@@ -127,23 +131,28 @@ fn serve<H: QueueHandler>(mut worker: Box<Worker<H>>, mut hands: Hands<H>, desk:
 pub(crate) fn start<D: Device>(
     (device, session): (&Arc<D>, &Arc<D::Session>),
     index: usize,
-    common: &Common,
+    common: &WorkerShared,
     told: Sender<Result<(), TransfersError>>,
-) -> std::io::Result<PortOf<D>> {
+) -> std::io::Result<DevicePort<D>> {
     let port = Arc::new(Port(Mailbox::new()?));
-    let crew =
-        Arc::new(Crew { device: Arc::clone(device), session: Arc::clone(session), index, port: Arc::clone(&port) });
-    let desk = crew.desk(common);
+    let crew = Arc::new(WorkerThreads {
+        device: Arc::clone(device),
+        session: Arc::clone(session),
+        index,
+        port: Arc::clone(&port),
+    });
+    let takeover = crew.takeover(common);
     let ratelimited_log = Arc::clone(&common.ratelimited_log);
     common.threads.spawn(crew.options().name, move || {
-        let owner = desk.as_ref().map_or_else(|| Watch::default().first_owner(), |desk| desk.watch.first_owner());
-        let habits = Habits { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
+        let owner =
+            takeover.as_ref().map_or_else(|| Watch::default().first_owner(), |takeover| takeover.watch.first_owner());
+        let habits = QueueOptions { gathers: crew.device.gathers(), registers_memory: crew.device.registers_memory() };
         let worker = Worker::new(Arc::clone(&crew.port), crew.options(), habits, crew.device.last(), ratelimited_log);
-        match crew.hands(desk.clone(), owner) {
-            Ok(hands) => {
+        match crew.context(takeover.clone(), owner) {
+            Ok(context) => {
                 drop(crew);
                 let _ = told.send(Ok(()));
-                serve(worker, hands, desk.as_ref());
+                serve(worker, context, takeover.as_ref());
             }
             Err(error) => drop(told.send(Err(error))),
         }

@@ -1,4 +1,5 @@
-//! Resting between batches, where a driver has many requests under way and signals and kicks are dear to it.
+//! Interrupt coalescing: pauses between batches if the driver has many requests in flight and its notifications are
+//! expensive.
 //!
 //! Whoever serves faster than a guest makes requests answers each alone, and has the guest take an interrupt, send a kick and
 //! go through its scheduler for each. In an emulated guest that costs more than the request itself. So a worker finds out
@@ -45,7 +46,7 @@ const POOR_MAX: u32 = 6;
 
 /// Says how long to rest, and learns from what that brings.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct Coalescer {
     mode: Mode,
     /// Requests since the last look ended, how many are to be served before the next, and after that if it is in vain.
     served: u32,
@@ -64,14 +65,14 @@ enum Mode {
     Resting { rest: Duration, wanted: u32, poor: u32 },
 }
 
-impl Pace {
+impl Coalescer {
     pub(crate) fn new() -> Self {
         Self { mode: Mode::Prompt, served: 0, look_after: LOOK_AFTER, look_after_next: 2 * LOOK_AFTER }
     }
 
     /// How long to rest after a batch of `took` requests, all of which are answered.
     #[inline]
-    pub(crate) fn rest_after(&mut self, took: usize) -> Option<Duration> {
+    pub(crate) fn delay_after(&mut self, took: usize) -> Option<Duration> {
         let took = u32::try_from(took).unwrap_or(u32::MAX);
         self.served = self.served.saturating_add(took);
         if matches!(self.mode, Mode::Prompt) && self.served < self.look_after {
@@ -86,7 +87,7 @@ impl Pace {
 
     fn next(&mut self, took: u32) -> Mode {
         match self.mode {
-            Mode::Prompt => look_from(LOOK_FIRST),
+            Mode::Prompt => next_probe(LOOK_FIRST),
             Mode::Looking { rest, most: 0, .. } if took == 0 && rest >= IDLE => self.give_up(),
             Mode::Looking { rest, most, most_in, stale } => {
                 let (most, most_in, stale) = match took > most + most / 4 {
@@ -94,11 +95,11 @@ impl Pace {
                     false => (most.max(took), most_in, stale + u32::from(most > 0)),
                 };
                 match stale == STALE_MAX || rest >= REST_MAX {
-                    true => self.settle(most, most_in),
+                    true => self.learn_depth(most, most_in),
                     false => Mode::Looking { rest: (2 * rest).min(REST_MAX), most, most_in, stale },
                 }
             }
-            Mode::Resting { rest, .. } if self.served >= LOOK_AGAIN => look_from(rest),
+            Mode::Resting { rest, .. } if self.served >= LOOK_AGAIN => next_probe(rest),
             Mode::Resting { rest, wanted, poor } => {
                 let poor = if took < wanted.div_ceil(2) { poor + 1 } else { 0 };
                 let rest = match took.cmp(&wanted) {
@@ -107,7 +108,7 @@ impl Pace {
                     std::cmp::Ordering::Greater => rest - rest / 8,
                 };
                 match poor == POOR_MAX {
-                    true => self.be_prompt(LOOK_SOON),
+                    true => self.stop_coalescing(LOOK_SOON),
                     false if rest < GAP_MIN * wanted => self.give_up(),
                     false => Mode::Resting { rest, wanted, poor },
                 }
@@ -116,7 +117,7 @@ impl Pace {
     }
 
     /// So many are under way, which came in a rest of this length.
-    fn settle(&mut self, under_way: u32, came_in: Duration) -> Mode {
+    fn learn_depth(&mut self, under_way: u32, came_in: Duration) -> Mode {
         let wanted = (under_way / 2).min(TOGETHER_MAX);
         let rest = came_in * wanted / under_way.max(1);
         if under_way < UNDER_WAY_MIN || rest < GAP_MIN * wanted {
@@ -129,18 +130,18 @@ impl Pace {
     /// Rests were in vain: the next look is later.
     fn give_up(&mut self) -> Mode {
         let next = self.look_after_next;
-        let mode = self.be_prompt(next);
+        let mode = self.stop_coalescing(next);
         self.look_after_next = (2 * next).min(LOOK_AFTER_MAX);
         mode
     }
 
-    fn be_prompt(&mut self, look_after: u32) -> Mode {
+    fn stop_coalescing(&mut self, look_after: u32) -> Mode {
         (self.served, self.look_after, self.look_after_next) = (0, look_after, LOOK_AFTER);
         Mode::Prompt
     }
 }
 
-fn look_from(rest: Duration) -> Mode {
+fn next_probe(rest: Duration) -> Mode {
     Mode::Looking { rest, most: 0, most_in: rest, stale: 0 }
 }
 
@@ -161,14 +162,14 @@ mod tests {
         }
     }
 
-    /// Serves so many requests of a driver. Answers how many batches that took, and the rests.
-    fn serve(pace: &mut Pace, driver: &Driver, requests: u32) -> (u32, Vec<Duration>) {
+    /// Serves so many requests of a driver. Returns how many batches that took, and the rests.
+    fn serve(pace: &mut Coalescer, driver: &Driver, requests: u32) -> (u32, Vec<Duration>) {
         let (mut left, mut batches, mut rests, mut waiting) = (requests, 0, Vec::new(), 1);
         while left > 0 {
             left = left.saturating_sub(waiting);
             batches += 1;
             // Without a rest, the worker sleeps until a request comes.
-            waiting = match pace.rest_after(usize::try_from(waiting).expect("few")) {
+            waiting = match pace.delay_after(usize::try_from(waiting).expect("few")) {
                 Some(rest) => {
                     rests.push(rest);
                     driver.makes_in(rest)
@@ -179,7 +180,7 @@ mod tests {
         (batches, rests)
     }
 
-    fn is_resting(pace: &Pace) -> Option<(Duration, u32)> {
+    fn is_resting(pace: &Coalescer) -> Option<(Duration, u32)> {
         if let Mode::Resting { rest, wanted, .. } = pace.mode { Some((rest, wanted)) } else { None }
     }
 
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn half_of_what_is_under_way_is_taken_together() {
         for (depth, wanted) in [(8, 4), (16, 8), (64, 12)] {
-            let mut pace = Pace::new();
+            let mut pace = Coalescer::new();
             let (batches, _) = serve(&mut pace, &Driver { depth, gap: EMULATED }, 20_000);
             let (rest, found) = is_resting(&pace).expect("it pays");
             assert_eq!(found, wanted, "{depth}: 25 come in the longest rest");
@@ -202,7 +203,7 @@ mod tests {
     fn callers_who_wait_are_answered_at_once_but_for_a_look_now_and_then() {
         for depth in 1..UNDER_WAY_MIN {
             for gap in [1, 20, 40, 150].map(Duration::from_micros) {
-                let mut pace = Pace::new();
+                let mut pace = Coalescer::new();
                 let (_, rests) = serve(&mut pace, &Driver { depth, gap }, 1_000_000);
                 assert!(is_resting(&pace).is_none());
                 // 256, 768, 1792 ... 16128, and one after each further 16384.
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn fast_drivers_are_never_rested_for() {
-        let mut pace = Pace::new();
+        let mut pace = Coalescer::new();
         let (_, rests) = serve(&mut pace, &Driver { depth: 16, gap: Duration::from_micros(2) }, 1_000_000);
         assert!(is_resting(&pace).is_none());
         assert!(rests.len() < 70 * 4, "{} rests", rests.len());
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn fast_drivers_are_not_rested_for_however_much_they_have_under_way() {
-        let mut pace = Pace::new();
+        let mut pace = Coalescer::new();
         let (_, rests) = serve(&mut pace, &Driver { depth: 64, gap: Duration::from_micros(4) }, 1_000_000);
         assert!(is_resting(&pace).is_none());
         // A look finds a rest of twice the length at most, which soon follows what it brings.
@@ -232,10 +233,10 @@ mod tests {
 
     #[test]
     fn a_driver_that_has_stopped_is_given_up_soon() {
-        let mut pace = Pace::new();
-        assert_eq!(pace.rest_after(LOOK_AFTER as usize - 1), None);
-        let mut rests: Vec<Duration> = [pace.rest_after(1)].into_iter().flatten().collect();
-        while let Some(rest) = pace.rest_after(0) {
+        let mut pace = Coalescer::new();
+        assert_eq!(pace.delay_after(LOOK_AFTER as usize - 1), None);
+        let mut rests: Vec<Duration> = [pace.delay_after(1)].into_iter().flatten().collect();
+        while let Some(rest) = pace.delay_after(0) {
             rests.push(rest);
         }
         assert_eq!(rests, [32, 64, 128, 256].map(Duration::from_micros));
@@ -244,7 +245,7 @@ mod tests {
 
     #[test]
     fn ways_that_change_are_noticed() {
-        let mut pace = Pace::new();
+        let mut pace = Coalescer::new();
         serve(&mut pace, &Driver { depth: 16, gap: EMULATED }, 5000);
         assert!(is_resting(&pace).is_some());
         let one = Driver { depth: 1, gap: EMULATED };

@@ -1,5 +1,4 @@
-//! Copies from and to memory that may not be there: the kernel makes them, for whom a missing page is an error rather than
-//! the end of the process.
+//! Copies from and to memory that may be truncated. The kernel copies, so a fault is an error, not SIGBUS.
 
 use ferry_engine::Segment;
 
@@ -15,7 +14,7 @@ pub(crate) fn read(pieces: impl Iterator<Item = Segment>, bytes: &mut [u8]) -> u
     })
 }
 
-/// Copies `bytes` to the pieces; answers how much could be copied.
+/// Copies `bytes` to the pieces; returns how much could be copied.
 pub(crate) fn write(pieces: impl Iterator<Item = Segment>, bytes: &[u8]) -> usize {
     let source = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     // SAFETY: the kernel checks every address; `bytes` is only read. The pieces are memory that the guest may write to at

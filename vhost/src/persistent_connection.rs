@@ -1,10 +1,10 @@
-//! A connection that outlives its server (`ferry-state`, `connection.rs`).
+//! A front-end connection that survives a restart of the server (`ferry-state`, `connection.rs`).
 //!
 //! Messages are looked at in the socket, handed to the same code as on any other connection by a pair of sockets of our
 //! own, and then committed: the keeper takes the message, records what the next server must know of it, and sends the reply. A
 //! server that takes a connection over hands the recorded messages to that code first.
 
-mod ledger;
+mod replay_log;
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -23,8 +23,8 @@ use rustix::net::{
 };
 
 use crate::channel::{HEADER_BYTES, number};
-use ledger::Ledger;
-pub(crate) use ledger::was_added;
+use replay_log::ReplayLog;
+pub(crate) use replay_log::was_added;
 
 /// The longest body that vhost-user has.
 const BODY_BYTES_MAX: usize = 4096;
@@ -60,30 +60,30 @@ pub(crate) struct Message {
 
 /// A front end whose connection is kept.
 #[derive(Debug)]
-pub(crate) struct Lasting {
+pub(crate) struct PersistentConnection {
     socket: UnixStream,
     /// The near end of the pair by which messages are handed on.
     inner: UnixStream,
     /// `None` once it is lost: then this server does what the keeper would do, and nothing is kept any more.
     kept: Option<Arc<SessionStore>>,
-    ledger: Ledger,
+    replay_log: ReplayLog,
 }
 
-impl Lasting {
+impl PersistentConnection {
     /// Serves a connection that is kept already; messages are handed on by `inner`.
     pub(crate) fn new(socket: UnixStream, inner: UnixStream, kept: Arc<SessionStore>, records: &Records) -> Self {
-        Self { socket, inner, kept: Some(kept), ledger: Ledger::of(records) }
+        Self { socket, inner, kept: Some(kept), replay_log: ReplayLog::of(records) }
     }
 
     /// Waits for a message, hands a copy of it on, and leaves it where it is.
     pub(crate) fn next(&self, stop: &OwnedFd) -> Result<Message, LostError> {
         let message = peek(&self.socket, stop)?;
-        self.hand_on(&message.bytes, &message.files)?;
+        self.forward(&message.bytes, &message.files)?;
         Ok(message)
     }
 
     /// Hands a message on.
-    pub(crate) fn hand_on(&self, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
+    pub(crate) fn forward(&self, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
         let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -112,17 +112,17 @@ impl Lasting {
 
     /// A message is about to be acted upon. One that resets the device voids what is recorded first: to act on it takes
     /// away what the rings would be started again with, and it can be acted upon twice.
-    pub(crate) fn foretell(&mut self, message: &Message) -> Result<(), LostError> {
-        match ledger::resets(&message.bytes) {
+    pub(crate) fn record_before(&mut self, message: &Message) -> Result<(), LostError> {
+        match replay_log::resets(&message.bytes) {
             true => self.enter(message, &Message::default(), (0, false)),
             false => Ok(()),
         }
     }
 
     /// Records where queues rest. Those that run are found again by their rings and by what is in flight.
-    pub(crate) fn rest(&mut self, resting: Vec<(u8, u32)>) -> Result<(), LostError> {
+    pub(crate) fn record_base(&mut self, resting: Vec<(u8, u32)>) -> Result<(), LostError> {
         for (ring, base) in resting {
-            if let Some(entry) = self.ledger.rest(ring, base) {
+            if let Some(entry) = self.replay_log.record_base(ring, base) {
                 self.step(&entry, &Message::default(), &Message::default(), 0)?;
             }
         }
@@ -139,18 +139,18 @@ impl Lasting {
         if counts {
             self.enter(message, reply, (message.bytes.len(), runs))
         } else {
-            self.step(&ledger::Entry::default(), message, reply, message.bytes.len())
+            self.step(&replay_log::Entry::default(), message, reply, message.bytes.len())
         }
     }
 
     fn enter(&mut self, message: &Message, reply: &Message, (taken, runs): (usize, bool)) -> Result<(), LostError> {
-        let entry = self.ledger.enter(&message.bytes, runs);
+        let entry = self.replay_log.enter(&message.bytes, runs);
         self.step(&entry, message, reply, taken)
     }
 
     fn step(
         &mut self,
-        entry: &ledger::Entry,
+        entry: &replay_log::Entry,
         message: &Message,
         reply: &Message,
         taken_bytes: usize,
@@ -166,7 +166,7 @@ impl Lasting {
             });
             match outcome {
                 Ok(()) => return Ok(()),
-                Err(error) => self.go_on_alone(&error),
+                Err(error) => self.continue_without_keeper(&error),
             }
         }
         // What the keeper may have taken in its last moment, it has answered.
@@ -178,7 +178,7 @@ impl Lasting {
         Ok(())
     }
 
-    fn go_on_alone(&mut self, error: &KeeperError) {
+    fn continue_without_keeper(&mut self, error: &KeeperError) {
         tracing::error!("should this server end, its guest is lost: {error}");
         if let Some(kept) = self.kept.take() {
             kept.end_connection();
@@ -197,7 +197,7 @@ fn peek(socket: &UnixStream, stop: &OwnedFd) -> Result<Message, LostError> {
     let mut message = Message { bytes: vec![0; HEADER_BYTES + body], files: Vec::new() };
     fill(socket, &mut message.bytes, Some(&mut message.files), stop)?;
     // With the bytes of a message that has none, the kernel shows the descriptors of the next one that has.
-    if !ledger::has_files(&message.bytes) {
+    if !replay_log::has_files(&message.bytes) {
         message.files.clear();
     }
     Ok(message)
