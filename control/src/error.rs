@@ -1,4 +1,4 @@
-//! What can go wrong with a server's log and its control.
+//! Errors of the log and the control socket.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub enum Error {
         /// The level that looks most like it, if one does.
         nearest: Option<&'static str>,
     },
-    /// Another part of the program logs by itself.
+    /// Another part of the program logs on its own.
     #[error("cannot start logging: {0}")]
     Start(#[source] tracing_subscriber::util::TryInitError),
     /// The log cannot be changed.

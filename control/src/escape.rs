@@ -1,4 +1,4 @@
-//! Text from outside, escaped for terminals and logs: it cannot move the cursor, change colours, or start a line.
+//! Escapes untrusted text for terminals and logs: it cannot move the cursor, change colours, or start a line.
 
 use std::borrow::Cow;
 

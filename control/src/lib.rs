@@ -5,12 +5,12 @@
 //! sends one line of JSON ([`Request`]) and gets one line back ([`Answer`]); after a request to follow the log, lines of text.
 //!
 //! ```no_run
-//! use ferry_control::{Control, Logging, Owner, Served, Shown};
+//! use ferry_control::{Control, Logging, Owner, ServedShare, ShareStatus};
 //!
 //! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }
 //! let logging = Logging::start("info", false, None)?;
-//! let shown = Shown { source: "hello".into(), mount: Some("/mnt/hello".into()), ..Shown::default() };
-//! let served = Served::new(shown, "hello".into(), source());
+//! let shown = ShareStatus { source: "hello".into(), mount: Some("/mnt/hello".into()), ..ShareStatus::default() };
+//! let served = ServedShare::new(shown, "hello".into(), source());
 //! let control = Control::start(Control::bind(), vec![served].into(), logging, Owner::default());
 //! // ... serve; then:
 //! drop(control);
@@ -21,18 +21,18 @@
 mod error;
 mod escape;
 mod log;
-mod place;
-mod served;
 mod server;
+mod shares;
+mod socket_dir;
 
 use serde::{Deserialize, Serialize};
 
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};
-pub use place::{Endpoint, sockets};
-pub use served::{Held, Served, Shown};
 pub use server::{Control, Owner};
+pub use shares::{HeldInode, ServedShare, ShareStatus};
+pub use socket_dir::{Endpoint, sockets};
 
 /// The longest line of a log, in bytes. What outside input makes longer is cut.
 pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;
@@ -45,7 +45,7 @@ pub const ANSWER_BYTES_MAX: usize = 4 << 20;
 pub enum Request {
     /// What is served, and what is logged: answers [`Status`].
     Status,
-    /// By which paths the requests of a mount travel: answers [`Explained`].
+    /// By which paths the requests of a mount travel: answers [`TransportReport`].
     Explain {
         /// Which share of [`Status::shares`].
         share: usize,
@@ -84,7 +84,7 @@ pub struct Status {
     /// Its process.
     pub pid: u32,
     /// What it serves.
-    pub shares: Vec<Shown>,
+    pub shares: Vec<ShareStatus>,
     /// The level of its log.
     pub log: String,
     /// Whose requests are logged, if any are.
@@ -93,7 +93,7 @@ pub struct Status {
 
 /// How the requests of a mount travel.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Explained {
+pub struct TransportReport {
     /// For people.
     pub text: String,
     /// For programs.

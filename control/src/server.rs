@@ -11,7 +11,7 @@ use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Answer, Error, Held, Logging, Request, Served, Status, place};
+use crate::{Answer, Error, HeldInode, Logging, Request, ServedShare, Status, socket_dir};
 
 /// A path of 4096 bytes as a list of numbers, and what goes with it.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
@@ -55,8 +55,8 @@ impl Control {
     #[must_use]
     pub fn bind() -> Option<Socket> {
         let bind = || {
-            let folder = place::own()?;
-            place::remove_dead(&folder);
+            let folder = socket_dir::own()?;
+            socket_dir::remove_dead(&folder);
             Ok(Socket::bind(&folder.join(std::process::id().to_string()))?)
         };
         bind().map_err(|error| not_found(&error)).ok()
@@ -64,16 +64,16 @@ impl Control {
 
     /// Listens, if there is a socket.
     #[must_use]
-    pub fn start(socket: Option<Socket>, shares: Arc<[Served]>, logging: Logging, owner: Owner) -> Option<Self> {
+    pub fn start(socket: Option<Socket>, shares: Arc<[ServedShare]>, logging: Logging, owner: Owner) -> Option<Self> {
         Self::listen(socket?, shares, logging, owner).map_err(|error| not_found(&error)).ok()
     }
 
-    fn listen(socket: Socket, shares: Arc<[Served]>, logging: Logging, owner: Owner) -> Result<Self, Error> {
+    fn listen(socket: Socket, shares: Arc<[ServedShare]>, logging: Logging, owner: Owner) -> Result<Self, Error> {
         let listener = socket.listener()?;
         let accepting = socket.listener()?;
         let ended = Arc::new(AtomicBool::new(false));
         let end = Arc::clone(&ended);
-        let own = Logged { level: logging.started().to_owned(), requests: None };
+        let own = LogSettings { level: logging.started().to_owned(), requests: None };
         let server = Arc::new(Server {
             shares,
             logging,
@@ -84,7 +84,7 @@ impl Control {
         let accept = move || {
             while !end.load(Ordering::Acquire) {
                 match accepting.accept() {
-                    Ok((client, _)) if !end.load(Ordering::Acquire) => Server::welcome(&server, client),
+                    Ok((client, _)) if !end.load(Ordering::Acquire) => Server::accept_requests(&server, client),
                     Ok(_) => {}
                     Err(_) => std::thread::sleep(PAUSE),
                 }
@@ -110,7 +110,7 @@ impl Drop for Control {
 }
 
 struct Server {
-    shares: Arc<[Served]>,
+    shares: Arc<[ServedShare]>,
     logging: Logging,
     owner: Owner,
     clients: AtomicUsize,
@@ -120,16 +120,16 @@ struct Server {
 /// What is logged, and for whom.
 struct State {
     /// As it was set for good.
-    own: Logged,
+    own: LogSettings,
     /// What those who follow the log wish beside it, the last one last, and their numbers.
-    followers: Vec<(u64, Wish)>,
+    followers: Vec<(u64, LogRequest)>,
     /// How many followers there have been.
     followed: u64,
 }
 
 /// What is logged.
 #[derive(Clone, Debug, PartialEq)]
-struct Logged {
+struct LogSettings {
     level: String,
     requests: Option<Requests>,
 }
@@ -141,7 +141,7 @@ struct Requests {
     whose: String,
     filter: Filter,
     /// The files whose requests are logged: their numbers must stay their own.
-    held: Vec<Arc<Held>>,
+    held: Vec<Arc<HeldInode>>,
 }
 
 impl PartialEq for Requests {
@@ -158,7 +158,7 @@ impl std::fmt::Debug for Requests {
 
 /// What the words of `ferry log` ask for.
 #[derive(Clone)]
-enum Wish {
+enum LogRequest {
     /// This level, and no requests.
     Only(String),
     Level(String),
@@ -187,19 +187,19 @@ impl Requests {
 
 impl State {
     /// What is logged now: the level of the last follower who wants one, and the requests that any of them wants.
-    fn logged(&self) -> Logged {
+    fn logged(&self) -> LogSettings {
         let mut logged = self.own.clone();
-        for (_, wish) in &self.followers {
-            match wish {
-                Wish::Only(level) => logged = Logged { level: level.clone(), requests: None },
-                Wish::Level(level) => logged.level.clone_from(level),
-                Wish::NoRequests => logged.requests = None,
-                Wish::Requests(_) => {}
+        for (_, requested) in &self.followers {
+            match requested {
+                LogRequest::Only(level) => logged = LogSettings { level: level.clone(), requests: None },
+                LogRequest::Level(level) => logged.level.clone_from(level),
+                LogRequest::NoRequests => logged.requests = None,
+                LogRequest::Requests(_) => {}
             }
         }
         // Last: nobody is to lose what he follows by what another one does not want.
-        for (_, wish) in &self.followers {
-            if let Wish::Requests(wanted) = wish {
+        for (_, requested) in &self.followers {
+            if let LogRequest::Requests(wanted) = requested {
                 logged.requests = Some(match logged.requests {
                     Some(requests) => requests.and(wanted),
                     None => wanted.clone(),
@@ -231,7 +231,7 @@ impl Drop for Follower<'_> {
 }
 
 impl Server {
-    fn welcome(server: &Arc<Self>, client: UnixStream) {
+    fn accept_requests(server: &Arc<Self>, client: UnixStream) {
         if server.clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
             server.clients.fetch_sub(1, Ordering::AcqRel);
             return;
@@ -266,12 +266,13 @@ impl Server {
         };
         match request {
             Request::Status => answer(client, Ok(self.status())),
-            Request::Explain { share } => answer(client, self.share(share).and_then(Served::explain)),
+            Request::Explain { share } => answer(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);
                 // From before the change, so that no line after it is missed.
                 let lines = follow.then(|| self.logging.listen());
-                let changed = self.wish(&level, share, file.as_deref()).and_then(|wish| self.change(wish, follow));
+                let changed =
+                    self.requested(&level, share, file.as_deref()).and_then(|requested| self.change(requested, follow));
                 // It goes when it is dropped, however this ends.
                 let (changed, follower) = match changed {
                     Ok(follower) => (Ok(self.status()), follower),
@@ -290,29 +291,29 @@ impl Server {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn share(&self, index: usize) -> Result<&Served, Error> {
+    fn share(&self, index: usize) -> Result<&ServedShare, Error> {
         self.shares.get(index).ok_or(Error::NoShare(index))
     }
 
     fn status(&self) -> Status {
-        let Logged { level, requests } = self.lock().logged();
+        let LogSettings { level, requests } = self.lock().logged();
         Status {
             pid: (self.owner.pid)(),
-            shares: self.shares.iter().map(Served::shown_now).collect(),
+            shares: self.shares.iter().map(ServedShare::current_status).collect(),
             log: level,
             requests: requests.map(|requests| requests.whose),
         }
     }
 
     /// What the words of `ferry log` mean.
-    fn wish(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<Wish, Error> {
+    fn requested(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<LogRequest, Error> {
         Ok(match level {
-            "default" => Wish::Only(self.logging.started().to_owned()),
-            "off" if file.is_some() => Wish::NoRequests,
-            "off" => Wish::Only("off".into()),
-            "requests" => Wish::Requests(self.requests(share, file)?),
+            "default" => LogRequest::Only(self.logging.started().to_owned()),
+            "off" if file.is_some() => LogRequest::NoRequests,
+            "off" => LogRequest::Only("off".into()),
+            "requests" => LogRequest::Requests(self.requests(share, file)?),
             _ if file.is_some() => return Err(Error::LevelOfFile(level.into())),
-            level => Wish::Level(level.to_owned()),
+            level => LogRequest::Level(level.to_owned()),
         })
     }
 
@@ -323,21 +324,21 @@ impl Server {
         };
         let filter = Filter { share: Some(share.name().into()), inodes: Vec::new() };
         let Some(file) = file else {
-            return Ok(Requests { whose: share.shown().source.clone(), filter, held: Vec::new() });
+            return Ok(Requests { whose: share.status().source.clone(), filter, held: Vec::new() });
         };
         let held = share.find(file)?;
         requests::record_path(share.name(), file, held.ino());
-        let whose = format!("{} in {}", String::from_utf8_lossy(file), share.shown().source);
+        let whose = format!("{} in {}", String::from_utf8_lossy(file), share.status().source);
         Ok(Requests { whose, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
     }
 
     /// Does what was wished: for good, or for as long as the follower that is answered.
-    fn change(&self, wish: Wish, follow: bool) -> Result<Option<Follower<'_>>, Error> {
+    fn change(&self, requested: LogRequest, follow: bool) -> Result<Option<Follower<'_>>, Error> {
         let mut state = self.lock();
         if follow {
             state.followed += 1;
             let number = state.followed;
-            state.followers.push((number, wish));
+            state.followers.push((number, requested));
             let applied = self.apply(&state);
             drop(state);
             // If it cannot be done, it goes again.
@@ -345,11 +346,11 @@ impl Server {
             return applied.map(|()| Some(follower));
         }
         let mut own = state.own.clone();
-        match wish {
-            Wish::Only(level) => own = Logged { level, requests: None },
-            Wish::Level(level) => own.level = level,
-            Wish::NoRequests => own.requests = None,
-            Wish::Requests(requests) => own.requests = Some(requests),
+        match requested {
+            LogRequest::Only(level) => own = LogSettings { level, requests: None },
+            LogRequest::Level(level) => own.level = level,
+            LogRequest::NoRequests => own.requests = None,
+            LogRequest::Requests(requests) => own.requests = Some(requests),
         }
         let before = std::mem::replace(&mut state.own, own);
         // Its level may be out of sight behind a follower's: whether it is one is seen now.
@@ -391,14 +392,14 @@ fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error>
                 // One that is too slow goes.
                 result => result?,
             },
-            Err(RecvTimeoutError::Timeout) if hung_up(client) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) if client_closed(client) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }
 }
 
-fn hung_up(client: &UnixStream) -> bool {
+fn client_closed(client: &UnixStream) -> bool {
     let mut polled = [PollFd::new(client, PollFlags::RDHUP)];
     let found = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     found.is_ok_and(|found| found > 0)
@@ -415,20 +416,20 @@ mod tests {
     }
 
     fn level_and_whose(state: &State) -> (String, Option<String>) {
-        let Logged { level, requests } = state.logged();
+        let LogSettings { level, requests } = state.logged();
         (level, requests.map(|requests| requests.whose))
     }
 
     #[test]
     fn what_is_logged_comes_from_the_followers_that_are_left() {
-        let own = Logged { level: "info".into(), requests: None };
+        let own = LogSettings { level: "info".into(), requests: None };
         let mut state = State { own, followers: Vec::new(), followed: 0 };
         let shown = |level: &str, whose: Option<&str>| (level.to_owned(), whose.map(str::to_owned));
-        state.followers.push((1, Wish::Requests(requests("a", Some("s"), &[1]))));
-        state.followers.push((2, Wish::Requests(requests("b", Some("s"), &[2]))));
+        state.followers.push((1, LogRequest::Requests(requests("a", Some("s"), &[1]))));
+        state.followers.push((2, LogRequest::Requests(requests("b", Some("s"), &[2]))));
         assert_eq!(level_and_whose(&state), shown("info", Some("a, b")));
         assert_eq!(state.logged().requests.unwrap().filter.inodes, [Ino(1), Ino(2)]);
-        state.followers.push((3, Wish::Only("debug".into())));
+        state.followers.push((3, LogRequest::Only("debug".into())));
         assert_eq!(level_and_whose(&state), shown("debug", Some("a, b")), "it takes nothing from the others");
         state.followers.remove(0);
         assert_eq!(level_and_whose(&state), shown("debug", Some("b")), "the first has gone");

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use ferry_control::{Explained, Owner, Served, Shown};
+use ferry_control::{Owner, ServedShare, ShareStatus, TransportReport};
 use ferry_vfs::FileSystem;
 
 use crate::cli::Share;
@@ -18,10 +18,10 @@ pub use client::{Target, is_in_mount, statuses};
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
 
 /// A share before it is mounted; `name` is what the log calls it.
-pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> Served {
+pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedShare {
     let is_device = share.virtiofs.is_some() || share.fd.is_some();
     let has_tag = is_device || matches!(share.ninep, Some(crate::ninep::Address::VhostUser(_)));
-    let shown = Shown {
+    let shown = ShareStatus {
         source: match share.kind() {
             crate::source::Kind::Dir(path) => share::shown(&path),
             _ => share.source.to_string_lossy().into_owned(),
@@ -34,13 +34,13 @@ pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> Served 
         read_only: share.read_only,
         queues: is_device.then(|| exports::device_options(share).queues),
     };
-    Served::new(shown, name.into(), source)
+    ServedShare::new(shown, name.into(), source)
 }
 
 /// A share is mounted.
-pub fn mounted(served: &mut Served, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
+pub fn mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
     let explanation = export.explain();
-    let explained = Explained { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
+    let explained = TransportReport { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
     let export = Arc::downgrade(export);
     let is_there = move || export.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(path.to_string_lossy().into_owned(), explained, is_there);

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
-use ferry_control::{Explained, Logging, Request, Served, printable, printable_json};
+use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 
 use crate::cli::{MountArgs, Share};
 use crate::control::{self, Target, is_in_mount};
@@ -83,9 +83,9 @@ pub fn in_background(line: &[OsString], json: bool) -> Result<u8> {
 }
 
 /// Says that the mount is there: to a program as JSON, to a person in the log.
-fn announce(up: &[Served], json: bool) -> Result<()> {
+fn announce(up: &[ServedShare], json: bool) -> Result<()> {
     for served in up {
-        let shown = served.shown();
+        let shown = served.status();
         if json {
             let mut out = std::io::stdout().lock();
             let explain = served.explain()?.json;
@@ -150,7 +150,7 @@ fn explain(args: MountArgs) -> Result<()> {
 }
 
 /// What the server of a mount point says, if this is the mount point of one.
-fn running(path: &Path) -> Option<Result<Explained>> {
+fn running(path: &Path) -> Option<Result<TransportReport>> {
     let Target { client, share, file } = match Target::find(path) {
         Ok(target) => target,
         // Not a source: whatever is asked of it, nobody would answer.
@@ -162,7 +162,7 @@ fn running(path: &Path) -> Option<Result<Explained>> {
 }
 
 /// Mounts, asks and unmounts: only the kernel's answer to a mount tells.
-fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<Explained> {
+fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
     let mut share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
     // Until it has been mounted.

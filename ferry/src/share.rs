@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{Control, Logging, Served, Shown};
+use ferry_control::{Control, Logging, ServedShare, ShareStatus};
 use ferry_fs::Endings;
 use ferry_isolation::Held;
 use ferry_vfs::FileSystem;
@@ -50,7 +50,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool)
         return processes::run(Some(beside), (disks, inherited_disks), (walls, json), signals);
     }
     let once = shares.iter().any(|share| share.once);
-    let ready = |up: &[Served]| {
+    let ready = |up: &[ServedShare]| {
         match json {
             true => say(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
             false => announce(shares, up)?,
@@ -87,7 +87,7 @@ impl Beside<'_> {
     pub fn serve(self, signals: Held, report: Report) -> Result<u8> {
         let Self { shares, inherited, walls, json, logging } = self;
         let (report, new_files) = report.split()?;
-        let ready = |up: &[Served]| {
+        let ready = |up: &[ServedShare]| {
             let is_told = report.tell(&shown_all(up))?;
             if is_told && !json {
                 announce(shares, up)?;
@@ -109,7 +109,7 @@ fn serve_confined(
     (walls, signals): (&Walls, Held),
     logging: &Logging,
     mut new_files: NewFiles,
-    ready: impl FnOnce(&[Served]) -> Result<bool>,
+    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<u8> {
     check_places(shares)?;
     // What is wrong with a source is said before anything is made.
@@ -155,7 +155,7 @@ pub fn serve(
     (words, signals): (&[String], Option<Held>),
     logging: &Logging,
     mut new_files: NewFiles,
-    ready: impl FnOnce(&[Served]) -> Result<bool>,
+    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<()> {
     check_places(shares)?;
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
@@ -182,13 +182,13 @@ fn inherit(shares: &[Share]) -> Result<HashMap<u16, Bound>> {
 /// Goes on serving until there is a reason to end.
 fn serve_until(
     mut endings: Endings,
-    up: Vec<Served>,
+    up: Vec<ServedShare>,
     control: Option<Socket>,
     mut serving: Serving,
     logging: &Logging,
-    ready: impl FnOnce(&[Served]) -> Result<bool>,
+    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<()> {
-    let up: Arc<[Served]> = up.into();
+    let up: Arc<[ServedShare]> = up.into();
     let control = Control::start(control, Arc::clone(&up), logging.clone(), OWNER);
     let mut signal = None;
     if ready(&up)? {
@@ -306,7 +306,7 @@ fn start(
     (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<SessionStore>>>),
     words: &[String],
     serving: &mut Serving,
-) -> Result<Vec<Served>> {
+) -> Result<Vec<ServedShare>> {
     let mut up = Vec::new();
     let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares));
     for ((share, opened_source), (((bound, listening), kept), name)) in shares.iter().zip(opened).zip(sockets) {
@@ -350,8 +350,8 @@ const NO_TAG: &str = "sharing: its guest mounts the tag that the VMM's command l
      ask the device, and can mount it only with --tag NAME";
 
 /// What a program is told of shares.
-fn shown_all(up: &[Served]) -> serde_json::Value {
-    serde_json::json!(up.iter().map(Served::shown).collect::<Vec<_>>())
+fn shown_all(up: &[ServedShare]) -> serde_json::Value {
+    serde_json::json!(up.iter().map(ServedShare::status).collect::<Vec<_>>())
 }
 
 /// Says a line to a program.
@@ -361,10 +361,10 @@ pub fn say(line: &serde_json::Value) -> Result<()> {
 }
 
 /// Says to a person that every share is up, as what to give QEMU.
-fn announce(shares: &[Share], up: &[Served]) -> Result<()> {
+fn announce(shares: &[Share], up: &[ServedShare]) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    let shown = up.iter().map(Served::shown);
-    for (share, Shown { source, tag, virtiofs, fd, mount, queues, ninep, .. }) in shares.iter().zip(shown) {
+    let shown = up.iter().map(ServedShare::status);
+    for (share, ShareStatus { source, tag, virtiofs, fd, mount, queues, ninep, .. }) in shares.iter().zip(shown) {
         if let Some(mount) = mount {
             tracing::info!(source, mount, "mounted");
         }

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferry_control::{Control, Explained, Logging, Owner, Served, Shown};
+use ferry_control::{Control, Logging, Owner, ServedShare, ShareStatus, TransportReport};
 use ferry_vfs::FileSystem;
 
 use crate::command::{Command, MountArgs, VirtiofsArgs};
@@ -30,7 +30,7 @@ pub(crate) fn program() -> String {
 }
 
 /// Lets `ferry log` show and change what is logged, where the log is ours.
-fn control(logging: Option<Logging>, served: Served) -> Option<Control> {
+fn control(logging: Option<Logging>, served: ServedShare) -> Option<Control> {
     // Where there is nothing to show, no socket is made either.
     let logging = logging?;
     Control::start(Control::bind(), vec![served].into(), logging, Owner::default())
@@ -56,13 +56,13 @@ fn mount(
     // Before it is covered, and in the words of the table of mounts.
     let dir = args.dir.canonicalize().unwrap_or_else(|_| args.dir.clone());
     let export = Arc::new(fuse::Export::mount(&dir, Arc::clone(&fs), options)?);
-    let shown = Shown { source: source.clone(), read_only: args.place.read_only, ..Shown::default() };
-    let mut served = Served::new(shown, source, fs);
+    let shown = ShareStatus { source: source.clone(), read_only: args.place.read_only, ..ShareStatus::default() };
+    let mut served = ServedShare::new(shown, source, fs);
     let text = export.explain().to_string();
     let json = serde_json::to_value(export.explain()).unwrap_or_default();
     let seen = Arc::downgrade(&export);
     let is_there = move || seen.upgrade().is_some_and(|export| !export.has_ended());
-    served.mounted(dir.to_string_lossy().into_owned(), Explained { text, json }, is_there);
+    served.mounted(dir.to_string_lossy().into_owned(), TransportReport { text, json }, is_there);
     let control = control(logging, served);
     let (watched, over) = (Arc::clone(&export), endings.over());
     let watch = move || {
@@ -99,15 +99,15 @@ fn offer(
     let (queues, name) = (options.queues, options.name.clone());
     let export = virtiofs::Export::from_listener(socket.listener()?, Arc::clone(&fs), options)?;
     let path = std::path::absolute(&args.socket).unwrap_or_else(|_| args.socket.clone());
-    let shown = Shown {
+    let shown = ShareStatus {
         source: name.clone(),
         tag: args.place.tag.clone(),
         virtiofs: Some(path.to_string_lossy().into_owned()),
         read_only: args.place.read_only,
         queues: Some(queues),
-        ..Shown::default()
+        ..ShareStatus::default()
     };
-    let control = control(logging, Served::new(shown, name, fs));
+    let control = control(logging, ServedShare::new(shown, name, fs));
     say(&format!("waiting for virtual machines on {}; end with Ctrl-C", args.socket.display()));
     if args.place.tag.is_none() {
         say("QEMU names it itself; for User-mode Linux and crosvm, which ask the device, give it a name with --tag");

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
-use ferry_control::{ANSWER_BYTES_MAX, Answer, Endpoint, FileName, Request, Shown, Status, sockets};
+use ferry_control::{ANSWER_BYTES_MAX, Answer, Endpoint, FileName, Request, ShareStatus, Status, sockets};
 
 /// A server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -194,7 +194,11 @@ impl Target {
         })
     }
 
-    fn innermost(path: &Path, running: &[(Client, Status)], folder: impl Fn(&Shown) -> Option<PathBuf>) -> Vec<Found> {
+    fn innermost(
+        path: &Path,
+        running: &[(Client, Status)],
+        folder: impl Fn(&ShareStatus) -> Option<PathBuf>,
+    ) -> Vec<Found> {
         // A mount in the mount or source of another ferry is none of the other's, even if its own server has died.
         let mount = mount_of(path);
         let within: Vec<_> = each_share(running)
@@ -235,7 +239,7 @@ fn mount_of(path: &Path) -> Option<u64> {
 }
 
 /// Every share with its server's and its own index.
-fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &Shown)> {
+fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &ShareStatus)> {
     running.iter().enumerate().flat_map(|(client, (_, status))| {
         status.shares.iter().enumerate().map(move |(share, shown)| (client, share, shown))
     })
@@ -248,7 +252,7 @@ mod tests {
     use super::*;
 
     fn server(pid: u32, mounts: &[&str]) -> (Client, Status) {
-        let share = |mount: &&str| Shown {
+        let share = |mount: &&str| ShareStatus {
             source: "mem".into(),
             tag: None,
             virtiofs: None,

@@ -1,4 +1,4 @@
-//! Where control sockets are: a folder per user, which nobody else can enter.
+//! Control sockets are in a private directory per user.
 
 use std::fs;
 use std::io::{self, ErrorKind};

@@ -1,15 +1,15 @@
-//! What is served: as the server holds it, and as it is shown.
+//! The shares of a server, and their status.
 
 use std::sync::Arc;
 
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Explained};
+use crate::{Error, TransportReport};
 
 /// One share that is up.
-pub struct Served {
-    shown: Shown,
+pub struct ServedShare {
+    shown: ShareStatus,
     /// What [`ferry_engine::requests::Filter`] calls it.
     name: String,
     source: Arc<dyn FileSystem>,
@@ -18,12 +18,12 @@ pub struct Served {
 
 /// A mount that was there, as far as it is known.
 struct Mounted {
-    explained: Explained,
+    explained: TransportReport,
     /// Somebody else may unmount it at any time.
     is_there: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
-impl std::fmt::Debug for Served {
+impl std::fmt::Debug for ServedShare {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Served").field("shown", &self.shown).finish_non_exhaustive()
     }
@@ -31,7 +31,7 @@ impl std::fmt::Debug for Served {
 
 /// One share, as `--json` and `ferry log` show it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Shown {
+pub struct ShareStatus {
     /// The source.
     pub source: String,
     /// What a guest mounts.
@@ -56,10 +56,10 @@ pub struct Shown {
     pub queues: Option<usize>,
 }
 
-impl Served {
+impl ServedShare {
     /// A share; `name` is what its exports have as theirs.
     #[must_use]
-    pub fn new(shown: Shown, name: String, source: Arc<dyn FileSystem>) -> Self {
+    pub fn new(shown: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
         Self { shown, name, source, mounted: None }
     }
 
@@ -69,21 +69,26 @@ impl Served {
     }
 
     /// It is mounted, and by which paths its requests travel; `is_there` tells until when.
-    pub fn mounted(&mut self, path: String, explained: Explained, is_there: impl Fn() -> bool + Send + Sync + 'static) {
+    pub fn mounted(
+        &mut self,
+        path: String,
+        explained: TransportReport,
+        is_there: impl Fn() -> bool + Send + Sync + 'static,
+    ) {
         self.shown.mount = Some(path);
         self.mounted = Some(Mounted { explained, is_there: Box::new(is_there) });
     }
 
     /// What others are shown of it, as it began.
     #[must_use]
-    pub fn shown(&self) -> &Shown {
+    pub fn status(&self) -> &ShareStatus {
         &self.shown
     }
 
     /// The same, as it is now.
-    pub(crate) fn shown_now(&self) -> Shown {
+    pub(crate) fn current_status(&self) -> ShareStatus {
         let mount = self.shown.mount.clone().filter(|_| self.is_mounted().is_some());
-        Shown { mount, ..self.shown.clone() }
+        ShareStatus { mount, ..self.shown.clone() }
     }
 
     fn is_mounted(&self) -> Option<&Mounted> {
@@ -100,7 +105,7 @@ impl Served {
     ///
     /// # Errors
     /// [`Error::NotMounted`].
-    pub fn explain(&self) -> Result<Explained, Error> {
+    pub fn explain(&self) -> Result<TransportReport, Error> {
         let explained = self.is_mounted().map(|mounted| mounted.explained.clone());
         explained.ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
     }
@@ -109,14 +114,14 @@ impl Served {
     ///
     /// # Errors
     /// [`Error::NoFile`].
-    pub fn find(&self, path: &[u8]) -> Result<Held, Error> {
+    pub fn find(&self, path: &[u8]) -> Result<HeldInode, Error> {
         let cx = Caller::default();
-        let mut held = Held { source: Arc::clone(&self.source), ino: Ino::ROOT };
+        let mut held = HeldInode { source: Arc::clone(&self.source), ino: Ino::ROOT };
         for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
             let entry = Name::new(part).and_then(|name| self.source.lookup(&cx, held.ino, name));
             match entry {
                 // What was held before is given back here.
-                Ok(entry) => held = Held { source: Arc::clone(&self.source), ino: entry.ino },
+                Ok(entry) => held = HeldInode { source: Arc::clone(&self.source), ino: entry.ino },
                 Err(reason) => {
                     let path = String::from_utf8_lossy(path).into_owned();
                     return Err(Error::NoFile { path, share: self.shown.source.clone(), reason });
@@ -128,18 +133,18 @@ impl Served {
 }
 
 /// A reference to an inode, so that its number stays its own.
-pub struct Held {
+pub struct HeldInode {
     source: Arc<dyn FileSystem>,
     ino: Ino,
 }
 
-impl std::fmt::Debug for Held {
+impl std::fmt::Debug for HeldInode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Held").field(&self.ino).finish()
     }
 }
 
-impl Held {
+impl HeldInode {
     /// The inode.
     #[must_use]
     pub fn ino(&self) -> Ino {
@@ -147,7 +152,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldInode {
     fn drop(&mut self) {
         // The root is nobody's reference.
         if self.ino != Ino::ROOT {
