@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ferry_fs::Endings;
-use ferry_isolation::Held;
+use ferry_isolation::BlockedSignals;
 use serde::{Deserialize, Deserializer};
 
 pub use disks::{Disks, PATIENCE, bind, inherit, refuse_doubles};
@@ -212,7 +212,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     }
     refuse_doubles(disks).map_err(misuse)?;
     // None gets lost until they are caught, on whichever side.
-    let signals = Held::hold()?;
+    let signals = BlockedSignals::hold()?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
     let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
@@ -235,7 +235,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
 pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<Bound>>,
-    (walls, signals): (&Walls, Held),
+    (walls, signals): (&Walls, BlockedSignals),
     new_files: NewFiles,
     ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ferry_isolation::{Child, End, Held};
+use ferry_isolation::{BlockedSignals, Child, End};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -34,7 +34,7 @@ pub fn run(
     shares: Option<Beside<'_>>,
     (disks, inherited): (&[disk::Args], Vec<Option<Bound>>),
     (walls, json): (&Walls, bool),
-    signals: Held,
+    signals: BlockedSignals,
 ) -> Result<u8> {
     let bound = disks.iter().zip(inherited).map(|(disk, inherited)| disk::bind(disk, inherited));
     let mut sockets = bound.collect::<Result<Vec<_>>>()?;
@@ -148,7 +148,7 @@ impl<'a> Servers<'a> {
     }
 
     /// Waits until all have ended, for signals, which are told by a descriptor that `arrives`.
-    fn wait(&mut self, signals: &Held, arrives: &OwnedFd) -> Result<u8> {
+    fn wait(&mut self, signals: &BlockedSignals, arrives: &OwnedFd) -> Result<u8> {
         let begun = Instant::now();
         loop {
             for number in 0..self.all.len() {

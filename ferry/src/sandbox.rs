@@ -17,7 +17,10 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 pub use connecting::Reach;
-use ferry_isolation::{Access, Action, Capabilities, Fence, Fenced, Filter, Held, Outside, Role, Root, Side, View};
+use ferry_isolation::{
+    Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Side, Supervisor,
+    View,
+};
 use ferry_remote::Connector;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Deserialize;
@@ -199,7 +202,7 @@ pub enum Entered {
 }
 
 /// This process waits for the one inside.
-pub struct Waiting(Outside);
+pub struct Waiting(Supervisor);
 
 /// This process is inside, and the last walls are still to be closed.
 pub struct Inside {
@@ -280,7 +283,7 @@ impl Confinement {
     /// Goes inside, as far as it is possible without having opened the sources.
     pub fn enter(mut self) -> Result<Entered> {
         ferry_engine::count_cpus();
-        let had = Capabilities::here()?;
+        let had = Capabilities::of_thread()?;
         if self.pins_memory && !may_lock_memory() {
             self.needed = self.needed.and_lock_memory();
         }
@@ -346,7 +349,7 @@ impl Confinement {
             let sockets: Vec<&Path> =
                 roots.filter(|(root, _)| root.access == Access::Sockets).map(|(_, place)| place.as_path()).collect();
             if !sockets.is_empty() {
-                ferry_isolation::leave_places(&sockets).context("--sandbox namespace")?;
+                ferry_isolation::hide_directories(&sockets).context("--sandbox namespace")?;
             }
         }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
@@ -362,7 +365,7 @@ impl Confinement {
 
 impl Waiting {
     /// Waits for the process inside; answers its status.
-    pub fn wait(self, signals: &Held) -> Result<u8> {
+    pub fn wait(self, signals: &BlockedSignals) -> Result<u8> {
         let end = self.0.wait(signals)?;
         if let ferry_isolation::End::Signal(_) = end {
             eprintln!("ferry: the server was ended by {end}");
@@ -395,7 +398,7 @@ impl Inside {
         if walls.sandbox == Some(Sandbox::Chroot) {
             ferry_isolation::change_root(&roots[0].path).context("--sandbox chroot")?;
         }
-        let had = Capabilities::here()?;
+        let had = Capabilities::of_thread()?;
         let (fenced, rules) = if is_fenced {
             let by_handles = had.can_open_handles() && wants_handles;
             // Root's memory file systems are mounts of their own.
@@ -415,19 +418,19 @@ impl Inside {
             let dirs = paths.map(open).collect::<Result<Vec<_>>>()?;
             let dirs: Vec<_> = dirs.iter().map(|(dir, read_only)| (dir.as_fd(), *read_only)).collect();
             let (fence, rules) = match by_handles || by_mounts {
-                true => (Fence::AllFiles, "all but files".to_owned()),
-                false => (Fence::Below(&dirs), format!("files below {} directories", dirs.len())),
+                true => (LandlockRules::AllFiles, "all but files".to_owned()),
+                false => (LandlockRules::Below(&dirs), format!("files below {} directories", dirs.len())),
             };
-            (Some(ferry_isolation::fence(fence, &[])?), rules)
+            (Some(ferry_isolation::restrict_landlock(fence, &[])?), rules)
         } else {
             (None, "none".to_owned())
         };
         match fenced {
-            Some(Fenced::Not) => tracing::warn!(
+            Some(LandlockStatus::Not) => tracing::warn!(
                 "no Landlock: this kernel has none, or it is not turned on (CONFIG_SECURITY_LANDLOCK, lsm=landlock,...)"
             ),
-            Some(Fenced::Partly) => tracing::debug!("this kernel knows a part of Landlock's rules"),
-            Some(Fenced::Wholly) | None => {}
+            Some(LandlockStatus::Partly) => tracing::debug!("this kernel knows a part of Landlock's rules"),
+            Some(LandlockStatus::Wholly) | None => {}
         }
         kept.limit(Capabilities::NONE)?;
         ferry_isolation::no_new_privileges()?;

@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, ServedShare, ShareStatus};
 use ferry_fs::Endings;
-use ferry_isolation::Held;
+use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
 use ferry_virtiofs::SessionStore;
@@ -45,7 +45,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool)
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
         // None gets lost until they are caught, on whichever side.
-        let signals = Held::hold()?;
+        let signals = BlockedSignals::hold()?;
         let beside = Beside { shares, inherited, walls, json, logging };
         return processes::run(Some(beside), (disks, inherited_disks), (walls, json), signals);
     }
@@ -63,7 +63,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool)
     };
     let new_files = NewFiles::until(Success::new()?);
     match sandbox::fits(walls, shares)? {
-        true => serve_confined(shares, inherited, (walls, Held::hold()?), logging, new_files, ready),
+        true => serve_confined(shares, inherited, (walls, BlockedSignals::hold()?), logging, new_files, ready),
         false => serve(shares, inherited, (&[], None), logging, new_files, ready).map(|()| 0),
     }
 }
@@ -84,7 +84,7 @@ impl Beside<'_> {
     }
 
     /// Serves them, in a process of their own. Returns the status to end with.
-    pub fn serve(self, signals: Held, report: Report) -> Result<u8> {
+    pub fn serve(self, signals: BlockedSignals, report: Report) -> Result<u8> {
         let Self { shares, inherited, walls, json, logging } = self;
         let (report, new_files) = report.split()?;
         let ready = |up: &[ServedShare]| {
@@ -106,7 +106,7 @@ impl Beside<'_> {
 fn serve_confined(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,
-    (walls, signals): (&Walls, Held),
+    (walls, signals): (&Walls, BlockedSignals),
     logging: &Logging,
     mut new_files: NewFiles,
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
@@ -152,14 +152,14 @@ fn serve_confined(
 pub fn serve(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,
-    (words, signals): (&[String], Option<Held>),
+    (words, signals): (&[String], Option<BlockedSignals>),
     logging: &Logging,
     mut new_files: NewFiles,
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<()> {
     check_places(shares)?;
     let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
-    signals.map_or(Ok(()), Held::release)?;
+    signals.map_or(Ok(()), BlockedSignals::release)?;
 
     // Before the exports, so that they are dropped after them.
     let mut sources = Sources::beside(mount_points(shares));

@@ -153,7 +153,7 @@ pub fn seen(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSy
 fn can_make_files_of(MapUser { uid, gid }: MapUser) -> Result<()> {
     let (own_uid, own_gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     ensure!(
-        (uid, gid) == (own_uid, own_gid) || Capabilities::here()?.can_act_as_others(),
+        (uid, gid) == (own_uid, own_gid) || Capabilities::of_thread()?.can_act_as_others(),
         "--map-user {uid}:{gid}: what is made would belong to {own_uid}:{own_gid}, as whom this server runs, for it may not act as others \
          (root, or CAP_SETUID and CAP_SETGID): start it as that user, or write --map-user auto"
     );

@@ -1,4 +1,4 @@
-//! What root keeps of being root.
+//! The capabilities that a server keeps.
 
 use std::fmt;
 
@@ -53,7 +53,7 @@ impl Capabilities {
     ///
     /// # Errors
     /// [`Error::Capabilities`]: those of capget(2).
-    pub fn here() -> Result<Self> {
+    pub fn of_thread() -> Result<Self> {
         rustix::thread::capabilities(None).map(|sets| Self(sets.effective)).map_err(Error::Capabilities)
     }
 
@@ -186,13 +186,13 @@ mod tests {
     #[test]
     fn what_is_dropped_is_gone_and_nothing_is_gained() {
         let left = std::thread::spawn(|| {
-            let had = Capabilities::here().expect("capget");
+            let had = Capabilities::of_thread().expect("capget");
             let kept = Capabilities::of_server(false);
             kept.limit(Capabilities::NONE).expect("dropping is allowed");
-            let now = Capabilities::here().expect("capget");
+            let now = Capabilities::of_thread().expect("capget");
             assert_eq!(now.bits(), had.bits() & kept.bits());
             Capabilities::NONE.limit(Capabilities::NONE).expect("dropping is allowed");
-            Capabilities::here().expect("capget")
+            Capabilities::of_thread().expect("capget")
         });
         assert_eq!(left.join().expect("no panic"), Capabilities::NONE);
     }

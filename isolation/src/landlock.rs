@@ -1,4 +1,4 @@
-//! Landlock: a fence that the kernel keeps for whoever asks for it.
+//! Landlock rules.
 
 use std::os::fd::BorrowedFd;
 
@@ -15,7 +15,7 @@ const KNOWN: ABI = ABI::V6;
 
 /// What stays inside the fence.
 #[derive(Clone, Copy, Debug)]
-pub enum Fence<'a> {
+pub enum LandlockRules<'a> {
     /// Only these files and what is below these directories; `true`: only for reading. Nothing is executed, no device is given
     /// commands.
     Below(&'a [(BorrowedFd<'a>, bool)]),
@@ -26,7 +26,7 @@ pub enum Fence<'a> {
 
 /// How much of the fence there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fenced {
+pub enum LandlockStatus {
     /// All that was asked for.
     Wholly,
     /// What this kernel knows of it.
@@ -40,26 +40,26 @@ pub enum Fenced {
 ///
 /// # Errors
 /// [`Error::Landlock`]: the kernel refused, which it does not do where it has Landlock or none.
-pub fn fence(fence: Fence<'_>, ports: &[u16]) -> Result<Fenced> {
+pub fn restrict_landlock(fence: LandlockRules<'_>, ports: &[u16]) -> Result<LandlockStatus> {
     let made = make(fence, ports).map_err(|error| Error::Landlock(error.to_string()))?;
     Ok(match made {
-        RulesetStatus::FullyEnforced => Fenced::Wholly,
-        RulesetStatus::PartiallyEnforced => Fenced::Partly,
-        RulesetStatus::NotEnforced => Fenced::Not,
+        RulesetStatus::FullyEnforced => LandlockStatus::Wholly,
+        RulesetStatus::PartiallyEnforced => LandlockStatus::Partly,
+        RulesetStatus::NotEnforced => LandlockStatus::Not,
     })
 }
 
-fn make(fence: Fence<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
+fn make(fence: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::from_all(KNOWN))?;
     let beneath = match fence {
-        Fence::Below(beneath) => {
+        LandlockRules::Below(beneath) => {
             rules = rules.handle_access(AccessFs::from_all(KNOWN))?;
             beneath
         }
-        Fence::AllFiles => &[],
+        LandlockRules::AllFiles => &[],
     };
     let mut rules = rules.create()?;
     for (place, read_only) in beneath {

@@ -1,13 +1,13 @@
-//! The walls that a server of files or disks puts around itself, so that whoever takes it over by a mistake in it finds nothing else.
+//! The sandbox of a server of files or disks: an attacker who exploits a bug in the server reaches nothing else.
 //!
 //! From outside in:
 //!
 //! 1. **Namespaces** ([`split`]): of mounts, processes and networks, and of users where that is the price. The server is
 //!    process 1 of its own, and its root is an empty, read-only folder with the shared directories and its own
-//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Outside`]). Threads that connect to
+//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Supervisor`]). Threads that connect to
 //!    servers stay in the host's network; all others leave it ([`leave_network`]).
 //! 2. **Capabilities** ([`Capabilities`]): those that carrying files needs, also in the bounding set.
-//! 3. **Landlock** ([`fence`]): files below the shared directories alone, no TCP but to some ports, no abstract sockets, no
+//! 3. **Landlock** ([`restrict_landlock`]): files below the shared directories alone, no TCP but to some ports, no abstract sockets, no
 //!    signals to others.
 //! 4. **seccomp** ([`Filter`]): the system calls of each [`Role`], and no others.
 //!
@@ -28,20 +28,20 @@
 mod capabilities;
 mod landlock;
 mod namespaces;
-mod outside;
 mod root;
+mod supervisor;
 mod syscalls;
 
 pub use capabilities::Capabilities;
-pub use landlock::{Fence, Fenced, fence};
-pub use namespaces::{Side, begin_child, change_root, is_possible, leave_network, leave_places, split};
-pub use outside::{Arrival, Child, End, Held, Outside};
+pub use landlock::{LandlockRules, LandlockStatus, restrict_landlock};
+pub use namespaces::{Side, begin_child, change_root, hide_directories, is_possible, leave_network, split};
 pub use root::{Access, Root, View};
+pub use supervisor::{Arrival, BlockedSignals, Child, End, Supervisor};
 pub use syscalls::{Action, Filter, Role};
 
 use rustix::io::Errno;
 
-/// Why a wall cannot be had.
+/// Why a part of the sandbox is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel refused a step of making namespaces.

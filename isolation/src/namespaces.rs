@@ -1,4 +1,4 @@
-//! Splitting a process in two: a server in namespaces of its own, and what stays outside.
+//! Splits a process in two: a server in its own namespaces, and a supervisor outside.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,15 +10,15 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, Signal};
 use rustix::thread::UnshareFlags;
 
-use crate::outside::{Child, End, Held, Outside};
 use crate::root::{View, step};
+use crate::supervisor::{BlockedSignals, Child, End, Supervisor};
 use crate::{Capabilities, Error, Result, root};
 
 /// Which of the two processes this is.
 #[derive(Debug)]
 pub enum Side {
     /// The one that was there before, and that others know.
-    Outside(Outside),
+    Outside(Supervisor),
     /// The server, process 1 of its namespace, in a root directory that has only what is shared: where each is now.
     Inside(Vec<PathBuf>),
 }
@@ -34,7 +34,7 @@ pub enum Side {
 pub fn split(view: &View) -> Result<Side> {
     has_one_thread()?;
     let mut flags = UnshareFlags::NEWPID;
-    let as_user = !Capabilities::here()?.can_mount();
+    let as_user = !Capabilities::of_thread()?.can_mount();
     flags.set(UnshareFlags::NEWUSER, as_user);
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     step(unshare(flags), || match as_user {
@@ -48,7 +48,7 @@ pub fn split(view: &View) -> Result<Side> {
         }
     }
     match fork_child()? {
-        Some(child) => Ok(Side::Outside(Outside::new(child))),
+        Some(child) => Ok(Side::Outside(Supervisor::new(child))),
         None => {
             step(unshare(UnshareFlags::NEWNS), || "no namespace of mounts can be had".into())?;
             if !view.network {
@@ -108,7 +108,7 @@ pub fn leave_network() -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Namespaces`]: this thread may not make namespaces (any more), or there is nothing mounted at one of the places.
-pub fn leave_places(places: &[&Path]) -> Result<()> {
+pub fn hide_directories(places: &[&Path]) -> Result<()> {
     step(unshare(UnshareFlags::NEWNS), || "no second namespace of mounts can be had".into())?;
     let leave = |place: &&Path| rustix::mount::unmount(*place, UnmountFlags::DETACH);
     places.iter().try_for_each(|place| step(leave(place), || format!("{} cannot be left", place.display())))
@@ -132,7 +132,7 @@ pub fn is_possible(view: &View) -> Result<()> {
             _ => Err(Error::Told("a process that tried namespaces did not end well".into())),
         };
     }
-    let tried = Held::hold().and_then(|held| Ok((split(view)?, held)));
+    let tried = BlockedSignals::hold().and_then(|held| Ok((split(view)?, held)));
     let outcome = match tried {
         Ok((Side::Inside(_), _)) => leave_network(),
         Ok((Side::Outside(outside), held)) => match outside.wait(&held) {

@@ -1,4 +1,4 @@
-//! The root directory of a server: an empty folder with what is shared in it, and nothing else of the host.
+//! The root directory of a server: an empty directory that contains the shared trees only.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -55,8 +55,8 @@ pub(crate) fn step<T>(outcome: rustix::io::Result<T>, words: impl FnOnce() -> St
     outcome.map_err(|errno| Error::Namespaces { step: words(), errno })
 }
 
-/// Makes the new root and goes there. Needs a namespace of mounts of this process's own. Answers where the directories are
-/// now, in their order.
+/// Makes the new root and goes there. Needs a namespace of mounts of this process's own. Returns where the directories
+/// are now, in their order.
 pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
     // Mounts of the host go on to come in, none of ours goes out.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;

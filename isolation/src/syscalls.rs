@@ -1,4 +1,4 @@
-//! seccomp: the system calls of a server, and what becomes of one that makes another.
+//! seccomp filters: the system calls that a server may make.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;

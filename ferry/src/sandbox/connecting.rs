@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 
 use anyhow::{Context, Result};
-use ferry_isolation::{Capabilities, Fence, Filter, Role};
+use ferry_isolation::{Capabilities, Filter, LandlockRules, Role};
 use ferry_remote::Connector;
 
 use super::{Confinement, Walls};
@@ -68,7 +68,7 @@ fn close(walls: &Walls, reach: &Reach, is_fenced: bool, kept: Capabilities) -> R
         let files = reach.files().into_iter().filter_map(|path| File::open(path).ok()).collect::<Vec<_>>();
         let files: Vec<_> = files.iter().map(|file| (file.as_fd(), true)).collect();
         let ports: Vec<u16> = reach.port.into_iter().chain(reach.by_name.then_some(DOMAIN_PORT)).collect();
-        Some(ferry_isolation::fence(Fence::Below(&files), &ports)?)
+        Some(ferry_isolation::restrict_landlock(LandlockRules::Below(&files), &ports)?)
     } else {
         None
     };

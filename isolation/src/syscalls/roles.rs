@@ -1,4 +1,4 @@
-//! Who makes which system calls.
+//! Which role makes which system calls.
 
 /// What a process or a thread is there for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use ferry_isolation::{Access, Action, Capabilities, Fence, Filter, Held, Role, Root, Side, View};
+use ferry_isolation::{Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, Role, Root, Side, View};
 use rustix::fs::{FileType, Mode, OFlags, makedev, mknodat, openat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     // As a server has the files of its disks.
     let before = (attempt == "again").then(|| File::open(&what[0]).unwrap());
     if walls.contains(&"namespaces") {
-        let held = Held::hold().unwrap();
+        let held = BlockedSignals::hold().unwrap();
         ferry_isolation::is_possible(&View::default()).unwrap();
         let view = View { roots: vec![Root { path: dir, access: Access::ReadWrite }], ..View::default() };
         match ferry_isolation::split(&view).unwrap() {
@@ -45,8 +45,9 @@ fn main() -> ExitCode {
     if let Some(landlock) = walls.iter().find_map(|wall| wall.strip_prefix("landlock")) {
         // The only port that can be connected to.
         let ports: Vec<u16> = landlock.strip_prefix(':').map(|port| port.parse().unwrap()).into_iter().collect();
-        let fenced = ferry_isolation::fence(Fence::Below(&[(share.as_fd(), false)]), &ports).unwrap();
-        assert_ne!(fenced, ferry_isolation::Fenced::Not);
+        let fenced =
+            ferry_isolation::restrict_landlock(LandlockRules::Below(&[(share.as_fd(), false)]), &ports).unwrap();
+        assert_ne!(fenced, ferry_isolation::LandlockStatus::Not);
     }
     for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
         if walls.contains(&word) {

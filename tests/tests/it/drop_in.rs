@@ -319,7 +319,7 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
         ferry_skip::skip!("needs root");
         return;
     }
-    let ours = Capabilities::here().unwrap().bits();
+    let ours = Capabilities::of_thread().unwrap().bits();
     let folder = tempfile::tempdir().unwrap();
     for program in programs(folder.path()) {
         for (args, handles) in [("", true), ("--inode-file-handles=never", false)] {

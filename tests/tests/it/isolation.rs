@@ -277,7 +277,7 @@ fn a_server_of_roots_is_confined() {
         return;
     }
     let mut served = serve(0, "");
-    is_confined(&served, Capabilities::of_server(true).bits() & Capabilities::here().unwrap().bits());
+    is_confined(&served, Capabilities::of_server(true).bits() & Capabilities::of_thread().unwrap().bits());
     assert!(!served.inside.has_own("user"));
     // A device of the guest's is made, and belongs to whom it says.
     let mut driver = served.guest();
@@ -309,7 +309,7 @@ fn capabilities_and_filters_are_as_the_flags_say() {
     if !is_root() {
         return;
     }
-    let ours = Capabilities::here().unwrap().bits();
+    let ours = Capabilities::of_thread().unwrap().bits();
     let bits = |list: &str, handles| {
         let kept = Capabilities::of_server(handles).modified(list).unwrap().bits();
         format!("{:016x}", kept & ours)
@@ -376,7 +376,7 @@ fn landlock_stands_around_a_directory() {
         return;
     }
     let (files, other) = ("files below 1 directories", "all but files");
-    let by_handles = if Capabilities::here().unwrap().can_open_handles() { other } else { files };
+    let by_handles = if Capabilities::of_thread().unwrap().can_open_handles() { other } else { files };
     for (user, flags, landlock, rules) in [
         (0, "", "Some(Wholly)", by_handles),
         (0, "--inode-file-handles never", "Some(Wholly)", files),

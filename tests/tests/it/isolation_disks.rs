@@ -201,7 +201,7 @@ fn disks_beside_shares_are_confined() {
     workers_are_held_to_less(&served);
     served.inside = Inside::of(outside[0]);
     served.inside.all_are("Seccomp", "2");
-    let ours = Capabilities::here().unwrap().bits();
+    let ours = Capabilities::of_thread().unwrap().bits();
     served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
     assert_eq!(served.inside.mounts(), ["/", "/proc/self/fd", "/proc/self/uid_map", "/share/0"]);
     drop(driver);
@@ -272,7 +272,7 @@ fn memory_is_pinned_behind_walls() {
     const WITHOUT: [&str; 3] = ["setpriv", "--bounding-set=-sys_resource", "--"];
     let has = |list: &str| {
         let asked = Capabilities::NONE.modified(list).unwrap().bits();
-        Capabilities::here().unwrap().bits() & asked
+        Capabilities::of_thread().unwrap().bits() & asked
     };
     // The limit is lifted while that can be done; or else what does without a limit is kept.
     let (lifts, pins) = (has("+sys_resource") != 0, has("+ipc_lock"));
@@ -322,7 +322,7 @@ fn walls_are_as_the_flags_say() {
     if !is_root() {
         return;
     }
-    let ours = Capabilities::here().unwrap().bits();
+    let ours = Capabilities::of_thread().unwrap().bits();
     let line = format!("disk disk --vhost-user s {FLAGS} --sandbox none --seccomp none --modcaps +sys_admin");
     let served = home_of(0).serve(&line);
     drop(is_used(&served, "s"));

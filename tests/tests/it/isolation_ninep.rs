@@ -52,7 +52,7 @@ fn port() -> u16 {
 
 /// What a process of ours has of this.
 fn ours(capabilities: Capabilities) -> u64 {
-    capabilities.bits() & Capabilities::here().unwrap().bits()
+    capabilities.bits() & Capabilities::of_thread().unwrap().bits()
 }
 
 /// Writes and reads by a guest, on both sides of a server that goes away meanwhile and comes back by `again`; each time the walls are

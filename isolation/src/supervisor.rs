@@ -1,4 +1,4 @@
-//! The process that stays outside: it passes signals on, waits, and says how it ended.
+//! The supervisor outside the namespaces: it forwards signals, waits for the server, and returns its exit status.
 
 use std::fmt;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -47,7 +47,7 @@ impl Child {
 
 /// What stays outside of the namespaces: this process, with the server as its only child, which does not outlive it.
 #[derive(Debug)]
-pub struct Outside(Child);
+pub struct Supervisor(Child);
 
 /// How the server ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +79,7 @@ impl fmt::Display for End {
     }
 }
 
-impl Outside {
+impl Supervisor {
     pub(crate) fn new(child: Child) -> Self {
         Self(child)
     }
@@ -95,7 +95,7 @@ impl Outside {
     ///
     /// # Errors
     /// The system's: signals cannot be caught.
-    pub fn wait(self, signals: &Held) -> Result<End> {
+    pub fn wait(self, signals: &BlockedSignals) -> Result<End> {
         loop {
             if let Some(end) = self.0.end()? {
                 return Ok(end);
@@ -118,18 +118,18 @@ pub struct Arrival {
 
 /// Signals that are kept waiting, so that none is lost while a process begins or is split in two.
 #[derive(Clone, Copy)]
-pub struct Held {
+pub struct BlockedSignals {
     held: libc::sigset_t,
     before: libc::sigset_t,
 }
 
-impl std::fmt::Debug for Held {
+impl std::fmt::Debug for BlockedSignals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Held")
     }
 }
 
-impl Held {
+impl BlockedSignals {
     /// Keeps those waiting that a server is ended with, in this thread, the only one.
     ///
     /// # Errors
