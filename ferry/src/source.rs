@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_dir::{Dir, Ours, WatchError};
+use ferry_dir::{Dir, OwnChanges, WatchError};
 use ferry_image::Digest;
 use ferry_isolation::Capabilities;
 use ferry_mapped::{Ids, Mapped, Xattrs};
@@ -218,7 +218,7 @@ impl Sources {
         if !is_wanted {
             return Ok(());
         }
-        match dir.watch(if overlaps { Ours::Tell } else { Ours::Skip }) {
+        match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
             Ok(()) => {
                 tracing::info!(source = %share.source.display(), "watching for what others change on the host");
                 Ok(())

@@ -25,7 +25,7 @@ pub(crate) fn is_sgid_mark(mode: u32) -> bool {
 }
 
 impl Dir {
-    pub(crate) fn getattr_(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+    pub(crate) fn inode_attr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
         if let Some(handle) = handle {
             let open = self.handles.get(cx.session, ino, handle)?;
             return Ok(self.attr(&open.inode, &statx(open.file.as_fd(), b"")?));
@@ -35,7 +35,7 @@ impl Dir {
     }
 
     /// Size, owner, mode, times: in the order in which none undoes another.
-    pub(crate) fn setattr_(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+    pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         self.writable()?;
         let open = handle.map(|handle| self.handles.get(cx.session, ino, handle)).transpose()?;
         // A directory's or file's own handle serves as well as an O_PATH descriptor.
@@ -165,7 +165,7 @@ impl Dir {
         inode: &Inode,
         fd: BorrowedFd<'_>,
     ) -> Result<Option<WithoutFsetid>> {
-        if self.keeps_sgid_mark(cx, inode, fd)? { Ok(None) } else { Creds::without_fsetid().map(Some) }
+        if self.keeps_sgid_mark(cx, inode, fd)? { Ok(None) } else { Creds::drop_fsetid().map(Some) }
     }
 
     /// If a file has sgid without group execution: clears that for a caller outside of the group, and for others only suid.
@@ -179,7 +179,7 @@ impl Dir {
         Ok(cx.in_group_or_root(st.stx_gid))
     }
 
-    pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn link_target(&self, ino: Ino) -> Result<Vec<u8>> {
         let (inode, fd) = self.path(ino)?;
         if inode.found.kind != FileType::Symlink {
             return Err(Errno::INVAL);
@@ -187,7 +187,7 @@ impl Dir {
         Ok(rustix::fs::readlinkat(fd.as_fd(), "", Vec::new())?.into_bytes())
     }
 
-    pub(crate) fn statfs_(&self, ino: Ino) -> Result<Statfs> {
+    pub(crate) fn inode_statfs(&self, ino: Ino) -> Result<Statfs> {
         let (_, fd) = self.path(ino)?;
         let host = rustix::fs::fstatvfs(fd.as_fd())?;
         let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
@@ -203,8 +203,8 @@ impl Dir {
         })
     }
 
-    /// Asks the host, as the caller: for protocols whose client does not check by itself.
-    pub(crate) fn access_(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+    /// Asks the host, as the caller: for protocols whose client does not check on its own.
+    pub(crate) fn check_access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         let (_, fd) = self.path(ino)?;
         let access = Access::from_bits(mask).ok_or(Errno::INVAL)?;
         if access.contains(Access::WRITE_OK) {

@@ -1,4 +1,4 @@
-//! How many `O_PATH` descriptors are kept, and which go first.
+//! The cache of `O_PATH` descriptors and its eviction (CLOCK).
 
 use std::collections::VecDeque;
 use std::io;
@@ -113,7 +113,7 @@ impl Cache {
     }
 
     /// Moves the clock's hand on, turn after turn, until [`Self::end`], and sleeps while nothing is held.
-    pub(crate) fn tend(&self, table: &Table) {
+    pub(crate) fn run_clock(&self, table: &Table) {
         loop {
             let clock = lock(&self.clock);
             // Each time, for what woke us may have been given up by others already.
@@ -138,7 +138,7 @@ impl Cache {
         }
     }
 
-    /// Ends [`Self::tend`].
+    /// Ends [`Self::run_clock`].
     pub(crate) fn end(&self) {
         lock(&self.clock).is_over = true;
         self.wound.notify_all();
@@ -165,9 +165,9 @@ impl Cache {
         drop(victims);
     }
 
-    /// As [`Self::with_room`], for a descriptor that a client will keep open. What is left for lookups is not given
+    /// As [`Self::retry_with_room`], for a descriptor that a client will keep open. What is left for lookups is not given
     /// away: then the answer is `MFILE`, as if it were the client's own limit.
-    pub(crate) fn with_room_to_keep(
+    pub(crate) fn retry_with_room_to_keep(
         &self,
         table: &Table,
         mut open: impl FnMut() -> Result<OwnedFd>,
@@ -175,13 +175,14 @@ impl Cache {
         if self.tight.load(Ordering::Relaxed) {
             self.evict(table, BATCH, STEPS_MAX, Inode::evict);
             // A duplicate shows which number is next, before anything is made that would have to be unmade.
-            let number = self.with_room(table, || rustix::io::fcntl_dupfd_cloexec(open_root(table)?, 0))?.as_raw_fd();
+            let number =
+                self.retry_with_room(table, || rustix::io::fcntl_dupfd_cloexec(open_root(table)?, 0))?.as_raw_fd();
             if number > self.number_max + IN_FLIGHT {
                 return Err(Errno::MFILE);
             }
             self.tight.store(false, Ordering::Relaxed);
         }
-        let fd = self.with_room(table, &mut open)?;
+        let fd = self.retry_with_room(table, &mut open)?;
         if fd.as_raw_fd() >= self.number_max {
             self.tight.store(true, Ordering::Relaxed);
         }
@@ -189,7 +190,7 @@ impl Cache {
     }
 
     /// Runs a call that opens a descriptor; when the process or the host has no more, gives some up and tries again.
-    pub(crate) fn with_room<T>(&self, table: &Table, mut open: impl FnMut() -> Result<T>) -> Result<T> {
+    pub(crate) fn retry_with_room<T>(&self, table: &Table, mut open: impl FnMut() -> Result<T>) -> Result<T> {
         let mut tries = 0;
         loop {
             match open() {
@@ -205,22 +206,22 @@ impl Cache {
     }
 }
 
-/// Whoever gives up what is not used any more, until dropped.
+/// The thread that closes idle descriptors, until dropped.
 #[derive(Debug)]
-pub(crate) struct Tender {
+pub(crate) struct IdleEvictor {
     cache: Arc<Cache>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Tender {
+impl IdleEvictor {
     pub(crate) fn start(cache: &Arc<Cache>, table: &Arc<Table>) -> io::Result<Self> {
         let (tended, table) = (Arc::clone(cache), Arc::clone(table));
-        let thread = std::thread::Builder::new().name("dir-idle".into()).spawn(move || tended.tend(&table))?;
+        let thread = std::thread::Builder::new().name("dir-idle".into()).spawn(move || tended.run_clock(&table))?;
         Ok(Self { cache: Arc::clone(cache), thread: Some(thread) })
     }
 }
 
-impl Drop for Tender {
+impl Drop for IdleEvictor {
     fn drop(&mut self) {
         self.cache.end();
         if let Some(thread) = self.thread.take() {
@@ -234,7 +235,7 @@ fn open_root(table: &Table) -> Result<Arc<PathFd>> {
     table.peek(Ino::ROOT).and_then(|root| root.fd()).ok_or(Errno::STALE)
 }
 
-/// Raises the limit of open descriptors as far as the process may; answers it.
+/// Raises the limit of open descriptors as far as the process may; returns it.
 fn raise_limit() -> u64 {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {

@@ -150,7 +150,7 @@ impl Creds {
     }
 
     /// Gives up `CAP_FSETID` until the guard goes, so that the kernel clears suid and sgid as for an ordinary user.
-    pub(crate) fn without_fsetid() -> Result<WithoutFsetid> {
+    pub(crate) fn drop_fsetid() -> Result<WithoutFsetid> {
         THREAD.with_borrow_mut(|thread| {
             let caps = thread.caps()?;
             let changed = caps.effective.contains(CapabilitySet::FSETID);
@@ -320,7 +320,7 @@ mod tests {
         );
         assert_eq!((sys::setfsuid(u32::MAX), effective()), (creds.uid, before));
         {
-            let _guard = Creds::without_fsetid().unwrap();
+            let _guard = Creds::drop_fsetid().unwrap();
             assert!(!effective().contains(CapabilitySet::FSETID));
         }
         assert_eq!(effective(), before);

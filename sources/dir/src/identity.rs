@@ -1,4 +1,4 @@
-//! How another process, which shares the same directory, finds the inodes and files of this one.
+//! Identifies inodes and open files for another process that shares the same directory (migration, restart).
 //!
 //! On this host an inode is found by its file handle, if it has one, and else by its directory and name: what this crate
 //! remembers of it anyway. Neither takes a system call until somebody wants the inode. Elsewhere it is found by its path,
@@ -27,7 +27,7 @@ use crate::Dir;
 use crate::mount::Mount;
 use crate::resolve::{self, statx};
 use crate::sys::{self, HostHandle};
-use crate::table::{Found, Inode, Key};
+use crate::table::{FoundInode, Inode, Key};
 
 const VERSION: u8 = 1;
 
@@ -164,7 +164,7 @@ pub fn fuzz(bytes: &[u8]) {
 }
 
 impl Dir {
-    pub(crate) fn identify_(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
+    pub(crate) fn encode_identity(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
         let inode = self.table.get(ino)?;
         let mode = inode.found.kind.as_raw_mode();
         let found = &inode.found;
@@ -194,7 +194,7 @@ impl Dir {
     fn identify_elsewhere(&self, inode: &Arc<Inode>, within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
         if within == IdentityScope::Handles
-            && let Some(handle) = self.far_handle(inode, self.path_fd(inode)?.as_fd())
+            && let Some(handle) = self.host_independent_handle(inode, self.path_fd(inode)?.as_fd())
         {
             let handle = Some(handle.parts());
             return Identity { flags: FAR | HANDLE, mode, handle, ..Identity::default() }.encode();
@@ -207,7 +207,7 @@ impl Dir {
         let mode = inode.found.kind.as_raw_mode();
         let handle = match within {
             IdentityScope::Paths => None,
-            _ => self.far_handle(inode, self.walk(path)?.as_fd()),
+            _ => self.host_independent_handle(inode, self.walk(path)?.as_fd()),
         };
         let handle = handle.as_ref().map(HostHandle::parts);
         let flags = if handle.is_some() { PATH | HANDLE } else { PATH };
@@ -216,7 +216,7 @@ impl Dir {
 
     /// A handle by which other hosts know what a descriptor is of. What is mounted below the share they have as another mount:
     /// there, only a path leads to it.
-    fn far_handle(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Option<HostHandle> {
+    fn host_independent_handle(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Option<HostHandle> {
         if inode.found.mount.id != self.root.found.mount.id {
             return None;
         }
@@ -250,7 +250,7 @@ impl Dir {
         at.ok_or(Errno::INVAL)
     }
 
-    pub(crate) fn adopt_(
+    pub(crate) fn adopt_inode(
         &self,
         ino: Ino,
         references: u64,
@@ -297,7 +297,7 @@ impl Dir {
         if identity.flags & FAR != 0 {
             let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
             let (handle, mount) = handle.zip(self.root.found.mount.handles()).ok_or(Errno::STALE)?;
-            let fd = self.with_room(|| sys::open_by_handle(mount, &handle, resolve::PATH_FLAGS))?;
+            let fd = self.retry_with_room(|| sys::open_by_handle(mount, &handle, resolve::PATH_FLAGS))?;
             return self.adopt_descriptor(ino, references, fd, identity);
         }
         let dir = match identity.place {
@@ -319,7 +319,7 @@ impl Dir {
         if handle.is_some() && mount.handles().is_none() || handle.is_none() && dir.is_none() {
             return Err(Errno::STALE);
         }
-        let found = Found {
+        let found = FoundInode {
             key: Key { dev: identity.dev, ino: identity.ino, mount: mount.id },
             kind: FileType::from_raw_mode(identity.mode),
             btime: identity.birth,
@@ -366,16 +366,16 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn found_by(st: &Statx, mount: Arc<Mount>, fd: BorrowedFd<'_>) -> Found {
+    pub(crate) fn found_by(st: &Statx, mount: Arc<Mount>, fd: BorrowedFd<'_>) -> FoundInode {
         let handle = mount.handles().and_then(|_| sys::name_to_handle(fd, b"").ok());
         let mount_root = resolve::is_mount_root(st);
         let (kind, btime) = (resolve::kind(st), resolve::btime(st));
         // The descriptor may have been opened by way of another process's mount.
         let key = Key { mount: mount.id, ..resolve::key(st) };
-        Found { key, kind, btime, mount, handle, mount_root, verified: true }
+        FoundInode { key, kind, btime, mount, handle, mount_root, verified: true }
     }
 
-    pub(crate) fn adopt_open_(
+    pub(crate) fn adopt_open_file(
         &self,
         cx: &Caller<'_>,
         (ino, handle): (Ino, Handle),
@@ -395,7 +395,7 @@ impl Dir {
             None if inode.is_dir() => {
                 let fd = self.path_fd(&inode)?;
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?
+                self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?
             }
             None => {
                 ferry_vfs::openable(inode.found.kind)?;

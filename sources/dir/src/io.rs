@@ -61,7 +61,7 @@ impl Dir {
         Ok(access | (flags & keep))
     }
 
-    pub(crate) fn open_(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+    pub(crate) fn open_inode(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         let inode = self.table.get(ino)?;
         openable(inode.found.kind)?;
         let host = self.host_flags(flags)?;
@@ -110,26 +110,26 @@ impl Dir {
             && inode.is_verified()
             && !inode.is_pinned()
         {
-            return self.with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
+            return self.retry_with_room_to_keep(|| sys::open_by_handle(mount, handle, flags | OFlags::NOCTTY));
         }
         let fd = self.path_fd(inode)?;
         let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
         let open = || rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd.as_fd()), flags, Mode::empty());
-        self.with_room_to_keep(open)
+        self.retry_with_room_to_keep(open)
     }
 
-    pub(crate) fn opendir_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+    pub(crate) fn open_directory(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
         let (inode, fd) = self.path(ino)?;
         if !inode.is_dir() {
             return Err(Errno::NOTDIR);
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
+        let file = self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
         self.add_handle(cx, inode, file, OFlags::RDONLY)
     }
 
     /// Opens a regular file to be mapped.
-    pub(crate) fn map_(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+    pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         let inode = self.table.get(ino)?;
         openable(inode.found.kind)?;
         if writes && self.options.read_only {
@@ -152,7 +152,7 @@ impl Dir {
 
     /// As [`Self::extent`], for a write. Whoever moves the bytes of an extent has the host's kernel clear suid and sgid as for a
     /// user who is in none of the file's groups; where that is not so, they are written here.
-    pub(crate) fn write_(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+    pub(crate) fn write_file(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
         if at.clear_privileges {
             let open = self.handles.get(cx.session, at.ino, at.handle)?;
@@ -184,29 +184,29 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn flush_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+    pub(crate) fn flush_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
         self.locks.table.drop_owner(ino, cx.session, owner);
         if open.inode.found.mount.flushes {
             // Closing a duplicate is what makes the file system tell what went wrong.
-            let copy = self.with_room(|| rustix::io::fcntl_dupfd_cloexec(open.file.as_fd(), 0))?;
+            let copy = self.retry_with_room(|| rustix::io::fcntl_dupfd_cloexec(open.file.as_fd(), 0))?;
             return sys::close(copy);
         }
         Ok(())
     }
 
-    pub(crate) fn release_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+    pub(crate) fn release_handle(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
             Ok(open) => self.locks.table.drop_handle(ino, handle, &open),
             Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
         }
     }
 
-    pub(crate) fn fsync_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Result<Option<Arc<Backing>>> {
+    pub(crate) fn fsync_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Result<Option<Arc<Backing>>> {
         self.handles.with(cx.session, ino, handle, |open| Ok(Some(Arc::clone(&open.file))))
     }
 
-    pub(crate) fn syncfs_(&self, ino: Ino) -> Result<()> {
+    pub(crate) fn sync_mount(&self, ino: Ino) -> Result<()> {
         let inode = self.table.get(ino)?;
         if inode.ino == Ino::ROOT {
             // The client means all that it sees.
@@ -221,7 +221,7 @@ impl Dir {
         if cx.uid == 0 { Ok(None) } else { self.lose_privileges(cx, &open.inode, open.file.as_fd()) }
     }
 
-    pub(crate) fn fallocate_(
+    pub(crate) fn fallocate_file(
         &self,
         cx: &Caller<'_>,
         (ino, handle): (Ino, Handle),
@@ -256,7 +256,7 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn lseek_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+    pub(crate) fn seek_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         let open = self.handles.get(cx.session, ino, handle)?;
         if open.stream.is_some() {
             return Err(Errno::INVAL);
@@ -272,7 +272,7 @@ impl Dir {
         rustix::fs::seek(open.file.as_fd(), from)
     }
 
-    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
+    pub(crate) fn copy_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.writable()?;
         let from = self.handles.get(cx.session, copy.from.0, copy.from.1)?;
         let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;

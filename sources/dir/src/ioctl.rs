@@ -38,7 +38,7 @@ const ROOT_XFLAGS: u32 = 0x8 | 0x10;
 type Argument = [u64; IOCTL_BYTES_MAX / 8];
 
 impl Dir {
-    pub(crate) fn ioctl_(
+    pub(crate) fn inode_ioctl(
         &self,
         cx: &Caller<'_>,
         (ino, handle): (Ino, Handle),

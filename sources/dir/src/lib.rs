@@ -97,18 +97,18 @@ use ferry_vfs::{
 };
 use rustix::fs::{AtFlags, Mode};
 
-use crate::cache::{Cache, Tender};
+use crate::cache::{Cache, IdleEvictor};
 use crate::creds::Creds;
 use crate::io::Open;
 use crate::locks::HostLocks;
 use crate::mount::Mounts;
 use crate::number::HandleNumbers;
-use crate::table::{Found, Inode, Table};
+use crate::table::{FoundInode, Inode, Table};
 use crate::watch::Watch;
 
 #[cfg(fuzzing)]
 pub use crate::identity::fuzz as fuzz_identity;
-pub use crate::watch::{Ours, WatchError};
+pub use crate::watch::{OwnChanges, WatchError};
 
 /// How a directory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -191,7 +191,7 @@ pub struct Dir {
     /// /proc/self/fd.
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
-    tender: OnceLock<Option<Tender>>,
+    idle_evictor: OnceLock<Option<IdleEvictor>>,
     /// A client goes by modes without ACLs. See [`Dir::look_for_acl`].
     looks_for_acls: AtomicBool,
 }
@@ -228,7 +228,7 @@ impl Dir {
         let kind = resolve::kind(&st);
         let numbers = HandleNumbers::new(fd.as_fd(), &mount);
         let by_number = if numbers.is_some() { ByNumber::Host } else { ByNumber::No };
-        let found = Found { key, kind, btime, mount, handle: None, mount_root: false, verified: true };
+        let found = FoundInode { key, kind, btime, mount, handle: None, mount_root: false, verified: true };
         let (table, root) = Table::new(found, numbers);
         let cache = Cache::new(options.descriptors_max);
         root.set_pinned(true);
@@ -257,10 +257,10 @@ impl Dir {
             creds: Creds::detect(),
             proc_fds,
             watch: OnceLock::new(),
-            tender: OnceLock::new(),
+            idle_evictor: OnceLock::new(),
             looks_for_acls: AtomicBool::new(false),
         };
-        let acl = dir.getxattr_(Ino::ROOT, b"system.posix_acl_access");
+        let acl = dir.xattr_value(Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));
         Ok(dir)
     }
@@ -272,8 +272,8 @@ impl Dir {
         if !(self.has_file_handles() && self.root.found.mount.lasting) {
             return;
         }
-        self.tender.get_or_init(|| {
-            let started = Tender::start(&self.cache, &self.table);
+        self.idle_evictor.get_or_init(|| {
+            let started = IdleEvictor::start(&self.cache, &self.table);
             let complain = |error: &std::io::Error| {
                 tracing::warn!(
                     "files that are deleted on the host take room there until clients forget them: no thread can be started: {error}"
@@ -304,15 +304,15 @@ impl FileSystem for Dir {
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.lookup_(dir, name)
+        self.lookup_child(dir, name)
     }
 
     fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.lookup_parent_(dir)
+        self.lookup_dotdot(dir)
     }
 
     fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
-        self.lookup_self_(ino)
+        self.lookup_number(ino)
     }
 
     fn forget(&self, ino: Ino, count: u64) {
@@ -320,47 +320,47 @@ impl FileSystem for Dir {
     }
 
     fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
-        self.getattr_(cx, ino, handle)
+        self.inode_attr(cx, ino, handle)
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        self.setattr_(cx, ino, handle, set)
+        self.change_attr(cx, ino, handle, set)
     }
 
     fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.readlink_(ino)
+        self.link_target(ino)
     }
 
     fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.mknod_(cx, dir, name, new)
+        self.make_node(cx, dir, name, new)
     }
 
     fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.mkdir_(cx, dir, name, new)
+        self.make_directory(cx, dir, name, new)
     }
 
     fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.symlink_(cx, dir, name, target)
+        self.make_symlink(cx, dir, name, target)
     }
 
     fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.link_(cx, ino, dir, name)
+        self.link_inode(cx, ino, dir, name)
     }
 
     fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(cx, dir, name, AtFlags::empty())
+        self.unlink_entry(cx, dir, name, AtFlags::empty())
     }
 
     fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(cx, dir, name, AtFlags::REMOVEDIR)
+        self.unlink_entry(cx, dir, name, AtFlags::REMOVEDIR)
     }
 
     fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.rename_(cx, from, to, flags)
+        self.rename_entry(cx, from, to, flags)
     }
 
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
-        self.open_(cx, ino, flags)
+        self.open_inode(cx, ino, flags)
     }
 
     fn create(
@@ -371,11 +371,11 @@ impl FileSystem for Dir {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        self.create_(cx, dir, name, new, flags)
+        self.create_file(cx, dir, name, new, flags)
     }
 
     fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
-        self.tmpfile_(cx, dir, new, flags)
+        self.create_nameless(cx, dir, new, flags)
     }
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
@@ -383,7 +383,7 @@ impl FileSystem for Dir {
     }
 
     fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.map_(ino, writes)
+        self.map_inode(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
@@ -391,51 +391,51 @@ impl FileSystem for Dir {
     }
 
     fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-        self.write_(cx, at, input)
+        self.write_file(cx, at, input)
     }
 
     fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
-        self.flush_(cx, ino, handle, owner)
+        self.flush_file(cx, ino, handle, owner)
     }
 
     fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_(cx, ino, handle);
+        self.release_handle(cx, ino, handle);
     }
 
     fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_(cx, ino, handle)
+        self.fsync_file(cx, ino, handle)
     }
 
     fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.opendir_(cx, ino)
+        self.open_directory(cx, ino)
     }
 
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        self.readdir_(cx, at, out)
+        self.list_directory(cx, at, out)
     }
 
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_(cx, ino, handle);
+        self.release_handle(cx, ino, handle);
     }
 
     fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_(cx, ino, handle)
+        self.fsync_file(cx, ino, handle)
     }
 
     fn syncfs(&self, _: &Caller<'_>, ino: Ino) -> Result<()> {
-        self.syncfs_(ino)
+        self.sync_mount(ino)
     }
 
     fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        self.statfs_(ino)
+        self.inode_statfs(ino)
     }
 
     fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        self.getxattr_(ino, name)
+        self.xattr_value(ino, name)
     }
 
     fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(ino)
+        self.xattr_names(ino)
     }
 
     fn setxattr(
@@ -447,19 +447,19 @@ impl FileSystem for Dir {
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        self.setxattr_(cx.session, ino, name, (value, flags), clear_sgid)
+        self.set_xattr_value(cx.session, ino, name, (value, flags), clear_sgid)
     }
 
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.removexattr_(cx.session, ino, name)
+        self.remove_xattr_value(cx.session, ino, name)
     }
 
     fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
-        self.mode_without_acl_(cx, ino, attr)
+        self.mode_without_acl_of(cx, ino, attr)
     }
 
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
-        self.access_(cx, ino, mask)
+        self.check_access(cx, ino, mask)
     }
 
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
@@ -474,7 +474,7 @@ impl FileSystem for Dir {
         lock: &Lock,
         wait: Option<Waiter>,
     ) -> Result<LockOutcome> {
-        self.set_lock_(cx, (ino, handle), lock, wait)
+        self.set_inode_lock(cx, (ino, handle), lock, wait)
     }
 
     fn ioctl(
@@ -486,7 +486,7 @@ impl FileSystem for Dir {
         input: &[u8],
         out_bytes_max: usize,
     ) -> Result<Vec<u8>> {
-        self.ioctl_(cx, (ino, handle), command, input, out_bytes_max)
+        self.inode_ioctl(cx, (ino, handle), command, input, out_bytes_max)
     }
 
     fn fallocate(
@@ -498,23 +498,23 @@ impl FileSystem for Dir {
         len: u64,
         flags: FallocateFlags,
     ) -> Result<()> {
-        self.fallocate_(cx, (ino, handle), (offset, len), flags)
+        self.fallocate_file(cx, (ino, handle), (offset, len), flags)
     }
 
     fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
-        self.lseek_(cx, ino, handle, offset, seek)
+        self.seek_file(cx, ino, handle, offset, seek)
     }
 
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
-        self.copy_file_range_(cx, copy)
+        self.copy_range(cx, copy)
     }
 
     fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        self.identify_(ino, within)
+        self.encode_identity(ino, within)
     }
 
     fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.search_(inos, within)
+        self.search_tree(inos, within)
     }
 
     fn follows_names(&self, dir: Ino) -> bool {
@@ -528,7 +528,7 @@ impl FileSystem for Dir {
         identity: (&[u8], IdentityScope),
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()> {
-        self.adopt_(ino, references, identity, file)
+        self.adopt_inode(ino, references, identity, file)
     }
 
     fn adopt_open(
@@ -539,6 +539,6 @@ impl FileSystem for Dir {
         flags: OFlags,
         file: Option<OwnedFd>,
     ) -> Result<()> {
-        self.adopt_open_(cx, (ino, handle), flags, file)
+        self.adopt_open_file(cx, (ino, handle), flags, file)
     }
 }

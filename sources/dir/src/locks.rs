@@ -1,4 +1,4 @@
-//! POSIX and flock locks that the host's processes see and respect.
+//! POSIX and flock locks that are also visible to processes of the host.
 //!
 //! The table of locks ([`ferry_vfs::Locks`]) is every source's; what is the host's is here. A POSIX lock is an
 //! open-file-description lock on a descriptor that is opened per inode and owner; a flock lock is on the handle's own
@@ -192,7 +192,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn set_lock_(
+    pub(crate) fn set_inode_lock(
         &self,
         cx: &Caller<'_>,
         at: (Ino, Handle),

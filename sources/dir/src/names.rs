@@ -1,4 +1,4 @@
-//! Names: made, removed, renamed.
+//! Creates, removes and renames directory entries.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::resolve::{self, At, has_name, key, statx};
 use crate::sys;
 use crate::table::{Inode, PathFd};
 
-/// How far up a directory may lie: see [`Dir::lookup_parent_`].
+/// How far up a directory may lie: see [`Dir::lookup_dotdot`].
 const DEPTH_MAX: usize = 65_536;
 
 impl Dir {
@@ -34,7 +34,7 @@ impl Dir {
         if self.options.read_only { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    pub(crate) fn lookup_(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn lookup_child(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (dir, fd) = self.path(dir)?;
         let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
         Ok(self.entry(&inode, &st))
@@ -42,7 +42,7 @@ impl Dir {
 
     /// The inode with a number, which the client need not have a reference to; for file handles of clients that are trusted to
     /// name what they were told of ([`ferry_vfs::ByNumber::Host`]).
-    pub(crate) fn lookup_self_(&self, ino: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_number(&self, ino: Ino) -> Result<Entry> {
         let (inode, fd) = match self.table.find_numbered(ino) {
             Some(inode) => (inode, None),
             None => {
@@ -67,7 +67,7 @@ impl Dir {
     fn find_forgotten(&self, ino: Ino) -> Result<(Arc<Inode>, Arc<PathFd>)> {
         let mount = &self.root.found.mount;
         let (handle, real) = self.table.handle_of(ino).zip(mount.handles()).ok_or(Errno::STALE)?;
-        let fd = self.with_room(|| sys::open_by_handle(real, &handle, resolve::PATH_FLAGS))?;
+        let fd = self.retry_with_room(|| sys::open_by_handle(real, &handle, resolve::PATH_FLAGS))?;
         let st = statx(fd.as_fd(), b"")?;
         let (inode, _) = self.table.insert(Self::found_by(&st, Arc::clone(mount), fd.as_fd()));
         let fd = self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
@@ -76,7 +76,7 @@ impl Dir {
 
     /// The parent of a directory, as long as that is within the share: all its ancestors up to the share's root
     /// are looked at, because the host may have moved the directory out of the share.
-    pub(crate) fn lookup_parent_(&self, dir: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_dotdot(&self, dir: Ino) -> Result<Entry> {
         let (dir, fd) = self.path(dir)?;
         if !dir.is_dir() {
             return Err(Errno::NOTDIR);
@@ -139,7 +139,7 @@ impl Dir {
         Ok(self.entry(&inode, &st))
     }
 
-    pub(crate) fn mknod_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn make_node(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             // `mknod` of a mode without a type makes a regular file.
             FileType::Unknown if new.mode & 0o170_000 == 0 => FileType::RegularFile,
@@ -152,20 +152,20 @@ impl Dir {
         })
     }
 
-    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn make_directory(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.make(cx.session, (dir, name), |fd| {
             self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode))
         })
     }
 
-    pub(crate) fn symlink_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+    pub(crate) fn make_symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
         self.make(cx.session, (dir, name), |fd| {
             let _guard = self.creds.enter(cx)?;
             rustix::fs::symlinkat(target, fd, name.as_bytes())
         })
     }
 
-    pub(crate) fn link_(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn link_inode(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (inode, fd) = self.path(ino)?;
         if inode.is_dir() {
             return Err(Errno::PERM);
@@ -183,7 +183,7 @@ impl Dir {
         Ok(entry)
     }
 
-    pub(crate) fn unlink_(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
+    pub(crate) fn unlink_entry(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let pinned = self.pin(fd.as_fd(), name.as_bytes());
@@ -202,7 +202,7 @@ impl Dir {
         result
     }
 
-    pub(crate) fn rename_(
+    pub(crate) fn rename_entry(
         &self,
         cx: &Caller<'_>,
         from: (Ino, Name<'_>),
@@ -242,7 +242,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn create_(
+    pub(crate) fn create_file(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
@@ -256,7 +256,7 @@ impl Dir {
         // What is there already is never opened: the caller's own kernel decides whether it may be.
         let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         let file = self.as_caller(cx, new, |mode| {
-            self.with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
+            self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
         })?;
         let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
         let made = self.add_open(cx, inode, &st, file, host)?;
@@ -283,7 +283,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn tmpfile_(
+    pub(crate) fn create_nameless(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
@@ -298,7 +298,7 @@ impl Dir {
         }
         host |= flags & OFlags::EXCL;
         let file = self.as_caller(cx, new, |mode| {
-            self.with_room_to_keep(|| {
+            self.retry_with_room_to_keep(|| {
                 rustix::fs::openat(fd.as_fd(), ".", host | OFlags::TMPFILE | OFlags::CLOEXEC, mode)
             })
         })?;

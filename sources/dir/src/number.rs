@@ -1,4 +1,4 @@
-//! Numbers that lead back to their inodes: a host file handle, enciphered.
+//! Inode numbers that encode an encrypted host file handle.
 //!
 //! A client that has given its references back may come again with a number alone (LOOKUP of `.`, for `open_by_handle_at(2)` and NFS
 //! servers). A table of all inodes ever seen has no bound; the number itself has room for what varies in the handles of one file

@@ -114,7 +114,7 @@ impl Stream {
 }
 
 impl Dir {
-    pub(crate) fn readdir_(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+    pub(crate) fn list_directory(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         let open: Arc<Open> = self.handles.get(cx.session, at.ino, at.handle)?;
         let mut stream = lock(open.stream.as_ref().ok_or(Errno::NOTDIR)?);
         stream.seek(&open, at.offset)?;
@@ -139,7 +139,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Delivers one name; answers whether it was still there.
+    /// Delivers one name; returns whether it was still there.
     fn push(
         &self,
         open: &Open,

@@ -1,4 +1,4 @@
-//! From names and numbers to inodes and descriptors.
+//! Resolves names and numbers to inodes and descriptors.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::Dir;
 use crate::attrs::is_sgid_mark;
 use crate::mount::Mount;
 use crate::sys;
-use crate::table::{Found, Inode, Key, PathFd};
+use crate::table::{FoundInode, Inode, Key, PathFd};
 
 /// `STATX_MNT_ID_UNIQUE` (Linux 6.8): unlike the plain id, never given to another mount.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
@@ -106,24 +106,24 @@ impl Dir {
     }
 
     /// Runs a call that opens a descriptor, making room if there is none.
-    pub(crate) fn with_room<T>(&self, open: impl FnMut() -> Result<T>) -> Result<T> {
-        self.cache.with_room(&self.table, open)
+    pub(crate) fn retry_with_room<T>(&self, open: impl FnMut() -> Result<T>) -> Result<T> {
+        self.cache.retry_with_room(&self.table, open)
     }
 
     /// Runs a call that opens a descriptor for a client to keep, making room if there is none.
-    pub(crate) fn with_room_to_keep(&self, open: impl FnMut() -> Result<OwnedFd>) -> Result<OwnedFd> {
-        self.cache.with_room_to_keep(&self.table, open)
+    pub(crate) fn retry_with_room_to_keep(&self, open: impl FnMut() -> Result<OwnedFd>) -> Result<OwnedFd> {
+        self.cache.retry_with_room_to_keep(&self.table, open)
     }
 
     /// Pins what a name in a directory means, without opening it.
     pub(crate) fn open_path(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd> {
-        self.with_room(|| rustix::fs::openat(dir, name, PATH_FLAGS, Mode::empty()))
+        self.retry_with_room(|| rustix::fs::openat(dir, name, PATH_FLAGS, Mode::empty()))
     }
 
     /// Opens what a descriptor pins, of which the caller knows that it is a regular file or directory.
     pub(crate) fn reopen(&self, fd: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
-        self.with_room(|| rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd), flags, Mode::empty()))
+        self.retry_with_room(|| rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd), flags, Mode::empty()))
     }
 
     /// An inode and an `O_PATH` descriptor of it.
@@ -157,7 +157,7 @@ impl Dir {
         let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
             return Ok((self.path_fd_by_place(inode)?, None));
         };
-        let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+        let fd = self.retry_with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
         let seen = self.verify(inode, fd.as_fd())?;
         Ok((self.cache.keep(&self.table, inode, self.cache.wrap(fd)), seen))
     }
@@ -241,7 +241,7 @@ impl Dir {
     }
 
     fn find_at(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8], st: Statx) -> Result<(Arc<Inode>, Statx)> {
-        if let Some(inode) = self.table.find_held(&key(&st)) {
+        if let Some(inode) = self.table.find_by_descriptor(&key(&st)) {
             inode.set_place(dir, name);
             return Ok((inode, st));
         }
@@ -258,7 +258,7 @@ impl Dir {
                 Err(other) => return Err(other),
             }
         }
-        if let Some(inode) = self.table.find_born(&key(&st), kind(&st), btime(&st)) {
+        if let Some(inode) = self.table.find_by_btime(&key(&st), kind(&st), btime(&st)) {
             inode.set_place(dir, name);
             return Ok((inode, st));
         }
@@ -280,9 +280,9 @@ impl Dir {
         mount: Arc<Mount>,
         handle: Option<sys::HostHandle>,
         verified: bool,
-    ) -> Found {
+    ) -> FoundInode {
         let mount_root = is_mount_root(st) || mount.id != dir.found.mount.id;
-        Found { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
+        FoundInode { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
     }
 
     /// The inode that is open as `file`. It has one reference more.
@@ -333,7 +333,7 @@ impl Dir {
         let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
             return Err(Errno::STALE);
         };
-        let fd = self.with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+        let fd = self.retry_with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
         self.cache.keep(&self.table, inode, self.cache.wrap(fd));
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Inodes of which nobody remembers where they are: looked for in the whole tree.
+//! Searches the whole tree for inodes whose path is unknown.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,7 +21,7 @@ const PATH_BYTES_MAX: usize = 4096;
 const SEARCH_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// A directory that was not looked through yet: the one that it is in, its name, and its path from the root on.
-struct Ahead {
+struct PendingDir {
     parent: Arc<OwnedFd>,
     name: Vec<u8>,
     path: Vec<u8>,
@@ -40,7 +40,7 @@ struct Search<'a> {
 }
 
 impl Dir {
-    pub(crate) fn search_(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
+    pub(crate) fn search_tree(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
     }
 
@@ -48,7 +48,7 @@ impl Dir {
     fn is_somewhere(&self, inode: &Inode) -> bool {
         match self.stat(inode.ino) {
             Ok((_, st)) => st.stx_nlink > 0,
-            Err(error) => !(error == Errno::STALE && inode.has_lasting_handle()),
+            Err(error) => !(error == Errno::STALE && inode.has_persistent_handle()),
         }
     }
 
@@ -59,7 +59,7 @@ impl Dir {
         let mut search = Search { dir: self, within, wanted, numbers, found: Vec::new(), until };
         let root = self.path_fd(&self.root).and_then(|root| self.reopen(root.as_fd(), OFlags::PATH));
         let Ok(root) = root else { return Vec::new() };
-        let mut ahead = vec![Ahead { parent: Arc::new(root), name: b".".to_vec(), path: Vec::new() }];
+        let mut ahead = vec![PendingDir { parent: Arc::new(root), name: b".".to_vec(), path: Vec::new() }];
         // The last one first: so few directories are open at a time.
         while let Some(next) = ahead.pop().filter(|_| !search.wanted.is_empty()) {
             if search.is_over() {
@@ -69,7 +69,7 @@ impl Dir {
                 );
                 break;
             }
-            if let Err(error) = search.look_through(&next, &mut ahead) {
+            if let Err(error) = search.scan_directory(&next, &mut ahead) {
                 tracing::debug!(path = %next.path.escape_ascii(), %error, "a directory is not looked through");
             }
         }
@@ -82,15 +82,15 @@ impl Search<'_> {
         Instant::now() >= self.until
     }
 
-    fn look_through(&mut self, at: &Ahead, ahead: &mut Vec<Ahead>) -> Result<()> {
+    fn scan_directory(&mut self, at: &PendingDir, ahead: &mut Vec<PendingDir>) -> Result<()> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(&at.parent, at.name.as_slice(), flags, Mode::empty());
-        let fd = Arc::new(self.dir.with_room(open)?);
+        let fd = Arc::new(self.dir.retry_with_room(open)?);
         let mut names = Names::default();
         while let Some((number, kind, name)) = names.next(fd.as_fd())? {
             if self.is_over() {
                 // Another turn of the loop above is to tell of it.
-                ahead.push(Ahead { parent: Arc::clone(&fd), name: b".".to_vec(), path: at.path.clone() });
+                ahead.push(PendingDir { parent: Arc::clone(&fd), name: b".".to_vec(), path: at.path.clone() });
                 break;
             }
             let path = if at.path.is_empty() { name.to_vec() } else { [&at.path[..], b"/", name].concat() };
@@ -103,18 +103,18 @@ impl Search<'_> {
                 let Ok(st) = statx(fd.as_fd(), name) else { continue };
                 is_dir = resolve::kind(&st) == FileType::Directory;
                 if let Some(inode) = self.wanted.get(&resolve::key(&st)).cloned() {
-                    self.meet(&inode, fd.as_fd(), name, &path);
+                    self.check_candidate(&inode, fd.as_fd(), name, &path);
                 }
             }
             if is_dir {
-                ahead.push(Ahead { parent: Arc::clone(&fd), name: name.to_vec(), path });
+                ahead.push(PendingDir { parent: Arc::clone(&fd), name: name.to_vec(), path });
             }
         }
         Ok(())
     }
 
     /// Something with the number of an inode that is looked for.
-    fn meet(&mut self, inode: &Arc<Inode>, dir: BorrowedFd<'_>, name: &[u8], path: &[u8]) {
+    fn check_candidate(&mut self, inode: &Arc<Inode>, dir: BorrowedFd<'_>, name: &[u8], path: &[u8]) {
         if self.is(inode, dir, name).unwrap_or(false)
             && let Ok(identity) = self.dir.identify_at(inode, path, self.within)
         {
@@ -169,7 +169,7 @@ mod tests {
         }
         assert!(held.is_held() && !dir.is_somewhere(&held));
         assert!(dir.is_somewhere(&there));
-        if given_up.has_lasting_handle() {
+        if given_up.has_persistent_handle() {
             assert!(given_up.evict_idle().is_some() && there.evict().is_none(), "the latter was just used");
             assert!(!dir.is_somewhere(&given_up));
         }

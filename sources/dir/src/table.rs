@@ -12,7 +12,7 @@ use ferry_vfs::{Errno, FileId, FileType, Ino, Result, Timespec};
 use crate::mount::Mount;
 use crate::number::{self, HandleNumbers};
 use crate::sys::HostHandle;
-use crate::watch::Known;
+use crate::watch::HandleIndex;
 
 /// So many that workers on as many CPUs seldom meet; a power of two.
 const SHARDS: usize = 64;
@@ -29,9 +29,9 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Mixes integers: the keys are numbers that the kernel or this crate chose.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Mix(u64);
+pub(crate) struct IntHasher(u64);
 
-impl Hasher for Mix {
+impl Hasher for IntHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -51,8 +51,8 @@ impl Hasher for Mix {
     }
 }
 
-/// Builds [`Mix`].
-pub(crate) type BuildMix = BuildHasherDefault<Mix>;
+/// Builds [`IntHasher`].
+pub(crate) type BuildIntHasher = BuildHasherDefault<IntHasher>;
 
 /// Where the host has an inode: unique among the inodes that exist at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,7 +72,7 @@ impl Key {
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
     fn shard(&self) -> usize {
-        let mut mix = Mix::default();
+        let mut mix = IntHasher::default();
         self.hash(&mut mix);
         // The upper bits: the maps use the lower ones.
         ((mix.finish() >> 48) % SHARDS as u64) as usize
@@ -106,18 +106,18 @@ impl Drop for PathFd {
 }
 
 /// A directory and a name that led to an inode: how to find it again where there are no file handles.
-pub(crate) type Place = (Arc<Inode>, Box<[u8]>);
+pub(crate) type PlaceInDir = (Arc<Inode>, Box<[u8]>);
 
 /// What of an inode changes.
 #[derive(Debug, Default)]
 struct State {
     fd: Option<Arc<PathFd>>,
-    place: Option<Box<Place>>,
+    place: Option<Box<PlaceInDir>>,
 }
 
 /// What is known of an inode when it is first met.
 #[derive(Debug)]
-pub(crate) struct Found {
+pub(crate) struct FoundInode {
     pub(crate) key: Key,
     pub(crate) kind: FileType,
     pub(crate) btime: Option<Timespec>,
@@ -133,7 +133,7 @@ pub(crate) struct Found {
 #[derive(Debug)]
 pub(crate) struct Inode {
     pub(crate) ino: Ino,
-    pub(crate) found: Found,
+    pub(crate) found: FoundInode,
     refs: AtomicU64,
     verified: AtomicBool,
     /// A descriptor is held, so that the host cannot give this inode's number to another.
@@ -162,7 +162,7 @@ fn nanoseconds(time: Timespec) -> u64 {
 }
 
 impl Inode {
-    fn new(ino: Ino, found: Found) -> Self {
+    fn new(ino: Ino, found: FoundInode) -> Self {
         Self {
             ino,
             verified: AtomicBool::new(found.verified),
@@ -199,14 +199,14 @@ impl Inode {
         self.verified.store(true, Ordering::Release);
     }
 
-    /// Whether this is the change of which [`Self::set_plain`] was told.
-    pub(crate) fn is_plain(&self, changed: Timespec) -> bool {
+    /// Whether this is the change of which [`Self::set_known_without_acl`] was told.
+    pub(crate) fn is_known_without_acl(&self, changed: Timespec) -> bool {
         let stamp = nanoseconds(changed);
         stamp != 0 && self.plain.load(Ordering::Relaxed) == stamp
     }
 
     /// As it was changed last, no ACL takes anything away from the mode.
-    pub(crate) fn set_plain(&self, changed: Timespec) {
+    pub(crate) fn set_known_without_acl(&self, changed: Timespec) {
         self.plain.store(nanoseconds(changed), Ordering::Relaxed);
     }
 
@@ -222,7 +222,7 @@ impl Inode {
         self.pinned.store(pinned, Ordering::Release);
     }
 
-    /// Pins it, so that nobody gives up the descriptor that it holds, or is given next; answers whether it holds one.
+    /// Pins it, so that nobody gives up the descriptor that it holds, or is given next; returns whether it holds one.
     pub(crate) fn pin(&self) -> bool {
         let state = lock(&self.state);
         self.set_pinned(true);
@@ -241,7 +241,7 @@ impl Inode {
         fd
     }
 
-    /// Keeps a descriptor, unless there is one; answers the one that is kept, and whether it is this one.
+    /// Keeps a descriptor, unless there is one; returns the one that is kept, and whether it is this one.
     pub(crate) fn hold(&self, fd: Arc<PathFd>) -> (Arc<PathFd>, bool) {
         let mut state = lock(&self.state);
         if let Some(there) = &state.fd {
@@ -272,16 +272,16 @@ impl Inode {
     }
 
     /// Whether a file handle leads to the inode, whatever becomes of its name, for as long as it has one.
-    pub(crate) fn has_lasting_handle(&self) -> bool {
+    pub(crate) fn has_persistent_handle(&self) -> bool {
         self.found.handle.is_some() && self.found.mount.lasting
     }
 
     /// As [`Self::evict`], if the descriptor can surely be had again.
     pub(crate) fn evict_idle(&self) -> Option<Arc<PathFd>> {
-        if self.has_lasting_handle() { self.evict() } else { None }
+        if self.has_persistent_handle() { self.evict() } else { None }
     }
 
-    pub(crate) fn place(&self) -> Option<Place> {
+    pub(crate) fn place(&self) -> Option<PlaceInDir> {
         lock(&self.state).place.as_deref().cloned()
     }
 
@@ -303,7 +303,7 @@ impl Inode {
     }
 
     /// Whether `found` is this inode, found again.
-    fn is(&self, found: &Found) -> bool {
+    fn is(&self, found: &FoundInode) -> bool {
         match (&self.found.handle, &found.handle) {
             (Some(a), Some(b)) => a == b,
             // A held inode keeps its number. One that is not held is told from a later one with the same number
@@ -325,11 +325,11 @@ impl Drop for Inode {
     }
 }
 
-type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildMix>>;
-type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildMix>>;
+type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildIntHasher>>;
+type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildIntHasher>>;
 
 /// Each time a quarter stays, so that removing takes no longer on the whole.
-fn give_room_back<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildMix>) {
+fn shrink_tables<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildIntHasher>) {
     if map.capacity() > ROOM_MIN && map.len() < map.capacity() / ROOM_PART {
         map.shrink_to((map.len() * 2).max(ROOM_MIN));
     }
@@ -345,12 +345,12 @@ pub(crate) struct Table {
     /// What numbers inodes of the root's own mount, where those can be found by them.
     numbers: Option<HandleNumbers>,
     /// The same inodes by their handles, while the host's changes are watched.
-    watched: OnceLock<Arc<Known>>,
+    watched: OnceLock<Arc<HandleIndex>>,
 }
 
 impl Table {
     /// A table that holds the root.
-    pub(crate) fn new(root: Found, numbers: Option<HandleNumbers>) -> (Self, Arc<Inode>) {
+    pub(crate) fn new(root: FoundInode, numbers: Option<HandleNumbers>) -> (Self, Arc<Inode>) {
         let table = Self {
             by_ino: (0..SHARDS).map(|_| ByIno::default()).collect(),
             by_key: (0..SHARDS).map(|_| ByKey::default()).collect(),
@@ -364,7 +364,7 @@ impl Table {
     }
 
     /// Has inodes entered into an index of those that are watched from now on; those that are there already, too. Once.
-    pub(crate) fn watch(&self, known: Arc<Known>) {
+    pub(crate) fn watch(&self, known: Arc<HandleIndex>) {
         if self.watched.set(Arc::clone(&known)).is_err() {
             return;
         }
@@ -408,7 +408,7 @@ impl Table {
     }
 
     /// The inode at this place of the host, with a new reference, if a descriptor proves that it is still that one.
-    pub(crate) fn find_held(&self, key: &Key) -> Option<Arc<Inode>> {
+    pub(crate) fn find_by_descriptor(&self, key: &Key) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
         let inode = shard.get(key).filter(|inode| inode.is_held() && inode.is_verified())?;
         inode.refs.fetch_add(1, Ordering::Relaxed);
@@ -416,7 +416,7 @@ impl Table {
     }
 
     /// The inode at this place of the host, with a new reference, if it was born then.
-    pub(crate) fn find_born(&self, key: &Key, kind: FileType, btime: Option<Timespec>) -> Option<Arc<Inode>> {
+    pub(crate) fn find_by_btime(&self, key: &Key, kind: FileType, btime: Option<Timespec>) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
         let inode = shard
             .get(key)
@@ -426,7 +426,7 @@ impl Table {
     }
 
     /// The inode that was found, with a new reference, and whether it is new to the table.
-    pub(crate) fn insert(&self, found: Found) -> (Arc<Inode>, bool) {
+    pub(crate) fn insert(&self, found: FoundInode) -> (Arc<Inode>, bool) {
         let mut shard = lock(&self.by_key[found.key.shard()]);
         if let Some(inode) = shard.get(&found.key).filter(|inode| inode.is(&found)) {
             inode.refs.fetch_add(1, Ordering::Relaxed);
@@ -445,7 +445,7 @@ impl Table {
     }
 
     /// Gives a new inode its number, and enters it by that.
-    fn enter(&self, found: Found) -> Arc<Inode> {
+    fn enter(&self, found: FoundInode) -> Arc<Inode> {
         let by_handle = self.numbers.as_ref().filter(|numbers| numbers.is_of(&found.mount)).zip(found.handle.as_ref());
         let by_handle = by_handle.and_then(|(numbers, handle)| numbers.number(handle));
         let counted = || Ino(self.next.fetch_add(1, Ordering::Relaxed));
@@ -471,7 +471,7 @@ impl Table {
     }
 
     /// Lets an inode be known by a number that it had in another process, with so many references.
-    pub(crate) fn adopt(&self, ino: Ino, references: u64, found: Found) -> Result<Arc<Inode>> {
+    pub(crate) fn adopt(&self, ino: Ino, references: u64, found: FoundInode) -> Result<Arc<Inode>> {
         let is_counted = !number::is_of_handle(ino);
         if ino.0 <= Ino::ROOT.0 || is_counted && ino.0 > ADOPTED_MAX || references == 0 {
             return Err(Errno::INVAL);
@@ -513,12 +513,12 @@ impl Table {
         let mut former = None;
         if shard.get(&inode.found.key).is_some_and(|there| Arc::ptr_eq(there, &inode)) {
             former = shard.remove(&inode.found.key);
-            give_room_back(&mut shard);
+            shrink_tables(&mut shard);
         }
         // Under the shard's lock as well: the same inode may come back, by the same number.
         let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
         let removed = by_ino.remove(&ino.0);
-        give_room_back(&mut by_ino);
+        shrink_tables(&mut by_ino);
         if let Some(known) = self.watched.get() {
             known.remove(&inode);
         }
@@ -540,10 +540,10 @@ mod tests {
 
     #[test]
     fn what_was_forgotten_takes_no_room() {
-        let mut map: HashMap<u64, u64, BuildMix> = (0..100_000).map(|number| (number, number)).collect();
+        let mut map: HashMap<u64, u64, BuildIntHasher> = (0..100_000).map(|number| (number, number)).collect();
         for number in 10..100_000 {
             map.remove(&number);
-            give_room_back(&mut map);
+            shrink_tables(&mut map);
             assert!(map.capacity() <= ROOM_MIN * 2 || map.capacity() <= (map.len() + 1) * ROOM_PART * 2);
         }
         assert!(map.capacity() <= ROOM_MIN * 2 && (0..10).all(|number| map[&number] == number));

@@ -1,6 +1,6 @@
-//! Changes that others make on the host, heard of by fanotify and published as nobody's.
+//! Watches for changes by other processes of the host with fanotify, and publishes them.
 //!
-//! Events name inodes by file handles, and the index [`Known`] finds those that clients know among them; all others are
+//! Events name inodes by file handles, and the index [`HandleIndex`] finds those that clients know among them; all others are
 //! passed over. A group hears of whole file systems, for nothing smaller tells of everything below a directory.
 //!
 //! Each change is told twice: at once, and between one and two seconds later. A client may have asked just before the
@@ -25,7 +25,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use crate::Dir;
 use crate::mount::Mount;
 use crate::sys;
-use crate::table::{Inode, Mix, lock};
+use crate::table::{Inode, IntHasher, lock};
 use events::{Event, events};
 
 /// So many that the workers that meet inodes seldom wait for each other; a power of two.
@@ -51,7 +51,7 @@ const MASK: u64 = libc::FAN_MODIFY
 
 /// What to do about changes that this process makes itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ours {
+pub enum OwnChanges {
     /// Pass over them: they are published by whoever makes them, as all that goes through one [`Dir`] is.
     Skip,
     /// Publish them, too: other sources of this process change the same files.
@@ -104,21 +104,21 @@ type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
 /// The inodes that clients know, by the hash of their handles.
 ///
 /// Handles that have one hash, as those of two file systems may, are told together: that costs a question too many.
-pub(crate) struct Known(Box<[Hashed]>);
+pub(crate) struct HandleIndex(Box<[Hashed]>);
 
-impl fmt::Debug for Known {
+impl fmt::Debug for HandleIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Known")
     }
 }
 
 fn hash(kind: i32, bytes: &[u8]) -> u64 {
-    let mut mix = Mix::default();
+    let mut mix = IntHasher::default();
     (kind, bytes).hash(&mut mix);
     mix.finish()
 }
 
-impl Known {
+impl HandleIndex {
     fn new() -> Self {
         Self((0..SHARDS).map(|_| Mutex::default()).collect())
     }
@@ -159,14 +159,14 @@ impl Known {
 
 /// What is to be told once more.
 #[derive(Debug, Default)]
-struct Again {
+struct Republished {
     attributes: HashSet<Ino>,
     data: HashSet<Ino>,
     names: HashSet<(Ino, NameBuf)>,
     all: bool,
 }
 
-impl Again {
+impl Republished {
     fn is_empty(&self) -> bool {
         self.attributes.is_empty() && self.data.is_empty() && self.names.is_empty() && !self.all
     }
@@ -212,12 +212,12 @@ impl Again {
 /// What the thread works with.
 struct Watcher {
     group: Arc<Group>,
-    known: Arc<Known>,
+    known: Arc<HandleIndex>,
     changes: Changes,
-    ours: Ours,
+    ours: OwnChanges,
     stop: Arc<OwnedFd>,
     /// What was told since the last time that something was told again, and what was told before that.
-    again: [Again; 2],
+    republished: [Republished; 2],
 }
 
 impl Watcher {
@@ -225,9 +225,9 @@ impl Watcher {
         let mut buffer = vec![0; READ_BYTES];
         let mut next = Instant::now();
         loop {
-            let waits = !self.again.iter().all(Again::is_empty);
+            let waits = !self.republished.iter().all(Republished::is_empty);
             if waits && Instant::now() >= next {
-                let [new, old] = &mut self.again;
+                let [new, old] = &mut self.republished;
                 std::mem::replace(old, std::mem::take(new)).publish(&self.changes);
                 next = Instant::now() + AGAIN;
                 continue;
@@ -266,7 +266,7 @@ impl Watcher {
     }
 
     fn tell(&mut self, change: Change) {
-        self.again[0].add(&change);
+        self.republished[0].add(&change);
         self.changes.publish(SessionId::default(), || change);
     }
 
@@ -275,7 +275,7 @@ impl Watcher {
             tracing::debug!("more changes on the host than can be heard of: clients are to forget everything");
             return self.tell(Change::All);
         }
-        if self.ours == Ours::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
+        if self.ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
             return;
         }
         let targets = event.target.map(|handle| self.known.find(handle)).unwrap_or_default();
@@ -338,7 +338,7 @@ impl Dir {
     ///
     /// # Errors
     /// [`WatchError`] says in one sentence why not.
-    pub fn watch(&self, ours: Ours) -> std::result::Result<(), WatchError> {
+    pub fn watch(&self, ours: OwnChanges) -> std::result::Result<(), WatchError> {
         if self.watch.get().is_some() {
             return Ok(());
         }
@@ -348,7 +348,7 @@ impl Dir {
         }
         let group = Arc::new(Group(sys::fanotify_group()?));
         group.add(mount)?;
-        let known = Arc::new(Known::new());
+        let known = Arc::new(HandleIndex::new());
         // The root is found by its descriptor, and therefore has no handle in the table.
         let root = self.path_fd(&self.root)?;
         known.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
@@ -359,7 +359,7 @@ impl Dir {
             changes: self.changes.clone(),
             ours,
             stop: Arc::clone(&stop),
-            again: Default::default(),
+            republished: Default::default(),
         };
         let thread = std::thread::Builder::new().name("dir-watch".into()).spawn(move || watcher.run());
         let thread = thread.map_err(|error| WatchError::Host(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;

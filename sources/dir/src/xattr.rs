@@ -86,7 +86,7 @@ impl Dir {
         })
     }
 
-    pub(crate) fn getxattr_(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+    pub(crate) fn xattr_value(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let name = c_name(name)?;
         let (_, fd) = self.path(ino)?;
         grow(|buffer| {
@@ -101,15 +101,15 @@ impl Dir {
 
     /// Looks for an ACL also where the root's own file system has none: one that is mounted below may have. Whoever sets an ACL
     /// changes the time of the last change, so an inode without one is looked at once.
-    pub(crate) fn mode_without_acl_(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+    pub(crate) fn mode_without_acl_of(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         self.looks_for_acls.store(true, Ordering::Relaxed);
         let inode = self.table.get(ino).ok();
-        if inode.as_ref().is_some_and(|inode| inode.is_plain(attr.ctime)) {
+        if inode.as_ref().is_some_and(|inode| inode.is_known_without_acl(attr.ctime)) {
             return attr.mode;
         }
         let mode = ferry_vfs::mode_without_acl(self, cx, ino, attr);
         if let Some(inode) = inode.filter(|inode| mode == attr.mode && changes_show(inode, attr.ctime)) {
-            inode.set_plain(attr.ctime);
+            inode.set_known_without_acl(attr.ctime);
         }
         mode
     }
@@ -124,7 +124,7 @@ impl Dir {
             && [FileType::RegularFile, FileType::Directory].contains(&inode.found.kind)
             && u32::from(seen.stx_mode) & GROUP_AND_OTHERS != 0
             && changes_show(inode, changed)
-            && !inode.is_plain(changed);
+            && !inode.is_known_without_acl(changed);
         if !is_in_question {
             return;
         }
@@ -134,7 +134,7 @@ impl Dir {
             _ => return,
         }
         if statx(dir, name).is_ok_and(|now| key(&now) == inode.found.key && ctime(&now) == changed) {
-            inode.set_plain(changed);
+            inode.set_known_without_acl(changed);
         }
     }
 
@@ -146,11 +146,11 @@ impl Dir {
             && let Err(rustix::io::Errno::NODATA | rustix::io::Errno::OPNOTSUPP) =
                 rustix::fs::fgetxattr(file, ACCESS_ACL, &mut [0_u8; 1])
         {
-            inode.set_plain(changed);
+            inode.set_known_without_acl(changed);
         }
     }
 
-    pub(crate) fn listxattr_(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn xattr_names(&self, ino: Ino) -> Result<Vec<u8>> {
         let (_, fd) = self.path(ino)?;
         grow(|buffer| {
             let buffer = std::cell::RefCell::new(buffer);
@@ -162,7 +162,7 @@ impl Dir {
         })
     }
 
-    pub(crate) fn setxattr_(
+    pub(crate) fn set_xattr_value(
         &self,
         by: SessionId,
         ino: Ino,
@@ -190,7 +190,7 @@ impl Dir {
         cleared
     }
 
-    pub(crate) fn removexattr_(&self, by: SessionId, ino: Ino, name: &[u8]) -> Result<()> {
+    pub(crate) fn remove_xattr_value(&self, by: SessionId, ino: Ino, name: &[u8]) -> Result<()> {
         self.writable()?;
         let name = c_name(name)?;
         let (inode, fd) = self.path(ino)?;

@@ -9,14 +9,14 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use ferry_dir::{Options, Ours, WatchError};
+use ferry_dir::{Options, OwnChanges, WatchError};
 use ferry_vfs::*;
 
 /// Longer than a change takes to be heard of on a machine that has a lot else to do.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A watched directory and what was heard, or a word why that cannot be had here.
-fn watched(ours: Ours) -> Option<(Share, Heard)> {
+fn watched(ours: OwnChanges) -> Option<(Share, Heard)> {
     let share = Share::new(Options::default());
     match share.dir.watch(ours) {
         Ok(()) => {}
@@ -72,7 +72,7 @@ fn sh(share: &Share, script: &str) {
 
 #[test]
 fn what_others_do_is_heard_of() {
-    let Some((share, heard)) = watched(Ours::Skip) else { return };
+    let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "for file in a b c d file; do echo 1 >$file; done; mkdir folder; echo 1 >folder/inside");
     // One file for each kind of change of a file: changes are told twice.
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|path| share.ino(path));
@@ -106,7 +106,7 @@ fn what_others_do_is_heard_of() {
 /// The kernel keeps the order of events, so that those of ours would have come before the mark.
 #[test]
 fn what_we_do_is_not_heard_again() {
-    let Some((share, heard)) = watched(Ours::Skip) else { return };
+    let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "echo 1 >file");
     let file = share.ino("file");
     // Of a kind that the shell does nothing of.
@@ -125,7 +125,7 @@ fn what_we_do_is_not_heard_again() {
 
 #[test]
 fn what_we_do_is_heard_where_that_is_wanted() {
-    let Some((share, heard)) = watched(Ours::Tell) else { return };
+    let Some((share, heard)) = watched(OwnChanges::Tell) else { return };
     fs::write(share.path("file"), "one").unwrap();
     heard.wait_for(&Change::Unsure { dir: Ino::ROOT, name: name("file").to_buf() });
     let file = share.ino("file");
@@ -136,7 +136,7 @@ fn what_we_do_is_heard_where_that_is_wanted() {
 /// Each is told at once, and again for those whose answers were under way.
 #[test]
 fn changes_are_told_twice() {
-    let Some((share, heard)) = watched(Ours::Skip) else { return };
+    let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "echo 1 >new");
     let change = Change::Unsure { dir: Ino::ROOT, name: name("new").to_buf() };
     let first = heard.wait_for(&change);
@@ -155,7 +155,7 @@ fn too_many_changes_are_one() {
         ferry_skip::skip!("the kernel keeps {limit} events");
         return;
     }
-    let Some((share, heard)) = watched(Ours::Tell) else { return };
+    let Some((share, heard)) = watched(OwnChanges::Tell) else { return };
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let held = Arc::clone(&gate);
     let _holds = share.dir.changes().unwrap().subscribe(move |_, _| {
@@ -177,5 +177,5 @@ fn too_many_changes_are_one() {
 #[test]
 fn without_file_handles_it_says_so() {
     let share = Share::new(Options { file_handles: false, ..Options::default() });
-    assert!(matches!(share.dir.watch(Ours::Skip), Err(WatchError::NoHandles)));
+    assert!(matches!(share.dir.watch(OwnChanges::Skip), Err(WatchError::NoHandles)));
 }
