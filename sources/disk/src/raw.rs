@@ -22,7 +22,7 @@ const BLOCK_BYTES: u32 = 4096;
 /// As much of a write is copied at once where the client's memory is not aligned for `O_DIRECT`.
 const COPIED_BYTES: usize = 256 << 10;
 
-/// Zeros written at once where a file system cannot make them by itself.
+/// Zeros written at once where a file system cannot make them on its own.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// As many zeros as are wanted.

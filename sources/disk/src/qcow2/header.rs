@@ -46,7 +46,7 @@ const FEATURE_BYTES: usize = 48;
 
 /// Why an image is not served.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum HeaderError {
     /// The header contradicts itself, the file, or the specification.
     Damaged(String),
     /// A feature that is not served.
@@ -93,9 +93,9 @@ pub(super) struct Header {
 }
 
 /// Big-endian numbers at places of a header; places past its end hold zeros.
-struct Fields<'a>(&'a [u8]);
+struct HeaderFields<'a>(&'a [u8]);
 
-impl Fields<'_> {
+impl HeaderFields<'_> {
     fn u32(&self, at: usize) -> u32 {
         let found = at.checked_add(4).and_then(|end| self.0.get(at..end)).and_then(|bytes| bytes.try_into().ok());
         u32::from_be_bytes(found.unwrap_or_default())
@@ -106,19 +106,19 @@ impl Fields<'_> {
     }
 }
 
-fn damaged<T>(what: impl Into<String>) -> Result<T, Fault> {
-    Err(Fault::Damaged(what.into()))
+fn damaged<T>(what: impl Into<String>) -> Result<T, HeaderError> {
+    Err(HeaderError::Damaged(what.into()))
 }
 
 /// How many bytes of an image its header may take, which the first few bytes say.
-pub(super) fn bytes_of(start: &[u8]) -> Result<usize, Fault> {
+pub(super) fn bytes_of(start: &[u8]) -> Result<usize, HeaderError> {
     if !start.starts_with(MAGIC) {
         return damaged("it does not begin like a qcow2 image");
     }
     if start.len() < V2_BYTES {
         return damaged(format!("its header ends after {} bytes", start.len()));
     }
-    let bits = Fields(start).u32(20);
+    let bits = HeaderFields(start).u32(20);
     match Shape::CLUSTER_BITS.contains(&bits) {
         true => Ok(1 << bits),
         false => damaged(format!("its clusters have 2^{bits} bytes; 2^9 to 2^21 are allowed")),
@@ -127,16 +127,16 @@ pub(super) fn bytes_of(start: &[u8]) -> Result<usize, Fault> {
 
 impl Header {
     /// Parses the first cluster of an image, or as much of it as there is, in a file of `file_bytes`.
-    pub(super) fn parse(start: &[u8], file_bytes: u64) -> Result<Self, Fault> {
+    pub(super) fn parse(start: &[u8], file_bytes: u64) -> Result<Self, HeaderError> {
         let room = bytes_of(start)?;
         let start = &start[..start.len().min(room)];
-        let fields = Fields(start);
+        let fields = HeaderFields(start);
         let version = fields.u32(4);
         let (length, incompatible, refcount_order) = match version {
             2 => (V2_BYTES, 0, 4),
             3 if start.len() < V3_BYTES => return damaged(format!("its header ends after {} bytes", start.len())),
             3 => (fields.u32(100) as usize, fields.u64(72), fields.u32(96)),
-            _ => return Err(Fault::Unsupported(Unsupported::Feature(format!("has version {version}")))),
+            _ => return Err(HeaderError::Unsupported(Unsupported::Feature(format!("has version {version}")))),
         };
         if version == 3 && !(V3_BYTES..=room).contains(&length) || !length.is_multiple_of(8) {
             return damaged(format!("its header claims a length of {length} bytes"));
@@ -147,18 +147,20 @@ impl Header {
         let extensions = Extensions::parse(start, length, fields.u64(8))?;
         // Encryption is reported first: it is the most likely reason why an image cannot be served.
         match fields.u32(32) {
-            0 if extensions.encryption => return Err(Fault::Unsupported(Unsupported::Encrypted("an unknown method"))),
+            0 if extensions.encryption => {
+                return Err(HeaderError::Unsupported(Unsupported::Encrypted("an unknown method")));
+            }
             0 => {}
-            1 => return Err(Fault::Unsupported(Unsupported::Encrypted("AES"))),
-            2 => return Err(Fault::Unsupported(Unsupported::Encrypted("LUKS"))),
+            1 => return Err(HeaderError::Unsupported(Unsupported::Encrypted("AES"))),
+            2 => return Err(HeaderError::Unsupported(Unsupported::Encrypted("LUKS"))),
             method => return damaged(format!("its encryption method {method} is unknown")),
         }
         if incompatible & DATA_FILE != 0 {
-            return Err(Fault::Unsupported(Unsupported::DataFile(extensions.data_file.unwrap_or_default())));
+            return Err(HeaderError::Unsupported(Unsupported::DataFile(extensions.data_file.unwrap_or_default())));
         }
         if incompatible & !KNOWN != 0 {
             let bit = (incompatible & !KNOWN).trailing_zeros();
-            return Err(Fault::Unsupported(Unsupported::Feature(extensions.feature(bit))));
+            return Err(HeaderError::Unsupported(Unsupported::Feature(extensions.feature(bit))));
         }
         let compression = compression(&fields, length, incompatible)?;
         let shape = Shape {
@@ -193,7 +195,7 @@ impl Header {
     }
 
     /// The tables lie at whole clusters within the file, and have the sizes that they may have.
-    fn check_tables(&self, file_bytes: u64) -> Result<(), Fault> {
+    fn check_tables(&self, file_bytes: u64) -> Result<(), HeaderError> {
         let lies = |what: &str, offset: u64, bytes: u64| {
             let end = offset.checked_add(bytes).filter(|end| *end <= file_bytes);
             match end {
@@ -224,17 +226,21 @@ impl Header {
     }
 }
 
-fn compression(fields: &Fields<'_>, length: usize, incompatible: u64) -> Result<Compression, Fault> {
+fn compression(fields: &HeaderFields<'_>, length: usize, incompatible: u64) -> Result<Compression, HeaderError> {
     let kind = if length > V3_BYTES { fields.0.get(V3_BYTES).copied().unwrap_or_default() } else { 0 };
     match (kind, incompatible & COMPRESSION_TYPE != 0) {
         (0, false) => Ok(Compression::Deflate),
         (1, true) => Ok(Compression::Zstd),
         (0 | 1, _) => damaged("its header contradicts itself about the type of compression"),
-        (kind, _) => Err(Fault::Unsupported(Unsupported::Feature(format!("has compression of type {kind}")))),
+        (kind, _) => Err(HeaderError::Unsupported(Unsupported::Feature(format!("has compression of type {kind}")))),
     }
 }
 
-fn backing(start: &[u8], fields: &Fields<'_>, format: Option<String>) -> Result<Option<BackingName>, Fault> {
+fn backing(
+    start: &[u8],
+    fields: &HeaderFields<'_>,
+    format: Option<String>,
+) -> Result<Option<BackingName>, HeaderError> {
     let (offset, length) = (fields.u64(8), fields.u32(16));
     if offset == 0 {
         return Ok(None);
@@ -260,14 +266,14 @@ struct Extensions {
 
 impl Extensions {
     /// They begin after the header, also in version 2, and end with the cluster or where the backing file's name begins.
-    fn parse(start: &[u8], mut at: usize, backing_offset: u64) -> Result<Self, Fault> {
+    fn parse(start: &[u8], mut at: usize, backing_offset: u64) -> Result<Self, HeaderError> {
         let end = match usize::try_from(backing_offset) {
             Ok(offset) if offset > 0 => offset.min(start.len()),
             _ => start.len(),
         };
         let mut found = Self::default();
         while at.checked_add(8).is_some_and(|data| data <= end) {
-            let (kind, length) = (Fields(start).u32(at), Fields(start).u32(at + 4) as usize);
+            let (kind, length) = (HeaderFields(start).u32(at), HeaderFields(start).u32(at + 4) as usize);
             if kind == END {
                 break;
             }

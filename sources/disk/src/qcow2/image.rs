@@ -11,15 +11,15 @@ use super::file::ImageFile;
 use super::header::Header;
 use super::range_lock::RangeLock;
 use super::refcounts::NewCluster;
-use super::shape::{COPIED, Entry, OFFSET, Place, Shape, damaged};
+use super::shape::{COPIED, ClusterLocation, Entry, OFFSET, Shape, damaged};
 
 /// The backing file of an image.
-pub(super) enum Below {
+pub(super) enum BackingImage {
     Raw { file: ImageFile, bytes: u64 },
     Image(Box<Image>),
 }
 
-impl Below {
+impl BackingImage {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Raw { bytes, .. } => *bytes,
@@ -74,7 +74,7 @@ pub(super) struct Image {
     pub snapshots: u32,
     pub tables: RwLock<Tables>,
     pub changes: RangeLock,
-    pub below: Option<Below>,
+    pub below: Option<BackingImage>,
     /// Set before the first change of the image.
     pub changed: AtomicBool,
     /// The compressed cluster that was read last, and where it is.
@@ -121,7 +121,7 @@ impl Piece {
 
 impl Image {
     /// Reads the tables that a checked header describes.
-    pub(super) fn new(file: ImageFile, header: &Header, below: Option<Below>, writes: bool) -> io::Result<Self> {
+    pub(super) fn new(file: ImageFile, header: &Header, below: Option<BackingImage>, writes: bool) -> io::Result<Self> {
         let shape = header.shape;
         let mut tables = Tables {
             l1: read_words(&file, header.l1_offset, u64::from(header.l1_entries))?,
@@ -246,11 +246,13 @@ impl Image {
         let bit = 1 << (in_cluster / unit);
         let end = at - at % unit + unit;
         match entry.place {
-            Place::Compressed { offset, bytes } => {
+            ClusterLocation::Compressed { offset, bytes } => {
                 let skip = usize::try_from(in_cluster).unwrap_or(usize::MAX);
                 (Source::Compressed { offset, bytes, skip }, cluster_end)
             }
-            Place::Cluster { offset, .. } if entry.allocated & bit != 0 => (Source::Data(offset + in_cluster), end),
+            ClusterLocation::Cluster { offset, .. } if entry.allocated & bit != 0 => {
+                (Source::Data(offset + in_cluster), end)
+            }
             _ if entry.zero & bit != 0 => (Source::Zeros, end),
             _ => (Source::Below, end),
         }

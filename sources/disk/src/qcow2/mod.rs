@@ -32,8 +32,8 @@ use ferry_vfs::{Backing, BlockRange, Data, Disk, DiskFeatures, Errno, Geometry, 
 use rustix::fs::{Mode, ResolveFlags};
 
 use self::file::{AlignedBuffer, ImageFile};
-use self::header::{BackingName, Fault, Header, Unsupported};
-use self::image::{Below, Image};
+use self::header::{BackingName, Header, HeaderError, Unsupported};
+use self::image::{BackingImage, Image};
 use self::write::Zeroing;
 use crate::{Cache, Error, Options, lock, sys};
 
@@ -187,7 +187,7 @@ fn read_header(file: &File, path: &Path, writes: bool) -> std::result::Result<He
     let length = header::bytes_of(&start(START_BYTES).map_err(failed)?).map_err(|fault| error_of(fault, path))?;
     let header = Header::parse(&start(length).map_err(failed)?, file_bytes).map_err(|fault| error_of(fault, path))?;
     match header.needs_check.filter(|_| writes) {
-        Some(why) => Err(error_of(Fault::Unsupported(Unsupported::NeedsCheck(why)), path)),
+        Some(why) => Err(error_of(HeaderError::Unsupported(Unsupported::NeedsCheck(why)), path)),
         None => Ok(header),
     }
 }
@@ -202,12 +202,12 @@ fn quoted(path: &Path) -> String {
     }
 }
 
-fn error_of(fault: Fault, path: &Path) -> Error {
+fn error_of(fault: HeaderError, path: &Path) -> Error {
     let unsupported = match fault {
-        Fault::Damaged(what) => {
+        HeaderError::Damaged(what) => {
             return Error::Image { path: path.into(), reason: shape::damaged(what) };
         }
-        Fault::Unsupported(unsupported) => unsupported,
+        HeaderError::Unsupported(unsupported) => unsupported,
     };
     let copy = path.with_added_extension("copy");
     let (image, copy) = (quoted(path), quoted(&copy));
@@ -246,7 +246,7 @@ impl Opening<'_> {
         Image::new(file, &header, below, writes).map_err(|reason| Error::Image { path: path.into(), reason })
     }
 
-    fn below(&self, backing: &BackingName, path: &Path, depth: usize) -> std::result::Result<Below, Error> {
+    fn below(&self, backing: &BackingName, path: &Path, depth: usize) -> std::result::Result<BackingImage, Error> {
         let name = backing.name.to_string_lossy();
         let refused = |why: String| Err(Error::Refused { path: path.into(), other: name.clone().into_owned(), why });
         if depth >= CHAIN_MAX {
@@ -256,11 +256,11 @@ impl Opening<'_> {
             Some("raw") => {
                 let (file, path) = self.backing(path, Path::new(&backing.name))?;
                 let bytes = sys::bytes(&file).map_err(|error| Error::Open { path, reason: error.into() })?;
-                Ok(Below::Raw { file: ImageFile::new(file, false, self.direct), bytes })
+                Ok(BackingImage::Raw { file: ImageFile::new(file, false, self.direct), bytes })
             }
             Some("qcow2") => {
                 let (file, path) = self.backing(path, Path::new(&backing.name))?;
-                Ok(Below::Image(Box::new(self.image(file, &path, false, depth + 1)?)))
+                Ok(BackingImage::Image(Box::new(self.image(file, &path, false, depth + 1)?)))
             }
             None => {
                 let (base, image) = (quoted(Path::new(&backing.name)), quoted(path));

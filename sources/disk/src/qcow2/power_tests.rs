@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::file::Event;
 use super::image::Image;
-use super::shape::{OFFSET, Place};
+use super::shape::{ClusterLocation, OFFSET};
 use super::write::Zeroing;
 use super::{Opening, sys};
 use crate::tests::images::create;
@@ -127,7 +127,7 @@ fn check_counts(image: &Image, file: &[u8]) {
     tables.refcounts.iter().filter(|offset| **offset != 0).for_each(|offset| uses(*offset));
     tables.l1.iter().filter(|entry| **entry != 0).for_each(|entry| uses(entry & OFFSET));
     for entry in image.entries(&tables, image.clusters(0, BYTES as u64)).expect("the entries") {
-        if let Place::Cluster { offset, .. } = entry.place {
+        if let ClusterLocation::Cluster { offset, .. } = entry.place {
             uses(offset);
         }
     }

@@ -85,7 +85,7 @@ impl Shape {
 
 /// Where an entry's cluster is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum ClusterLocation {
     #[default]
     None,
     /// A cluster of the file, which may be changed if nothing else refers to it.
@@ -98,7 +98,7 @@ pub(super) enum Place {
 /// allocated nor zero is as the image below has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
-    pub place: Place,
+    pub place: ClusterLocation,
     pub allocated: u32,
     pub zero: u32,
 }
@@ -119,15 +119,15 @@ impl Entry {
             let offset = first & ((1 << offset_bits) - 1);
             let sectors = (first & (COMPRESSED - 1)) >> offset_bits;
             let bytes = (sectors + 1) * SECTOR_BYTES - offset % SECTOR_BYTES;
-            return Ok(Self { place: Place::Compressed { offset, bytes }, allocated: shape.all(), zero: 0 });
+            return Ok(Self { place: ClusterLocation::Compressed { offset, bytes }, allocated: shape.all(), zero: 0 });
         }
         let offset = first & OFFSET;
         if !shape.is_cluster(offset) {
             return Err(damaged(format!("an L2 entry refers to byte {offset}, where no cluster begins")));
         }
         let place = match offset {
-            0 => Place::None,
-            _ => Place::Cluster { offset, copied: first & COPIED != 0 },
+            0 => ClusterLocation::None,
+            _ => ClusterLocation::Cluster { offset, copied: first & COPIED != 0 },
         };
         let (allocated, zero) = match (shape.extended, first & ZERO != 0) {
             #[allow(clippy::cast_possible_truncation, reason = "the two halves of the word")]
@@ -138,7 +138,7 @@ impl Entry {
             (false, true) => (0, 1),
             (false, false) => (u32::from(offset != 0), 0),
         };
-        if allocated & zero != 0 || allocated != 0 && place == Place::None {
+        if allocated & zero != 0 || allocated != 0 && place == ClusterLocation::None {
             return Err(damaged(format!("an L2 entry contradicts itself: {first:#x} {second:#x}")));
         }
         Ok(Self { place, allocated, zero })
@@ -147,8 +147,8 @@ impl Entry {
     /// Writes an entry, whose data are not compressed: nothing here compresses.
     pub(super) fn encode(self, shape: Shape, out: &mut Vec<u8>) {
         let first = match self.place {
-            Place::Cluster { offset, copied } => offset | if copied { COPIED } else { 0 },
-            Place::None | Place::Compressed { .. } => 0,
+            ClusterLocation::Cluster { offset, copied } => offset | if copied { COPIED } else { 0 },
+            ClusterLocation::None | ClusterLocation::Compressed { .. } => 0,
         };
         if shape.extended {
             out.extend_from_slice(&first.to_be_bytes());
@@ -161,12 +161,12 @@ impl Entry {
     /// The cluster that belongs to this entry alone.
     pub(super) fn own(&self) -> Option<u64> {
         match self.place {
-            Place::Cluster { offset, copied: true } => Some(offset),
+            ClusterLocation::Cluster { offset, copied: true } => Some(offset),
             _ => None,
         }
     }
 
     pub(super) fn is_compressed(&self) -> bool {
-        matches!(self.place, Place::Compressed { .. })
+        matches!(self.place, ClusterLocation::Compressed { .. })
     }
 }

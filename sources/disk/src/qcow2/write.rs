@@ -8,7 +8,7 @@ use ferry_vfs::Errno;
 
 use super::image::{Image, Tables};
 use super::refcounts::NewCluster;
-use super::shape::{COPIED, Entry, OFFSET, Place, damaged};
+use super::shape::{COPIED, ClusterLocation, Entry, OFFSET, damaged};
 
 /// Where a header has the size, the L1 table's entries and offset, and the autoclear features.
 const HEADER_BYTES: u64 = 24;
@@ -231,7 +231,7 @@ impl Image {
             self.file.write(&bytes, host + whole.start)?;
         }
         Ok(Entry {
-            place: Place::Cluster { offset: host, copied: true },
+            place: ClusterLocation::Cluster { offset: host, copied: true },
             allocated: before.allocated | touched,
             zero: before.zero & !touched,
         })
@@ -303,12 +303,12 @@ impl Image {
         Ok(())
     }
 
-    fn unreference_place(&self, tables: &mut Tables, place: Place) {
+    fn unreference_place(&self, tables: &mut Tables, place: ClusterLocation) {
         let bits = self.shape.cluster_bits;
         match place {
-            Place::None => {}
-            Place::Cluster { offset, .. } => tables.unreference(offset >> bits..(offset >> bits) + 1),
-            Place::Compressed { offset, bytes } => {
+            ClusterLocation::None => {}
+            ClusterLocation::Cluster { offset, .. } => tables.unreference(offset >> bits..(offset >> bits) + 1),
+            ClusterLocation::Compressed { offset, bytes } => {
                 let end = (offset + bytes).div_ceil(self.shape.cluster_bytes());
                 // Each of them has a reference for each compressed cluster that it has bytes of.
                 tables.unreference(offset >> bits..end);
@@ -387,7 +387,7 @@ impl Image {
             }
             entry.allocated &= !bits;
             if entry.allocated == 0 && !(how == Zeroing::Keep && before.own().is_some()) {
-                entry.place = Place::None;
+                entry.place = ClusterLocation::None;
                 unreferenced.push(before.place);
             }
         }
@@ -421,7 +421,7 @@ impl Image {
         self.grow_l1(entries)?;
         // The new part would show the rest of the last cluster, and more of a backing file that is larger than the disk was.
         let old = self.bytes;
-        let below = self.below.as_ref().map_or(0, super::image::Below::bytes);
+        let below = self.below.as_ref().map_or(0, super::image::BackingImage::bytes);
         let shown = below.max(old.next_multiple_of(self.shape.cluster_bytes())).min(bytes);
         self.bytes = bytes;
         if old < shown {
