@@ -272,7 +272,7 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// `NXIO` beyond the end.
     fn seek(&self, file: &Self::File, offset: u64, seek: Seek) -> Result<u64>;
 
-    /// Copies between files, or within one; answers how many bytes, possibly less than asked.
+    /// Copies between files, or within one; returns how many bytes, possibly less than asked.
     ///
     /// # Errors
     /// `INVAL` when the ranges of one file overlap, `NOSPC`, `IO`.

@@ -1,4 +1,4 @@
-//! Which blocks of a tier are free.
+//! The block allocator of a tier.
 //!
 //! The tier is cut into shards, each with its own lock. A writer begins with the shard of the CPU it runs on, so that
 //! writers on different CPUs do not meet; one that needs more takes from the other shards too.

@@ -1,4 +1,4 @@
-//! A second opinion on the tree, for fsck: names and links counted from the records alone, without the code that mounts.
+//! An independent check of the tree for fsck: counts names and links from the records alone.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -8,7 +8,7 @@ use ferry_vfs::{Attr, Caller, FileSystem, FileType, Ino};
 use super::PMem;
 use super::codec::Item;
 use super::error::DamageError;
-use super::load::Found;
+use super::load::LoadedImage;
 use crate::store::{At, Record};
 
 /// Names and inodes, as the records have them.
@@ -28,8 +28,9 @@ struct Inode {
     links: u32,
 }
 
-/// Compares a tree with the log that it was made from, in which there was no damage; answers what is wrong, in sentences.
-pub(crate) fn compare(tree: &PMem, log: &Found<'_>) -> Vec<String> {
+/// Compares a tree with the log that it was made from, in which there was no damage; returns what is wrong, in
+/// sentences.
+pub(crate) fn compare(tree: &PMem, log: &LoadedImage<'_>) -> Vec<String> {
     let mut audit = Audit::default();
     audit.make(Ino::ROOT, FileType::Directory.as_raw_mode());
     let read = log.for_each(&mut |_: DamageError| Ok(()), |_, _, item| {

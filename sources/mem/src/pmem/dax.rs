@@ -17,7 +17,7 @@ pub(super) fn write_back(bytes: &[u8]) {
     use std::sync::LazyLock;
 
     #[derive(Clone, Copy)]
-    enum Way {
+    enum FlushInstruction {
         /// Keeps the line in the cache.
         Clwb,
         /// Drops the line, many at once.
@@ -28,10 +28,10 @@ pub(super) fn write_back(bytes: &[u8]) {
     /// Bits of CPUID leaf 7, register EBX (Intel SDM, volume 2A, CPUID).
     const CLWB: u32 = 1 << 24;
     const CLFLUSHOPT: u32 = 1 << 23;
-    static WAY: LazyLock<Way> = LazyLock::new(|| match __cpuid_count(7, 0).ebx {
-        bits if bits & CLWB != 0 => Way::Clwb,
-        bits if bits & CLFLUSHOPT != 0 => Way::Clflushopt,
-        _ => Way::Clflush,
+    static WAY: LazyLock<FlushInstruction> = LazyLock::new(|| match __cpuid_count(7, 0).ebx {
+        bits if bits & CLWB != 0 => FlushInstruction::Clwb,
+        bits if bits & CLFLUSHOPT != 0 => FlushInstruction::Clflushopt,
+        _ => FlushInstruction::Clflush,
     });
 
     let Some(last) = bytes.len().checked_sub(1) else { return };
@@ -43,11 +43,13 @@ pub(super) fn write_back(bytes: &[u8]) {
         match way {
             // SAFETY: the CPU has the instruction (CPUID said so); the line holds bytes of a live slice, and writing
             // it back changes no memory that the program can see.
-            Way::Clwb => unsafe { asm!("clwb [{}]", in(reg) address, options(nostack, preserves_flags)) },
+            FlushInstruction::Clwb => unsafe { asm!("clwb [{}]", in(reg) address, options(nostack, preserves_flags)) },
             // SAFETY: as above.
-            Way::Clflushopt => unsafe { asm!("clflushopt [{}]", in(reg) address, options(nostack, preserves_flags)) },
+            FlushInstruction::Clflushopt => unsafe {
+                asm!("clflushopt [{}]", in(reg) address, options(nostack, preserves_flags))
+            },
             // SAFETY: as above; CLFLUSH is part of SSE2, which every x86-64 has.
-            Way::Clflush => unsafe { _mm_clflush(address) },
+            FlushInstruction::Clflush => unsafe { _mm_clflush(address) },
         }
     }
 }

@@ -297,7 +297,7 @@ impl Disk {
 
     /// Gives freed blocks to the allocators as far as nobody reads them any more.
     pub(crate) fn collect(&self) {
-        self.grace.pass(self.log.take_released(), |runs| self.give_back(runs));
+        self.grace.reclaim(self.log.take_released(), |runs| self.give_back(runs));
     }
 
     /// Forgets a file that ended; its blocks are free when the record that said so is durable, or, where there was no

@@ -1,4 +1,4 @@
-//! Why an image cannot be opened.
+//! Errors of opening an image.
 
 use std::io;
 use std::path::PathBuf;

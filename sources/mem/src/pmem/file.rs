@@ -247,7 +247,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Overwrites the parts of a range that fall into these pieces; answers where on the medium that was.
+    /// Overwrites the parts of a range that fall into these pieces; returns where on the medium that was.
     fn overwrite(&self, file: &File, state: &mut State, pieces: &[Piece], offset: u64, bytes: &[u8]) -> Result<Ranges> {
         let end = offset + bytes.len() as u64;
         let mut ranges = Ranges::default();
@@ -265,7 +265,7 @@ impl Disk {
         Ok(ranges)
     }
 
-    /// Before a file grows past its end: what its last block holds beyond the end becomes zeros. Answers where on the
+    /// Before a file grows past its end: what its last block holds beyond the end becomes zeros. Returns where on the
     /// medium, to be made durable before the new size.
     fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<Ranges> {
         let (size, tail) = (state.size, skip_of(state.size));

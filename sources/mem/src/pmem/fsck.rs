@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::audit;
 use super::error::{DamageError, OpenError};
-use super::load::{Copies, Found};
+use super::load::{LoadedImage, SuperblockCopies};
 use super::open::{Media, Options, assemble, open_image, open_tier2};
 
 /// How bad a finding is.
@@ -57,9 +57,9 @@ impl Report {
 }
 
 /// Checks the image in a file or device, which must not be mounted: superblocks, log, tree (links and reachability are
-/// counted anew from the records), blocks. With `repair`, writes
-/// back what could be read: damaged copies of the superblock are renewed, records that do not fit and blocks that
-/// belong elsewhere are dropped. A snapshot that is damaged is replaced by the one before it, if that one is whole.
+/// counted again from the records), blocks. With `repair`, writes back what could be read: damaged copies of the
+/// superblock are renewed, records that do not fit and blocks that belong elsewhere are dropped. A snapshot that is
+/// damaged is replaced by the one before it, if that one is whole.
 ///
 /// # Errors
 /// The image cannot be looked at at all: [`OpenError`].
@@ -80,7 +80,7 @@ pub fn fsck_medium(media: &Media, repair: bool) -> Result<Report, OpenError> {
 
 fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Result<Report, OpenError> {
     let mut report = Report::default();
-    let copies = Copies::read(&*media.image);
+    let copies = SuperblockCopies::read(&*media.image);
     for (index, copy) in copies.0.iter().enumerate() {
         if let Err(error) = copy {
             report.add(Severity::Warning, format!("superblock {index} is damaged: {error}"));
@@ -108,7 +108,7 @@ fn check(path: &Path, tier2: Option<&Path>, media: &Media, repair: bool) -> Resu
         report.add(Severity::Error, format!("files have {owned} blocks and {} are taken", report.blocks_used));
     }
     if let (Some(superblock), true) = (copies.best(), damage.is_empty()) {
-        match Found::find(&*media.image, superblock, &mut Err) {
+        match LoadedImage::find(&*media.image, superblock, &mut Err) {
             Ok((log, _)) => audit::compare(&tree, &log).iter().for_each(|wrong| report.add(Severity::Error, wrong)),
             Err(error) => report.add(Severity::Error, error),
         }

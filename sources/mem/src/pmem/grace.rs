@@ -1,4 +1,4 @@
-//! When a freed block may be used again.
+//! The grace period before a freed block is reused.
 //!
 //! A reader may have been answered an extent ("these bytes live in that descriptor") and still be transferring when the
 //! file is truncated. So every extent of an epoch holds that epoch's descriptor, each batch of freed blocks ends
@@ -21,12 +21,12 @@ struct Epoch([Option<Arc<Backing>>; 2]);
 #[derive(Debug)]
 pub(crate) struct Grace {
     epoch: RwLock<Epoch>,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<PendingFree>,
     blocks: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct PendingFree {
     epochs: VecDeque<(Epoch, Vec<Run>)>,
     /// Freed when there was no descriptor left for a new epoch: they go with the next batch.
     late: Vec<Run>,
@@ -69,9 +69,9 @@ impl Grace {
     }
 
     /// Takes in freed blocks and gives those to `free` that nobody can be reading any more.
-    pub(crate) fn pass(&self, runs: Vec<Run>, mut free: impl FnMut(&[Run])) {
+    pub(crate) fn reclaim(&self, runs: Vec<Run>, mut free: impl FnMut(&[Run])) {
         let mut guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let Waiting { epochs, late } = &mut *guard;
+        let PendingFree { epochs, late } = &mut *guard;
         self.blocks.fetch_add(count(&runs), Ordering::Relaxed);
         late.extend(runs);
         if !late.is_empty() {
@@ -103,7 +103,7 @@ mod tests {
         let freed = Mutex::new(Vec::new());
         let pass = |blocks: &[u64]| {
             let runs = blocks.iter().map(|&block| Run { block, count: 1 }).collect();
-            grace.pass(runs, |runs| freed.lock().unwrap().extend(runs.iter().map(|run| run.block)));
+            grace.reclaim(runs, |runs| freed.lock().unwrap().extend(runs.iter().map(|run| run.block)));
             freed.lock().unwrap().clone()
         };
         assert_eq!(pass(&[1]), [1], "nobody reads");

@@ -1,4 +1,4 @@
-//! Which files are cold, and which came to use again: what moves between the tiers next.
+//! Tracks which files are cold and which are in use again, to choose what moves between tiers.
 //!
 //! Files stand in a ring, and a hand goes round (the clock algorithm): a file that was used since the hand last passed is
 //! spared once, another one is cold. So finding cold files takes a few steps each time, however many files there are.

@@ -1,4 +1,4 @@
-//! From the bytes of an image to its superblock, records and files. The bytes may be anything.
+//! Loads superblock, records and files from an image. The bytes are untrusted.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -19,9 +19,9 @@ const PIECE_BYTES: usize = 256 << 10;
 
 /// The two copies of the superblock.
 #[derive(Debug)]
-pub(crate) struct Copies(pub(crate) [Result<Superblock, FormatError>; 2]);
+pub(crate) struct SuperblockCopies(pub(crate) [Result<Superblock, FormatError>; 2]);
 
-impl Copies {
+impl SuperblockCopies {
     /// Reads both.
     pub(crate) fn read(medium: &dyn Medium) -> Self {
         Self([0, BLOCK_BYTES].map(|at| {
@@ -98,7 +98,7 @@ impl<'a> Records<'a> {
 }
 
 /// A log as it was found. Its records are read from the medium each time that somebody goes through them.
-pub(crate) struct Found<'a> {
+pub(crate) struct LoadedImage<'a> {
     medium: &'a dyn Medium,
     superblock: Superblock,
     records: u64,
@@ -106,7 +106,7 @@ pub(crate) struct Found<'a> {
     pub(crate) bytes: u64,
 }
 
-impl<'a> Found<'a> {
+impl<'a> LoadedImage<'a> {
     /// Finds the log in use. If its snapshot is damaged, and that is no reason to stop, the log before it if that one is
     /// whole. Returns also the superblock to go on from.
     pub(crate) fn find(

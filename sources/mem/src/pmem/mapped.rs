@@ -84,7 +84,7 @@ impl Flusher {
 
 /// A mapped image.
 #[derive(Debug)]
-pub(crate) struct Mapped {
+pub(crate) struct MappedMemory {
     mapping: Mapping,
     /// Keeps the lock on the image.
     _file: File,
@@ -99,7 +99,7 @@ pub(crate) struct MapOptions {
     pub(crate) huge: bool,
 }
 
-impl Mapped {
+impl MappedMemory {
     /// Maps all of a file or device; `None` if it is no persistent memory.
     pub(crate) fn new(file: &File, options: MapOptions) -> io::Result<Option<Self>> {
         let device = FileType::from_raw_mode(rustix::fs::fstat(file)?.st_mode) == FileType::CharacterDevice;
@@ -130,7 +130,7 @@ impl Mapped {
     }
 }
 
-impl Medium for Mapped {
+impl Medium for MappedMemory {
     fn bytes(&self) -> u64 {
         self.mapping.bytes as u64
     }
@@ -166,10 +166,10 @@ mod tests {
     use crate::pmem::device::reserve;
 
     /// An ordinary file, mapped as persistent memory is.
-    fn mapped(bytes: u64) -> Mapped {
+    fn mapped(bytes: u64) -> MappedMemory {
         let file = tempfile::tempfile().unwrap();
         reserve(&file, bytes).unwrap();
-        Mapped::with(&file, MapOptions::default(), MapFlags::SHARED).unwrap()
+        MappedMemory::with(&file, MapOptions::default(), MapFlags::SHARED).unwrap()
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What an image is written to.
+//! The storage of an image.
 
 use std::fmt::Debug;
 use std::io;

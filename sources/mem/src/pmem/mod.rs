@@ -21,6 +21,7 @@
 mod alloc;
 mod audit;
 mod codec;
+mod commit_thread;
 #[allow(unsafe_code, reason = "cache lines are written back by instructions that Rust has no safe form for")]
 mod dax;
 mod device;
@@ -32,7 +33,6 @@ pub mod format;
 mod fsck;
 mod grace;
 mod heat;
-mod keeper;
 mod load;
 mod log;
 #[allow(unsafe_code, reason = "a mapping is memory that somebody else made")]

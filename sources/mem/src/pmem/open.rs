@@ -18,9 +18,9 @@ use super::error::{DamageError, OpenError};
 use super::extents::Extents;
 use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Superblock, decode_tier2, encode_tier2};
 use super::grace::Grace;
-use super::load::{Copies, Files, Found};
+use super::load::{Files, LoadedImage, SuperblockCopies};
 use super::log::{Log, random_u32, write_superblocks};
-use super::mapped::{MapOptions, Mapped};
+use super::mapped::{MapOptions, MappedMemory};
 use super::medium::Medium;
 use super::store::PStore;
 use crate::machine::release_free_memory;
@@ -242,7 +242,7 @@ fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
 pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, Option<File>), OpenError> {
     let (file, made) = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
-    match Mapped::new(&file, map).map_err(io_error(path, "map"))? {
+    match MappedMemory::new(&file, map).map_err(io_error(path, "map"))? {
         Some(mapped) => {
             tracing::debug!(path = %path.display(), dax = true, "image opened");
             Ok((Arc::new(mapped), made))
@@ -307,7 +307,7 @@ fn load(
     superblock: &Superblock,
     on_damage: &mut OnDamage<'_>,
 ) -> Result<PMem, DamageError> {
-    let (found, in_use) = Found::find(&*media.image, superblock, on_damage)?;
+    let (found, in_use) = LoadedImage::find(&*media.image, superblock, on_damage)?;
     let log = Log::new(Arc::clone(&media.image), in_use, found.len(), found.bytes);
     let disk = Arc::new(empty_disk(media, options, superblock, log));
     let commit = options.commit.unwrap_or(COMMIT_INTERVAL);
@@ -364,7 +364,7 @@ fn take_blocks(disk: &Disk, ino: Ino, extents: Extents, on_damage: &mut OnDamage
 /// Makes both copies of the superblock the one that counts. A copy that a crash left behind tells of the log area that
 /// the next snapshot goes to: it must not count any more when the other copy is damaged in turn.
 fn renew_superblocks(image: &dyn Medium, superblock: &Superblock) -> io::Result<()> {
-    for (copy, at) in Copies::read(image).0.iter().zip([0, BLOCK_BYTES]) {
+    for (copy, at) in SuperblockCopies::read(image).0.iter().zip([0, BLOCK_BYTES]) {
         if copy.as_ref() != Ok(superblock) {
             image.write(at, &superblock.encode())?;
         }
@@ -382,7 +382,7 @@ fn restart(path: &Path, tree: &Tree<PStore>) -> Result<(), OpenError> {
 /// The superblock that counts; `None` if the medium is blank.
 fn superblock(path: &Path, image: &dyn Medium) -> Result<Option<Superblock>, OpenError> {
     let path = || path.to_path_buf();
-    let copies = Copies::read(image);
+    let copies = SuperblockCopies::read(image);
     if let Some(best) = copies.best() {
         for (index, copy) in copies.0.iter().enumerate() {
             if let Err(error) = copy {

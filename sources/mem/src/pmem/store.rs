@@ -1,4 +1,4 @@
-//! What the tree sees of an image.
+//! The store of a tree that is an image.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,9 +7,9 @@ use std::time::Duration;
 use ferry_vfs::{Backing, Data, Errno, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 
 use super::codec::{put_map, put_record};
+use super::commit_thread::CommitThread;
 use super::disk::{Disk, File};
 use super::format::BLOCK_BYTES;
-use super::keeper::Keeper;
 use super::log::{Effects, Growth, SnapshotWriter};
 use crate::store::{Record, Space, Store, Usage, WriteAt};
 use crate::tree::{Snapshot, Tree};
@@ -26,7 +26,7 @@ pub struct PStore {
     /// Inodes whose end found no room in the log.
     unfreed: Mutex<HashSet<Ino>>,
     /// Commits now and then, and moves data between tiers. None in a read-only store, and where a test does it.
-    keeper: Option<Keeper>,
+    commit_thread: Option<CommitThread>,
 }
 
 /// The data of one open inode.
@@ -36,8 +36,8 @@ pub struct PFile(pub(crate) Arc<File>);
 impl PStore {
     /// A store whose log is committed every `commit`, if ever.
     pub(crate) fn new(disk: Arc<Disk>, commit: Option<Duration>) -> Self {
-        let keeper = commit.map(|every| Keeper::start(Arc::clone(&disk), every));
-        Self { disk, unfreed: Mutex::default(), keeper }
+        let commit_thread = commit.map(|every| CommitThread::start(Arc::clone(&disk), every));
+        Self { disk, unfreed: Mutex::default(), commit_thread }
     }
 
     /// Writes a snapshot of everything to the other log area.
@@ -56,22 +56,22 @@ impl PStore {
         Ok(())
     }
 
-    /// Moves up to so many blocks to the second tier now, those of the coldest files first; answers how many. Happens by
-    /// itself as the first tier fills up.
+    /// Moves up to so many blocks to the second tier now, those of the coldest files first; returns how many. Happens
+    /// on its own as the first tier fills up.
     ///
     /// # Errors
     /// `IO`.
     pub fn move_to_tier2(&self, blocks: u64) -> Result<u64> {
-        self.disk.move_out(blocks, self.disk.heat.files().saturating_mul(2))
+        self.disk.demote(blocks, self.disk.heat.files().saturating_mul(2))
     }
 
-    /// Moves up to so many blocks back to the first tier now, of files that were read from the second; answers how
-    /// many. Happens by itself while the first tier has room.
+    /// Moves up to so many blocks back to the first tier now, of files that were read from the second; returns how
+    /// many. Happens on its own while the first tier has room.
     ///
     /// # Errors
     /// `IO`.
     pub fn bring_back(&self, blocks: u64) -> Result<u64> {
-        self.disk.move_back(blocks)
+        self.disk.promote(blocks)
     }
 
     fn unfreed(&self) -> std::sync::MutexGuard<'_, HashSet<Ino>> {
@@ -222,7 +222,7 @@ impl Store for PStore {
 
 impl Drop for PStore {
     fn drop(&mut self) {
-        drop(self.keeper.take());
+        drop(self.commit_thread.take());
         if !self.disk.read_only
             && let Err(error) = self.disk.sync_all()
         {

@@ -61,7 +61,7 @@ impl Disk {
             return Ok(true);
         }
         // Once round to find out who is used, and once more.
-        let moved = self.move_out(BATCH_BLOCKS, self.heat.files().saturating_mul(2))?;
+        let moved = self.demote(BATCH_BLOCKS, self.heat.files().saturating_mul(2))?;
         if moved > 0 {
             self.sync_log()?;
         }
@@ -77,8 +77,8 @@ impl Disk {
         let above = |percent| used(self.tier1.blocks.free_blocks()) > percent * self.tier1.blocks.blocks();
         for _ in 0..ROUND_BATCHES {
             let moved = match () {
-                () if above(HIGH_PERCENT) => self.move_out(BATCH_BLOCKS, VISITS_MAX),
-                () if !above(LOW_PERCENT) => self.move_back(BATCH_BLOCKS),
+                () if above(HIGH_PERCENT) => self.demote(BATCH_BLOCKS, VISITS_MAX),
+                () if !above(LOW_PERCENT) => self.promote(BATCH_BLOCKS),
                 () => Ok(0),
             };
             match moved.and_then(|moved| self.sync_log().map(|()| moved)) {
@@ -92,8 +92,8 @@ impl Disk {
         }
     }
 
-    /// Moves up to so many blocks of cold files to the second tier, looking at so many files; answers how many blocks.
-    pub(crate) fn move_out(&self, blocks: u64, visits_max: usize) -> Result<u64> {
+    /// Moves up to so many blocks of cold files to the second tier, looking at so many files; returns how many blocks.
+    pub(crate) fn demote(&self, blocks: u64, visits_max: usize) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
         let mut moved = 0;
         for _ in 0..visits_max {
@@ -108,8 +108,8 @@ impl Disk {
         Ok(moved)
     }
 
-    /// Moves up to so many blocks of files that were read in the second tier back; answers how many.
-    pub(crate) fn move_back(&self, blocks: u64) -> Result<u64> {
+    /// Moves up to so many blocks of files that were read in the second tier back; returns how many.
+    pub(crate) fn promote(&self, blocks: u64) -> Result<u64> {
         let mut moved = 0;
         while moved < blocks {
             let Some(file) = self.heat.next_warm(|ino| self.file(ino)) else { break };
@@ -123,7 +123,7 @@ impl Disk {
         Ok(moved)
     }
 
-    /// Moves up to so many blocks of a file; answers how many.
+    /// Moves up to so many blocks of a file; returns how many.
     fn move_file(&self, file: &File, blocks: u64, direction: Direction) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
         let target = if direction == Direction::Out { tier2 } else { &self.tier1 };

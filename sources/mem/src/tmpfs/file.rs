@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use ferry_vfs::{Backing, Ino, Memory, Result, Timespec};
 use rustix::fs::{Stat, Timestamps};
 
-use super::mapped::Mapped;
+use super::mapped::MappedFile;
 use crate::store::Usage;
 
 /// An open data file.
@@ -19,7 +19,7 @@ pub struct File {
     /// For `O_APPEND`, opened when it is first asked for: appending is a flag of a descriptor.
     pub(super) append: OnceLock<Arc<Backing>>,
     /// For bytes at an offset without a system call; memfds go without.
-    mapped: Option<Arc<Mapped>>,
+    mapped: Option<Arc<MappedFile>>,
     /// All bytes below this are allocated; only memfds look at it, and hold it while they change what is allocated.
     pub(super) dense_to: Mutex<u64>,
 }
@@ -27,7 +27,7 @@ pub struct File {
 impl File {
     /// A file of which nobody but us can take pages away. Its mtime was shown as this one.
     pub(super) fn new(ino: Ino, fd: OwnedFd, mtime: Timespec) -> Self {
-        let mapped = Arc::new(Mapped::new(mtime));
+        let mapped = Arc::new(MappedFile::new(mtime));
         let plain = Backing::with_memory(fd, Arc::clone(&mapped) as Arc<dyn Memory>);
         Self { mapped: Some(mapped), ..Self::unmapped(ino, plain) }
     }
@@ -85,7 +85,7 @@ impl File {
     }
 
     /// Gives the data file the times of what the kernel did not see.
-    fn keep_times(&self, mapped: &Mapped) -> Result<()> {
+    fn keep_times(&self, mapped: &MappedFile) -> Result<()> {
         let Some(known) = usage(&rustix::fs::fstat(self.as_fd())?).times else { return Ok(()) };
         let all = mapped.times(known);
         if all == known { Ok(()) } else { rustix::fs::futimens(self.as_fd(), &times(all)) }

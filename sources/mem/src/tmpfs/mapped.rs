@@ -37,7 +37,7 @@ use crate::store::Usage;
 const USES_BEFORE: u32 = 8;
 /// The longest copy. Beyond, a system call costs little by comparison, and the kernel need not fault pages in.
 const COPY_BYTES_MAX: usize = 128 << 10;
-/// The shortest mapping; longer ones double, so that growing files are seldom mapped anew.
+/// The shortest mapping; longer ones double, so that growing files are seldom mapped again.
 const MAPPED_BYTES_MIN: u64 = 1 << 20;
 /// Files are mapped up to here. It bounds what a client gets us to remember by one write far out: a bit per page, 2 MiB.
 const MAPPED_BYTES_MAX: u64 = 64 << 30;
@@ -48,7 +48,7 @@ const SEGMENTS_MAX: usize = 1024;
 
 /// The memory of one open data file.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(super) struct MappedFile {
     map: RwLock<Map>,
     /// How often it was asked for, up to [`USES_BEFORE`].
     uses: AtomicU32,
@@ -151,7 +151,7 @@ fn place(bytes: &Range<u64>) -> usize {
     usize::try_from(bytes.start).expect("what is mapped has an address")
 }
 
-impl Mapped {
+impl MappedFile {
     /// Of a file whose mtime is known to be this.
     pub(super) fn new(mtime: Timespec) -> Self {
         Self {
@@ -280,7 +280,7 @@ impl Mapped {
     }
 }
 
-impl Memory for Mapped {
+impl Memory for MappedFile {
     unsafe fn read(&self, file: BorrowedFd<'_>, offset: u64, to: &[Segment]) -> Option<Result<usize>> {
         let (bytes, count) = range(offset, to).filter(|(_, count)| *count <= COPY_BYTES_MAX)?;
         let map = self.ready(file, &bytes)?;
@@ -366,7 +366,7 @@ mod tests {
     #[test]
     fn who_looks_in_between_sees_another_time() {
         let known = coarse_time();
-        let mapped = Mapped::new(known);
+        let mapped = MappedFile::new(known);
         let show = || {
             let look = || Ok(Usage { times: Some((known, known)), ..Usage::default() });
             mapped.show(look).expect("nothing fails").times.expect("times").1

@@ -70,7 +70,7 @@ impl Mapping {
         self.bytes
     }
 
-    /// Makes it longer; answers whether that worked.
+    /// Makes it longer; returns whether that worked.
     pub(super) fn grow(&mut self, bytes: usize) -> bool {
         let Some(more) = bytes.checked_sub(self.bytes) else { return true };
         if !take(&BYTES, more as u64, BYTES_MAX) {

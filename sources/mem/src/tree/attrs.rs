@@ -68,7 +68,7 @@ impl<S: Store> Tree<S> {
 
     /// Brings the state up to date, and the journal with it: records that do not have all attributes would lose what was
     /// only noted before.
-    pub(crate) fn settle(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
+    pub(crate) fn sync_attr(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let before = state.meta;
         self.refresh(node, state)?;
         let meta = state.meta;
@@ -122,25 +122,25 @@ impl<S: Store> Tree<S> {
         match attr {
             Ok(attr) => Ok(Entry { ino: node.ino, generation: 0, attr }),
             Err(error) => {
-                self.unhold(node, 1);
+                self.release_hold(node, 1);
                 Err(error)
             }
         }
     }
 
-    pub(crate) fn getattr_(&self, ino: Ino) -> Result<Attr> {
+    pub(crate) fn inode_attr(&self, ino: Ino) -> Result<Attr> {
         let node = self.table.get(ino)?;
         let state = node.read();
         self.attr(&node, &state)
     }
 
-    pub(crate) fn setattr_(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
+    pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
         // Before anything is locked: who has the file mapped may be about to map more of it.
         let _shortening = set.size.map(|size| self.shortening(cx.session, ino, size));
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let mut state = node.write();
-        self.settle(&node, &mut state)?;
+        self.sync_attr(&node, &mut state)?;
         let now = now_after::<S>([state.meta.ctime]);
         if let Some(size) = set.size {
             self.truncate(&node, &mut state, size)?;
@@ -254,7 +254,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn access_(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+    pub(crate) fn check_access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         let node = self.table.get(ino)?;
         let state = node.read();
         let Meta { mode, uid, gid, .. } = state.meta;

@@ -80,7 +80,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn open_(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+    pub(crate) fn open_inode(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         let node = self.table.get(ino)?;
         self.open_node(cx, &node, flags)
     }
@@ -124,7 +124,7 @@ impl<S: Store> Tree<S> {
 
     fn truncate_at_open(&self, cx: &Caller<'_>, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         use ferry_vfs::{SetAttr, SetTime};
-        self.settle(node, state)?;
+        self.sync_attr(node, state)?;
         self.truncate(node, state, 0)?;
         let set = SetAttr { size: Some(0), mtime: Some(SetTime::Now), ..SetAttr::default() };
         let now = now_after::<S>([state.meta.ctime]);
@@ -143,7 +143,7 @@ impl<S: Store> Tree<S> {
         if node.kind == FileType::RegularFile {
             let gate = self.gate();
             let mut state = node.write();
-            if let Err(error) = self.settle(node, &mut state) {
+            if let Err(error) = self.sync_attr(node, &mut state) {
                 tracing::warn!(ino = node.ino.0, %error, "attributes of a closed file");
             }
             if let Body::File(body) = &mut state.body {
@@ -159,10 +159,10 @@ impl<S: Store> Tree<S> {
             drop(gate);
         }
         drop(last);
-        self.unhold(node, 1);
+        self.release_hold(node, 1);
     }
 
-    pub(crate) fn create_(
+    pub(crate) fn create_file(
         &self,
         cx: &Caller<'_>,
         (dir, name): (Ino, Name<'_>),
@@ -181,29 +181,29 @@ impl<S: Store> Tree<S> {
             self.attr(node, &state)
         };
         node.hold();
-        let handle = self.add_handle(cx, node, flags - OFlags::TRUNC).inspect_err(|_| self.unhold(node, 1))?;
+        let handle = self.add_handle(cx, node, flags - OFlags::TRUNC).inspect_err(|_| self.release_hold(node, 1))?;
         match attr {
             Ok(attr) => Ok((Entry { ino: node.ino, generation: 0, attr }, handle)),
             Err(error) => {
-                self.release_(cx, node.ino, handle);
-                self.unhold(node, 1);
+                self.release_handle(cx, node.ino, handle);
+                self.release_hold(node, 1);
                 Err(error)
             }
         }
     }
 
-    pub(crate) fn tmpfile_(
+    pub(crate) fn create_nameless(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        let node = self.make_nameless(cx, dir, new, !flags.contains(OFlags::EXCL))?;
+        let node = self.make_unnamed(cx, dir, new, !flags.contains(OFlags::EXCL))?;
         self.open_made(cx, &node, flags)
     }
 
-    pub(crate) fn release_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+    pub(crate) fn release_handle(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
             Ok(open) => {
                 self.locks.drop_handle(ino, handle, &open);
@@ -213,17 +213,17 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn flush_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+    pub(crate) fn flush_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
         self.locks.drop_owner(ino, cx.session, owner);
         if S::JOURNALED && open.node.kind == FileType::RegularFile && !self.limits.read_only {
             let _gate = self.gate();
-            self.settle(&open.node, &mut open.node.write())?;
+            self.sync_attr(&open.node, &mut open.node.write())?;
         }
         Ok(())
     }
 
-    pub(crate) fn backing_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+    pub(crate) fn file_backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         if !self.store.has_backing() || self.limits.read_only {
             return None;
         }
@@ -243,7 +243,7 @@ impl<S: Store> Tree<S> {
     }
 
     /// The file that holds an inode's bytes, to be mapped.
-    pub(crate) fn map_(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+    pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         let node = self.table.get(ino)?;
         openable(node.kind)?;
         if writes && self.limits.read_only {
@@ -257,7 +257,7 @@ impl<S: Store> Tree<S> {
         self.store.backing(&file).ok_or(Errno::NOSYS)
     }
 
-    pub(crate) fn read_(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+    pub(crate) fn read_file(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         self.handles.with(cx.session, at.ino, at.handle, |open| {
             let state = open.node.read();
             match &state.file()?.file {
@@ -267,7 +267,7 @@ impl<S: Store> Tree<S> {
         })
     }
 
-    pub(crate) fn write_(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+    pub(crate) fn write_file(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         let change = self.begin()?;
         if at.offset > FILE_BYTES_MAX - u64::from(at.len) {
             return Err(Errno::FBIG);
@@ -308,7 +308,7 @@ impl<S: Store> Tree<S> {
     fn prepare_write(&self, cx: &Caller<'_>, node: &Node<S>, clear: bool) -> Result<()> {
         let mut state = node.write();
         self.data(node, &mut state)?;
-        self.settle(node, &mut state)?;
+        self.sync_attr(node, &mut state)?;
         let cleared = self.clear_privileges(node, &mut state, clear.then_some(cx))?;
         drop(state);
         if cleared {
@@ -317,7 +317,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn fsync_(
+    pub(crate) fn fsync_file(
         &self,
         cx: &Caller<'_>,
         ino: Ino,
@@ -327,7 +327,7 @@ impl<S: Store> Tree<S> {
         let open = self.handles.get(cx.session, ino, handle)?;
         if S::JOURNALED && !data_only && !self.limits.read_only {
             let _gate = self.gate();
-            self.settle(&open.node, &mut open.node.write())?;
+            self.sync_attr(&open.node, &mut open.node.write())?;
         }
         let file = open.node.read().file().ok().and_then(|body| body.file.clone());
         self.store.fsync(ino, file.as_deref(), data_only)
@@ -348,12 +348,12 @@ impl<S: Store> Tree<S> {
         let node = &open.node;
         let mut state = node.write();
         let file = self.data(node, &mut state)?;
-        self.settle(node, &mut state)?;
+        self.sync_attr(node, &mut state)?;
         // The protocol does not say whether the caller may keep privileges; root may.
         self.clear_privileges(node, &mut state, (cx.uid != 0).then_some(cx))?;
         let done = change(&file)?;
         node.note_write(&state.meta);
-        self.settle(node, &mut state)?;
+        self.sync_attr(node, &mut state)?;
         let meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         if meta != state.meta {
             log(&self.store, || Record::Attr { ino: node.ino, meta })?;
@@ -362,7 +362,7 @@ impl<S: Store> Tree<S> {
         Ok(done)
     }
 
-    pub(crate) fn fallocate_(
+    pub(crate) fn fallocate_file(
         &self,
         cx: &Caller<'_>,
         at: (Ino, Handle),
@@ -392,7 +392,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn lseek_(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+    pub(crate) fn seek_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         let open = self.handles.get(cx.session, ino, handle)?;
         let state = open.node.read();
         let Body::File(body) = &state.body else { return Err(Errno::INVAL) };
@@ -402,7 +402,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn copy_file_range_(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
+    pub(crate) fn copy_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         let ((from_ino, from_handle, from_offset), (to_ino, to_handle, to_offset)) = (copy.from, copy.to);
         let from = self.handles.get(cx.session, from_ino, from_handle)?;
         if from.node.kind != FileType::RegularFile {
@@ -423,7 +423,7 @@ impl<S: Store> Tree<S> {
         Ok(count)
     }
 
-    pub(crate) fn opendir_(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+    pub(crate) fn open_directory(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
         let node = self.table.get(ino)?;
         if !node.is_dir() {
             return Err(Errno::NOTDIR);

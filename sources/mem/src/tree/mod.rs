@@ -23,7 +23,7 @@ use ferry_vfs::{Changes, Errno, Handles, Ino, Locks, Result, Statfs};
 
 use self::files::Open;
 use self::node::{Body, State, Table};
-use self::space::{Amount, Reservation, Taken};
+use self::space::{Reservation, SpaceAmount, UsedSpace};
 use crate::store::{Record, Store};
 
 pub(crate) use self::node::Node;
@@ -58,7 +58,7 @@ pub struct Tree<S: Store> {
     /// Held shared by every change where the store keeps a journal, exclusively by a checkpoint.
     gate: RwLock<()>,
     next_ino: AtomicU64,
-    taken: Taken,
+    taken: UsedSpace,
 }
 
 /// Writes a record down, where the store does that at all.
@@ -87,11 +87,11 @@ impl<S: Store> Tree<S> {
             renames: Mutex::new(()),
             gate: RwLock::new(()),
             next_ino: AtomicU64::new(Ino::ROOT.0 + 1),
-            taken: Taken::default(),
+            taken: UsedSpace::default(),
         };
         let root = Arc::new(Node::new(Ino::ROOT, Ino::ROOT, root));
         // The root is never given up, and neither is what it takes.
-        tree.taken.add(Amount { inodes: 1, bytes: space::INODE_BYTES });
+        tree.taken.add(SpaceAmount { inodes: 1, bytes: space::INODE_BYTES });
         root.hold();
         tree.table.insert(root);
         tree
@@ -122,17 +122,17 @@ impl<S: Store> Tree<S> {
     }
 
     /// Takes what something needs that is about to be made; `NOSPC` where there is not as much left.
-    fn reserve(&self, amount: Amount) -> Result<Reservation<'_>> {
-        let max = Amount { inodes: self.limits.inodes_max, bytes: self.limits.metadata_bytes_max };
+    fn reserve(&self, amount: SpaceAmount) -> Result<Reservation<'_>> {
+        let max = SpaceAmount { inodes: self.limits.inodes_max, bytes: self.limits.metadata_bytes_max };
         self.taken.reserve(amount, max)
     }
 
     /// Takes holds away, and ends the inode if that was what kept it.
-    fn unhold(&self, node: &Arc<Node<S>>, count: u64) {
+    fn release_hold(&self, node: &Arc<Node<S>>, count: u64) {
         if node.ino == Ino::ROOT {
             return;
         }
-        if node.unhold(count) && node.read().nlink == 0 {
+        if node.release_hold(count) && node.read().nlink == 0 {
             let _gate = self.gate();
             self.end_if_unused(node, node.write());
         }
@@ -144,7 +144,7 @@ impl<S: Store> Tree<S> {
             return;
         }
         state.ended = true;
-        let (ino, amount) = (node.ino, Amount { inodes: 1, bytes: state.metadata_bytes() });
+        let (ino, amount) = (node.ino, SpaceAmount { inodes: 1, bytes: state.metadata_bytes() });
         // A read-only tree keeps its orphans for the next start.
         if !self.limits.read_only {
             if let Err(error) = log(&self.store, || Record::Free { ino }) {
@@ -161,7 +161,7 @@ impl<S: Store> Tree<S> {
         self.taken.remove(amount);
     }
 
-    fn statfs_(&self, ino: Ino) -> Result<Statfs> {
+    fn inode_statfs(&self, ino: Ino) -> Result<Statfs> {
         self.table.get(ino)?;
         let space = self.store.space()?;
         let block = u64::from(BLOCK_BYTES);

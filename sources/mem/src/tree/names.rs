@@ -1,4 +1,4 @@
-//! Names: found, made and removed.
+//! Looks up, creates and removes names.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use super::acl::{self, Acl};
 use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now_after};
 use super::dir::Dir;
 use super::node::{Body, FileBody, Node, State};
-use super::space::{Amount, INODE_BYTES, target_bytes, xattr_bytes};
+use super::space::{INODE_BYTES, SpaceAmount, target_bytes, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
@@ -19,7 +19,7 @@ pub(crate) const LINKS_MAX: u32 = i32::MAX as u32;
 const TARGET_BYTES_MAX: usize = 4095;
 
 /// What is about to be made.
-struct Draft<S: Store> {
+struct NewInode<S: Store> {
     mode: u32,
     umask: u32,
     rdev: u32,
@@ -37,20 +37,20 @@ impl<S: Store> Tree<S> {
         Ok(Arc::clone(node))
     }
 
-    pub(crate) fn lookup_(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn lookup_child(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.entry(&self.find(dir, name)?)
     }
 
-    pub(crate) fn lookup_parent_(&self, dir: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_dotdot(&self, dir: Ino) -> Result<Entry> {
         let node = self.table.get(dir)?;
         if !node.is_dir() {
             return Err(Errno::NOTDIR);
         }
-        self.lookup_self_(Ino(node.parent.load(Ordering::Acquire)))
+        self.lookup_number(Ino(node.parent.load(Ordering::Acquire)))
     }
 
     /// Finds an inode by its number, for file handles.
-    pub(crate) fn lookup_self_(&self, ino: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_number(&self, ino: Ino) -> Result<Entry> {
         let node = self.table.get(ino)?;
         let ended = {
             let state = node.read();
@@ -69,7 +69,7 @@ impl<S: Store> Tree<S> {
         cx: &Caller<'_>,
         (dir_node, dir): (&Node<S>, &mut State<S>),
         name: Option<Name<'_>>,
-        draft: Draft<S>,
+        draft: NewInode<S>,
     ) -> Result<Arc<Node<S>>> {
         let time = now_after::<S>([dir.meta.ctime]);
         let kind = FileType::from_raw_mode(draft.mode);
@@ -101,7 +101,7 @@ impl<S: Store> Tree<S> {
         let target: &[u8] = if let Body::Symlink(target) = &draft.body { target } else { &[] };
         let attributes = xattrs[..count].iter().map(|xattr| xattr_bytes(xattr.name, xattr.value));
         let bytes = INODE_BYTES + target_bytes(target) + attributes.sum::<u64>();
-        let reserved = self.reserve(Amount { inodes: 1, bytes })?;
+        let reserved = self.reserve(SpaceAmount { inodes: 1, bytes })?;
         let ino = Ino(self.next_ino.fetch_add(1, Ordering::Relaxed));
         let at = name.map(|name| At { dir: dir_node.ino, name });
         log(&self.store, || Record::Make { ino, meta, target, xattrs: &xattrs[..count], at })?;
@@ -122,7 +122,7 @@ impl<S: Store> Tree<S> {
         Ok(node)
     }
 
-    fn make_named(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), draft: Draft<S>) -> Result<Arc<Node<S>>> {
+    fn make_named(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), draft: NewInode<S>) -> Result<Arc<Node<S>>> {
         let change = self.begin()?;
         let node = self.table.get(dir)?;
         let mut state = node.write();
@@ -143,11 +143,11 @@ impl<S: Store> Tree<S> {
     pub(crate) fn make_file(&self, cx: &Caller<'_>, at: (Ino, Name<'_>), new: &CreateArgs) -> Result<Arc<Node<S>>> {
         let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
         let body = Body::File(FileBody::default());
-        self.make_named(cx, at, Draft { mode, umask: new.umask, rdev: 0, body })
+        self.make_named(cx, at, NewInode { mode, umask: new.umask, rdev: 0, body })
     }
 
     /// Makes a regular file without a name, held for the caller.
-    pub(crate) fn make_nameless(
+    pub(crate) fn make_unnamed(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
@@ -160,12 +160,12 @@ impl<S: Store> Tree<S> {
         state.dir_mut()?;
         let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
         let body = Body::File(FileBody::default());
-        let made = self.make(cx, (&node, &mut state), None, Draft { mode, umask: new.umask, rdev: 0, body })?;
+        let made = self.make(cx, (&node, &mut state), None, NewInode { mode, umask: new.umask, rdev: 0, body })?;
         made.write().linkable = linkable;
         Ok(made)
     }
 
-    pub(crate) fn mknod_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn make_node(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             FileType::Unknown if new.mode & S_IFMT == 0 => FileType::RegularFile,
             FileType::Unknown | FileType::Symlink => return Err(Errno::INVAL),
@@ -174,7 +174,7 @@ impl<S: Store> Tree<S> {
         };
         let is_device = matches!(kind, FileType::BlockDevice | FileType::CharacterDevice);
         let is_file = kind == FileType::RegularFile;
-        let draft = Draft {
+        let draft = NewInode {
             mode: kind.as_raw_mode() | (new.mode & !S_IFMT),
             umask: new.umask,
             rdev: if is_device { new.rdev } else { 0 },
@@ -183,14 +183,19 @@ impl<S: Store> Tree<S> {
         self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn mkdir_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn make_directory(
+        &self,
+        cx: &Caller<'_>,
+        (dir, name): (Ino, Name<'_>),
+        new: &CreateArgs,
+    ) -> Result<Entry> {
         // As Linux does: suid and sgid mean nothing to mkdir.
         let mode = FileType::Directory.as_raw_mode() | (new.mode & 0o1777);
-        let draft = Draft { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };
+        let draft = NewInode { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };
         self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn symlink_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), target: &[u8]) -> Result<Entry> {
+    pub(crate) fn make_symlink(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), target: &[u8]) -> Result<Entry> {
         if target.is_empty() || target.contains(&0) {
             return Err(Errno::INVAL);
         }
@@ -201,11 +206,11 @@ impl<S: Store> Tree<S> {
         self.entry(&self.make_named(
             cx,
             (dir, name),
-            Draft { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) },
+            NewInode { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) },
         )?)
     }
 
-    pub(crate) fn readlink_(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn link_target(&self, ino: Ino) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         let target = match &node.read().body {
             Body::Symlink(target) => target.to_vec(),
@@ -215,7 +220,7 @@ impl<S: Store> Tree<S> {
         Ok(target)
     }
 
-    pub(crate) fn link_(&self, cx: &Caller<'_>, ino: Ino, (dir, name): (Ino, Name<'_>)) -> Result<Entry> {
+    pub(crate) fn link_inode(&self, cx: &Caller<'_>, ino: Ino, (dir, name): (Ino, Name<'_>)) -> Result<Entry> {
         let change = self.begin()?;
         let (node, dir_node) = (self.table.get(ino)?, self.table.get(dir)?);
         let mut dir_state = dir_node.write();
@@ -234,8 +239,8 @@ impl<S: Store> Tree<S> {
         }
         // The first name of what had none yet came with it.
         let bytes = if state.nlink == 0 { 0 } else { INODE_BYTES };
-        let reserved = self.reserve(Amount { inodes: 0, bytes })?;
-        self.settle(&node, &mut state)?;
+        let reserved = self.reserve(SpaceAmount { inodes: 0, bytes })?;
+        self.sync_attr(&node, &mut state)?;
         let time = now_after::<S>([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Link { ino, at: At { dir, name }, time })?;
         reserved.keep();
@@ -253,7 +258,7 @@ impl<S: Store> Tree<S> {
         self.entry(&node)
     }
 
-    pub(crate) fn unlink_(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), directory: bool) -> Result<()> {
+    pub(crate) fn unlink_entry(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), directory: bool) -> Result<()> {
         let change = self.begin()?;
         let dir_node = self.table.get(dir)?;
         let mut dir_state = dir_node.write();
@@ -269,13 +274,13 @@ impl<S: Store> Tree<S> {
         {
             return Err(Errno::NOTEMPTY);
         }
-        self.settle(&node, &mut state)?;
+        self.sync_attr(&node, &mut state)?;
         let time = now_after::<S>([dir_state.meta.ctime, state.meta.ctime]);
         log(&self.store, || Record::Unlink { at: At { dir, name }, time })?;
         dir_state.dir_mut()?.remove(name);
         (dir_state.meta.mtime, dir_state.meta.ctime) = (time, time);
         dir_state.nlink -= u32::from(directory);
-        self.taken.remove(state.lose_name(time));
+        self.taken.remove(state.drop_link(time));
         let has_names = state.nlink > 0;
         drop(dir_state);
         self.end_if_unused(&node, state);
@@ -290,11 +295,11 @@ impl<S: Store> Tree<S> {
 
 impl<S: Store> State<S> {
     /// One name less; a directory has only one. Returns what the name took: the last one goes with its inode.
-    pub(crate) fn lose_name(&mut self, time: ferry_vfs::Timespec) -> Amount {
+    pub(crate) fn drop_link(&mut self, time: ferry_vfs::Timespec) -> SpaceAmount {
         let before = self.metadata_bytes();
         self.nlink = if matches!(self.body, Body::Dir(_)) { 0 } else { self.nlink.saturating_sub(1) };
         self.meta.ctime = time;
-        Amount { inodes: 0, bytes: before - self.metadata_bytes() }
+        SpaceAmount { inodes: 0, bytes: before - self.metadata_bytes() }
     }
 }
 

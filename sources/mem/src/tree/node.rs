@@ -156,8 +156,8 @@ impl<S: Store> Node<S> {
         self.holds.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes references or a handle away; never more than there are. Answers whether none is left.
-    pub(crate) fn unhold(&self, count: u64) -> bool {
+    /// Takes references or a handle away; never more than there are. Returns whether none is left.
+    pub(crate) fn release_hold(&self, count: u64) -> bool {
         let less = |holds: u64| Some(holds.saturating_sub(count));
         // Release and acquire: who frees the inode sees all that other users did.
         let before = self.holds.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).unwrap_or_default();

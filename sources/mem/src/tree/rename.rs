@@ -20,7 +20,7 @@ use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Name, RenameFlags, Result,
 use super::attrs::now_after;
 use super::names::LINKS_MAX;
 use super::node::{Body, Node, State};
-use super::space::{Amount, INODE_BYTES, Reservation};
+use super::space::{INODE_BYTES, Reservation, SpaceAmount};
 use super::{Tree, log};
 use crate::store::{At, Meta, Record, Store};
 
@@ -78,7 +78,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn rename_(
+    pub(crate) fn rename_entry(
         &self,
         cx: &Caller<'_>,
         from: (Ino, Name<'_>),
@@ -165,7 +165,7 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NOTEMPTY);
         }
         for (node, state) in std::iter::once((&step.source, &mut source)).chain(step.target.iter().zip(&mut target)) {
-            self.settle(node, state)?;
+            self.sync_attr(node, state)?;
         }
         let all = std::iter::once(&dirs.from).chain(&dirs.to).chain([&source]).chain(&target);
         let time = now_after::<S>(all.map(|state| state.meta.ctime));
@@ -182,7 +182,7 @@ impl<S: Store> Tree<S> {
             if exchange {
                 target.meta.ctime = time;
             } else {
-                self.taken.remove(target.lose_name(time));
+                self.taken.remove(target.drop_link(time));
             }
         }
         drop((source, target));
@@ -206,7 +206,7 @@ impl<S: Store> Tree<S> {
         if !step.flags.contains(RenameFlags::WHITEOUT) {
             return Ok(None);
         }
-        let reserved = self.reserve(Amount { inodes: 1, bytes: INODE_BYTES })?;
+        let reserved = self.reserve(SpaceAmount { inodes: 1, bytes: INODE_BYTES })?;
         let mode = FileType::CharacterDevice.as_raw_mode();
         let (uid, gid) = (cx.uid, cx.gid);
         let meta = Meta { mode, uid, gid, rdev: 0, atime: time, mtime: time, ctime: time, btime: time };

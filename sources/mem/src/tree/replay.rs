@@ -1,4 +1,4 @@
-//! From records to a tree, and back.
+//! Replays records into a tree, and writes a tree as records.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use ferry_vfs::{Errno, FileType, Ino, Name, Result, Timespec};
 use super::attrs::S_IFMT;
 use super::dir::Dir;
 use super::node::{Body, FileBody, Node, State};
-use super::space::Amount;
+use super::space::SpaceAmount;
 use super::{Limits, Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
@@ -190,8 +190,8 @@ impl<S: Store> Replay<S> {
     fn change(&self, state: &mut State<S>, change: impl FnOnce(&mut State<S>)) {
         let before = state.metadata_bytes();
         change(state);
-        self.tree.taken.add(Amount { inodes: 0, bytes: state.metadata_bytes() });
-        self.tree.taken.remove(Amount { inodes: 0, bytes: before });
+        self.tree.taken.add(SpaceAmount { inodes: 0, bytes: state.metadata_bytes() });
+        self.tree.taken.remove(SpaceAmount { inodes: 0, bytes: before });
     }
 
     /// Puts a new inode into the table.
@@ -201,7 +201,7 @@ impl<S: Store> Replay<S> {
             return Err(ReplayError::BadNumber(ino.0));
         }
         let state = State::new(meta, nlink, body);
-        let amount = Amount { inodes: 1, bytes: state.metadata_bytes() };
+        let amount = SpaceAmount { inodes: 1, bytes: state.metadata_bytes() };
         tree.reserve(amount).map_err(|_| ReplayError::TooMany(tree.limits.inodes_max))?.keep();
         let next = tree.next_ino.get_mut();
         *next = (*next).max(ino.0 + 1);
@@ -260,7 +260,7 @@ impl<S: Store> Replay<S> {
         if state.dir().is_ok_and(|names| !names.is_empty()) {
             return Err(ReplayError::Impossible(node.ino.0));
         }
-        self.tree.taken.remove(state.lose_name(time));
+        self.tree.taken.remove(state.drop_link(time));
         Ok(())
     }
 
@@ -317,7 +317,7 @@ impl<S: Store> Replay<S> {
         if let Some(node) = ino.and_then(|ino| self.tree.table.get(ino).ok()) {
             let bytes = node.read().metadata_bytes();
             self.tree.table.remove(node.ino);
-            self.tree.taken.remove(Amount { inodes: 1, bytes });
+            self.tree.taken.remove(SpaceAmount { inodes: 1, bytes });
         }
     }
 

@@ -1,4 +1,4 @@
-//! The contract, verb by verb.
+//! The implementation of `FileSystem`.
 
 use std::sync::Arc;
 
@@ -33,65 +33,65 @@ impl<S: Store> FileSystem for Tree<S> {
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.lookup_(dir, name)
+        self.lookup_child(dir, name)
     }
 
     fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.lookup_parent_(dir)
+        self.lookup_dotdot(dir)
     }
 
     fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
-        self.lookup_self_(ino)
+        self.lookup_number(ino)
     }
 
     fn forget(&self, ino: Ino, count: u64) {
         if let Ok(node) = self.table.get(ino) {
-            self.unhold(&node, count);
+            self.release_hold(&node, count);
         }
     }
 
     fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        self.getattr_(ino)
+        self.inode_attr(ino)
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        self.setattr_(cx, ino, set)
+        self.change_attr(cx, ino, set)
     }
 
     fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.readlink_(ino)
+        self.link_target(ino)
     }
 
     fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.mknod_(cx, (dir, name), new)
+        self.make_node(cx, (dir, name), new)
     }
 
     fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.mkdir_(cx, (dir, name), new)
+        self.make_directory(cx, (dir, name), new)
     }
 
     fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.symlink_(cx, (dir, name), target)
+        self.make_symlink(cx, (dir, name), target)
     }
 
     fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.link_(cx, ino, (dir, name))
+        self.link_inode(cx, ino, (dir, name))
     }
 
     fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(cx, (dir, name), false)
+        self.unlink_entry(cx, (dir, name), false)
     }
 
     fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_(cx, (dir, name), true)
+        self.unlink_entry(cx, (dir, name), true)
     }
 
     fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.rename_(cx, from, to, flags)
+        self.rename_entry(cx, from, to, flags)
     }
 
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
-        self.open_(cx, ino, flags)
+        self.open_inode(cx, ino, flags)
     }
 
     fn create(
@@ -102,55 +102,55 @@ impl<S: Store> FileSystem for Tree<S> {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        self.create_(cx, (dir, name), new, flags)
+        self.create_file(cx, (dir, name), new, flags)
     }
 
     fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
-        self.tmpfile_(cx, dir, new, flags)
+        self.create_nameless(cx, dir, new, flags)
     }
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
-        self.backing_(cx, ino, handle)
+        self.file_backing(cx, ino, handle)
     }
 
     fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.map_(ino, writes)
+        self.map_inode(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.read_(cx, at, out)
+        self.read_file(cx, at, out)
     }
 
     fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-        self.write_(cx, at, input)
+        self.write_file(cx, at, input)
     }
 
     fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
-        self.flush_(cx, ino, handle, owner)
+        self.flush_file(cx, ino, handle, owner)
     }
 
     fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_(cx, ino, handle);
+        self.release_handle(cx, ino, handle);
     }
 
     fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_(cx, ino, handle, data_only)
+        self.fsync_file(cx, ino, handle, data_only)
     }
 
     fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.opendir_(cx, ino)
+        self.open_directory(cx, ino)
     }
 
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        self.readdir_(cx, at, out)
+        self.list_directory(cx, at, out)
     }
 
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_(cx, ino, handle);
+        self.release_handle(cx, ino, handle);
     }
 
     fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_(cx, ino, handle, data_only)
+        self.fsync_file(cx, ino, handle, data_only)
     }
 
     fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
@@ -158,15 +158,15 @@ impl<S: Store> FileSystem for Tree<S> {
     }
 
     fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        self.statfs_(ino)
+        self.inode_statfs(ino)
     }
 
     fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        self.getxattr_(ino, name)
+        self.xattr_value(ino, name)
     }
 
     fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.listxattr_(ino).map(|names| cx.visible_xattrs(names))
+        self.xattr_names(ino).map(|names| cx.visible_xattrs(names))
     }
 
     fn setxattr(
@@ -178,15 +178,15 @@ impl<S: Store> FileSystem for Tree<S> {
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        self.setxattr_(cx, ino, (name, value), flags, clear_sgid)
+        self.set_xattr_value(cx, ino, (name, value), flags, clear_sgid)
     }
 
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.removexattr_(cx, ino, name)
+        self.remove_xattr_value(cx, ino, name)
     }
 
     fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
-        self.access_(cx, ino, mask)
+        self.check_access(cx, ino, mask)
     }
 
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
@@ -213,14 +213,14 @@ impl<S: Store> FileSystem for Tree<S> {
         len: u64,
         flags: FallocateFlags,
     ) -> Result<()> {
-        self.fallocate_(cx, (ino, handle), (offset, len), flags)
+        self.fallocate_file(cx, (ino, handle), (offset, len), flags)
     }
 
     fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
-        self.lseek_(cx, ino, handle, offset, seek)
+        self.seek_file(cx, ino, handle, offset, seek)
     }
 
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
-        self.copy_file_range_(cx, copy)
+        self.copy_range(cx, copy)
     }
 }

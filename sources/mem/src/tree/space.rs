@@ -20,14 +20,14 @@ const XATTR_BYTES: u64 = 64;
 
 /// So much of what is limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Amount {
+pub(crate) struct SpaceAmount {
     pub(crate) inodes: u64,
     pub(crate) bytes: u64,
 }
 
 /// What is taken.
 #[derive(Debug, Default)]
-pub(crate) struct Taken {
+pub(crate) struct UsedSpace {
     inodes: AtomicU64,
     bytes: AtomicU64,
 }
@@ -35,13 +35,13 @@ pub(crate) struct Taken {
 /// What was taken for something before it is made; given back unless it is kept.
 #[derive(Debug)]
 pub(crate) struct Reservation<'a> {
-    taken: &'a Taken,
-    amount: Amount,
+    taken: &'a UsedSpace,
+    amount: SpaceAmount,
 }
 
 impl Reservation<'_> {
     pub(crate) fn keep(mut self) {
-        self.amount = Amount::default();
+        self.amount = SpaceAmount::default();
     }
 }
 
@@ -57,7 +57,7 @@ fn add_up_to(count: &AtomicU64, more: u64, max: u64) -> Result<()> {
     count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).map(drop).map_err(|_| Errno::NOSPC)
 }
 
-impl Taken {
+impl UsedSpace {
     pub(crate) fn inodes(&self) -> u64 {
         self.inodes.load(Ordering::Relaxed)
     }
@@ -66,22 +66,22 @@ impl Taken {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn reserve(&self, amount: Amount, max: Amount) -> Result<Reservation<'_>> {
+    pub(crate) fn reserve(&self, amount: SpaceAmount, max: SpaceAmount) -> Result<Reservation<'_>> {
         add_up_to(&self.inodes, amount.inodes, max.inodes)?;
-        let inodes = Reservation { taken: self, amount: Amount { bytes: 0, ..amount } };
+        let inodes = Reservation { taken: self, amount: SpaceAmount { bytes: 0, ..amount } };
         add_up_to(&self.bytes, amount.bytes, max.bytes)?;
         inodes.keep();
         Ok(Reservation { taken: self, amount })
     }
 
     /// Takes without a limit.
-    pub(crate) fn add(&self, amount: Amount) {
+    pub(crate) fn add(&self, amount: SpaceAmount) {
         self.inodes.fetch_add(amount.inodes, Ordering::Relaxed);
         self.bytes.fetch_add(amount.bytes, Ordering::Relaxed);
     }
 
     /// Gives back what was taken.
-    pub(crate) fn remove(&self, amount: Amount) {
+    pub(crate) fn remove(&self, amount: SpaceAmount) {
         self.inodes.fetch_sub(amount.inodes, Ordering::Relaxed);
         self.bytes.fetch_sub(amount.bytes, Ordering::Relaxed);
     }

@@ -5,7 +5,7 @@ use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Result, XattrFlags};
 use super::acl::{self, Acl};
 use super::attrs::{S_ISGID, now_after};
 use super::node::{Node, State};
-use super::space::{Amount, xattr_bytes};
+use super::space::{SpaceAmount, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{Meta, Record, Store};
 
@@ -131,22 +131,22 @@ impl<S: Store> Tree<S> {
     ) -> Result<()> {
         let bytes = |value: Option<&[u8]>| value.map_or(0, |value| xattr_bytes(name, value));
         let (before, after) = (bytes(state.xattr(name)), bytes(value));
-        let reserved = self.reserve(Amount { inodes: 0, bytes: after.saturating_sub(before) })?;
+        let reserved = self.reserve(SpaceAmount { inodes: 0, bytes: after.saturating_sub(before) })?;
         log(&self.store, || Record::Xattr { ino: node.ino, name, value, meta })?;
         reserved.keep();
         state.put_xattr(name, value);
-        self.taken.remove(Amount { inodes: 0, bytes: before.saturating_sub(after) });
+        self.taken.remove(SpaceAmount { inodes: 0, bytes: before.saturating_sub(after) });
         state.meta = meta;
         Ok(())
     }
 
-    pub(crate) fn getxattr_(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+    pub(crate) fn xattr_value(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         class(name, node.kind)?;
         node.read().xattr(name).map(<[u8]>::to_vec).ok_or(Errno::NODATA)
     }
 
-    pub(crate) fn listxattr_(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn xattr_names(&self, ino: Ino) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         let state = node.read();
         let mut list = Vec::new();
@@ -157,7 +157,7 @@ impl<S: Store> Tree<S> {
         Ok(list)
     }
 
-    pub(crate) fn setxattr_(
+    pub(crate) fn set_xattr_value(
         &self,
         cx: &Caller<'_>,
         ino: Ino,
@@ -185,7 +185,7 @@ impl<S: Store> Tree<S> {
         if !state.xattrs.as_deref().unwrap_or(&Xattrs::default()).has_room(name, value.len()) {
             return Err(Errno::NOSPC);
         }
-        self.settle(&node, &mut state)?;
+        self.sync_attr(&node, &mut state)?;
         let mut meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         let value = match class {
             Class::Plain => Some(value),
@@ -214,7 +214,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn removexattr_(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+    pub(crate) fn remove_xattr_value(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let class = class(name, node.kind)?;
@@ -223,7 +223,7 @@ impl<S: Store> Tree<S> {
             // Removing an ACL that is not there is no error on Linux.
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
         }
-        self.settle(&node, &mut state)?;
+        self.sync_attr(&node, &mut state)?;
         let meta = Meta { ctime: now_after::<S>([state.meta.ctime]), ..state.meta };
         self.change_xattr(&node, &mut state, (name, None), meta)?;
         drop(state);

@@ -6,7 +6,7 @@ use common::{Share, both, name, new};
 use ferry_mem::Options;
 use ferry_vfs::*;
 
-/// Writes until there is no more room; answers how much went in.
+/// Writes until there is no more room; returns how much went in.
 fn fill(share: &Share, open: (Ino, Handle)) -> u64 {
     let mut at = 0;
     loop {

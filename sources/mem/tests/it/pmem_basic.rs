@@ -13,7 +13,7 @@ use ferry_vfs::{CreateArgs, Data, Errno, FallocateFlags, FileSystem, Ino, OFlags
 use pmem_common::{Random, at, close, cx, get, get_all, name, put, walk};
 
 const IMAGE_BYTES: u64 = 8 << 20;
-/// What the image does by itself every 20 ms it has done by then, also on a busy machine.
+/// What the image does on its own every 20 ms it has done by then, also on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 const TICK: Duration = Duration::from_millis(20);
 
@@ -378,7 +378,7 @@ fn after_a_cut(path: &Path) -> pmem_common::World {
     walk(&open(&copy, &Options { read_only: true, ..Options::default() }).unwrap())
 }
 
-/// Waits for what happens by itself.
+/// Waits for what happens on its own.
 #[track_caller]
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + SOON;

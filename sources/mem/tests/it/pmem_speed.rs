@@ -38,7 +38,7 @@ fn image(dir: &Path) -> PMem {
     open(&dir.join("image"), &Options { size_bytes: Some(IMAGE_BYTES), ..Options::default() }).unwrap()
 }
 
-/// Writes blocks at random places by so many threads for a while; answers how many writes there were a second.
+/// Writes blocks at random places by so many threads for a while; returns how many writes there were a second.
 fn rate(threads: u64, write: impl Fn(u64, u64) + Sync) -> f64 {
     let (done, start) = (AtomicU64::new(0), Instant::now());
     std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! The rules of POSIX and Linux, each by itself, on both places for data.
+//! The rules of POSIX and Linux, each on its own, on both places for data.
 
 use crate::common;
 

@@ -24,7 +24,7 @@ const TIER2_BYTES: usize = 1 << 20;
 /// How much of what was not yet durable survives, in percent, in the images that are made of one moment.
 const LUCKS: [u64; 3] = [0, 50, 95];
 
-/// Runs a workload and cuts the power after every event. Answers how many images were checked.
+/// Runs a workload and cuts the power after every event. Returns how many images were checked.
 fn cut_everywhere(seed: u64, steps: usize, tiers: usize) -> usize {
     println!("seed {seed}, {steps} steps, {tiers} tiers");
     let events = Events::default();

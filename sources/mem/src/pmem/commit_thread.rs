@@ -1,4 +1,4 @@
-//! The thread that commits now and then, and keeps the first tier from filling up.
+//! The thread that commits periodically and keeps the first tier from filling up.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -8,12 +8,12 @@ use super::disk::Disk;
 
 /// Stops its thread when dropped.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct CommitThread {
     stop: Arc<(Mutex<bool>, Condvar)>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl CommitThread {
     /// Starts the thread.
     pub(crate) fn start(disk: Arc<Disk>, every: Duration) -> Self {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
@@ -43,7 +43,7 @@ fn wait((stop, changed): &(Mutex<bool>, Condvar), every: Duration) -> bool {
     *waited.unwrap_or_else(PoisonError::into_inner).0
 }
 
-impl Drop for Keeper {
+impl Drop for CommitThread {
     fn drop(&mut self) {
         *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.stop.1.notify_all();
