@@ -225,7 +225,7 @@ mod tests {
         assert_eq!(rules, ["map:0:100000:65536", "forbid-guest:70000:1"]);
         assert_eq!(shares[0].xattrmap, Some(":map::user.virtiofs.:".parse().expect("a map")));
         assert!(shares[0].once && shares[0].announce_submounts && shares[0].negative_timeout == Some(5));
-        assert_eq!(shares[1].ids(), Ok((ferry_mapped::Ids::of_one(7), ferry_mapped::Ids::of_one(8))));
+        assert_eq!(shares[1].ids(), Ok((ferry_idmap::Ids::of_one(7), ferry_idmap::Ids::of_one(8))));
         for (line, words) in [
             ("translate-uid = [\"map:0:1\"]", "is no translation"),
             ("translate-uid = [\"map:0:1:5\", \"guest:4:9:1\"]", "about the same numbers"),

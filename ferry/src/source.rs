@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_dir::{Dir, OwnChanges, WatchError};
+use ferry_idmap::{IdMapped, Ids, Xattrs};
 use ferry_image::Digest;
 use ferry_isolation::Capabilities;
-use ferry_mapped::{Ids, Mapped, Xattrs};
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
@@ -142,7 +142,7 @@ pub fn seen(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSy
         can_make_files_of(user)?;
     }
     let is_same = [&uids, &gids].into_iter().all(|ids| *ids == Ids::default()) && xattrs == Xattrs::default();
-    let source = if is_same { source } else { Arc::new(Mapped::new(source, uids, gids, xattrs)) };
+    let source = if is_same { source } else { Arc::new(IdMapped::new(source, uids, gids, xattrs)) };
     if share.posix_acl == Acl::Always && !source.features().posix_acl {
         bail!("--posix-acl always: {} has no POSIX ACLs, or --xattrmap renames them", share.source.display());
     }

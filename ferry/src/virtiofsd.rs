@@ -685,8 +685,8 @@ mod tests {
             "squash-host:165536:65534:4294801759",
         ];
         assert_eq!(rules, expected);
-        let rules: Vec<ferry_mapped::Rule> = rules.iter().map(|rule| rule.parse().expect(rule)).collect();
-        ferry_mapped::Ids::new(&rules).expect("no two of one number");
+        let rules: Vec<ferry_idmap::Rule> = rules.iter().map(|rule| rule.parse().expect(rule)).collect();
+        ferry_idmap::Ids::new(&rules).expect("no two of one number");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 pub use contradictions::as_keys;
-use ferry_mapped::{Ids, Rule, Xattrs};
+use ferry_idmap::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 

@@ -177,17 +177,17 @@ impl Ids {
     }
 
     /// Whether nothing changes.
-    pub(crate) fn is_same(&self) -> bool {
+    pub(crate) fn is_identity(&self) -> bool {
         self.guest.0.is_empty() && self.host.0.is_empty()
     }
 
     /// The number here that a client means; nothing if it is forbidden.
-    pub(crate) fn meant(&self, id: u32) -> Option<u32> {
+    pub(crate) fn to_host(&self, id: u32) -> Option<u32> {
         if id == NOBODY { Some(id) } else { self.guest.get(id) }
     }
 
     /// The number that the client sees.
-    pub(crate) fn seen(&self, id: u32) -> u32 {
+    pub(crate) fn to_client(&self, id: u32) -> u32 {
         self.host.get(id).unwrap_or(id)
     }
 }
@@ -218,12 +218,12 @@ mod tests {
             let ids = ids(&[rule]);
             assert_eq!(rule.parse::<Rule>().unwrap().to_string(), rule);
             for (from, to) in guest {
-                assert_eq!(ids.meant(from), to, "{rule}: {from}");
+                assert_eq!(ids.to_host(from), to, "{rule}: {from}");
             }
             for (from, to) in host {
-                assert_eq!(ids.seen(from), to, "{rule}: {from}");
+                assert_eq!(ids.to_client(from), to, "{rule}: {from}");
             }
-            assert_eq!(ids.meant(NOBODY), Some(NOBODY), "{rule}");
+            assert_eq!(ids.to_host(NOBODY), Some(NOBODY), "{rule}");
         }
     }
 
@@ -248,10 +248,10 @@ mod tests {
     #[test]
     fn one_user_is_everybody() {
         let ids = Ids::of_one(1000);
-        assert_eq!((ids.meant(0), ids.meant(4000), ids.meant(NOBODY)), (Some(1000), Some(1000), Some(NOBODY)));
-        assert_eq!((ids.seen(1000), ids.seen(0), ids.seen(33)), (0, OVERFLOW, 33));
+        assert_eq!((ids.to_host(0), ids.to_host(4000), ids.to_host(NOBODY)), (Some(1000), Some(1000), Some(NOBODY)));
+        assert_eq!((ids.to_client(1000), ids.to_client(0), ids.to_client(33)), (0, OVERFLOW, 33));
         let root = Ids::of_one(0);
-        assert_eq!((root.meant(7), root.seen(0), root.seen(7)), (Some(0), 0, 7));
+        assert_eq!((root.to_host(7), root.to_client(0), root.to_client(7)), (Some(0), 0, 7));
     }
 
     proptest! {
@@ -259,9 +259,9 @@ mod tests {
         fn maps_go_there_and_back(from in 0_u32..1000, to in 0_u32..1000, count in 1_u32..1000, id: u32) {
             let ids = ids(&[&format!("map:{from}:{to}:{count}")]);
             let inside = id.checked_sub(from).is_some_and(|at| at < count);
-            let there = ids.meant(id).unwrap();
+            let there = ids.to_host(id).unwrap();
             if inside {
-                prop_assert_eq!(ids.seen(there), id);
+                prop_assert_eq!(ids.to_client(there), id);
             } else {
                 prop_assert_eq!(there, id);
             }

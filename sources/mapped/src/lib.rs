@@ -1,17 +1,17 @@
-//! A source as its clients are to see it: [`Mapped`] stands before any other source and gives users and groups other
+//! A source as its clients are to see it: [`IdMapped`] stands before any other source and gives users and groups other
 //! numbers ([`Ids`]) and extended attributes other names ([`Xattrs`]), as virtiofsd does with `--translate-uid` and
 //! `--xattrmap`.
 //!
 //! ```
 //! use std::sync::Arc;
-//! use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
+//! use ferry_idmap::{Ids, IdMapped, Rule, Xattrs};
 //! use ferry_mem::{Mem, Options};
 //! use ferry_vfs::{Caller, FileSystem, Ino, Name, CreateArgs};
 //!
 //! // The guest's root is user 1000 here.
 //! let ids = Ids::new(&["map:0:1000:1".parse::<Rule>()?])?;
 //! let mem = Arc::new(Mem::new(&Options::default())?);
-//! let mapped = Mapped::new(mem.clone(), ids, Ids::default(), Xattrs::default());
+//! let mapped = IdMapped::new(mem.clone(), ids, Ids::default(), Xattrs::default());
 //! let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
 //! let made = mapped.mkdir(&Caller::default(), Ino::ROOT, Name::new(b"d")?, &new)?;
 //! assert_eq!(made.attr.uid, 0);
@@ -41,7 +41,7 @@ pub use crate::ids::{Ids, Rule, RuleError};
 pub use crate::xattrs::{XattrError, Xattrs};
 
 /// A source with other numbers and names. See the crate's front page.
-pub struct Mapped {
+pub struct IdMapped {
     source: Arc<dyn FileSystem>,
     uids: Ids,
     gids: Ids,
@@ -49,47 +49,47 @@ pub struct Mapped {
     features: Features,
 }
 
-impl std::fmt::Debug for Mapped {
+impl std::fmt::Debug for IdMapped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { uids, gids, xattrs, .. } = self;
         f.debug_struct("Mapped").field("uids", uids).field("gids", gids).field("xattrs", xattrs).finish_non_exhaustive()
     }
 }
 
-impl Mapped {
+impl IdMapped {
     /// Puts the translations before a source.
     pub fn new(source: Arc<dyn FileSystem>, uids: Ids, gids: Ids, xattrs: Xattrs) -> Self {
         let mut features = source.features();
         // A client that enforces ACLs must find them under their own names.
-        features.posix_acl &= acl::NAMES.iter().all(|name| xattrs.is_same(name));
+        features.posix_acl &= acl::NAMES.iter().all(|name| xattrs.is_identity(name));
         // What goes around us is not translated: nothing of it carries numbers or names.
         Self { source, uids, gids, xattrs, features }
     }
 
     /// The attributes as the client sees them.
-    fn seen(&self, attr: Attr) -> Attr {
-        Attr { uid: self.uids.seen(attr.uid), gid: self.gids.seen(attr.gid), ..attr }
+    fn to_client(&self, attr: Attr) -> Attr {
+        Attr { uid: self.uids.to_client(attr.uid), gid: self.gids.to_client(attr.gid), ..attr }
     }
 
-    fn seen_entry(&self, entry: Entry) -> Entry {
-        Entry { attr: self.seen(entry.attr), ..entry }
+    fn entry_to_client(&self, entry: Entry) -> Entry {
+        Entry { attr: self.to_client(entry.attr), ..entry }
     }
 
     /// Calls `then` for the user that the caller is here. One whose number is forbidden keeps it: what that user may do is
-    /// decided by the source, only what would belong to it is refused ([`Self::maker`]).
+    /// decided by the source, only what would belong to it is refused ([`Self::with_creator`]).
     fn with<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> T) -> T {
-        let uid = self.uids.meant(cx.uid).unwrap_or(cx.uid);
-        let gid = self.gids.meant(cx.gid).unwrap_or(cx.gid);
-        if cx.groups.is_empty() || self.gids.is_same() {
+        let uid = self.uids.to_host(cx.uid).unwrap_or(cx.uid);
+        let gid = self.gids.to_host(cx.gid).unwrap_or(cx.gid);
+        if cx.groups.is_empty() || self.gids.is_identity() {
             return then(&Caller { uid, gid, ..*cx });
         }
-        let groups: Vec<u32> = cx.groups.iter().filter_map(|&group| self.gids.meant(group)).collect();
+        let groups: Vec<u32> = cx.groups.iter().filter_map(|&group| self.gids.to_host(group)).collect();
         then(&Caller { uid, gid, groups: &groups, ..*cx })
     }
 
     /// The same for calls that make something.
-    fn maker<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> Result<T>) -> Result<T> {
-        match (self.uids.meant(cx.uid), self.gids.meant(cx.gid)) {
+    fn with_creator<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> Result<T>) -> Result<T> {
+        match (self.uids.to_host(cx.uid), self.gids.to_host(cx.gid)) {
             (Some(_), Some(_)) => self.with(cx, then),
             _ => Err(Errno::PERM),
         }
@@ -97,12 +97,12 @@ impl Mapped {
 }
 
 /// A listing in which entries are as the client sees them.
-struct Seen<'a> {
-    mapped: &'a Mapped,
+struct TranslatedListing<'a> {
+    mapped: &'a IdMapped,
     out: &'a mut dyn DirOutput,
 }
 
-impl DirOutput for Seen<'_> {
+impl DirOutput for TranslatedListing<'_> {
     fn fits(&self, name: &[u8]) -> bool {
         self.out.fits(name)
     }
@@ -112,11 +112,11 @@ impl DirOutput for Seen<'_> {
     }
 
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
-        self.out.push(item, entry.map(|entry| self.mapped.seen_entry(*entry)).as_ref());
+        self.out.push(item, entry.map(|entry| self.mapped.entry_to_client(*entry)).as_ref());
     }
 }
 
-impl FileSystem for Mapped {
+impl FileSystem for IdMapped {
     fn features(&self) -> Features {
         self.features
     }
@@ -126,15 +126,15 @@ impl FileSystem for Mapped {
     }
 
     fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.with(cx, |cx| self.source.lookup(cx, dir, name)).map(|entry| self.seen_entry(entry))
+        self.with(cx, |cx| self.source.lookup(cx, dir, name)).map(|entry| self.entry_to_client(entry))
     }
 
     fn lookup_parent(&self, cx: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.with(cx, |cx| self.source.lookup_parent(cx, dir)).map(|entry| self.seen_entry(entry))
+        self.with(cx, |cx| self.source.lookup_parent(cx, dir)).map(|entry| self.entry_to_client(entry))
     }
 
     fn lookup_self(&self, cx: &Caller<'_>, ino: Ino) -> Result<Entry> {
-        self.with(cx, |cx| self.source.lookup_self(cx, ino)).map(|entry| self.seen_entry(entry))
+        self.with(cx, |cx| self.source.lookup_self(cx, ino)).map(|entry| self.entry_to_client(entry))
     }
 
     fn forget(&self, ino: Ino, count: u64) {
@@ -142,17 +142,17 @@ impl FileSystem for Mapped {
     }
 
     fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
-        self.with(cx, |cx| self.source.getattr(cx, ino, handle)).map(|attr| self.seen(attr))
+        self.with(cx, |cx| self.source.getattr(cx, ino, handle)).map(|attr| self.to_client(attr))
     }
 
     fn getattr_hint(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Attr> {
-        self.with(cx, |cx| self.source.getattr_hint(cx, ino, handle)).map(|attr| self.seen(attr))
+        self.with(cx, |cx| self.source.getattr_hint(cx, ino, handle)).map(|attr| self.to_client(attr))
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        let meant = |ids: &Ids, id: Option<u32>| id.map(|id| ids.meant(id).ok_or(Errno::PERM)).transpose();
-        let set = SetAttr { uid: meant(&self.uids, set.uid)?, gid: meant(&self.gids, set.gid)?, ..*set };
-        self.with(cx, |cx| self.source.setattr(cx, ino, handle, &set)).map(|attr| self.seen(attr))
+        let to_host = |ids: &Ids, id: Option<u32>| id.map(|id| ids.to_host(id).ok_or(Errno::PERM)).transpose();
+        let set = SetAttr { uid: to_host(&self.uids, set.uid)?, gid: to_host(&self.gids, set.gid)?, ..*set };
+        self.with(cx, |cx| self.source.setattr(cx, ino, handle, &set)).map(|attr| self.to_client(attr))
     }
 
     fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
@@ -160,19 +160,19 @@ impl FileSystem for Mapped {
     }
 
     fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.maker(cx, |cx| self.source.mknod(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
+        self.with_creator(cx, |cx| self.source.mknod(cx, dir, name, new)).map(|entry| self.entry_to_client(entry))
     }
 
     fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.maker(cx, |cx| self.source.mkdir(cx, dir, name, new)).map(|entry| self.seen_entry(entry))
+        self.with_creator(cx, |cx| self.source.mkdir(cx, dir, name, new)).map(|entry| self.entry_to_client(entry))
     }
 
     fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.maker(cx, |cx| self.source.symlink(cx, dir, name, target)).map(|entry| self.seen_entry(entry))
+        self.with_creator(cx, |cx| self.source.symlink(cx, dir, name, target)).map(|entry| self.entry_to_client(entry))
     }
 
     fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.with(cx, |cx| self.source.link(cx, ino, dir, name)).map(|entry| self.seen_entry(entry))
+        self.with(cx, |cx| self.source.link(cx, ino, dir, name)).map(|entry| self.entry_to_client(entry))
     }
 
     fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
@@ -199,13 +199,13 @@ impl FileSystem for Mapped {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        let (entry, handle) = self.maker(cx, |cx| self.source.create(cx, dir, name, new, flags))?;
-        Ok((self.seen_entry(entry), handle))
+        let (entry, handle) = self.with_creator(cx, |cx| self.source.create(cx, dir, name, new, flags))?;
+        Ok((self.entry_to_client(entry), handle))
     }
 
     fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
-        let (entry, handle) = self.maker(cx, |cx| self.source.tmpfile(cx, dir, new, flags))?;
-        Ok((self.seen_entry(entry), handle))
+        let (entry, handle) = self.with_creator(cx, |cx| self.source.tmpfile(cx, dir, new, flags))?;
+        Ok((self.entry_to_client(entry), handle))
     }
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
@@ -278,7 +278,7 @@ impl FileSystem for Mapped {
     }
 
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        self.with(cx, |cx| self.source.readdir(cx, at, &mut Seen { mapped: self, out }))
+        self.with(cx, |cx| self.source.readdir(cx, at, &mut TranslatedListing { mapped: self, out }))
     }
 
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
@@ -300,20 +300,20 @@ impl FileSystem for Mapped {
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         // No file has an attribute that none may have.
         let hidden = |error| if error == Errno::PERM { Errno::NODATA } else { error };
-        let here = self.xattrs.meant(name).map_err(hidden)?;
+        let here = self.xattrs.to_host(name).map_err(hidden)?;
         let mut value = self.with(cx, |cx| self.source.getxattr(cx, ino, &here))?;
         if acl::is_one(name) {
-            acl::each_id(&mut value, |uid| Some(self.uids.seen(uid)), |gid| Some(self.gids.seen(gid)))?;
+            acl::each_id(&mut value, |uid| Some(self.uids.to_client(uid)), |gid| Some(self.gids.to_client(gid)))?;
         }
         if name == capability::NAME {
-            value = capability::of_root(&value, |uid| Some(self.uids.seen(uid)))?.into_owned();
+            value = capability::of_root(&value, |uid| Some(self.uids.to_client(uid)))?.into_owned();
         }
         Ok(value)
     }
 
     fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let names = self.with(cx, |cx| self.source.listxattr(cx, ino))?;
-        Ok(self.xattrs.seen_list(names))
+        Ok(self.xattrs.list_to_client(names))
     }
 
     fn setxattr(
@@ -325,19 +325,19 @@ impl FileSystem for Mapped {
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        let here = self.xattrs.meant(name)?;
+        let here = self.xattrs.to_host(name)?;
         let mut value = Cow::Borrowed(value);
-        if acl::is_one(name) && !(self.uids.is_same() && self.gids.is_same()) {
-            acl::each_id(value.to_mut(), |uid| self.uids.meant(uid), |gid| self.gids.meant(gid))?;
+        if acl::is_one(name) && !(self.uids.is_identity() && self.gids.is_identity()) {
+            acl::each_id(value.to_mut(), |uid| self.uids.to_host(uid), |gid| self.gids.to_host(gid))?;
         }
         if name == capability::NAME {
-            value = Cow::Owned(capability::of_root(&value, |uid| self.uids.meant(uid))?.into_owned());
+            value = Cow::Owned(capability::of_root(&value, |uid| self.uids.to_host(uid))?.into_owned());
         }
         self.with(cx, |cx| self.source.setxattr(cx, ino, &here, &value, flags, clear_sgid))
     }
 
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        let here = self.xattrs.meant(name)?;
+        let here = self.xattrs.to_host(name)?;
         self.with(cx, |cx| self.source.removexattr(cx, ino, &here))
     }
 

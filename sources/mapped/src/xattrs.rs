@@ -55,15 +55,15 @@ pub struct Xattrs {
 
 impl Xattrs {
     /// Whether a name is the same on both sides, for everybody.
-    pub(crate) fn is_same(&self, name: &[u8]) -> bool {
-        self.meant(name).is_ok_and(|here| here == name) && self.seen(name) == Some(name)
+    pub(crate) fn is_identity(&self, name: &[u8]) -> bool {
+        self.to_host(name).is_ok_and(|here| here == name) && self.to_client(name) == Some(name)
     }
 
     /// The name here that a client means.
     ///
     /// # Errors
     /// `PERM` and `OPNOTSUPP` as the rules say; `PERM`, too, where none fits.
-    pub(crate) fn meant<'a>(&self, name: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+    pub(crate) fn to_host<'a>(&self, name: &'a [u8]) -> Result<Cow<'a, [u8]>> {
         if self.rules.is_empty() {
             return Ok(Cow::Borrowed(name));
         }
@@ -77,7 +77,7 @@ impl Xattrs {
     }
 
     /// The name that a client sees, if any.
-    fn seen<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
+    fn to_client<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         if self.rules.is_empty() {
             return Some(name);
         }
@@ -90,14 +90,14 @@ impl Xattrs {
     }
 
     /// A list of names, each ended by NUL, as a client sees it.
-    pub(crate) fn seen_list(&self, names: Vec<u8>) -> Vec<u8> {
+    pub(crate) fn list_to_client(&self, names: Vec<u8>) -> Vec<u8> {
         if self.rules.is_empty() {
             return names;
         }
         let mut list = Vec::with_capacity(names.len());
         for name in names.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
-            if let Some(seen) = self.seen(name) {
-                list.extend_from_slice(seen);
+            if let Some(to_client) = self.to_client(name) {
+                list.extend_from_slice(to_client);
                 list.push(0);
             }
         }
@@ -177,31 +177,31 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn meant(map: &Xattrs, name: &str) -> std::result::Result<String, Errno> {
-        map.meant(name.as_bytes()).map(|name| String::from_utf8(name.into_owned()).unwrap())
+    fn to_host(map: &Xattrs, name: &str) -> std::result::Result<String, Errno> {
+        map.to_host(name.as_bytes()).map(|name| String::from_utf8(name.into_owned()).unwrap())
     }
 
-    fn seen(map: &Xattrs, names: &[&str]) -> Vec<String> {
+    fn to_client(map: &Xattrs, names: &[&str]) -> Vec<String> {
         let list = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
-        let list = String::from_utf8(map.seen_list(list)).unwrap();
+        let list = String::from_utf8(map.list_to_client(list)).unwrap();
         list.split_terminator('\0').map(String::from).collect()
     }
 
     #[test]
     fn everything_goes_below_a_prefix() {
         let map = map(":map::user.virtiofs.:");
-        assert_eq!(meant(&map, "security.selinux"), Ok("user.virtiofs.security.selinux".into()));
+        assert_eq!(to_host(&map, "security.selinux"), Ok("user.virtiofs.security.selinux".into()));
         let names = ["user.virtiofs.trusted.a", "user.b", "security.c", "user.virtiofs."];
-        assert_eq!(seen(&map, &names), ["trusted.a"]);
+        assert_eq!(to_client(&map, &names), ["trusted.a"]);
     }
 
     #[test]
     fn some_go_below_a_prefix() {
         let map = map("/map/trusted./user.v./");
-        assert_eq!(meant(&map, "trusted.x"), Ok("user.v.trusted.x".into()));
-        assert_eq!(meant(&map, "user.v.trusted.x"), Err(Errno::PERM));
-        assert_eq!(meant(&map, "user.a"), Ok("user.a".into()));
-        assert_eq!(seen(&map, &["user.v.trusted.x", "trusted.y", "user.a"]), ["trusted.x", "user.a"]);
+        assert_eq!(to_host(&map, "trusted.x"), Ok("user.v.trusted.x".into()));
+        assert_eq!(to_host(&map, "user.v.trusted.x"), Err(Errno::PERM));
+        assert_eq!(to_host(&map, "user.a"), Ok("user.a".into()));
+        assert_eq!(to_client(&map, &["user.v.trusted.x", "trusted.y", "user.a"]), ["trusted.x", "user.a"]);
     }
 
     #[test]
@@ -210,23 +210,23 @@ mod tests {
         let map =
             map(":prefix:all:trusted.:user.virtiofs.: :bad:all:security.:security.: !unsupported!client!user.no!! \n\
              :ok:all:::");
-        assert_eq!(meant(&map, "trusted.a"), Ok("user.virtiofs.trusted.a".into()));
-        assert_eq!(meant(&map, "security.a"), Err(Errno::PERM));
-        assert_eq!(meant(&map, "user.nothing"), Err(Errno::OPNOTSUPP));
-        assert_eq!(meant(&map, "user.a"), Ok("user.a".into()));
+        assert_eq!(to_host(&map, "trusted.a"), Ok("user.virtiofs.trusted.a".into()));
+        assert_eq!(to_host(&map, "security.a"), Err(Errno::PERM));
+        assert_eq!(to_host(&map, "user.nothing"), Err(Errno::OPNOTSUPP));
+        assert_eq!(to_host(&map, "user.a"), Ok("user.a".into()));
         let names = ["user.virtiofs.trusted.a", "security.a", "user.nothing", "user.a"];
-        assert_eq!(seen(&map, &names), ["trusted.a", "user.nothing", "user.a"]);
+        assert_eq!(to_client(&map, &names), ["trusted.a", "user.nothing", "user.a"]);
         let strict = self::map(":ok:all:user.:user.:");
-        assert_eq!(meant(&strict, "trusted.a"), Err(Errno::PERM));
-        assert_eq!(seen(&strict, &["trusted.a", "user.b"]), ["user.b"]);
+        assert_eq!(to_host(&strict, "trusted.a"), Err(Errno::PERM));
+        assert_eq!(to_client(&strict, &["trusted.a", "user.b"]), ["user.b"]);
     }
 
     #[test]
     fn names_that_are_the_same_are_known() {
-        assert!(Xattrs::default().is_same(b"a"));
-        assert!(map(":ok:all:::").is_same(b"a"));
+        assert!(Xattrs::default().is_identity(b"a"));
+        assert!(map(":ok:all:::").is_identity(b"a"));
         for other in [":map::user.v.:", ":bad:client:a::  :ok:all:::", ":bad:server::a: :ok:all:::"] {
-            assert!(!map(other).is_same(b"a"), "{other}");
+            assert!(!map(other).is_identity(b"a"), "{other}");
         }
     }
 
@@ -253,16 +253,16 @@ mod tests {
         fn any_rules_and_names_are_borne(text in "[:/ a-cé]{0,30}|(:(map|ok|prefix)(:all)?:[a-c]{0,2}:[a-c]{0,2}: ?){1,3}",
             name in "[a-c]{1,6}") {
             if let Ok(map) = text.parse::<Xattrs>() {
-                let _ = map.meant(name.as_bytes());
-                let _ = map.seen_list([name.as_bytes(), b"\0\0"].concat());
+                let _ = map.to_host(name.as_bytes());
+                let _ = map.list_to_client([name.as_bytes(), b"\0\0"].concat());
             }
         }
 
         #[test]
         fn what_a_client_sets_it_sees(name in "[a-z]{1,5}\\.[a-z]{1,9}", key in "[a-z]{0,3}") {
             let map = map(&format!(":map:{key}:user.virtiofs.:"));
-            if let Ok(here) = map.meant(name.as_bytes()) {
-                prop_assert_eq!(map.seen(&here), Some(name.as_bytes()));
+            if let Ok(here) = map.to_host(name.as_bytes()) {
+                prop_assert_eq!(map.to_client(&here), Some(name.as_bytes()));
             }
         }
     }

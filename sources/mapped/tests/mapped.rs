@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ferry_mapped::{Ids, Mapped, Rule, Xattrs};
+use ferry_idmap::{IdMapped, Ids, Rule, Xattrs};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::{
     Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Ino, Name, OFlags, SetAttr, XattrFlags,
@@ -18,11 +18,11 @@ fn name(text: &str) -> Name<'_> {
 }
 
 /// The memory file system, and the same with the client's 0 to 99 as 1000 to 1099 (groups: 2000 to 2099).
-fn both(xattrs: &str) -> (Arc<Mem>, Mapped) {
+fn both(xattrs: &str) -> (Arc<Mem>, IdMapped) {
     let mem = Arc::new(Mem::new(&Options::default()).unwrap());
     let xattrs = if xattrs.is_empty() { Xattrs::default() } else { xattrs.parse().unwrap() };
     let uids = ids(&["map:0:1000:100", "forbid-guest:500:1"]);
-    let mapped = Mapped::new(Arc::clone(&mem) as _, uids, ids(&["map:0:2000:100", "forbid-guest:600:1"]), xattrs);
+    let mapped = IdMapped::new(Arc::clone(&mem) as _, uids, ids(&["map:0:2000:100", "forbid-guest:600:1"]), xattrs);
     (mem, mapped)
 }
 
@@ -144,12 +144,12 @@ fn capabilities_are_good_for_the_other_root() {
     let get = |source: &dyn FileSystem| source.getxattr(&Caller::default(), entry.ino, name).unwrap();
     let value = |revision: u32, root: &[u8]| [&(revision << 24 | 1).to_le_bytes(), &[3; 16][..], root].concat();
     // The client's root, which is not written, and 7 in a container of the client's.
-    for (seen, here) in [
+    for (to_client, here) in [
         (value(2, &[]), value(3, &1000_u32.to_le_bytes())),
         (value(3, &7_u32.to_le_bytes()), value(3, &1007_u32.to_le_bytes())),
     ] {
-        set(&seen).unwrap();
-        assert_eq!((get(&mapped), get(&*mem)), (seen, here));
+        set(&to_client).unwrap();
+        assert_eq!((get(&mapped), get(&*mem)), (to_client, here));
     }
     assert_eq!(set(&value(3, &500_u32.to_le_bytes())), Err(Errno::PERM));
 }
