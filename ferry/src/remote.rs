@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ferry_remote::{Client, Connector, Stream, Tcp, Transport, Unix, Vsock};
+use ferry_9p_client::{Client, Connector, Stream, Tcp, Transport, Unix, Vsock};
 use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Share};
@@ -91,7 +91,7 @@ fn sealed(tcp: Tcp, flags: &Flags) -> Result<Arc<dyn Transport>> {
         bail!("9P with TLS needs --server-ca FILE: whoever must have signed the server's certificate, in PEM");
     };
     let own = flags.client_cert.as_deref().zip(flags.client_key.as_deref());
-    Ok(Arc::new(ferry_remote::Tls::new(tcp, authorities, own)?))
+    Ok(Arc::new(ferry_9p_client::Tls::new(tcp, authorities, own)?))
 }
 
 #[cfg(not(feature = "tls"))]
@@ -150,7 +150,7 @@ impl Flags {
         let (transport, options) = (server.transport(self)?, self.options(&server));
         let mut reach = Reach::default();
         let mut socket = None;
-        let unreachable = |reason| ferry_remote::Error::Unreachable { address: transport.address(), reason };
+        let unreachable = |reason| ferry_9p_client::Error::Unreachable { address: transport.address(), reason };
         match server.place {
             Address::Unix(path) => {
                 let path = path.canonicalize().map_err(unreachable)?;
@@ -169,20 +169,20 @@ impl Flags {
         Ok(Distant { transport, options, reach, socket })
     }
 
-    fn options(&self, server: &Server) -> ferry_remote::Options {
-        let default = ferry_remote::Options::default();
-        ferry_remote::Options {
+    fn options(&self, server: &Server) -> ferry_9p_client::Options {
+        let default = ferry_9p_client::Options::default();
+        ferry_9p_client::Options {
             tree: self.tree.as_ref().map_or_else(|| server.tree.clone(), |tree| tree.as_os_str().as_bytes().to_vec()),
             uid: self.user.unwrap_or(default.uid),
             msize: self.msize.unwrap_or(default.msize),
             depth: self.in_flight.map_or(default.depth, usize::from),
             connections: self.connections.map_or(default.connections, usize::from),
             cache: match self.cache {
-                Cache::None => ferry_remote::Cache::None,
+                Cache::None => ferry_9p_client::Cache::None,
                 // Names and attributes are kept by the mount's kernel; this is about data.
-                Cache::Metadata => ferry_remote::Cache::None,
-                Cache::Auto => ferry_remote::Cache::Auto,
-                Cache::Always => ferry_remote::Cache::Always,
+                Cache::Metadata => ferry_9p_client::Cache::None,
+                Cache::Auto => ferry_9p_client::Cache::Auto,
+                Cache::Always => ferry_9p_client::Cache::Always,
             },
             cache_bytes: self.cache_bytes.unwrap_or(default.cache_bytes),
             patience: self.patience.unwrap_or(default.patience),
@@ -194,7 +194,7 @@ impl Flags {
 
 /// A client that has seen the root, so that umount(8), which looks at a mount point first, does not wait for a server that is gone.
 fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
-    if let Err(error) = client.see_root() {
+    if let Err(error) = client.refresh_root() {
         tracing::debug!("the root of the 9P server cannot be looked at: {error}");
     }
     Arc::new(client)
@@ -203,7 +203,7 @@ fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
 /// A server on its way to who uses it from behind walls.
 pub struct Distant {
     transport: Arc<dyn Transport>,
-    options: ferry_remote::Options,
+    options: ferry_9p_client::Options,
     reach: Reach,
     /// The folder and the name of its socket.
     socket: Option<(PathBuf, OsString)>,

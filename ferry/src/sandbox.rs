@@ -17,11 +17,11 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
 pub use connecting::Reach;
+use ferry_9p_client::Connector;
 use ferry_isolation::{
     Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Side, Supervisor,
     View,
 };
-use ferry_remote::Connector;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Deserialize;
 

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 
 use anyhow::{Context, Result};
+use ferry_9p_client::Connector;
 use ferry_isolation::{Capabilities, Filter, LandlockRules, Role};
-use ferry_remote::Connector;
 
 use super::{Confinement, Walls};
 

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use ferry_9p_client::Connector;
 use ferry_dir::Dir;
 use ferry_image::{Image, Objects, Source, objects_folder};
 use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
-use ferry_remote::Connector;
 use ferry_vfs::FileSystem;
 
 use super::{Kind, Options, Sources};

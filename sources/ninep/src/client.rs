@@ -7,13 +7,13 @@ use ferry_vfs::{Attr, Caller, Changes, Errno, Handles, Ino, Result, SetAttr, Sta
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 
 use crate::cache::{Cache, Limits};
-use crate::data::Waiting;
+use crate::connection::{Connection, Outcome, Outgoing, RequestError, lock};
+use crate::data::WaitingTransfers;
 use crate::file::Opened;
 use crate::inode::{Inode, Inodes};
-use crate::line::{Fail, Line, Outcome, Outgoing, lock};
 use crate::link::Link;
 use crate::listing::OpenDir;
-use crate::locks::Parked;
+use crate::locks::ParkedLocks;
 use crate::options::{self, Error};
 use crate::session::{Held, Session};
 
@@ -29,7 +29,7 @@ const ROOT_PATIENCE: Duration = Duration::from_secs(1);
 const PERMISSIONS: u32 = 0o7777;
 
 /// The most data that messages are agreed to carry fits in memory.
-impl Line {
+impl Connection {
     pub(crate) fn msize(&self) -> usize {
         usize::try_from(self.msize.load(std::sync::atomic::Ordering::Relaxed)).unwrap_or(usize::MAX)
     }
@@ -42,11 +42,11 @@ pub(crate) struct Shared {
     pub(crate) inodes: Inodes,
     pub(crate) files: Handles<Opened>,
     pub(crate) dirs: Handles<OpenDir>,
-    pub(crate) parked: Parked,
+    pub(crate) parked: ParkedLocks,
     pub(crate) changes: Changes,
     /// None: every read and write is a request.
     pub(crate) cache: Option<Cache>,
-    pub(crate) waiting: Mutex<Waiting>,
+    pub(crate) waiting: Mutex<WaitingTransfers>,
     /// Of the root, as the server told last.
     totals: Mutex<Option<Statfs>>,
 }
@@ -81,7 +81,7 @@ impl Shared {
             inodes,
             files: Handles::default(),
             dirs: Handles::default(),
-            parked: Parked::default(),
+            parked: ParkedLocks::default(),
             changes: Changes::default(),
             cache,
             waiting: Mutex::default(),
@@ -109,9 +109,9 @@ impl Shared {
         let known = *lock(&self.totals);
         let found = match known.filter(|_| ino == Ino::ROOT) {
             Some(known) => self.ask_of_root(&inode, request, totals)?.unwrap_or(known),
-            None => self
-                .link
-                .again(|session| self.by_any_fid(session, &inode, |fid| session.ask(&request(fid.fid()), totals)))?,
+            None => self.link.with_retry(|session| {
+                self.by_any_fid(session, &inode, |fid| session.ask(&request(fid.fid()), totals))
+            })?,
         };
         if ino == Ino::ROOT {
             *lock(&self.totals) = Some(found);
@@ -121,7 +121,7 @@ impl Shared {
 
     /// Looks at the root's attributes and totals, for those who ask when the server is gone; a server that does not answer in time is
     /// not waited for.
-    pub(crate) fn see_root(&self) -> Result<()> {
+    pub(crate) fn refresh_root(&self) -> Result<()> {
         let root = self.inodes.get(Ino::ROOT)?;
         if let Some(found) = self.ask_of_root(&root, |fid| Request::Getattr { fid, mask: WANTED }, attributes)? {
             root.note(&found)?;
@@ -140,7 +140,7 @@ impl Shared {
         take: fn(Reply<'_>) -> Option<T>,
     ) -> Result<Option<T>> {
         let until = Instant::now() + ROOT_PATIENCE;
-        let found = self.link.again_until(until, |session| {
+        let found = self.link.with_retry_until(until, |session| {
             let fid = root.fid(session, &self.link.options)?;
             let ticket = session.send_one_later(Outgoing::new(&request(fid.fid())));
             let answer = ticket.wait_for(until.saturating_duration_since(Instant::now())).transpose()?;
@@ -154,7 +154,7 @@ impl Shared {
         if let Some(file) = inode.cached().filter(|file| file.is_dirty()) {
             file.write_out();
         }
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let mark = inode.cached().map(|file| file.size_mark());
             let found = self.by_any_fid(session, inode, |fid| {
                 session.ask(&Request::Getattr { fid: fid.fid(), mask: WANTED }, attributes)
@@ -187,15 +187,15 @@ impl Shared {
     ) -> Outcome<T> {
         let first = inode.fid(session, &self.link.options).and_then(|fid| act(&fid));
         match first {
-            Err(Fail::Errno(errno @ (Errno::NOENT | Errno::STALE))) => match inode.opened_fid(session) {
+            Err(RequestError::Errno(errno @ (Errno::NOENT | Errno::STALE))) => match inode.opened_fid(session) {
                 Some(fid) => act(&fid),
-                None => Err(Fail::Errno(errno)),
+                None => Err(RequestError::Errno(errno)),
             },
             other => other,
         }
     }
 
-    /// Changes attributes; answers the new ones.
+    /// Changes attributes; returns the new ones.
     pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
         let mut set = *set;
@@ -214,7 +214,7 @@ impl Shared {
         let ctime = set.ctime.is_some();
         let is_nothing = SetAttr { ctime: None, clear_privileges: false, ..set } == SetAttr::default();
         if !is_nothing || ctime {
-            self.link.again(|session| {
+            self.link.with_retry(|session| {
                 self.by_any_fid(session, &inode, |fid| session.tell(&Request::Setattr { fid: fid.fid(), set, ctime }))
             })?;
         }
@@ -243,13 +243,13 @@ impl Inode {
         if found.attr.kind() != self.kind {
             return Err(Errno::STALE);
         }
-        self.saw(found);
+        self.record_attr(found);
         Ok(found.attr)
     }
 }
 
-/// What the keeper does: see to it that requests end, that a lost connection is made anew, and that locks which nobody waits
-/// for any more are given up.
+/// What the keeper does: see to it that requests end, that a lost connection is made again, and that locks which nobody
+/// waits for any more are given up.
 pub(crate) fn keep(shared: &Weak<Shared>) {
     loop {
         let Some(shared) = shared.upgrade() else { return };
@@ -261,14 +261,14 @@ pub(crate) fn keep(shared: &Weak<Shared>) {
         let session = shared.link.current();
         session.check();
         if session.is_broken() {
-            shared.link.revive(|session| {
+            shared.link.reconnect(|session| {
                 // Before anything is sent by the new connection.
                 if let Some(cache) = &shared.cache {
                     cache.rewrite();
                 }
-                shared.take_locks_again(session);
+                shared.reacquire_locks(session);
             });
         }
-        shared.look_after_locks();
+        shared.check_blocked_locks();
     }
 }

@@ -1,4 +1,4 @@
-//! What the cache asks for, as messages that nobody sleeps for.
+//! Sends the cache's transfers without blocking a thread.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -9,8 +9,8 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::{CachedFile, Done, Remote};
 use crate::client::Shared;
+use crate::connection::{Answer, Connection, Message, Outcome, Outgoing, Wake, lock};
 use crate::inode::Inode;
-use crate::line::{Answer, Line, Message, Outcome, Outgoing, Wake, lock};
 use crate::session::Held;
 
 /// A file of the server, as its cache sees it.
@@ -25,7 +25,7 @@ struct Data {
 struct Transfer {
     shared: Arc<Shared>,
     inode: Arc<Inode>,
-    what: What,
+    what: TransferKind,
     offset: u64,
     buffer: Vec<u8>,
     done: Done,
@@ -35,20 +35,20 @@ struct Transfer {
 
 /// A transfer whose request is under way, with its buffer.
 #[derive(Debug)]
-pub(crate) struct Sent {
+pub(crate) struct SentTransfer {
     transfer: Transfer,
     held: Arc<Held>,
     /// How long the buffer is.
     bytes: usize,
 }
 
-impl Sent {
+impl SentTransfer {
     /// The server has answered, or will not.
     pub(crate) fn answered(self, answer: Answer) {
         let Self { mut transfer, held, bytes } = self;
         match answer {
             Answer::Message(mut message) => {
-                let moved = moved(held.line(), transfer.what, &message, bytes);
+                let moved = moved(held.connection(), transfer.what, &message, bytes);
                 drop(held);
                 let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
                 transfer.done.end(message.buffer.take().unwrap_or_default(), moved);
@@ -56,10 +56,10 @@ impl Sent {
             // The connection's threads cannot wait for the next one.
             Answer::Lost { buffer, .. } => match (transfer.what, buffer) {
                 // What was to be written is gone with the request: zeros must not go in its place.
-                (What::Write, None) => transfer.done.end(Vec::new(), Err(Errno::IO)),
+                (TransferKind::Write, None) => transfer.done.end(Vec::new(), Err(Errno::IO)),
                 (_, buffer) => {
                     transfer.buffer = buffer.unwrap_or_else(|| vec![0; bytes]);
-                    transfer.slowly();
+                    transfer.queue_for_connection();
                 }
             },
         }
@@ -69,13 +69,13 @@ impl Sent {
 /// Transfers that wait for a connection or for their file to be opened. One thread, which is there only then, does that
 /// waiting for all of them.
 #[derive(Debug, Default)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitingTransfers {
     transfers: VecDeque<Transfer>,
     is_served: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum What {
+enum TransferKind {
     Read,
     Write,
     Sync,
@@ -101,20 +101,20 @@ impl Remote for Data {
     }
 
     fn read(&self, offset: u64, buffer: Vec<u8>, done: Done) {
-        self.begin(What::Read, offset, buffer, done);
+        self.begin(TransferKind::Read, offset, buffer, done);
     }
 
     fn write(&self, offset: u64, buffer: Vec<u8>, done: Done) {
-        self.begin(What::Write, offset, buffer, done);
+        self.begin(TransferKind::Write, offset, buffer, done);
     }
 
     fn sync(&self, done: Done) {
-        self.begin(What::Sync, 0, Vec::new(), done);
+        self.begin(TransferKind::Sync, 0, Vec::new(), done);
     }
 }
 
 impl Data {
-    fn begin(&self, what: What, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn begin(&self, what: TransferKind, offset: u64, buffer: Vec<u8>, done: Done) {
         match (self.shared.upgrade(), self.inode.upgrade()) {
             (Some(shared), Some(inode)) => {
                 Transfer { shared, inode, what, offset, buffer, done, until: None }.begin();
@@ -129,32 +129,32 @@ impl Transfer {
     fn begin(self) {
         let session = self.shared.link.current();
         let held = match self.what {
-            What::Read => self.inode.is_reading(&session),
-            What::Write => self.inode.is_writing(&session),
-            What::Sync => self.inode.opened_fid(&session),
+            TransferKind::Read => self.inode.is_reading(&session),
+            TransferKind::Write => self.inode.is_writing(&session),
+            TransferKind::Sync => self.inode.opened_fid(&session),
         };
         match held.filter(|_| !session.is_broken()) {
             Some(held) => {
                 let beside = match self.what {
                     // It is about all that was written before, by whatever connection.
-                    What::Sync => None,
-                    what => self.inode.beside(&session, matches!(what, What::Read), self.buffer.len()),
+                    TransferKind::Sync => None,
+                    what => self.inode.extra_fid(&session, matches!(what, TransferKind::Read), self.buffer.len()),
                 };
                 self.send(beside.unwrap_or(held));
             }
-            None => self.slowly(),
+            None => self.queue_for_connection(),
         }
     }
 
     fn send(mut self, held: Arc<Held>) {
         let buffer = std::mem::take(&mut self.buffer);
-        let (bytes, line) = (buffer.len(), Arc::clone(held.line()));
+        let (bytes, connection) = (buffer.len(), Arc::clone(held.connection()));
         let request = request(self.what, &held, self.offset, buffer);
-        line.send_waking(request, Wake::Transfer(Sent { transfer: self, held, bytes }));
+        connection.send_waking(request, Wake::Transfer(SentTransfer { transfer: self, held, bytes }));
     }
 
     /// Leaves it to the thread that waits.
-    fn slowly(mut self) {
+    fn queue_for_connection(mut self) {
         let (shared, now) = (Arc::clone(&self.shared), Instant::now());
         if *self.until.get_or_insert(now + shared.link.options.patience) <= now {
             return self.done.end(self.buffer, Err(Errno::IO));
@@ -178,13 +178,13 @@ impl Transfer {
     }
 
     /// Waits until it can be sent.
-    fn again(self) {
+    fn resend(self) {
         let Self { shared, inode, what, .. } = &self;
         let until = self.until.unwrap_or_else(Instant::now);
-        let ready = shared.link.again_until(until, |session| match what {
-            What::Read => inode.fid_for(shared, session, true),
-            What::Write => inode.fid_for(shared, session, false),
-            What::Sync => inode.open_fid(shared, session),
+        let ready = shared.link.with_retry_until(until, |session| match what {
+            TransferKind::Read => inode.fid_for(shared, session, true),
+            TransferKind::Write => inode.fid_for(shared, session, false),
+            TransferKind::Sync => inode.open_fid(shared, session),
         });
         match ready {
             Ok(held) => self.send(held),
@@ -202,30 +202,32 @@ fn begin_again(shared: &Shared) {
             return;
         };
         drop(waiting);
-        transfer.again();
+        transfer.resend();
     }
 }
 
-fn request(what: What, held: &Held, offset: u64, buffer: Vec<u8>) -> Outgoing {
+fn request(what: TransferKind, held: &Held, offset: u64, buffer: Vec<u8>) -> Outgoing {
     match what {
-        What::Read => Outgoing::read(held.fid(), offset, buffer),
-        What::Write => Outgoing::write(held.fid(), offset, buffer),
-        What::Sync => Outgoing::new(&Request::Fsync { fid: held.fid(), data_only: false }),
+        TransferKind::Read => Outgoing::read(held.fid(), offset, buffer),
+        TransferKind::Write => Outgoing::write(held.fid(), offset, buffer),
+        TransferKind::Sync => Outgoing::new(&Request::Fsync { fid: held.fid(), data_only: false }),
     }
 }
 
 /// How many bytes a reply says were moved.
-fn moved(line: &Line, what: What, message: &Message, bytes: usize) -> Outcome<Result<usize>> {
+fn moved(connection: &Connection, what: TransferKind, message: &Message, bytes: usize) -> Outcome<Result<usize>> {
     if let Some(data) = message.data() {
         return Ok(Ok(data.len()));
     }
-    let count = line.take(message, |reply| match (what, reply) {
-        (What::Write, Reply::Write { bytes: count }) => usize::try_from(count).ok().filter(|count| *count <= bytes),
-        (What::Sync, Reply::Fsync) => Some(0),
+    let count = connection.take(message, |reply| match (what, reply) {
+        (TransferKind::Write, Reply::Write { bytes: count }) => {
+            usize::try_from(count).ok().filter(|count| *count <= bytes)
+        }
+        (TransferKind::Sync, Reply::Fsync) => Some(0),
         _ => None,
     });
     match count {
-        Err(crate::line::Fail::Errno(errno)) => Ok(Err(errno)),
+        Err(crate::connection::RequestError::Errno(errno)) => Ok(Err(errno)),
         other => other.map(Ok),
     }
 }

@@ -14,8 +14,8 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::{CachedFile, ErrorCursor};
 use crate::client::Shared;
+use crate::connection::{Outcome, Outgoing, RequestError, lock};
 use crate::inode::Inode;
-use crate::line::{Fail, Outcome, Outgoing, lock};
 use crate::options::Cache;
 use crate::session::{Held, Session};
 
@@ -82,7 +82,7 @@ impl Io {
         self.writers += usize::from(access.writes);
     }
 
-    /// Takes an open file out; answers whether it was the last.
+    /// Takes an open file out; returns whether it was the last.
     fn remove(&mut self, access: Access) -> bool {
         self.readers -= usize::from(access.reads);
         self.writers -= usize::from(access.writes);
@@ -125,14 +125,14 @@ fn open_fid(shared: &Shared, session: &Arc<Session>, inode: &Inode, flags: OFlag
         _ => None,
     })?;
     // To diod, whose fids are paths, another file may have been moved there since.
-    if qid.path == inode.path { Ok(held) } else { Err(Fail::Errno(Errno::STALE)) }
+    if qid.path == inode.path { Ok(held) } else { Err(RequestError::Errno(Errno::STALE)) }
 }
 
 /// Opens for writing: for reading as well where the server lets us, for half-written pages.
 fn open_writing(shared: &Shared, session: &Arc<Session>, inode: &Inode, truncate: OFlags) -> Outcome<OpenFid> {
     match open_fid(shared, session, inode, OFlags::RDWR | truncate) {
         Ok(held) => Ok(OpenFid { held, can_read: true }),
-        Err(Fail::Errno(Errno::ACCESS | Errno::PERM)) => {
+        Err(RequestError::Errno(Errno::ACCESS | Errno::PERM)) => {
             let held = open_fid(shared, session, inode, OFlags::WRONLY | truncate)?;
             Ok(OpenFid { held, can_read: false })
         }
@@ -212,7 +212,7 @@ impl Inode {
             is_truncated = true;
         }
         if !is_truncated {
-            let fid = io.any(session).ok_or(Fail::Errno(Errno::IO))?;
+            let fid = io.any(session).ok_or(RequestError::Errno(Errno::IO))?;
             let set = SetAttr { size: Some(0), ..SetAttr::default() };
             session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })?;
         }
@@ -221,7 +221,7 @@ impl Inode {
     }
 
     /// Adds an open file whose fid there is already: the file was just made by it.
-    pub(crate) fn made(self: &Arc<Self>, held: Arc<Held>, flags: OFlags) -> Opened {
+    pub(crate) fn add_created(self: &Arc<Self>, held: Arc<Held>, flags: OFlags) -> Opened {
         let access = Access::of(flags);
         let open = OpenFid { held, can_read: access.reads };
         let mut io = lock(&self.io);
@@ -251,10 +251,10 @@ impl Inode {
     pub(crate) fn closed(&self, access: Access) {
         let is_last = lock(&self.io).remove(access);
         if is_last {
-            self.leave_beside();
+            self.close_extra_fids();
         }
         if let Some(file) = self.cached().filter(|_| is_last) {
-            file.let_go();
+            file.release_synced();
         }
     }
 }
@@ -271,7 +271,7 @@ impl Shared {
         openable(inode.kind)?;
         let cut = inode.cached().filter(|_| flags.contains(OFlags::TRUNC)).is_some();
         let now = if cut { flags - OFlags::TRUNC } else { flags };
-        let mut opened = self.link.again(|session| inode.open(self, session, now))?;
+        let mut opened = self.link.with_retry(|session| inode.open(self, session, now))?;
         let begun = if cut { self.truncate(&inode, 0) } else { self.revalidate(&inode) };
         begun.inspect_err(|_| inode.closed(opened.access))?;
         opened.errors = inode.cached().map(|file| file.error_cursor());
@@ -288,7 +288,7 @@ impl Shared {
     ) -> Result<Handle> {
         // A new file has none. Should it have been there, its server takes them away with the first write.
         *lock(&inode.no_capabilities) = Some((Instant::now(), Errno::NODATA));
-        let mut opened = inode.made(held, flags);
+        let mut opened = inode.add_created(held, flags);
         if flags.contains(OFlags::TRUNC) && inode.cached().is_some() {
             // It was there already, and what is written behind belongs to what was before.
             self.truncate(inode, 0).inspect_err(|_| inode.closed(opened.access))?;
@@ -330,7 +330,7 @@ impl Shared {
     pub(crate) fn truncate(&self, inode: &Inode, size: u64) -> Result<()> {
         let set = SetAttr { size: Some(size), ..SetAttr::default() };
         let at_server = || {
-            self.link.again(|session| {
+            self.link.with_retry(|session| {
                 self.by_any_fid(session, inode, |fid| {
                     session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })
                 })
@@ -393,7 +393,7 @@ impl Shared {
         let end = at.offset.saturating_add(at.len.into());
         let mut done = at.offset;
         while done < end {
-            let read = self.link.again(|session| self.read_some(session, &opened.inode, done, end))?;
+            let read = self.link.with_retry(|session| self.read_some(session, &opened.inode, done, end))?;
             let mut put = 0;
             let mut ended = false;
             for (buffer, count) in &read {
@@ -426,8 +426,8 @@ impl Shared {
     ) -> Outcome<Vec<(Vec<u8>, usize)>> {
         let held = inode.reading(self, session)?;
         let bytes = usize::try_from(to - from).unwrap_or(usize::MAX);
-        let held = inode.beside(session, true, bytes).unwrap_or(held);
-        let line = held.line();
+        let held = inode.extra_fid(session, true, bytes).unwrap_or(held);
+        let connection = held.connection();
         let piece = Self::message_bytes(session) as u64;
         let starts = std::iter::successors(Some(from), |at| at.checked_add(piece)).take_while(|at| *at < to);
         let requests = starts.map(|at| {
@@ -436,10 +436,10 @@ impl Shared {
         });
         let mut read = Vec::new();
         let mut failed = None;
-        for ticket in line.send(requests.collect()) {
-            let message = ticket.wait(line).and_then(|message| match message.buffer {
+        for ticket in connection.send(requests.collect()) {
+            let message = ticket.wait(connection).and_then(|message| match message.buffer {
                 Some(buffer) if message.bytes.is_empty() => Ok((buffer, message.count)),
-                _ => line.take(&message, |_| None),
+                _ => connection.take(&message, |_| None),
             });
             match message {
                 Ok(piece) if failed.is_none() => read.push(piece),
@@ -477,7 +477,7 @@ impl Shared {
         let mut done = 0;
         while done < data.len() {
             let offset = at.offset + done as u64;
-            match self.link.again(|session| self.write_some(session, inode, offset, &data[done..])) {
+            match self.link.with_retry(|session| self.write_some(session, inode, offset, &data[done..])) {
                 Ok(0) if done == 0 => return Err(Errno::IO),
                 Ok(0) => break,
                 Ok(count) => done += count,
@@ -493,11 +493,11 @@ impl Shared {
         Ok(done)
     }
 
-    /// Writes by several messages at a time; answers how much was written from the beginning on.
+    /// Writes by several messages at a time; returns how much was written from the beginning on.
     fn write_some(&self, session: &Arc<Session>, inode: &Arc<Inode>, offset: u64, data: &[u8]) -> Outcome<usize> {
         let held = inode.writing(self, session)?;
-        let held = inode.beside(session, false, data.len()).unwrap_or(held);
-        let line = held.line();
+        let held = inode.extra_fid(session, false, data.len()).unwrap_or(held);
+        let connection = held.connection();
         lock(&inode.io).unsynced.get_or_insert(session.serial);
         let pieces = data.chunks(Self::message_bytes(session));
         let lengths: Vec<usize> = pieces.clone().map(<[u8]>::len).collect();
@@ -508,9 +508,9 @@ impl Shared {
             request
         });
         let (mut done, mut failed, mut goes_on) = (0, None, true);
-        for (ticket, length) in line.send(requests.collect()).into_iter().zip(lengths) {
-            let count = ticket.wait(line).and_then(|message| {
-                line.take(&message, |reply| match reply {
+        for (ticket, length) in connection.send(requests.collect()).into_iter().zip(lengths) {
+            let count = ticket.wait(connection).and_then(|message| {
+                connection.take(&message, |reply| match reply {
                     Reply::Write { bytes } => usize::try_from(bytes).ok().filter(|count| *count <= length),
                     _ => None,
                 })
@@ -549,7 +549,7 @@ impl Shared {
     /// nobody can tell.
     pub(crate) fn sync(&self, inode: &Inode, data_only: bool) -> Result<()> {
         let unsynced = lock(&inode.io).unsynced.take();
-        let outcome = self.link.again(|session| {
+        let outcome = self.link.with_retry(|session| {
             let held = inode.open_fid(self, session)?;
             session.tell(&Request::Fsync { fid: held.fid(), data_only })?;
             Ok(session.serial)
@@ -571,7 +571,7 @@ impl Shared {
     /// Makes the names in a directory durable.
     pub(crate) fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<()> {
         let dir = self.dirs.get(cx.session, ino, handle)?;
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let fid = dir.fid(self, session)?;
             session.tell(&Request::Fsync { fid: fid.fid(), data_only })
         })
@@ -594,8 +594,8 @@ impl Shared {
 
     /// Makes durable what was written to a file, which is opened for that if nobody has it open.
     fn sync_written(&self, inode: &Arc<Inode>) -> Result<()> {
-        let ready = self.link.again(|session| match inode.open_fid(self, session) {
-            Err(Fail::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),
+        let ready = self.link.with_retry(|session| match inode.open_fid(self, session) {
+            Err(RequestError::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),
             other => other,
         });
         let outcome = match ready {

@@ -1,4 +1,4 @@
-//! The contract, as calls of the parts.
+//! The implementation of `FileSystem`.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ impl FileSystem for Client {
 
     fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let inode = self.shared.inodes.get(ino)?;
-        self.shared.link.again(|session| {
+        self.shared.link.with_retry(|session| {
             self.shared.by_any_fid(session, &inode, |fid| {
                 session.ask(&Request::Readlink { fid: fid.fid() }, |reply| match reply {
                     Reply::Readlink { target } => Some(target.to_vec()),

@@ -1,4 +1,4 @@
-//! What is known of the server's files, by the numbers that are given out for them.
+//! The inode table.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,16 +9,16 @@ use ferry_vfs::{Attr, Errno, FileType, Ino, NameBuf, Result, Timespec};
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Step, Steps, WALK_NAMES_MAX};
 use ferry_wire::ninep::{Reply, Request};
 
-use crate::beside::Beside;
 use crate::cache::CachedFile;
 use crate::client::{WANTED, attributes};
+use crate::connection::{Outcome, RequestError, lock};
+use crate::extra_connections::ExtraFids;
 use crate::file::Io;
-use crate::line::{Fail, Outcome, lock};
 use crate::locks::OwnLocks;
 use crate::options::Options;
 use crate::session::{Held, Session};
 
-/// How deep in the tree a file is looked for anew: deeper than any path that Linux takes in one call.
+/// How deep in the tree a file is looked for again: deeper than any path that Linux takes in one call.
 const DEPTH_MAX: usize = 4096;
 
 /// Files that are kept only to be made durable by the next sync of everything: each takes about 1 KiB.
@@ -53,7 +53,7 @@ impl Key {
 
 /// What tells a file from a later one of the same number: numbers of files that are gone are used again.
 #[derive(Clone, Copy, Debug, Default)]
-struct Born {
+struct BirthStamp {
     /// None where the server does not tell.
     time: Option<Timespec>,
     /// 0 where the server does not tell.
@@ -63,7 +63,7 @@ struct Born {
     serial: u64,
 }
 
-impl Born {
+impl BirthStamp {
     fn of(found: &Getattr, serial: u64) -> Self {
         Self { time: found.attr.btime, generation: found.generation, serial }
     }
@@ -95,9 +95,9 @@ pub(crate) struct Inode {
     /// How it was found last; none for the root.
     place: Mutex<Option<Place>>,
     fid: Mutex<Option<Arc<Held>>>,
-    born: Mutex<Born>,
+    born: Mutex<BirthStamp>,
     pub(crate) io: Mutex<Io>,
-    pub(crate) beside: Mutex<Beside>,
+    pub(crate) beside: Mutex<ExtraFids>,
     pub(crate) locks: Mutex<OwnLocks>,
     pub(crate) cached: OnceLock<Arc<CachedFile>>,
     /// What the file was like when what is kept of its data was asked for.
@@ -178,13 +178,13 @@ impl Inode {
             return Ok(Arc::clone(fid));
         }
         let found = self.find(session, options.uid, options)?;
-        self.recognize(session, &found)?;
+        self.verify_same_file(session, &found)?;
         *fid = Some(Arc::clone(&found));
         Ok(found)
     }
 
     /// Makes sure that what a new connection has in its place is this file.
-    fn recognize(&self, session: &Session, held: &Held) -> Outcome<()> {
+    fn verify_same_file(&self, session: &Session, held: &Held) -> Outcome<()> {
         let born = *lock(&self.born);
         let is_told = born.time.is_some() || born.generation != 0;
         if self.ino == Ino::ROOT || born.serial == session.serial || !is_told {
@@ -195,23 +195,23 @@ impl Inode {
             return Ok(());
         }
         tracing::warn!("the 9P server has another file in the place of one that was open");
-        Err(Fail::Errno(Errno::STALE))
+        Err(RequestError::Errno(Errno::STALE))
     }
 
     /// Whether these attributes, which a session has for a file of this number, are of this file; notes them if so.
     fn is_born(&self, found: &Getattr, serial: u64) -> bool {
-        let now = Born::of(found, serial);
+        let now = BirthStamp::of(found, serial);
         let mut born = lock(&self.born);
         let is_same = born.is_of_same_file(&now);
         if is_same {
             let serial = serial.max(born.serial);
-            *born = Born { time: now.time.or(born.time), serial, ..now };
+            *born = BirthStamp { time: now.time.or(born.time), serial, ..now };
         }
         is_same
     }
 
     /// Notes attributes that were asked for by a fid of this file.
-    pub(crate) fn saw(&self, found: &Getattr) {
+    pub(crate) fn record_attr(&self, found: &Getattr) {
         let mut born = lock(&self.born);
         born.time = found.attr.btime.or(born.time);
         drop(born);
@@ -231,13 +231,13 @@ impl Inode {
             (at, path) = (next, Some(qid.path));
         }
         if path != Some(self.path) {
-            return Err(Fail::Errno(Errno::STALE));
+            return Err(RequestError::Errno(Errno::STALE));
         }
         Ok(at)
     }
 }
 
-/// Walks along a few names; answers what is at their end.
+/// Walks along a few names; returns what is at their end.
 pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(Arc<Held>, Qid)> {
     let mut buffer = Vec::new();
     let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
@@ -247,7 +247,7 @@ pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(A
         Ok(Some(qid)) => Ok((Held::new(session, new_fid), qid)),
         Ok(None) => {
             session.free_fid(new_fid);
-            Err(Fail::Errno(Errno::NOENT))
+            Err(RequestError::Errno(Errno::NOENT))
         }
         Err(fail) => {
             session.free_fid(new_fid);
@@ -266,7 +266,7 @@ pub(crate) fn walked(steps: usize) -> impl FnOnce(Reply<'_>) -> Option<Option<Qi
 }
 
 #[derive(Debug)]
-struct Known {
+struct InodeEntry {
     inode: Arc<Inode>,
     key: Key,
     references: u64,
@@ -274,7 +274,7 @@ struct Known {
 
 #[derive(Debug, Default)]
 struct Tables {
-    inodes: HashMap<Ino, Known>,
+    inodes: HashMap<Ino, InodeEntry>,
     by_key: HashMap<Key, Ino>,
     next: u64,
     /// How many nobody refers to, which are there to be made durable.
@@ -284,7 +284,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn remove(&mut self, ino: Ino) -> Option<Known> {
+    fn remove(&mut self, ino: Ino) -> Option<InodeEntry> {
         let known = self.inodes.remove(&ino)?;
         if self.by_key.get(&known.key) == Some(&ino) {
             self.by_key.remove(&known.key);
@@ -322,7 +322,13 @@ impl Inodes {
     }
 
     /// Counts a reference to what was found in a place, in a session.
-    pub(crate) fn refer(&self, found: &Getattr, serial: u64, place: Place, fid: Arc<Held>) -> Result<Arc<Inode>> {
+    pub(crate) fn add_reference(
+        &self,
+        found: &Getattr,
+        serial: u64,
+        place: Place,
+        fid: Arc<Held>,
+    ) -> Result<Arc<Inode>> {
         let key = Key::of(found)?;
         if key.path == self.root.path && key.kind == FileType::Directory.as_raw_mode() {
             return Ok(Arc::clone(&self.root));
@@ -335,8 +341,8 @@ impl Inodes {
             *next += 1;
             let kind = FileType::from_raw_mode(key.kind);
             let inode = Inode::new(ino, key.path, kind, Some(place), Some(fid));
-            *lock(&inode.born) = Born::of(found, serial);
-            inodes.insert(ino, Known { inode: Arc::clone(&inode), key, references: 1 });
+            *lock(&inode.born) = BirthStamp::of(found, serial);
+            inodes.insert(ino, InodeEntry { inode: Arc::clone(&inode), key, references: 1 });
             // An earlier file of this number is found by its own number until it is forgotten.
             by_key.insert(key, ino);
             return Ok(inode);
@@ -352,7 +358,7 @@ impl Inodes {
         Ok(inode)
     }
 
-    /// Has all files looked for anew where they are now.
+    /// Has all files looked for again where they are now.
     pub(crate) fn drop_fids(&self) {
         for inode in self.all() {
             let fid = lock(&inode.fid).take();
@@ -400,7 +406,7 @@ impl Inodes {
 
     /// Files that nobody refers to need not stay when they are durable.
     pub(crate) fn drop_synced(&self) {
-        let is_left = |known: &&Known| known.references == 0;
+        let is_left = |known: &&InodeEntry| known.references == 0;
         let left: Vec<Arc<Inode>> = {
             let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
             tables.inodes.values().filter(is_left).map(|known| Arc::clone(&known.inode)).collect()

@@ -3,17 +3,17 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use ferry_remote::{Client, Options, Tcp};
+//! use ferry_9p_client::{Client, Options, Tcp};
 //!
 //! let server = Tcp { host: "files.example".into(), port: 564 };
 //! let source = Client::connect(Arc::new(server), Options::default())?;
 //! // From here on it is a `ferry_vfs::FileSystem` as any other.
-//! # Ok::<(), ferry_remote::Error>(())
+//! # Ok::<(), ferry_9p_client::Error>(())
 //! ```
 //!
 //! # How it is put together
 //!
-//! * `transport`: how a server is reached; `line`: one connection, requests out and replies in; `session`: what Tversion
+//! * `transport`: how a server is reached; `connection`: one connection, requests out and replies in; `session`: what Tversion
 //!   begins on it, users and fids; `link`: the way to the server, which outlives connections;
 //! * `inode`: files, each with its fid and the place where it was found; `file`, `names`, `listing`, `xattr`, `locks`: the
 //!   requests;
@@ -21,11 +21,11 @@
 //!
 //! # When the connection is lost
 //!
-//! It is made anew, however long that takes, and requests wait for it for [`Options::patience`]. Fids are found again by
-//! the names that led to them, and must be the same file (`ESTALE` else); open files are opened again, locks taken again.
-//! Requests that were under way are made again if that comes to the same; where it does not (making, linking, renaming,
-//! removing) whoever asked gets `EIO`, for nobody knows whether it was done. A write that no fsync was answered for may be
-//! lost together with the server: the next fsync says so.
+//! It is made again, however long that takes, and requests wait for it for [`Options::patience`]. Fids are found again
+//! by the names that led to them, and must be the same file (`ESTALE` else); open files are opened again, locks taken
+//! again. Requests that were under way are made again if that comes to the same; where it does not (making, linking,
+//! renaming, removing) whoever asked gets `EIO`, for nobody knows whether it was done. A write that no fsync was
+//! answered for may be lost together with the server: the next fsync says so.
 //!
 //! # Whom it trusts
 //!
@@ -34,15 +34,15 @@
 //! ([`Options::uid`]), but for new files, which are made as whoever makes them.
 #![forbid(unsafe_code)]
 
-mod beside;
 pub mod cache;
 mod client;
+mod connection;
 mod connector;
 mod data;
+mod extra_connections;
 mod file;
 mod fs;
 mod inode;
-mod line;
 mod link;
 mod listing;
 mod locks;
@@ -83,7 +83,7 @@ pub struct Usage {
     pub messages: u64,
     /// The most requests that were under way at a time.
     pub in_flight_max: usize,
-    /// Connections, also while they are being made anew.
+    /// Connections, also while they are being made again.
     pub connections: usize,
     /// Files that are referred to.
     pub inodes: usize,
@@ -112,8 +112,8 @@ impl Client {
     ///
     /// # Errors
     /// The server's.
-    pub fn see_root(&self) -> ferry_vfs::Result<()> {
-        self.shared.see_root()
+    pub fn refresh_root(&self) -> ferry_vfs::Result<()> {
+        self.shared.refresh_root()
     }
 
     /// The same by a thread that is there already: it makes all connections, this one and those that take its place.

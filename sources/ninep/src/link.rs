@@ -1,4 +1,4 @@
-//! The way to the server, which outlives its connections.
+//! The link to the server. It survives its connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::{Errno, Result};
 
-use crate::line::{Counts, Fail, Outcome, lock};
+use crate::connection::{Counts, Outcome, RequestError, lock};
 use crate::options::{Error, Options};
 use crate::session::Session;
 use crate::transport::Transport;
 
-/// A server that is started anew is back at once, mostly.
+/// A server that is started again is back at once, mostly.
 const BACK_OFF_MIN: Duration = Duration::from_millis(20);
 /// Nobody waits much longer than needed, and a server that is away for a day is asked 40,000 times.
 const BACK_OFF_MAX: Duration = Duration::from_secs(2);
@@ -64,7 +64,7 @@ impl Link {
                 return Err(Errno::IO);
             }
             let Some(since) = session.broken_since() else { return Ok(Arc::clone(&session)) };
-            self.ring();
+            self.wake_keeper();
             let left = until.min(since + self.options.patience).saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Errno::IO);
@@ -77,25 +77,29 @@ impl Link {
     ///
     /// # Errors
     /// Those of the server, and `IO` where it is not known whether the thing was done, or where the server stays away.
-    pub(crate) fn again<T>(&self, act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
-        self.again_until(Instant::now() + self.options.patience, act)
+    pub(crate) fn with_retry<T>(&self, act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
+        self.with_retry_until(Instant::now() + self.options.patience, act)
     }
 
     /// The same, until then.
-    pub(crate) fn again_until<T>(&self, until: Instant, mut act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
+    pub(crate) fn with_retry_until<T>(
+        &self,
+        until: Instant,
+        mut act: impl FnMut(&Arc<Session>) -> Outcome<T>,
+    ) -> Result<T> {
         loop {
             let session = self.session(until)?;
             match act(&session) {
                 Ok(done) => return Ok(done),
-                Err(Fail::Errno(errno)) => return Err(errno),
-                Err(Fail::Lost { harmless: true }) if Instant::now() < until => {}
-                Err(Fail::Lost { .. }) => return Err(Errno::IO),
+                Err(RequestError::Errno(errno)) => return Err(errno),
+                Err(RequestError::Lost { harmless: true }) if Instant::now() < until => {}
+                Err(RequestError::Lost { .. }) => return Err(Errno::IO),
             }
         }
     }
 
-    /// Connects anew, for as long as it takes; `restore` is called before others get to use the session.
-    pub(crate) fn revive(&self, restore: impl Fn(&Arc<Session>)) {
+    /// Connects again, for as long as it takes; `restore` is called before others get to use the session.
+    pub(crate) fn reconnect(&self, restore: impl Fn(&Arc<Session>)) {
         let broken = self.current();
         let why = broken.why_broken().unwrap_or_default();
         tracing::warn!("the connection to the 9P server at {} is lost: {why}", self.address());
@@ -127,7 +131,7 @@ impl Link {
     }
 
     /// The keeper is to look.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake_keeper(&self) {
         *lock(&self.bell.0) = true;
         self.bell.1.notify_all();
     }
@@ -160,6 +164,6 @@ impl Link {
         session.fail("the client has ended it");
         self.changed.notify_all();
         drop(session);
-        self.ring();
+        self.wake_keeper();
     }
 }

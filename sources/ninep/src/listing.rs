@@ -9,9 +9,9 @@ use ferry_vfs::{
 use ferry_wire::ninep::{DirEntries, QidKind, Reply, Request};
 
 use crate::client::Shared;
+use crate::connection::{Outcome, RequestError, lock};
 use crate::file::HEAD_BYTES;
 use crate::inode::{Inode, now_in_changes};
-use crate::line::{Fail, Outcome, lock};
 use crate::session::{Held, Session};
 
 /// The most bytes of names that one message brings.
@@ -30,12 +30,12 @@ struct Item {
     next: u64,
     kind: FileType,
     name: Box<[u8]>,
-    looked: Looked,
+    looked: LookupState,
 }
 
 /// What is known of a name beyond the listing.
 #[derive(Debug)]
-enum Looked {
+enum LookupState {
     NotYet,
     /// With a reference, and the time when it was looked up.
     Found(Entry, u64),
@@ -60,7 +60,7 @@ struct Listing {
 }
 
 /// What a message has brought.
-struct Listed {
+struct ListedBatch {
     items: VecDeque<Item>,
     /// Where to go on; none at the end.
     next: Option<u64>,
@@ -103,7 +103,7 @@ impl Shared {
     pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
         let inode = self.inodes.dir(ino)?;
         let dir = OpenDir { inode, fid: Mutex::default(), listing: Mutex::default() };
-        self.link.again(|session| dir.fid(self, session))?;
+        self.link.with_retry(|session| dir.fid(self, session))?;
         self.dirs.insert(cx.session, ino, dir)
     }
 
@@ -116,7 +116,7 @@ impl Shared {
     /// Gives back what nobody was told of.
     fn forget_listing(&self, listing: &mut Listing) {
         for item in listing.items.drain(..) {
-            if let Looked::Found(entry, _) = item.looked {
+            if let LookupState::Found(entry, _) = item.looked {
                 self.inodes.forget(entry.ino, 1);
             }
         }
@@ -132,7 +132,7 @@ impl Shared {
 
     /// What was found under a name, unless this client has changed it since: then its attributes are others.
     fn unchanged<'a>(&self, item: &'a Item) -> Option<&'a Entry> {
-        let Looked::Found(entry, time) = &item.looked else { return None };
+        let LookupState::Found(entry, time) = &item.looked else { return None };
         let is_unchanged = self.inodes.get(entry.ino).is_ok_and(|inode| inode.is_unchanged_since(*time));
         Some(entry).filter(|_| is_unchanged)
     }
@@ -157,7 +157,7 @@ impl Shared {
                 }
                 vain += 1;
                 listing.time = now_in_changes();
-                let listed = self.link.again(|session| self.list(session, &dir, &listing))?;
+                let listed = self.link.with_retry(|session| self.list(session, &dir, &listing))?;
                 (listing.items, listing.is_end) = (listed.items, listed.next.is_none());
                 if listing.items.is_empty() {
                     listing.at = listed.next.unwrap_or(listing.at);
@@ -169,7 +169,7 @@ impl Shared {
             }
             let Some(item) = listing.items.front() else { continue };
             let mut is_handed_over = false;
-            if !matches!(item.looked, Looked::Gone) {
+            if !matches!(item.looked, LookupState::Gone) {
                 if !out.fits(&item.name) {
                     return Ok(());
                 }
@@ -184,7 +184,7 @@ impl Shared {
             }
             if let Some(item) = listing.items.pop_front() {
                 listing.at = item.next;
-                if let (Looked::Found(entry, _), false) = (item.looked, is_handed_over) {
+                if let (LookupState::Found(entry, _), false) = (item.looked, is_handed_over) {
                     self.inodes.forget(entry.ino, 1);
                 }
             }
@@ -192,7 +192,7 @@ impl Shared {
     }
 
     /// Asks for names from an offset on.
-    fn list(&self, session: &Arc<Session>, dir: &OpenDir, listing: &Listing) -> Outcome<Listed> {
+    fn list(&self, session: &Arc<Session>, dir: &OpenDir, listing: &Listing) -> Outcome<ListedBatch> {
         let (fid, offset) = (dir.fid(self, session)?, listing.at);
         let bytes_max = if listing.is_changing { LISTING_BYTES_CHANGING } else { LISTING_BYTES };
         let bytes_max = session.msize().saturating_sub(HEAD_BYTES).min(bytes_max);
@@ -212,9 +212,9 @@ impl Shared {
                     next: entry.next,
                     kind: kind_of(entry.qid.kind, entry.kind),
                     name: entry.name.into(),
-                    looked: if matches!(entry.name, b"." | b"..") { Looked::Unknown } else { Looked::NotYet },
+                    looked: if matches!(entry.name, b"." | b"..") { LookupState::Unknown } else { LookupState::NotYet },
                 });
-                Some(Listed { items: items.collect(), next })
+                Some(ListedBatch { items: items.collect(), next })
             }
             _ => None,
         })
@@ -222,27 +222,27 @@ impl Shared {
 
     /// Looks the next names up, many at a time, if the first was not yet.
     fn look_up_next(&self, dir: &Arc<Inode>, listing: &mut Listing) -> Result<()> {
-        if !matches!(listing.items.front(), Some(Item { looked: Looked::NotYet, .. })) {
+        if !matches!(listing.items.front(), Some(Item { looked: LookupState::NotYet, .. })) {
             return Ok(());
         }
-        let next = listing.items.iter_mut().filter(|item| matches!(item.looked, Looked::NotYet)).take(BATCH);
+        let next = listing.items.iter_mut().filter(|item| matches!(item.looked, LookupState::NotYet)).take(BATCH);
         let mut next: Vec<&mut Item> = next.collect();
         let names = next.iter().map(|item| Name::new(&item.name).map(Name::to_buf));
         let names: Vec<NameBuf> = names.collect::<Result<_>>()?;
         let time = now_in_changes();
-        let found = self.link.again(|session| {
+        let found = self.link.with_retry(|session| {
             let found = self.find_all(session, dir, &names)?;
-            if found.iter().any(|found| matches!(found, Err(Fail::Lost { .. }))) {
+            if found.iter().any(|found| matches!(found, Err(RequestError::Lost { .. }))) {
                 found.into_iter().flatten().for_each(|entry| self.inodes.forget(entry.ino, 1));
-                return Err(Fail::Lost { harmless: true });
+                return Err(RequestError::Lost { harmless: true });
             }
             Ok(found)
         })?;
         for (item, found) in next.iter_mut().zip(found) {
             item.looked = match found {
-                Ok(entry) => Looked::Found(entry, time),
-                Err(Fail::Errno(Errno::NOENT)) => Looked::Gone,
-                Err(_) => Looked::Unknown,
+                Ok(entry) => LookupState::Found(entry, time),
+                Err(RequestError::Errno(Errno::NOENT)) => LookupState::Gone,
+                Err(_) => LookupState::Unknown,
             };
         }
         Ok(())

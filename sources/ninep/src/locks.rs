@@ -14,9 +14,9 @@ use ferry_vfs::{
 use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 use crate::client::Shared;
+use crate::connection::{Answer, Connection, Outcome, Outgoing, RequestError, Wake, lock};
 use crate::file::Opened;
 use crate::inode::Inode;
-use crate::line::{Answer, Fail, Line, Outcome, Outgoing, Wake, lock};
 use crate::options::Cache;
 use crate::session::Session;
 
@@ -35,7 +35,7 @@ const WAITS_MAX: usize = 16_384;
 /// The locks that this client's owners have on one file.
 #[derive(Debug, Default)]
 pub(crate) struct OwnLocks {
-    owners: HashMap<LockOwner, Owned>,
+    owners: HashMap<LockOwner, OwnedRanges>,
     /// Their ranges, which count among all.
     ranges: usize,
     all: Arc<AtomicUsize>,
@@ -45,7 +45,7 @@ pub(crate) struct OwnLocks {
 type Ranges = BTreeMap<u64, (LockKind, u64)>;
 
 #[derive(Debug)]
-struct Owned {
+struct OwnedRanges {
     /// The process as the server was told it; an owner keeps it, for to the server it is part of who he is.
     pid: u32,
     ranges: Ranges,
@@ -67,7 +67,7 @@ impl OwnLocks {
         if self.owners.is_empty() {
             self.all = Arc::clone(all);
         }
-        let owned = self.owners.entry(new.owner).or_insert(Owned { pid: new.pid, ranges: Ranges::new() });
+        let owned = self.owners.entry(new.owner).or_insert(OwnedRanges { pid: new.pid, ranges: Ranges::new() });
         let before = owned.ranges.len();
         set(&mut owned.ranges, new);
         let after = owned.ranges.len();
@@ -84,7 +84,7 @@ impl OwnLocks {
     }
 
     fn all(&self) -> Vec<Lock> {
-        let of = |(owner, owned): (&LockOwner, &Owned)| {
+        let of = |(owner, owned): (&LockOwner, &OwnedRanges)| {
             let (owner, pid) = (*owner, owned.pid);
             let lock = move |(&start, &(kind, end)): (&_, &_)| Lock { kind, owner, start, end, pid, flock: false };
             owned.ranges.iter().map(lock).collect::<Vec<_>>()
@@ -143,7 +143,7 @@ struct WaitState {
 #[derive(Debug)]
 enum Stage {
     /// The server has it.
-    Sent(Arc<Line>, Tag),
+    Sent(Arc<Connection>, Tag),
     /// The server was told to forget it.
     GivenUp,
     /// It is to be sent then.
@@ -160,7 +160,7 @@ impl WaitState {
 
 /// The requests that wait, and what owners are called.
 #[derive(Debug, Default)]
-pub(crate) struct Parked {
+pub(crate) struct ParkedLocks {
     waits: Mutex<Vec<Arc<Wait>>>,
     /// Ranges that owners have in all files.
     ranges: Arc<AtomicUsize>,
@@ -168,7 +168,7 @@ pub(crate) struct Parked {
     names: RandomState,
 }
 
-impl Parked {
+impl ParkedLocks {
     /// Whether nobody waits.
     pub(crate) fn is_empty(&self) -> bool {
         lock(&self.waits).is_empty()
@@ -197,10 +197,10 @@ impl Parked {
 impl Inode {
     /// Others see what was written before they get the lock. What they write then must not be undone by what is kept here
     /// for a restart of the server.
-    fn let_go(&self) {
+    fn release_synced(&self) {
         if let Some(file) = self.cached() {
             file.write_out();
-            file.let_go();
+            file.release_synced();
         }
     }
 }
@@ -210,7 +210,7 @@ impl Shared {
     /// kernels of its own clients, which ask for the file's length and time before they read on.
     fn forget_clean(&self, inode: &Inode) {
         let Some(file) = inode.cached() else { return };
-        inode.let_go();
+        inode.release_synced();
         file.invalidate(0..u64::MAX);
         if self.link.options.cache == Cache::Auto {
             let ino = inode.ino;
@@ -238,8 +238,8 @@ impl Shared {
                 lock(&inode.locks).set(wanted, &self.parked.ranges);
                 Ok(())
             }
-            LockStatus::Blocked | LockStatus::Grace => Err(Fail::Errno(Errno::AGAIN)),
-            LockStatus::Error => Err(Fail::Errno(Errno::NOLCK)),
+            LockStatus::Blocked | LockStatus::Grace => Err(RequestError::Errno(Errno::AGAIN)),
+            LockStatus::Error => Err(RequestError::Errno(Errno::NOLCK)),
         }
     }
 
@@ -275,9 +275,9 @@ impl Shared {
             return Err(Errno::NOLCK);
         }
         if wanted.kind == LockKind::Unlock {
-            opened.inode.let_go();
+            opened.inode.release_synced();
         }
-        let outcome = self.link.again(|session| self.lock_now(session, &opened.inode, wanted, false));
+        let outcome = self.link.with_retry(|session| self.lock_now(session, &opened.inode, wanted, false));
         if outcome.is_ok() && wanted.kind != LockKind::Unlock {
             self.forget_clean(&opened.inode);
         }
@@ -292,7 +292,7 @@ impl Shared {
                 lock(&self.parked.waits).push(Arc::clone(&wait));
                 self.send_wait(&wait);
                 // The keeper looks more often now.
-                self.link.ring();
+                self.link.wake_keeper();
                 Ok(LockOutcome::Waiting)
             }
             (outcome, wait) => {
@@ -308,25 +308,25 @@ impl Shared {
         let inode = &wait.opened.inode;
         let fid = match inode.open_fid(self, &session) {
             Ok(fid) => fid,
-            Err(Fail::Lost { .. }) => {
+            Err(RequestError::Lost { .. }) => {
                 lock(&wait.state).stage = Stage::Again(Instant::now());
                 return;
             }
-            Err(Fail::Errno(errno)) => return self.end_wait(wait, Err(errno)),
+            Err(RequestError::Errno(errno)) => return self.end_wait(wait, Err(errno)),
         };
         let client = self.parked.name(wait.lock.owner);
         let request = self.lock_request(inode, &wait.lock, &client);
         let request = Outgoing::new(&Request::Lock { fid: fid.fid(), lock: request, wait: true, reclaim: false });
-        let (shared, other, line) = (Arc::downgrade(self), Arc::clone(wait), Arc::clone(&session.line));
+        let (shared, other, connection) = (Arc::downgrade(self), Arc::clone(wait), Arc::clone(&session.connection));
         let wake = Wake::call(move |answer| {
             if let Some(shared) = Weak::upgrade(&shared) {
-                shared.wait_answered(&other, &line, answer);
+                shared.wait_answered(&other, &connection, answer);
             }
         });
         // Held until the tag is noted: the answer may come before.
         let mut state = lock(&wait.state);
         match session.park(request, wake) {
-            Ok(tag) if tag != Tag::NONE => state.stage = Stage::Sent(Arc::clone(&session.line), tag),
+            Ok(tag) if tag != Tag::NONE => state.stage = Stage::Sent(Arc::clone(&session.connection), tag),
             Ok(_) => state.stage = Stage::Again(Instant::now()),
             Err(errno) => {
                 drop(state);
@@ -336,12 +336,12 @@ impl Shared {
     }
 
     /// The server has answered; on its connection's reader, so that nothing here may ask it for anything.
-    fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, line: &Line, answer: Answer) {
+    fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: Answer) {
         let outcome = match answer {
-            Answer::Lost { .. } => Err(Fail::Lost { harmless: true }),
-            Answer::Message(message) if message.is_flushed => Err(Fail::Errno(Errno::INTR)),
+            Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
+            Answer::Message(message) if message.is_flushed => Err(RequestError::Errno(Errno::INTR)),
             Answer::Message(message) => {
-                line.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
+                connection.take(&message, |reply| if let Reply::Lock(status) = reply { Some(status) } else { None })
             }
         };
         let (shared, wait) = (Arc::clone(self), Arc::clone(wait));
@@ -352,10 +352,10 @@ impl Shared {
                 lock(&wait.state).stage = Stage::Again(Instant::now() + ASK_AGAIN);
             }
             Ok(LockStatus::Error) => shared.end_wait(&wait, Err(Errno::NOLCK)),
-            Err(Fail::Errno(errno)) => shared.end_wait(&wait, Err(errno)),
-            Err(Fail::Lost { .. }) => {
+            Err(RequestError::Errno(errno)) => shared.end_wait(&wait, Err(errno)),
+            Err(RequestError::Lost { .. }) => {
                 lock(&wait.state).stage = Stage::Again(Instant::now());
-                shared.link.ring();
+                shared.link.wake_keeper();
             }
         });
         if let Err(error) = told {
@@ -379,7 +379,7 @@ impl Shared {
             Some(waiter) => waiter.wake(outcome),
             None if outcome.is_ok() => {
                 let unlock = Lock { kind: LockKind::Unlock, ..wait.lock };
-                let given = self.link.again(|session| self.lock_now(session, &wait.opened.inode, &unlock, false));
+                let given = self.link.with_retry(|session| self.lock_now(session, &wait.opened.inode, &unlock, false));
                 if let Err(errno) = given {
                     tracing::debug!("a lock that nobody wants cannot be given back: {errno}");
                 }
@@ -389,14 +389,14 @@ impl Shared {
     }
 
     /// What the keeper does about those who wait.
-    pub(crate) fn look_after_locks(self: &Arc<Self>) {
+    pub(crate) fn check_blocked_locks(self: &Arc<Self>) {
         let waits: Vec<Arc<Wait>> = lock(&self.parked.waits).clone();
         for wait in waits {
             let mut state = lock(&wait.state);
             let is_wanted = state.is_wanted();
             match &state.stage {
-                Stage::Sent(line, tag) if !is_wanted => {
-                    line.give_up(*tag);
+                Stage::Sent(connection, tag) if !is_wanted => {
+                    connection.give_up(*tag);
                     state.stage = Stage::GivenUp;
                 }
                 Stage::Again(_) if !is_wanted => {
@@ -419,7 +419,7 @@ impl Shared {
             return Err(Errno::NOSYS);
         }
         let (client, prefix) = (self.parked.name(wanted.owner), self.parked.prefix());
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let fid = opened.inode.open_fid(self, session)?;
             let request = self.lock_request(&opened.inode, wanted, &client);
             session.ask(&Request::Getlock { fid: fid.fid(), lock: request }, |reply| match reply {
@@ -440,10 +440,10 @@ impl Shared {
         if !lock(&inode.locks).has(owner) {
             return Ok(());
         }
-        inode.let_go();
+        inode.release_synced();
         let end = i64::MAX.unsigned_abs();
         let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end, pid: 0, flock: false };
-        self.link.again(|session| self.lock_now(session, inode, &unlock, false))
+        self.link.with_retry(|session| self.lock_now(session, inode, &unlock, false))
     }
 
     /// A handle ends, and with it the locks and waits that came by it.
@@ -459,13 +459,13 @@ impl Shared {
 
     /// Takes the locks again that were had by an earlier connection. Where one cannot be had, whoever has the file open
     /// gets `EIO` from now on: he must not go on as if nobody else had changed it.
-    pub(crate) fn take_locks_again(&self, session: &Arc<Session>) {
+    pub(crate) fn reacquire_locks(&self, session: &Arc<Session>) {
         for inode in self.inodes.all() {
             let locks = lock(&inode.locks).all();
             let taken = locks.iter().try_for_each(|wanted| self.lock_now(session, &inode, wanted, true));
             match taken {
-                Ok(()) | Err(Fail::Lost { .. }) => {}
-                Err(Fail::Errno(errno)) => {
+                Ok(()) | Err(RequestError::Lost { .. }) => {}
+                Err(RequestError::Errno(errno)) => {
                     tracing::error!("a lock was lost together with the connection to the 9P server: {errno}");
                     *lock(&inode.locks) = OwnLocks::default();
                     lock(&inode.io).lost_locks = true;

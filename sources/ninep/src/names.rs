@@ -8,8 +8,8 @@ use ferry_vfs::{
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
 use crate::client::{Shared, WANTED, attributes};
+use crate::connection::{Outcome, Outgoing, RequestError, lock};
 use crate::inode::{Inode, Place, walk, walked};
-use crate::line::{Fail, Outcome, Outgoing, lock};
 use crate::session::{Held, Session};
 
 /// Permission bits.
@@ -27,7 +27,7 @@ struct Step1 {
 impl Shared {
     pub(crate) fn lookup(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
-        self.link.again(|session| self.find(session, &dir, name))
+        self.link.with_retry(|session| self.find(session, &dir, name))
     }
 
     pub(crate) fn lookup_parent(&self, dir: Ino) -> Result<Entry> {
@@ -37,14 +37,14 @@ impl Shared {
         };
         match parent.place() {
             None => Ok(Entry::new(Ino::ROOT, self.getattr_of(&parent)?)),
-            Some(Place { dir, name }) => self.link.again(|session| self.find(session, &dir, name.as_name())),
+            Some(Place { dir, name }) => self.link.with_retry(|session| self.find(session, &dir, name.as_name())),
         }
     }
 
     /// Finds one name.
     pub(crate) fn find(&self, session: &Arc<Session>, dir: &Arc<Inode>, name: Name<'_>) -> Outcome<Entry> {
         let found = self.find_all(session, dir, &[name.to_buf()])?.pop();
-        found.unwrap_or(Err(Fail::Errno(Errno::IO)))
+        found.unwrap_or(Err(RequestError::Errno(Errno::IO)))
     }
 
     /// Finds names in a directory by messages that do not wait for each other. Each that is found has a reference.
@@ -62,11 +62,11 @@ impl Shared {
                 Ok(Some((qid, Some(found)))) if qid.path == found.qid.path => found,
                 Ok(Some(_)) => {
                     drop(Held::new(session, step.fid));
-                    return Err(Fail::Errno(Errno::IO));
+                    return Err(RequestError::Errno(Errno::IO));
                 }
                 Ok(None) => {
                     session.free_fid(step.fid);
-                    return Err(Fail::Errno(Errno::NOENT));
+                    return Err(RequestError::Errno(Errno::NOENT));
                 }
                 Err(fail) => {
                     session.free_fid(step.fid);
@@ -75,7 +75,7 @@ impl Shared {
             };
             let held = Held::new(session, step.fid);
             let place = Place { dir: Arc::clone(dir), name: name.clone() };
-            let inode = self.inodes.refer(&found, session.serial, place, held)?;
+            let inode = self.inodes.add_reference(&found, session.serial, place, held)?;
             let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
             if inode.cached().is_some_and(|file| file.size() != attr.size) {
                 // Which of both is newer can be told only of attributes that were asked for after a mark.
@@ -92,8 +92,9 @@ impl Shared {
         self.changes.publish(cx.session, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
-    /// The group of what a caller makes in a directory, and whether it passes that on: where the directory has setgid it is the
-    /// directory's, as Linux's client says it (`v9fs_get_fsgid_for_create`), for servers that do not find that by themselves.
+    /// The group of what a caller makes in a directory, and whether it passes that on: where the directory has setgid
+    /// it is the directory's, as Linux's client says it (`v9fs_get_fsgid_for_create`), for servers that do not find
+    /// that on their own.
     fn group_in(&self, dir: &Inode, cx: &Caller<'_>) -> Result<(u32, u32)> {
         let seen = lock(&dir.seen).map(|(_, attr)| attr);
         let attr = seen.map_or_else(|| self.getattr_of(dir), Ok)?;
@@ -124,13 +125,13 @@ impl Shared {
     ) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
         let group = self.group_in(&dir, cx)?;
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let message = session.send_one(request(fid.fid(), group)).wait(session)?;
             session.take(&message, |_| Some(()))
         })?;
         self.publish_entry(cx, &dir, name);
-        self.link.again(|session| self.find(session, &dir, name))
+        self.link.with_retry(|session| self.find(session, &dir, name))
     }
 
     pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
@@ -160,7 +161,7 @@ impl Shared {
         let dir = self.inodes.dir(dir)?;
         let (mode, flags) = (new.mode & !new.umask & PERMISSIONS, flags & CREATE_FLAGS);
         let (gid, _) = self.group_in(&dir, cx)?;
-        let (held, made, entry) = self.link.again(|session| {
+        let (held, made, entry) = self.link.with_retry(|session| {
             let fid = self.callers_dir(session, cx, &dir)?;
             let held = session.clone_of(fid.fid())?;
             let request = Request::Create { fid: held.fid(), name, flags, mode, gid };
@@ -171,7 +172,7 @@ impl Shared {
             self.publish_entry(cx, &dir, name);
             // It is made: should the connection be lost now, it is open no more, and whoever asked must be told so.
             let entry = self.find(session, &dir, name).map_err(|fail| match fail {
-                Fail::Lost { .. } => Fail::Lost { harmless: false },
+                RequestError::Lost { .. } => RequestError::Lost { harmless: false },
                 other => other,
             })?;
             Ok((held, made, entry))
@@ -194,19 +195,19 @@ impl Shared {
 
     pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (inode, dir) = (self.inodes.get(ino)?, self.inodes.dir(dir)?);
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let options = &self.link.options;
             let (fid, dir) = (inode.fid(session, options)?, dir.fid(session, options)?);
             session.tell(&Request::Link { dir: dir.fid(), fid: fid.fid(), name })
         })?;
         self.publish_entry(cx, &dir, name);
         self.changes.publish(cx.session, || Change::Attr { ino });
-        self.link.again(|session| self.find(session, &dir, name))
+        self.link.with_retry(|session| self.find(session, &dir, name))
     }
 
     pub(crate) fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, is_dir: bool) -> Result<()> {
         let dir = self.inodes.dir(dir)?;
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let fid = dir.fid(session, &self.link.options)?;
             session.at_or_else(
                 || session.tell(&Request::Unlinkat { dir: fid.fid(), name, is_dir }),
@@ -229,7 +230,7 @@ impl Shared {
             return Err(Errno::INVAL);
         }
         let (dir, new_dir) = (self.inodes.dir(from.0)?, self.inodes.dir(to.0)?);
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             let options = &self.link.options;
             let (dir, new_dir) = (dir.fid(session, options)?, new_dir.fid(session, options)?);
             let (name, new_name) = (from.1, to.1);
@@ -245,7 +246,7 @@ impl Shared {
             )
         })?;
         // So that it is known where to look for it should the connection be lost.
-        if let Ok(entry) = self.link.again(|session| self.find(session, &new_dir, to.1)) {
+        if let Ok(entry) = self.link.with_retry(|session| self.find(session, &new_dir, to.1)) {
             self.inodes.forget(entry.ino, 1);
         }
         self.publish_entry(cx, &dir, from.1);
@@ -258,8 +259,8 @@ impl Shared {
 fn remove_by_fid(session: &Arc<Session>, dir: Fid, name: Name<'_>, is_dir: bool) -> Outcome<()> {
     let (held, qid) = walk(session, dir, &[name.to_buf()])?;
     match (qid.kind == QidKind::DIR, is_dir) {
-        (true, false) => return Err(Fail::Errno(Errno::ISDIR)),
-        (false, true) => return Err(Fail::Errno(Errno::NOTDIR)),
+        (true, false) => return Err(RequestError::Errno(Errno::ISDIR)),
+        (false, true) => return Err(RequestError::Errno(Errno::NOTDIR)),
         _ => {}
     }
     let removed = session.tell(&Request::Remove { fid: held.fid() });
@@ -281,14 +282,14 @@ fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<Step1> {
         }
     }
     let mut tickets = session.send(requests).into_iter();
-    let mut answer = || tickets.next().map_or(Err(Fail::Errno(Errno::IO)), |ticket| ticket.wait(session));
+    let mut answer = || tickets.next().map_or(Err(RequestError::Errno(Errno::IO)), |ticket| ticket.wait(session));
     fids.into_iter()
         .map(|fid| {
             let walk = answer().and_then(|message| session.take(&message, walked(1)));
             let attr = asks.then(|| answer().and_then(|message| session.take(&message, attributes)));
             let found = match (walk, attr) {
                 (Ok(Some(qid)), Some(Ok(found))) => Ok(Some((qid, Some(found)))),
-                (Ok(Some(qid)), None | Some(Err(Fail::Errno(_)))) => Ok(Some((qid, None))),
+                (Ok(Some(qid)), None | Some(Err(RequestError::Errno(_)))) => Ok(Some((qid, None))),
                 (Ok(Some(_)), Some(Err(lost))) => Err(lost),
                 (Ok(None), _) => Ok(None),
                 (Err(fail), _) => Err(fail),

@@ -1,4 +1,4 @@
-//! How a server is used, and why it cannot be.
+//! Options and errors of the client.
 
 use std::io;
 use std::time::Duration;
@@ -15,7 +15,8 @@ const DEPTH: usize = 64;
 const CONNECTIONS: usize = 1;
 /// More than a busy server takes for anything; what a disk below it takes at worst.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Long enough for a server to be started anew, and short of the 120 s after which mounts give a request up themselves.
+/// Long enough for a server to be started again, and short of the 120 s after which mounts give a request up
+/// themselves.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What this client keeps of what it has seen.
@@ -47,7 +48,7 @@ pub struct Options {
     /// Connections, 1 to 16. With more than one, data of files of which more than 4 MiB are moved take turns on all; fewer
     /// are made where the server takes no more. They end together. Default: 1.
     pub connections: usize,
-    /// How long the server may say nothing while it owes an answer. Then the connection is given up, and made anew.
+    /// How long the server may say nothing while it owes an answer. Then the connection is given up, and made again.
     /// Default: 30 s.
     pub timeout: Duration,
     /// How long requests wait for a server that has gone before they fail with `EIO`, counted from the loss of the connection: later

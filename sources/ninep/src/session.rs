@@ -1,4 +1,4 @@
-//! What one Tversion begins: who has attached, and fids that end by themselves.
+//! A 9P session, which Tversion begins: attached users, and fids that are clunked when dropped.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,21 +7,21 @@ use std::sync::{Arc, Mutex};
 use ferry_vfs::Errno;
 use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION};
 
-use crate::line::{Counts, Fail, Line, Outcome, Outgoing, lock};
+use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError, lock};
 use crate::options::{Error, Options};
 use crate::transport::Transport;
 
 /// A fid of a connection, ended when nobody has it any more.
 #[derive(Debug)]
 pub(crate) struct Held {
-    line: Arc<Line>,
+    connection: Arc<Connection>,
     fid: Fid,
     is_ended: AtomicBool,
 }
 
 impl Held {
-    pub(crate) fn new(line: &Arc<Line>, fid: Fid) -> Arc<Self> {
-        Arc::new(Self { line: Arc::clone(line), fid, is_ended: AtomicBool::new(false) })
+    pub(crate) fn new(connection: &Arc<Connection>, fid: Fid) -> Arc<Self> {
+        Arc::new(Self { connection: Arc::clone(connection), fid, is_ended: AtomicBool::new(false) })
     }
 
     pub(crate) fn fid(&self) -> Fid {
@@ -29,26 +29,26 @@ impl Held {
     }
 
     /// The connection that knows it.
-    pub(crate) fn line(&self) -> &Arc<Line> {
-        &self.line
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
     }
 
     /// It was ended already.
     pub(crate) fn is_ended(&self) {
         self.is_ended.store(true, Ordering::Relaxed);
-        self.line.free_fid(self.fid);
+        self.connection.free_fid(self.fid);
     }
 
     /// Whether it is one of this session.
     pub(crate) fn is_of(&self, session: &Session) -> bool {
-        Arc::ptr_eq(&self.line, &session.line)
+        Arc::ptr_eq(&self.connection, &session.connection)
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if !self.line.is_broken() && !self.is_ended.load(Ordering::Relaxed) {
-            self.line.clunk_later(self.fid);
+        if !self.connection.is_broken() && !self.is_ended.load(Ordering::Relaxed) {
+            self.connection.clunk_later(self.fid);
         }
     }
 }
@@ -56,7 +56,7 @@ impl Drop for Held {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Session {
-    pub(crate) line: Arc<Line>,
+    pub(crate) connection: Arc<Connection>,
     /// Counts the sessions.
     pub(crate) serial: u64,
     /// The root on each further connection.
@@ -73,10 +73,10 @@ pub(crate) struct Session {
 }
 
 impl std::ops::Deref for Session {
-    type Target = Arc<Line>;
+    type Target = Arc<Connection>;
 
-    fn deref(&self) -> &Arc<Line> {
-        &self.line
+    fn deref(&self) -> &Arc<Connection> {
+        &self.connection
     }
 }
 
@@ -90,7 +90,7 @@ impl Session {
     ) -> Result<Self, Error> {
         let (root, root_qid) = connect(transport, options, counts)?;
         let mut session = Self {
-            line: Arc::clone(&root.line),
+            connection: Arc::clone(&root.connection),
             root,
             serial,
             further: Vec::new(),
@@ -107,13 +107,15 @@ impl Session {
     fn connect_further(&mut self, transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) {
         while self.further.len() + 1 < options.connections && !self.is_broken() {
             let reason = match connect(transport, options, counts) {
-                Ok((root, qid)) if qid.path == self.root_qid.path && root.line.msize() >= self.line.msize() => {
-                    Line::bind(&self.line, &root.line);
+                Ok((root, qid))
+                    if qid.path == self.root_qid.path && root.connection.msize() >= self.connection.msize() =>
+                {
+                    Connection::bind(&self.connection, &root.connection);
                     self.further.push(root);
                     continue;
                 }
                 Ok((root, _)) => {
-                    root.line.fail("it is not used");
+                    root.connection.fail("it is not used");
                     "it answers there as another server would".to_owned()
                 }
                 Err(error) => error.to_string(),
@@ -131,8 +133,8 @@ impl Session {
 
     /// Ends the session if the server owes an answer by some connection, and has been silent there for too long.
     pub(crate) fn check(&self) {
-        self.line.check();
-        self.further.iter().for_each(|root| root.line.check());
+        self.connection.check();
+        self.further.iter().for_each(|root| root.connection.check());
     }
 
     /// The root, as a user.
@@ -143,17 +145,17 @@ impl Session {
         if let Some(root) = lock(&self.users).get(&uid) {
             return Ok(Arc::clone(root));
         }
-        let fid = self.line.new_fid();
+        let fid = self.connection.new_fid();
         let request = Request::Attach { fid, afid: Fid::NONE, user: user(b"", uid), tree: &options.tree };
-        match self.line.tell(&request) {
+        match self.connection.tell(&request) {
             Ok(()) => {}
             Err(fail) => {
-                self.line.free_fid(fid);
+                self.connection.free_fid(fid);
                 // Whoever may not attach may not do what he wants to.
-                return Err(if let Fail::Errno(_) = fail { Fail::Errno(Errno::ACCESS) } else { fail });
+                return Err(if let RequestError::Errno(_) = fail { RequestError::Errno(Errno::ACCESS) } else { fail });
             }
         }
-        let root = Held::new(&self.line, fid);
+        let root = Held::new(&self.connection, fid);
         Ok(Arc::clone(lock(&self.users).entry(uid).or_insert(root)))
     }
 
@@ -176,7 +178,7 @@ impl Session {
     ) -> Outcome<T> {
         if self.has_at.load(Ordering::Relaxed) {
             match at() {
-                Err(Fail::Errno(Errno::OPNOTSUPP | Errno::NOSYS)) => {}
+                Err(RequestError::Errno(Errno::OPNOTSUPP | Errno::NOSYS)) => {}
                 other => return other,
             }
         }
@@ -189,12 +191,12 @@ impl Session {
 
     /// One more fid of the same file.
     pub(crate) fn clone_of(&self, fid: Fid) -> Outcome<Arc<Held>> {
-        let new_fid = self.line.new_fid();
+        let new_fid = self.connection.new_fid();
         let request = Request::Walk { fid, new_fid, steps: Steps::default() };
-        match self.line.tell(&request) {
-            Ok(()) => Ok(Held::new(&self.line, new_fid)),
+        match self.connection.tell(&request) {
+            Ok(()) => Ok(Held::new(&self.connection, new_fid)),
             Err(fail) => {
-                self.line.free_fid(new_fid);
+                self.connection.free_fid(new_fid);
                 Err(fail)
             }
         }
@@ -210,35 +212,35 @@ fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -
     let address = transport.address();
     let stream = transport.connect(options.timeout);
     let stream = stream.map_err(|reason| Error::Unreachable { address: address.clone(), reason })?;
-    let line = Line::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
-    let begun = agree(&line, options, &address).and_then(|()| attach(&line, options, &address));
+    let connection = Connection::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
+    let begun = agree(&connection, options, &address).and_then(|()| attach(&connection, options, &address));
     match begun {
-        Ok((fid, qid)) => Ok((Held::new(&line, fid), qid)),
+        Ok((fid, qid)) => Ok((Held::new(&connection, fid), qid)),
         Err(error) => {
-            line.fail("it is not used");
+            connection.fail("it is not used");
             Err(error)
         }
     }
 }
 
 /// Agrees on version and message size (version(5)).
-fn agree(line: &Arc<Line>, options: &Options, address: &str) -> Result<(), Error> {
+fn agree(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(), Error> {
     let silent = |reason: String| Error::NoAnswer { address: address.into(), reason };
     let request = Outgoing::new(&Request::Version { msize: options.msize, version: VERSION });
-    let message = line.send_one(request).wait(line);
+    let message = connection.send_one(request).wait(connection);
     let answer = message.and_then(|message| {
-        line.take(&message, |reply| match reply {
+        connection.take(&message, |reply| match reply {
             Reply::Version { msize, version } => Some((msize, version.to_vec())),
             _ => None,
         })
     });
     let (msize, version) = match answer {
         Ok(answer) => answer,
-        Err(Fail::Errno(errno)) if line.is_broken() => {
-            return Err(silent(line.why_broken().unwrap_or_else(|| errno.to_string())));
+        Err(RequestError::Errno(errno)) if connection.is_broken() => {
+            return Err(silent(connection.why_broken().unwrap_or_else(|| errno.to_string())));
         }
-        Err(Fail::Errno(errno)) => return Err(silent(format!("Tversion was answered by the error {errno}"))),
-        Err(Fail::Lost { .. }) => return Err(silent(line.why_broken().unwrap_or_default())),
+        Err(RequestError::Errno(errno)) => return Err(silent(format!("Tversion was answered by the error {errno}"))),
+        Err(RequestError::Lost { .. }) => return Err(silent(connection.why_broken().unwrap_or_default())),
     };
     if version != VERSION {
         let spoken = String::from_utf8_lossy(&version).into_owned();
@@ -247,27 +249,28 @@ fn agree(line: &Arc<Line>, options: &Options, address: &str) -> Result<(), Error
     if !(MSIZE_MIN..=options.msize).contains(&msize) {
         return Err(Error::Msize { address: address.into(), msize });
     }
-    line.msize.store(msize, Ordering::Relaxed);
+    connection.msize.store(msize, Ordering::Relaxed);
     Ok(())
 }
 
-fn attach(line: &Arc<Line>, options: &Options, address: &str) -> Result<(Fid, Qid), Error> {
-    let fid = line.new_fid();
+fn attach(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(Fid, Qid), Error> {
+    let fid = connection.new_fid();
     let user = user(&options.user, options.uid);
     let request = Outgoing::new(&Request::Attach { fid, afid: Fid::NONE, user, tree: &options.tree });
-    let message = line.send_one(request).wait(line);
-    let qid = message
-        .and_then(|message| line.take(&message, |reply| if let Reply::Attach(qid) = reply { Some(qid) } else { None }));
+    let message = connection.send_one(request).wait(connection);
+    let qid = message.and_then(|message| {
+        connection.take(&message, |reply| if let Reply::Attach(qid) = reply { Some(qid) } else { None })
+    });
     match qid {
         Ok(qid) => Ok((fid, qid)),
-        Err(Fail::Errno(errno)) if !line.is_broken() => Err(Error::Refused {
+        Err(RequestError::Errno(errno)) if !connection.is_broken() => Err(Error::Refused {
             address: address.into(),
             uid: options.uid,
             tree: String::from_utf8_lossy(&options.tree).into_owned(),
             errno,
         }),
         Err(_) => {
-            let reason = line.why_broken().unwrap_or_default();
+            let reason = connection.why_broken().unwrap_or_default();
             Err(Error::NoAnswer { address: address.into(), reason })
         }
     }

@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{AlertDescription, CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
-use crate::line::lock;
+use crate::connection::lock;
 use crate::transport::{Stream, Tcp, Transport, ended_by};
 
 /// What is read from the socket at a time, in bytes: some records.

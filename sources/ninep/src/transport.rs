@@ -1,4 +1,4 @@
-//! How a server is reached: a stream of bytes each way.
+//! Transports: how a server is reached.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -44,8 +44,8 @@ impl fmt::Debug for Stream {
 pub struct Unix(pub PathBuf);
 
 impl Unix {
-    /// The address of the socket. One with a longer path than an address holds is reached by its folder, which is open until it is
-    /// connected to; not for longer, for the server may make it anew.
+    /// The address of the socket. One with a longer path than an address holds is reached by its folder, which is open
+    /// until it is connected to; not for longer, for the server may make it again.
     fn socket_address(&self) -> io::Result<(SockAddr, Option<OwnedFd>)> {
         let short = SockAddr::unix(&self.0);
         let (Err(_), Some(folder), Some(name)) = (&short, self.0.parent(), self.0.file_name()) else {

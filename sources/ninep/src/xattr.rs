@@ -7,8 +7,8 @@ use ferry_vfs::{Caller, Change, Errno, Ino, Result, XattrFlags};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::client::Shared;
+use crate::connection::{Outcome, Outgoing, RequestError, lock};
 use crate::inode::Inode;
-use crate::line::{Fail, Outcome, Outgoing, lock};
 use crate::session::{Held, Session};
 
 /// The longest value, and list of names, in bytes (Linux: `XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
@@ -41,7 +41,7 @@ impl Shared {
     }
 
     fn ask_xattr(&self, inode: &Inode, name: &[u8]) -> Result<Vec<u8>> {
-        self.link.again(|session| {
+        self.link.with_retry(|session| {
             self.by_any_fid(session, inode, |fid| {
                 let new_fid = session.new_fid();
                 let request = Request::Xattrwalk { fid: fid.fid(), new_fid, name };
@@ -52,7 +52,7 @@ impl Shared {
                 let bytes = walked.inspect_err(|_| session.free_fid(new_fid))?;
                 let held = Held::new(session, new_fid);
                 if bytes > VALUE_BYTES_MAX {
-                    return Err(Fail::Errno(Errno::TOOBIG));
+                    return Err(RequestError::Errno(Errno::TOOBIG));
                 }
                 read_value(session, &held, usize::try_from(bytes).unwrap_or(0))
             })
@@ -68,7 +68,7 @@ impl Shared {
         flags: XattrFlags,
     ) -> Result<()> {
         let inode = self.inodes.get(ino)?;
-        let set = self.link.again(|session| {
+        let set = self.link.with_retry(|session| {
             self.by_any_fid(session, &inode, |fid| {
                 let held = session.clone_of(fid.fid())?;
                 let bytes = value.len() as u64;
@@ -79,7 +79,7 @@ impl Shared {
                 held.is_ended();
                 set.map_err(|fail| match fail {
                     // Made twice, an attribute that must not be there yet would be.
-                    Fail::Lost { .. } if !flags.is_empty() => Fail::Lost { harmless: false },
+                    RequestError::Lost { .. } if !flags.is_empty() => RequestError::Lost { harmless: false },
                     other => other,
                 })
             })
@@ -104,7 +104,7 @@ fn read_value(session: &Arc<Session>, held: &Held, bytes: usize) -> Outcome<Vec<
         let message = session.send_one(request).wait(session)?;
         let Some(data) = message.data() else { return session.take(&message, |_| None) };
         if data.is_empty() {
-            return Err(Fail::Errno(Errno::IO));
+            return Err(RequestError::Errno(Errno::IO));
         }
         value.extend_from_slice(data);
     }

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::{CX, Served, file, name, write};
-use ferry_remote::Options;
+use ferry_9p_client::Options;
 use ferry_vfs::*;
 
 /// The client's threads: the server is in this process, too.
@@ -66,7 +66,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Dirties so many bytes, and has them written and made durable: by the client's thread, and by whoever asks for it.
-fn round(client: &ferry_remote::Client, (ino, handle): (Ino, Handle), bytes: u64, step: u64) {
+fn round(client: &ferry_9p_client::Client, (ino, handle): (Ino, Handle), bytes: u64, step: u64) {
     let page = [5; 4096];
     for at in (0..bytes).step_by(usize::try_from(step).unwrap()) {
         write(client, ino, handle, at, &page).unwrap();

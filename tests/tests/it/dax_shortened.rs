@@ -136,13 +136,14 @@ fn other(socket: &Path) -> (Driver, u64) {
 }
 
 /// The same file by 9P; what carries it does not matter, so it is a client of ours.
-fn by_9p(share: &Share) -> (ferry_ninep::Export, ferry_remote::Client, Ino) {
+fn by_9p(share: &Share) -> (ferry_ninep::Export, ferry_9p_client::Client, Ino) {
     let socket = share.socket.with_extension("9p");
     let listener = UnixListener::bind(&socket).unwrap();
     let source = Arc::clone(&share.dir) as Arc<dyn FileSystem>;
     let export = ferry_ninep::Export::start(vec![listener.into()], source, ferry_ninep::Options::default()).unwrap();
     let client =
-        ferry_remote::Client::connect(Arc::new(ferry_remote::Unix(socket)), ferry_remote::Options::default()).unwrap();
+        ferry_9p_client::Client::connect(Arc::new(ferry_9p_client::Unix(socket)), ferry_9p_client::Options::default())
+            .unwrap();
     let ino = client.lookup(&Caller::default(), Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
     (export, client, ino)
 }
@@ -237,8 +238,8 @@ fn a_server_that_confines_itself_sees_to_it_too() {
     let file = server.path.join("file");
     std::fs::write(&file, pattern(FILE_BYTES)).unwrap();
     let mut victim = Victim::new(&server.socket);
-    let remote = ferry_remote::Unix(socket);
-    let client = ferry_remote::Client::connect(Arc::new(remote), ferry_remote::Options::default()).unwrap();
+    let remote = ferry_9p_client::Unix(socket);
+    let client = ferry_9p_client::Client::connect(Arc::new(remote), ferry_9p_client::Options::default()).unwrap();
     let cx = Caller::default();
     let ino = client.lookup(&cx, Ino::ROOT, Name::new(b"file").unwrap()).unwrap().ino;
     let set = SetAttr { size: Some(PART), ..SetAttr::default() };

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferry_9p_client::{Client, Unix};
 use ferry_driver::hostile;
-use ferry_remote::{Client, Unix};
 use ferry_tests::{Place, folder};
 use ferry_vfs::FileSystem;
 use ferry_virtiofs::{Export, Options};
@@ -33,7 +33,7 @@ fn requests_beyond_what_was_agreed_on_take_no_memory() {
     let behind: Arc<dyn FileSystem> = Arc::new(mem);
     let listener = std::os::unix::net::UnixListener::bind(&served).unwrap();
     let _server = ferry_ninep::Export::start(vec![listener.into()], behind, ferry_ninep::Options::default()).unwrap();
-    let remote = Client::connect(Arc::new(Unix(served)), ferry_remote::Options::default()).unwrap();
+    let remote = Client::connect(Arc::new(Unix(served)), ferry_9p_client::Options::default()).unwrap();
     let sources: [(&str, Arc<dyn FileSystem>); 2] = [("pmem", Arc::new(pmem)), ("9p", Arc::new(remote))];
     for (name, source) in sources {
         let socket = place.path().join(name);

@@ -354,8 +354,8 @@ fn our_client_sees_the_whole_tree_by_9p() {
             ferry_ninep::Export::start(vec![listener.into()], source, ferry_ninep::Options::default()).unwrap()
         };
         let connect = || {
-            let server = ferry_remote::Unix(socket.clone());
-            Arc::new(ferry_remote::Client::connect(Arc::new(server), ferry_remote::Options::default()).unwrap())
+            let server = ferry_9p_client::Unix(socket.clone());
+            Arc::new(ferry_9p_client::Client::connect(Arc::new(server), ferry_9p_client::Options::default()).unwrap())
         };
         let server = serve(made.source());
         let at = made.bench.path("mnt");

@@ -7,8 +7,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ferry_9p_client::{Client, Options, Unix};
 use ferry_driver::{Config, Driver, ROOT};
-use ferry_remote::{Client, Options, Unix};
 use ferry_tests::mounts::{Emergency, Started, Watchdog, assert_nothing_left, ferry, missing};
 use ferry_tests::{Place, folder};
 use ferry_vfs::{

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use ferry_remote::{Cache, Client, Options, Unix};
+use ferry_9p_client::{Cache, Client, Options, Unix};
 use ferry_tests::mounts::{Maker, NinePServer, Started, ferry, missing};
 use ferry_tests::{Place, folder};
 use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags, Statfs};

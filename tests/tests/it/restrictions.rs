@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_remote::{Cache, Client, Options, Unix};
+use ferry_9p_client::{Cache, Client, Options, Unix};
 use ferry_tests::walled::{Home, Served, USER, is_root};
 use ferry_vfs::{Caller, CreateArgs, Errno, FileSystem, Ino, IoRange, Name, OFlags, SetAttr, XattrFlags};
 
@@ -58,7 +58,7 @@ struct Attempts {
 }
 
 impl Attempts {
-    fn of(served: &Served, uid: u32) -> Result<Self, ferry_remote::Error> {
+    fn of(served: &Served, uid: u32) -> Result<Self, ferry_9p_client::Error> {
         let options = Options { uid, cache: Cache::None, ..Options::default() };
         let client = Client::connect(Arc::new(Unix(served.home.at("s"))), options)?;
         Ok(Self { client, cx: Caller { uid, gid: uid, ..Caller::default() } })
@@ -106,7 +106,7 @@ impl Try {
     fn by(self, served: &Served, uid: u32) -> Result<(), Errno> {
         let attempts = match Attempts::of(served, uid) {
             Ok(attempts) => attempts,
-            Err(ferry_remote::Error::Refused { errno, .. }) => return Err(errno),
+            Err(ferry_9p_client::Error::Refused { errno, .. }) => return Err(errno),
             Err(error) => panic!("{self:?}: {error}"),
         };
         match self {

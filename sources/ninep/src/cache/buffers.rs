@@ -1,4 +1,4 @@
-//! The buffers of messages.
+//! Message buffers.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! Errors of writes that nobody waited for, told once to everybody who had the file open (Linux: errseq_t).
+//! Errors of background writes: each is reported once to every open handle of the file (Linux: errseq_t).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

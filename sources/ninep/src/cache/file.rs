@@ -13,8 +13,8 @@ use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES};
 use super::pool::Shared;
 use super::remote::{Done, Ended, Remote};
-use super::state::{Flight, Kind, State};
-use super::stream::Reach;
+use super::state::{InFlightMessage, Kind, State};
+use super::stream::ReadAheadLimit;
 use super::writing::SIZE_MAX;
 
 /// One inode of a remote file system, with what is remembered of its bytes. All its methods may wait for the server, except
@@ -57,9 +57,9 @@ impl CachedFile {
         SizeMark((!state.is_writing(u64::MAX) && !state.held).then_some(state.version))
     }
 
-    /// The size that the server's attributes have, asked for after the mark was taken. It is ignored when this client has
-    /// changed the size since: the answer may be older than that. Answers whether it is the size that users are to see; else
-    /// that is [`Self::size`]. Does not wait.
+    /// The size that the server's attributes have, asked for after the mark was taken. It is ignored when this client
+    /// has changed the size since: the answer may be older than that. Returns whether it is the size that users are to
+    /// see; else that is [`Self::size`]. Does not wait.
     pub fn set_size(&self, mark: SizeMark, size: u64) -> bool {
         let mut state = self.lock();
         let current = mark.0 == Some(state.version) && !state.is_writing(u64::MAX) && !state.held;
@@ -90,7 +90,7 @@ impl CachedFile {
         // What is under way could otherwise arrive after the truncation and bring the bytes back.
         state = self.wait_while(state, |state| state.is_writing(u64::MAX));
         drop(state);
-        let held = Held(self);
+        let held = TruncateGuard(self);
         let result = at_server();
         let mut state = self.lock();
         if result.is_ok() {
@@ -149,23 +149,23 @@ impl CachedFile {
     }
 
     /// How much one message reads: whole pages, where it carries one.
-    pub(super) fn reach(&self) -> Reach {
+    pub(super) fn reach(&self) -> ReadAheadLimit {
         let Limits { depth, bytes_max, .. } = self.cache.limits;
         let message = self.message_bytes_before();
         let message = if message >= PAGE_BYTES { message / PAGE_BYTES * PAGE_BYTES } else { message };
         let window = (depth.saturating_sub(1) * message).min(bytes_max / 8);
-        Reach { message_bytes: message as u64, window_bytes_max: window as u64 / PAGE * PAGE }
+        ReadAheadLimit { message_bytes: message as u64, window_bytes_max: window as u64 / PAGE * PAGE }
     }
 
-    pub(super) fn done(self: &Arc<Self>, flight: &Flight) -> Done {
+    pub(super) fn done(self: &Arc<Self>, flight: &InFlightMessage) -> Done {
         Done::new(self.clone(), flight.number)
     }
 }
 
 /// Lets go on what waits for a truncation, also when that panics.
-struct Held<'a>(&'a CachedFile);
+struct TruncateGuard<'a>(&'a CachedFile);
 
-impl Drop for Held<'_> {
+impl Drop for TruncateGuard<'_> {
     fn drop(&mut self) {
         self.0.lock().held = false;
         self.0.notify();
@@ -200,11 +200,11 @@ impl Ended for CachedFile {
         self.notify();
         match flight.kind {
             Kind::Read { .. } => (),
-            Kind::Write => self.cache.ease(),
+            Kind::Write => self.cache.release_throttled(),
             Kind::Sync => {
-                self.cache.ease();
+                self.cache.release_throttled();
                 // The file may be one that nothing is to be done for any more.
-                self.cache.poke();
+                self.cache.wake_writer();
             }
         }
     }

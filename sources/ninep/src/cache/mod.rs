@@ -1,4 +1,4 @@
-//! What is remembered of a remote file's bytes: read ahead of who reads, and written behind who writes.
+//! The data cache: read-ahead and write-behind.
 //!
 //! Source: "virtio-9p: coalescing" (2016), whose finding was that 9P is slow where it sends pages instead of ranges.
 //!

@@ -273,7 +273,7 @@ impl Pages {
     }
 
     /// Whether a page has to be fetched to be known as a whole, and is not being fetched.
-    pub fn lacks(&self, page: u64) -> bool {
+    pub fn needs_fetch(&self, page: u64) -> bool {
         let Some(chunk) = self.chunks.get(&(page / CHUNK)) else { return true };
         chunk.fetching & bit(page) == 0 && chunk.pages[slot(page)].as_ref().is_none_or(|page| page.valid != Span::WHOLE)
     }
@@ -326,7 +326,7 @@ impl Pages {
         }
     }
 
-    /// Changes a page, which is made when it is not there; what waits to be written is counted anew.
+    /// Changes a page, which is made when it is not there; what waits to be written is counted again.
     pub fn update<T>(&mut self, page: u64, change: impl FnOnce(&mut Page) -> T) -> T {
         let chunk = self.chunks.entry(page / CHUNK).or_insert_with(|| Box::new(Chunk::new()));
         let bit = bit(page);
@@ -423,7 +423,8 @@ impl Pages {
         }
     }
 
-    /// Evicts up to so many pages that were not used since it came by last, from at most so many chunks; answers how many went.
+    /// Evicts up to so many pages that were not used since it came by last, from at most so many chunks; returns how
+    /// many went.
     pub fn evict(&mut self, pages_max: usize, chunks_max: usize) -> usize {
         let mut evicted = 0;
         for _ in 0..chunks_max {

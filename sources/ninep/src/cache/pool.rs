@@ -104,7 +104,7 @@ impl Cache {
         self.shared.totals.pages.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
-    /// Writes everything of all files, and makes it durable, but for what was [let go](CachedFile::let_go): see
+    /// Writes everything of all files, and makes it durable, but for what was [let go](CachedFile::release_synced): see
     /// [`CachedFile::sync`].
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Cache {
         }
         // And after, so that a sync that sees this number finds dirty what it has to write again.
         self.shared.restarts.fetch_add(1, Ordering::SeqCst);
-        self.shared.poke();
+        self.shared.wake_writer();
     }
 }
 
@@ -153,7 +153,7 @@ impl Drop for Cache {
 
 impl Shared {
     /// Takes a file in that has something to be written.
-    pub fn look_after(&self, file: &Arc<CachedFile>) {
+    pub fn track_dirty(&self, file: &Arc<CachedFile>) {
         lock(&self.busy).push(file.clone());
     }
 
@@ -163,7 +163,7 @@ impl Shared {
     }
 
     /// Wakes the thread.
-    pub fn poke(&self) {
+    pub fn wake_writer(&self) {
         if !self.poked.swap(true, Ordering::SeqCst) {
             lock(&self.work).wanted = true;
             self.wanted.notify_one();
@@ -198,18 +198,18 @@ impl Shared {
         if !self.is_full() {
             return;
         }
-        self.poke();
+        self.wake_writer();
         let work = lock(&self.work);
         drop(self.eased.wait_while(work, |work| self.is_full() && !work.stopped));
     }
 
     /// Something was written, or made durable.
-    pub fn ease(&self) {
+    pub fn release_throttled(&self) {
         // The lock is taken so that nobody is between looking and waiting.
         drop(lock(&self.work));
         self.eased.notify_all();
         if self.is_pressed() {
-            self.poke();
+            self.wake_writer();
         }
     }
 
@@ -274,7 +274,7 @@ impl Shared {
         }
     }
 
-    /// Begins to write what is due; answers whether anything is left that will be. `files` is empty, before and after.
+    /// Begins to write what is due; returns whether anything is left that will be. `files` is empty, before and after.
     fn write_what_is_due(&self, files: &mut Vec<Arc<CachedFile>>) -> bool {
         files.extend(lock(&self.busy).iter().cloned());
         let now = Instant::now();

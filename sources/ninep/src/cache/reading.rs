@@ -8,13 +8,13 @@ use ferry_vfs::{Errno, Output, Result};
 use super::file::CachedFile;
 use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES, Page, Span};
-use super::state::{Flight, Kind, State};
+use super::state::{InFlightMessage, Kind, State};
 
 /// What is put where there is no page because there is nothing at the server.
 static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// How far a read came.
-enum Came {
+enum ReadProgress {
     /// To its end, or that of the file, or there was no more room.
     ToTheEnd,
     /// To a byte that is not there.
@@ -22,7 +22,7 @@ enum Came {
 }
 
 impl CachedFile {
-    /// Reads up to so many bytes from an offset on; answers how many, less than asked only at the end of the file.
+    /// Reads up to so many bytes from an offset on; returns how many, less than asked only at the end of the file.
     ///
     /// # Errors
     /// Those of the server. Some bytes may have been put out then.
@@ -42,7 +42,7 @@ impl CachedFile {
         loop {
             let came = copy_out(&mut state, &mut at, asked_end, out);
             let end = asked_end.min(state.size).max(at);
-            let Came::To(missing) = came else {
+            let ReadProgress::To(missing) = came else {
                 if !looked_ahead && let Some(ahead) = state.streams.wants(stream, end, reach) {
                     let flights = self.plan(&mut state, ahead, true);
                     let reached = flights.1;
@@ -70,7 +70,7 @@ impl CachedFile {
                 if let Some(ahead) = state.streams.wants(stream, end, reach) {
                     self.extend(&mut state, &mut flights, ahead, stream);
                 } else if state.streams.is_single(stream) && !flights.is_empty() {
-                    self.look_around(&mut state, &mut flights, missing);
+                    self.plan_read_around(&mut state, &mut flights, missing);
                 }
             }
             state = if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) };
@@ -78,7 +78,13 @@ impl CachedFile {
     }
 
     /// Plans what is to be read ahead, as the rest of the last message that is planned where it fits.
-    fn extend(&self, state: &mut State, flights: &mut Vec<Flight>, ahead: (u64, u64), stream: super::stream::StreamId) {
+    fn extend(
+        &self,
+        state: &mut State,
+        flights: &mut Vec<InFlightMessage>,
+        ahead: (u64, u64),
+        stream: super::stream::StreamId,
+    ) {
         let message = self.reach().message_bytes;
         let mut from = ahead.0;
         if let Some(last) = flights.last_mut()
@@ -86,7 +92,8 @@ impl CachedFile {
             && last.to % PAGE == 0
         {
             let room = (last.from + message).min(ahead.1).min(state.remote_size);
-            while last.to < room && state.pages.lacks(last.to / PAGE) && state.pages.get(last.to / PAGE).is_none() {
+            while last.to < room && state.pages.needs_fetch(last.to / PAGE) && state.pages.get(last.to / PAGE).is_none()
+            {
                 state.pages.fetch(last.to / PAGE);
                 last.to = (last.to / PAGE * PAGE + PAGE).min(room);
             }
@@ -102,7 +109,7 @@ impl CachedFile {
     }
 
     /// Plans what is to be fetched of the block around a byte, behind what is waited for.
-    fn look_around(&self, state: &mut State, flights: &mut Vec<Flight>, at: u64) {
+    fn plan_read_around(&self, state: &mut State, flights: &mut Vec<InFlightMessage>, at: u64) {
         let Limits { around_bytes_max, bytes_max, .. } = self.cache.limits;
         let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 256) as u64);
         let bytes = self.cache.totals.link.around_bytes().min(most) / PAGE * PAGE;
@@ -123,7 +130,7 @@ impl CachedFile {
 
     /// Plans the messages that fetch what lacks of a range of bytes, as many as may be under way; answers also how far that
     /// came. What is read ahead leaves one message to those who wait.
-    pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<Flight>, u64) {
+    pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<InFlightMessage>, u64) {
         self.message_bytes();
         let reach = self.reach();
         let depth = self.cache.limits.depth.max(1);
@@ -132,7 +139,7 @@ impl CachedFile {
         let end = range.1.min(state.remote_size);
         let mut page = range.0 / PAGE;
         while page * PAGE < end {
-            if !state.pages.lacks(page) {
+            if !state.pages.needs_fetch(page) {
                 page += 1;
                 continue;
             }
@@ -151,7 +158,7 @@ impl CachedFile {
                 continue;
             }
             let mut to = from;
-            while to < until && (to == from || state.pages.lacks(to / PAGE)) {
+            while to < until && (to == from || state.pages.needs_fetch(to / PAGE)) {
                 state.pages.fetch(to / PAGE);
                 to = (to / PAGE * PAGE + PAGE).min(until);
             }
@@ -166,7 +173,7 @@ impl CachedFile {
     pub(super) fn begin_reads<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
-        flights: Vec<Flight>,
+        flights: Vec<InFlightMessage>,
     ) -> MutexGuard<'a, State> {
         if flights.is_empty() {
             return state;
@@ -186,7 +193,13 @@ impl CachedFile {
     }
 
     /// Takes what a read has brought. `remote_size` is where the file ended at the server when it was asked.
-    pub(super) fn read_ended(&self, state: &mut State, flight: &Flight, remote_size: u64, moved: Result<&[u8]>) {
+    pub(super) fn read_ended(
+        &self,
+        state: &mut State,
+        flight: &InFlightMessage,
+        remote_size: u64,
+        moved: Result<&[u8]>,
+    ) {
         if flight.stale {
             return;
         }
@@ -221,7 +234,7 @@ impl CachedFile {
 }
 
 /// Puts out what is there of a range of bytes.
-fn copy_out(state: &mut State, at: &mut u64, end: u64, out: &mut dyn Output) -> Came {
+fn copy_out(state: &mut State, at: &mut u64, end: u64, out: &mut dyn Output) -> ReadProgress {
     let end = end.min(state.size);
     while *at < end {
         let page = *at / PAGE;
@@ -232,12 +245,12 @@ fn copy_out(state: &mut State, at: &mut u64, end: u64, out: &mut dyn Output) -> 
         let put = match state.pages.read(page) {
             Some(content) if content.has(span) => out.put(&content.data[span.from..span.to]),
             None if page * PAGE >= state.remote_size => out.put(&ZEROS[..span.len()]),
-            _ => return Came::To(*at),
+            _ => return ReadProgress::To(*at),
         };
         *at += put as u64;
         if put < span.len() {
-            return Came::ToTheEnd;
+            return ReadProgress::ToTheEnd;
         }
     }
-    Came::ToTheEnd
+    ReadProgress::ToTheEnd
 }

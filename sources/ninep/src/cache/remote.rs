@@ -1,4 +1,4 @@
-//! What the cache asks of the connection.
+//! The interface between cache and connection.
 
 use std::fmt;
 use std::sync::Arc;

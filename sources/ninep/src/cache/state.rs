@@ -1,4 +1,4 @@
-//! What the lock of a file guards.
+//! The state that a file's lock protects.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,7 +27,7 @@ pub(super) enum Kind {
 
 /// A message under way.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Flight {
+pub(super) struct InFlightMessage {
     pub number: u64,
     pub kind: Kind,
     /// The bytes that it moves.
@@ -44,7 +44,7 @@ pub(super) struct Flight {
     pub size: Size,
 }
 
-impl Flight {
+impl InFlightMessage {
     /// The pages that it touches.
     pub fn pages(&self) -> std::ops::Range<u64> {
         self.from / PAGE..self.to.div_ceil(PAGE)
@@ -69,7 +69,7 @@ pub(super) struct State {
     /// Goes up whenever an older answer about the size says nothing any more.
     pub version: u64,
     /// Messages under way, in the order in which they were begun.
-    pub flights: Vec<Flight>,
+    pub flights: Vec<InFlightMessage>,
     /// The number of the last message.
     pub last: u64,
     failures: Vec<Failure>,
@@ -117,10 +117,10 @@ impl State {
     }
 
     /// Notes a message that is about to be begun.
-    pub fn begin(&mut self, kind: Kind, from: u64, to: u64) -> Flight {
+    pub fn begin(&mut self, kind: Kind, from: u64, to: u64) -> InFlightMessage {
         self.last += 1;
         let begun = Instant::now();
-        let flight = Flight {
+        let flight = InFlightMessage {
             number: self.last,
             kind,
             from,
@@ -136,7 +136,7 @@ impl State {
     }
 
     /// A message has ended.
-    pub fn end(&mut self, number: u64) -> Option<Flight> {
+    pub fn end(&mut self, number: u64) -> Option<InFlightMessage> {
         let at = self.flights.iter().position(|flight| flight.number == number)?;
         Some(self.flights.remove(at))
     }
@@ -155,7 +155,7 @@ impl State {
     }
 
     /// Remembers a failed read.
-    pub fn failed(&mut self, flight: &Flight, error: Errno) {
+    pub fn failed(&mut self, flight: &InFlightMessage, error: Errno) {
         if self.failures.len() == FAILURES {
             self.failures.remove(0);
         }

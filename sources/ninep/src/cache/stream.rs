@@ -1,4 +1,4 @@
-//! Who reads in sequence, and how far ahead of them to read.
+//! Detects sequential readers and sizes their read-ahead window.
 
 /// The readers of one file that are told apart.
 const STREAMS: usize = 8;
@@ -35,7 +35,7 @@ pub(super) struct StreamId(usize);
 
 /// How far a stream may be ahead.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reach {
+pub(super) struct ReadAheadLimit {
     /// What one message carries, in bytes.
     pub message_bytes: u64,
     /// The widest window, in bytes.
@@ -44,7 +44,7 @@ pub(super) struct Reach {
 
 impl Streams {
     /// Notes a read, and finds its stream.
-    pub fn note(&mut self, offset: u64, end: u64, reach: Reach) -> StreamId {
+    pub fn note(&mut self, offset: u64, end: u64, reach: ReadAheadLimit) -> StreamId {
         self.clock += 1;
         let first = FIRST_BYTES.min(reach.window_bytes_max);
         let exact = self.list.iter().position(|stream| stream.used > 0 && stream.next == offset);
@@ -64,7 +64,7 @@ impl Streams {
     }
 
     /// The range to read ahead now for a stream that has read up to `end`, if any.
-    pub fn wants(&mut self, id: StreamId, end: u64, reach: Reach) -> Option<(u64, u64)> {
+    pub fn wants(&mut self, id: StreamId, end: u64, reach: ReadAheadLimit) -> Option<(u64, u64)> {
         let stream = &mut self.list[id.0];
         stream.ahead = stream.ahead.max(end);
         if stream.window == 0 {
@@ -103,7 +103,7 @@ impl Streams {
     }
 
     /// The reader waits for what was asked for ahead of it: the window is too small for the round trip.
-    pub fn stalled(&mut self, id: StreamId, reach: Reach) {
+    pub fn stalled(&mut self, id: StreamId, reach: ReadAheadLimit) {
         let stream = &mut self.list[id.0];
         stream.window = (stream.window * 2).min(reach.window_bytes_max);
     }

@@ -10,7 +10,7 @@ use super::buffers::Size;
 use super::errors::ErrorCursor;
 use super::file::CachedFile;
 use super::pages::{PAGE, PAGE_BYTES, Span};
-use super::state::{Flight, Kind, State};
+use super::state::{InFlightMessage, Kind, State};
 
 /// The largest size of a file: an offset of Linux is signed.
 pub(super) const SIZE_MAX: u64 = i64::MAX as u64;
@@ -25,8 +25,8 @@ struct Run {
 }
 
 impl CachedFile {
-    /// Writes so many bytes at an offset; answers how many, less than asked only when the input ends before. Waits while too
-    /// much waits to be written.
+    /// Writes so many bytes at an offset; returns how many, less than asked only when the input ends before. Waits
+    /// while too much waits to be written.
     ///
     /// # Errors
     /// `FBIG` beyond the largest size of a file; those of the server where it had to be asked for the rest of a page. Errors of
@@ -35,7 +35,7 @@ impl CachedFile {
         self.write_at(Some(offset), len, input).map(|(_, count)| count)
     }
 
-    /// Writes at the end of the file, as [`Self::write`] does; answers where that was, and how many bytes.
+    /// Writes at the end of the file, as [`Self::write`] does; returns where that was, and how many bytes.
     ///
     /// # Errors
     /// Those of [`Self::write`].
@@ -78,12 +78,12 @@ impl CachedFile {
             state.size = state.remote_size.max(state.pages.unwritten_end()).max(at);
         }
         let count = usize::try_from(at - offset).map_err(|_| Errno::FBIG)?;
-        self.wrote(state, count);
+        self.notify_writer(state, count);
         if count == 0 { result.map(|()| (offset, 0)) } else { Ok((offset, count)) }
     }
 
     /// Something waits to be written now: says so to who writes it, when that is due.
-    fn wrote(self: &Arc<Self>, mut state: MutexGuard<'_, State>, count: usize) {
+    fn notify_writer(self: &Arc<Self>, mut state: MutexGuard<'_, State>, count: usize) {
         if count == 0 {
             return;
         }
@@ -95,10 +95,10 @@ impl CachedFile {
         let is_new = !std::mem::replace(&mut state.listed, true);
         drop(state);
         if joins {
-            self.cache.look_after(self);
+            self.cache.track_dirty(self);
         }
         if joins || begins || due || self.cache.is_pressed() {
-            self.cache.poke();
+            self.cache.wake_writer();
         }
         if is_new {
             self.cache.list(self);
@@ -169,7 +169,7 @@ impl CachedFile {
         }
     }
 
-    fn send_sync(self: &Arc<Self>, flight: &Flight) {
+    fn send_sync(self: &Arc<Self>, flight: &InFlightMessage) {
         self.cache.totals.syncs.fetch_add(1, Ordering::Relaxed);
         self.remote().sync(self.done(flight));
     }
@@ -188,15 +188,15 @@ impl CachedFile {
     /// The last handle of the file was closed, and flushed, or others may write now: what is kept for a restart of the server is
     /// let go, as a crash takes what nobody has made durable. Whoever makes the file durable is told an error if the server has
     /// restarted since. Does not wait.
-    pub fn let_go(&self) {
+    pub fn release_synced(&self) {
         let mut state = self.lock();
         if state.pages.unstable > 0 {
             self.unkept(&mut state);
         }
         state.each_unstable(|content| content.unstable = Span::NONE);
         drop(state);
-        self.cache.ease();
-        self.cache.poke();
+        self.cache.release_throttled();
+        self.cache.wake_writer();
     }
 
     /// Whether something was written that is neither durable nor kept. Does not wait.
@@ -271,8 +271,8 @@ impl CachedFile {
         }
     }
 
-    /// Begins to write the first dirty pages of a range, in ascending order so that this comes to an end though others write;
-    /// answers where to go on. Either waits for pages that are being written, or leaves them out.
+    /// Begins to write the first dirty pages of a range, in ascending order so that this comes to an end though others
+    /// write; returns where to go on. Either waits for pages that are being written, or leaves them out.
     fn write_some(self: &Arc<Self>, from: u64, until: u64, waits: bool) -> Option<u64> {
         let buffers = &self.cache.buffers;
         let mut from = from;
@@ -352,7 +352,7 @@ impl CachedFile {
     }
 
     /// Notes how a write has ended.
-    pub(super) fn write_ended(&self, state: &mut State, flight: &Flight, moved: Result<usize>) {
+    pub(super) fn write_ended(&self, state: &mut State, flight: &InFlightMessage, moved: Result<usize>) {
         let moved = moved.and_then(|count| if count == 0 { Err(Errno::IO) } else { Ok(count) });
         let written_to = flight.from + moved.unwrap_or(0) as u64;
         let keeps = self.cache.limits.unstable_bytes_max > 0;
@@ -427,7 +427,7 @@ impl State {
         }
     }
 
-    /// Takes the bytes of a page; answers how many. The page has none, or such as these join.
+    /// Takes the bytes of a page; returns how many. The page has none, or such as these join.
     fn store(&mut self, page: u64, span: Span, input: &mut dyn Input) -> usize {
         let beyond = page * PAGE >= self.remote_size && self.pages.get(page).is_none();
         let took = self.pages.update(page, |content| {
@@ -487,7 +487,7 @@ impl State {
     }
 
     /// Copies a run to the buffer of its message.
-    fn gather(&mut self, first: u64, run: &Run, buffer: &mut Vec<u8>, restarts: u64, size: Size) -> Flight {
+    fn gather(&mut self, first: u64, run: &Run, buffer: &mut Vec<u8>, restarts: u64, size: Size) -> InFlightMessage {
         let from = first * PAGE + self.pages.get(first).map_or(0, |content| content.dirty.from as u64);
         let to = from + run.bytes as u64;
         for page in first..run.end {
@@ -505,7 +505,7 @@ impl State {
         flight
     }
 
-    fn begin_sync(&mut self) -> Flight {
+    fn begin_sync(&mut self) -> InFlightMessage {
         self.pages.sync_begins();
         self.unkept_at_sync = self.unkept_at_sync.or(self.unkept.take());
         self.begin(Kind::Sync, 0, 0)

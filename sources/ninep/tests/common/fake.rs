@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use ferry_remote::{Client, Error, Options, Unix};
+use ferry_9p_client::{Client, Error, Options, Unix};
 use ferry_vfs::{Attr, FileType, Ino};
 use ferry_wire::ninep::*;
 use tempfile::TempDir;

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
+use ferry_9p_client::{Client, Options, Unix};
 use ferry_ninep::{Export, Usage, Users};
-use ferry_remote::{Client, Options, Unix};
 use ferry_vfs::*;
 use tempfile::TempDir;
 
@@ -47,7 +47,7 @@ impl Served {
         served
     }
 
-    /// Starts the server, anew if it was stopped.
+    /// Starts the server, again if it was stopped.
     pub fn start(&self) {
         let _ = std::fs::remove_file(&self.socket);
         let listener = UnixListener::bind(&self.socket).unwrap();

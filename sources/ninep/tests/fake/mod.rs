@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferry_remote::cache::{Done, Remote};
+use ferry_9p_client::cache::{Done, Remote};
 use ferry_vfs::Errno;
 
 /// How the server behaves.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fake::{Fake, Manners};
-use ferry_remote::cache::{Cache, CachedFile, Limits};
+use ferry_9p_client::cache::{Cache, CachedFile, Limits};
 use ferry_vfs::Errno;
 
 const MIB: usize = 1 << 20;
@@ -294,13 +294,13 @@ fn a_failed_read_is_told_to_its_reader_and_tried_again_by_the_next() {
 #[test]
 fn a_server_that_says_nothing_more_ends_with_an_error() {
     struct Silent;
-    impl ferry_remote::cache::Remote for Silent {
+    impl ferry_9p_client::cache::Remote for Silent {
         fn message_bytes(&self) -> usize {
             4096
         }
-        fn read(&self, _: u64, _: Vec<u8>, _: ferry_remote::cache::Done) {}
-        fn write(&self, _: u64, _: Vec<u8>, _: ferry_remote::cache::Done) {}
-        fn sync(&self, _: ferry_remote::cache::Done) {}
+        fn read(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Done) {}
+        fn write(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Done) {}
+        fn sync(&self, _: ferry_9p_client::cache::Done) {}
     }
     let cache = Cache::new(limits()).unwrap();
     let file = cache.file(Arc::new(Silent), 8192);

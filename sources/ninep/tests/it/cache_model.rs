@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use fake::{Fake, Manners};
-use ferry_remote::cache::{Cache, CachedFile, Done, Limits, Remote};
+use ferry_9p_client::cache::{Cache, CachedFile, Done, Limits, Remote};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -280,7 +280,7 @@ fn what_is_not_kept_for_a_restart_is_an_error_at_the_next_fsync() {
         // What was closed is not kept, but said.
         file.write(0, 10, &mut [3; 10].as_slice()).unwrap();
         file.flush(&told).unwrap();
-        file.let_go();
+        file.release_synced();
         restart();
         assert!(file.fsync(&told).is_err());
     }

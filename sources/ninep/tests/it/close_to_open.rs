@@ -8,7 +8,7 @@
 use crate::common;
 
 use common::{CX, Served, name, read, write};
-use ferry_remote::{Cache, Options};
+use ferry_9p_client::{Cache, Options};
 use ferry_vfs::*;
 
 #[test]

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use ferry_remote::{Cache, Client, Error, Options, Stream, Transport};
+use ferry_9p_client::{Cache, Client, Error, Options, Stream, Transport};
 use ferry_vfs::*;
 
 const MIB: u64 = 1 << 20;
@@ -211,7 +211,7 @@ fn small_files_take_one_connection() {
     assert_eq!(way.carried()[1..], before[1..]);
 }
 
-/// Whichever connection dies, all are made anew, and nothing that was written is lost.
+/// Whichever connection dies, all are made again, and nothing that was written is lost.
 #[test]
 fn one_connection_dies() {
     for (cache, dies) in [(Cache::Auto, 0), (Cache::Auto, 1), (Cache::Auto, 2), (Cache::None, 1)] {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::fake::{Act, FILE, Fake, file_attr, reply};
 use common::{CX, PATIENCE, name, read, write};
-use ferry_remote::{Cache, Client, Options};
+use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{DirWriter, Fid, Frame, Getattr, LockStatus, Qid, QidKind, Qids, Reply, Request, Tag};
 
@@ -56,7 +56,7 @@ fn what_is_no_server_is_refused_in_a_sentence() {
         let error = fake.connect(Options { uid: 0, tree: b"/t".to_vec(), ..hasty() }).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
-    let nobody = std::sync::Arc::new(ferry_remote::Unix("/nonexistent/s".into()));
+    let nobody = std::sync::Arc::new(ferry_9p_client::Unix("/nonexistent/s".into()));
     let error = Client::connect(nobody, hasty()).unwrap_err().to_string();
     assert!(error.contains("unix:/nonexistent/s") && error.contains("is the server running?"), "{error}");
 }

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
 use common::{CX, Served, file, name};
-use ferry_remote::{Client, Options};
+use ferry_9p_client::{Client, Options};
 use ferry_vfs::*;
 
 /// A listing as a kernel takes it: some entries at a time.
@@ -151,7 +151,7 @@ fn names_that_this_client_replaces_lead_to_what_is_there_now() {
 /// Attributes that were looked ahead are told only as long as this client has not changed them.
 #[test]
 fn attributes_that_this_client_has_changed_are_not_told_as_they_were() {
-    for cache in [ferry_remote::Cache::None, ferry_remote::Cache::Auto] {
+    for cache in [ferry_9p_client::Cache::None, ferry_9p_client::Cache::Auto] {
         let served = Served::new();
         let client = served.connect(Options { cache, ..Options::default() });
         make(&client, (0..64).map(|number| format!("file-{number:02}")));

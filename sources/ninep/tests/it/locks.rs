@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::fake::{Fake, reply};
 use common::{CX, PATIENCE, Served, name, read, write};
-use ferry_remote::{Client, Options};
+use ferry_9p_client::{Client, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{LockStatus, Reply, Request};
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::fake::{Act, Fake, file_attr, reply};
 use common::{CX, PATIENCE, name, read};
-use ferry_remote::Options;
+use ferry_9p_client::Options;
 use ferry_vfs::*;
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request};
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::fake::{Act, FILE, Fake, file_attr, reply};
 use common::{CX, PATIENCE, name, write};
-use ferry_remote::{Cache, Client, Options};
+use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{Fid, Getattr, Qid, Reply, Request};
 
@@ -105,7 +105,7 @@ fn making_that_fails_late_leaves_nothing_behind() {
     nothing_is_left(&client);
 }
 
-/// A server that is started anew, and whose file of the same number may be another one then.
+/// A server that is started again, and whose file of the same number may be another one then.
 struct Restarted {
     fake: Fake,
     writes: Arc<AtomicUsize>,

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use common::{CX, PATIENCE, Served, name, read, write};
-use ferry_remote::{Cache, Client, Options};
+use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
 
 fn patient(cache: Cache) -> Options {

@@ -4,12 +4,12 @@
 use crate::common;
 
 use common::{CX, Served, flags, name, range, read, write};
-use ferry_remote::Options;
+use ferry_9p_client::Options;
 use ferry_vfs::*;
 
 /// As most clients are, but without a cache: each read and write is a request.
 fn plain() -> Options {
-    Options { cache: ferry_remote::Cache::None, ..Options::default() }
+    Options { cache: ferry_9p_client::Cache::None, ..Options::default() }
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn older_servers_remove_and_rename_by_fid() {
 #[test]
 fn where_a_file_ends_is_known_without_asking() {
     let served = Served::new();
-    let client = served.connect(Options { cache: ferry_remote::Cache::Auto, ..plain() });
+    let client = served.connect(Options { cache: ferry_9p_client::Cache::Auto, ..plain() });
     let (made, handle) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), flags("rw")).unwrap();
     assert_eq!(client.getattr_hint(&CX, made.ino, handle), None, "nothing is written behind");
     let before = client.usage().messages;
@@ -282,9 +282,9 @@ fn where_a_file_ends_is_known_without_asking() {
 fn capabilities_that_are_not_there_are_asked_for_once() {
     const NAME: &[u8] = b"security.capability";
     let served = Served::new();
-    let client = served.connect(Options { cache: ferry_remote::Cache::Auto, ..plain() });
+    let client = served.connect(Options { cache: ferry_9p_client::Cache::Auto, ..plain() });
     let (made, _) = client.create(&CX, Ino::ROOT, name("f"), &common::file(0o600), flags("rw")).unwrap();
-    let other = served.connect(Options { cache: ferry_remote::Cache::Auto, ..plain() });
+    let other = served.connect(Options { cache: ferry_9p_client::Cache::Auto, ..plain() });
     let found = other.lookup(&CX, Ino::ROOT, name("f")).unwrap();
     for (client, ino) in [(&client, made.ino), (&other, found.ino)] {
         let before = client.usage().messages;
@@ -317,7 +317,7 @@ fn messages_are_as_long_as_both_sides_want() {
         assert!(read(&client, made.ino, handle, 0, BYTES).unwrap() == data, "{msize}");
         assert_eq!(client.usage().messages - before, 2 * messages, "and read");
         // By the cache, too.
-        let other = served.connect(Options { msize, cache: ferry_remote::Cache::Auto, ..plain() });
+        let other = served.connect(Options { msize, cache: ferry_9p_client::Cache::Auto, ..plain() });
         let found = other.lookup(&CX, Ino::ROOT, name("f")).unwrap();
         let handle = other.open(&CX, found.ino, flags("rw")).unwrap();
         assert!(read(&other, found.ino, handle, 0, BYTES).unwrap() == data, "{msize}");

@@ -10,7 +10,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{CX, PATIENCE, Served, name, read, write};
-use ferry_remote::{Cache, Client, Error, Options, Unix};
+use ferry_9p_client::{Cache, Client, Error, Options, Unix};
 use ferry_vfs::*;
 use socket2::{Domain, SockAddr, Socket, Type};
 use tempfile::TempDir;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use common::fake::{Fake, reply};
 use common::{CX, Served, name, write};
-use ferry_remote::{Cache, Client, Options};
+use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
 use ferry_wire::ninep::{Reply, Request};
 

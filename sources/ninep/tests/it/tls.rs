@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use certificates::Certificates;
 use common::{CX, PATIENCE, name, read, write};
+use ferry_9p_client::{Cache, Client, Error, Options, Tcp, Tls};
 use ferry_ninep::{Export, Listener};
-use ferry_remote::{Cache, Client, Error, Options, Tcp, Tls};
 use ferry_vfs::*;
 
 /// A server with TLS, of a memory file system.

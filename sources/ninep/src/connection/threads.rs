@@ -7,16 +7,16 @@ use std::sync::{Arc, PoisonError};
 use ferry_wire::ninep::{Frame, HEADER_BYTES, READ_HEAD_BYTES, Tag, kind};
 
 use super::pending::{Bytes, Message};
-use super::{Line, lock};
+use super::{Connection, lock};
 
 /// Short replies are read many at a time; longer data go straight to where they belong.
 const READ_BYTES: usize = 64 << 10;
 
-pub(super) fn start(line: &Arc<Line>, reader: Box<dyn Read + Send>) -> io::Result<()> {
-    let (reading, sending) = (Arc::clone(line), Arc::clone(line));
+pub(super) fn start(connection: &Arc<Connection>, reader: Box<dyn Read + Send>) -> io::Result<()> {
+    let (reading, sending) = (Arc::clone(connection), Arc::clone(connection));
     let name = |what: &str| std::thread::Builder::new().name(format!("9p-{what}"));
     let started = name("reader").spawn(move || {
-        let reader = Listening { line: Arc::clone(&reading), reader };
+        let reader = Listening { connection: Arc::clone(&reading), reader };
         let mut reader = BufReader::with_capacity(READ_BYTES, reader);
         loop {
             if let Err(error) = read_reply(&reading, &mut reader) {
@@ -26,20 +26,20 @@ pub(super) fn start(line: &Arc<Line>, reader: Box<dyn Read + Send>) -> io::Resul
     });
     let started = started.and_then(|_| name("sender").spawn(move || send(&sending)));
     if started.is_err() {
-        line.fail("no thread can be started");
+        connection.fail("no thread can be started");
     }
     started.map(drop)
 }
 
 /// Notes that the server is heard, also in the midst of a long reply.
 struct Listening {
-    line: Arc<Line>,
+    connection: Arc<Connection>,
     reader: Box<dyn Read + Send>,
 }
 
 impl Read for Listening {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.reader.read(bytes).inspect(|_| self.line.heard.note())
+        self.reader.read(bytes).inspect(|_| self.connection.heard.note())
     }
 }
 
@@ -55,16 +55,16 @@ fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<()> {
 }
 
 /// Reads one reply and wakes whoever waits for it.
-fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> {
+fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io::Result<()> {
     let mut head = [0; HEADER_BYTES];
     fill(reader, &mut head)?;
     let frame = Frame::peek(&head).ok_or_else(|| wrong("a reply without a header"))?;
     let size = usize::try_from(frame.bytes).unwrap_or(usize::MAX);
-    if size < HEADER_BYTES || frame.bytes > line.msize.load(Ordering::Relaxed) {
+    if size < HEADER_BYTES || frame.bytes > connection.msize.load(Ordering::Relaxed) {
         return Err(wrong(format!("a reply claims to have {size} bytes")));
     }
     let asked = {
-        let state = lock(&line.state);
+        let state = lock(&connection.state);
         // Tversion is the only request under way, and has the first place in the table.
         match frame.tag == Tag::NONE && state.table.kind(0) == Some(kind::TVERSION) {
             true => Some((0, kind::TVERSION)),
@@ -78,7 +78,7 @@ fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> 
         return Err(wrong(format!("a request of type {asked} was answered by type {}", frame.kind)));
     }
     let message = match frame.kind == kind::TREAD + 1 {
-        true => read_data(line, reader, tag, size)?,
+        true => read_data(connection, reader, tag, size)?,
         false => {
             let mut bytes = Bytes::zeros(size);
             bytes[..HEADER_BYTES].copy_from_slice(&head);
@@ -86,21 +86,21 @@ fn read_reply(line: &Line, reader: &mut BufReader<Listening>) -> io::Result<()> 
             Message { bytes, ..Message::default() }
         }
     };
-    let answered = lock(&line.state).table.answer(tag, message);
+    let answered = lock(&connection.state).table.answer(tag, message);
     if let Some((wake, answer)) = answered {
-        line.room.notify_one();
-        line.work.notify_one();
+        connection.room.notify_one();
+        connection.work.notify_one();
         wake.wake(answer);
     }
     Ok(())
 }
 
 /// Reads data into the buffer of whoever asked.
-fn read_data(line: &Line, reader: &mut BufReader<Listening>, tag: u16, size: usize) -> io::Result<Message> {
+fn read_data(connection: &Connection, reader: &mut BufReader<Listening>, tag: u16, size: usize) -> io::Result<Message> {
     let mut count = [0; 4];
     fill(reader, &mut count)?;
     let count = usize::try_from(u32::from_le_bytes(count)).unwrap_or(usize::MAX);
-    let buffer = lock(&line.state).table.fill(tag);
+    let buffer = lock(&connection.state).table.fill(tag);
     let Some(mut buffer) = buffer else { return Err(wrong("data that nobody asked for")) };
     if size.checked_sub(READ_HEAD_BYTES) != Some(count) || count > buffer.len() {
         return Err(wrong(format!(
@@ -113,22 +113,22 @@ fn read_data(line: &Line, reader: &mut BufReader<Listening>, tag: u16, size: usi
 }
 
 /// Sends what is in the queue, as far as there is room among the requests under way.
-fn send(line: &Line) {
+fn send(connection: &Connection) {
     loop {
-        let mut state = lock(&line.state);
+        let mut state = lock(&connection.state);
         let (mut request, wake) = loop {
             if state.broken.is_some() {
                 return;
             }
-            if state.table.in_flight() < line.depth
+            if state.table.in_flight() < connection.depth
                 && let Some(next) = state.queue.pop_front()
             {
                 break next;
             }
-            state = line.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = connection.work.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
-        let tag = line.register(&mut state, &mut request, wake, true);
+        let tag = connection.register(&mut state, &mut request, wake, true);
         drop(state);
-        line.write(tag, request);
+        connection.write(tag, request);
     }
 }

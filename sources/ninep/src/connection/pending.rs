@@ -1,9 +1,9 @@
-//! Requests under way, by their tags.
+//! Requests in flight, by tag.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use crate::data::Sent;
+use crate::data::SentTransfer;
 
 /// A tag rests until so many others were used after it, so that a second answer to one request is not taken
 /// for the answer to the next.
@@ -12,7 +12,7 @@ const RESTING: usize = 64;
 /// Who is told the answer to a request.
 pub(crate) enum Wake {
     /// A transfer of the cache, which takes no memory for it.
-    Transfer(Sent),
+    Transfer(SentTransfer),
     /// Anybody else.
     Call(Box<dyn FnOnce(Answer) + Send>),
 }
@@ -267,7 +267,7 @@ impl Table {
 
     /// The connection is lost: takes all requests out but those that are still being written, which
     /// [`Self::sent`] will.
-    pub(super) fn lose(&mut self) -> Vec<Pending> {
+    pub(super) fn fail_all(&mut self) -> Vec<Pending> {
         self.is_lost = true;
         let tags = 0..u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
         let is_sent = |slot: &Slot| matches!(slot, Slot::Used(pending) | Slot::Filling(pending) if !pending.sending);

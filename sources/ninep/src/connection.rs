@@ -1,4 +1,4 @@
-//! One connection to a server: requests out, replies in, each to whoever waits for it.
+//! One connection to a server: sends requests, and passes each reply to its caller.
 //!
 //! Callers send their requests themselves, under a lock that is held only for that, and sleep until the connection's
 //! reader wakes them with the reply. What nobody sleeps for (the cache's transfers, clunks, locks) goes through a queue that
@@ -32,7 +32,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fail {
+pub(crate) enum RequestError {
     /// The server says so, or this client.
     Errno(Errno),
     /// The connection was lost.
@@ -42,13 +42,13 @@ pub(crate) enum Fail {
     },
 }
 
-impl From<Errno> for Fail {
+impl From<Errno> for RequestError {
     fn from(errno: Errno) -> Self {
         Self::Errno(errno)
     }
 }
 
-pub(crate) type Outcome<T> = Result<T, Fail>;
+pub(crate) type Outcome<T> = Result<T, RequestError>;
 
 /// Whether a request may be sent again when nobody knows what became of it.
 fn is_harmless(request_kind: u8) -> bool {
@@ -142,12 +142,12 @@ pub(crate) struct Counts {
 }
 
 /// See the module.
-pub(crate) struct Line {
+pub(crate) struct Connection {
     pub(crate) msize: AtomicU32,
     pub(crate) counts: Arc<Counts>,
     depth: usize,
     timeout: Duration,
-    heard: Heard,
+    heard: LastReceived,
     state: Mutex<State>,
     /// Somebody can send, or the line is broken.
     room: Condvar,
@@ -157,7 +157,7 @@ pub(crate) struct Line {
     hang_up: Box<dyn Fn() + Send + Sync>,
     fids: Mutex<Fids>,
     /// Those that end with this one.
-    bound: Mutex<Vec<Weak<Line>>>,
+    bound: Mutex<Vec<Weak<Connection>>>,
 }
 
 /// How many time limits an answer may take while others come: a window of long messages for each of many readers, over a
@@ -166,19 +166,19 @@ const OTHERS_FIRST: u32 = 20;
 
 /// When the server was heard last.
 #[derive(Debug)]
-struct Heard {
+struct LastReceived {
     begun: Instant,
     /// Milliseconds from then on.
     last_ms: AtomicU64,
 }
 
-impl Default for Heard {
+impl Default for LastReceived {
     fn default() -> Self {
         Self { begun: Instant::now(), last_ms: AtomicU64::new(0) }
     }
 }
 
-impl Heard {
+impl LastReceived {
     /// Some bytes have come.
     fn note(&self) {
         let now_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
@@ -196,11 +196,11 @@ impl Heard {
 struct State {
     table: Table,
     queue: VecDeque<(Outgoing, Wake)>,
-    broken: Option<Broken>,
+    broken: Option<Disconnected>,
 }
 
 /// A connection that is lost.
-struct Broken {
+struct Disconnected {
     why: String,
     since: Instant,
 }
@@ -211,7 +211,7 @@ struct Fids {
     free: Vec<u32>,
 }
 
-impl std::fmt::Debug for Line {
+impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Line").field("msize", &self.msize).finish_non_exhaustive()
     }
@@ -236,25 +236,25 @@ impl Ticket {
     }
 
     /// Waits for the reply. When the server says nothing at all for too long, the connection is given up.
-    pub(crate) fn wait(self, line: &Line) -> Outcome<Message> {
+    pub(crate) fn wait(self, connection: &Connection) -> Outcome<Message> {
         let begun = Instant::now();
         let waits = |slot: &mut Option<Answer>| slot.is_none();
         let mut slot = lock(&self.slot.0);
         while slot.is_none() {
-            let left = line.patience(begun);
+            let left = connection.patience(begun);
             if !left.is_zero() {
                 slot = self.slot.1.wait_timeout_while(slot, left, waits).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             drop(slot);
-            line.is_late();
+            connection.is_late();
             // Its end wakes all who wait: at once, or when the write that is under way has failed.
             slot = lock(&self.slot.0);
             slot = self.slot.1.wait_while(slot, |slot| slot.is_none()).unwrap_or_else(PoisonError::into_inner);
         }
         let answer = slot.take();
         drop(slot);
-        answer.map_or(Err(Fail::Errno(Errno::IO)), |answer| self.outcome(answer))
+        answer.map_or(Err(RequestError::Errno(Errno::IO)), |answer| self.outcome(answer))
     }
 
     /// Waits for the reply for this long only. Without one by then, nobody waits for it any more.
@@ -268,20 +268,20 @@ impl Ticket {
     fn outcome(&self, answer: Answer) -> Outcome<Message> {
         match answer {
             Answer::Message(message) => Ok(message),
-            Answer::Lost { sent, .. } => Err(Fail::Lost { harmless: !sent || self.harmless }),
+            Answer::Lost { sent, .. } => Err(RequestError::Lost { harmless: !sent || self.harmless }),
         }
     }
 }
 
-impl Line {
+impl Connection {
     /// Starts a line's threads.
     pub(crate) fn start(stream: Stream, options: &Options, counts: Arc<Counts>) -> io::Result<Arc<Self>> {
-        let line = Arc::new(Self {
+        let connection = Arc::new(Self {
             msize: AtomicU32::new(options.msize),
             counts,
             depth: options.depth,
             timeout: options.timeout,
-            heard: Heard::default(),
+            heard: LastReceived::default(),
             state: Mutex::new(State { table: Table::new(options.depth), ..State::default() }),
             room: Condvar::new(),
             work: Condvar::new(),
@@ -290,17 +290,17 @@ impl Line {
             fids: Mutex::default(),
             bound: Mutex::default(),
         });
-        threads::start(&line, stream.reader)?;
-        Ok(line)
+        threads::start(&connection, stream.reader)?;
+        Ok(connection)
     }
 
     /// Has two lines end together, now if one has ended already.
     pub(crate) fn bind(one: &Arc<Self>, other: &Arc<Self>) {
-        for (line, bound) in [(one, other), (other, one)] {
-            lock(&line.bound).push(Arc::downgrade(bound));
+        for (connection, bound) in [(one, other), (other, one)] {
+            lock(&connection.bound).push(Arc::downgrade(bound));
         }
-        for (line, bound) in [(one, other), (other, one)] {
-            if let Some(why) = line.why_broken() {
+        for (connection, bound) in [(one, other), (other, one)] {
+            if let Some(why) = connection.why_broken() {
                 bound.fail(&why);
             }
         }
@@ -372,12 +372,12 @@ impl Line {
     /// Tells the server that the answer to a parked request is not wanted any more. If it comes all the same, before the
     /// server has heard of this, its waker is called as ever.
     pub(crate) fn give_up(self: &Arc<Self>, tag: Tag) {
-        let line = Arc::clone(self);
+        let connection = Arc::clone(self);
         self.send_later(
             Outgoing::new(&Request::Flush { old: tag }),
             Wake::call(move |answer| {
                 if let Answer::Message(_) = answer {
-                    line.flushed(tag);
+                    connection.flushed(tag);
                 }
             }),
         );
@@ -443,8 +443,8 @@ impl Line {
         if state.broken.is_some() {
             return;
         }
-        state.broken = Some(Broken { why: reason.to_owned(), since: Instant::now() });
-        let (pending, queue) = (state.table.lose(), std::mem::take(&mut state.queue));
+        state.broken = Some(Disconnected { why: reason.to_owned(), since: Instant::now() });
+        let (pending, queue) = (state.table.fail_all(), std::mem::take(&mut state.queue));
         drop(state);
         (self.hang_up)();
         self.room.notify_all();
@@ -456,7 +456,7 @@ impl Line {
             wake.wake(Answer::Lost { sent: false, buffer: request.buffer });
         }
         let bound = std::mem::take(&mut *lock(&self.bound));
-        bound.iter().filter_map(Weak::upgrade).for_each(|line| line.fail(reason));
+        bound.iter().filter_map(Weak::upgrade).for_each(|connection| connection.fail(reason));
     }
 
     /// How long the server may take yet for what it has had since then: it may not be silent for the time limit, nor answer
@@ -492,7 +492,7 @@ impl Line {
     /// What a reply says. One that is not understood is the end of the connection.
     pub(crate) fn take<T>(&self, message: &Message, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
         let flaw = match Reply::decode(&message.bytes) {
-            Ok((_, Reply::Error(errno))) => return Err(Fail::Errno(errno)),
+            Ok((_, Reply::Error(errno))) => return Err(RequestError::Errno(errno)),
             Ok((_, reply)) => match take(reply) {
                 Some(taken) => return Ok(taken),
                 None => "a reply says what cannot be".to_owned(),
@@ -500,7 +500,7 @@ impl Line {
             Err(flaw) => flaw.to_string(),
         };
         self.fail(&flaw);
-        Err(Fail::Errno(Errno::IO))
+        Err(RequestError::Errno(Errno::IO))
     }
 
     /// A number for a fid that the server does not know yet.
@@ -519,11 +519,11 @@ impl Line {
 
     /// Ends a fid some time.
     pub(crate) fn clunk_later(self: &Arc<Self>, fid: Fid) {
-        let line = Arc::clone(self);
+        let connection = Arc::clone(self);
         let free = Wake::call(move |answer| {
             // Whatever it answers, the server has forgotten the fid (clunk(5)).
             if let Answer::Message(_) = answer {
-                line.free_fid(fid);
+                connection.free_fid(fid);
             }
         });
         self.send_later(Outgoing::new(&Request::Clunk { fid }), free);

@@ -1,17 +1,17 @@
-//! Further connections, for data.
+//! Additional connections for data.
 //!
 //! Names, attributes, locks and fsync go by a session's first connection. Reads and writes of a file of which much is moved take
 //! turns on all of them, each by a fid of its own there. That fid is found by the names that lead to the file, nobody waits for
 //! it, and where it cannot be had (the name is gone, the mode forbids to open the file once more), the first connection serves
-//! alone. All connections end together (see [`Line::bind`]), so there is no order of events that one alone has not.
+//! alone. All connections end together (see [`Connection::bind`]), so there is no order of events that one alone has not.
 
 use std::sync::Arc;
 
 use ferry_vfs::OFlags;
 use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
 
+use crate::connection::{Answer, Connection, Outgoing, RequestError, Wake, lock};
 use crate::inode::{Inode, walked};
-use crate::line::{Answer, Fail, Line, Outgoing, Wake, lock};
 use crate::session::{Held, Session};
 
 /// Of files of which less was moved since they were opened, in bytes, only the first connection knows: opening them on
@@ -20,7 +20,7 @@ const BYTES_MIN: u64 = 4 << 20;
 
 /// The fids of an open file on further connections.
 #[derive(Debug, Default)]
-pub(crate) struct Beside {
+pub(crate) struct ExtraFids {
     /// The session that they are of.
     serial: Option<u64>,
     /// Changes with it, and when the file is closed: what was begun before is not wanted any more.
@@ -39,7 +39,7 @@ enum Slot {
     Refused,
 }
 
-impl Beside {
+impl ExtraFids {
     fn slots(&mut self, reads: bool) -> &mut Vec<Slot> {
         if reads { &mut self.reads } else { &mut self.writes }
     }
@@ -53,7 +53,7 @@ impl Beside {
 
 impl Inode {
     /// The fid to move so many bytes by, if it is a further connection's turn.
-    pub(crate) fn beside(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<Held>> {
+    pub(crate) fn extra_fid(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<Held>> {
         if session.further.is_empty() {
             return None;
         }
@@ -85,7 +85,7 @@ impl Inode {
     }
 
     /// The file was closed by the last who had it open.
-    pub(crate) fn leave_beside(&self) {
+    pub(crate) fn close_extra_fids(&self) {
         let old = lock(&self.beside).reset(None);
         drop(old);
     }
@@ -103,41 +103,41 @@ struct Opening {
 impl Opening {
     /// Walks to the file.
     fn begin(self, root: &Arc<Held>) {
-        let line = Arc::clone(root.line());
+        let connection = Arc::clone(root.connection());
         let Some(names) = self.inode.names().ok().filter(|names| names.len() <= WALK_NAMES_MAX) else {
             return self.end(Slot::Refused);
         };
         let mut buffer = Vec::new();
         let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
-        let new_fid = line.new_fid();
+        let new_fid = connection.new_fid();
         let request = Outgoing::new(&Request::Walk { fid: root.fid(), new_fid, steps });
         let steps = names.len();
-        let other = Arc::clone(&line);
-        line.send_later(request, Wake::call(move |answer| self.walked(&other, new_fid, steps, answer)));
+        let other = Arc::clone(&connection);
+        connection.send_later(request, Wake::call(move |answer| self.walked(&other, new_fid, steps, answer)));
     }
 
-    fn walked(self, line: &Arc<Line>, fid: Fid, steps: usize, answer: Answer) {
+    fn walked(self, connection: &Arc<Connection>, fid: Fid, steps: usize, answer: Answer) {
         let Answer::Message(message) = answer else { return self.end(Slot::Refused) };
-        let Ok(Some(qid)) = line.take(&message, walked(steps)) else {
+        let Ok(Some(qid)) = connection.take(&message, walked(steps)) else {
             // There is no such fid.
-            line.free_fid(fid);
+            connection.free_fid(fid);
             return self.end(Slot::Refused);
         };
-        let held = Held::new(line, fid);
+        let held = Held::new(connection, fid);
         if qid.path != self.inode.path {
             return self.end(Slot::Refused);
         }
         let flags = if self.reads { OFlags::RDONLY } else { OFlags::WRONLY };
         let request = Outgoing::new(&Request::Open { fid, flags });
-        line.send_later(
+        connection.send_later(
             request,
             Wake::call(move |answer| {
                 let qid = match answer {
-                    Answer::Message(message) => held.line().take(&message, |reply| match reply {
+                    Answer::Message(message) => held.connection().take(&message, |reply| match reply {
                         Reply::Open { qid, .. } => Some(qid),
                         _ => None,
                     }),
-                    Answer::Lost { .. } => Err(Fail::Lost { harmless: true }),
+                    Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
                 };
                 let is_it = qid.is_ok_and(|qid| qid.path == self.inode.path);
                 self.end(if is_it { Slot::Open(held) } else { Slot::Refused });
