@@ -11,7 +11,7 @@ use ferry_wire::blk::{
 };
 
 use crate::slow::{self, Job};
-use crate::state::{Room, State};
+use crate::state::{CopyPermit, State};
 
 /// The most that is filled for a request that failed. Linux makes no larger ones, and whoever does is not to keep us busy
 /// for nothing.
@@ -32,7 +32,7 @@ pub(crate) struct Reply {
     /// What the driver is to read.
     pub(crate) data: Vec<u8>,
     /// The room that the data takes, given back with it.
-    pub(crate) room: Option<Room>,
+    pub(crate) room: Option<CopyPermit>,
 }
 
 impl Reply {
@@ -44,7 +44,7 @@ impl Reply {
 
 /// A transfer under way.
 #[derive(Clone, Copy, Default)]
-struct Wanted {
+struct PendingTransfer {
     /// How much it has to move to have succeeded.
     bytes: usize,
     is_read: bool,
@@ -56,17 +56,17 @@ pub(crate) struct Handler {
     port: Arc<Port<Reply>>,
     logical_block_bytes: u32,
     /// By the low half of the token.
-    under_way: Vec<Wanted>,
+    under_way: Vec<PendingTransfer>,
 }
 
 /// The part of a chain that a read fills.
-struct Into<'a> {
+struct ReadBuffer<'a> {
     chain: &'a Chain,
     filled: usize,
     room: usize,
 }
 
-impl Output for Into<'_> {
+impl Output for ReadBuffer<'_> {
     fn put(&mut self, bytes: &[u8]) -> usize {
         let count = self.chain.write_at(self.filled, &bytes[..bytes.len().min(self.room - self.filled)]);
         self.filled += count;
@@ -75,12 +75,12 @@ impl Output for Into<'_> {
 }
 
 /// The part of a chain that is to be written.
-struct From<'a> {
+struct WriteBuffer<'a> {
     chain: &'a Chain,
     taken: usize,
 }
 
-impl Input for From<'_> {
+impl Input for WriteBuffer<'_> {
     fn take(&mut self, bytes: &mut [u8]) -> usize {
         let count = self.chain.read_at(HEADER_BYTES + self.taken, bytes);
         self.taken += count;
@@ -98,18 +98,18 @@ impl Handler {
         let at = BlockRange { offset, bytes: bytes as u64, alignment: alignment(chain.writable(0, bytes)) };
         if self.state.features.slow {
             return match self.state.budget.take(bytes) {
-                Some(room) => self.slowly(io, Job::Read(at), Some(room)),
+                Some(room) => self.run_on_pool(io, Job::Read(at), Some(room)),
                 None => self.in_pieces(chain, (offset, bytes), bytes, |at, from| {
                     let data = Job::Read(at).carry_out(&*self.state.disk)?;
                     if chain.write_at(from, &data) == data.len() { Ok(()) } else { Err(Errno::FAULT) }
                 }),
             };
         }
-        match self.state.disk.read(&at, &mut Into { chain, filled: 0, room: bytes }) {
+        match self.state.disk.read(&at, &mut ReadBuffer { chain, filled: 0, room: bytes }) {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), Wanted { bytes, is_read: true });
+                self.note(io.token(), PendingTransfer { bytes, is_read: true });
                 io.transfer(TransferRequest::read(extent, 0, bytes))
             }
             Err(error) => self.fail(chain, error),
@@ -126,7 +126,7 @@ impl Handler {
             };
             return match self.state.budget.take(bytes) {
                 Some(room) => match copy(0, bytes) {
-                    Ok(bytes) => self.slowly(io, Job::Write { at, durable, bytes }, Some(room)),
+                    Ok(bytes) => self.run_on_pool(io, Job::Write { at, durable, bytes }, Some(room)),
                     Err(error) => self.fail(chain, error),
                 },
                 None => self.in_pieces(chain, (offset, bytes), 0, |at, from| {
@@ -135,11 +135,11 @@ impl Handler {
                 }),
             };
         }
-        match self.state.disk.write(&at, durable, &mut From { chain, taken: 0 }) {
+        match self.state.disk.write(&at, durable, &mut WriteBuffer { chain, taken: 0 }) {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), Wanted { bytes, is_read: false });
+                self.note(io.token(), PendingTransfer { bytes, is_read: false });
                 io.transfer(TransferRequest::write(extent, (HEADER_BYTES, bytes), false, durable))
             }
             Err(error) => self.fail(chain, error),
@@ -148,12 +148,12 @@ impl Handler {
 
     fn flush(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer {
         if self.state.features.slow {
-            return self.slowly(io, Job::Flush, None);
+            return self.run_on_pool(io, Job::Flush, None);
         }
         match self.state.disk.flush() {
             Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Some(file)) => {
-                self.note(io.token(), Wanted::default());
+                self.note(io.token(), PendingTransfer::default());
                 io.transfer(TransferRequest::fsync(file, true))
             }
             Err(error) => self.fail(chain, error),
@@ -178,12 +178,12 @@ impl Handler {
             _ => Range::decode_write_zeroes,
         };
         match decode(bytes, limits) {
-            Ok(ranges) => self.slowly(io, Job::of_ranges(request, ranges, !self.state.is_writeback()), None),
+            Ok(ranges) => self.run_on_pool(io, Job::of_ranges(request, ranges, !self.state.is_writeback()), None),
             Err(refusal) => self.refuse(chain, refusal),
         }
     }
 
-    fn slowly(&self, io: &Io<'_>, job: Job, room: Option<Room>) -> Answer {
+    fn run_on_pool(&self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> Answer {
         let (port, token) = (Arc::clone(&self.port), io.token());
         slow::run(&self.state, job, room, move |reply| port.reply(token, reply));
         Answer::Later
@@ -215,10 +215,10 @@ impl Handler {
         }
     }
 
-    fn note(&mut self, token: u64, wanted: Wanted) {
+    fn note(&mut self, token: u64, wanted: PendingTransfer) {
         let slot = low_half(token);
         if slot >= self.under_way.len() {
-            self.under_way.resize(slot + 1, Wanted::default());
+            self.under_way.resize(slot + 1, PendingTransfer::default());
         }
         self.under_way[slot] = wanted;
     }

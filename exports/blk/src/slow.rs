@@ -7,7 +7,7 @@ use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
 use crate::handler::Reply;
-use crate::state::{Room, State};
+use crate::state::{CopyPermit, State};
 
 /// A request with all that it needs, apart from the guest's memory.
 pub(crate) enum Job {
@@ -19,7 +19,7 @@ pub(crate) enum Job {
 }
 
 /// Carries a job out on the lane, and hands the reply to `tell`. What it copies has this room.
-pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<Room>, tell: impl FnOnce(Reply) + Send + 'static) {
+pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<CopyPermit>, tell: impl FnOnce(Reply) + Send + 'static) {
     // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
     let (disk, ratelimited_log) = (Arc::clone(&state.disk), Arc::clone(&state.ratelimited_log));
     state.blocking_pool.run(move || {
@@ -36,7 +36,7 @@ pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<Room>, tell: impl F
 }
 
 impl Job {
-    /// Answers what the driver is to read.
+    /// Returns what the driver is to read.
     pub(crate) fn carry_out(self, disk: &dyn Disk) -> Result<Vec<u8>, Errno> {
         match self {
             Self::Read(at) => {

@@ -13,22 +13,22 @@ const COPIED_BYTES_MAX: usize = 256 << 20;
 
 /// Counts what is copied.
 #[derive(Debug, Default)]
-pub(crate) struct Budget(Arc<AtomicUsize>);
+pub(crate) struct CopyBudget(Arc<AtomicUsize>);
 
 /// A part of it, given back when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Room(Arc<AtomicUsize>, usize);
+pub(crate) struct CopyPermit(Arc<AtomicUsize>, usize);
 
-impl Budget {
+impl CopyBudget {
     /// Takes room for so many bytes, if there is some.
-    pub(crate) fn take(&self, bytes: usize) -> Option<Room> {
+    pub(crate) fn take(&self, bytes: usize) -> Option<CopyPermit> {
         let more = |taken: usize| taken.checked_add(bytes).filter(|taken| *taken <= COPIED_BYTES_MAX);
         let taken = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        taken.is_ok().then(|| Room(Arc::clone(&self.0), bytes))
+        taken.is_ok().then(|| CopyPermit(Arc::clone(&self.0), bytes))
     }
 }
 
-impl Drop for Room {
+impl Drop for CopyPermit {
     fn drop(&mut self) {
         self.0.fetch_sub(self.1, Ordering::Relaxed);
     }
@@ -42,7 +42,7 @@ pub(crate) struct State {
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     /// For what is copied between the guest and calls that may wait.
-    pub(crate) budget: Budget,
+    pub(crate) budget: CopyBudget,
     /// The cache is offered at all.
     may_cache: bool,
     /// The size as last seen: asking the disk may mean waiting for a lock.
@@ -61,7 +61,7 @@ impl State {
             features,
             blocking_pool: BlockingPool::default(),
             ratelimited_log: Arc::default(),
-            budget: Budget::default(),
+            budget: CopyBudget::default(),
             may_cache,
             bytes: bytes.into(),
             wants_cache: true.into(),
@@ -82,7 +82,7 @@ impl State {
         }
     }
 
-    /// Takes over the disk's size. Answers whether it is another one.
+    /// Takes over the disk's size. Returns whether it is another one.
     pub(crate) fn refresh_geometry(&self) -> bool {
         if let Err(error) = self.disk.refresh_geometry() {
             self.ratelimited_log.warn(format_args!("the size of the disk cannot be found: {error}"));
@@ -121,7 +121,7 @@ impl State {
         self.can_flush.store(can_flush, Ordering::Relaxed);
     }
 
-    /// Another guest, or the same one anew.
+    /// Another guest, or the same one again.
     pub(crate) fn reset(&self) {
         self.wants_cache.store(true, Ordering::Relaxed);
         self.can_flush.store(true, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use ferry_wire::blk::{Config, DeviceFeatures, Range, Status};
 use crate::Options;
 use crate::device::Blk;
 use crate::slow::{self, Job};
-use crate::state::{Budget, State};
+use crate::state::{CopyBudget, State};
 
 const BYTES: usize = 64 << 10;
 
@@ -161,7 +161,7 @@ fn a_size_that_changes_is_noticed_once() {
 
 #[test]
 fn room_for_copies_is_given_back() {
-    let budget = Budget::default();
+    let budget = CopyBudget::default();
     let (first, second) = (budget.take(200 << 20), budget.take(56 << 20));
     assert!(first.is_some() && second.is_some());
     assert!(budget.take(1).is_none() && budget.take(usize::MAX).is_none());

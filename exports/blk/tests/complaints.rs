@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use common::{Offered, Room, connect, options};
+use common::{CopyPermit, Offered, connect, options};
 use ferry_disk::Cache;
 use ferry_driver::Config;
 
@@ -33,7 +33,7 @@ fn kicks_in_vain_fill_no_disk() {
     let disk = Offered::new(8, Cache::Writeback, options(Duration::ZERO));
     let mut driver = connect(&disk, Config { queue_size: 64, ..Config::default() });
     let queue = driver.queue(0);
-    let room = Room::new(queue);
+    let room = CopyPermit::new(queue);
     for _ in 0..60 {
         for _ in 0..12 {
             queue.kick();

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use common::{BLOCK, OK, Offered, Room, WITHIN, block, burst};
+use common::{BLOCK, CopyPermit, OK, Offered, WITHIN, block, burst};
 use ferry_blk::{IoMode, Options};
 use ferry_disk::Cache;
 use ferry_driver::{Config, Driver};
@@ -65,7 +65,7 @@ fn without_io_uring_everything_works_and_one_line_says_so() {
         let mut driver = Driver::connect(&disk.socket, config).unwrap();
         for index in 0..4 {
             let queue = driver.queue(index);
-            let rooms: Vec<_> = (0..32).map(|_| Room::new(queue)).collect();
+            let rooms: Vec<_> = (0..32).map(|_| CopyPermit::new(queue)).collect();
             rooms.iter().zip(0..).for_each(|(room, number)| room.read(number));
             burst(queue, rooms.iter().map(|room| room.head));
             for (room, number) in rooms.iter().zip(0..) {

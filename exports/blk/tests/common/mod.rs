@@ -73,14 +73,14 @@ pub fn connect(disk: &Offered, config: Config) -> Driver {
 }
 
 /// One request's room: header, status, and a block of data that may lie anywhere.
-pub struct Room {
+pub struct CopyPermit {
     pub head: u16,
     parts: Buffer,
     pub data: Window,
     _data: Option<Buffer>,
 }
 
-impl Room {
+impl CopyPermit {
     /// Room with its data beside everything else.
     pub fn new(queue: &mut Queue) -> Self {
         let data = queue.memory().alloc(BLOCK, PAGE_BYTES).unwrap();

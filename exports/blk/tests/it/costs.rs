@@ -5,7 +5,7 @@ use crate::common;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{BLOCK, OK, Offered, Room, WITHIN, alone, apart, block, burst, connect, options, scattered};
+use common::{BLOCK, CopyPermit, OK, Offered, WITHIN, alone, apart, block, burst, connect, options, scattered};
 use ferry_disk::Cache;
 use ferry_driver::measure::{Counter, Counting};
 use ferry_driver::{Config, Queue};
@@ -35,7 +35,7 @@ fn calls_of_worker(load: impl FnOnce()) -> Option<u64> {
 
 /// Reads `requests` blocks as libblkio does: looks at one answer, says so, sends the next request, and asks for a signal
 /// only when there is no answer left.
-fn one_by_one(queue: &mut Queue, rooms: &[Room], requests: usize) {
+fn one_by_one(queue: &mut Queue, rooms: &[CopyPermit], requests: usize) {
     let mut numbers = scattered(BLOCKS);
     let mut wanted = vec![0; usize::from(queue.ring().size())];
     let room_of = |head: u32| rooms.iter().find(|room| u32::from(room.head) == head).unwrap();
@@ -72,7 +72,7 @@ fn a_batch_costs_two_calls_and_one_signal() {
         let disk = Offered::new(BLOCKS, Cache::Writeback, options(poll));
         let mut driver = connect(&disk, Config { queue_size: 128, ..Config::default() });
         let queue = driver.queue(0);
-        let rooms: Vec<_> = (0..DEPTH).map(|_| Room::new(queue)).collect();
+        let rooms: Vec<_> = (0..DEPTH).map(|_| CopyPermit::new(queue)).collect();
         let mut numbers = scattered(BLOCKS);
         let before = queue.counters();
         let calls = calls_of_worker(|| {
@@ -105,7 +105,7 @@ fn scattered_writes(folder: &Path) -> Option<f64> {
     let device_features = DeviceFeatures::FLUSH.0;
     let mut driver = connect(&disk, Config { queue_size: 128, device_features, ..Config::default() });
     let queue = driver.queue(0);
-    let rooms: Vec<_> = (0..DEPTH).map(|_| Room::sent(queue)).collect();
+    let rooms: Vec<_> = (0..DEPTH).map(|_| CopyPermit::sent(queue)).collect();
     let mut written = vec![None; usize::try_from(BLOCKS).unwrap()];
     let calls = calls_of_worker(|| {
         for round in 0..ROUNDS {
@@ -153,7 +153,7 @@ fn a_driver_that_answers_one_by_one_is_served_in_batches() {
     let disk = apart(|| Offered::new(BLOCKS, Cache::Writeback, options(POLL)));
     let mut driver = connect(&disk, Config { queue_size: 128, ..Config::default() });
     let queue = driver.queue(0);
-    let rooms: Vec<_> = (0..DEPTH).map(|_| Room::new(queue)).collect();
+    let rooms: Vec<_> = (0..DEPTH).map(|_| CopyPermit::new(queue)).collect();
     // On a busy machine the driver waits for its CPU, and we do not always wait for it.
     let (begin, mut least) = (Instant::now(), f64::MAX);
     while begin.elapsed() < PATIENCE {

@@ -4,7 +4,7 @@ use crate::common;
 
 use std::time::Duration;
 
-use common::{BLOCK, OK, Offered, Room, WITHIN, alone, block, burst, connect};
+use common::{BLOCK, CopyPermit, OK, Offered, WITHIN, alone, block, burst, connect};
 use ferry_blk::Options;
 use ferry_disk::Cache;
 use ferry_driver::memory::PAGE_BYTES;
@@ -37,15 +37,15 @@ fn inflate(driver: &Driver) {
 }
 
 /// Rooms whose data lie in the second region.
-fn rooms(driver: &mut Driver, count: usize) -> Vec<Room> {
+fn rooms(driver: &mut Driver, count: usize) -> Vec<CopyPermit> {
     let memory = std::sync::Arc::clone(driver.memory());
     let start = memory.regions()[1].guest() + PAGE_BYTES as u64;
     let windows = (0..count as u64).map(|index| memory.window(start + index * 2 * BLOCK as u64, BLOCK).unwrap());
-    windows.map(|data| Room::at(driver.queue(0), data)).collect()
+    windows.map(|data| CopyPermit::at(driver.queue(0), data)).collect()
 }
 
 #[track_caller]
-fn all_read(driver: &mut Driver, rooms: &[Room], first: u64) {
+fn all_read(driver: &mut Driver, rooms: &[CopyPermit], first: u64) {
     let numbers = || (first..).step_by(3).map(|number| number % BLOCKS);
     rooms.iter().zip(numbers()).for_each(|(room, number)| room.read(number));
     burst(driver.queue(0), rooms.iter().map(|room| room.head));

@@ -100,7 +100,7 @@ fn connect(disk: &Offered) -> Driver {
     Driver::connect(&disk.path, config).unwrap()
 }
 
-/// Has a request made whose data is the same memory `times` over. Answers the status, and the length in the used ring.
+/// Has a request made whose data is the same memory `times` over. Returns the status, and the length in the used ring.
 fn ask(driver: &mut Driver, kind: u32, (address, bytes): (u64, u32), times: usize) -> (u8, u32) {
     let queue = driver.queue(0);
     let parts = queue.memory().alloc(STATUS_AT + 1, 64).unwrap();
