@@ -1,4 +1,4 @@
-//! Files that the kernel reads and writes by itself (FUSE passthrough).
+//! Files that the kernel reads and writes on its own (FUSE passthrough).
 
 use std::io;
 use std::os::fd::BorrowedFd;

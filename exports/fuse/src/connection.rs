@@ -1,4 +1,4 @@
-//! What all workers of one mount share.
+//! State that all workers of one mount share.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ pub(crate) struct Connection {
     pub(crate) payload_bytes: usize,
     /// Of an entry of a ring.
     pub(crate) ring_payload_bytes: usize,
-    pub(crate) end: Arc<End>,
+    pub(crate) end: Arc<ConnectionEnd>,
 }
 
 impl Connection {
@@ -37,14 +37,14 @@ impl Connection {
 
 /// Whether the connection has ended, and how many threads still serve it.
 #[derive(Default)]
-pub(crate) struct End {
+pub(crate) struct ConnectionEnd {
     ended: AtomicBool,
     threads: Mutex<usize>,
     changed: Condvar,
     told: Mutex<Vec<Box<dyn Fn() + Send + Sync>>>,
 }
 
-impl std::fmt::Debug for End {
+impl std::fmt::Debug for ConnectionEnd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("End").field("ended", &self.ended).field("threads", &self.threads).finish_non_exhaustive()
     }
@@ -53,11 +53,11 @@ impl std::fmt::Debug for End {
 /// A thread that serves; the count goes down when it is dropped, which is to be the last that the thread does: whoever
 /// waits for it finds its descriptors closed.
 #[derive(Debug)]
-pub(crate) struct Present(Arc<End>);
+pub(crate) struct ServingThread(Arc<ConnectionEnd>);
 
-impl End {
+impl ConnectionEnd {
     /// The kernel says that it is over, or we do.
-    pub(crate) fn declare(&self) {
+    pub(crate) fn mark_ended(&self) {
         self.ended.store(true, Ordering::Release);
         // Under the lock, so that nobody misses it between looking and waiting.
         let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,9 +69,9 @@ impl End {
     }
 
     /// Calls `tell` when the connection ends, or now if it has.
-    pub(crate) fn when_declared(&self, tell: impl Fn() + Send + Sync + 'static) {
+    pub(crate) fn when_ended(&self, tell: impl Fn() + Send + Sync + 'static) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.is_declared() {
+        if self.is_ended() {
             drop(told);
             tell();
         } else {
@@ -79,32 +79,32 @@ impl End {
         }
     }
 
-    pub(crate) fn is_declared(&self) -> bool {
+    pub(crate) fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
     /// Waits until the connection has ended.
     pub(crate) fn wait(&self) {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        while !self.is_declared() {
+        while !self.is_ended() {
             threads = self.changed.wait(threads).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Waits for so long; answers whether it has ended.
+    /// Waits for so long; returns whether it has ended.
     pub(crate) fn wait_for(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            if self.is_declared() || left.is_zero() {
-                return self.is_declared();
+            if self.is_ended() || left.is_zero() {
+                return self.is_ended();
             }
             threads = self.changed.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Waits until no thread serves any more; answers how many still do after `patience`.
+    /// Waits until no thread serves any more; returns how many still do after `patience`.
     pub(crate) fn wait_for_threads(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -118,14 +118,14 @@ impl End {
     }
 }
 
-impl Present {
+impl ServingThread {
     pub(crate) fn new(connection: &Arc<Connection>) -> Self {
         *connection.end.threads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         Self(Arc::clone(&connection.end))
     }
 }
 
-impl Drop for Present {
+impl Drop for ServingThread {
     fn drop(&mut self) {
         *self.0.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
         self.0.changed.notify_all();

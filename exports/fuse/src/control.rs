@@ -23,9 +23,9 @@ pub(crate) fn read_ahead(number: u32, bytes: u32) -> io::Result<()> {
 /// What ends a connection, whoever uses it and whatever its server does. It belongs to this one connection: once that is
 /// over it does nothing, even if a later connection gets the same number.
 #[derive(Debug)]
-pub struct Switch(File);
+pub struct AbortSwitch(File);
 
-impl Switch {
+impl AbortSwitch {
     /// The switch of a connection that is mounted.
     ///
     /// # Errors
@@ -33,13 +33,15 @@ impl Switch {
     pub(crate) fn of(number: u32) -> io::Result<Self> {
         match File::options().write(true).open(format!("{PLACE}/{number}/abort")) {
             Ok(file) => Ok(Self(file)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::apart(number).map_err(|_| error),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Self::from_private_mount(number).map_err(|_| error)
+            }
             Err(error) => Err(error),
         }
     }
 
     /// As [`Self::of`], from a mount of the controls that nobody else sees, as containers need it.
-    fn apart(number: u32) -> io::Result<Self> {
+    fn from_private_mount(number: u32) -> io::Result<Self> {
         let context = fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
         fsconfig_create(&context)?;
         let place = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
@@ -62,8 +64,8 @@ impl Switch {
 }
 
 /// For a process that is to throw the switch: any byte written to the file does.
-impl From<Switch> for File {
-    fn from(switch: Switch) -> Self {
+impl From<AbortSwitch> for File {
+    fn from(switch: AbortSwitch) -> Self {
         switch.0
     }
 }

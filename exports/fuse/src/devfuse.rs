@@ -1,7 +1,7 @@
 //! Requests by /dev/fuse: threads that read one, serve it, and write the reply.
 
 mod carrier;
-mod follow;
+mod cpu_affinity;
 mod readers;
 mod splice;
 
@@ -21,11 +21,11 @@ use zerocopy::FromBytes;
 
 use crate::connection::Connection;
 use crate::device::{Received, receive, send};
-use crate::giving_way::GivingWay;
 use crate::handshake::await_message;
+use crate::sched_idle::SchedIdle;
 use crate::stats::Counters;
 use carrier::{DeviceCarrier, Memory};
-use follow::Follower;
+use cpu_affinity::AffinityThread;
 pub(crate) use readers::Readers;
 use splice::{Loaded, Spliced};
 
@@ -39,7 +39,7 @@ struct Reader {
     generation_cell: GenerationCell,
     /// Its thread, once there is one.
     thread: OnceLock<Pid>,
-    way: OnceLock<GivingWay>,
+    way: OnceLock<SchedIdle>,
 }
 
 impl Reader {
@@ -109,7 +109,7 @@ impl MonitoredWorker for Reader {
     }
 
     fn apply_policy(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        self.readers.later.apply_policy(|unique, (), since| {
+        self.readers.deferred.apply_policy(|unique, (), since| {
             verdict(unique, since).map(|errno| {
                 answer_error(&self.channel, unique, errno);
                 true
@@ -120,7 +120,7 @@ impl MonitoredWorker for Reader {
     fn tick(self: Arc<Self>, served: bool) {
         self.readers.tick(&self.watch);
         if let Some(way) = self.way.get() {
-            way.look(self.readers.follow.is_wanted(), served);
+            way.look(self.readers.cpu_affinity.is_wanted(), served);
         }
     }
 }
@@ -165,7 +165,7 @@ impl<'a> Work<'a> {
         let readers = &*reader.readers;
         let connection = &readers.connection;
         let mut owner = reader.watch.first_owner();
-        let mut follower = Follower::default();
+        let mut follower = AffinityThread::default();
         loop {
             let received = receive(reader.channel.as_fd(), self.memory.request_room());
             readers.has_work();
@@ -178,7 +178,7 @@ impl<'a> Work<'a> {
                     reader.unique.store(self.memory.unique(), Ordering::Relaxed);
                     if let Some(client) = self.memory.client() {
                         readers.note_client(client);
-                        follower.step(&readers.follow, client);
+                        follower.step(&readers.cpu_affinity, client);
                     }
                     reader.watch.enter(&mut owner);
                     connection.monitor_handle.ring();
@@ -189,13 +189,13 @@ impl<'a> Work<'a> {
                     self.send(reply);
                 }
                 Ok(Received::Nothing) => {}
-                Ok(Received::Unmounted) => break connection.end.declare(),
+                Ok(Received::Unmounted) => break connection.end.mark_ended(),
                 Err(error) => {
                     tracing::error!("/dev/fuse cannot be read, the mount ends: {error}");
-                    break connection.end.declare();
+                    break connection.end.mark_ended();
                 }
             }
-            if connection.end.is_declared() || !readers.is_free() {
+            if connection.end.is_ended() || !readers.is_free() {
                 break;
             }
         }
@@ -237,7 +237,7 @@ impl<'a> Work<'a> {
             served = Served::Reply(server.transferred(carrier.token(), &mut carrier, outcome));
         }
         if carrier.is_asked.get() && served != Served::Later {
-            reader.readers.later.end(unique);
+            reader.readers.deferred.end(unique);
         }
         let ours = reader.generation_cell.end(generation);
         if !ours {

@@ -1,4 +1,4 @@
-//! Which way requests and data go, and why not a better one.
+//! Reports which path requests and data take, and why no better one is used.
 
 use std::fmt;
 

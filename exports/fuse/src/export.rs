@@ -9,12 +9,12 @@ use ferry_vfs::{Errno, FileSystem};
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
-use crate::connection::{Connection, End};
-use crate::control::{Switch, read_ahead};
+use crate::connection::{Connection, ConnectionEnd};
+use crate::control::{AbortSwitch, read_ahead};
 use crate::devfuse::Readers;
 use crate::device::Device;
 use crate::explain::{Explanation, Verdict};
-use crate::handshake::{Wishes, shake_hands, share_options};
+use crate::handshake::{RequestedOptions, negotiate_init, share_options};
 use crate::interrupted::Interrupted;
 use crate::mountpoint::Mountpoint;
 use crate::notify::Notifier;
@@ -77,7 +77,7 @@ pub struct Export {
     device_number: u32,
     /// Had from the beginning: Linux does not come back from letting go of a private mount, by which it may have to be found,
     /// while clients keep all CPUs busy (`synchronize_rcu_expedited`).
-    switch: Option<Switch>,
+    switch: Option<AbortSwitch>,
     stopped: AtomicBool,
 }
 
@@ -108,12 +108,12 @@ impl Export {
         options: &Options,
         ring_payload_bytes: usize,
     ) -> Result<Self, Error> {
-        let wishes = Arc::new(Wishes::new(options, source.features())?);
+        let requested = Arc::new(RequestedOptions::new(options, source.features())?);
         let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options))?;
         let device = Arc::new(Device::new(fd));
         let connection = Arc::new(Connection {
             share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
-            session: Arc::new(wishes.session(&device)),
+            session: Arc::new(requested.session(&device)),
             mountpoint: mountpoint.path().to_owned(),
             device,
             counters: AllCounters::default(),
@@ -121,15 +121,15 @@ impl Export {
             monitor_handle: MonitorHandle::default(),
             payload_bytes: options.max_write_bytes as usize,
             ring_payload_bytes,
-            end: Arc::new(End::default()),
+            end: Arc::new(ConnectionEnd::default()),
         });
         // Before the first request is answered: of what changes after the answer the kernel must be told.
         let notifier = if keeps(options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
-        let (agreed, rings) = match shake_hands(&connection, &wishes, options) {
+        let (agreed, rings) = match negotiate_init(&connection, &requested, options) {
             Ok(agreed) => agreed,
             Err(error) => {
                 drop((notifier, mountpoint));
-                connection.end.declare();
+                connection.end.mark_ended();
                 connection.session.end();
                 // What they hold is free again when the caller gets to know.
                 connection.end.wait_for_threads(THREADS_PATIENCE);
@@ -144,12 +144,12 @@ impl Export {
             tracing::debug!(%error, "the kernel goes on asking for 128 KiB at a time");
         }
         let mut export = Self {
-            switch: Switch::of(mountpoint.connection()).ok(),
+            switch: AbortSwitch::of(mountpoint.connection()).ok(),
             device_number: mountpoint.connection(),
             explanation: Explanation {
                 path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
                 uring: rings.as_ref().map_or_else(Verdict::not, |_| Verdict::used()),
-                passthrough: wishes.passthrough(&agreed),
+                passthrough: requested.passthrough(&agreed),
                 notifications: match &notifier {
                     Some(_) => Verdict::used(),
                     None if keeps(options) => Verdict::not("the source does not say what changes"),
@@ -174,7 +174,7 @@ impl Export {
         };
         if let Err(error) = export.start(options) {
             // Nobody reads who would be told by the kernel that it is over.
-            export.connection.end.declare();
+            export.connection.end.mark_ended();
             return Err(Error::Threads(error));
         }
         if let Some(reason) = lack {
@@ -199,7 +199,7 @@ impl Export {
         Ok(())
     }
 
-    /// Which way requests and data go, and why not a better one.
+    /// Reports which path requests and data take, and why no better one is used.
     pub fn explain(&self) -> &Explanation {
         &self.explanation
     }
@@ -222,8 +222,8 @@ impl Export {
     ///
     /// # Errors
     /// The connection is over, or its controls cannot be reached (containers of users other than root).
-    pub fn switch(&self) -> std::io::Result<Switch> {
-        self.switch.as_ref().map_or_else(|| Switch::of(self.device_number), Switch::try_clone)
+    pub fn switch(&self) -> std::io::Result<AbortSwitch> {
+        self.switch.as_ref().map_or_else(|| AbortSwitch::of(self.device_number), AbortSwitch::try_clone)
     }
 
     /// Waits until somebody unmounts it, or aborts the connection.
@@ -233,7 +233,7 @@ impl Export {
 
     /// Whether it was unmounted.
     pub fn has_ended(&self) -> bool {
-        self.connection.end.is_declared()
+        self.connection.end.is_ended()
     }
 
     /// Unmounts, lets requests under way end, and makes everything durable. Who still has files of the mount open is
@@ -301,7 +301,7 @@ fn stat_number(path: &std::path::Path) -> Option<u32> {
 impl Drop for Export {
     fn drop(&mut self) {
         self.end();
-        self.connection.end.declare();
+        self.connection.end.mark_ended();
         self.rings = None;
     }
 }

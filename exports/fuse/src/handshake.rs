@@ -35,7 +35,7 @@ const MAX_BACKGROUND: u16 = 128;
 
 /// What is wanted beyond the share's own policy. The path is decided when INIT has come, and before it is answered.
 #[derive(Debug)]
-pub(crate) struct Wishes {
+pub(crate) struct RequestedOptions {
     uring: Mutex<Result<(), NoUring>>,
     passthrough: Result<(), String>,
     /// Whether files that are opened for writing pass through.
@@ -45,7 +45,7 @@ pub(crate) struct Wishes {
     max_write_bytes: u32,
 }
 
-impl Wishes {
+impl RequestedOptions {
     /// Works out what can be had, as far as that can be known before the mount.
     ///
     /// # Errors
@@ -97,8 +97,8 @@ impl Wishes {
 
     /// A session that asks for all this.
     pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> SessionSlot {
-        let wishes = Arc::clone(self);
-        let session = SessionSlot::new(move |_: &InitRequest, wanted: &mut InitOptions| wishes.adjust(wanted));
+        let requested = Arc::clone(self);
+        let session = SessionSlot::new(move |_: &InitRequest, wanted: &mut InitOptions| requested.adjust(wanted));
         match self.passthrough {
             Ok(()) => session.with_backings(Arc::new(DeviceBackings::new(device, self.pass_writers))),
             Err(_) => session,
@@ -150,17 +150,17 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
 }
 
 /// Serves INIT; answers what was agreed on, and the rings if they are used, or why not.
-pub(crate) fn shake_hands(
+pub(crate) fn negotiate_init(
     connection: &Arc<Connection>,
-    wishes: &Wishes,
+    requested: &RequestedOptions,
     options: &Options,
 ) -> Result<(Negotiated, Result<Rings, NoUring>), Error> {
     let mut rings = None;
     let agreed = devfuse::serve_first(connection, &mut |message| {
-        look_at(message, wishes, &mut rings, connection, options);
+        look_at(message, requested, &mut rings, connection, options);
     })
     .map_err(Error::Handshake)?;
-    let rings = match (wishes.uring(), rings) {
+    let rings = match (requested.uring(), rings) {
         (Ok(()), Some(rings)) => rings,
         (Err(reason), _) => return forced(options, reason).map(|reason| (agreed, Err(reason))),
         (Ok(()), None) => return forced(options, NoUring::NotOffered).map(|reason| (agreed, Err(reason))),
@@ -182,7 +182,7 @@ fn forced(options: &Options, reason: NoUring) -> Result<NoUring, Error> {
 /// Looks at a message before it is served: before INIT is answered, the rings must be there.
 fn look_at(
     message: &[u8],
-    wishes: &Wishes,
+    requested: &RequestedOptions,
     rings: &mut Option<Rings>,
     connection: &Arc<Connection>,
     options: &Options,
@@ -191,15 +191,15 @@ fn look_at(
     else {
         return;
     };
-    if wishes.uring().is_err() || rings.is_some() {
+    if requested.uring().is_err() || rings.is_some() {
         return;
     }
     if !init.flags.contains(InitFlags::OVER_IO_URING) {
-        return wishes.no_uring(NoUring::NotOffered);
+        return requested.no_uring(NoUring::NotOffered);
     }
     match Rings::prepare(connection, options.ring_depth.clamp(1, RING_DEPTH_MAX)) {
         Ok(made) => *rings = Some(made),
-        Err(reason) => wishes.no_uring(reason),
+        Err(reason) => requested.no_uring(reason),
     }
 }
 

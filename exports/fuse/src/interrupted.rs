@@ -1,4 +1,4 @@
-//! Callers who have had enough of waiting (FUSE INTERRUPT).
+//! FUSE INTERRUPT.
 //!
 //! A request that is parked is ended by the server at once. This is for the others: a handler that goes on for long
 //! after its caller was interrupted is given up by the monitor.

@@ -1,9 +1,9 @@
 //! The FUSE export: a source, mounted on this host.
 //!
 //! Requests travel by one of two paths. With FUSE-over-io_uring each CPU has a ring and a worker that is bound to it:
-//! reply and next request are one system call, and data lie where they are. Otherwise threads read /dev/fuse. On
-//! either path, files for which the source has a descriptor can be passed through: the kernel then reads and writes them
-//! by itself. Which path was taken, and why not a better one, says [`Export::explain`].
+//! reply and next request are one system call, and data lie where they are. Otherwise threads read /dev/fuse. On either
+//! path, files for which the source has a descriptor can be passed through: the kernel then reads and writes them on
+//! its own. Which path was taken, and why not a better one, says [`Export::explain`].
 //!
 //! A handler that blocks holds up nobody else: another thread goes on in its place. One that blocks for too long, or
 //! panics, costs its own caller an error.
@@ -21,23 +21,23 @@
 mod backings;
 mod connection;
 mod control;
+mod deferred_replies;
 mod devfuse;
 mod device;
 mod explain;
 mod export;
-mod giving_way;
 mod handshake;
 mod interrupted;
-mod later;
 mod machine;
 mod mountpoint;
 mod notify;
 mod options;
+mod sched_idle;
 mod stats;
 mod transfer;
 mod uring;
 
-pub use control::Switch;
+pub use control::AbortSwitch;
 pub use explain::{Explanation, Verdict};
 pub use export::{Error, Export};
 pub use ferry_serve::Cache;

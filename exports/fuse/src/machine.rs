@@ -1,4 +1,4 @@
-//! What this machine lets us do.
+//! Probes what this machine supports.
 
 use std::fs;
 

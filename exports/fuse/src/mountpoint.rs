@@ -31,13 +31,13 @@ const DEVICE: &str = "/dev/fuse";
 pub struct Mountpoint {
     path: PathBuf,
     identity: Identity,
-    by: By,
+    by: MountMethod,
     gone: bool,
 }
 
 /// Who made the mount, and so can undo it.
 #[derive(Debug)]
-enum By {
+enum MountMethod {
     Ourselves,
     Helper(Helper),
 }
@@ -50,14 +50,15 @@ impl Mountpoint {
     /// [`MountError`]: a sentence with the path and what to do.
     pub fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
         let place = check::prepare(path, &options.kernel_type(), options.nonempty)?;
-        let direct = if options.auto_unmount { Err(Refused::NotPermitted) } else { mount_directly(&place, options) };
+        let direct =
+            if options.auto_unmount { Err(HelperRefusal::NotPermitted) } else { mount_directly(&place, options) };
         let (device, by) = match direct {
-            Ok(device) => (device, By::Ourselves),
-            Err(Refused::NotPermitted) => {
+            Ok(device) => (device, MountMethod::Ourselves),
+            Err(HelperRefusal::NotPermitted) => {
                 let (device, helper) = Helper::mount(&place.path, options)?;
-                (device, By::Helper(helper))
+                (device, MountMethod::Helper(helper))
             }
-            Err(Refused::Error(error)) => return Err(error),
+            Err(HelperRefusal::Error(error)) => return Err(error),
         };
         let identity = Identity::of(&place.path)
             .map_err(|reason| MountError::System { path: place.path.clone(), reason: reason.into() })?;
@@ -133,12 +134,12 @@ impl Mountpoint {
     fn end(&mut self, flags: UnmountFlags) -> Result<(), MountError> {
         if self.is_ours() {
             match &mut self.by {
-                By::Ourselves => unmount(&self.path, flags)?,
-                By::Helper(_) => helper::unmount(&self.path, flags.contains(UnmountFlags::DETACH))?,
+                MountMethod::Ourselves => unmount(&self.path, flags)?,
+                MountMethod::Helper(_) => helper::unmount(&self.path, flags.contains(UnmountFlags::DETACH))?,
             }
         }
         self.gone = true;
-        if let By::Helper(helper) = &mut self.by {
+        if let MountMethod::Helper(helper) = &mut self.by {
             helper.end();
         }
         Ok(())
@@ -154,29 +155,29 @@ impl Drop for Mountpoint {
 }
 
 /// Why a mount was not made by `mount(2)`.
-enum Refused {
+enum HelperRefusal {
     /// Somebody with more rights may do it.
     NotPermitted,
     Error(MountError),
 }
 
 /// Mounts with the rights of this process.
-fn mount_directly(place: &Place, options: &MountOptions) -> Result<OwnedFd, Refused> {
+fn mount_directly(place: &Place, options: &MountOptions) -> Result<OwnedFd, HelperRefusal> {
     let device = match rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
         Ok(device) => device,
         Err(Errno::ACCESS | Errno::PERM) if !rustix::process::geteuid().is_root() => {
-            return Err(Refused::NotPermitted);
+            return Err(HelperRefusal::NotPermitted);
         }
-        Err(error) => return Err(Refused::Error(device_error(error))),
+        Err(error) => return Err(HelperRefusal::Error(device_error(error))),
     };
     // The place that was looked at, whatever has since been put on its path.
     let target = format!("/proc/self/fd/{}", place.fd.as_raw_fd());
     let data = options.kernel_data(&device);
     match rustix::mount::mount(&*options.fsname, &*target, options.kernel_type(), options.kernel_flags(), &*data) {
         Ok(()) => Ok(device),
-        Err(Errno::PERM) => Err(Refused::NotPermitted),
-        Err(Errno::NODEV) => Err(Refused::Error(MountError::NoDevice)),
-        Err(error) => Err(Refused::Error(MountError::System { path: place.path.clone(), reason: error.into() })),
+        Err(Errno::PERM) => Err(HelperRefusal::NotPermitted),
+        Err(Errno::NODEV) => Err(HelperRefusal::Error(MountError::NoDevice)),
+        Err(error) => Err(HelperRefusal::Error(MountError::System { path: place.path.clone(), reason: error.into() })),
     }
 }
 

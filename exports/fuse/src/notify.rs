@@ -1,4 +1,4 @@
-//! Telling the kernel of changes that others made.
+//! Notifies the kernel of changes by others.
 //!
 //! A listener of the source's changes takes notes; a thread of its own, the teller, tells the kernel. The kernel may make that
 //! thread wait for a directory or a page that one of our own handlers is being asked about: nobody waits for the
@@ -10,9 +10,9 @@
 //! What is told later is told before a lock is answered that was granted after it ([`Listener::when_delivered`]), but for what
 //! blocked handlers keep the kernel from.
 
-mod desk;
 mod message;
-mod notes;
+mod notify_queue;
+mod pending;
 mod prunes;
 
 use std::io::{self, IoSlice};
@@ -23,22 +23,22 @@ use ferry_engine::{CallSnapshot, MonitoredWorker, Ownership, Replacement, Watch}
 use ferry_vfs::{Change, DeliveryGuard, Errno, Ino, Listener, Name, SessionId, Subscription};
 use ferry_wire::fuse::InitFlags;
 
-use crate::connection::{Connection, Present};
+use crate::connection::{Connection, ServingThread};
 use crate::device::send;
 use crate::stats::Counters;
-use desk::Shared;
 use message::Message;
-use notes::Job;
+use notify_queue::Shared;
+use pending::Job;
 
 /// Hears of the changes of a source.
 #[derive(Debug)]
-struct Ear {
+struct ChangeListener {
     connection: Arc<Connection>,
     shared: Arc<Shared>,
     own: OnceLock<SessionId>,
 }
 
-impl Listener for Ear {
+impl Listener for ChangeListener {
     fn changed(&self, change: &Change, by: SessionId) {
         // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
         // useless: its answer may wait for the very request.
@@ -74,7 +74,7 @@ impl Listener for Ear {
 /// Tells the kernel of changes, until dropped.
 #[derive(Debug)]
 pub(crate) struct Notifier {
-    teller: Arc<Teller>,
+    teller: Arc<NotifyThread>,
     subscription: Option<Subscription>,
 }
 
@@ -88,17 +88,17 @@ impl Notifier {
         let shared = Arc::new(Shared::default());
         let watch = Watch::default();
         let owner = watch.first_owner();
-        let teller = Arc::new(Teller { connection: Arc::clone(connection), shared: Arc::clone(&shared), watch });
+        let teller = Arc::new(NotifyThread { connection: Arc::clone(connection), shared: Arc::clone(&shared), watch });
         teller.start(move |_| Some(owner))?;
         let post: Arc<dyn MonitoredWorker> = Arc::clone(&teller) as _;
         connection.monitor_handle.add(Arc::downgrade(&post));
-        let subscription = changes.listen(Ear {
+        let subscription = changes.listen(ChangeListener {
             connection: Arc::clone(connection),
             shared: Arc::clone(&shared),
             own: OnceLock::new(),
         });
         let weak = Arc::downgrade(&shared);
-        connection.end.when_declared(move || {
+        connection.end.when_ended(move || {
             if let Some(shared) = weak.upgrade() {
                 shared.close();
             }
@@ -117,17 +117,17 @@ impl Drop for Notifier {
 
 /// What the tellers of one mount have in common. All but one are stuck: they come back and end when the kernel lets them go.
 #[derive(Debug)]
-struct Teller {
+struct NotifyThread {
     connection: Arc<Connection>,
     shared: Arc<Shared>,
     /// Says whether the kernel keeps the one who is not known to be stuck.
     watch: Watch,
 }
 
-impl Teller {
+impl NotifyThread {
     /// Starts a thread, which tells if it is given the right to.
     fn start(self: &Arc<Self>, right: impl FnOnce(&Self) -> Option<Ownership> + Send + 'static) -> io::Result<()> {
-        let (teller, present) = (Arc::clone(self), Present::new(&self.connection));
+        let (teller, present) = (Arc::clone(self), ServingThread::new(&self.connection));
         std::thread::Builder::new().name("fuse-notify".into()).spawn(move || {
             if let Some(mut owner) = right(&teller) {
                 teller.tell_all(&mut owner);
@@ -144,7 +144,7 @@ impl Teller {
             if self.tell(job, owner, &counters).is_none() {
                 return self.shared.come_back(number);
             }
-            if self.connection.end.is_declared() {
+            if self.connection.end.is_ended() {
                 return;
             }
         }
@@ -159,7 +159,7 @@ impl Teller {
         match job {
             Job::All => {
                 tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
-                self.shared.more(notes::of_all(self.known()));
+                self.shared.more(pending::of_all(self.known()));
             }
             Job::Names => say(Message::Epoch)?,
             Job::Removed(dir, name, ino) => return self.removed(dir, name.as_name(), ino, owner, counters),
@@ -215,7 +215,7 @@ fn warn(message: &Message<'_>, outcome: Result<(), Errno>) {
 }
 
 /// The monitor sees when the kernel keeps a teller, as it sees handlers that are blocked.
-impl MonitoredWorker for Teller {
+impl MonitoredWorker for NotifyThread {
     fn watch(&self) -> &Watch {
         &self.watch
     }

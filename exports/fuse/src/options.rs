@@ -1,4 +1,4 @@
-//! How a source is to be mounted.
+//! Options of a mount.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -43,7 +43,7 @@ pub struct Options {
     /// How requests travel. Default: the best that can be had; for a source whose calls wait
     /// ([`ferry_vfs::Features::waits`]) that is /dev/fuse.
     pub path: Path,
-    /// Whether the kernel may read and write whole files of the source by itself; `None` (the default): if it can.
+    /// Whether the kernel may read and write whole files of the source on its own; `None` (the default): if it can.
     pub passthrough: Option<bool>,
     /// What the kernel may keep. Default: [`Cache::Auto`].
     pub cache: Cache,

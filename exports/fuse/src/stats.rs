@@ -1,4 +1,4 @@
-//! What the workers counted.
+//! Statistics.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

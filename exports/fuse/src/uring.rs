@@ -9,11 +9,11 @@
 //! and what still fails when the entries are registered makes the kernel take the offer back.
 
 mod carrier;
+mod kick;
 mod memory;
-mod moving;
-mod nudge;
 mod queue;
 mod ring;
+mod ring_transfers;
 mod worker;
 
 use std::io;
@@ -24,11 +24,11 @@ use crate::connection::Connection;
 use crate::machine::{NoUring, possible_cpus};
 use ferry_engine::MonitoredWorker;
 use queue::Queue;
-use worker::{Order, Seat};
+use worker::{Order, ParkedWorker};
 
 /// The rings of one connection.
 pub(crate) struct Rings {
-    queues: Vec<(Arc<Queue>, Arc<Seat>)>,
+    queues: Vec<(Arc<Queue>, Arc<ParkedWorker>)>,
 }
 
 impl Rings {
@@ -40,7 +40,7 @@ impl Rings {
         let mut rings = Self { queues: Vec::new() };
         for cpu in 0..possible_cpus() {
             let made = Queue::new(connection, cpu, depth).map(Arc::new);
-            let made = made.and_then(|queue| queue.add_thread(0).map(|seat| (queue, seat)));
+            let made = made.and_then(|queue| queue.add_thread(0).map(|parked_worker| (queue, parked_worker)));
             match made {
                 Ok(made) => rings.queues.push(made),
                 Err(error) => {
@@ -58,8 +58,8 @@ impl Rings {
     /// [`NoUring::Refused`]: the kernel has gone back to /dev/fuse.
     pub(crate) fn begin(&self) -> Result<(), NoUring> {
         let (told, outcomes) = channel();
-        for (queue, seat) in &self.queues {
-            seat.give(Order::Begin(queue.watch.first_owner(), told.clone()));
+        for (queue, parked_worker) in &self.queues {
+            parked_worker.give(Order::Begin(queue.watch.first_owner(), told.clone()));
         }
         drop(told);
         for _ in &self.queues {
@@ -75,7 +75,7 @@ impl Rings {
             let post: Arc<dyn MonitoredWorker> = queue.clone();
             queue.connection.monitor_handle.add(Arc::downgrade(&post));
             let queue = Arc::clone(queue);
-            queue.connection.end.when_declared({
+            queue.connection.end.when_ended({
                 let queue = Arc::downgrade(&queue);
                 move || {
                     if let Some(queue) = queue.upgrade() {
@@ -94,9 +94,9 @@ impl Rings {
 
     /// Has all threads end.
     pub(crate) fn close(&self) {
-        for (queue, seat) in &self.queues {
+        for (queue, parked_worker) in &self.queues {
             queue.close();
-            seat.give(Order::Look);
+            parked_worker.give(Order::Look);
         }
     }
 }

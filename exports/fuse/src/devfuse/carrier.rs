@@ -11,8 +11,8 @@ use ferry_vfs::Errno;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, WRITE_HEAD_BYTES, peek};
 
 use super::Reader;
+use crate::deferred_replies::may_be_abandoned;
 use crate::device::send;
-use crate::later::may_be_given_up;
 use crate::stats::Counters;
 use crate::transfer::in_payload;
 
@@ -73,8 +73,8 @@ impl Memory {
     }
 
     /// Whether the request may be given up while another thread is to answer it.
-    fn may_be_given_up(&self) -> bool {
-        self.request().first_chunk::<IN_HEADER_BYTES>().is_some_and(|header| may_be_given_up(peek(header).opcode))
+    fn may_be_abandoned(&self) -> bool {
+        self.request().first_chunk::<IN_HEADER_BYTES>().is_some_and(|header| may_be_abandoned(peek(header).opcode))
     }
 
     /// The thread that waits for the request, 0 if it cannot be seen from here; `None` if nobody does: such requests
@@ -186,8 +186,8 @@ impl FuseCarrier for DeviceCarrier<'_> {
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
         let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
-        let later = Arc::clone(&self.reader.readers.later);
-        if self.memory.may_be_given_up() {
+        let later = Arc::clone(&self.reader.readers.deferred);
+        if self.memory.may_be_abandoned() {
             // Before it can be answered.
             later.begin(unique, ());
             self.is_asked.set(true);

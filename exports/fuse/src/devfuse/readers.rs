@@ -14,12 +14,12 @@ use ferry_engine::{MonitoredWorker, Watch};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
-use super::follow::Follow;
+use super::cpu_affinity::CpuAffinity;
 use super::{Reader, Work};
-use crate::connection::{Connection, Present};
-use crate::giving_way::GivingWay;
-use crate::later::Later;
+use crate::connection::{Connection, ServingThread};
+use crate::deferred_replies::DeferredReplies;
 use crate::machine::place_of;
+use crate::sched_idle::SchedIdle;
 
 /// The most threads that read the device of one mount. Past it, requests wait in the kernel.
 const READERS_MAX: usize = 64;
@@ -60,9 +60,9 @@ pub(crate) struct Readers {
     client: AtomicU32,
     /// There were requests of others, too.
     several: AtomicBool,
-    pub(super) follow: Follow,
+    pub(super) cpu_affinity: CpuAffinity,
     /// Requests that other threads will answer. On its own: whoever answers has it for longer than there is a mount.
-    pub(super) later: Arc<Later<()>>,
+    pub(super) deferred: Arc<DeferredReplies<()>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -105,15 +105,15 @@ impl Readers {
             full: Once::new(),
             client: AtomicU32::new(0),
             several: AtomicBool::new(false),
-            follow: Follow::default(),
-            later: Arc::default(),
+            cpu_affinity: CpuAffinity::default(),
+            deferred: Arc::default(),
         })
     }
 
     fn add(self: &Arc<Self>) -> io::Result<()> {
         let reader = Arc::new(Reader::new(self, self.channel()?));
         let post: Arc<dyn MonitoredWorker> = reader.clone();
-        let present = Present::new(&self.connection);
+        let present = ServingThread::new(&self.connection);
         self.threads.fetch_add(1, Ordering::Relaxed);
         // Counted before it runs, so that the monitor does not start another meanwhile.
         self.idle.fetch_add(1, Ordering::Relaxed);
@@ -123,7 +123,7 @@ impl Readers {
             let id = gettid();
             let _ = reader.thread.set(id);
             lock(&reader.readers.running).push(id);
-            let _ = reader.way.set(GivingWay::here());
+            let _ = reader.way.set(SchedIdle::here());
             Work::new(&reader).run();
             lock(&reader.readers.running).retain(|running| *running != id);
             reader.readers.threads.fetch_sub(1, Ordering::Relaxed);
@@ -187,7 +187,7 @@ impl Readers {
 
     /// A reader is blocked in a handler: somebody else must be there to read.
     pub(super) fn replace_blocked(self: &Arc<Self>) {
-        if self.idle.load(Ordering::Relaxed) == 0 && !self.connection.end.is_declared() {
+        if self.idle.load(Ordering::Relaxed) == 0 && !self.connection.end.is_ended() {
             self.reinforce();
         }
     }
@@ -212,7 +212,7 @@ impl Readers {
 
     /// The monitor looks, once for each reader, who has this watch.
     pub(super) fn tick(self: &Arc<Self>, watch: &Watch) {
-        if self.connection.end.is_declared() {
+        if self.connection.end.is_ended() {
             return;
         }
         let several = self.several.load(Ordering::Relaxed);
@@ -231,7 +231,7 @@ impl Readers {
         }
         let now = Instant::now();
         let mut calm_since = lock(&self.calm_since);
-        self.follow.look(!several && self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
+        self.cpu_affinity.look(!several && self.threads.load(Ordering::Relaxed) == 1, self.connection.counters.sum());
         if self.stretched.swap(false, Ordering::Relaxed) || self.threads.load(Ordering::Relaxed) <= self.base {
             *calm_since = now;
         } else if now.duration_since(*calm_since) >= CALM {
@@ -254,7 +254,7 @@ impl Readers {
     }
 
     fn reinforce(self: &Arc<Self>) {
-        self.follow.stop();
+        self.cpu_affinity.stop();
         let (threads, lost) = (self.threads.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed));
         if threads >= READERS_MAX || threads + lost >= READERS_ALL_MAX {
             self.full.call_once(|| {

@@ -121,7 +121,7 @@ impl Pipe {
         Ok(Self { from, to, room_bytes: bytes - 2 * PAGE_BYTES })
     }
 
-    /// Answers how many calls it took; `None` if the pipe does not hold all.
+    /// Returns how many calls it took; `None` if the pipe does not hold all.
     fn fill(&self, header: &[u8], transfer: &Transfer, bytes: usize) -> Option<u64> {
         if rustix::io::write(&self.to, header) != Ok(header.len()) {
             return None;

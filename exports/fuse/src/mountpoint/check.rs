@@ -37,7 +37,7 @@ pub(super) struct Identity {
 impl Identity {
     /// The mount that a path leads to.
     pub(super) fn of(path: &Path) -> Result<Self, Errno> {
-        let seen = glance(path, MNT_ID_UNIQUE)?;
+        let seen = statx_cached(path, MNT_ID_UNIQUE)?;
         Ok(Self { id: seen.stx_mnt_id, major: seen.stx_dev_major, minor: seen.stx_dev_minor })
     }
 }
@@ -57,11 +57,11 @@ pub(super) fn is_mount_of_ferry(path: &Path) -> bool {
 /// The number that the table of mounts has for the mount that a path leads to.
 fn table_id(path: &Path) -> Result<u64, Errno> {
     // Nothing is asked for: others' FUSE mounts refuse to show more, and this much the kernel always fills in.
-    glance(path, StatxFlags::empty()).map(|seen| seen.stx_mnt_id)
+    statx_cached(path, StatxFlags::empty()).map(|seen| seen.stx_mnt_id)
 }
 
 /// Looks at a path without asking a server anything, so that this works for dead mounts and hanging ones.
-fn glance(path: &Path, mask: StatxFlags) -> Result<rustix::fs::Statx, Errno> {
+fn statx_cached(path: &Path, mask: StatxFlags) -> Result<rustix::fs::Statx, Errno> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     rustix::fs::statx(rustix::fs::CWD, path, flags, mask)
 }

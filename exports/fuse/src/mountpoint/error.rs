@@ -1,4 +1,4 @@
-//! Why a mount cannot be made or undone, in sentences for whoever asked for it.
+//! Errors of mounting and unmounting.
 
 use std::io;
 use std::path::PathBuf;

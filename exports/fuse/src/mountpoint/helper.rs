@@ -29,7 +29,7 @@ pub(super) struct Helper {
 }
 
 impl Helper {
-    /// Has it mount; answers the connection to the kernel.
+    /// Has it mount; returns the connection to the kernel.
     pub(super) fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
         let system = |reason: std::io::Error| MountError::System { path: path.into(), reason };
         let (ours, theirs) = UnixStream::pair().map_err(|_| MountError::Descriptors)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::Ino;
 
-use super::notes::{Job, NOTES_MAX, Notes};
+use super::pending::{Job, NOTES_MAX, PendingNotifications};
 
 /// When the kernel is told once more to give up what it has written itself: it may have been using the inode for a moment.
 const PRUNE_AGAIN: Duration = Duration::from_secs(1);
@@ -23,7 +23,7 @@ pub(super) struct Prunes {
 }
 
 impl Prunes {
-    pub(super) fn add(&mut self, notes: &Notes) {
+    pub(super) fn add(&mut self, notes: &PendingNotifications) {
         let (inodes, all) = notes.touched();
         self.new.extend(inodes);
         self.all |= all;
@@ -60,7 +60,7 @@ mod tests {
     fn what_is_pruned_is_pruned_again() {
         let mut prunes = Prunes::default();
         let noted = |ino| {
-            let mut notes = Notes::default();
+            let mut notes = PendingNotifications::default();
             notes.add(&Change::Attr { ino: Ino(ino) });
             notes
         };
@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(due(&mut prunes, first), all(&[]), "not sooner than a second after the last");
         assert_eq!(due(&mut prunes, second), all(&[2, 3]));
         assert_eq!((due(&mut prunes, third), prunes.next), (all(&[]), None));
-        let mut overflow = Notes::default();
+        let mut overflow = PendingNotifications::default();
         overflow.add(&Change::All);
         prunes.add(&overflow);
         assert_eq!(due(&mut prunes, third), [Job::PruneAll]);

@@ -82,7 +82,7 @@ impl FuseCarrier for RingCarrier<'_> {
             while queue.answer(index, generation, &reply) == Err(NotEnded::Held) {
                 std::thread::yield_now();
             }
-            queue.later.end(unique);
+            queue.deferred.end(unique);
             queue.parked.fetch_sub(1, Ordering::Relaxed);
         }
     }

@@ -1,4 +1,4 @@
-//! The memory that entries of a ring share with the kernel.
+//! The memory that ring entries share with the kernel.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -183,7 +183,7 @@ impl Chunk {
     ///
     /// # Safety
     /// The second address of a payload of this chunk that was replaced, and whose transfer has ended; to be called once.
-    pub(super) unsafe fn left(&self, second: *mut u8) -> Mapping {
+    pub(super) unsafe fn abandoned_memory(&self, second: *mut u8) -> Mapping {
         Mapping { base: second, bytes: self.payload_bytes }
     }
 
@@ -205,7 +205,7 @@ impl Chunk {
     }
 
     /// Copies out of the message, as it would come from /dev/fuse: header, the operation's structure of `op_bytes`,
-    /// payload. Answers how many bytes there were.
+    /// payload. Returns how many bytes there were.
     ///
     /// # Safety
     /// As for [`Self::request`].
@@ -234,7 +234,7 @@ impl Chunk {
         done
     }
 
-    /// Copies into the reply: its header, and right behind it the payload. Answers how many bytes there was room for.
+    /// Copies into the reply: its header, and right behind it the payload. Returns how many bytes there was room for.
     ///
     /// # Safety
     /// As for [`Self::request`].

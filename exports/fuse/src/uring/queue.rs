@@ -12,12 +12,12 @@ use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;
-use super::moving::{Moving, UnderWay};
 use super::ring::Ring;
-use super::worker::{Order, Seat, start_worker};
+use super::ring_transfers::{RingTransfers, RunningTransfer};
+use super::worker::{Order, ParkedWorker, start_worker};
 use crate::connection::Connection;
-use crate::giving_way::GivingWay;
-use crate::later::Later;
+use crate::deferred_replies::DeferredReplies;
+use crate::sched_idle::SchedIdle;
 
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
 /// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU
@@ -38,7 +38,7 @@ pub(super) struct State {
     pub(super) unique: AtomicU64,
     pub(super) commit_id: AtomicU64,
     /// The transfer that is made for the request while its worker goes on.
-    pub(super) under_way: Mutex<Option<UnderWay>>,
+    pub(super) under_way: Mutex<Option<RunningTransfer>>,
 }
 
 /// Entries that were registered together.
@@ -67,13 +67,13 @@ pub(super) enum Mail {
 #[derive(Debug, Default)]
 struct Calls {
     /// Those whose threads are blocked while others have the queue.
-    away: Vec<Away>,
+    away: Vec<BlockedCall>,
     /// The request of the owner's own call was given up: nobody was to be had to take the queue over.
     given_up: Option<CallSnapshot>,
 }
 
 #[derive(Debug)]
-struct Away {
+struct BlockedCall {
     call: CallSnapshot,
     is_given_up: bool,
 }
@@ -96,12 +96,12 @@ pub(super) struct Queue {
     /// Threads that poke the kernel, which was to be nudged and could not.
     pub(super) pokers: AtomicUsize,
     /// Transfers that the ring is making.
-    pub(super) moving: Moving,
+    pub(super) moving: RingTransfers,
     /// Requests that are answered later, and those whose handler is blocked.
     pub(super) parked: AtomicIsize,
     calls: Mutex<Calls>,
     /// Requests that other threads will answer, and the entries that these lie in.
-    pub(super) later: Later<(usize, Generation)>,
+    pub(super) deferred: DeferredReplies<(usize, Generation)>,
     pub(super) watch: Watch,
     /// The entry that is being served.
     pub(super) place: AtomicUsize,
@@ -110,9 +110,9 @@ pub(super) struct Queue {
     pub(super) mail_watch: AtomicU64,
     pub(super) closed: AtomicBool,
     threads: AtomicUsize,
-    pub(super) spares: Mutex<Vec<Arc<Seat>>>,
+    pub(super) spares: Mutex<Vec<Arc<ParkedWorker>>>,
     /// All threads, as the scheduler sees them.
-    pub(super) ways: Mutex<Vec<Arc<GivingWay>>>,
+    pub(super) ways: Mutex<Vec<Arc<SchedIdle>>>,
     full: Once,
 }
 
@@ -137,10 +137,10 @@ impl Queue {
             kept: AtomicU64::new(0),
             nudges: AtomicU64::new(0),
             pokers: AtomicUsize::new(0),
-            moving: Moving::default(),
+            moving: RingTransfers::default(),
             parked: AtomicIsize::new(0),
             calls: Mutex::default(),
-            later: Later::default(),
+            deferred: DeferredReplies::default(),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
             mail: Mailbox::new()?,
@@ -171,7 +171,7 @@ impl Queue {
     /// given: the kernel may have no other way to them.
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
-        let parked = parked.saturating_sub(self.later.given_up());
+        let parked = parked.saturating_sub(self.deferred.given_up());
         let kept = self.calls().away.len() * self.depth;
         parked + kept + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
@@ -215,13 +215,13 @@ impl Queue {
     /// Has every thread of the queue look whether it is over.
     pub(super) fn look(&self) {
         self.mail.post(Mail::Look);
-        for seat in &*self.spares.lock().unwrap_or_else(PoisonError::into_inner) {
-            seat.give(Order::Look);
+        for parked_worker in &*self.spares.lock().unwrap_or_else(PoisonError::into_inner) {
+            parked_worker.give(Order::Look);
         }
     }
 
     pub(super) fn is_over(&self) -> bool {
-        self.closed.load(Ordering::Acquire) || self.connection.end.is_declared()
+        self.closed.load(Ordering::Acquire) || self.connection.end.is_ended()
     }
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
@@ -238,7 +238,7 @@ impl Queue {
     ///
     /// # Errors
     /// No thread can be had, or there are enough.
-    pub(super) fn add_thread(self: &Arc<Self>, lost: usize) -> io::Result<Arc<Seat>> {
+    pub(super) fn add_thread(self: &Arc<Self>, lost: usize) -> io::Result<Arc<ParkedWorker>> {
         let threads = self.threads.load(Ordering::Relaxed);
         if threads >= THREADS_MAX + lost || threads >= THREADS_ALL_MAX {
             self.full.call_once(|| {
@@ -249,9 +249,9 @@ impl Queue {
             });
             return Err(Errno::AGAIN.into());
         }
-        let seat = start_worker(self)?;
+        let parked_worker = start_worker(self)?;
         self.threads.fetch_add(1, Ordering::Relaxed);
-        Ok(seat)
+        Ok(parked_worker)
     }
 }
 
@@ -276,16 +276,16 @@ impl MonitoredWorker for Queue {
         let is_given_up = calls.given_up == Some(seen);
         let lost = calls.away.iter().filter(|away| away.is_given_up).count() + usize::from(is_given_up);
         let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let Some(seat) = spare.or_else(|| self.add_thread(lost).ok()) else { return Replacement::Nobody };
+        let Some(parked_worker) = spare.or_else(|| self.add_thread(lost).ok()) else { return Replacement::Nobody };
         match self.watch.take(seen) {
             Some(ownership) => {
                 self.parked.fetch_add(1, Ordering::Relaxed);
-                calls.away.push(Away { call: seen, is_given_up });
-                seat.give(Order::Own(ownership));
+                calls.away.push(BlockedCall { call: seen, is_given_up });
+                parked_worker.give(Order::Own(ownership));
                 Replacement::Found
             }
             None => {
-                self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(seat);
+                self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(parked_worker);
                 Replacement::NotNeeded
             }
         }
@@ -302,7 +302,7 @@ impl MonitoredWorker for Queue {
         let mut calls = self.calls();
         match self.answer(serving.place, serving.generation, &reply) {
             // Perhaps by a transfer that its thread does not come back from.
-            Err(NotEnded::Held) => self.rob(serving.place, serving.generation, &reply)?,
+            Err(NotEnded::Held) => self.revoke(serving.place, serving.generation, &reply)?,
             outcome => outcome?,
         }
         match calls.away.iter_mut().find(|away| away.call == serving.call) {
@@ -322,7 +322,7 @@ impl MonitoredWorker for Queue {
     }
 
     fn apply_policy(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        let later = self.later.apply_policy(|unique, &(index, generation), since| {
+        let later = self.deferred.apply_policy(|unique, &(index, generation), since| {
             let runs =
                 self.entry(index).is_some_and(|(block, slot)| block.states[slot].generation_cell.runs(generation));
             if !runs {
@@ -334,7 +334,7 @@ impl MonitoredWorker for Queue {
                 outcome => Some(outcome.is_ok()),
             }
         });
-        self.press_transfers(verdict) | later
+        self.abort_transfers(verdict) | later
     }
 
     fn tick(self: Arc<Self>, served: bool) {

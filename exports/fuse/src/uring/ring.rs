@@ -107,12 +107,12 @@ impl Ring {
     }
 
     /// Enters the kernel for a thread, which saves the kernel looking the ring up for each call.
-    pub(super) fn door(&self) -> Door<'_> {
+    pub(super) fn handle(&self) -> RingHandle<'_> {
         let mut submitter = self.uring.submitter();
         if let Err(error) = submitter.register_ring_fd() {
             tracing::debug!("a ring's descriptor is looked up at each call: {error}");
         }
-        Door(submitter)
+        RingHandle(submitter)
     }
 
     /// Queues the registration of an entry.
@@ -217,9 +217,9 @@ impl Ring {
 pub(super) struct Full;
 
 /// The way into the kernel for one thread.
-pub(super) struct Door<'a>(Submitter<'a>);
+pub(super) struct RingHandle<'a>(Submitter<'a>);
 
-impl Door<'_> {
+impl RingHandle<'_> {
     /// Submits so many entries and, with `wait`, waits for a completion.
     ///
     /// # Errors

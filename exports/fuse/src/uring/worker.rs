@@ -1,4 +1,4 @@
-//! The thread that owns a CPU's queue, and those that stand by.
+//! The thread that owns a CPU's queue, and the parked threads that can take over.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,15 +13,15 @@ use ferry_vfs::Errno;
 use ferry_wire::fuse::{Opcode, encode_error};
 
 use super::carrier::RingCarrier;
+use super::kick::{NOTIFY_REPLY, kick, kick_by_stat};
 use super::memory::Message;
-use super::moving::{Tried, Waits, leave_to_ring, try_to_make};
-use super::nudge::{NOTIFY_REPLY, nudge, poke};
 use super::queue::{Mail, Queue};
-use super::ring::{Completed, Door, Full};
-use crate::connection::Present;
-use crate::giving_way::GivingWay;
-use crate::later::may_be_given_up;
+use super::ring::{Completed, Full, RingHandle};
+use super::ring_transfers::{BlockingTransfer, TransferOutcome, submit_to_ring, try_transfer};
+use crate::connection::ServingThread;
+use crate::deferred_replies::may_be_abandoned;
 use crate::machine::stay_on;
+use crate::sched_idle::SchedIdle;
 use crate::stats::Counters;
 
 /// What a thread that stands by is told.
@@ -37,12 +37,12 @@ pub(super) enum Order {
 
 /// Where a thread waits for its order.
 #[derive(Debug, Default)]
-pub(super) struct Seat {
+pub(super) struct ParkedWorker {
     order: Mutex<Option<Order>>,
     thread: OnceLock<Thread>,
 }
 
-impl Seat {
+impl ParkedWorker {
     /// Tells the thread what to do.
     pub(super) fn give(&self, order: Order) {
         let mut waiting = self.order.lock().unwrap_or_else(PoisonError::into_inner);
@@ -70,21 +70,21 @@ impl Seat {
 ///
 /// # Errors
 /// No thread can be had.
-pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<Seat>> {
-    let seat = Arc::new(Seat::default());
-    let present = Present::new(&queue.connection);
+pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<ParkedWorker>> {
+    let parked_worker = Arc::new(ParkedWorker::default());
+    let present = ServingThread::new(&queue.connection);
     let name = format!("fuse-cpu-{}", queue.cpu);
     let thread = std::thread::Builder::new().name(name).spawn({
-        let (queue, seat) = (Arc::clone(queue), Arc::clone(&seat));
+        let (queue, parked_worker) = (Arc::clone(queue), Arc::clone(&parked_worker));
         move || {
             stay_on(queue.cpu);
-            Worker::new(&queue).stand_by(&seat);
-            drop((seat, queue));
+            Worker::new(&queue).stand_by(&parked_worker);
+            drop((parked_worker, queue));
             drop(present);
         }
     })?;
-    let _ = seat.thread.set(thread.thread().clone());
-    Ok(seat)
+    let _ = parked_worker.thread.set(thread.thread().clone());
+    Ok(parked_worker)
 }
 
 /// Why a worker stopped serving.
@@ -98,19 +98,19 @@ enum Ended {
 /// A thread of a queue. What it does with the ring is for the owner of the queue alone.
 pub(super) struct Worker<'a> {
     pub(super) queue: &'a Arc<Queue>,
-    door: Door<'a>,
+    door: RingHandle<'a>,
     server: Server,
     pub(super) counters: Arc<Counters>,
-    pub(super) way: Arc<GivingWay>,
+    pub(super) way: Arc<SchedIdle>,
 }
 
 impl<'a> Worker<'a> {
     fn new(queue: &'a Arc<Queue>) -> Self {
-        let way = Arc::new(GivingWay::here());
+        let way = Arc::new(SchedIdle::here());
         queue.ways.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&way));
         Self {
             queue,
-            door: queue.ring.door(),
+            door: queue.ring.handle(),
             server: queue.connection.server(),
             counters: queue.connection.counters.lend(),
             way,
@@ -119,9 +119,9 @@ impl<'a> Worker<'a> {
 
     /// Waits for orders until all is over. The thread does not end before: entries that it has fetched are bound to
     /// it, and the kernel would take them away with it.
-    fn stand_by(&mut self, seat: &Arc<Seat>) {
+    fn stand_by(&mut self, parked_worker: &Arc<ParkedWorker>) {
         loop {
-            let order = seat.wait();
+            let order = parked_worker.wait();
             if self.queue.is_over() {
                 return;
             }
@@ -137,7 +137,7 @@ impl<'a> Worker<'a> {
             if let Ended::Over = ended {
                 return;
             }
-            self.queue.spares.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(seat));
+            self.queue.spares.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(parked_worker));
             if self.queue.is_over() {
                 return;
             }
@@ -189,7 +189,7 @@ impl<'a> Worker<'a> {
                 }
                 Some(Completed::Transfer(index, result)) => self.transfer_completed(index, result),
                 Some(Completed::Mail(watch, more)) => self.read_mail(watch, more),
-                Some(Completed::Lost(index, errno)) => self.lost(index, errno),
+                Some(Completed::Lost(index, errno)) => self.entry_lost(index, errno),
                 None => {
                     self.server.batch_end();
                     if self.queue.is_over() {
@@ -198,7 +198,7 @@ impl<'a> Worker<'a> {
                     }
                     if let Err(error) = self.enter(true) {
                         tracing::error!("the ring of CPU {} is broken, the mount ends: {error}", self.queue.cpu);
-                        self.queue.connection.end.declare();
+                        self.queue.connection.end.mark_ended();
                     }
                 }
             }
@@ -217,7 +217,7 @@ impl<'a> Worker<'a> {
     }
 
     /// An entry was taken away from us.
-    fn lost(&self, index: usize, errno: Errno) {
+    fn entry_lost(&self, index: usize, errno: Errno) {
         match errno {
             Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED | Errno::NODEV => {
                 tracing::debug!("entry {index} of CPU {} ended with the connection", self.queue.cpu);
@@ -233,8 +233,8 @@ impl<'a> Worker<'a> {
                 Mail::Begin(index) => self.begin_transfer(index),
                 Mail::Cancel(index) => self.cancel_transfer(index),
                 Mail::Nudge => {
-                    if self.nudge(1) == 0 && self.queue.pokers.load(Ordering::Acquire) == 0 {
-                        poke(self.queue, 1);
+                    if self.kick(1) == 0 && self.queue.pokers.load(Ordering::Acquire) == 0 {
+                        kick_by_stat(self.queue, 1);
                     }
                 }
                 Mail::Look => {}
@@ -268,7 +268,7 @@ impl<'a> Worker<'a> {
             tracing::error!("replies of CPU {} that come later cannot be told of: {error}", queue.cpu);
         }
         // Each goes to an entry that waits for a request, which becomes ours with the reply, or stays with the other.
-        self.nudge(queue.depth);
+        self.kick(queue.depth);
     }
 
     /// Pushes one entry, making room if there is none.
@@ -299,7 +299,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Serves the request in an entry. Answers whether the queue is still ours.
+    /// Serves the request in an entry. Returns whether the queue is still ours.
     fn serve(&mut self, index: usize, ownership: &mut Ownership) -> bool {
         let Self { queue, server, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return true };
@@ -327,7 +327,7 @@ impl<'a> Worker<'a> {
         counters.requests.add(1);
         let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let outcome = match (server.serve_caught(&mut carrier), carrier.transfer.take()) {
-            (Served::Transfer, Some(transfer)) => make(&mut carrier, server, transfer),
+            (Served::Transfer, Some(transfer)) => make_transfer(&mut carrier, server, transfer),
             (served, _) => Outcome::Served(served),
         };
         let ours = queue.watch.leave(ownership);
@@ -336,14 +336,14 @@ impl<'a> Worker<'a> {
             queue.come_back(call);
         }
         match outcome {
-            Outcome::Waits(waits) => leave_to_ring(self, index, waits, ours),
+            Outcome::Waits(waits) => submit_to_ring(self, index, waits, ours),
             Outcome::Served(later @ (Served::Later | Served::Parked)) => {
                 queue.parked.fetch_add(1, Ordering::Relaxed);
-                if later == Served::Later && may_be_given_up(header.opcode) {
-                    queue.later.begin(header.unique, (index, generation));
+                if later == Served::Later && may_be_abandoned(header.opcode) {
+                    queue.deferred.begin(header.unique, (index, generation));
                     if !state.generation_cell.runs(generation) {
                         // It was answered before that.
-                        queue.later.end(header.unique);
+                        queue.deferred.end(header.unique);
                     }
                 }
                 if ours {
@@ -383,9 +383,9 @@ impl<'a> Worker<'a> {
         let more = queue.add_block().and_then(|indices| {
             self.register(indices.clone())?;
             self.submit()?;
-            let (times, nudged) = (indices.len(), self.nudge(indices.len()));
+            let (times, nudged) = (indices.len(), self.kick(indices.len()));
             if nudged < times {
-                poke(self.queue, times - nudged);
+                kick_by_stat(self.queue, times - nudged);
             }
             Ok(())
         });
@@ -394,13 +394,13 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Has the kernel look so many times for requests that wait for an entry; answers how often that was possible.
-    fn nudge(&self, times: usize) -> usize {
+    /// Has the kernel look so many times for requests that wait for an entry; returns how often that was possible.
+    fn kick(&self, times: usize) -> usize {
         let Self { queue, .. } = self;
         let file = queue.kept.load(Ordering::Relaxed);
         let one = |_: &usize| {
             let number = queue.nudges.fetch_add(1, Ordering::Relaxed) << u16::BITS | u64::from(queue.id);
-            nudge(queue.connection.device.as_fd(), file, number).is_ok()
+            kick(queue.connection.device.as_fd(), file, number).is_ok()
         };
         (0..times).take_while(one).count()
     }
@@ -410,28 +410,28 @@ impl<'a> Worker<'a> {
 enum Outcome {
     Served(Served),
     /// The rest is the ring's.
-    Waits(Waits),
+    Waits(BlockingTransfer),
 }
 
 /// Makes a request's transfer, unless it would wait.
-fn make(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transfer) -> Outcome {
-    match try_to_make(carrier, &mut transfer) {
-        Tried::Made(outcome) => {
+fn make_transfer(carrier: &mut RingCarrier<'_>, server: &mut Server, mut transfer: Transfer) -> Outcome {
+    match try_transfer(carrier, &mut transfer) {
+        TransferOutcome::Made(outcome) => {
             if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
                 carrier.counters.read_bytes.add(*bytes as u64);
             }
             Outcome::Served(Served::Reply(server.transferred(carrier.token(), carrier, outcome)))
         }
-        Tried::Waits(second) => match server.detach(carrier.token()) {
+        TransferOutcome::Waits(second) => match server.detach(carrier.token()) {
             Some(unfinished) => {
                 let (generation, message) = (carrier.generation, carrier.message);
-                Outcome::Waits(Waits { transfer, unfinished, generation, message, second })
+                Outcome::Waits(BlockingTransfer { transfer, unfinished, generation, message, second })
             }
             None => {
                 carrier.block.end_move(carrier.slot, carrier.generation, second);
                 Outcome::Served(Served::Reply(0))
             }
         },
-        Tried::Over => Outcome::Served(Served::Reply(0)),
+        TransferOutcome::Over => Outcome::Served(Served::Reply(0)),
     }
 }

@@ -1,4 +1,4 @@
-//! What the kernel is to be told, as sets and as a list of single jobs.
+//! Pending notifications, as sets and as a list of jobs.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ const WHOLE: Span = (0, u64::MAX);
 /// What the kernel is to be told. Equal changes fall together; the order does not matter, for all are about what it
 /// is to forget.
 #[derive(Debug, Default)]
-pub(super) struct Notes {
+pub(super) struct PendingNotifications {
     attributes: HashSet<Ino>,
     data: HashMap<Ino, Span>,
     entries: HashSet<(Ino, NameBuf)>,
@@ -70,7 +70,7 @@ pub(super) fn of_all(known: Vec<Ino>) -> impl Iterator<Item = Job> {
     std::iter::once(Job::Names).chain(data)
 }
 
-impl Notes {
+impl PendingNotifications {
     fn len(&self) -> usize {
         self.attributes.len() + self.data.len() + self.entries.len() + self.removed.len() + self.unsure.len()
     }
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn equal_changes_fall_together_and_too_many_become_one() {
         let name = Name::new(b"x").unwrap().to_buf();
-        let mut notes = Notes::default();
+        let mut notes = PendingNotifications::default();
         for _ in 0..3 {
             notes.add(&Change::Attr { ino: Ino(2) });
             notes.add(&Change::Attr { ino: Ino(3) });
@@ -183,10 +183,10 @@ mod tests {
         assert!(has(&Job::Data(Ino(3), (10, u64::MAX))) && has(&Job::Data(Ino(1), WHOLE)));
         assert!(has(&Job::Attributes(Ino(2))) && has(&Job::Attributes(Ino(9))));
         assert_eq!(jobs.len(), 7, "who hears of data hears of attributes: {jobs:?}");
-        let mut all = Notes::default();
+        let mut all = PendingNotifications::default();
         all.add(&Change::All);
         assert!(!all.is_empty());
-        let mut many = Notes::default();
+        let mut many = PendingNotifications::default();
         for ino in 0..2 * NOTES_MAX as u64 {
             many.add(&Change::Attr { ino: Ino(ino) });
         }

@@ -1,4 +1,4 @@
-//! Having the kernel look for requests that wait for an entry.
+//! Makes the kernel look for requests that wait for a ring entry.
 //!
 //! A request that finds no free entry is queued, and the kernel looks at that queue only when a reply is committed:
 //! entries that are registered meanwhile stay empty. So after a registration we ask the kernel for a message to
@@ -17,7 +17,7 @@ use rustix::fs::{AtFlags, StatxFlags};
 use zerocopy::IntoBytes;
 
 use super::queue::Queue;
-use crate::connection::Present;
+use crate::connection::ServingThread;
 
 use crate::device::send;
 use crate::machine::stay_on;
@@ -31,7 +31,7 @@ const UNIQUE: u64 = 1 << 62;
 
 /// Asks for one message about a regular file that the kernel knows; of other inodes it gives none. `number` tells it from
 /// others under way, also of other CPUs.
-pub(super) fn nudge(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(), Errno> {
+pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(), Errno> {
     let notify_unique = UNIQUE | (number << 1);
     let retrieve = NotifyRetrieveOut { notify_unique, nodeid: file, offset: 0, size: 0, padding: 0 };
     let bytes = size_of::<OutHeader>() + size_of::<NotifyRetrieveOut>();
@@ -44,9 +44,9 @@ pub(super) fn nudge(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<()
 ///
 /// That thread may find no free entry either, and then waits behind the others. So whoever registers entries pokes whether or not somebody
 /// still does: new callers may have taken the entries of the last time.
-pub(super) fn poke(queue: &Arc<Queue>, times: usize) {
+pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
     queue.pokers.fetch_add(1, Ordering::AcqRel);
-    let present = Present::new(&queue.connection);
+    let present = ServingThread::new(&queue.connection);
     let started = std::thread::Builder::new().name("fuse-poke".into()).spawn({
         let queue = Arc::clone(queue);
         move || {

@@ -1,4 +1,4 @@
-//! Where a mount's only reader runs: on the CPU of the client, if that waits for each of its requests.
+//! CPU affinity of a mount's only reader: it runs on the client's CPU if the client waits for each request.
 //!
 //! To hand a request to a thread on the same CPU costs a context switch; on another CPU, which has gone idle meanwhile,
 //! waking that one up costs several times as much, and so does the way back. Left to itself the scheduler keeps the two
@@ -34,18 +34,18 @@ const LOOKS_UNASKED_MAX: u32 = 50;
 
 /// Whether the readers of one connection follow their client.
 #[derive(Debug, Default)]
-pub(super) struct Follow {
+pub(super) struct CpuAffinity {
     wanted: AtomicBool,
     /// What had been served at the last look.
     seen: Mutex<Stats>,
-    sight: Arc<Sight>,
+    sight: Arc<CpuSample>,
     /// Started when it is needed; none where no thread can be had.
     scout: OnceLock<Option<Thread>>,
 }
 
 /// What the reader asks of the scout, and what that has seen.
 #[derive(Debug, Default)]
-struct Sight {
+struct CpuSample {
     /// The client to look at, or 0.
     asked: AtomicU32,
     /// A client, and above it its CPU, plus one.
@@ -54,7 +54,7 @@ struct Sight {
     ended: AtomicBool,
 }
 
-impl Drop for Follow {
+impl Drop for CpuAffinity {
     fn drop(&mut self) {
         self.sight.ended.store(true, Ordering::SeqCst);
         if let Some(Some(scout)) = self.scout.get() {
@@ -63,7 +63,7 @@ impl Drop for Follow {
     }
 }
 
-impl Follow {
+impl CpuAffinity {
     /// The monitor looks. More than one reader run wherever there is room.
     pub(super) fn look(&self, alone: bool, served: Stats) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +86,7 @@ impl Follow {
 
     /// The CPU on which a client was seen; has it looked at.
     fn place_of(&self, client: u32) -> Option<usize> {
-        let scout = self.scout.get_or_init(|| Sight::watch(Arc::clone(&self.sight))).as_ref()?;
+        let scout = self.scout.get_or_init(|| CpuSample::watch(Arc::clone(&self.sight))).as_ref()?;
         self.sight.asked.store(client, Ordering::SeqCst);
         if self.sight.asleep.swap(false, Ordering::SeqCst) {
             scout.unpark();
@@ -98,8 +98,9 @@ impl Follow {
     }
 }
 
-impl Sight {
-    /// Starts the scout. It ends by itself, and may be stuck for as long as a client starts a program: it is never joined.
+impl CpuSample {
+    /// Starts the scout. It ends on its own, and may be stuck for as long as a client starts a program: it is never
+    /// joined.
     fn watch(sight: Arc<Self>) -> Option<Thread> {
         let scout = thread::Builder::new().name("fuse-scout".into()).spawn(move || sight.run());
         scout.map(|scout| scout.thread().clone()).ok()
@@ -150,15 +151,15 @@ fn look_at(known: &mut Option<(u32, File)>, client: u32) -> Option<usize> {
 
 /// One reader, which follows.
 #[derive(Debug, Default)]
-pub(super) struct Follower {
+pub(super) struct AffinityThread {
     /// The CPU that this thread is bound to, and where it may run otherwise.
     bound: Option<(usize, CpuSet)>,
 }
 
-impl Follower {
+impl AffinityThread {
     /// A request of a thread has come. Client 0 cannot be seen from here.
-    pub(super) fn step(&mut self, follow: &Follow, client: u32) {
-        match follow.is_wanted().then(|| follow.place_of(client)).flatten() {
+    pub(super) fn step(&mut self, cpu_affinity: &CpuAffinity, client: u32) {
+        match cpu_affinity.is_wanted().then(|| cpu_affinity.place_of(client)).flatten() {
             Some(cpu) => self.bind(cpu),
             None => self.let_go(),
         }

@@ -1,4 +1,4 @@
-//! Requests that are answered by other threads than those that took them (COPY_FILE_RANGE, SYNCFS).
+//! Requests that another thread answers (COPY_FILE_RANGE, SYNCFS).
 //!
 //! Their handlers have come back, so no worker is blocked by them; but their callers are to be told as well when they take
 //! too long, or were interrupted.
@@ -11,7 +11,7 @@ use ferry_wire::fuse::Opcode;
 
 /// What was asked for.
 #[derive(Debug)]
-struct Asked<P> {
+struct DeferredRequest<P> {
     place: P,
     since: Instant,
     /// Its caller was told an error.
@@ -20,30 +20,30 @@ struct Asked<P> {
 
 /// The requests of one post that will be answered later, each with the place that it is answered from.
 #[derive(Debug)]
-pub(crate) struct Later<P>(Mutex<HashMap<u64, Asked<P>>>);
+pub(crate) struct DeferredReplies<P>(Mutex<HashMap<u64, DeferredRequest<P>>>);
 
-impl<P> Default for Later<P> {
+impl<P> Default for DeferredReplies<P> {
     fn default() -> Self {
         Self(Mutex::default())
     }
 }
 
 /// Whether a request may be given up. A lock that its caller was told he has not, but has, would be nobody's.
-pub(crate) fn may_be_given_up(opcode: u32) -> bool {
+pub(crate) fn may_be_abandoned(opcode: u32) -> bool {
     opcode != Opcode::Setlk.as_raw() && opcode != Opcode::Setlkw.as_raw()
 }
 
-impl<P> Later<P> {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Asked<P>>> {
+impl<P> DeferredReplies<P> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, DeferredRequest<P>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Somebody else will answer a request.
     pub(crate) fn begin(&self, unique: u64, place: P) {
-        self.lock().insert(unique, Asked { place, since: Instant::now(), is_given_up: false });
+        self.lock().insert(unique, DeferredRequest { place, since: Instant::now(), is_given_up: false });
     }
 
-    /// A request needs to be looked after no more; answers whether it was given up.
+    /// A request needs to be looked after no more; returns whether it was given up.
     pub(crate) fn end(&self, unique: u64) -> bool {
         self.lock().remove(&unique).is_some_and(|asked| asked.is_given_up)
     }
@@ -53,8 +53,8 @@ impl<P> Later<P> {
         self.lock().values().filter(|asked| asked.is_given_up).count()
     }
 
-    /// Asks `give_up` about each, which answers nothing while it may go on, and otherwise whether its caller was told an
-    /// error. Answers whether there are any that may go on.
+    /// Asks `give_up` about each, which answers nothing while it may go on, and otherwise whether its caller was told
+    /// an error. Returns whether there are any that may go on.
     pub(crate) fn apply_policy(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
         let mut goes_on = false;
         for (unique, asked) in self.lock().iter_mut().filter(|(_, asked)| !asked.is_given_up) {
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn who_was_told_an_error_is_not_told_again() {
-        let later = Later::default();
+        let later = DeferredReplies::default();
         (0..3).for_each(|unique| later.begin(unique, unique + 10));
         assert!(!later.end(0), "it was answered");
         let press = |verdict: Option<bool>| {

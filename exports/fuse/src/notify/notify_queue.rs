@@ -1,4 +1,4 @@
-//! What the listener, who takes notes, and the tellers, who tell the kernel, share.
+//! The queue between the change listener and the threads that notify the kernel.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ferry_vfs::{Change, DeliveryGuard, Ino};
 
-use super::notes::{Job, Notes};
+use super::pending::{Job, PendingNotifications};
 use super::prunes::Prunes;
 
 /// How long those who wait for the telling wait for a notice that the kernel does not take, because a handler that is
@@ -28,15 +28,15 @@ struct Step {
 
 /// A teller whom the kernel does not let go.
 #[derive(Debug)]
-struct Stuck {
+struct BlockedNotifier {
     number: u64,
     waits_for: Option<Ino>,
     since: Instant,
 }
 
 #[derive(Debug, Default)]
-struct Desk {
-    notes: Notes,
+struct NotifyQueue {
+    notes: PendingNotifications,
     /// To be dropped once the notes are told.
     told: Vec<DeliveryGuard>,
     /// What was noted before, and is being told, one job after the other.
@@ -45,16 +45,16 @@ struct Desk {
     round_told: Vec<DeliveryGuard>,
     current: Option<Step>,
     number: u64,
-    stuck: Vec<Stuck>,
+    stuck: Vec<BlockedNotifier>,
     /// Notes of inodes that somebody is stuck at.
-    deferred: Notes,
+    deferred: PendingNotifications,
     /// To be dropped once nobody is stuck, or it is too late to wait for that.
     late: Vec<(Instant, DeliveryGuard)>,
     prunes: Prunes,
     closed: bool,
 }
 
-impl Desk {
+impl NotifyQueue {
     /// Nobody has anything to do but those who are stuck.
     fn is_quiet(&self) -> bool {
         self.notes.is_empty() && self.told.is_empty()
@@ -108,7 +108,7 @@ impl Desk {
         }
     }
 
-    /// Takes what was noted; answers whether there is anything to do.
+    /// Takes what was noted; returns whether there is anything to do.
     fn begin_round(&mut self, prunes: bool) -> bool {
         if prunes {
             self.prunes.add(&self.notes);
@@ -123,17 +123,17 @@ impl Desk {
 
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    desk: Mutex<Desk>,
+    notify_queue: Mutex<NotifyQueue>,
     noted: Condvar,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, NotifyQueue> {
+        self.notify_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn note(&self, change: &Change) {
-        self.change(self.lock(), |desk| desk.notes.add(change));
+        self.change(self.lock(), |notify_queue| notify_queue.notes.add(change));
     }
 
     pub(super) fn is_behind(&self) -> bool {
@@ -141,16 +141,16 @@ impl Shared {
     }
 
     pub(super) fn when_delivered(&self, told: DeliveryGuard) {
-        let desk = self.lock();
-        if desk.is_behind() {
-            self.change(desk, |desk| desk.told.push(told));
+        let notify_queue = self.lock();
+        if notify_queue.is_behind() {
+            self.change(notify_queue, |notify_queue| notify_queue.told.push(told));
         }
     }
 
-    fn change(&self, mut desk: MutexGuard<'_, Desk>, change: impl FnOnce(&mut Desk)) {
-        let first = desk.is_quiet();
-        change(&mut desk);
-        drop(desk);
+    fn change(&self, mut notify_queue: MutexGuard<'_, NotifyQueue>, change: impl FnOnce(&mut NotifyQueue)) {
+        let first = notify_queue.is_quiet();
+        change(&mut notify_queue);
+        drop(notify_queue);
         if first {
             self.noted.notify_one();
         }
@@ -159,26 +159,26 @@ impl Shared {
     /// The next job, and its number, for the only teller who is not stuck; whose last one is done. Waits for one. `None` when
     /// there will be no more. `prunes`: whether the kernel is to give up altogether what changed.
     pub(super) fn next(&self, prunes: bool) -> Option<(u64, Job)> {
-        let mut desk = self.lock();
-        desk.current = None;
+        let mut notify_queue = self.lock();
+        notify_queue.current = None;
         loop {
-            if desk.closed {
+            if notify_queue.closed {
                 return None;
             }
-            if let Some(job) = desk.pop() {
+            if let Some(job) = notify_queue.pop() {
                 return Some(job);
             }
-            let told = desk.end_round();
+            let told = notify_queue.end_round();
             if !told.is_empty() {
-                drop(desk);
+                drop(notify_queue);
                 // Without the lock: whoever waited goes on here.
                 drop(told);
-                desk = self.lock();
-            } else if !desk.begin_round(prunes) {
-                let left = desk.prunes.next.map(|next| next.saturating_duration_since(Instant::now()));
-                desk = match left {
-                    Some(left) => self.noted.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0,
-                    None => self.noted.wait(desk).unwrap_or_else(PoisonError::into_inner),
+                notify_queue = self.lock();
+            } else if !notify_queue.begin_round(prunes) {
+                let left = notify_queue.prunes.next.map(|next| next.saturating_duration_since(Instant::now()));
+                notify_queue = match left {
+                    Some(left) => self.noted.wait_timeout(notify_queue, left).unwrap_or_else(PoisonError::into_inner).0,
+                    None => self.noted.wait(notify_queue).unwrap_or_else(PoisonError::into_inner),
                 };
             }
         }
@@ -198,17 +198,17 @@ impl Shared {
 
     /// The kernel does not let go of the teller of the present job, which `take` says under the lock: another one goes on.
     pub(super) fn set_aside<T>(&self, take: impl FnOnce() -> Option<T>) -> Option<T> {
-        let mut desk = self.lock();
+        let mut notify_queue = self.lock();
         let taken = take()?;
-        if let Some(Step { number, job, waits_for }) = desk.current.take() {
+        if let Some(Step { number, job, waits_for }) = notify_queue.current.take() {
             // Names go all the same.
             if let Job::Removed(dir, name, ino) = job
                 && waits_for == Some(ino)
             {
-                desk.round.push_front(Job::Entry(dir, name));
+                notify_queue.round.push_front(Job::Entry(dir, name));
             }
             tracing::debug!("a handler that is blocked keeps the kernel from forgetting something of {waits_for:?}");
-            desk.stuck.push(Stuck { number, waits_for, since: Instant::now() });
+            notify_queue.stuck.push(BlockedNotifier { number, waits_for, since: Instant::now() });
         }
         Some(taken)
     }
@@ -220,34 +220,34 @@ impl Shared {
 
     /// A teller who was stuck is back: what was put off for him can be told.
     pub(super) fn come_back(&self, number: u64) {
-        let mut desk = self.lock();
-        desk.stuck.retain(|stuck| stuck.number != number);
-        let over = if desk.stuck.is_empty() { std::mem::take(&mut desk.late) } else { Vec::new() };
-        self.change(desk, |desk| {
-            let deferred = std::mem::take(&mut desk.deferred);
-            deferred.into_jobs().for_each(|job| desk.notes.put(job));
+        let mut notify_queue = self.lock();
+        notify_queue.stuck.retain(|stuck| stuck.number != number);
+        let over = if notify_queue.stuck.is_empty() { std::mem::take(&mut notify_queue.late) } else { Vec::new() };
+        self.change(notify_queue, |notify_queue| {
+            let deferred = std::mem::take(&mut notify_queue.deferred);
+            deferred.into_jobs().for_each(|job| notify_queue.notes.put(job));
         });
         drop(over);
     }
 
-    /// Lets those go on who have waited long enough for tellers that are stuck; answers whether there are any left.
+    /// Lets those go on who have waited long enough for tellers that are stuck; returns whether there are any left.
     pub(super) fn let_go(&self) -> bool {
         let now = Instant::now();
-        let mut desk = self.lock();
-        let (late, over) = std::mem::take(&mut desk.late).into_iter().partition(|(until, _)| *until > now);
-        desk.late = late;
-        let some = !desk.late.is_empty();
-        drop(desk);
+        let mut notify_queue = self.lock();
+        let (late, over) = std::mem::take(&mut notify_queue.late).into_iter().partition(|(until, _)| *until > now);
+        notify_queue.late = late;
+        let some = !notify_queue.late.is_empty();
+        drop(notify_queue);
         let over: Vec<(Instant, DeliveryGuard)> = over;
         drop(over);
         some
     }
 
     pub(super) fn close(&self) {
-        let mut desk = self.lock();
-        let left = std::mem::take(&mut *desk);
-        desk.closed = true;
-        drop(desk);
+        let mut notify_queue = self.lock();
+        let left = std::mem::take(&mut *notify_queue);
+        notify_queue.closed = true;
+        drop(notify_queue);
         // There is no kernel any more that could know of anything.
         drop(left);
         self.noted.notify_all();
@@ -262,7 +262,7 @@ mod tests {
 
     use ferry_vfs::Name;
 
-    use super::super::notes::of_all;
+    use super::super::pending::of_all;
     use super::*;
 
     /// A job that is there is given out in far less.

@@ -1,4 +1,4 @@
-//! Transfers that the ring makes while its worker goes on with other requests.
+//! Transfers on the ring, while its worker serves other requests.
 //!
 //! While a transfer is under way its entry's term cannot be ended, so that nobody gives the entry back to the kernel while
 //! data are moved into or out of it. It may be begun by one owner of the queue and completed by the next, so all that it
@@ -31,7 +31,7 @@ const INDEX_BITS: u32 = 16;
 const CANCEL_PATIENCE: Duration = Duration::from_millis(100);
 
 /// A transfer under way.
-pub(super) struct UnderWay {
+pub(super) struct RunningTransfer {
     transfer: Transfer,
     unfinished: DetachedTransfer,
     generation: Generation,
@@ -41,18 +41,18 @@ pub(super) struct UnderWay {
     /// Since when.
     since: Instant,
     /// It took too long: what its caller is told, unless it succeeds all the same.
-    given_up: Option<GivenUp>,
+    given_up: Option<AbandonedTransfer>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct GivenUp {
+struct AbandonedTransfer {
     errno: Errno,
     since: Instant,
     /// The owner of the queue was asked to leave it.
     is_left: bool,
 }
 
-impl std::fmt::Debug for UnderWay {
+impl std::fmt::Debug for RunningTransfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("UnderWay").field("since", &self.since).field("given_up", &self.given_up).finish_non_exhaustive()
     }
@@ -60,14 +60,14 @@ impl std::fmt::Debug for UnderWay {
 
 /// The transfers of a queue that its ring is making.
 #[derive(Debug, Default)]
-pub(super) struct Moving {
+pub(super) struct RingTransfers {
     count: AtomicUsize,
     begun: AtomicUsize,
     /// Those whose callers were told that they have failed, with what they still use.
-    left: Mutex<HashMap<usize, (UnderWay, Mapping)>>,
+    left: Mutex<HashMap<usize, (RunningTransfer, Mapping)>>,
 }
 
-impl Moving {
+impl RingTransfers {
     fn number(&self, index: usize) -> usize {
         debug_assert!(index >> INDEX_BITS == 0, "there are fewer entries");
         // The ring has uses of its own for the upper bits.
@@ -83,17 +83,17 @@ impl Moving {
         self.count.load(Ordering::Relaxed) == 0
     }
 
-    fn left(&self) -> MutexGuard<'_, HashMap<usize, (UnderWay, Mapping)>> {
+    fn abandoned_memory(&self) -> MutexGuard<'_, HashMap<usize, (RunningTransfer, Mapping)>> {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn lock(state: &State) -> MutexGuard<'_, Option<UnderWay>> {
+fn lock(state: &State) -> MutexGuard<'_, Option<RunningTransfer>> {
     state.under_way.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What became of a transfer that a worker has tried to make.
-pub(super) enum Tried {
+pub(super) enum TransferOutcome {
     Made(io::Result<usize>),
     /// It would wait. This is where it would move data; the term stays its own until it is left to the ring or dropped.
     Waits(*mut u8),
@@ -102,10 +102,10 @@ pub(super) enum Tried {
 }
 
 /// Makes a transfer on this thread, if it need not wait.
-pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) -> Tried {
+pub(super) fn try_transfer(carrier: &RingCarrier<'_>, transfer: &mut Transfer) -> TransferOutcome {
     let chunk = &carrier.block.chunk;
     if !carrier.generation_cell().begin_move(carrier.generation) {
-        return Tried::Over;
+        return TransferOutcome::Over;
     }
     let second = chunk.second(carrier.slot);
     // SAFETY: the transfer is described within the payload that began at `second` during the term, and still does, for the
@@ -115,27 +115,27 @@ pub(super) fn try_to_make(carrier: &RingCarrier<'_>, transfer: &mut Transfer) ->
     match outcome {
         Some(outcome) => {
             carrier.block.end_move(carrier.slot, carrier.generation, second);
-            Tried::Made(outcome)
+            TransferOutcome::Made(outcome)
         }
-        None => Tried::Waits(second),
+        None => TransferOutcome::Waits(second),
     }
 }
 
 /// What is left to do for a request whose transfer would wait.
-pub(super) struct Waits {
+pub(super) struct BlockingTransfer {
     pub(super) transfer: Transfer,
     pub(super) unfinished: DetachedTransfer,
     pub(super) generation: Generation,
     pub(super) message: Message,
-    /// As in [`Tried::Waits`].
+    /// As in [`TransferOutcome::Waits`].
     pub(super) second: *mut u8,
 }
 
 /// Leaves a request's transfer to the ring: begun by this worker, or, if the queue is not ours any more, by the next.
-pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, waits: Waits, ours: bool) {
+pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingTransfer, ours: bool) {
     let queue = worker.queue;
     let Some((block, slot)) = queue.entry(index) else { return };
-    let Waits { transfer, unfinished, generation, message, second } = waits;
+    let BlockingTransfer { transfer, unfinished, generation, message, second } = waits;
     let state = &block.states[slot];
     let mut under_way = lock(state);
     // Whoever robs a worker of its term does it under the lock, and only while nothing lies here.
@@ -143,8 +143,15 @@ pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, waits: Waits, our
         return block.end_move(slot, generation, second);
     }
     let number = queue.moving.number(index);
-    *under_way =
-        Some(UnderWay { transfer, unfinished, generation, message, number, since: Instant::now(), given_up: None });
+    *under_way = Some(RunningTransfer {
+        transfer,
+        unfinished,
+        generation,
+        message,
+        number,
+        since: Instant::now(),
+        given_up: None,
+    });
     drop(under_way);
     queue.parked.fetch_add(1, Ordering::Relaxed);
     if ours {
@@ -157,8 +164,9 @@ pub(super) fn leave_to_ring(worker: &Worker<'_>, index: usize, waits: Waits, our
 
 /// These are for the monitor.
 impl Queue {
-    /// Asks about each transfer that the ring makes, and has it ended if there is a verdict. Answers whether there are any.
-    pub(super) fn press_transfers(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
+    /// Asks about each transfer that the ring makes, and has it ended if there is a verdict. Returns whether there are
+    /// any.
+    pub(super) fn abort_transfers(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         if self.moving.is_quiet() {
             return false;
         }
@@ -169,7 +177,7 @@ impl Queue {
             match &mut under_way.given_up {
                 None => {
                     let Some(errno) = verdict(state.unique.load(Ordering::Relaxed), under_way.since) else { continue };
-                    under_way.given_up = Some(GivenUp { errno, since: now, is_left: false });
+                    under_way.given_up = Some(AbandonedTransfer { errno, since: now, is_left: false });
                 }
                 Some(given_up) if !given_up.is_left && now.duration_since(given_up.since) >= CANCEL_PATIENCE => {
                     given_up.is_left = true;
@@ -182,7 +190,7 @@ impl Queue {
     }
 
     /// Answers a request whose transfer a worker makes and does not come back from.
-    pub(super) fn rob(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
+    pub(super) fn revoke(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         let state = &block.states[slot];
         let under_way = lock(state);
@@ -206,12 +214,12 @@ impl Block {
     pub(super) fn end_move(&self, slot: usize, generation: Generation, second: *mut u8) {
         if !self.states[slot].generation_cell.end_move(generation) {
             // SAFETY: who robs a transfer that a worker makes leaves it the memory; it has just ended.
-            drop(unsafe { self.chunk.left(second) });
+            drop(unsafe { self.chunk.abandoned_memory(second) });
         }
     }
 
-    /// Writes the reply to a request whose transfer goes on. Answers the memory that the transfer keeps, and whether there is
-    /// a reply to commit.
+    /// Writes the reply to a request whose transfer goes on. Returns the memory that the transfer keeps, and whether
+    /// there is a reply to commit.
     fn leave(&self, slot: usize, generation: Generation, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
         let spare = self.chunk.spare().map_err(|error| {
             tracing::warn!("a request that takes too long waits on, for there is no memory to answer it: {error}");
@@ -242,13 +250,13 @@ impl Worker<'_> {
         let Some((block, slot)) = queue.entry(index) else { return };
         let (number, entry) = match &*lock(&block.states[slot]) {
             None => return,
-            Some(UnderWay { number, given_up: Some(GivenUp { errno, .. }), .. }) => {
+            Some(RunningTransfer { number, given_up: Some(AbandonedTransfer { errno, .. }), .. }) => {
                 (*number, Err(io::Error::from(*errno)))
             }
-            Some(UnderWay { number, transfer, .. }) => (*number, transfer.entry(queue.ring.unprivileged)),
+            Some(RunningTransfer { number, transfer, .. }) => (*number, transfer.entry(queue.ring.unprivileged)),
         };
         // The kernel may start threads for it, which are as this one is.
-        self.way.compete();
+        self.way.run_normally();
         // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
         // do the file and the memory.
         let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
@@ -263,17 +271,17 @@ impl Worker<'_> {
         let queue = self.queue;
         queue.moving.count.fetch_sub(1, Ordering::Relaxed);
         let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-        let left = queue.moving.left().remove(&number);
+        let left = queue.moving.abandoned_memory().remove(&number);
         if let Some((under_way, memory)) = left {
-            return self.finish_left(under_way, memory, result);
+            return self.finish_abandoned(under_way, memory, result);
         }
-        let index = Moving::index(number);
+        let index = RingTransfers::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
         let outcome = match &mut *lock(&block.states[slot]) {
-            Some(UnderWay { given_up: Some(given_up), .. }) if result.is_err() => {
+            Some(RunningTransfer { given_up: Some(given_up), .. }) if result.is_err() => {
                 Some(Err(io::Error::from(given_up.errno)))
             }
-            Some(UnderWay { transfer, .. }) => transfer.advance(result),
+            Some(RunningTransfer { transfer, .. }) => transfer.advance(result),
             None => return,
         };
         match outcome {
@@ -287,7 +295,9 @@ impl Worker<'_> {
         let Self { queue, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return };
         let state = &block.states[slot];
-        let Some(UnderWay { transfer, unfinished, generation, message, .. }) = lock(state).take() else { return };
+        let Some(RunningTransfer { transfer, unfinished, generation, message, .. }) = lock(state).take() else {
+            return;
+        };
         if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
             counters.read_bytes.add(*bytes as u64);
         }
@@ -304,11 +314,11 @@ impl Worker<'_> {
     }
 
     /// A transfer has ended whose caller was told an error. If it has changed a file after all, others are told.
-    fn finish_left(&self, under_way: UnderWay, memory: Mapping, outcome: io::Result<usize>) {
+    fn finish_abandoned(&self, under_way: RunningTransfer, memory: Mapping, outcome: io::Result<usize>) {
         let Self { queue, counters, .. } = self;
-        let UnderWay { unfinished, generation, message, number, .. } = under_way;
+        let RunningTransfer { unfinished, generation, message, number, .. } = under_way;
         drop(memory);
-        let index = Moving::index(number);
+        let index = RingTransfers::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
         // Its term has ended: nothing is written.
         let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
@@ -320,10 +330,10 @@ impl Worker<'_> {
         let Some((block, slot)) = self.queue.entry(index) else { return };
         let mut state = lock(&block.states[slot]);
         let number = match &*state {
-            Some(UnderWay { given_up: Some(GivenUp { is_left: true, .. }), .. }) => {
+            Some(RunningTransfer { given_up: Some(AbandonedTransfer { is_left: true, .. }), .. }) => {
                 return self.leave(index, (block, slot), &mut state);
             }
-            Some(UnderWay { number, .. }) => *number,
+            Some(RunningTransfer { number, .. }) => *number,
             None => return,
         };
         drop(state);
@@ -334,15 +344,15 @@ impl Worker<'_> {
     }
 
     /// Answers a request whose transfer the kernel does not cancel, and keeps what that still uses.
-    fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<UnderWay>) {
+    fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<RunningTransfer>) {
         let queue = self.queue;
-        let Some(UnderWay { generation, number, given_up: Some(given_up), .. }) = state else { return };
+        let Some(RunningTransfer { generation, number, given_up: Some(given_up), .. }) = state else { return };
         let unique = block.states[slot].unique.load(Ordering::Relaxed);
         match block.leave(slot, *generation, &encode_error(unique, given_up.errno)) {
             Ok((memory, answered)) => {
                 let number = *number;
                 if let Some(under_way) = state.take() {
-                    queue.moving.left().insert(number, (under_way, memory));
+                    queue.moving.abandoned_memory().insert(number, (under_way, memory));
                 }
                 if answered {
                     queue.parked.fetch_sub(1, Ordering::Relaxed);
@@ -382,9 +392,9 @@ mod tests {
 
     #[test]
     fn numbers_tell_transfers_of_one_entry_apart() {
-        let moving = Moving::default();
+        let moving = RingTransfers::default();
         let numbers: Vec<usize> = (0..5).map(|_| moving.number(40_000)).collect();
-        assert!(numbers.iter().all(|number| Moving::index(*number) == 40_000));
+        assert!(numbers.iter().all(|number| RingTransfers::index(*number) == 40_000));
         assert!(numbers.windows(2).all(|pair| pair[0] != pair[1]));
         moving.begun.store(usize::MAX, Ordering::Relaxed);
         assert!(moving.number(65_535) < 1 << (usize::BITS - 3), "above are the ring's own marks");

@@ -1,4 +1,4 @@
-//! Threads that serve give way to their clients.
+//! Lets serving threads run at SCHED_IDLE, so that clients run first.
 //!
 //! A client that waits for its reply sleeps on the CPU where the reply is made. Woken there, it finds that CPU busy, and
 //! the scheduler sends it to another one, which has to be woken from its idleness: several microseconds, and the next
@@ -37,7 +37,7 @@ const UNDISTURBED: Duration = Duration::from_secs(1);
 
 /// One thread that serves.
 #[derive(Debug)]
-pub(crate) struct GivingWay {
+pub(crate) struct SchedIdle {
     thread: Pid,
     state: Mutex<State>,
     /// Whether it gives way, for itself.
@@ -67,7 +67,7 @@ struct Turns {
 
 /// What is to be done about a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Finding {
+enum SchedAction {
     /// It has had its turns.
     Serves,
     /// A few.
@@ -78,7 +78,7 @@ enum Finding {
     Starves,
 }
 
-impl GivingWay {
+impl SchedIdle {
     /// Of the calling thread, which competes for now.
     pub(crate) fn here() -> Self {
         let thread = gettid();
@@ -98,16 +98,16 @@ impl GivingWay {
         let before = std::mem::replace(&mut state.seen, now);
         let looked = Instant::now();
         let Some(since) = state.gives_way else {
-            let serves = judge(before, now, || true) == Finding::Serves;
+            let serves = judge(before, now, || true) == SchedAction::Serves;
             if serves && wanted && state.again.is_none_or(|again| again <= looked) {
                 self.set(&mut state, true);
             }
             return;
         };
         match judge(before, now, || self.is_asleep()) {
-            Finding::Serves | Finding::Little if wanted => {}
-            Finding::Serves | Finding::Little | Finding::Rests => self.set(&mut state, false),
-            Finding::Starves => {
+            SchedAction::Serves | SchedAction::Little if wanted => {}
+            SchedAction::Serves | SchedAction::Little | SchedAction::Rests => self.set(&mut state, false),
+            SchedAction::Starves => {
                 if looked.duration_since(since) >= UNDISTURBED {
                     state.competes = COMPETES_MIN;
                 }
@@ -120,7 +120,7 @@ impl GivingWay {
     }
 
     /// The calling thread, whose way this is, competes from now on, for a while.
-    pub(crate) fn compete(&self) {
+    pub(crate) fn run_normally(&self) {
         if self.gives_way.load(Ordering::Relaxed) {
             // Before the lock is taken: the monitor would wait for it as long as this thread does for its CPU.
             let _ = set_policy(0, libc::SCHED_OTHER);
@@ -156,19 +156,19 @@ impl GivingWay {
 }
 
 /// Who is ready for a whole look without a turn starves.
-fn judge(before: Turns, now: Turns, is_asleep: impl FnOnce() -> bool) -> Finding {
+fn judge(before: Turns, now: Turns, is_asleep: impl FnOnce() -> bool) -> SchedAction {
     let turns = now.count.saturating_sub(before.count);
     let waited = Duration::from_nanos(now.waited_ns.saturating_sub(before.waited_ns));
     if turns == 0 {
         let starves = now.ran_ns == before.ran_ns && !is_asleep();
-        return if starves { Finding::Starves } else { Finding::Rests };
+        return if starves { SchedAction::Starves } else { SchedAction::Rests };
     }
     if waited.as_nanos() / u128::from(turns) > WAIT_MAX.as_nanos() {
-        Finding::Starves
+        SchedAction::Starves
     } else if turns >= TURNS_MIN {
-        Finding::Serves
+        SchedAction::Serves
     } else {
-        Finding::Little
+        SchedAction::Little
     }
 }
 
@@ -227,12 +227,12 @@ mod tests {
     fn who_starves_is_told_from_who_serves_and_who_sleeps() {
         let before = Turns { ran_ns: 1_000, waited_ns: 1_000, count: 10 };
         let judge = |ran_ns, waited_ns, count, asleep| judge(before, Turns { ran_ns, waited_ns, count }, || asleep);
-        assert_eq!(judge(1_000, 1_000, 10, true), Finding::Rests, "it sleeps");
-        assert_eq!(judge(1_000, 1_000, 10, false), Finding::Starves, "it is ready and never has its turn");
-        assert_eq!(judge(9_000, 1_000, 10, false), Finding::Rests, "it runs in one go");
-        assert_eq!(judge(9_000, 151_000, 20, true), Finding::Serves, "15 microseconds each");
-        assert_eq!(judge(9_000, 151_010, 20, true), Finding::Starves, "and more");
-        assert_eq!(judge(9_000, 1_100, 12, true), Finding::Little, "not worth it");
+        assert_eq!(judge(1_000, 1_000, 10, true), SchedAction::Rests, "it sleeps");
+        assert_eq!(judge(1_000, 1_000, 10, false), SchedAction::Starves, "it is ready and never has its turn");
+        assert_eq!(judge(9_000, 1_000, 10, false), SchedAction::Rests, "it runs in one go");
+        assert_eq!(judge(9_000, 151_000, 20, true), SchedAction::Serves, "15 microseconds each");
+        assert_eq!(judge(9_000, 151_010, 20, true), SchedAction::Starves, "and more");
+        assert_eq!(judge(9_000, 1_100, 12, true), SchedAction::Little, "not worth it");
     }
 
     #[test]
@@ -255,7 +255,7 @@ mod tests {
             assert_eq!(policy(), libc::SCHED_OTHER, "what cannot be undone is not tried");
             return;
         }
-        let way = GivingWay::here();
+        let way = SchedIdle::here();
         way.look(true, true);
         let nap = || (0..TURNS_MIN).for_each(|_| std::thread::sleep(Duration::from_micros(10)));
         let until = Instant::now() + Duration::from_secs(10);
@@ -280,7 +280,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 stay_on(cpu);
-                told.send(GivingWay::here()).unwrap();
+                told.send(SchedIdle::here()).unwrap();
                 while !over.load(Ordering::Relaxed) {
                     std::thread::sleep(Duration::from_micros(50));
                 }
