@@ -39,7 +39,7 @@ impl Client {
         if frame.kind == ferry_wire::ninep::kind::RLERROR { Err("an error".into()) } else { Ok(frame.tag.0) }
     }
 
-    /// Keeps `depth` requests under way for a while; answers how many were answered in a second.
+    /// Keeps `depth` requests under way for a while; returns how many were answered in a second.
     fn rate<'a>(&mut self, depth: u16, time: Duration, next: impl Fn(u64) -> Request<'a>) -> Outcome<f64> {
         let begin = Instant::now();
         let mut done = 0_u64;

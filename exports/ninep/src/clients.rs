@@ -1,6 +1,6 @@
-//! What clients take up. A client is whoever comes from one place, by however many connections: one user of this host, one address,
-//! one virtual machine. What one may hold is bounded, and when all together hold too much, a connection of the client that holds most is
-//! ended: nobody takes room from others.
+//! Limits per client. A client is everything that comes from one place, by any number of connections: one user of this
+//! host, one address, one virtual machine. What one may hold is bounded, and when all together hold too much, a
+//! connection of the client that holds most is ended: nobody takes room from others.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -13,7 +13,7 @@ use socket2::SockRef;
 
 use crate::connection::Connection;
 use crate::hub::lock;
-use crate::room::shrink;
+use crate::shrink::shrink;
 
 /// Fids, waiting locks, flushes and owners of locks of one client, which take some 300 bytes each: Linux keeps a fid for each name
 /// that it remembers.
@@ -76,17 +76,17 @@ pub(crate) enum Resource {
 
 const RESOURCES: [Resource; 3] = [Resource::Connections, Resource::Bytes, Resource::Entries];
 /// Amounts of all resources.
-type Amounts = [usize; RESOURCES.len()];
+type ResourceCounts = [usize; RESOURCES.len()];
 
 /// There is no more for this client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Full;
+pub(crate) struct LimitReached;
 
 /// How much one client may hold, and all together.
 #[derive(Clone, Copy, Debug)]
-struct Bounds {
-    client: Amounts,
-    all: Amounts,
+struct ResourceLimits {
+    client: ResourceCounts,
+    all: ResourceCounts,
 }
 
 /// What the holders of one client hold.
@@ -101,33 +101,33 @@ struct Account {
 #[derive(Debug, Default)]
 struct Registry {
     accounts: HashMap<Peer, Weak<Account>>,
-    holders: HashMap<u64, Weak<Holder>>,
+    holders: HashMap<u64, Weak<ConnectionAccount>>,
     next: u64,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Clients {
-    bounds: Bounds,
+    bounds: ResourceLimits,
     held: [AtomicUsize; RESOURCES.len()],
     registry: Mutex<Registry>,
 }
 
 /// What one connection holds.
 #[derive(Debug)]
-pub(crate) struct Holder {
+pub(crate) struct ConnectionAccount {
     clients: Arc<Clients>,
     account: Arc<Account>,
     /// Counts holders.
     number: u64,
-    state: Mutex<Held>,
+    state: Mutex<Registration>,
     /// What ends when others need the room.
     connection: OnceLock<Weak<Connection>>,
 }
 
 #[derive(Debug, Default)]
-struct Held {
-    amounts: Amounts,
+struct Registration {
+    amounts: ResourceCounts,
     /// It was taken off the accounts as a whole, and takes nothing any more.
     is_ended: bool,
 }
@@ -143,18 +143,18 @@ fn subtract(counts: &[AtomicUsize], resource: Resource, amount: usize) {
 impl Clients {
     /// Nobody yet.
     pub(crate) fn new(connections_max: usize, bytes_max: usize) -> Arc<Self> {
-        Self::within(Bounds {
+        Self::within(ResourceLimits {
             client: [usize::MAX, usize::MAX, ENTRIES_MAX],
             all: [connections_max, bytes_max, ENTRIES_MAX_OF_ALL],
         })
     }
 
-    fn within(bounds: Bounds) -> Arc<Self> {
+    fn within(bounds: ResourceLimits) -> Arc<Self> {
         Arc::new(Self { bounds, held: Default::default(), registry: Mutex::default() })
     }
 
     /// The only client that there is.
-    pub(crate) fn alone() -> Arc<Holder> {
+    pub(crate) fn alone() -> Arc<ConnectionAccount> {
         let clients = Self::new(usize::MAX, usize::MAX);
         clients.holder(Peer::Guest)
     }
@@ -165,13 +165,13 @@ impl Clients {
     }
 
     /// One more connection of a client, if there is room for it.
-    pub(crate) fn welcome(self: &Arc<Self>, peer: Peer) -> Result<Arc<Holder>, Full> {
+    pub(crate) fn welcome(self: &Arc<Self>, peer: Peer) -> Result<Arc<ConnectionAccount>, LimitReached> {
         let holder = self.holder(peer);
         holder.take(Resource::Connections, 1)?;
         Ok(holder)
     }
 
-    fn holder(self: &Arc<Self>, peer: Peer) -> Arc<Holder> {
+    fn holder(self: &Arc<Self>, peer: Peer) -> Arc<ConnectionAccount> {
         let mut registry = lock(&self.registry);
         let account = registry.accounts.get(&peer).and_then(Weak::upgrade).unwrap_or_else(|| {
             let account = Arc::new(Account { peer, session: SessionId::unique(), held: Default::default() });
@@ -181,7 +181,8 @@ impl Clients {
         let number = registry.next;
         registry.next += 1;
         let clients = Arc::clone(self);
-        let holder = Holder { clients, account, number, state: Mutex::default(), connection: OnceLock::new() };
+        let holder =
+            ConnectionAccount { clients, account, number, state: Mutex::default(), connection: OnceLock::new() };
         let holder = Arc::new(holder);
         registry.holders.insert(number, Arc::downgrade(&holder));
         drop(registry);
@@ -190,12 +191,12 @@ impl Clients {
 
     /// Ends connections of those who hold most until there is no more than there may be; returns whether the one who asks may
     /// stay, which that one may not who holds most.
-    fn make_room(&self, resource: Resource, asker: &Holder) -> bool {
+    fn make_room(&self, resource: Resource, asker: &ConnectionAccount) -> bool {
         // Dropped after the lock.
-        let (mut holders, mut ended): (Vec<Arc<Holder>>, Vec<Arc<Connection>>) = Default::default();
+        let (mut holders, mut ended): (Vec<Arc<ConnectionAccount>>, Vec<Arc<Connection>>) = Default::default();
         let registry = lock(&self.registry);
         holders.extend(registry.holders.values().filter_map(Weak::upgrade));
-        let of_client = |holder: &Holder| holder.account.held[resource as usize].load(Ordering::Acquire);
+        let of_client = |holder: &ConnectionAccount| holder.account.held[resource as usize].load(Ordering::Acquire);
         let room = loop {
             if self.held(resource) <= self.bounds.all[resource as usize] {
                 break true;
@@ -213,7 +214,7 @@ impl Clients {
     }
 }
 
-impl Holder {
+impl ConnectionAccount {
     /// Which connection ends when others need its room.
     pub(crate) fn is_of(&self, connection: &Arc<Connection>) {
         // A connection has one holder.
@@ -236,11 +237,11 @@ impl Holder {
     }
 
     /// Counts what is held from now on. If there is no room, it is not counted.
-    pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), Full> {
+    pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), LimitReached> {
         let Clients { bounds, held, .. } = &*self.clients;
         let mut state = lock(&self.state);
         if state.is_ended {
-            return Err(Full);
+            return Err(LimitReached);
         }
         state.amounts[resource as usize] += amount;
         let of_client = add(&self.account.held, resource, amount);
@@ -249,18 +250,18 @@ impl Holder {
         let fits = of_client <= bounds.client[resource as usize]
             && (of_all <= bounds.all[resource as usize] || self.clients.make_room(resource, self));
         if !fits {
-            self.give(resource, amount);
+            self.release(resource, amount);
         }
-        if fits { Ok(()) } else { Err(Full) }
+        if fits { Ok(()) } else { Err(LimitReached) }
     }
 
     /// The same until the charge is dropped.
-    pub(crate) fn charge(self: &Arc<Self>, resource: Resource, amount: usize) -> Result<Charge, Full> {
+    pub(crate) fn charge(self: &Arc<Self>, resource: Resource, amount: usize) -> Result<Charge, LimitReached> {
         self.take(resource, amount).map(|()| Charge { holder: Arc::clone(self), resource, amount })
     }
 
     /// It is held no more.
-    pub(crate) fn give(&self, resource: Resource, amount: usize) {
+    pub(crate) fn release(&self, resource: Resource, amount: usize) {
         let mut state = lock(&self.state);
         if !state.is_ended {
             state.amounts[resource as usize] -= amount;
@@ -284,7 +285,7 @@ impl Holder {
         Some(connection)
     }
 
-    fn close(&self, state: &mut Held) {
+    fn close(&self, state: &mut Registration) {
         state.is_ended = true;
         let amounts = std::mem::take(&mut state.amounts);
         for (resource, amount) in RESOURCES.into_iter().zip(amounts) {
@@ -294,7 +295,7 @@ impl Holder {
     }
 }
 
-impl Drop for Holder {
+impl Drop for ConnectionAccount {
     fn drop(&mut self) {
         let mut state = std::mem::take(self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner));
         if !state.is_ended {
@@ -314,14 +315,14 @@ impl Drop for Holder {
 /// Something that is held.
 #[derive(Debug)]
 pub(crate) struct Charge {
-    holder: Arc<Holder>,
+    holder: Arc<ConnectionAccount>,
     resource: Resource,
     amount: usize,
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.holder.give(self.resource, self.amount);
+        self.holder.release(self.resource, self.amount);
     }
 }
 
@@ -332,7 +333,7 @@ mod tests {
     const BYTES: Resource = Resource::Bytes;
 
     fn small() -> Arc<Clients> {
-        Clients::within(Bounds { client: [9, 90, 5], all: [9, 100, 8] })
+        Clients::within(ResourceLimits { client: [9, 90, 5], all: [9, 100, 8] })
     }
 
     #[test]
@@ -342,18 +343,18 @@ mod tests {
             [Peer::User(1), Peer::User(1), Peer::User(2)].map(|peer| clients.welcome(peer).unwrap());
         assert_eq!((one.take(BYTES, 50), two.take(BYTES, 30), other.take(BYTES, 20)), (Ok(()), Ok(()), Ok(())));
         // The one that holds most gets no more itself.
-        assert_eq!(two.take(BYTES, 1), Err(Full));
+        assert_eq!(two.take(BYTES, 1), Err(LimitReached));
         assert_eq!(clients.held(BYTES), 100);
         // Of its connections the one that holds most ends for others, as a whole.
         assert_eq!(other.take(BYTES, 10), Ok(()));
         assert_eq!((one.holds(BYTES), two.holds(BYTES), clients.held(BYTES)), (0, 30, 60));
-        assert_eq!(one.take(BYTES, 1), Err(Full));
-        one.give(BYTES, 50);
+        assert_eq!(one.take(BYTES, 1), Err(LimitReached));
+        one.release(BYTES, 50);
         assert_eq!(clients.held(BYTES), 60);
         // Now the other is the one.
-        assert_eq!(other.take(BYTES, 41), Err(Full));
+        assert_eq!(other.take(BYTES, 41), Err(LimitReached));
         assert_eq!(two.take(BYTES, 40), Ok(()));
-        assert_eq!(two.take(BYTES, 25), Err(Full), "more than one client may hold");
+        assert_eq!(two.take(BYTES, 25), Err(LimitReached), "more than one client may hold");
         drop((one, two, other));
         assert_eq!(clients.held.each_ref().map(|count| count.load(Ordering::Relaxed)), [0; 3]);
         let registry = lock(&clients.registry);
@@ -386,7 +387,7 @@ mod tests {
 
     #[test]
     fn many_threads_keep_the_sums() {
-        let clients = Clients::within(Bounds { client: [100; 3], all: [100, 60, 100] });
+        let clients = Clients::within(ResourceLimits { client: [100; 3], all: [100, 60, 100] });
         std::thread::scope(|scope| {
             for thread in 0..8 {
                 let clients = &clients;

@@ -10,10 +10,10 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use crate::carrier::Client;
-use crate::clients::{Holder, Resource};
+use crate::clients::{ConnectionAccount, Resource};
 use crate::hub::{Hub, lock};
-use crate::line::{self, Line, Outlet, Refused, Ticket};
-use crate::outbox::{Out, Outbox, Sent, Socket};
+use crate::outbox::{Out, Outbox, SendResult, Socket};
+use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
 
@@ -41,7 +41,7 @@ struct Inbox {
 
 /// What is to be watched for.
 #[derive(Debug, Default)]
-struct Interest {
+struct PollInterest {
     /// Somebody is taking a message.
     reading: bool,
     /// Requests being served, and the bytes of their messages and replies.
@@ -52,7 +52,7 @@ struct Interest {
     over: bool,
 }
 
-impl Interest {
+impl PollInterest {
     /// Whether one more request may be served.
     fn has_room(&self) -> bool {
         self.running < RUNNING_MIN || self.running < RUNNING_MAX && self.running_bytes < RUNNING_BYTES_MAX
@@ -61,7 +61,7 @@ impl Interest {
 
 /// What a look at the socket brought.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Received {
+pub(crate) enum ReceiveResult {
     /// A message of so many bytes.
     Message(usize),
     /// No message as a whole.
@@ -75,7 +75,7 @@ pub(crate) struct Connection {
     hub: Arc<Hub>,
     key: u64,
     stream: Stream,
-    holder: Arc<Holder>,
+    holder: Arc<ConnectionAccount>,
     /// Why others had it ended.
     evicted: OnceLock<&'static str>,
     begun: Instant,
@@ -83,14 +83,14 @@ pub(crate) struct Connection {
     /// Milliseconds from `begun` to the last message.
     last_heard_ms: AtomicU64,
     inbox: Mutex<Inbox>,
-    interest: Mutex<Interest>,
+    interest: Mutex<PollInterest>,
     ends: Mutex<Ends>,
 }
 
 /// What is under way, and what was not sent yet.
 #[derive(Debug, Default)]
 struct Ends {
-    line: Line,
+    request_table: RequestTable,
     outbox: Outbox,
 }
 
@@ -101,7 +101,7 @@ impl std::fmt::Debug for Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: Stream, holder: Arc<Holder>) -> Self {
+    pub(crate) fn new(hub: Arc<Hub>, key: u64, stream: Stream, holder: Arc<ConnectionAccount>) -> Self {
         Self {
             hub,
             key,
@@ -123,8 +123,8 @@ impl Connection {
 
     /// Fids, and requests under way.
     pub(crate) fn usage(&self) -> (usize, usize) {
-        let line = &lock(&self.ends).line;
-        (line.session().map_or(0, |session| session.fids()), line.requests())
+        let request_table = &lock(&self.ends).request_table;
+        (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
     }
 
     /// Has the hub watch for messages.
@@ -134,7 +134,7 @@ impl Connection {
     }
 
     /// Has the hub watch for what can be dealt with.
-    fn arm(&self, interest: &Interest) {
+    fn arm(&self, interest: &PollInterest) {
         if interest.over {
             return;
         }
@@ -154,7 +154,7 @@ impl Connection {
         }
     }
 
-    /// Something happened on the socket. Answers whether the caller is to take a message.
+    /// Something happened on the socket. Returns whether the caller is to take a message.
     pub(crate) fn happened(&self, flags: EventFlags) -> bool {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
@@ -178,15 +178,15 @@ impl Connection {
     }
 
     /// Takes what came of the next message, or all of it.
-    pub(crate) fn receive(&self, message: &mut Vec<u8>) -> Received {
+    pub(crate) fn receive(&self, message: &mut Vec<u8>) -> ReceiveResult {
         let mut inbox = lock(&self.inbox);
         let mut filled = std::mem::take(&mut inbox.filled);
         let since = inbox.since.take();
         if filled > 0 {
             *message = std::mem::take(&mut inbox.bytes);
-            self.holder.give(Resource::Bytes, message.len());
+            self.holder.release(Resource::Bytes, message.len());
         }
-        let bytes_max = lock(&self.ends).line.session().map_or(MSIZE_MIN, |session| session.msize);
+        let bytes_max = lock(&self.ends).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
         let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
         loop {
             if message.len() < wanted {
@@ -194,40 +194,40 @@ impl Connection {
             }
             let room = wanted.min(message.len());
             match self.stream.recv(&mut message[filled..room]) {
-                Ok(0) if filled == 0 => return Received::End(None),
-                Ok(0) => return Received::End(Some("it ended in the middle of a message")),
+                Ok(0) if filled == 0 => return ReceiveResult::End(None),
+                Ok(0) => return ReceiveResult::End(Some("it ended in the middle of a message")),
                 Ok(count) => filled += count,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if filled == 0 => return Received::Nothing,
+                Err(Errno::AGAIN) if filled == 0 => return ReceiveResult::Nothing,
                 Err(Errno::AGAIN) => return self.keep(&mut inbox, message, filled, since),
-                Err(_) => return Received::End(None),
+                Err(_) => return ReceiveResult::End(None),
             }
             if filled == SIZE_BYTES && wanted == SIZE_BYTES {
                 wanted = size(message);
                 if wanted < HEADER_BYTES || wanted > bytes_max as usize {
-                    return Received::End(Some("it sent a message of a length that was not agreed on"));
+                    return ReceiveResult::End(Some("it sent a message of a length that was not agreed on"));
                 }
             }
             if filled == wanted {
                 let heard = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
                 self.last_heard_ms.store(heard, Ordering::Relaxed);
-                return Received::Message(filled);
+                return ReceiveResult::Message(filled);
             }
         }
     }
 
     /// Keeps a part of a message until more comes.
-    fn keep(&self, inbox: &mut Inbox, message: &mut Vec<u8>, filled: usize, since: Option<Instant>) -> Received {
+    fn keep(&self, inbox: &mut Inbox, message: &mut Vec<u8>, filled: usize, since: Option<Instant>) -> ReceiveResult {
         let bytes = if message.len() > 2 * filled + GROWTH_BYTES {
             message[..filled].to_vec()
         } else {
             std::mem::take(message)
         };
         if self.holder.take(Resource::Bytes, bytes.len()).is_err() {
-            return Received::End(Some("it does not finish its message, and others need the memory"));
+            return ReceiveResult::End(Some("it does not finish its message, and others need the memory"));
         }
         *inbox = Inbox { bytes, filled, since: since.or_else(|| Some(Instant::now())) };
-        Received::Nothing
+        ReceiveResult::Nothing
     }
 
     /// The message that was taken is dealt with so far that others may take the next.
@@ -257,9 +257,9 @@ impl Connection {
         }
     }
 
-    /// Follows what sending has led to. The line's lock is held or was: so this ends nothing by itself, for whoever
+    /// Follows what sending has led to. The line's lock is held or was: so this ends nothing on its own, for whoever
     /// sends may be a source that holds locks.
-    fn note(&self, sent: Sent, arms: bool) {
+    fn note(&self, sent: SendResult, arms: bool) {
         if sent.broken.is_some() {
             // Whoever watches the socket sees its end.
             let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
@@ -275,34 +275,34 @@ impl Connection {
     }
 
     /// Does something with the line, and what follows.
-    fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut dyn Outlet) -> T) -> T {
+    fn with_request_table<T>(&self, act: impl FnOnce(&mut RequestTable, &mut dyn Outlet) -> T) -> T {
         let mut ends = lock(&self.ends);
-        let Ends { line, outbox } = &mut *ends;
-        let outcome = act(line, &mut Out { socket: self.socket(), outbox });
+        let Ends { request_table, outbox } = &mut *ends;
+        let outcome = act(request_table, &mut Out { socket: self.socket(), outbox });
         // Under the lock, so that the last to send is the last to say whether that worked.
         self.note(outbox.state(), true);
         outcome
     }
 
-    pub(crate) fn register(&self, tag: Tag) -> Result<(Ticket, Arc<Session>), Refused> {
-        lock(&self.ends).line.register(0, tag)
+    pub(crate) fn register(&self, tag: Tag) -> Result<(Ticket, Arc<Session>), RejectedRequest> {
+        lock(&self.ends).request_table.register(0, tag)
     }
 
     /// Answers a request that is not under way.
     pub(crate) fn reply(&self, tag: Tag, reply: &Reply<'_>) {
-        self.with_line(|_, out| line::reply(out, 0, tag, reply));
+        self.with_request_table(|_, out| request_table::reply(out, 0, tag, reply));
     }
 
-    pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), Refused> {
-        self.with_line(|line, out| line.flush(out, 0, tag, old))
+    pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), RejectedRequest> {
+        self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old))
     }
 
     /// Begins a session, and ends the one before it.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
         let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
-        let before = self.with_line(|line, out| {
-            let before = line.begin(out, session);
-            line::reply(out, 0, tag, &answer);
+        let before = self.with_request_table(|request_table, out| {
+            let before = request_table.begin(out, session);
+            request_table::reply(out, 0, tag, &answer);
             before
         });
         self.end_session(before);
@@ -311,7 +311,7 @@ impl Connection {
     /// Gives back to the source what a session held. That may take long, so somebody else is to wait for events.
     fn end_session(&self, session: Option<Arc<Session>>) {
         if session.is_some() {
-            self.hub.keep_watch();
+            self.hub.ensure_waiter();
         }
         drop(session);
     }
@@ -321,7 +321,7 @@ impl Connection {
         let limits = &self.hub.share.options.limits;
         let since = |begin: Instant| now.saturating_duration_since(begin);
         if !self.attached.load(Ordering::Relaxed) && since(self.begun) > limits.slow_timeout {
-            let shakes_hands = self.stream.shakes_hands();
+            let shakes_hands = self.stream.is_handshaking();
             return Some(if shakes_hands { "it does not finish the TLS handshake" } else { "it does not attach" });
         }
         let begun = match self.inbox.try_lock() {
@@ -338,7 +338,7 @@ impl Connection {
             return Some("it does not take its replies");
         }
         let silent = since(self.begun + Duration::from_millis(self.last_heard_ms.load(Ordering::Relaxed)));
-        let idle = limits.idle_timeout.is_some_and(|timeout| ends.line.requests() == 0 && silent > timeout);
+        let idle = limits.idle_timeout.is_some_and(|timeout| ends.request_table.requests() == 0 && silent > timeout);
         idle.then_some("it has been silent for long")
     }
 
@@ -365,11 +365,11 @@ impl Connection {
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
         self.hub.forget(self.key);
         let mut ends = lock(&self.ends);
-        let Ends { line, outbox } = &mut *ends;
+        let Ends { request_table, outbox } = &mut *ends;
         let evicted = self.evicted.get().copied();
         let reason = evicted.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
         outbox.give_up(&self.socket(), "");
-        let session = line.begin(&mut Out { socket: self.socket(), outbox }, None);
+        let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(ends);
         let refused = self.stream.close();
         // Waits for whoever is reading, who will see the end of the socket.
@@ -377,10 +377,10 @@ impl Connection {
         let mut inbox = lock(&self.inbox);
         let kept = std::mem::take(&mut *inbox);
         if kept.filled > 0 {
-            self.holder.give(Resource::Bytes, kept.bytes.len());
+            self.holder.release(Resource::Bytes, kept.bytes.len());
         }
         drop(inbox);
-        self.holder.give(Resource::Connections, 1);
+        self.holder.release(Resource::Connections, 1);
         if let Some(reason) = refused.as_deref().or(reason) {
             self.hub.share.ratelimited_log.warn(format_args!("a connection was ended: {reason}"));
         }
@@ -394,15 +394,15 @@ impl Client for Connection {
     }
 
     fn may_park(&self) -> bool {
-        lock(&self.ends).line.may_park()
+        lock(&self.ends).request_table.may_park()
     }
 
     fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
-        self.with_line(|line, out| line.park(out, ticket, gone));
+        self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 
     fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
-        self.with_line(|line, out| line.finish(out, ticket, reply))
+        self.with_request_table(|request_table, out| request_table.finish(out, ticket, reply))
     }
 }
 
@@ -421,7 +421,7 @@ mod tests {
         for (bytes, most) in
             [(200, 72), (128 << 10, 72), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (16 << 20, 4), (0, 72)]
         {
-            let mut interest = Interest::default();
+            let mut interest = PollInterest::default();
             while interest.has_room() {
                 interest.running += 1;
                 interest.running_bytes += bytes;

@@ -1,4 +1,4 @@
-//! What all connections of an export have in common: the threads and where they wait.
+//! State that all connections of an export share: its threads and their epoll.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,16 +15,16 @@ use rustix::net::SocketFlags;
 
 use crate::clients::{Clients, Peer, Resource};
 use crate::connection::Connection;
-use crate::room::{HighWater, LOOK, shrink};
 use crate::share::Share;
+use crate::shrink::{HighWater, LOOK, shrink};
 use crate::{Error, Listener, worker};
 
 /// Threads that stay although there is nothing to do: one reads while another serves.
 pub(crate) const THREADS_MIN: usize = 2;
 /// How often deadlines are looked at; time-outs are that inexact.
 const TICK: Duration = LOOK;
-/// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one that
-/// is gone gives up its locks after two minutes, not after the two hours that Linux takes by itself.
+/// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one
+/// that is gone gives up its locks after two minutes, not after the two hours that Linux takes on its own.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEPALIVE_COUNT: u32 = 4;
@@ -125,7 +125,7 @@ impl Hub {
             hub.grow().map_err(system("threads")).inspect_err(|_| hub.stop())?;
         }
         let clock = Arc::clone(&hub);
-        let clock = std::thread::Builder::new().name("9p-clock".into()).spawn(move || clock.keep_time());
+        let clock = std::thread::Builder::new().name("9p-clock".into()).spawn(move || clock.check_deadlines());
         clock.map_err(system("threads")).inspect_err(|_| hub.stop())?;
         Ok(hub)
     }
@@ -205,7 +205,7 @@ impl Hub {
     /// The monitor (`ferry_engine::Monitor`) does this for virtqueues and for FUSE, which belong to one thread at a time: it takes
     /// them from a thread that has been blocked for 20 ms. A connection belongs to no thread while its request is served, at the
     /// price of one `epoll_ctl`. So requests of one connection are served side by side, and none waits even for one that takes 19 ms.
-    pub(crate) fn keep_watch(self: &Arc<Self>) {
+    pub(crate) fn ensure_waiter(self: &Arc<Self>) {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()
         {
@@ -312,7 +312,7 @@ impl Hub {
     }
 
     /// Ends connections that are too slow, and gives memory back that is not needed any more, until everything ends.
-    fn keep_time(self: Arc<Self>) {
+    fn check_deadlines(self: Arc<Self>) {
         let mut high_water = HighWater::default();
         let mut threads = lock(&self.threads);
         while !threads.ended {
@@ -328,7 +328,7 @@ impl Hub {
                     self.ends.run(move || drop(session));
                 }
             }
-            if high_water.has_sunk(self.held()) {
+            if high_water.should_trim(self.held()) {
                 self.ends.run(ferry_engine::trim_heap);
             }
             if self.resting.swap(false, Ordering::AcqRel) {

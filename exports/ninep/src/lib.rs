@@ -38,21 +38,21 @@
 //! address says which.
 #![forbid(unsafe_code)]
 
-mod ahead;
+mod append_tracking;
 mod carrier;
 mod clients;
 mod connection;
 mod device;
-mod end;
 mod hub;
-mod line;
 mod message;
 mod options;
 mod outbox;
-mod room;
+mod read_ahead;
+mod request_table;
 mod serve;
 mod session;
 mod share;
+mod shrink;
 mod stream;
 #[cfg(feature = "tls")]
 mod tls;
@@ -120,7 +120,7 @@ impl AsFd for Listener {
 
 impl Listener {
     /// The address, if whoever comes by the network there is let in.
-    fn lets_all_in(&self) -> Option<SocketAddr> {
+    fn allows_any_client(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
             #[cfg(feature = "tls")]
@@ -197,12 +197,12 @@ pub enum Error {
 pub struct Export {
     share: Arc<Share>,
     /// Until it is stopped.
-    way: Option<Way>,
+    way: Option<Transport>,
 }
 
 /// How clients reach it.
 #[derive(Debug)]
-enum Way {
+enum Transport {
     Sockets(Arc<Hub>),
     Device(device::Served),
 }
@@ -227,7 +227,7 @@ impl Export {
             return Err(Error::Threads(options.limits.threads_max));
         }
         for listener in &listeners {
-            if let Some(address) = listener.lets_all_in()
+            if let Some(address) = listener.allows_any_client()
                 && !address.ip().is_loopback()
                 && !options.remote
             {
@@ -236,7 +236,7 @@ impl Export {
         }
         let share = share(source, options)?;
         let hub = Hub::start(listeners, Arc::clone(&share))?;
-        Ok(Self { share, way: Some(Way::Sockets(hub)) })
+        Ok(Self { share, way: Some(Transport::Sockets(hub)) })
     }
 
     /// Serves a source as a virtio-9p device, to one virtual machine monitor after another that connects to the socket
@@ -253,14 +253,14 @@ impl Export {
     ) -> Result<Self, Error> {
         let share = share(source, options)?;
         let served = device::Served::start(listener, &share, device)?;
-        Ok(Self { share, way: Some(Way::Device(served)) })
+        Ok(Self { share, way: Some(Transport::Device(served)) })
     }
 
     /// What clients hold at the moment, to be watched and tested.
     pub fn usage(&self) -> Usage {
         match &self.way {
-            Some(Way::Sockets(hub)) => hub.usage(),
-            Some(Way::Device(device)) => device.usage(),
+            Some(Transport::Sockets(hub)) => hub.usage(),
+            Some(Transport::Device(device)) => device.usage(),
             None => Usage::default(),
         }
     }
@@ -279,8 +279,8 @@ impl Export {
 impl Drop for Export {
     fn drop(&mut self) {
         match self.way.take() {
-            Some(Way::Sockets(hub)) => hub.stop(),
-            Some(Way::Device(device)) => device.stop(),
+            Some(Transport::Sockets(hub)) => hub.stop(),
+            Some(Transport::Device(device)) => device.stop(),
             None => {}
         }
         self.share.sync();

@@ -7,9 +7,9 @@ use ferry_engine::{
 };
 use ferry_vfs::{Errno, Result};
 
-use crate::ahead::Ahead;
 use crate::carrier::{NinepCarrier, NinepReply};
-use crate::serve::Moving;
+use crate::read_ahead::ReadAhead;
+use crate::serve::PendingTransfer;
 
 /// A long reply grows by so much at a time: who asks for more than there is gets no memory for it.
 const PIECE_BYTES: usize = 1 << 20;
@@ -22,7 +22,7 @@ pub(crate) struct Buffers {
     /// A long reply. The length of this is the most that was needed yet.
     pub(crate) long: Vec<u8>,
     /// What is to be read ahead when the reply is sent.
-    pub(crate) ahead: Option<Ahead>,
+    pub(crate) ahead: Option<ReadAhead>,
 }
 
 /// A message that is being served.
@@ -119,10 +119,10 @@ impl NinepCarrier for Message<'_> {
     }
 
     /// Nothing is left for later.
-    fn expect(&mut self, _: Moving) {}
+    fn expect(&mut self, _: PendingTransfer) {}
 
     /// This thread does it when the reply is sent; another one waits for the next request by then.
-    fn read_ahead(&mut self, _: &BlockingPool, ahead: Ahead) {
+    fn read_ahead(&mut self, _: &BlockingPool, ahead: ReadAhead) {
         self.buffers.ahead = Some(ahead);
     }
 }

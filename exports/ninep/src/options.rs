@@ -1,9 +1,9 @@
-//! How an export is to behave.
+//! Options of an export.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use crate::ahead::WINDOW_BYTES_MAX;
+use crate::read_ahead::WINDOW_BYTES_MAX;
 use crate::users::Users;
 
 /// What [`Options::msize_max`] may be, in bytes. Longer messages gain nothing: at 10 Gbit/s such a one is under way for 13 ms.
@@ -49,8 +49,8 @@ pub struct Options {
     pub read_only: bool,
     /// Extended attributes and ACLs.
     pub xattr: bool,
-    /// Clients check ACLs by themselves (Linux's, mounted with `posixacl`), and are shown modes as they are. Others are shown
-    /// modes that give nobody more than an ACL does; the protocol does not tell which a client is.
+    /// Clients check ACLs on their own (Linux's, mounted with `posixacl`), and are shown modes as they are. Others are
+    /// shown modes that give nobody more than an ACL does; the protocol does not tell which a client is.
     pub posix_acl: bool,
     /// As whom clients act.
     pub users: Users,

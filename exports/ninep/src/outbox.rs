@@ -5,13 +5,13 @@ use std::time::Instant;
 
 use ferry_vfs::Errno;
 
-use crate::clients::{Holder, Resource};
-use crate::line::Outlet;
+use crate::clients::{ConnectionAccount, Resource};
+use crate::request_table::Outlet;
 use crate::stream::Stream;
 
 /// What sending left to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Sent {
+pub(crate) struct SendResult {
     /// Something could not be sent: the socket is to be watched for room.
     pub(crate) blocked: bool,
     /// The connection is of no use any more, and why.
@@ -35,8 +35,8 @@ impl Outbox {
         self.blocked_since
     }
 
-    pub(crate) fn state(&self) -> Sent {
-        Sent { blocked: self.blocked_since.is_some(), broken: self.broken }
+    pub(crate) fn state(&self) -> SendResult {
+        SendResult { blocked: self.blocked_since.is_some(), broken: self.broken }
     }
 
     /// Sends a reply, or as much as the client takes now; keeps the rest.
@@ -64,7 +64,7 @@ impl Outbox {
         self.blocked_since.get_or_insert_with(Instant::now);
     }
 
-    /// Hands bytes to the socket; answers how many it took.
+    /// Hands bytes to the socket; returns how many it took.
     fn push(&mut self, to: &Socket<'_>, bytes: &[u8]) -> usize {
         let mut done = 0;
         while done < bytes.len() {
@@ -104,7 +104,7 @@ impl Outbox {
             let bytes = first.len();
             self.sent_of_first = 0;
             self.queued_bytes = self.queued_bytes.saturating_sub(bytes);
-            to.holder.give(Resource::Bytes, bytes);
+            to.holder.release(Resource::Bytes, bytes);
         }
         if self.broken.is_none() && !to.stream.unsent() {
             self.blocked_since = None;
@@ -116,7 +116,7 @@ impl Outbox {
         self.broken.get_or_insert(reason);
         self.queue = VecDeque::new();
         self.sent_of_first = 0;
-        to.holder.give(Resource::Bytes, std::mem::take(&mut self.queued_bytes));
+        to.holder.release(Resource::Bytes, std::mem::take(&mut self.queued_bytes));
         self.blocked_since = None;
     }
 }
@@ -124,7 +124,7 @@ impl Outbox {
 /// A connection's socket, and what the connection holds.
 #[derive(Clone, Copy)]
 pub(crate) struct Socket<'a> {
-    pub(crate) holder: &'a Holder,
+    pub(crate) holder: &'a ConnectionAccount,
     pub(crate) stream: &'a Stream,
 }
 

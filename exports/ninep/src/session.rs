@@ -1,4 +1,4 @@
-//! What one Tversion begins: fids, and what they hold.
+//! A 9P session, which Tversion begins: its fids, and what they hold.
 
 use std::collections::hash_map::{Entry as Slot, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -13,12 +13,12 @@ use ferry_vfs::{
 };
 use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, VersionReply, agree};
 
-use crate::ahead::Reader;
-use crate::clients::{Charge, Full, Holder, Resource};
-use crate::end::End;
+use crate::append_tracking::AppendTracking;
+use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::hub::lock;
-use crate::room::shrink;
+use crate::read_ahead::Reader;
 use crate::share::Share;
+use crate::shrink::shrink;
 use crate::users::User;
 
 /// Values of extended attributes that the fids of one session may hold, in bytes: sixty of the longest.
@@ -43,12 +43,12 @@ pub(crate) struct Session {
     /// Names that its users are to look at again before they remove them.
     pub(crate) removals: Removals,
     /// On whose account all that is.
-    pub(crate) holder: Arc<Holder>,
+    pub(crate) holder: Arc<ConnectionAccount>,
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.holder.give(Resource::Entries, lock(&self.fids).len());
+        self.holder.release(Resource::Entries, lock(&self.fids).len());
     }
 }
 
@@ -193,7 +193,7 @@ pub(crate) struct Open {
     pub(crate) handle: Handle,
     flags: OFlags,
     /// What is known of the file's end, with `O_APPEND`.
-    end: End,
+    end: AppendTracking,
     session: SessionId,
     user: User,
     source: Arc<dyn FileSystem>,
@@ -201,7 +201,7 @@ pub(crate) struct Open {
     owners: Mutex<HashSet<u64>>,
     /// Those of all fids of the session.
     owner_count: Arc<AtomicUsize>,
-    holder: Arc<Holder>,
+    holder: Arc<ConnectionAccount>,
     /// How it is read.
     pub(crate) reader: Mutex<Reader>,
 }
@@ -252,15 +252,15 @@ impl Open {
         }
         match self.holder.take(Resource::Entries, 1) {
             Ok(()) => _ = owners.insert(owner),
-            Err(Full) => _ = self.owner_count.fetch_sub(1, Ordering::Relaxed),
+            Err(LimitReached) => _ = self.owner_count.fetch_sub(1, Ordering::Relaxed),
         }
     }
 
-    /// An owner is about to give up all locks on the file; answers whether it was known to have some.
+    /// An owner is about to give up all locks on the file; returns whether it was known to have some.
     pub(crate) fn unlocked_by(&self, owner: u64) -> bool {
         let known = lock(&self.owners).remove(&owner);
         self.owner_count.fetch_sub(known.into(), Ordering::Relaxed);
-        self.holder.give(Resource::Entries, known.into());
+        self.holder.release(Resource::Entries, known.into());
         known
     }
 }
@@ -271,7 +271,7 @@ impl Drop for Open {
         let (ino, handle) = (self.node.ino, self.handle);
         let owners = std::mem::take(&mut *lock(&self.owners));
         self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
-        self.holder.give(Resource::Entries, owners.len());
+        self.holder.release(Resource::Entries, owners.len());
         for owner in owners {
             // Nobody is there to be told of an error.
             sure(|| _ = self.source.flush(&caller, ino, handle, owner));
@@ -331,7 +331,7 @@ impl Drop for NewValue {
 }
 
 impl Session {
-    pub(crate) fn new(share: &Share, holder: &Arc<Holder>, msize: u32) -> Self {
+    pub(crate) fn new(share: &Share, holder: &Arc<ConnectionAccount>, msize: u32) -> Self {
         Self {
             id: holder.session(),
             msize,
@@ -387,7 +387,7 @@ impl Session {
 
     /// Makes a fid.
     pub(crate) fn insert(&self, fid: Fid, file: File) -> Result<()> {
-        self.holder.take(Resource::Entries, 1).map_err(|Full| Errno::NFILE)?;
+        self.holder.take(Resource::Entries, 1).map_err(|LimitReached| Errno::NFILE)?;
         let mut fids = lock(&self.fids);
         let outcome = match fids.entry(fid) {
             Slot::Vacant(slot) if fid != Fid::NONE => {
@@ -399,7 +399,7 @@ impl Session {
         drop(fids);
         // What was not taken is given back to the source only here, where no lock is held.
         outcome.map_err(|_| {
-            self.holder.give(Resource::Entries, 1);
+            self.holder.release(Resource::Entries, 1);
             Errno::BADF
         })
     }
@@ -421,7 +421,7 @@ impl Session {
         let removed = fids.remove(&fid).ok_or(Errno::BADF)?;
         shrink(&mut fids);
         drop(fids);
-        self.holder.give(Resource::Entries, 1);
+        self.holder.release(Resource::Entries, 1);
         Ok(removed)
     }
 
@@ -464,7 +464,7 @@ impl Session {
             node: Arc::clone(node),
             handle,
             flags,
-            end: End::default(),
+            end: AppendTracking::default(),
             session: self.id,
             user,
             source: Arc::clone(&self.source),
@@ -487,7 +487,7 @@ impl Session {
         }
         match self.holder.charge(Resource::Bytes, bytes) {
             Ok(charge) => Ok((Arc::clone(&self.values_bytes), charge)),
-            Err(Full) => {
+            Err(LimitReached) => {
                 self.values_bytes.fetch_sub(bytes, Ordering::Relaxed);
                 Err(Errno::NOMEM)
             }
@@ -510,7 +510,7 @@ impl Session {
 /// The session that a Tversion begins, if it begins one, and the answer.
 pub(crate) fn agree_on(
     share: &Share,
-    holder: &Arc<Holder>,
+    holder: &Arc<ConnectionAccount>,
     msize: u32,
     version: &[u8],
 ) -> (Option<Arc<Session>>, Reply<'static>) {

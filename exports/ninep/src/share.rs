@@ -1,4 +1,4 @@
-//! What an export shares, whatever carries its requests.
+//! The share, independently of the transport.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;

@@ -86,7 +86,7 @@ impl Stream {
         give(self.fd.as_fd(), bytes)
     }
 
-    /// Sends what was taken over and is still here; answers whether some of it went out.
+    /// Sends what was taken over and is still here; returns whether some of it went out.
     pub(crate) fn flush(&self) -> Result<bool> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = self.tls.as_ref().filter(|sealed| sealed.unsent.load(Ordering::Acquire)) {
@@ -123,10 +123,10 @@ impl Stream {
     }
 
     /// Whether the handshake is still to end.
-    pub(crate) fn shakes_hands(&self) -> bool {
+    pub(crate) fn is_handshaking(&self) -> bool {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
-            return lock(&sealed.channel).shakes_hands();
+            return lock(&sealed.channel).is_handshaking();
         }
         false
     }

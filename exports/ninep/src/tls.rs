@@ -191,7 +191,7 @@ impl Channel {
         Some(Self { connection, failure: None, unread: false })
     }
 
-    pub(crate) fn shakes_hands(&self) -> bool {
+    pub(crate) fn is_handshaking(&self) -> bool {
         self.connection.is_handshaking()
     }
 
@@ -225,7 +225,7 @@ impl Channel {
         Err(Errno::AGAIN)
     }
 
-    /// Deciphers what came; answers whether there is something to be taken, be it the end.
+    /// Deciphers what came; returns whether there is something to be taken, be it the end.
     fn process(&mut self, fd: BorrowedFd<'_>) -> Result<bool, Errno> {
         match self.connection.process_new_packets() {
             Ok(state) => Ok(state.plaintext_bytes_to_read() > 0 || state.peer_has_closed()),

@@ -1,4 +1,4 @@
-//! As whom a client acts.
+//! The user that a client acts as.
 
 use ferry_vfs::{Errno, Result};
 use ferry_wire::ninep;

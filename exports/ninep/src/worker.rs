@@ -1,4 +1,4 @@
-//! What a thread does: wait for an event, take a message, serve it.
+//! The main loop of a thread: wait for an event, receive a message, serve it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use ferry_vfs::Errno;
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::carrier::Client;
-use crate::connection::{Connection, Received};
+use crate::connection::{Connection, ReceiveResult};
 use crate::hub::{Hub, KEY_BELL};
-use crate::line::Refused;
 use crate::message::{Buffers, Message};
-use crate::serve::{Context, Done, encode, serve};
+use crate::request_table::RejectedRequest;
+use crate::serve::{Context, ReplyPlace, encode, serve};
 
 /// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
@@ -61,9 +61,9 @@ pub(crate) fn work(hub: &Arc<Hub>) {
 /// Takes a message from a connection and deals with it.
 fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buffers: &mut Buffers) {
     let bytes = match connection.receive(message) {
-        Received::Message(bytes) => bytes,
-        Received::Nothing => return connection.read_on(),
-        Received::End(reason) => return connection.end(reason),
+        ReceiveResult::Message(bytes) => bytes,
+        ReceiveResult::Nothing => return connection.read_on(),
+        ReceiveResult::End(reason) => return connection.end(reason),
     };
     let (tag, request) = match Request::decode(&message[..bytes]) {
         Ok(decoded) => decoded,
@@ -89,7 +89,7 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
             Ok((ticket, session)) => {
                 let held = bytes + reply_bytes(&request).min(session.msize as usize);
                 connection.serve_on(held);
-                hub.keep_watch();
+                hub.ensure_waiter();
                 let client = Arc::clone(connection) as Arc<dyn Client>;
                 let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
                 answer(&context, &request, &mut Message::new(&message[..bytes], buffers));
@@ -104,11 +104,11 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
     };
     match refused {
         None => connection.read_on(),
-        Some(Refused::Error(errno)) => {
+        Some(RejectedRequest::Error(errno)) => {
             connection.reply(tag, &Reply::Error(errno));
             connection.read_on();
         }
-        Some(Refused::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
+        Some(RejectedRequest::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
     }
 }
 
@@ -124,9 +124,9 @@ fn reply_bytes(request: &Request<'_>) -> usize {
 fn answer(cx: &Context<'_>, request: &Request<'_>, message: &mut Message<'_>) {
     let served = catch_unwind(AssertUnwindSafe(|| serve(cx, request, message))).unwrap_or(Err(Errno::IO));
     let reply = match served {
-        Ok(Done::Short) => &message.buffers.short,
-        Ok(Done::Long(bytes)) => message.buffers.long.get(..bytes).unwrap_or_default(),
-        Ok(Done::Later | Done::Parked) => return,
+        Ok(ReplyPlace::Short) => &message.buffers.short,
+        Ok(ReplyPlace::Long(bytes)) => message.buffers.long.get(..bytes).unwrap_or_default(),
+        Ok(ReplyPlace::Later | ReplyPlace::Parked) => return,
         Err(errno) => {
             encode(message, cx.ticket.tag, &Reply::Error(errno));
             &message.buffers.short

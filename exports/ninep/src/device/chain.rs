@@ -4,9 +4,9 @@ use ferry_engine::{BlockingPool, Carrier, ReplyBuffer, TransferRequest};
 use ferry_vfs::Result;
 use ferry_vhost::{Chain, Io};
 
-use crate::ahead::Ahead;
 use crate::carrier::{NinepCarrier, NinepReply};
-use crate::serve::Moving;
+use crate::read_ahead::ReadAhead;
+use crate::serve::PendingTransfer;
 
 /// Where a chain's reply goes.
 pub(super) struct Reply<'a> {
@@ -35,7 +35,7 @@ pub(super) struct Request<'a, 'io> {
     pub(super) reply: Reply<'a>,
     pub(super) io: &'a mut Io<'io>,
     /// What is to be done when the chain's transfer has ended.
-    pub(super) moving: Option<Moving>,
+    pub(super) moving: Option<PendingTransfer>,
 }
 
 impl NinepReply for Request<'_, '_> {
@@ -70,12 +70,12 @@ impl NinepCarrier for Request<'_, '_> {
         None
     }
 
-    fn expect(&mut self, moving: Moving) {
+    fn expect(&mut self, moving: PendingTransfer) {
         self.moving = Some(moving);
     }
 
     /// The worker has others to serve.
-    fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: Ahead) {
+    fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: ReadAhead) {
         blocking_pool.run(move || ahead.ask());
     }
 }

@@ -8,11 +8,11 @@ use ferry_vhost::Port;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 
 use crate::carrier::Client;
-use crate::clients::{Clients, Holder, Resource};
+use crate::clients::{Clients, ConnectionAccount, Resource};
 use crate::hub::lock;
-use crate::line::{Line, Outlet, Refused, Ticket};
-use crate::room::Trimmer;
+use crate::request_table::{Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::Session;
+use crate::shrink::Trimmer;
 
 /// A message whose head was read, and what is known of it then.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(super) struct Arrival {
     pub(super) head: [u8; HEADER_BYTES],
     /// The longest message that is agreed on, in bytes.
     pub(super) msize: u32,
-    pub(super) registered: Result<(Ticket, Arc<Session>), Refused>,
+    pub(super) registered: Result<(Ticket, Arc<Session>), RejectedRequest>,
 }
 
 /// A chain that the worker has taken.
@@ -34,7 +34,7 @@ struct Taken {
 
 #[derive(Debug, Default)]
 struct Requests {
-    line: Line,
+    request_table: RequestTable,
     /// By the low half of the chains' tokens.
     taken: Vec<Taken>,
 }
@@ -52,7 +52,7 @@ impl Requests {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Guest {
-    holder: Arc<Holder>,
+    holder: Arc<ConnectionAccount>,
     requests: Mutex<Requests>,
     port: OnceLock<Arc<Port<Vec<u8>>>>,
     trimmer: Arc<Trimmer>,
@@ -64,9 +64,9 @@ pub(super) fn slot(token: u64) -> usize {
 }
 
 /// The mailbox of the worker, who alone touches chains.
-struct ByMail<'a>(Option<&'a Port<Vec<u8>>>);
+struct MailboxOutlet<'a>(Option<&'a Port<Vec<u8>>>);
 
-impl Outlet for ByMail<'_> {
+impl Outlet for MailboxOutlet<'_> {
     fn send(&mut self, token: u64, reply: &[u8]) {
         if let Some(port) = self.0 {
             port.reply(token, reply.to_vec());
@@ -87,7 +87,7 @@ impl Guest {
     }
 
     /// On whose account the guest's sessions are.
-    pub(super) fn holder(&self) -> &Arc<Holder> {
+    pub(super) fn holder(&self) -> &Arc<ConnectionAccount> {
         &self.holder
     }
 
@@ -97,13 +97,13 @@ impl Guest {
         let _ = self.port.set(port);
     }
 
-    fn with_line<T>(&self, act: impl FnOnce(&mut Line, &mut dyn Outlet) -> T) -> T {
-        act(&mut lock(&self.requests).line, &mut ByMail(self.port.get().map(Arc::as_ref)))
+    fn with_request_table<T>(&self, act: impl FnOnce(&mut RequestTable, &mut dyn Outlet) -> T) -> T {
+        act(&mut lock(&self.requests).request_table, &mut MailboxOutlet(self.port.get().map(Arc::as_ref)))
     }
 
     /// Begins a session, and ends the one before it.
     pub(super) fn begin(&self, session: Option<Arc<Session>>) {
-        let before = self.with_line(|line, out| line.begin(out, session));
+        let before = self.with_request_table(|request_table, out| request_table.begin(out, session));
         // Here, where no lock is held.
         drop(before);
         self.note_held();
@@ -130,12 +130,14 @@ impl Guest {
         let mut requests = lock(&self.requests);
         let arrival = head.map(|head| {
             let frame = Frame::peek(&head);
-            let line = &mut requests.line;
+            let request_table = &mut requests.request_table;
             let registered = match frame {
-                Some(Frame { kind: kind::TVERSION | kind::TFLUSH, .. }) | None => Err(Refused::Error(Errno::INVAL)),
-                Some(Frame { tag, .. }) => line.register(token, tag),
+                Some(Frame { kind: kind::TVERSION | kind::TFLUSH, .. }) | None => {
+                    Err(RejectedRequest::Error(Errno::INVAL))
+                }
+                Some(Frame { tag, .. }) => request_table.register(token, tag),
             };
-            Arrival { head, msize: line.session().map_or(MSIZE_MIN, |session| session.msize), registered }
+            Arrival { head, msize: request_table.session().map_or(MSIZE_MIN, |session| session.msize), registered }
         });
         let ticket =
             arrival.as_ref().and_then(|arrival| arrival.registered.as_ref().ok()).map(|(ticket, _)| ticket.clone());
@@ -152,18 +154,18 @@ impl Guest {
     pub(super) fn complete(&self, token: u64) -> bool {
         let mut requests = lock(&self.requests);
         let Some(ticket) = requests.taken(token).ticket.take() else { return true };
-        requests.line.end(&mut ByMail(self.port.get().map(Arc::as_ref)), &ticket)
+        requests.request_table.end(&mut MailboxOutlet(self.port.get().map(Arc::as_ref)), &ticket)
     }
 
     /// A flush, which is answered by mail: what it ends goes out before it.
-    pub(super) fn flush(&self, token: u64, tag: Tag, old: Tag) -> Result<(), Refused> {
-        self.with_line(|line, out| line.flush(out, token, tag, old))
+    pub(super) fn flush(&self, token: u64, tag: Tag, old: Tag) -> Result<(), RejectedRequest> {
+        self.with_request_table(|request_table, out| request_table.flush(out, token, tag, old))
     }
 
     /// Fids, and requests under way.
     pub(super) fn usage(&self) -> (usize, usize) {
-        let line = &lock(&self.requests).line;
-        (line.session().map_or(0, |session| session.fids()), line.requests())
+        let request_table = &lock(&self.requests).request_table;
+        (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
     }
 }
 
@@ -176,14 +178,14 @@ impl Drop for Guest {
 
 impl Client for Guest {
     fn may_park(&self) -> bool {
-        lock(&self.requests).line.may_park()
+        lock(&self.requests).request_table.may_park()
     }
 
     fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {
-        self.with_line(|line, out| line.park(out, ticket, gone));
+        self.with_request_table(|request_table, out| request_table.park(out, ticket, gone));
     }
 
     fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
-        self.with_line(|line, out| line.finish(out, ticket, reply))
+        self.with_request_table(|request_table, out| request_table.finish(out, ticket, reply))
     }
 }

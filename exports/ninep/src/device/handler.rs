@@ -13,8 +13,8 @@ use ferry_wire::ninep::{
 use super::chain::{Reply, Request};
 use super::guest::{Arrival, Guest, slot};
 use crate::carrier::Client;
-use crate::line::{Refused, Ticket};
-use crate::serve::{Context, Done, PendingTransfer, encode, serve, serve_write};
+use crate::request_table::{RejectedRequest, Ticket};
+use crate::serve::{Context, PendingTransfer, ReplyPlace, encode, serve, serve_write};
 use crate::session::{self, Session};
 use crate::share::Share;
 
@@ -24,7 +24,7 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 const ERROR_BYTES: usize = HEADER_BYTES + 4;
 
 /// A request that is under way, or why it is none.
-type Registered = std::result::Result<(Ticket, Arc<Session>), Refused>;
+type Registered = std::result::Result<(Ticket, Arc<Session>), RejectedRequest>;
 
 /// Serves the queue of one guest, on one thread.
 pub(super) struct Handler {
@@ -114,10 +114,10 @@ impl Handler {
 
     /// A tag that is in use is no reason to end everything, as it is with a socket: a chain has a place of its own for its
     /// reply.
-    fn refuse(&mut self, chain: &Chain, tag: Tag, refused: Refused) -> Answer {
+    fn refuse(&mut self, chain: &Chain, tag: Tag, refused: RejectedRequest) -> Answer {
         let errno = match refused {
-            Refused::Error(errno) => errno,
-            Refused::TagInUse => Errno::INVAL,
+            RejectedRequest::Error(errno) => errno,
+            RejectedRequest::TagInUse => Errno::INVAL,
         };
         Answer::Done(self.error(chain, tag, errno))
     }
@@ -128,7 +128,7 @@ impl Handler {
         chain: &Chain,
         io: &mut Io<'_>,
         (tag, registered): (Tag, Registered),
-        serve: impl FnOnce(&Context<'_>, &mut Request<'_, '_>) -> Result<Done>,
+        serve: impl FnOnce(&Context<'_>, &mut Request<'_, '_>) -> Result<ReplyPlace>,
     ) -> Answer {
         let token = io.token();
         let (ticket, session) = match registered {
@@ -143,17 +143,17 @@ impl Handler {
             self.expect(token, moving);
         }
         match served {
-            Ok(Done::Later) => Answer::Later,
-            Ok(Done::Parked) => Answer::Parked,
+            Ok(ReplyPlace::Later) => Answer::Later,
+            Ok(ReplyPlace::Parked) => Answer::Parked,
             ended => Answer::Done(self.finish(chain, tag, ended)),
         }
     }
 
-    /// Writes the rest of a reply; answers its bytes.
-    fn finish(&mut self, chain: &Chain, tag: Tag, ended: Result<Done>) -> u32 {
+    /// Writes the rest of a reply; returns its bytes.
+    fn finish(&mut self, chain: &Chain, tag: Tag, ended: Result<ReplyPlace>) -> u32 {
         match ended {
-            Ok(Done::Long(bytes)) if bytes <= chain.writable_bytes() => count(bytes),
-            Ok(Done::Short) if self.short.len() <= chain.writable_bytes() => put(chain, &self.short),
+            Ok(ReplyPlace::Long(bytes)) if bytes <= chain.writable_bytes() => count(bytes),
+            Ok(ReplyPlace::Short) if self.short.len() <= chain.writable_bytes() => put(chain, &self.short),
             Ok(_) => self.error(chain, tag, Errno::MSGSIZE),
             Err(errno) => self.error(chain, tag, errno),
         }

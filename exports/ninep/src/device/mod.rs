@@ -16,8 +16,8 @@ use ferry_vhost::{Device, Port, Server, WorkerOptions};
 use self::guest::Guest;
 use self::handler::Handler;
 use crate::hub::lock;
-use crate::room::Trimmer;
 use crate::share::Share;
+use crate::shrink::Trimmer;
 use crate::{Error, Usage};
 
 /// The configuration space has a tag (`VIRTIO_9P_MOUNT_TAG`).

@@ -7,11 +7,11 @@ use ferry_engine::{DataInput, DataOutput, TransferRequest};
 use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, WRITE_HEAD_BYTES, encode_data_head, kind};
 
-use super::{Context, Done, encode};
-use crate::ahead::Ahead;
+use super::{Context, ReplyPlace, encode};
 use crate::carrier::{NinepCarrier, NinepReply};
 use crate::hub::lock;
-use crate::line::Ticket;
+use crate::read_ahead::ReadAhead;
+use crate::request_table::Ticket;
 use crate::session::{File, NewValue, Open, State};
 use crate::share::Share;
 
@@ -23,7 +23,7 @@ const VALUE_PIECE_BYTES: usize = 4096;
 
 /// A request whose transfer is under way.
 #[derive(Debug)]
-pub(crate) struct Moving {
+pub(crate) struct PendingTransfer {
     pub(crate) ticket: Ticket,
     session: SessionId,
     kind: Kind,
@@ -46,9 +46,9 @@ enum Kind {
     Fsync,
 }
 
-impl Moving {
+impl PendingTransfer {
     /// The transfer has ended: writes the reply.
-    pub(crate) fn end(self, share: &Share, buffer: &mut impl NinepReply, outcome: Result<usize>) -> Result<Done> {
+    pub(crate) fn end(self, share: &Share, buffer: &mut impl NinepReply, outcome: Result<usize>) -> Result<ReplyPlace> {
         let (tag, moved) = (self.ticket.tag, outcome?);
         let reply = match self.kind {
             Kind::Read { bytes_max } => return Ok(read_done(buffer, &self.ticket, moved.min(bytes_max))),
@@ -61,7 +61,7 @@ impl Moving {
             Kind::Fsync => Reply::Fsync,
         };
         encode(buffer, tag, &reply);
-        Ok(Done::Short)
+        Ok(ReplyPlace::Short)
     }
 }
 
@@ -70,10 +70,10 @@ fn written(bytes: usize) -> Reply<'static> {
 }
 
 /// The data of a Tread is in its place: puts the head before it.
-fn read_done(buffer: &mut impl NinepReply, ticket: &Ticket, bytes: usize) -> Done {
+fn read_done(buffer: &mut impl NinepReply, ticket: &Ticket, bytes: usize) -> ReplyPlace {
     let count = u32::try_from(bytes).unwrap_or(u32::MAX);
     buffer.write_at(0, &encode_data_head(kind::TREAD, ticket.tag, count));
-    Done::Long(READ_HEAD_BYTES + bytes)
+    ReplyPlace::Long(READ_HEAD_BYTES + bytes)
 }
 
 fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {
@@ -84,25 +84,36 @@ fn publish(share: &Share, by: SessionId, ino: Ino, offset: u64, bytes: usize) {
 
 impl Context<'_> {
     /// Leaves a transfer to the carrier.
-    fn transfer(&self, carrier: &mut impl NinepCarrier, request: TransferRequest, kind: Kind) -> Result<Done> {
+    fn transfer(&self, carrier: &mut impl NinepCarrier, request: TransferRequest, kind: Kind) -> Result<ReplyPlace> {
         carrier.transfer(request);
         let ended = carrier.ended();
         self.transferred(carrier, kind, ended)
     }
 
     /// The carrier has the transfer: either it has ended already, or some thread will see it end.
-    fn transferred(&self, carrier: &mut impl NinepCarrier, kind: Kind, ended: Option<Result<usize>>) -> Result<Done> {
-        let moving = Moving { ticket: self.ticket.clone(), session: self.session.id, kind };
+    fn transferred(
+        &self,
+        carrier: &mut impl NinepCarrier,
+        kind: Kind,
+        ended: Option<Result<usize>>,
+    ) -> Result<ReplyPlace> {
+        let moving = PendingTransfer { ticket: self.ticket.clone(), session: self.session.id, kind };
         match ended {
             Some(outcome) => moving.end(self.share, carrier, outcome),
             None => {
                 carrier.expect(moving);
-                Ok(Done::Later)
+                Ok(ReplyPlace::Later)
             }
         }
     }
 
-    pub(super) fn read(&self, carrier: &mut impl NinepCarrier, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+    pub(super) fn read(
+        &self,
+        carrier: &mut impl NinepCarrier,
+        fid: Fid,
+        offset: u64,
+        bytes_max: u32,
+    ) -> Result<ReplyPlace> {
         let room = carrier.room().min(self.session.msize as usize).saturating_sub(READ_HEAD_BYTES);
         let bytes_max = room.min(usize::try_from(bytes_max).unwrap_or(usize::MAX));
         let file = self.session.get(fid)?;
@@ -136,7 +147,7 @@ impl Context<'_> {
         file: &File,
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
-    ) -> Result<Done> {
+    ) -> Result<ReplyPlace> {
         if open.is_dir() {
             return Err(Errno::ISDIR);
         }
@@ -147,7 +158,7 @@ impl Context<'_> {
         let mut out = DataOutput::new(carrier, READ_HEAD_BYTES, bytes_max);
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
             // What lies behind `done` is from an earlier reply, maybe somebody else's.
-            Data::Bytes(claimed) if claimed > out.done() => Err(self.lied("read", claimed, out.done())),
+            Data::Bytes(claimed) if claimed > out.done() => Err(self.check_claim("read", claimed, out.done())),
             Data::Bytes(claimed) => Ok(read_done(carrier, self.ticket, claimed)),
             Data::Extent(extent) => {
                 let ahead = self.ahead(open, &extent, (offset, bytes_max));
@@ -167,23 +178,29 @@ impl Context<'_> {
 
     /// What is to be read ahead of a client that reads here: where an extent lies in a file, what comes next in the one comes
     /// next in the other.
-    fn ahead(&self, open: &Open, extent: &Extent, (offset, bytes): (u64, usize)) -> Option<Ahead> {
+    fn ahead(&self, open: &Open, extent: &Extent, (offset, bytes): (u64, usize)) -> Option<ReadAhead> {
         // Memory is there, and past the page cache nothing can be kept.
         if extent.file.memory().is_some() || extent.file.waits() {
             return None;
         }
         let range = lock(&open.reader).note(offset, bytes as u64, self.share.options.read_ahead_bytes_max)?;
         let place = |at: u64| extent.offset.checked_add(at.checked_sub(offset)?);
-        Some(Ahead { file: Arc::clone(&extent.file), range: place(range.start)?..place(range.end)? })
+        Some(ReadAhead { file: Arc::clone(&extent.file), range: place(range.start)?..place(range.end)? })
     }
 
     /// A source claims to have moved more bytes than it can have.
-    fn lied(&self, what: &str, claimed: usize, most: usize) -> Errno {
+    fn check_claim(&self, what: &str, claimed: usize, most: usize) -> Errno {
         self.share.ratelimited_log.warn(format_args!("the source claims a {what} of {claimed} bytes, of {most}"));
         Errno::IO
     }
 
-    pub(super) fn write(&self, carrier: &mut impl NinepCarrier, fid: Fid, offset: u64, bytes: usize) -> Result<Done> {
+    pub(super) fn write(
+        &self,
+        carrier: &mut impl NinepCarrier,
+        fid: Fid,
+        offset: u64,
+        bytes: usize,
+    ) -> Result<ReplyPlace> {
         let file = self.session.get(fid)?;
         match &file.state {
             State::Open(open) if !open.can_write() => Err(Errno::BADF),
@@ -202,7 +219,7 @@ impl Context<'_> {
         file: &File,
         open: &Arc<Open>,
         (offset, bytes_max): (u64, usize),
-    ) -> Result<Done> {
+    ) -> Result<ReplyPlace> {
         let cx = self.writer(file.user);
         let source = &self.share.source;
         open.writes(offset, bytes_max, || {
@@ -215,7 +232,7 @@ impl Context<'_> {
             Data::Bytes(claimed) => {
                 let most = input.written_max();
                 if claimed > most {
-                    return Err(self.lied("write", claimed, most));
+                    return Err(self.check_claim("write", claimed, most));
                 }
                 claimed
             }
@@ -242,7 +259,7 @@ impl Context<'_> {
         self.done(carrier, &written(bytes))
     }
 
-    pub(super) fn fsync(&self, carrier: &mut impl NinepCarrier, fid: Fid, data_only: bool) -> Result<Done> {
+    pub(super) fn fsync(&self, carrier: &mut impl NinepCarrier, fid: Fid, data_only: bool) -> Result<ReplyPlace> {
         let (file, open) = self.session.open(fid)?;
         let (cx, ino) = (self.caller(file.user, None), file.node.ino);
         let begun = match open.is_dir() {

@@ -1,4 +1,4 @@
-//! POSIX locks, and how they are waited for: by nobody here. A request that must wait is parked with the source.
+//! POSIX locks. No thread waits for a lock: a request that must wait is parked with the source.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

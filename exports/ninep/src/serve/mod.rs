@@ -1,4 +1,4 @@
-//! Each request, as calls of the source.
+//! Dispatches requests to calls of the source.
 
 mod data;
 mod locks;
@@ -11,7 +11,7 @@ mod tree;
 mod watch;
 mod xattr;
 
-pub(crate) use self::data::Moving;
+pub(crate) use self::data::PendingTransfer;
 use self::request_text::{RequestText, WriteText};
 
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, St
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead};
 
 use crate::carrier::{Client, NinepCarrier, NinepReply};
-use crate::line::Ticket;
+use crate::request_table::Ticket;
 use crate::session::{File, Session, State};
 use crate::share::Share;
 use crate::users::User;
@@ -38,7 +38,7 @@ pub(crate) struct Context<'a> {
 
 /// Where the reply is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Done {
+pub(crate) enum ReplyPlace {
     /// In [`NinepReply::short`].
     Short,
     /// In its place, so many bytes.
@@ -51,10 +51,10 @@ pub(crate) enum Done {
 
 impl Context<'_> {
     /// Writes a short reply.
-    fn done(&self, buffer: &mut impl NinepReply, reply: &Reply<'_>) -> Result<Done> {
+    fn done(&self, buffer: &mut impl NinepReply, reply: &Reply<'_>) -> Result<ReplyPlace> {
         let bytes = encode(buffer, self.ticket.tag, reply);
         // Only a client that agreed on very short messages can be shown this.
-        if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(Done::Short) }
+        if bytes > self.session.msize as usize { Err(Errno::MSGSIZE) } else { Ok(ReplyPlace::Short) }
     }
 
     /// On whose behalf the source is asked; a new file gets the group that the client names, if the user has it.
@@ -102,7 +102,7 @@ impl Context<'_> {
     }
 }
 
-/// Writes a short reply; answers its bytes.
+/// Writes a short reply; returns its bytes.
 pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) -> usize {
     let memory = buffer.short();
     memory.clear();
@@ -111,13 +111,13 @@ pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) 
 }
 
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
-pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<Done> {
+pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
         serve_one(cx, request, carrier)
     })
 }
 
-fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<Done> {
+fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     if cx.share.read_only && changes_something(request) {
         return Err(Errno::ROFS);
     }
@@ -147,24 +147,24 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
         Request::Fsync { fid, data_only } => return cx.fsync(carrier, fid, data_only),
         Request::Lock { fid, ref lock, wait, .. } => match cx.lock(fid, lock, wait)? {
             Some(reply) => reply,
-            None => return Ok(Done::Parked),
+            None => return Ok(ReplyPlace::Parked),
         },
         Request::Getlock { fid, lock } => cx.getlock(fid, lock)?,
-        ref other => serve_rarer(cx, other)?,
+        ref other => serve_infrequent(cx, other)?,
     };
     cx.done(carrier, &reply)
 }
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
-pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<Done> {
+pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
         true => Err(Errno::ROFS),
         false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),
     })
 }
 
-/// The requests that no load consists of.
-fn serve_rarer<'a>(cx: &Context<'_>, request: &Request<'a>) -> Result<Reply<'a>> {
+/// Infrequent requests.
+fn serve_infrequent<'a>(cx: &Context<'_>, request: &Request<'a>) -> Result<Reply<'a>> {
     match *request {
         Request::Attach { fid, afid, user, tree } => {
             if afid != Fid::NONE {

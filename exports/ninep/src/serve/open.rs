@@ -11,7 +11,7 @@ use ferry_vfs::{
 use ferry_wire::ninep::{DirWriter, Fid, READ_HEAD_BYTES, Reply, encode_data_head, kind};
 
 use super::permission::{SEARCH, wanted};
-use super::{Context, Done};
+use super::{Context, ReplyPlace};
 use crate::carrier::NinepReply;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
@@ -178,7 +178,13 @@ impl Context<'_> {
         Ok((node, attr, handle))
     }
 
-    pub(super) fn readdir(&self, buffer: &mut impl NinepReply, fid: Fid, offset: u64, bytes_max: u32) -> Result<Done> {
+    pub(super) fn readdir(
+        &self,
+        buffer: &mut impl NinepReply,
+        fid: Fid,
+        offset: u64,
+        bytes_max: u32,
+    ) -> Result<ReplyPlace> {
         let (file, open) = self.session.open(fid)?;
         if !open.is_dir() {
             return Err(Errno::NOTDIR);
@@ -212,7 +218,7 @@ impl Context<'_> {
         }
         let bytes = u32::try_from(data.len() - READ_HEAD_BYTES).unwrap_or(u32::MAX);
         data[..READ_HEAD_BYTES].copy_from_slice(&encode_data_head(kind::TREADDIR, self.ticket.tag, bytes));
-        Ok(Done::Short)
+        Ok(ReplyPlace::Short)
     }
 }
 

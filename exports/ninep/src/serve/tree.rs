@@ -15,7 +15,7 @@ use crate::users::User;
 const TREE_DEPTH_MAX: usize = 256;
 
 /// Where a walk has come to.
-struct Reached {
+struct WalkPosition {
     node: Arc<Node>,
     place: Option<Arc<Place>>,
 }
@@ -83,7 +83,7 @@ impl Context<'_> {
         } else if !matches!(from.state, State::Path) {
             return Err(Errno::BADF);
         }
-        let mut reached = Reached { node: Arc::clone(&from.node), place: from.place.clone() };
+        let mut reached = WalkPosition { node: Arc::clone(&from.node), place: from.place.clone() };
         let mut qids = Qids::default();
         for (number, step) in steps.iter().enumerate() {
             let made = match step {
@@ -95,13 +95,13 @@ impl Context<'_> {
             match made {
                 Ok(((node, attr), place)) => {
                     qids.push(node.qid(&attr));
-                    reached = Reached { node, place };
+                    reached = WalkPosition { node, place };
                 }
                 Err(errno) if number == 0 => return Err(errno),
                 Err(_) => return Ok(Reply::Walk(qids)),
             }
         }
-        let Reached { node, place } = reached;
+        let WalkPosition { node, place } = reached;
         let file = File { node, place, user: from.user, root: from.root, state: State::Path };
         if new_fid == fid {
             self.session.replace(fid, &from, file)?;

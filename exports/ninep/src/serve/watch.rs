@@ -6,7 +6,7 @@ use ferry_engine::requests::{LoggedRequest, Outcome, is_on};
 use ferry_vfs::{Ino, Result};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Request};
 
-use super::{Context, Done};
+use super::{Context, ReplyPlace};
 use crate::carrier::NinepReply;
 
 /// The fid that a request is about: for one about a name, the directory's.
@@ -45,8 +45,8 @@ pub(super) fn watched<C: NinepReply>(
     cx: &Context<'_>,
     (fid, request): (Option<Fid>, &dyn fmt::Debug),
     carrier: &mut C,
-    serve: impl FnOnce(&mut C) -> Result<Done>,
-) -> Result<Done> {
+    serve: impl FnOnce(&mut C) -> Result<ReplyPlace>,
+) -> Result<ReplyPlace> {
     if !is_on() {
         return serve(carrier);
     }
@@ -55,9 +55,9 @@ pub(super) fn watched<C: NinepReply>(
     let done = serve(carrier);
     if let Some(watched) = watched {
         watched.end(match done {
-            Ok(Done::Short) => Outcome::Bytes(carrier.short().len()),
-            Ok(Done::Long(bytes)) => Outcome::Bytes(bytes.saturating_sub(READ_HEAD_BYTES)),
-            Ok(Done::Parked | Done::Later) => Outcome::Waits,
+            Ok(ReplyPlace::Short) => Outcome::Bytes(carrier.short().len()),
+            Ok(ReplyPlace::Long(bytes)) => Outcome::Bytes(bytes.saturating_sub(READ_HEAD_BYTES)),
+            Ok(ReplyPlace::Parked | ReplyPlace::Later) => Outcome::Waits,
             Err(errno) => Outcome::Error(errno),
         });
     }

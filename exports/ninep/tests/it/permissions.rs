@@ -674,7 +674,7 @@ fn without_marks(mut tree: Tree) -> Tree {
     tree
 }
 
-/// What a 9P server does not do for its client, whose kernel opens these by itself, or answers by itself.
+/// What a 9P server does not do for its client, whose kernel opens these on its own, or answers on its own.
 fn is_the_clients(op: Op, file: Made) -> bool {
     let opens = matches!(op, Op::Open(_) | Op::Read(_) | Op::Write(_) | Op::Cut | Op::Truncate | Op::Create("d/f", ..));
     let is_special = !matches!(file.kind, FileType::RegularFile | FileType::Directory);

@@ -1,4 +1,4 @@
-//! Where a client that appends to a file believes it to end.
+//! Detects appends by a client that believes to know the file's end.
 //!
 //! `O_APPEND` comes with Tlopen alone: neither does a Twrite repeat it, nor is the server told when `fcntl` takes it from the client's
 //! file. But a client that appends writes where it believes the end to be, and others, also other processes of this client, for
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What is known of the end of a file through one fid.
 #[derive(Debug, Default)]
-pub(crate) struct End {
+pub(crate) struct AppendTracking {
     offset: AtomicU64,
     /// The last write was not appended.
     is_elsewhere: AtomicBool,
 }
 
-impl End {
+impl AppendTracking {
     /// The file has this size when it is opened.
     pub(crate) fn found(&self, size: u64) {
         self.offset.store(size, Ordering::Relaxed);
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn what_is_written_at_an_end_that_the_client_may_know_is_appended() {
-        let end = End::default();
+        let end = AppendTracking::default();
         end.found(10);
         assert!(end.appends());
         // Offset and length of a write, the file's size then, and whether it is appended.

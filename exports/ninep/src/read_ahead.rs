@@ -56,12 +56,12 @@ impl Reader {
 
 /// A range to be asked for ahead of its reader.
 #[derive(Debug)]
-pub(crate) struct Ahead {
+pub(crate) struct ReadAhead {
     pub(crate) file: Arc<Backing>,
     pub(crate) range: Range<u64>,
 }
 
-impl Ahead {
+impl ReadAhead {
     /// Asks. This begins to read and waits for nothing but what the file system looks up to find the data.
     pub(crate) fn ask(&self) {
         let Range { mut start, end } = self.range;

@@ -1,4 +1,4 @@
-//! The room of what has gone: given back, so that a server takes no more than its clients need now.
+//! Shrinks maps and the heap after their contents have gone.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -35,7 +35,7 @@ pub(crate) struct HighWater {
 impl HighWater {
     /// Notes how much is held now; returns whether half of the most has gone since that was, and nothing goes at the moment. Once more
     /// [`LATER_LOOKS`] later.
-    pub(crate) fn has_sunk(&mut self, held: usize) -> bool {
+    pub(crate) fn should_trim(&mut self, held: usize) -> bool {
         let is_still = held >= self.last;
         self.last = held;
         self.most = self.most.max(held);
@@ -93,7 +93,7 @@ impl Trimmer {
         let mut high_water = HighWater { most: self.most.load(Ordering::Relaxed), ..HighWater::default() };
         loop {
             std::thread::sleep(LOOK);
-            if high_water.has_sunk((self.held)()) {
+            if high_water.should_trim((self.held)()) {
                 ferry_engine::trim_heap();
             }
             if !high_water.is_waiting() {
@@ -124,7 +124,7 @@ mod tests {
         let mut high = HighWater::default();
         let looks = [0, 900, 400, 400, 200_000, 150_000, 90_000, 50_000, 50_000, 50_000, 24_000, 24_000, 3, 3];
         let looks = looks.into_iter().chain(std::iter::repeat_n(3, 100));
-        let trims: Vec<_> = looks.enumerate().filter(|(_, held)| high.has_sunk(*held)).map(|(at, _)| at).collect();
+        let trims: Vec<_> = looks.enumerate().filter(|(_, held)| high.should_trim(*held)).map(|(at, _)| at).collect();
         assert_eq!(trims, [8, 11, 13, 13 + 29]);
     }
 }

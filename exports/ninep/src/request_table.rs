@@ -29,7 +29,7 @@ pub(crate) trait Outlet {
 
 /// A request under way.
 #[derive(Debug)]
-struct Asked {
+struct ActiveRequest {
     /// By what its carrier knows it.
     token: u64,
     /// Tells it apart from others that have its tag earlier or later.
@@ -53,7 +53,7 @@ pub(crate) struct Ticket {
 
 /// Why a request is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum RejectedRequest {
     /// The client is to be told so.
     Error(Errno),
     /// No answer would reach the one who asked.
@@ -62,15 +62,15 @@ pub(crate) enum Refused {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(crate) struct Line {
-    requests: HashMap<Tag, Asked>,
+pub(crate) struct RequestTable {
+    requests: HashMap<Tag, ActiveRequest>,
     next_number: u64,
     parked: usize,
     flushes: usize,
     session: Option<Arc<Session>>,
 }
 
-impl Line {
+impl RequestTable {
     pub(crate) fn session(&self) -> Option<&Arc<Session>> {
         self.session.as_ref()
     }
@@ -80,22 +80,23 @@ impl Line {
     }
 
     /// A request comes in.
-    pub(crate) fn register(&mut self, token: u64, tag: Tag) -> Result<(Ticket, Arc<Session>), Refused> {
+    pub(crate) fn register(&mut self, token: u64, tag: Tag) -> Result<(Ticket, Arc<Session>), RejectedRequest> {
         if self.requests.contains_key(&tag) {
-            return Err(Refused::TagInUse);
+            return Err(RejectedRequest::TagInUse);
         }
         if tag == Tag::NONE {
-            return Err(Refused::Error(Errno::INVAL));
+            return Err(RejectedRequest::Error(Errno::INVAL));
         }
         // Nothing was agreed on.
-        let session = Arc::clone(self.session.as_ref().ok_or(Refused::Error(Errno::PROTO))?);
+        let session = Arc::clone(self.session.as_ref().ok_or(RejectedRequest::Error(Errno::PROTO))?);
         Ok((self.insert(token, tag, false), session))
     }
 
     fn insert(&mut self, token: u64, tag: Tag, is_flush: bool) -> Ticket {
         let number = self.next_number;
         self.next_number += 1;
-        self.requests.insert(tag, Asked { token, number, flushes: Vec::new(), gone: None, is_flush, charge: None });
+        self.requests
+            .insert(tag, ActiveRequest { token, number, flushes: Vec::new(), gone: None, is_flush, charge: None });
         Ticket { tag, number }
     }
 
@@ -147,15 +148,21 @@ impl Line {
 
     /// The client wants no answer to `old` any more. One that waits for a lock is given up and never answered; others
     /// have begun, so they are answered, and the flush behind them (flush(5)).
-    pub(crate) fn flush(&mut self, out: &mut dyn Outlet, token: u64, tag: Tag, old: Tag) -> Result<(), Refused> {
+    pub(crate) fn flush(
+        &mut self,
+        out: &mut dyn Outlet,
+        token: u64,
+        tag: Tag,
+        old: Tag,
+    ) -> Result<(), RejectedRequest> {
         if self.requests.contains_key(&tag) {
-            return Err(Refused::TagInUse);
+            return Err(RejectedRequest::TagInUse);
         }
         let is_full = self.flushes >= FLUSHES_MAX || !self.has_room();
         match self.requests.get_mut(&old) {
             None => reply(out, token, tag, &Reply::Flush),
             Some(asked) if asked.gone.is_none() && is_full => {
-                return Err(Refused::Error(Errno::NOBUFS));
+                return Err(RejectedRequest::Error(Errno::NOBUFS));
             }
             Some(asked) => {
                 asked.flushes.push(tag);
@@ -176,7 +183,7 @@ impl Line {
         Ok(())
     }
 
-    /// Sends the answer of a request that is still under way; answers whether it was.
+    /// Sends the answer of a request that is still under way; returns whether it was.
     pub(crate) fn finish(&mut self, out: &mut dyn Outlet, ticket: &Ticket, reply: &[u8]) -> bool {
         let Some(asked) = self.requests.get(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return false;
@@ -186,7 +193,7 @@ impl Line {
         true
     }
 
-    /// The answer of a request goes out by itself, unless it is no longer under way; answers whether it was.
+    /// The answer of a request goes out on its own, unless it is no longer under way; returns whether it was.
     pub(crate) fn end(&mut self, out: &mut dyn Outlet, ticket: &Ticket) -> bool {
         let current = self.requests.get(&ticket.tag).is_some_and(|asked| asked.number == ticket.number);
         if current {
