@@ -98,7 +98,7 @@ fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot,
 }
 
 impl VirtioFs {
-    fn bear(&self, lost: usize, what: &str) -> Result<(), String> {
+    fn on_panic(&self, lost: usize, what: &str) -> Result<(), String> {
         let name = &self.options.name;
         match (lost, self.options.on_migration_error) {
             (0, _) => Ok(()),
@@ -211,7 +211,7 @@ impl Device for VirtioFs {
         }
         let mut state = Vec::new();
         if let Some((saved, lost)) = guest.session.save(self.options.migration) {
-            self.bear(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
+            self.on_panic(lost, "cannot be named to another host (unlinked, or moved by somebody else)")?;
             saved.encode(&mut state);
             guest.session.release_locks_for_migration();
         }
@@ -232,7 +232,7 @@ impl Device for VirtioFs {
         }
         let saved = Saved::decode(state).map_err(|error| error.to_string())?;
         let lost = guest.session.load(&self.share, saved, self.options.migration).map_err(|error| error.to_string())?;
-        self.bear(lost, "are not found here under the same name").inspect_err(|_| guest.session.end())
+        self.on_panic(lost, "are not found here under the same name").inspect_err(|_| guest.session.end())
     }
 
     fn handler(&self, guest: &Arc<Guest>, index: usize, port: Arc<Port<Vec<u8>>>) -> Handler {

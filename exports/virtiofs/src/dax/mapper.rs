@@ -1,4 +1,4 @@
-//! The thread that fills a window and empties it.
+//! The thread that maps and unmaps parts of files in a window.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,10 +13,10 @@ use ferry_vfs::{
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::fstat;
 
-use super::adopted::{Adopted, Unfinished};
-use super::noted::{Note, Notes, Progress};
-use super::table::{Placed, Plan, Table};
-use super::tail::{Tail, Tails};
+use super::eof_copy::{EofCopies, EofCopy};
+use super::inherited_mappings::{IncompleteMappings, InheritedMappings};
+use super::mapping_records::{MappingRecord, MappingRecords, Progress};
+use super::table::{ActiveMapping, MapPlan, Table};
 use super::{PAGE_BYTES, pieces};
 
 /// What is to be done.
@@ -46,14 +46,14 @@ pub(super) struct Open {
     pub(super) file: Arc<Backing>,
     pub(super) for_writing: bool,
     /// Where it is written down.
-    pub(super) note: Option<Note>,
+    pub(super) note: Option<MappingRecord>,
 }
 
 /// Whoever may execute it.
 const ANY_EXECUTE: u32 = 0o111;
 
 /// Does what may panic: a source, or whoever hears of its changes. The thread, for which others wait, goes on.
-fn sure(act: impl FnOnce() -> Result<()>) -> Result<()> {
+fn catch_panics(act: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(act)).unwrap_or(Err(Errno::IO))
 }
 
@@ -61,13 +61,13 @@ pub(super) struct Mapper {
     pub(super) window: Arc<Window>,
     source: Arc<dyn FileSystem>,
     pub(super) name: String,
-    pub(super) notes: Notes,
+    pub(super) notes: MappingRecords,
     /// What is to be put right before the first request.
-    unfinished: Option<Unfinished>,
+    unfinished: Option<IncompleteMappings>,
     pub(super) table: Table,
     /// Files for as long as something of them is mapped.
     pub(super) files: HashMap<Ino, Open>,
-    pub(super) tails: Arc<Tails>,
+    pub(super) eof_copies: Arc<EofCopies>,
     pub(super) windows: Windows,
     pub(super) member: Arc<Member>,
     /// What is mapped of files of the host themselves, by the place of its chunk in the window.
@@ -82,9 +82,9 @@ impl Mapper {
     pub(super) fn new(
         window: Arc<Window>,
         source: Arc<dyn FileSystem>,
-        tails: Arc<Tails>,
+        eof_copies: Arc<EofCopies>,
         (windows, member): (Windows, Arc<Member>),
-        (name, read_only, notes): (String, bool, Notes),
+        (name, read_only, notes): (String, bool, MappingRecords),
     ) -> Self {
         Self {
             table: Table::new(window.bytes()),
@@ -97,7 +97,7 @@ impl Mapper {
             window,
             source,
             name,
-            tails,
+            eof_copies,
             windows,
             member,
             read_only,
@@ -105,33 +105,33 @@ impl Mapper {
     }
 
     /// Goes on with what the server before had, and does what comes, until nothing can come any more.
-    pub(super) fn run(mut self, mut adopted: Adopted, tasks: &Receiver<Task>) {
-        self.unfinished = Some(adopted.take_unfinished());
-        adopted.placed.into_iter().for_each(|placed| self.table.insert(placed));
-        (self.files, self.claims) = (adopted.files, adopted.claims);
+    pub(super) fn run(mut self, mut inherited: InheritedMappings, tasks: &Receiver<Task>) {
+        self.unfinished = Some(inherited.take_unfinished());
+        inherited.placed.into_iter().for_each(|placed| self.table.insert(placed));
+        (self.files, self.claims) = (inherited.files, inherited.claims);
         while let Ok(task) = tasks.recv() {
             self.carry_out(task);
         }
         // The front end is gone. What the guest has stored in the files themselves is there, and so is the rest.
-        for (ino, error) in self.tails.writeback_all() {
-            self.tail_lost(ino, error);
+        for (ino, error) in self.eof_copies.writeback_all() {
+            self.eof_copy_lost(ino, error);
         }
     }
 
     fn carry_out(&mut self, task: Task) {
         match task {
             Task::Map(mapping, answer) => {
-                let outcome = sure(|| self.map(&mapping));
+                let outcome = catch_panics(|| self.map(&mapping));
                 self.close_unused(mapping.ino);
                 answer(outcome);
             }
-            Task::Unmap(by, ranges, answer) => answer(sure(|| self.unmap(by, &ranges))),
+            Task::Unmap(by, ranges, answer) => answer(catch_panics(|| self.unmap(by, &ranges))),
             Task::Forget(by, ino) => {
                 // It has been logged, and nobody waits.
-                let _ = sure(|| self.take_away(by, &self.table.of(ino)));
+                let _ = catch_panics(|| self.remove_mappings(by, &self.table.of(ino)));
             }
             Task::Shorten(file, end, done) => {
-                let _ = sure(|| {
+                let _ = catch_panics(|| {
                     self.shorten(file, end);
                     Ok(())
                 });
@@ -139,8 +139,8 @@ impl Mapper {
             }
             Task::Resume => {
                 if let Some(unfinished) = self.unfinished.take() {
-                    let _ = sure(|| {
-                        self.put_right(&unfinished);
+                    let _ = catch_panics(|| {
+                        self.complete_interrupted(&unfinished);
                         Ok(())
                     });
                     let open: Vec<_> = self.files.keys().copied().collect();
@@ -152,7 +152,7 @@ impl Mapper {
                     self.give_up(&unfinished);
                 }
                 // What cannot be taken away is not there, or the front end is gone.
-                let _ = sure(|| self.take_away(SessionId::default(), &self.table.all()));
+                let _ = catch_panics(|| self.remove_mappings(SessionId::default(), &self.table.all()));
                 self.table = Table::new(self.window.bytes());
                 self.claims.clear();
                 self.files.clear();
@@ -163,7 +163,7 @@ impl Mapper {
 
     fn map(&mut self, asked: &Mapping) -> Result<()> {
         let gone = match self.table.plan(asked)? {
-            Plan::There(at) => {
+            MapPlan::There(at) => {
                 if asked.write {
                     self.claims.get_mut(&at).into_iter().for_each(Claim::stores);
                     self.allocate(asked)?;
@@ -173,7 +173,7 @@ impl Mapper {
                 }
                 return Ok(());
             }
-            Plan::Make(gone) => gone,
+            MapPlan::Make(gone) => gone,
         };
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, .. } = *asked;
         let part = Part { window_offset, file_offset, bytes, writable: false };
@@ -183,27 +183,27 @@ impl Mapper {
             _ if asked.write => Err(Errno::ROFS),
             pieces => {
                 let pieces = pieces?;
-                self.take_away(asked.by, &gone)?;
+                self.remove_mappings(asked.by, &gone)?;
                 let mapped = self.place_pieces(window_offset, &pieces)?;
-                self.put(Placed { ino, part, mapped, written: false, note: None });
+                self.put(ActiveMapping { ino, part, mapped, written: false, note: None });
                 Ok(())
             }
         }
     }
 
     /// Maps a part of a file of the host.
-    fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[Placed]) -> Result<()> {
+    fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[ActiveMapping]) -> Result<()> {
         let (file, for_writing) = self.open(asked)?;
         let mut claim = self.claim(asked.by, &file, part)?;
         if asked.write {
             claim.stores();
             self.allocate(asked)?;
         }
-        self.take_away(asked.by, gone)?;
+        self.remove_mappings(asked.by, gone)?;
         let (ino, written) = (asked.ino, asked.write);
         let part = Part { writable: for_writing && asked.may_write, ..part };
         let (mapped, note) = self.place_file(ino, part, (&file, for_writing), claim)?;
-        self.put(Placed { ino, part, mapped, written, note });
+        self.put(ActiveMapping { ino, part, mapped, written, note });
         // Taking others of its mappings away may have let go of it.
         if !self.files.contains_key(&ino) {
             self.keep_open(ino, file, for_writing);
@@ -212,7 +212,7 @@ impl Mapper {
     }
 
     /// A mapping is in place.
-    pub(super) fn put(&mut self, placed: Placed) {
+    pub(super) fn put(&mut self, placed: ActiveMapping) {
         self.notes.progress(&placed, Progress::There);
         self.table.insert(placed);
     }
@@ -241,7 +241,7 @@ impl Mapper {
         part: Part,
         (file, for_writing): (&Arc<Backing>, bool),
         claim: Claim,
-    ) -> Result<(Arc<[Part]>, Option<Note>)> {
+    ) -> Result<(Arc<[Part]>, Option<MappingRecord>)> {
         // Only now that it is claimed: who makes it shorter from here on asks us to take it away again.
         let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0).min(claim.limit());
         let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
@@ -249,11 +249,11 @@ impl Mapper {
         let from_file = Part { bytes: file_bytes, ..part };
         let (window_offset, bytes) = (part.window_offset + file_bytes, part.bytes - file_bytes);
         let from_copy = Part { window_offset, file_offset: 0, bytes, ..part };
-        let tail = match bytes {
+        let eof_copy = match bytes {
             0 => None,
-            _ => Some(Tail::new(Arc::clone(file), part.writable, (part.file_offset + file_bytes, bytes), size)?),
+            _ => Some(EofCopy::new(Arc::clone(file), part.writable, (part.file_offset + file_bytes, bytes), size)?),
         };
-        let copy = tail.as_ref().map(Tail::copy);
+        let copy = eof_copy.as_ref().map(EofCopy::copy);
         let wishes = [(from_file, Some(file.as_fd())), (from_copy, copy.as_ref().map(AsFd::as_fd))];
         let wishes: Vec<_> = wishes.into_iter().filter_map(|(part, file)| Some((part, file?))).collect();
         let wishes = wishes.into_iter().filter(|(part, _)| part.bytes > 0);
@@ -266,8 +266,8 @@ impl Mapper {
         if file_bytes > 0 {
             self.claims.insert(part.window_offset, claim.up_to(part.file_offset + file_bytes));
         }
-        if let Some(tail) = tail {
-            self.tails.insert(ino, part.window_offset, tail);
+        if let Some(eof_copy) = eof_copy {
+            self.eof_copies.insert(ino, part.window_offset, eof_copy);
         }
         Ok((mapped, note))
     }
@@ -275,7 +275,7 @@ impl Mapper {
     /// Has the front end map pieces of a file, or copies of them if it must.
     fn place_pieces(&mut self, window_offset: u64, pieces: &[Piece]) -> Result<Arc<[Part]>> {
         let place = |in_place: bool| {
-            let wishes = pieces::wishes(window_offset, pieces, in_place)?;
+            let wishes = pieces::map_requests(window_offset, pieces, in_place)?;
             Ok::<_, Errno>(self.place(wishes.iter().map(|wish| (wish.part, wish.file()))))
         };
         let in_place = self.window.maps_read_only() && !self.needs_writable;
@@ -312,7 +312,7 @@ impl Mapper {
     }
 
     /// Has the front end undo what [`Self::place`] had it do.
-    pub(super) fn displace(&self, placed: &Placed) -> std::result::Result<(), WindowError> {
+    pub(super) fn undo_placement(&self, placed: &ActiveMapping) -> std::result::Result<(), WindowError> {
         for part in &*placed.mapped {
             match self.window.unmap(*part) {
                 // One that the front end does not know is not there.
@@ -371,20 +371,20 @@ impl Mapper {
     fn unmap(&mut self, by: SessionId, ranges: &[(u64, u64)]) -> Result<()> {
         for (start, len) in ranges {
             let gone = self.table.within(*start, start.saturating_add(*len))?;
-            self.take_away(by, &gone)?;
+            self.remove_mappings(by, &gone)?;
         }
         Ok(())
     }
 
     /// Ends mappings; goes on to the last whatever happens.
-    fn take_away(&mut self, by: SessionId, gone: &[Placed]) -> Result<()> {
+    fn remove_mappings(&mut self, by: SessionId, gone: &[ActiveMapping]) -> Result<()> {
         let mut outcome = Ok(());
         for placed in gone {
             self.notes.progress(placed, Progress::Unsure);
-            let displaced = self.displace(placed);
+            let displaced = self.undo_placement(placed);
             // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
-            if let Err(error) = self.tails.remove(placed.ino, placed.part.window_offset) {
-                self.tail_lost(placed.ino, error);
+            if let Err(error) = self.eof_copies.remove(placed.ino, placed.part.window_offset) {
+                self.eof_copy_lost(placed.ino, error);
                 outcome = Err(error);
             }
             match displaced {
@@ -393,7 +393,7 @@ impl Mapper {
                     self.claims.remove(&placed.part.window_offset);
                     self.close_unused(placed.ino);
                     self.notes.gone(placed.note);
-                    let _ = sure(|| {
+                    let _ = catch_panics(|| {
                         self.publish(by, placed);
                         Ok(())
                     });
@@ -405,9 +405,9 @@ impl Mapper {
     }
 
     /// What the guest has stored there others learn of only now.
-    pub(super) fn publish(&self, by: SessionId, placed: &Placed) {
+    pub(super) fn publish(&self, by: SessionId, placed: &ActiveMapping) {
         if let Some(changes) = self.source.changes().filter(|_| placed.written) {
-            let Placed { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;
+            let ActiveMapping { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;
             changes.publish(by, || Change::Data { ino, offset, len });
         }
     }
@@ -420,7 +420,7 @@ impl Mapper {
         }
     }
 
-    pub(super) fn tail_lost(&self, ino: Ino, error: Errno) {
+    pub(super) fn eof_copy_lost(&self, ino: Ino, error: Errno) {
         self.ratelimited_log.warn(format_args!(
             "{}: the end of inode {} cannot be written, and what the guest stored there is lost: {error}",
             self.name, ino.0

@@ -4,7 +4,7 @@
 //! its own asks (see [`ferry_vhost::Window`]); the requests wait, parked, and hold up nothing. What is where, and what
 //! is to be done about it, is in [`table`]; the thread, which does it, in [`mapper`].
 //!
-//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`tail`]). Files that
+//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`eof_copy`]). Files that
 //! never change may lie in pieces ([`pieces`]).
 //!
 //! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
@@ -13,13 +13,13 @@
 //! 2 MiB that Linux asks for at a time. A front end that maps pieces in place has one for each piece, at worst one for each page of the
 //! window; where it bears no more it refuses, and gets copies.
 
-mod adopted;
+mod eof_copy;
+mod inherited_mappings;
 mod mapper;
-mod noted;
+mod mapping_records;
 mod pieces;
 mod shorten;
 mod table;
-mod tail;
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -33,11 +33,11 @@ use ferry_vfs::{Errno, FileSystem, Ino, Member, SessionId, Windows};
 use ferry_vhost::Window;
 
 use crate::Options;
-use adopted::{Adopted, Adopting};
+use eof_copy::EofCopies;
+use inherited_mappings::{InheritedMappings, RestoreContext};
 use mapper::{Mapper, Task};
-use noted::Notes;
-use shorten::Line;
-use tail::Tails;
+use mapping_records::MappingRecords;
+use shorten::MapperHandle;
 
 /// The unit of mappings, as INIT says it to the guest, and what QEMU maps at least.
 const PAGE_BYTES: u64 = 4096;
@@ -96,19 +96,19 @@ pub(crate) struct Dax {
     files: DaxFiles,
     /// The guest may change nothing, and so is the front end not to.
     read_only: bool,
-    tails: Arc<Tails>,
+    eof_copies: Arc<EofCopies>,
     /// Files that were asked for, and not forgotten since. In hand while the thread is told of either, so that it hears of them in this order.
     asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
-    thread: Mutex<Option<(Line, JoinHandle<()>)>>,
-    notes: Notes,
+    thread: Mutex<Option<(MapperHandle, JoinHandle<()>)>>,
+    notes: MappingRecords,
     /// What the server before had, until the front end has a place for it.
-    adopted: Mutex<Option<(Beginning, Adopted)>>,
+    adopted: Mutex<Option<(MapperStart, InheritedMappings)>>,
 }
 
 /// What there is before the thread is.
-struct Beginning {
-    line: Line,
+struct MapperStart {
+    line: MapperHandle,
     tasks: Receiver<Task>,
     member: Arc<Member>,
 }
@@ -117,23 +117,23 @@ impl Dax {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options) -> Self {
         let Options { name, dax_files: files, read_only, begun, .. } = options;
         let (name, files, read_only, begun) = (name.clone(), *files, *read_only, begun.mapper);
-        let notes = Notes(options.kept.clone());
-        let (tails, asked, thread, adopted) = Default::default();
-        Self { source, name, files, read_only, tails, asked, begun, thread, notes, adopted }
+        let notes = MappingRecords(options.kept.clone());
+        let (eof_copies, asked, thread, adopted) = Default::default();
+        Self { source, name, files, read_only, eof_copies, asked, begun, thread, notes, adopted }
     }
 
-    fn begin(&self) -> Beginning {
+    fn begin(&self) -> MapperStart {
         let (sender, tasks) = channel();
-        let line = Line::new(sender, self.name.clone());
+        let line = MapperHandle::new(sender, self.name.clone());
         let member = Windows::of_process().join(line.clone());
-        Beginning { line, tasks, member }
+        MapperStart { line, tasks, member }
     }
 
     fn asked(&self) -> MutexGuard<'_, HashSet<Ino>> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn thread(&self) -> MutexGuard<'_, Option<(Line, JoinHandle<()>)>> {
+    fn thread(&self) -> MutexGuard<'_, Option<(MapperHandle, JoinHandle<()>)>> {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -144,12 +144,13 @@ impl Dax {
             return;
         }
         let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let (beginning, mut adopted) = adopted.unwrap_or_else(|| (self.begin(), Adopted::default()));
-        adopted.open(window, &self.tails);
-        let Beginning { line, tasks, member } = beginning;
+        let (beginning, mut adopted) = adopted.unwrap_or_else(|| (self.begin(), InheritedMappings::default()));
+        adopted.open(window, &self.eof_copies);
+        let MapperStart { line, tasks, member } = beginning;
         let about = (self.name.clone(), self.read_only, self.notes.clone());
         let members = (Windows::of_process().clone(), member);
-        let mapper = Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.tails), members, about);
+        let mapper =
+            Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.eof_copies), members, about);
         let begun = self.begun;
         let run = move || {
             if let Some(begun) = begun {
@@ -209,26 +210,26 @@ impl Mappings for Dax {
     }
 
     fn sync(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
-        self.tails.sync(ino, &part)
+        self.eof_copies.sync(ino, &part)
     }
 
     fn sync_if_changed(&self, ino: Ino) -> ferry_vfs::Result<()> {
-        self.tails.sync_if_changed(ino)
+        self.eof_copies.sync_if_changed(ino)
     }
 
     fn writeback(&self, ino: Ino, part: Range<u64>) -> ferry_vfs::Result<()> {
-        self.tails.writeback(ino, &part)
+        self.eof_copies.writeback(ino, &part)
     }
 
     fn writeback_all(&self) -> ferry_vfs::Result<()> {
-        self.tails.writeback_all().first().map_or(Ok(()), |(_, error)| Err(*error))
+        self.eof_copies.writeback_all().first().map_or(Ok(()), |(_, error)| Err(*error))
     }
 
     fn adopt(&self, by: SessionId, mapped: Vec<MappedFile>) {
         let beginning = self.begin();
-        let adopting = Adopting {
+        let adopting = RestoreContext {
             source: &self.source,
-            tails: &self.tails,
+            eof_copies: &self.eof_copies,
             notes: &self.notes,
             windows: Windows::of_process(),
             member: &beginning.member,
@@ -249,7 +250,7 @@ impl Mappings for Dax {
                 // The front end that comes after a server may have no window.
                 let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
                 for placed in adopted.into_iter().flat_map(|(_, adopted)| adopted.placed) {
-                    let _ = self.tails.remove(placed.ino, placed.part.window_offset);
+                    let _ = self.eof_copies.remove(placed.ino, placed.part.window_offset);
                 }
                 answer(Ok(()));
             }
@@ -281,7 +282,7 @@ mod tests {
     fn what_was_never_mapped_is_forgotten_without_the_thread() {
         let dax = Dax::new(Arc::new(Nothing), &Options::default());
         let (sender, tasks) = channel();
-        *dax.thread() = Some((Line::new(sender, String::new()), std::thread::spawn(|| ())));
+        *dax.thread() = Some((MapperHandle::new(sender, String::new()), std::thread::spawn(|| ())));
         let by = SessionId::unique();
         let posted = || tasks.try_iter().map(|task| matches!(task, Task::Forget(..))).collect::<Vec<_>>();
         dax.forget(by, Ino(7));

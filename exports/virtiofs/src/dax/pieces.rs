@@ -11,7 +11,7 @@ use ferry_vhost::Part;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::PAGE_BYTES;
-use super::tail::{read, write};
+use super::eof_copy::{read, write};
 
 /// Where the bytes of a part are.
 enum Source {
@@ -20,12 +20,12 @@ enum Source {
 }
 
 /// What is to be mapped.
-pub(super) struct Wish {
+pub(super) struct MapRequest {
     pub(super) part: Part,
     source: Source,
 }
 
-impl Wish {
+impl MapRequest {
     pub(super) fn file(&self) -> BorrowedFd<'_> {
         match &self.source {
             Source::File(file) => file.as_fd(),
@@ -35,13 +35,13 @@ impl Wish {
 }
 
 /// What the front end is to map from a place in the window on: the pieces themselves if `in_place`, else a copy of all.
-pub(super) fn wishes(mut window_offset: u64, pieces: &[Piece], in_place: bool) -> Result<Vec<Wish>> {
+pub(super) fn map_requests(mut window_offset: u64, pieces: &[Piece], in_place: bool) -> Result<Vec<MapRequest>> {
     let mut wishes = Vec::new();
     for together in pieces.chunk_by(|one, next| is_copied(one, in_place) && is_copied(next, in_place)) {
         let wish = match together {
             [Piece::Extent(Extent { file, offset: file_offset }, bytes)] if in_place => {
                 let part = Part { window_offset, file_offset: *file_offset, bytes: *bytes, writable: false };
-                Wish { part, source: Source::File(Arc::clone(file)) }
+                MapRequest { part, source: Source::File(Arc::clone(file)) }
             }
             copied => copy(window_offset, copied)?,
         };
@@ -56,7 +56,7 @@ fn is_copied(piece: &Piece, in_place: bool) -> bool {
 }
 
 /// Whole pages with the bytes of these pieces.
-fn copy(window_offset: u64, pieces: &[Piece]) -> Result<Wish> {
+fn copy(window_offset: u64, pieces: &[Piece]) -> Result<MapRequest> {
     let memory = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
     let mut end = 0;
     for piece in pieces {
@@ -71,7 +71,10 @@ fn copy(window_offset: u64, pieces: &[Piece]) -> Result<Wish> {
     }
     let bytes = end.next_multiple_of(PAGE_BYTES);
     ftruncate(&memory, bytes)?;
-    Ok(Wish { part: Part { window_offset, file_offset: 0, bytes, writable: false }, source: Source::Copy(memory) })
+    Ok(MapRequest {
+        part: Part { window_offset, file_offset: 0, bytes, writable: false },
+        source: Source::Copy(memory),
+    })
 }
 
 #[cfg(test)]
@@ -109,9 +112,9 @@ mod tests {
     }
 
     /// What a guest would see from a place in the window on.
-    fn seen(wishes: &[Wish], from: u64) -> Vec<u8> {
+    fn seen(wishes: &[MapRequest], from: u64) -> Vec<u8> {
         let mut seen = Vec::new();
-        for Wish { part, .. } in wishes {
+        for MapRequest { part, .. } in wishes {
             assert_eq!(part.window_offset, from + seen.len() as u64, "no gap");
             let wish = wishes.iter().find(|wish| wish.part == *part).unwrap();
             seen.extend(read(wish.file(), part.file_offset, usize::try_from(part.bytes).unwrap()).unwrap());
@@ -123,12 +126,12 @@ mod tests {
     fn pieces_are_where_they_are_or_copied() {
         let (pieces, all) = pieces();
         for (in_place, count) in [(true, 4), (false, 1)] {
-            let wishes = wishes(1 << 21, &pieces, in_place).unwrap();
+            let wishes = map_requests(1 << 21, &pieces, in_place).unwrap();
             assert_eq!(wishes.len(), count);
             assert!(seen(&wishes, 1 << 21) == all, "in place: {in_place}");
             assert!(wishes.iter().all(|wish| !wish.part.writable));
         }
-        assert_eq!(wishes(0, &pieces, true).unwrap()[0].part.file_offset, 3 * PAGE as u64);
-        assert!(wishes(0, &[], true).unwrap().is_empty() && wishes(0, &[], false).unwrap().is_empty());
+        assert_eq!(map_requests(0, &pieces, true).unwrap()[0].part.file_offset, 3 * PAGE as u64);
+        assert!(map_requests(0, &[], true).unwrap().is_empty() && map_requests(0, &[], false).unwrap().is_empty());
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The touch of a page behind a file's end is a SIGBUS in the virtual machine monitor. A guest does not learn of its own accord that
 //! another client cuts a file, and believes the range mapped; so something has to be there, and that is a copy of what is
-//! left, as at the end of any file ([`super::tail`]): zeros behind the end, and room for the file to grow again. (Nothing at all would be
+//! left, as at the end of any file ([`super::eof_copy`]): zeros behind the end, and room for the file to grow again. (Nothing at all would be
 //! worse: the guest's kernel would be answered for a device that is not there, and instructions that KVM cannot emulate end with an error.)
 //!
 //! For a moment neither is there, since QEMU takes no mapping over another. It matters only to the part of 2 MiB with the new
@@ -16,22 +16,22 @@ use rustix::fs::fstat;
 
 use super::PAGE_BYTES;
 use super::mapper::{Mapper, Task};
-use super::noted::Progress;
-use super::table::Placed;
+use super::mapping_records::Progress;
+use super::table::ActiveMapping;
 
 /// The way to the thread that maps, for as long as there is one.
 #[derive(Clone)]
-pub(super) struct Line {
+pub(super) struct MapperHandle {
     sender: Arc<Mutex<Option<Sender<Task>>>>,
     name: String,
 }
 
-impl Line {
+impl MapperHandle {
     pub(super) fn new(sender: Sender<Task>, name: String) -> Self {
         Self { sender: Arc::new(Mutex::new(Some(sender))), name }
     }
 
-    /// Gives the thread something to do; answers it if there is no thread.
+    /// Gives the thread something to do; returns it if there is no thread.
     pub(super) fn send(&self, task: Task) -> Option<Task> {
         match &*self.sender.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(sender) => sender.send(task).err().map(|unsent| unsent.0),
@@ -45,7 +45,7 @@ impl Line {
     }
 }
 
-impl Window for Line {
+impl Window for MapperHandle {
     fn shorten(&self, file: FileId, end: u64, done: Done) {
         // With the thread goes the front end, and with that all mappings.
         drop(self.send(Task::Shorten(file, end, done)));
@@ -63,13 +63,13 @@ impl Mapper {
     /// Takes away what is mapped of a file behind `end`.
     pub(super) fn shorten(&mut self, file: FileId, end: u64) {
         if self.member.take_missed() {
-            self.cut_short(None);
+            self.truncate_mappings(None);
         }
-        self.cut_short(Some((file, end)));
+        self.truncate_mappings(Some((file, end)));
     }
 
     /// The same for a file that is about to end there, or for all that have become shorter meanwhile.
-    pub(super) fn cut_short(&mut self, about_to_end: Option<(FileId, u64)>) {
+    pub(super) fn truncate_mappings(&mut self, about_to_end: Option<(FileId, u64)>) {
         for placed in self.table.all() {
             let Some(claim) = self.claims.get(&placed.part.window_offset) else { continue };
             let end = match about_to_end {
@@ -81,21 +81,21 @@ impl Mapper {
             let size = fstat(&*open.file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
             let end = end.min(size).min(self.windows.limit(claim.file()));
             if claim.end() > end.next_multiple_of(PAGE_BYTES) {
-                self.cut(&placed);
+                self.remap_truncated(&placed);
             }
         }
     }
 
     /// Maps once more what is mapped: so much of it as may be, and a copy of the rest.
-    pub(super) fn cut(&mut self, placed: &Placed) {
+    pub(super) fn remap_truncated(&mut self, placed: &ActiveMapping) {
         let at = placed.part.window_offset;
         self.notes.progress(placed, Progress::Moving);
-        if let Err(error) = self.displace(placed) {
+        if let Err(error) = self.undo_placement(placed) {
             self.failed("taken away", placed.part, &error);
             return;
         }
-        if let Err(error) = self.tails.remove(placed.ino, at) {
-            self.tail_lost(placed.ino, error);
+        if let Err(error) = self.eof_copies.remove(placed.ino, at) {
+            self.eof_copy_lost(placed.ino, error);
         }
         let by = self.claims.remove(&at).map(|claim| claim.by()).unwrap_or_default();
         let Some((file, for_writing)) = self.opened(placed.ino) else { return };
@@ -106,7 +106,7 @@ impl Mapper {
             self.place_file(placed.ino, placed.part, (&file, for_writing), claim)
         });
         match placing {
-            Ok((mapped, note)) => self.put(Placed { mapped, note, ..placed.clone() }),
+            Ok((mapped, note)) => self.put(ActiveMapping { mapped, note, ..placed.clone() }),
             // The guest's next request for it finds nothing there, and has it mapped.
             Err(_) => {
                 self.table.remove(placed);

@@ -1,4 +1,4 @@
-//! What is where in a window.
+//! The table of mappings of a window.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,28 +8,28 @@ use ferry_vfs::{Errno, Ino, Result};
 use ferry_vhost::Part;
 
 use super::PAGE_BYTES;
-use super::noted::Note;
+use super::mapping_records::MappingRecord;
 
 /// A mapping that is in place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Placed {
+pub(super) struct ActiveMapping {
     pub(super) ino: Ino,
     pub(super) part: Part,
-    /// What the front end was asked to map, one by one: files, and copies (see [`super::tail`] and [`super::pieces`]).
+    /// What the front end was asked to map, one by one: files, and copies (see [`super::eof_copy`] and [`super::pieces`]).
     pub(super) mapped: Arc<[Part]>,
     /// The guest has said that it writes there.
     pub(super) written: bool,
     /// Where it is written down.
-    pub(super) note: Option<Note>,
+    pub(super) note: Option<MappingRecord>,
 }
 
 /// What a request to map asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Plan {
+pub(super) enum MapPlan {
     /// The mapping is there already, as it is asked for, at this place.
     There(u64),
     /// These mappings are to go, then a new one to be made.
-    Make(Vec<Placed>),
+    Make(Vec<ActiveMapping>),
 }
 
 /// The mappings of a window. They never overlap.
@@ -37,7 +37,7 @@ pub(super) enum Plan {
 pub(super) struct Table {
     window_bytes: u64,
     /// By their place in the window.
-    placed: BTreeMap<u64, Placed>,
+    placed: BTreeMap<u64, ActiveMapping>,
 }
 
 impl Table {
@@ -49,7 +49,7 @@ impl Table {
     ///
     /// # Errors
     /// `INVAL`: it is not within the window, not aligned, or would leave a part of another mapping.
-    pub(super) fn plan(&self, asked: &Mapping) -> Result<Plan> {
+    pub(super) fn plan(&self, asked: &Mapping) -> Result<MapPlan> {
         let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
         let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(PAGE_BYTES));
         let end = window_offset.checked_add(len).filter(|end| *end <= self.window_bytes);
@@ -59,16 +59,16 @@ impl Table {
             same && (placed.part.writable || !write)
         });
         if there.is_some() {
-            return Ok(Plan::There(window_offset));
+            return Ok(MapPlan::There(window_offset));
         }
-        self.within(window_offset, end).map(Plan::Make)
+        self.within(window_offset, end).map(MapPlan::Make)
     }
 
     /// The mappings in a range of the window.
     ///
     /// # Errors
     /// `INVAL`: one of them reaches beyond it.
-    pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<Placed>> {
+    pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<ActiveMapping>> {
         let before = self.placed.range(..start).next_back().filter(|(_, placed)| placed.end() > start);
         let inside: Vec<_> = self.placed.range(start..end.max(start)).map(|(_, placed)| placed.clone()).collect();
         match before.is_some() || inside.last().is_some_and(|last| last.end() > end) {
@@ -78,32 +78,32 @@ impl Table {
     }
 
     /// The mappings of a file.
-    pub(super) fn of(&self, ino: Ino) -> Vec<Placed> {
+    pub(super) fn of(&self, ino: Ino) -> Vec<ActiveMapping> {
         self.placed.values().filter(|placed| placed.ino == ino).cloned().collect()
     }
 
     /// All mappings.
-    pub(super) fn all(&self) -> Vec<Placed> {
+    pub(super) fn all(&self) -> Vec<ActiveMapping> {
         self.placed.values().cloned().collect()
     }
 
-    pub(super) fn insert(&mut self, placed: Placed) {
+    pub(super) fn insert(&mut self, placed: ActiveMapping) {
         self.placed.insert(placed.part.window_offset, placed);
     }
 
-    pub(super) fn remove(&mut self, placed: &Placed) {
+    pub(super) fn remove(&mut self, placed: &ActiveMapping) {
         self.placed.remove(&placed.part.window_offset);
     }
 
     /// Notes that the guest writes to a mapping, and answers it.
-    pub(super) fn written(&mut self, window_offset: u64) -> Option<&Placed> {
+    pub(super) fn written(&mut self, window_offset: u64) -> Option<&ActiveMapping> {
         let placed = self.placed.get_mut(&window_offset)?;
         placed.written = true;
         Some(placed)
     }
 }
 
-impl Placed {
+impl ActiveMapping {
     fn end(&self) -> u64 {
         self.part.window_offset + self.part.bytes
     }
@@ -123,10 +123,10 @@ mod tests {
         Mapping { by, ino: Ino(ino), offset, len: CHUNK, window_offset, write, may_write: write }
     }
 
-    fn placed(asked: &Mapping) -> Placed {
+    fn placed(asked: &Mapping) -> ActiveMapping {
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, write: writable, .. } = *asked;
         let part = Part { window_offset, file_offset, bytes, writable };
-        Placed { ino, part, mapped: Arc::from([part]), written: false, note: None }
+        ActiveMapping { ino, part, mapped: Arc::from([part]), written: false, note: None }
     }
 
     fn table(asked: &[Mapping]) -> Table {
@@ -139,8 +139,8 @@ mod tests {
     fn what_cannot_be_is_refused() {
         let table = Table::new(WINDOW);
         let good = asked(7, 0, 0, false);
-        assert_eq!(table.plan(&good), Ok(Plan::Make(Vec::new())));
-        assert_eq!(table.plan(&Mapping { window_offset: WINDOW - CHUNK, ..good }), Ok(Plan::Make(Vec::new())));
+        assert_eq!(table.plan(&good), Ok(MapPlan::Make(Vec::new())));
+        assert_eq!(table.plan(&Mapping { window_offset: WINDOW - CHUNK, ..good }), Ok(MapPlan::Make(Vec::new())));
         for bad in [
             Mapping { window_offset: WINDOW - CHUNK + PAGE_BYTES, ..good },
             Mapping { window_offset: WINDOW, ..good },
@@ -159,17 +159,17 @@ mod tests {
     fn a_mapping_is_kept_while_it_does() {
         let (reads, writes) = (asked(7, 0, CHUNK, false), asked(8, 0, 2 * CHUNK, true));
         let table = table(&[reads, writes]);
-        assert_eq!(table.plan(&reads), Ok(Plan::There(CHUNK)));
+        assert_eq!(table.plan(&reads), Ok(MapPlan::There(CHUNK)));
         // Whoever may write may read.
-        assert_eq!(table.plan(&Mapping { write: false, ..writes }), Ok(Plan::There(2 * CHUNK)));
+        assert_eq!(table.plan(&Mapping { write: false, ..writes }), Ok(MapPlan::There(2 * CHUNK)));
         // Whoever reads may not write; another file, another part.
         for other in
             [Mapping { write: true, ..reads }, Mapping { ino: Ino(9), ..reads }, Mapping { offset: CHUNK, ..reads }]
         {
-            assert_eq!(table.plan(&other), Ok(Plan::Make(vec![placed(&reads)])), "{other:?}");
+            assert_eq!(table.plan(&other), Ok(MapPlan::Make(vec![placed(&reads)])), "{other:?}");
         }
         let both = Mapping { len: 2 * CHUNK, ..asked(9, 0, CHUNK, false) };
-        assert_eq!(table.plan(&both), Ok(Plan::Make(vec![placed(&reads), placed(&writes)])));
+        assert_eq!(table.plan(&both), Ok(MapPlan::Make(vec![placed(&reads), placed(&writes)])));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What is in a window, written down for the server after this one (`--state`).
+//! Records the mappings of a window for the next server (`--state`).
 //!
 //! A mapping is noted before the front end is asked for it, with its copy, and until nothing of it is left: so whatever the front end may
 //! have mapped is known, wherever this server ends.
@@ -18,7 +18,7 @@ use ferry_state::{MappedFile, SessionStore, Slot};
 use ferry_vfs::Ino;
 use ferry_vhost::Part;
 
-use super::table::Placed;
+use super::table::ActiveMapping;
 
 const MAPPING: u8 = 1;
 const FILE: u8 = 2;
@@ -38,44 +38,50 @@ pub(super) enum Progress {
 
 /// Where something is noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Note {
+pub(super) struct MappingRecord {
     slot: Slot,
     has_file: bool,
 }
 
 /// What the server before has noted.
-pub(super) enum Left {
-    Mapping { placed: Placed, progress: Progress, copy: Option<OwnedFd> },
-    File { ino: Ino, file: OwnedFd, for_writing: bool, note: Note },
+pub(super) enum RecordedMapping {
+    Mapping { placed: ActiveMapping, progress: Progress, copy: Option<OwnedFd> },
+    File { ino: Ino, file: OwnedFd, for_writing: bool, note: MappingRecord },
 }
 
 /// Where to write things down, if anywhere.
 #[derive(Clone)]
-pub(super) struct Notes(pub(super) Option<Arc<SessionStore>>);
+pub(super) struct MappingRecords(pub(super) Option<Arc<SessionStore>>);
 
-impl Notes {
+impl MappingRecords {
     /// A mapping is about to be made of these parts, the last of which is this copy.
-    pub(super) fn placing(&self, ino: Ino, part: Part, parts: &[Part], copy: Option<BorrowedFd<'_>>) -> Option<Note> {
+    pub(super) fn placing(
+        &self,
+        ino: Ino,
+        part: Part,
+        parts: &[Part],
+        copy: Option<BorrowedFd<'_>>,
+    ) -> Option<MappingRecord> {
         let slot = self.0.as_ref()?.mapped(&mapping(ino, part, parts), Progress::Unsure as u64, copy)?;
-        Some(Note { slot, has_file: copy.is_some() })
+        Some(MappingRecord { slot, has_file: copy.is_some() })
     }
 
     /// How far a mapping is now.
-    pub(super) fn progress(&self, placed: &Placed, progress: Progress) {
+    pub(super) fn progress(&self, placed: &ActiveMapping, progress: Progress) {
         if let (Some(kept), Some(note)) = (&self.0, placed.note) {
             kept.mapping(note.slot, progress as u64 | if placed.written { WRITTEN } else { 0 });
         }
     }
 
     /// A file is open for its mappings.
-    pub(super) fn open(&self, ino: Ino, file: BorrowedFd<'_>, for_writing: bool) -> Option<Note> {
+    pub(super) fn open(&self, ino: Ino, file: BorrowedFd<'_>, for_writing: bool) -> Option<MappingRecord> {
         let bytes = [&[FILE][..], &ino.0.to_le_bytes(), &[for_writing.into()]].concat();
         let slot = self.0.as_ref()?.mapped(&bytes, 0, Some(file))?;
-        Some(Note { slot, has_file: true })
+        Some(MappingRecord { slot, has_file: true })
     }
 
     /// Nothing of it is left.
-    pub(super) fn gone(&self, note: Option<Note>) {
+    pub(super) fn gone(&self, note: Option<MappingRecord>) {
         if let (Some(kept), Some(note)) = (&self.0, note) {
             kept.close_file(note.slot, note.has_file);
         }
@@ -88,10 +94,10 @@ fn mapping(ino: Ino, part: Part, parts: &[Part]) -> Vec<u8> {
     [MAPPING].into_iter().chain(numbers).chain([part.writable.into()]).chain(parts).collect()
 }
 
-impl Left {
+impl RecordedMapping {
     /// What makes no sense was never there.
     pub(super) fn of(MappedFile { slot, state, bytes, file }: MappedFile) -> Option<Self> {
-        let note = Note { slot, has_file: file.is_some() };
+        let note = MappingRecord { slot, has_file: file.is_some() };
         match bytes.split_first()? {
             (&FILE, rest) => {
                 let (ino, for_writing) = rest.split_first_chunk::<8>()?;
@@ -106,7 +112,7 @@ impl Left {
                     _ => Progress::Unsure,
                 };
                 let (mapped, written) = (mapped.into(), state & WRITTEN != 0);
-                let placed = Placed { ino, part, mapped, written, note: Some(note) };
+                let placed = ActiveMapping { ino, part, mapped, written, note: Some(note) };
                 Some(Self::Mapping { placed, progress, copy: file })
             }
             _ => None,

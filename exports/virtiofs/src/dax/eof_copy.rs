@@ -1,4 +1,4 @@
-//! The last part of a file in the window.
+//! Copies of the last, partial page of files in the window.
 //!
 //! QEMU maps nothing that reaches beyond a file's end (`qemu_ram_alloc_from_fd`), and a guest asks for 2 MiB at a time, of
 //! which the end is anywhere. So the file itself is mapped up to its last whole page, and what is left of the 2 MiB is a
@@ -29,7 +29,7 @@ const WHOLE: Range<u64> = 0..u64::MAX;
 const YOUNG: Duration = Duration::from_millis(250);
 
 /// A part of a file, as a copy.
-pub(super) struct Tail {
+pub(super) struct EofCopy {
     file: Arc<Backing>,
     writable: bool,
     /// Its first byte in the file, and its length: room included.
@@ -45,15 +45,15 @@ pub(super) struct Tail {
 /// The number of bytes that both sides had.
 const COUNT_BYTES: u64 = 8;
 
-impl Tail {
+impl EofCopy {
     /// Copies what the file has from `start` on, with room up to `bytes`; but nothing behind `end`, where the file is about to end.
     pub(super) fn new(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), end: u64) -> Result<Self> {
         let copy = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
         ftruncate(&copy, 2 * bytes + COUNT_BYTES)?;
-        let mut tail = Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes: 0 };
-        let size = Look::at(&tail.file)?.bytes.min(end);
-        tail.sync(size, &WHOLE)?;
-        Ok(tail)
+        let mut eof_copy = Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes: 0 };
+        let size = FileStamp::at(&eof_copy.file)?.bytes.min(end);
+        eof_copy.sync(size, &WHOLE)?;
+        Ok(eof_copy)
     }
 
     /// Goes on with the copy of a server before this one.
@@ -67,7 +67,7 @@ impl Tail {
     /// The guest does not use it any more.
     pub(super) fn end(mut self) -> Result<()> {
         match self.writable {
-            true => self.sync(Look::at(&self.file)?.bytes, &WHOLE),
+            true => self.sync(FileStamp::at(&self.file)?.bytes, &WHOLE),
             false => Ok(()),
         }
     }
@@ -136,13 +136,13 @@ impl Tail {
 
 /// How long a file is, and when it was last changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Look {
+struct FileStamp {
     bytes: u64,
     /// Seconds and nanoseconds of 1970.
     changed: (i64, u64),
 }
 
-impl Look {
+impl FileStamp {
     fn at(file: &Backing) -> Result<Self> {
         let stat = fstat(file.as_fd())?;
         Ok(Self { bytes: u64::try_from(stat.st_size).unwrap_or(0), changed: (stat.st_ctime, stat.st_ctime_nsec) })
@@ -205,24 +205,24 @@ fn differences(one: &[u8], other: &[u8]) -> Vec<(usize, usize)> {
 
 /// The tails of one file.
 #[derive(Default)]
-struct OfFile {
+struct FileCopies {
     /// By their chunk's place in the window.
-    tails: HashMap<u64, Tail>,
+    eof_copies: HashMap<u64, EofCopy>,
     /// How the file was when all of them were last brought together with it, wholly.
-    seen: Option<Look>,
+    seen: Option<FileStamp>,
 }
 
-impl OfFile {
-    fn look(&self) -> Result<Option<Look>> {
-        self.tails.values().next().map(|tail| Look::at(&tail.file)).transpose()
+impl FileCopies {
+    fn look(&self) -> Result<Option<FileStamp>> {
+        self.eof_copies.values().next().map(|eof_copy| FileStamp::at(&eof_copy.file)).transpose()
     }
 
-    /// See [`Tail::sync`]: all of them, or those that the guest may store to.
+    /// See [`EofCopy::sync`]: all of them, or those that the guest may store to.
     fn sync(&mut self, part: &Range<u64>, all: bool) -> Result<()> {
         let Some(look) = self.look()? else { return Ok(()) };
         let is_settled = *part == WHOLE && all && look.is_old();
-        let tails = self.tails.values_mut().filter(|tail| all || tail.writable);
-        let outcome = tails.map(|tail| tail.sync(look.bytes, part)).fold(Ok(()), Result::and);
+        let eof_copies = self.eof_copies.values_mut().filter(|eof_copy| all || eof_copy.writable);
+        let outcome = eof_copies.map(|eof_copy| eof_copy.sync(look.bytes, part)).fold(Ok(()), Result::and);
         if is_settled && outcome.is_ok() {
             self.seen = Some(look);
         }
@@ -236,18 +236,18 @@ impl OfFile {
 
 /// All tails in a window.
 #[derive(Default)]
-pub(super) struct Tails {
+pub(super) struct EofCopies {
     /// How many there are: all that is looked at while there are none.
     count: AtomicUsize,
-    files: Mutex<HashMap<Ino, Arc<Mutex<OfFile>>>>,
+    files: Mutex<HashMap<Ino, Arc<Mutex<FileCopies>>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Tails {
-    fn of(&self, ino: Ino) -> Option<Arc<Mutex<OfFile>>> {
+impl EofCopies {
+    fn of(&self, ino: Ino) -> Option<Arc<Mutex<FileCopies>>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
         }
@@ -281,17 +281,17 @@ impl Tails {
         if file.has_changed() { file.sync(&WHOLE, true) } else { Ok(()) }
     }
 
-    /// As [`Self::writeback`] for all files. Answers those with which it did not succeed, and why.
+    /// As [`Self::writeback`] for all files. Returns those with which it did not succeed, and why.
     pub(super) fn writeback_all(&self) -> Vec<(Ino, Errno)> {
         let files: Vec<_> = lock(&self.files).iter().map(|(ino, file)| (*ino, Arc::clone(file))).collect();
         files.into_iter().filter_map(|(ino, file)| Some((ino, lock(&file).sync(&WHOLE, false).err()?))).collect()
     }
 
     /// Notes the tail of the chunk at this place.
-    pub(super) fn insert(&self, ino: Ino, window_offset: u64, tail: Tail) {
+    pub(super) fn insert(&self, ino: Ino, window_offset: u64, eof_copy: EofCopy) {
         let mut files = lock(&self.files);
         let mut file = lock(files.entry(ino).or_default());
-        file.tails.insert(window_offset, tail);
+        file.eof_copies.insert(window_offset, eof_copy);
         file.seen = None;
         self.count.fetch_add(1, Ordering::AcqRel);
     }
@@ -304,19 +304,19 @@ impl Tails {
         let mut files = lock(&self.files);
         let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
         let mut file = lock(&file);
-        let Some(tail) = file.tails.remove(&window_offset) else { return Ok(()) };
+        let Some(eof_copy) = file.eof_copies.remove(&window_offset) else { return Ok(()) };
         self.count.fetch_sub(1, Ordering::AcqRel);
-        if file.tails.is_empty() {
+        if file.eof_copies.is_empty() {
             files.remove(&ino);
         }
         drop(files);
-        tail.end()
+        eof_copy.end()
     }
 
     /// The memory of the tail of the chunk at this place.
     pub(super) fn copy(&self, ino: Ino, window_offset: u64) -> Option<Arc<OwnedFd>> {
         let file = self.of(ino)?;
-        lock(&file).tails.get(&window_offset).map(Tail::copy)
+        lock(&file).eof_copies.get(&window_offset).map(EofCopy::copy)
     }
 }
 
@@ -330,28 +330,28 @@ mod tests {
     const ROOM: u64 = 2 << 20;
     const INO: Ino = Ino(7);
 
-    struct Sides {
+    struct MergeSides {
         file: File,
         copy: File,
-        tails: Tails,
+        eof_copies: EofCopies,
     }
 
     /// A file whose bytes from 4096 on are a tail, and what is in it.
-    fn sides(writable: bool, text: &[u8]) -> Sides {
+    fn sides(writable: bool, text: &[u8]) -> MergeSides {
         let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).unwrap());
         file.write_all_at(text, 4096).unwrap();
         let backing = Arc::new(Backing::new(file.try_clone().unwrap().into()));
-        let tail = Tail::new(backing, writable, (4096, ROOM), u64::MAX).unwrap();
-        let copy = File::from(tail.copy().try_clone().unwrap());
-        let tails = Tails::default();
-        tails.insert(INO, 0, tail);
-        Sides { file, copy, tails }
+        let eof_copy = EofCopy::new(backing, writable, (4096, ROOM), u64::MAX).unwrap();
+        let copy = File::from(eof_copy.copy().try_clone().unwrap());
+        let eof_copies = EofCopies::default();
+        eof_copies.insert(INO, 0, eof_copy);
+        MergeSides { file, copy, eof_copies }
     }
 
-    impl Sides {
+    impl MergeSides {
         fn check(&self, file: &[u8], copy: &[u8]) {
-            self.tails.sync(Ino(8), &WHOLE).unwrap();
-            self.tails.sync(INO, &WHOLE).unwrap();
+            self.eof_copies.sync(Ino(8), &WHOLE).unwrap();
+            self.eof_copies.sync(INO, &WHOLE).unwrap();
             assert_eq!(self.file.metadata().unwrap().len(), 4096 + file.len() as u64);
             assert!(read(self.file.as_fd(), 4096, file.len()).unwrap() == file, "the file");
             let mut expected = copy.to_vec();
@@ -420,19 +420,19 @@ mod tests {
         sides.copy.write_all_at(b"ABCDEFGH", 0).unwrap();
         // Before this part, and behind all; but where it has become longer.
         sides.file.write_all_at(b"i", 4096 + 8).unwrap();
-        sides.tails.sync(INO, &(0..4096)).unwrap();
-        sides.tails.sync(INO, &(8192..8193)).unwrap();
+        sides.eof_copies.sync(INO, &(0..4096)).unwrap();
+        sides.eof_copies.sync(INO, &(8192..8193)).unwrap();
         assert_eq!(stored(), b"abcdefghi");
         assert_eq!(read(sides.copy.as_fd(), 0, 9).unwrap(), b"ABCDEFGHi");
-        sides.tails.writeback(INO, &(4098..4100)).unwrap();
+        sides.eof_copies.writeback(INO, &(4098..4100)).unwrap();
         assert_eq!(stored(), b"abCDefghi");
-        sides.tails.sync(INO, &(4000..4097)).unwrap();
+        sides.eof_copies.sync(INO, &(4000..4097)).unwrap();
         assert_eq!(stored(), b"AbCDefghi");
         // Where the guest stores nothing, nothing is taken from.
         let reader = super::tests::sides(false, b"abc");
         reader.file.write_all_at(b"X", 4096).unwrap();
-        reader.tails.writeback(INO, &WHOLE).unwrap();
-        assert!(reader.tails.writeback_all().is_empty());
+        reader.eof_copies.writeback(INO, &WHOLE).unwrap();
+        assert!(reader.eof_copies.writeback_all().is_empty());
         assert_eq!(read(reader.copy.as_fd(), 0, 3).unwrap(), b"abc");
         reader.check(b"Xbc", b"Xbc");
     }
@@ -442,20 +442,20 @@ mod tests {
         let sides = sides(true, b"abc");
         let stored = || read(sides.file.as_fd(), 4096, 3).unwrap();
         std::thread::sleep(YOUNG + YOUNG / 5);
-        sides.tails.sync_if_changed(INO).unwrap();
+        sides.eof_copies.sync_if_changed(INO).unwrap();
         sides.copy.write_all_at(b"2", 1).unwrap();
-        sides.tails.sync_if_changed(INO).unwrap();
+        sides.eof_copies.sync_if_changed(INO).unwrap();
         assert_eq!(stored(), b"abc", "it was compared for nothing");
         // It changes, and another part of it comes.
         sides.file.write_all_at(b"C", 4096 + 2).unwrap();
-        sides.tails.sync_if_changed(INO).unwrap();
+        sides.eof_copies.sync_if_changed(INO).unwrap();
         assert_eq!((stored(), read(sides.copy.as_fd(), 0, 3).unwrap()), (b"a2C".to_vec(), b"a2C".to_vec()));
         std::thread::sleep(YOUNG + YOUNG / 5);
-        sides.tails.sync_if_changed(INO).unwrap();
+        sides.eof_copies.sync_if_changed(INO).unwrap();
         sides.copy.write_all_at(b"3", 2).unwrap();
         let backing = Arc::new(Backing::new(sides.file.try_clone().unwrap().into()));
-        sides.tails.insert(INO, ROOM, Tail::new(backing, true, (4096 + ROOM, ROOM), u64::MAX).unwrap());
-        sides.tails.sync_if_changed(INO).unwrap();
+        sides.eof_copies.insert(INO, ROOM, EofCopy::new(backing, true, (4096 + ROOM, ROOM), u64::MAX).unwrap());
+        sides.eof_copies.sync_if_changed(INO).unwrap();
         assert_eq!(stored(), b"a23");
     }
 
@@ -464,21 +464,22 @@ mod tests {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
         let at = |since_1970: Duration| {
             let changed = (i64::try_from(since_1970.as_secs()).unwrap(), since_1970.subsec_nanos().into());
-            Look { bytes: 0, changed }.is_old()
+            FileStamp { bytes: 0, changed }.is_old()
         };
         assert!(at(now - 2 * YOUNG) && at(Duration::ZERO));
         assert!(!at(now + Duration::from_secs(100)));
-        assert!(!Look { bytes: 0, changed: (-1, 0) }.is_old());
+        assert!(!FileStamp { bytes: 0, changed: (-1, 0) }.is_old());
     }
 
     #[test]
     fn what_was_stored_in_any_file_is_brought_there() {
         let (sides, other) = (sides(true, b"abc"), sides(true, b"def"));
-        let tail = lock(&other.tails.files).get(&INO).and_then(|file| lock(file).tails.remove(&0)).unwrap();
-        sides.tails.insert(Ino(8), 1 << 21, tail);
+        let eof_copy =
+            lock(&other.eof_copies.files).get(&INO).and_then(|file| lock(file).eof_copies.remove(&0)).unwrap();
+        sides.eof_copies.insert(Ino(8), 1 << 21, eof_copy);
         sides.copy.write_all_at(b"A", 0).unwrap();
         other.copy.write_all_at(b"D", 0).unwrap();
-        assert!(sides.tails.writeback_all().is_empty());
+        assert!(sides.eof_copies.writeback_all().is_empty());
         assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"Abc");
         assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
     }
@@ -489,16 +490,16 @@ mod tests {
         let before = sides(true, b"abcdefgh");
         before.check(b"abcdefgh", b"abcdefgh");
         let copy = before.copy.try_clone().unwrap();
-        std::mem::forget(before.tails);
+        std::mem::forget(before.eof_copies);
         // Either side goes on meanwhile.
         copy.write_all_at(b"G", 6).unwrap();
         before.file.write_all_at(b"B", 4096 + 1).unwrap();
         before.file.write_all_at(b"ij", 4096 + 8).unwrap();
         let backing = Arc::new(Backing::new(before.file.try_clone().unwrap().into()));
-        let tail = Tail::adopt(backing, true, (4096, ROOM), copy.try_clone().unwrap().into()).unwrap();
-        let tails = Tails::default();
-        tails.insert(INO, 0, tail);
-        let after = Sides { file: before.file, copy, tails };
+        let eof_copy = EofCopy::adopt(backing, true, (4096, ROOM), copy.try_clone().unwrap().into()).unwrap();
+        let eof_copies = EofCopies::default();
+        eof_copies.insert(INO, 0, eof_copy);
+        let after = MergeSides { file: before.file, copy, eof_copies };
         after.check(b"aBcdefGhij", b"aBcdefGhij");
         after.file.set_len(4096 + 4).unwrap();
         after.check(b"aBcd", b"aBcd");
@@ -508,10 +509,10 @@ mod tests {
     fn the_last_stores_are_not_lost() {
         let sides = sides(true, b"abc");
         sides.copy.write_all_at(b"Z", 2).unwrap();
-        sides.tails.remove(INO, 0).unwrap();
-        sides.tails.remove(INO, 0).unwrap();
+        sides.eof_copies.remove(INO, 0).unwrap();
+        sides.eof_copies.remove(INO, 0).unwrap();
         assert_eq!(read(sides.file.as_fd(), 4096, 3).unwrap(), b"abZ");
-        assert_eq!(sides.tails.count.load(Ordering::SeqCst), 0);
-        assert!(lock(&sides.tails.files).is_empty());
+        assert_eq!(sides.eof_copies.count.load(Ordering::SeqCst), 0);
+        assert!(lock(&sides.eof_copies.files).is_empty());
     }
 }

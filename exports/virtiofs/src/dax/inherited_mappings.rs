@@ -1,8 +1,8 @@
-//! What the server before had in a window, for this one to go on with.
+//! Takes over the mappings of the previous server.
 //!
-//! The guest does not ask for its mappings again. A front end whose connection was kept has them still; one that has connected anew is asked
-//! for all of them once more. What was about to come or to go when that server ended is taken away: requests that were under way are
-//! made again.
+//! The guest does not ask for its mappings again. A front end whose connection was kept has them still; one that has
+//! connected again is asked for all of them once more. What was about to come or to go when that server ended is taken
+//! away: requests that were under way are made again.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
@@ -13,52 +13,52 @@ use ferry_vfs::{Backing, Caller, FileId, FileSystem, Ino, Member, SessionId, Win
 use ferry_vhost::Window;
 use rustix::fs::fstat;
 
+use super::eof_copy::{EofCopies, EofCopy};
 use super::mapper::{Mapper, Open};
-use super::noted::{Left, Notes, Progress};
-use super::table::Placed;
-use super::tail::{Tail, Tails};
+use super::mapping_records::{MappingRecords, Progress, RecordedMapping};
+use super::table::ActiveMapping;
 
 /// What the server before had.
 #[derive(Default)]
-pub(super) struct Adopted {
-    pub(super) placed: Vec<Placed>,
+pub(super) struct InheritedMappings {
+    pub(super) placed: Vec<ActiveMapping>,
     pub(super) files: HashMap<Ino, Open>,
     pub(super) claims: HashMap<u64, ferry_vfs::Claim>,
-    unfinished: Unfinished,
+    unfinished: IncompleteMappings,
 }
 
 /// Mappings that are not what they should be.
 #[derive(Default)]
-pub(super) struct Unfinished {
+pub(super) struct IncompleteMappings {
     /// What is to be made once more.
-    moving: Vec<Placed>,
+    moving: Vec<ActiveMapping>,
     /// What is to go.
-    unsure: Vec<Placed>,
+    unsure: Vec<ActiveMapping>,
 }
 
 /// What mappings are adopted into.
-pub(super) struct Adopting<'a> {
+pub(super) struct RestoreContext<'a> {
     pub(super) source: &'a Arc<dyn FileSystem>,
-    pub(super) tails: &'a Tails,
-    pub(super) notes: &'a Notes,
+    pub(super) eof_copies: &'a EofCopies,
+    pub(super) notes: &'a MappingRecords,
     pub(super) windows: &'a Windows,
     pub(super) member: &'a Arc<Member>,
     pub(super) by: SessionId,
     pub(super) name: &'a str,
 }
 
-impl Adopting<'_> {
+impl RestoreContext<'_> {
     /// Takes over what was written down. From here on nobody in this process makes these files shorter without asking.
-    pub(super) fn adopt(&self, left: Vec<MappedFile>) -> Adopted {
-        let mut adopted = Adopted::default();
+    pub(super) fn adopt(&self, left: Vec<MappedFile>) -> InheritedMappings {
+        let mut inherited = InheritedMappings::default();
         let mut mappings = Vec::new();
         for one in left {
             let note = one.slot;
-            match Left::of(one) {
-                Some(Left::File { ino, file, for_writing, note }) => {
+            match RecordedMapping::of(one) {
+                Some(RecordedMapping::File { ino, file, for_writing, note }) => {
                     let open = Open { file: Arc::new(Backing::new(file)), for_writing, note: Some(note) };
                     // One that was opened better is there beside the one before, if the server ended just then.
-                    let kept = match adopted.files.remove(&ino) {
+                    let kept = match inherited.files.remove(&ino) {
                         Some(other) => {
                             let (better, worse) = if other.for_writing { (other, open) } else { (open, other) };
                             self.notes.gone(worse.note);
@@ -66,9 +66,9 @@ impl Adopting<'_> {
                         }
                         None => open,
                     };
-                    adopted.files.insert(ino, kept);
+                    inherited.files.insert(ino, kept);
                 }
-                Some(Left::Mapping { placed, progress, copy }) => mappings.push((placed, progress, copy)),
+                Some(RecordedMapping::Mapping { placed, progress, copy }) => mappings.push((placed, progress, copy)),
                 None => tracing::debug!("{}: what was noted of the window at {note:?} makes no sense", self.name),
             }
         }
@@ -83,35 +83,35 @@ impl Adopting<'_> {
                 self.notes.gone(placed.note);
                 continue;
             }
-            let tail = copy.and_then(|copy| {
-                let file = self.file(&mut adopted.files, &placed)?;
+            let eof_copy = copy.and_then(|copy| {
+                let file = self.file(&mut inherited.files, &placed)?;
                 let last = placed.mapped.last()?;
                 let start = placed.part.file_offset + (placed.part.bytes - last.bytes);
-                Tail::adopt(file, placed.part.writable, (start, last.bytes), copy).ok()
+                EofCopy::adopt(file, placed.part.writable, (start, last.bytes), copy).ok()
             });
             if progress == Progress::Unsure {
                 // The guest does not use it, or not any more; what it has stored is to be in the file.
-                if let Some(Err(error)) = tail.map(Tail::end) {
+                if let Some(Err(error)) = eof_copy.map(EofCopy::end) {
                     tracing::warn!("{}: the end of inode {} cannot be written: {error}", self.name, placed.ino.0);
                 }
-                adopted.unfinished.unsure.push(placed);
+                inherited.unfinished.unsure.push(placed);
                 continue;
             }
-            let copied = tail.as_ref().and(placed.mapped.last()).map_or(0, |last| last.bytes);
-            if let Some(tail) = tail {
-                self.tails.insert(placed.ino, placed.part.window_offset, tail);
+            let copied = eof_copy.as_ref().and(placed.mapped.last()).map_or(0, |last| last.bytes);
+            if let Some(eof_copy) = eof_copy {
+                self.eof_copies.insert(placed.ino, placed.part.window_offset, eof_copy);
             }
-            self.claim(&mut adopted, &placed, placed.part.bytes - copied);
+            self.claim(&mut inherited, &placed, placed.part.bytes - copied);
             if progress == Progress::Moving {
-                adopted.unfinished.moving.push(placed.clone());
+                inherited.unfinished.moving.push(placed.clone());
             }
-            adopted.placed.push(placed);
+            inherited.placed.push(placed);
         }
-        adopted
+        inherited
     }
 
-    /// The file of a mapping: as it was open, or else opened anew.
-    fn file(&self, files: &mut HashMap<Ino, Open>, placed: &Placed) -> Option<Arc<Backing>> {
+    /// The file of a mapping: as it was open, or else opened again.
+    fn file(&self, files: &mut HashMap<Ino, Open>, placed: &ActiveMapping) -> Option<Arc<Backing>> {
         if let Some(open) = files.get(&placed.ino) {
             return Some(Arc::clone(&open.file));
         }
@@ -131,8 +131,9 @@ impl Adopting<'_> {
     }
 
     /// Tells whoever changes the file what of it is in the window.
-    fn claim(&self, adopted: &mut Adopted, placed: &Placed, bytes: u64) {
-        let Some(stat) = adopted.files.get(&placed.ino).filter(|_| bytes > 0).and_then(|open| fstat(&*open.file).ok())
+    fn claim(&self, inherited: &mut InheritedMappings, placed: &ActiveMapping, bytes: u64) {
+        let Some(stat) =
+            inherited.files.get(&placed.ino).filter(|_| bytes > 0).and_then(|open| fstat(&*open.file).ok())
         else {
             return;
         };
@@ -141,25 +142,25 @@ impl Adopting<'_> {
         if placed.written {
             claim.stores();
         }
-        adopted.claims.insert(placed.part.window_offset, claim);
+        inherited.claims.insert(placed.part.window_offset, claim);
     }
 }
 
-impl Adopted {
+impl InheritedMappings {
     /// Which files there are.
     pub(super) fn inodes(&self) -> impl Iterator<Item = Ino> {
         self.placed.iter().map(|placed| placed.ino)
     }
 
     /// Takes out what is not what it should be.
-    pub(super) fn take_unfinished(&mut self) -> Unfinished {
+    pub(super) fn take_unfinished(&mut self) -> IncompleteMappings {
         std::mem::take(&mut self.unfinished)
     }
 
     /// Tells the window which files will come back as regions of memory, and sees what there is to be done about it.
-    pub(super) fn open(&mut self, window: &Window, tails: &Tails) {
+    pub(super) fn open(&mut self, window: &Window, eof_copies: &EofCopies) {
         for placed in &self.placed {
-            let copy = tails.copy(placed.ino, placed.part.window_offset);
+            let copy = eof_copies.copy(placed.ino, placed.part.window_offset);
             let file = self.files.get(&placed.ino).map(|open| Arc::clone(&open.file));
             for part in &*placed.mapped {
                 let is_file = self.claims.contains_key(&placed.part.window_offset)
@@ -182,21 +183,21 @@ impl Adopted {
 
 impl Mapper {
     /// All mappings end before any of them was gone on with: what is not among them is to go, too.
-    pub(super) fn give_up(&self, Unfinished { unsure, .. }: &Unfinished) {
+    pub(super) fn give_up(&self, IncompleteMappings { unsure, .. }: &IncompleteMappings) {
         for placed in unsure {
             if self.window.is_taken_over() {
                 // If this fails the front end is gone.
-                let _ = self.displace(placed);
+                let _ = self.undo_placement(placed);
             }
             self.notes.gone(placed.note);
         }
     }
 
     /// Makes of what was adopted what it should be, before anything else is done.
-    pub(super) fn put_right(&mut self, Unfinished { moving, unsure }: &Unfinished) {
+    pub(super) fn complete_interrupted(&mut self, IncompleteMappings { moving, unsure }: &IncompleteMappings) {
         if self.window.is_taken_over() {
             let unfinished = || unsure.iter().chain(moving);
-            let taken_away = unfinished().try_for_each(|placed| self.displace(placed));
+            let taken_away = unfinished().try_for_each(|placed| self.undo_placement(placed));
             let free = unfinished().map(|placed| placed.part.window_offset).next();
             if let Err(error) = taken_away.and_then(|()| self.window.catch_up(free)) {
                 tracing::error!("{}: the window of the server before cannot be gone on with: {error}", self.name);
@@ -207,8 +208,8 @@ impl Mapper {
             self.notes.gone(placed.note);
             self.publish(SessionId::default(), placed);
         }
-        moving.iter().for_each(|placed| self.cut(placed));
+        moving.iter().for_each(|placed| self.remap_truncated(placed));
         // The host may have made files shorter while there was no server.
-        self.cut_short(None);
+        self.truncate_mappings(None);
     }
 }
