@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_fs::Endings;
+use ferry_fs::ShutdownSignals;
 use ferry_isolation::BlockedSignals;
 use serde::{Deserialize, Deserializer};
 
@@ -255,7 +255,7 @@ pub fn serve(
     if inside.is_split() {
         opened.take_over()?;
     }
-    let mut endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    let mut endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
     signals.release()?;
     inside.close(&[])?;
     opened.start()?;

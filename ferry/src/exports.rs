@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use ferry_fs::Over;
+use ferry_fs::ShutdownHandle;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{FileSystem, IdentityScope};
 use ferry_virtiofs::SessionStore;
@@ -87,7 +87,7 @@ impl Serving {
 
     /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else, and every only
     /// virtual machine has gone. Never while there is a socket on which the next one, or a 9P client, may come.
-    pub fn when_over(&self, over: Over) -> Result<()> {
+    pub fn when_over(&self, over: ShutdownHandle) -> Result<()> {
         if self.is_open {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, ServedShare, ShareStatus};
-use ferry_fs::Endings;
+use ferry_fs::ShutdownSignals;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
@@ -134,7 +134,7 @@ fn serve_confined(
             control.leave_file();
         }
     }
-    let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    let endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
     signals.release()?;
     for (number, source) in sources.iter_mut().enumerate() {
         let connector = inside.connector(number);
@@ -158,7 +158,7 @@ pub fn serve(
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<()> {
     check_places(shares)?;
-    let endings = Endings::catch(&ENDINGS).context("cannot catch signals")?;
+    let endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
     signals.map_or(Ok(()), BlockedSignals::release)?;
 
     // Before the exports, so that they are dropped after them.
@@ -181,7 +181,7 @@ fn inherit(shares: &[Share]) -> Result<HashMap<u16, Bound>> {
 
 /// Goes on serving until there is a reason to end.
 fn serve_until(
-    mut endings: Endings,
+    mut endings: ShutdownSignals,
     up: Vec<ServedShare>,
     control: Option<Socket>,
     mut serving: Serving,

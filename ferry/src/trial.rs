@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use ferry_fs::Endings;
+use ferry_fs::ShutdownSignals;
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
@@ -27,7 +27,7 @@ const ENVIRONMENT: [&str; 7] = ["PATH", "HOME", "TERM", "COLORTERM", "LANG", "LC
 
 /// Boots a guest, runs the command, and answers its status.
 pub fn run(args: TryArgs) -> Result<u8> {
-    let mut endings = Endings::catch(&Endings::ALL).context("cannot catch signals")?;
+    let mut endings = ShutdownSignals::catch(&ShutdownSignals::ALL).context("cannot catch signals")?;
     let ending = Arc::new(Mutex::new(Ending::default()));
     let on_signal = Arc::clone(&ending);
     std::thread::Builder::new()

@@ -1,8 +1,8 @@
 //! A complete small file system in memory, to copy and to change.
 //!
-//! `toyfs mount DIR` shows it on this host, `toyfs virtiofs SOCKET` to a virtual machine; when it ends, all is gone.
-//! It has files, directories, links of both kinds, device nodes, extended attributes, an ioctl, and a limit on its size.
-//! Left out is what a client's kernel does well enough by itself (locks within one client, SEEK_HOLE where every byte
+//! `toyfs mount DIR` shows it on this host, `toyfs virtiofs SOCKET` to a virtual machine; when it ends, all is gone. It
+//! has files, directories, links of both kinds, device nodes, extended attributes, an ioctl, and a limit on its size.
+//! Left out is what a client's kernel does well enough on its own (locks within one client, SEEK_HOLE where every byte
 //! is data, copy_file_range, fsync where nothing is durable), and access times, ACLs, capabilities and RENAME_EXCHANGE.
 //!
 //! [`State`] is all there is; `impl FileSystem for Toy` is what clients ask of it.

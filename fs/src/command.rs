@@ -1,4 +1,4 @@
-//! The command line that every file system gets.
+//! The command line that every file system provides.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use ferry_vfs::FileSystem;
 
 use crate::serve;
 
-/// Makes a program of a file system: does what the command line says, answers the status.
+/// Makes a program of a file system: does what the command line says, returns the status.
 ///
 /// Ends the process for `--help` and for a command line that makes no sense.
 #[must_use = "this is the program's status"]
@@ -16,7 +16,7 @@ pub fn run(fs: impl FileSystem + 'static) -> ExitCode {
     <Cli as clap::Parser>::parse().command.run(fs)
 }
 
-/// Show a file system on this host, or to virtual machines.
+/// Mount a file system on this host, or share it with virtual machines.
 #[derive(Debug, clap::Parser)]
 #[command(max_term_width = 110)]
 struct Cli {
@@ -24,7 +24,7 @@ struct Cli {
     command: Command,
 }
 
-/// Where a file system is to be seen: a subcommand for a [`clap`] parser.
+/// Where a file system is mounted or shared: a subcommand for a [`clap`] parser.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Command {
     /// Mount on a directory of this host, until it is unmounted or a signal comes.
@@ -101,7 +101,7 @@ pub struct Place {
     pub log: String,
 }
 
-/// How much clients may trust what they have seen.
+/// How long clients may cache what they have seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Cache {
     /// Not at all: every look-up, attribute and read is asked for.
@@ -128,7 +128,7 @@ impl Command {
     /// A second signal ends the process at once. What goes wrong is said on standard error.
     #[must_use = "this is the program's status"]
     pub fn run(self, fs: impl FileSystem + 'static) -> ExitCode {
-        match serve::until_told(&self, Arc::new(fs)) {
+        match serve::serve_until_signal(&self, Arc::new(fs)) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{}: {error}", serve::program());

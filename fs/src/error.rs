@@ -1,4 +1,4 @@
-//! What can go wrong before a file system is seen.
+//! Errors before a file system is available.
 
 use std::io;
 

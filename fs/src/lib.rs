@@ -77,7 +77,7 @@
 //! let mount = fuse::Export::mount("/mnt/hello".as_ref(), Arc::clone(&fs), fuse::Options::default())?;
 //! let device = virtiofs::Export::listen("/run/hello.sock".as_ref(), fs, virtiofs::Options::default())?;
 //! // Until a signal comes:
-//! ferry_fs::Endings::catch(&ferry_fs::Endings::ALL)?.wait();
+//! ferry_fs::ShutdownSignals::catch(&ferry_fs::ShutdownSignals::ALL)?.wait();
 //! device.stop();
 //! mount.stop();
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -85,14 +85,14 @@
 #![forbid(unsafe_code)]
 
 mod command;
-mod endings;
 mod error;
 mod serve;
+mod shutdown;
 
 pub use command::{Cache, Command, MountArgs, Place, VirtiofsArgs, run};
-pub use endings::{Endings, Over};
 pub use error::Error;
 pub use ferry_fuse as fuse;
 #[doc(inline)]
 pub use ferry_vfs::*;
 pub use ferry_virtiofs as virtiofs;
+pub use shutdown::{ShutdownHandle, ShutdownSignals};

@@ -1,4 +1,4 @@
-//! Doing what the command line says.
+//! Runs the subcommands.
 
 use std::io::Write;
 use std::path::Path;
@@ -8,17 +8,17 @@ use ferry_control::{Control, Logging, Owner, ServedShare, ShareStatus, Transport
 use ferry_vfs::FileSystem;
 
 use crate::command::{Command, MountArgs, VirtiofsArgs};
-use crate::endings::Endings;
+use crate::shutdown::ShutdownSignals;
 use crate::{Error, fuse, virtiofs};
 
 /// Shows the file system until a signal comes or it is unmounted.
-pub(crate) fn until_told(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
+pub(crate) fn serve_until_signal(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
     let logging = start_log(&command.place().log)?;
     // Before anything is there that would have to be cleaned up.
-    let mut endings = Endings::catch(&Endings::ALL).map_err(Error::Signals)?;
+    let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL).map_err(Error::Signals)?;
     match command {
-        Command::Mount(args) => mount(args, fs, &mut endings, logging),
-        Command::Virtiofs(args) => offer(args, fs, &mut endings, logging),
+        Command::Mount(args) => mount(args, fs, &mut signals, logging),
+        Command::Virtiofs(args) => offer(args, fs, &mut signals, logging),
     }
 }
 
@@ -39,7 +39,7 @@ fn control(logging: Option<Logging>, served: ServedShare) -> Option<Control> {
 fn mount(
     args: &MountArgs,
     fs: Arc<dyn FileSystem>,
-    endings: &mut Endings,
+    signals: &mut ShutdownSignals,
     logging: Option<Logging>,
 ) -> Result<(), Error> {
     let name = program();
@@ -64,7 +64,7 @@ fn mount(
     let is_there = move || seen.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(dir.to_string_lossy().into_owned(), TransportReport { text, json }, is_there);
     let control = control(logging, served);
-    let (watched, over) = (Arc::clone(&export), endings.over());
+    let (watched, over) = (Arc::clone(&export), signals.over());
     let watch = move || {
         watched.wait();
         over.say();
@@ -75,7 +75,7 @@ fn mount(
     if args.explain {
         say(&format!("\n{}", export.explain()));
     }
-    endings.wait();
+    signals.wait();
     drop(control);
     export.stop();
     Ok(())
@@ -84,7 +84,7 @@ fn mount(
 fn offer(
     args: &VirtiofsArgs,
     fs: Arc<dyn FileSystem>,
-    endings: &mut Endings,
+    signals: &mut ShutdownSignals,
     logging: Option<Logging>,
 ) -> Result<(), Error> {
     let tag = args.place.tag.as_deref().map(str::parse).transpose()?;
@@ -112,7 +112,7 @@ fn offer(
     if args.place.tag.is_none() {
         say("QEMU names it itself; for User-mode Linux and crosvm, which ask the device, give it a name with --tag");
     }
-    endings.wait();
+    signals.wait();
     drop(control);
     export.stop();
     Ok(())

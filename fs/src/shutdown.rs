@@ -1,4 +1,4 @@
-//! What ends the program: a signal, or the mount being gone.
+//! Waits for the end of the program: a signal, or an unmount.
 
 use std::io;
 use std::sync::Arc;
@@ -11,23 +11,23 @@ use signal_hook::iterator::{Handle, Signals};
 /// ```no_run
 /// # fn mounted() -> ferry_fs::fuse::Export { unimplemented!() }
 /// # use std::sync::Arc;
-/// use ferry_fs::Endings;
+/// use ferry_fs::ShutdownSignals;
 ///
-/// let mut endings = Endings::catch(&Endings::ALL)?;
+/// let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL)?;
 /// let export = Arc::new(mounted());
-/// let (watched, over) = (Arc::clone(&export), endings.over());
+/// let (watched, over) = (Arc::clone(&export), signals.over());
 /// std::thread::spawn(move || {
 ///     watched.wait();
 ///     over.say();
 /// });
-/// endings.wait();
+/// signals.wait();
 /// export.stop();
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Endings(Signals);
+pub struct ShutdownSignals(Signals);
 
-impl Endings {
+impl ShutdownSignals {
     /// SIGINT, SIGTERM, and SIGHUP, which comes when the terminal goes.
     pub const ALL: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
 
@@ -52,16 +52,16 @@ impl Endings {
 
     /// For whoever knows that there is no more reason to wait.
     #[must_use]
-    pub fn over(&self) -> Over {
-        Over(self.0.handle())
+    pub fn over(&self) -> ShutdownHandle {
+        ShutdownHandle(self.0.handle())
     }
 }
 
-/// Ends the wait of [`Endings::wait`], from another thread.
+/// Ends the wait of [`ShutdownSignals::wait`], from another thread.
 #[derive(Clone, Debug)]
-pub struct Over(Handle);
+pub struct ShutdownHandle(Handle);
 
-impl Over {
+impl ShutdownHandle {
     /// There is no more reason to wait.
     pub fn say(&self) {
         self.0.close();
@@ -74,17 +74,17 @@ mod tests {
 
     #[test]
     fn a_wait_can_be_ended() {
-        let mut endings = Endings::catch(&[signal_hook::consts::SIGUSR1]).expect("a signal");
-        let over = endings.over();
-        let thread = std::thread::spawn(move || endings.wait());
+        let mut signals = ShutdownSignals::catch(&[signal_hook::consts::SIGUSR1]).expect("a signal");
+        let over = signals.over();
+        let thread = std::thread::spawn(move || signals.wait());
         over.say();
         assert_eq!(thread.join().expect("no panic"), None);
     }
 
     #[test]
     fn a_signal_is_told() {
-        let mut endings = Endings::catch(&[signal_hook::consts::SIGUSR2]).expect("a signal");
+        let mut signals = ShutdownSignals::catch(&[signal_hook::consts::SIGUSR2]).expect("a signal");
         signal_hook::low_level::raise(signal_hook::consts::SIGUSR2).expect("our own process");
-        assert_eq!(endings.wait(), Some(signal_hook::consts::SIGUSR2));
+        assert_eq!(signals.wait(), Some(signal_hook::consts::SIGUSR2));
     }
 }
