@@ -10,7 +10,7 @@ use clap::CommandFactory;
 use clap::builder::ArgPredicate;
 
 use crate::recipes;
-use crate::sandbox::Walls;
+use crate::sandbox::SandboxFlags;
 use crate::status;
 pub use share::{Share, as_keys};
 use values::memory_mib;
@@ -52,7 +52,7 @@ const SHARE_ONLY: [&str; 29] = [
     "tls_client_ca",
 ];
 
-/// Carry file data to virtual machines and mounts.
+/// Share directories, memory and images with virtual machines, 9P clients and mounts, and serve disks.
 #[derive(Debug, clap::Parser)]
 #[command(name = "ferry", version, max_term_width = 110, propagate_version = true)]
 #[command(after_long_help = format!("{}\n\n{}", recipes::OVERVIEW, status::TABLE))]
@@ -182,7 +182,7 @@ pub struct ShareArgs {
     pub json: bool,
 
     #[command(flatten)]
-    pub walls: Walls,
+    pub sandbox_flags: SandboxFlags,
 }
 
 #[derive(Debug, clap::Args)]
@@ -200,7 +200,7 @@ pub struct MountArgs {
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
 
-    /// Do not go to the background.
+    /// Stay in the foreground.
     #[arg(long)]
     pub foreground: bool,
 
@@ -208,7 +208,7 @@ pub struct MountArgs {
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
 
-    /// Say by which paths requests and data travel, and why not by better ones.
+    /// Report which path requests and data take, and why no better one is used.
     ///
     /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
     /// to a mount tells; without a source, it mounts mem. With the mount point of a running ferry alone, this says what that one does.
@@ -251,11 +251,11 @@ pub struct FsckArgs {
     #[arg(value_name = "PATH")]
     pub image: PathBuf,
 
-    /// Its second tier, if it was mounted with one.
+    /// The second tier, if it was mounted with one.
     #[arg(long, value_name = "FILE")]
     pub tier2: Option<PathBuf>,
 
-    /// Write back what could be read.
+    /// Repair: write back what could be read.
     #[arg(long)]
     pub repair: bool,
 
@@ -270,7 +270,7 @@ pub struct TryArgs {
     #[arg(value_name = "DIR", required = true)]
     pub dirs: Vec<PathBuf>,
 
-    /// Let the guest change nothing.
+    /// Mount the directories read-only in the guest.
     #[arg(long)]
     pub read_only: bool,
 
@@ -278,7 +278,7 @@ pub struct TryArgs {
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = memory_mib)]
     pub memory: u32,
 
-    /// What the guest may keep in its caches.
+    /// What the guest may cache.
     #[arg(long, value_name = "MODE", default_value_t, value_enum)]
     pub cache: Cache,
 

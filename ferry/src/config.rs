@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::cli::Share;
 use crate::disk;
-use crate::sandbox::{Modcaps, Sandbox, Seccomp, Walls};
+use crate::sandbox::{Modcaps, Sandbox, SandboxFlags, Seccomp};
 use crate::share::here;
 use crate::status::misuse;
 
@@ -30,8 +30,8 @@ pub struct File {
 
 impl File {
     /// How the process is confined.
-    pub fn walls(&self) -> Walls {
-        Walls { sandbox: self.sandbox, seccomp: self.seccomp, modcaps: self.modcaps.clone() }
+    pub fn sandbox_flags(&self) -> SandboxFlags {
+        SandboxFlags { sandbox: self.sandbox, seccomp: self.seccomp, modcaps: self.modcaps.clone() }
     }
 }
 
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!((shares.len(), disks.len()), (1, 2));
         assert_eq!(disks[0].file.as_deref(), Some(Path::new("/etc/ferry/disk.raw")));
         assert_eq!(disks[0].vhost_user.as_deref(), Some(Path::new("/etc/ferry/d.sock")));
-        assert_eq!((disks[0].cache, disks[0].io), (Some(disk::Cache::Writethrough), disk::Way::Sync));
+        assert_eq!((disks[0].cache, disks[0].io), (Some(disk::Cache::Writethrough), disk::IoPath::Sync));
         assert!(disks[0].read_only && disks[0].resize.is_some_and(|size| size.0 == 1 << 30));
         assert_eq!((disks[1].fd, disks[1].format), (Some(7), Some(ferry_disk::Format::Qcow2)));
         assert_eq!(disks[1].backing_dir.as_deref(), Some(Path::new("/etc/ferry/base")));

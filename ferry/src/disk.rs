@@ -14,13 +14,13 @@ use ferry_fs::ShutdownSignals;
 use ferry_isolation::BlockedSignals;
 use serde::{Deserialize, Deserializer};
 
-pub use disks::{Disks, PATIENCE, bind, inherit, refuse_doubles};
+pub use disks::{Disks, PATIENCE, bind, inherit, refuse_duplicates};
 
 use crate::cli::as_keys;
 use crate::image::ImageDigest;
 use crate::new_files::{NewFiles, Success};
 use crate::processes;
-use crate::sandbox::{self, Confinement, Entered, Walls};
+use crate::sandbox::{self, Confinement, Entered, SandboxFlags};
 use crate::share::{ENDINGS, say};
 use crate::size::Size;
 use crate::socket::Bound;
@@ -109,7 +109,7 @@ pub struct Args {
     #[arg(long, value_enum, value_name = "MODE")]
     pub cache: Option<Cache>,
 
-    /// Let the guest change nothing.
+    /// Mount the directories read-only in the guest.
     #[arg(long)]
     #[serde(default)]
     pub read_only: bool,
@@ -139,14 +139,15 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
-    /// Poll up to this many microseconds for the next request before sleeping; 0 never polls [default: adapts].
+    /// Poll for the next request for up to this many microseconds before sleeping; 0 disables polling [default:
+    /// adaptive].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
 
     /// How data is moved: auto, uring (or an error that says why not), sync.
     #[arg(long, value_enum, value_name = "WAY", default_value = "auto", hide_short_help = true)]
     #[serde(default)]
-    pub io: Way,
+    pub io: IoPath,
 
     /// Register the guest's memory with io_uring: transfers cost a little less, and all of the memory is allocated and
     /// pinned. Not for guests with a balloon, free page reporting or virtio-mem: what they get back would be other pages.
@@ -166,7 +167,7 @@ pub struct Args {
 
     #[command(flatten)]
     #[serde(skip)]
-    pub walls: Walls,
+    pub sandbox_flags: SandboxFlags,
 }
 
 /// What lies between writes and the device.
@@ -184,7 +185,7 @@ pub enum Cache {
 /// How data is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub enum Way {
+pub enum IoPath {
     #[default]
     /// io_uring, or plain system calls where that is not allowed.
     Auto,
@@ -210,18 +211,18 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
         return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
     }
-    refuse_doubles(disks).map_err(misuse)?;
+    refuse_duplicates(disks).map_err(misuse)?;
     // None gets lost until they are caught, on whichever side.
     let signals = BlockedSignals::hold()?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
-    let walls = disks.first().map(|disk| disk.walls.clone()).unwrap_or_default();
+    let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
     let json = disks.iter().any(|disk| disk.json);
     if disks.len() > 1 {
-        return processes::run(None, (disks, inherited), (&walls, json), signals);
+        return processes::run(None, (disks, inherited), (&sandbox_flags, json), signals);
     }
     let new_files = NewFiles::until(Success::new()?);
-    serve(disks, inherited, (&walls, signals), new_files, |opened| {
+    serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
         match json {
             true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
             false => opened.announce()?,
@@ -235,11 +236,11 @@ pub fn run(disks: &[Args]) -> Result<u8> {
 pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<Bound>>,
-    (walls, signals): (&Walls, BlockedSignals),
+    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
     new_files: NewFiles,
     ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {
-    let confinement = Confinement::of(walls, &[], &[], disks)?;
+    let confinement = Confinement::of(sandbox_flags, &[], &[], disks)?;
     let Some(mut opened) = Disks::open(disks, sockets, &signals, new_files)? else { return Ok(0) };
     if opened.is_empty() {
         return Ok(0);
@@ -383,9 +384,9 @@ impl Args {
         let mut options = ferry_blk::Options {
             writeback: self.cache != Some(Cache::Writethrough),
             io: match self.io {
-                Way::Auto => ferry_blk::IoMode::Auto,
-                Way::Uring => ferry_blk::IoMode::Uring,
-                Way::Sync => ferry_blk::IoMode::Sync,
+                IoPath::Auto => ferry_blk::IoMode::Auto,
+                IoPath::Uring => ferry_blk::IoMode::Uring,
+                IoPath::Sync => ferry_blk::IoMode::Sync,
             },
             pin_memory: self.pin_memory,
             begun: Some(sandbox::disk_begun),

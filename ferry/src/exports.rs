@@ -11,7 +11,7 @@ use ferry_vfs::{FileSystem, IdentityScope};
 use ferry_virtiofs::SessionStore;
 
 use crate::cli::{Acl, Cache, Carrier, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window};
-use crate::guardian::{Duty, Guardian};
+use crate::guardian::{Guardian, GuardianTask};
 use crate::mount_options;
 use crate::ninep::Listening;
 use crate::socket::Bound;
@@ -73,7 +73,7 @@ impl Serving {
         self.mounts.push(Arc::clone(&mount));
         let switch = mount.switch().context("the controls of the connection cannot be opened");
         let guardian =
-            switch.and_then(|switch| Guardian::start(Duty::Connection { mountpoint, switch: switch.into() }));
+            switch.and_then(|switch| Guardian::start(GuardianTask::Connection { mountpoint, switch: switch.into() }));
         match guardian {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
@@ -127,7 +127,7 @@ impl Serving {
             drop(bound);
         }
         for (name, kept) in self.kept.drain(..).filter(|(_, kept)| kept.outlives_server()) {
-            state::say_what_stays(&name, &kept);
+            state::log_keeper_stays(&name, &kept);
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::cli::FsckArgs;
 use crate::source::Kind;
 use crate::status;
 
-/// Checks, and repairs where asked to; answers the status for the outcome.
+/// Checks, and repairs where asked to; returns the status for the outcome.
 pub fn run(args: &FsckArgs) -> Result<u8> {
     let path = match Kind::of(&args.image) {
         Kind::Pmem(path) | Kind::Dir(path) => path,

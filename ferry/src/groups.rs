@@ -302,8 +302,8 @@ pub mod tests {
         let line = "ferry disk /a --vhost-user 1.sock /b --vhost-user 2.sock --sandbox none --seccomp log";
         let Invocation { cli, more_disks, .. } = parse(line.split(' ').map(OsString::from)).expect("a good line");
         let Command::Disk(first) = cli.command else { panic!("not the disk command") };
-        assert_eq!((first.walls.sandbox, more_disks.len()), (Some(crate::sandbox::Sandbox::None), 1));
-        assert_eq!(more_disks[0].walls, crate::sandbox::Walls::default());
+        assert_eq!((first.sandbox_flags.sandbox, more_disks.len()), (Some(crate::sandbox::Sandbox::None), 1));
+        assert_eq!(more_disks[0].sandbox_flags, crate::sandbox::SandboxFlags::default());
         let twice = format!("{line} --sandbox none");
         let error = parse(twice.split(' ').map(OsString::from)).expect_err("twice").to_string();
         assert!(error.contains("'--sandbox <KIND>' cannot be used multiple times"), "{error}");

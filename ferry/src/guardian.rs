@@ -1,4 +1,4 @@
-//! What makes sure that a mount ends with its server, in whatever way that ends.
+//! The guardian makes sure that a mount ends with its server, however the server ends.
 //!
 //! The kernel closes the connections of a process that was killed, and whoever waits for the mount gets an error. But it
 //! does so only when the last thread of the process is gone, and a thread that is just telling the kernel of a change may be
@@ -26,7 +26,7 @@ use rustix::process::Signal;
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
 
-use crate::image::watch::{self, Held};
+use crate::image::watch::{self, PackHold};
 
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
 const NAME: &str = "ferry-guardian";
@@ -38,7 +38,7 @@ const DEATH: Signal = Signal::USR1;
 const IGNORED: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT];
 
 /// What a guardian does when its server has died.
-pub enum Duty<'a> {
+pub enum GuardianTask<'a> {
     /// It ends the connection of a mount.
     Connection {
         /// Where it is mounted, for whoever looks at a list of processes.
@@ -46,7 +46,7 @@ pub enum Duty<'a> {
         /// What ends it.
         switch: File,
     },
-    /// It answers for readers of packs ([`watch::stand_in`]).
+    /// It answers for readers of packs ([`watch::answer_for_dead_server`]).
     Packs {
         /// Where the kernel asks.
         group: File,
@@ -70,10 +70,10 @@ impl Guardian {
     ///
     /// # Errors
     /// No process, thread or descriptor can be had, or the guardian's own.
-    pub fn start(duty: Duty<'_>) -> Result<Self> {
+    pub fn start(duty: GuardianTask<'_>) -> Result<Self> {
         let (output, kind, paths) = match duty {
-            Duty::Connection { mountpoint, switch } => (switch, CONNECTION, vec![mountpoint.to_owned()]),
-            Duty::Packs { group, packs } => (group, PACKS, packs),
+            GuardianTask::Connection { mountpoint, switch } => (switch, CONNECTION, vec![mountpoint.to_owned()]),
+            GuardianTask::Packs { group, packs } => (group, PACKS, packs),
         };
         let mut command = Command::new("/proc/self/exe");
         command.arg0(NAME).env_clear().current_dir("/");
@@ -167,7 +167,7 @@ fn guard(args: &[OsString]) -> Result<()> {
     let keeper = args.get(1).map(Path::new).filter(|keeper| keeper.starts_with("/proc"));
     let keeper = keeper.context("ferry starts its guardians itself: the thread of a server is missing")?;
     let held = match args.get(2).and_then(|kind| kind.to_str()) {
-        Some(PACKS) => Some(args[3..].iter().map(|pack| Held::open(Path::new(pack))).collect::<Result<Vec<_>>>()?),
+        Some(PACKS) => Some(args[3..].iter().map(|pack| PackHold::open(Path::new(pack))).collect::<Result<Vec<_>>>()?),
         _ => None,
     };
     let mut signals = catch().context("signals cannot be caught")?;
@@ -183,7 +183,7 @@ fn guard(args: &[OsString]) -> Result<()> {
         signals.forever().find(|signal| *signal == DEATH.as_raw());
     }
     if let Some(held) = held {
-        return watch::stand_in(io::stdout(), &held).context("the kernel cannot be answered");
+        return watch::answer_for_dead_server(io::stdout(), &held).context("the kernel cannot be answered");
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("the connection cannot be ended")

@@ -15,7 +15,7 @@ pub const FAILURE_STATUS: u8 = 32;
 
 /// What the helper was asked for.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum HelperCommand {
     /// The same as a line of `ferry`.
     Mount(Vec<OsString>),
     /// To change a mount that is there.
@@ -25,7 +25,7 @@ pub enum Asked {
 }
 
 /// Reads `SOURCE MOUNTPOINT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE.SUBTYPE]`; the error is a sentence.
-pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
+pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<HelperCommand, String> {
     let mut args = args.into_iter();
     let mut line: Vec<OsString> = vec!["ferry".into(), "mount".into()];
     let mut places: Vec<OsString> = Vec::new();
@@ -68,12 +68,12 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
     })?;
     let is_foreign = Kind::of(source.as_ref()).is_foreign();
     if let Some(remount) = mount_options::remount(&crate::cli::table(), &options, is_foreign)? {
-        return Ok(if fake { Asked::Nothing } else { Asked::Remount(mountpoint.into(), remount) });
+        return Ok(if fake { HelperCommand::Nothing } else { HelperCommand::Remount(mountpoint.into(), remount) });
     }
     line.extend(options.into_iter().flat_map(|options| ["-o".into(), options]));
     // Whatever they look like, they are no flags.
     line.extend(["--".into(), source, mountpoint]);
-    Ok(if fake { Asked::Nothing } else { Asked::Mount(line) })
+    Ok(if fake { HelperCommand::Nothing } else { HelperCommand::Mount(line) })
 }
 
 #[cfg(test)]
@@ -84,19 +84,19 @@ mod tests {
     fn lines_of_mount_are_read() {
         let remount = |at: &str, read_only, unchanged: &[&str]| {
             let options = ferry_fuse::MountOptions { read_only, ..Default::default() };
-            Asked::Remount(
+            HelperCommand::Remount(
                 at.into(),
                 Remount { options, unchanged: unchanged.iter().map(|&word| word.into()).collect() },
             )
         };
-        let mount = |line: &str| Ok(Asked::Mount(line.split(' ').map(OsString::from).collect()));
+        let mount = |line: &str| Ok(HelperCommand::Mount(line.split(' ').map(OsString::from).collect()));
         for (line, asked) in [
             ("mem /m", mount("ferry mount -- mem /m")),
             ("mem /m -o rw,size=1G", mount("ferry mount -o rw,size=1G -- mem /m")),
             ("mem /m -n -s -v -o rw", mount("ferry mount -o rw -- mem /m")),
             ("-nv mem /m -orw -t fuse.ferry", mount("ferry mount -o rw -- mem /m")),
-            ("mem /m -f -o rw", Ok(Asked::Nothing)),
-            ("mem /m -f -o remount,ro", Ok(Asked::Nothing)),
+            ("mem /m -f -o rw", Ok(HelperCommand::Nothing)),
+            ("mem /m -f -o remount,ro", Ok(HelperCommand::Nothing)),
             ("mem /m -o remount -o ro", Ok(remount("/m", true, &[]))),
             ("mem /m -o rw,remount,ro,user_id=0,allow_other,cache=none", Ok(remount("/m", true, &["cache=none"]))),
             ("mem", Err("mount.ferry takes a source and a mount point, and got 1 words".into())),

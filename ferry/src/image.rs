@@ -1,7 +1,7 @@
 //! `ferry image`: builds, mounts, checks and shows images.
 
 mod build;
-mod instead;
+mod fuse_fallback;
 mod lazy;
 mod loops;
 mod mount;
@@ -231,7 +231,7 @@ impl<'de> Deserialize<'de> for ImageDigest {
     }
 }
 
-/// Does what was asked for; answers the status.
+/// Does what was asked for; returns the status.
 pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
     match command {
         Command::Build(args) => build::build(args)?,

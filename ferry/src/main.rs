@@ -1,10 +1,10 @@
 //! The program `ferry`: what to share or mount, and through what, comes in on the command line or from a file;
 //! the libraries beside it do the work.
 
-mod apart;
 mod cli;
 mod config;
 mod control;
+mod detached_mounts;
 mod disk;
 mod documents;
 mod exports;
@@ -29,7 +29,7 @@ mod socket;
 mod source;
 mod state;
 mod status;
-mod trial;
+mod try_cmd;
 mod virtiofsd;
 
 use std::ffi::OsString;
@@ -41,7 +41,7 @@ use ferry_fuse::Mountpoint;
 
 use crate::cli::Command;
 use crate::groups::Invocation;
-use crate::helper::Asked;
+use crate::helper::HelperCommand;
 use crate::mount_options::Remount;
 
 fn main() -> ExitCode {
@@ -61,11 +61,11 @@ fn main() -> ExitCode {
     let mut preparations = None;
     if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::Asked::Share(wanted, line)) => {
+            Ok(virtiofsd::VirtiofsdCommand::Share(wanted, line)) => {
                 preparations = Some(wanted);
                 without_syslog(line)
             }
-            Ok(virtiofsd::Asked::Capabilities) => {
+            Ok(virtiofsd::VirtiofsdCommand::Capabilities) => {
                 println!("{}", virtiofsd::CAPABILITIES);
                 return ExitCode::SUCCESS;
             }
@@ -98,9 +98,9 @@ fn without_syslog(mut line: Vec<OsString>) -> Vec<OsString> {
 /// Does what mount(8) asks for, with its statuses.
 fn as_helper(args: Vec<OsString>) -> ExitCode {
     let line = match helper::read(args.into_iter().skip(1)) {
-        Ok(Asked::Mount(line)) => line,
-        Ok(Asked::Nothing) => return ExitCode::SUCCESS,
-        Ok(Asked::Remount(mountpoint, Remount { options, unchanged })) => {
+        Ok(HelperCommand::Mount(line)) => line,
+        Ok(HelperCommand::Nothing) => return ExitCode::SUCCESS,
+        Ok(HelperCommand::Remount(mountpoint, Remount { options, unchanged })) => {
             if let Err(error) = Mountpoint::remount(&mountpoint, &options) {
                 eprintln!("mount.ferry: {error}");
                 return ExitCode::from(helper::FAILURE_STATUS);
@@ -163,10 +163,10 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
                 Some(file) => config::read(file)?,
                 None => config::File::default(),
             };
-            let walls = args.walls.or(file.walls());
+            let sandbox_flags = args.sandbox_flags.or(file.sandbox_flags());
             let config::File { mut shares, disks, .. } = file;
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, &disks, (&walls, args.json), &logging)
+            share::run(&shares, &disks, (&sandbox_flags, args.json), &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
@@ -176,7 +176,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Fsck(args) => fsck::run(&args),
-        Command::Try(args) => trial::run(args),
+        Command::Try(args) => try_cmd::run(args),
         Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),
         Command::Man { command, .. } => documents::man(&command).map_err(status::misuse).map(|()| 0),
         Command::Completions { shell } => documents::completions(shell).map(|()| 0),

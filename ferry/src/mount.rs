@@ -42,7 +42,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let words = args.options.clone();
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
-    let nulls = detached.then(Nulls::open).transpose()?;
+    let nulls = detached.then(DevNull::open).transpose()?;
     let new_files = NewFiles::until(Success::new()?);
     share::serve(&[share], HashMap::new(), (&words, None), logging, new_files, |up| {
         announce(up, json)?;
@@ -102,9 +102,9 @@ fn announce(up: &[ServedShare], json: bool) -> Result<()> {
 
 /// What takes the place of standard output and error. Opened before anything is mounted: without descriptors this
 /// fails, and whoever waits must not have been told that all is well.
-pub struct Nulls([File; 2]);
+pub struct DevNull([File; 2]);
 
-impl Nulls {
+impl DevNull {
     pub fn open() -> Result<Self> {
         let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
         Ok(Self([null()?, null()?]))
@@ -173,7 +173,7 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let name = exports::name(&share);
     let options = exports::mount_options(&share, &name, &args.options, false);
     let mut serving = Serving::default();
-    let seen = source::seen(&share, std::sync::Arc::clone(&source))?;
+    let seen = source::as_clients_see(&share, std::sync::Arc::clone(&source))?;
     let export = serving.mount(&mountpoint, seen, options)?;
     let mut served = control::served(&share, &name, source);
     let told = control::mounted(&mut served, &mountpoint, &export);

@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
-use crate::sandbox::{self, Walls};
+use crate::sandbox::{self, SandboxFlags};
 use crate::share::{Beside, say, shown};
 use crate::socket::Bound;
 
@@ -33,12 +33,12 @@ const GRACE: Duration = Duration::from_secs(1);
 pub fn run(
     shares: Option<Beside<'_>>,
     (disks, inherited): (&[disk::Args], Vec<Option<Bound>>),
-    (walls, json): (&Walls, bool),
+    (sandbox_flags, json): (&SandboxFlags, bool),
     signals: BlockedSignals,
 ) -> Result<u8> {
     let bound = disks.iter().zip(inherited).map(|(disk, inherited)| disk::bind(disk, inherited));
     let mut sockets = bound.collect::<Result<Vec<_>>>()?;
-    sandbox::be_known();
+    sandbox::set_public_pid();
     let has_shares = shares.is_some();
     let mut servers = Servers { all: Vec::new(), has_shares, json, is_told: false, ending: None, status: 0 };
     if let Some(shares) = shares.filter(|shares| !shares.is_empty())
@@ -58,7 +58,7 @@ pub fn run(
         drop(sockets);
         let (report, new_files) = report.split()?;
         let only = disks.get(number..=number).unwrap_or_default();
-        return disk::serve(only, vec![own], (walls, signals), new_files, |opened| {
+        return disk::serve(only, vec![own], (sandbox_flags, signals), new_files, |opened| {
             let is_told = report.tell(&opened.described().into_iter().next().unwrap_or_default())?;
             if is_told && !json {
                 opened.announce()?;
@@ -69,7 +69,7 @@ pub fn run(
     let arrives = signals.descriptor()?;
     // No file is opened from here on, and no descriptor made: for the paths of messages the folder is known already.
     crate::share::here();
-    sandbox::stay_outside(walls)?;
+    sandbox::confine_supervisor(sandbox_flags)?;
     servers.wait(&signals, &arrives)
 }
 

@@ -1,4 +1,4 @@
-//! Lines to copy: how VMMs and guests reach a share.
+//! Commands to copy: how VMMs and guests use a share.
 
 /// Shown by `ferry --help`.
 pub const OVERVIEW: &str = "\

@@ -14,7 +14,7 @@ use ferry_vfs::FileSystem;
 
 use crate::cli::{Cache, Share};
 use crate::ninep::{ANY_CID, Address};
-use crate::sandbox::Reach;
+use crate::sandbox::ServerAccess;
 
 /// How servers are named.
 const FORMS: &str = "unix:PATH, tcp:HOST:PORT[/TREE], tls:HOST:PORT[/TREE] or vsock:CID:PORT[/TREE]";
@@ -146,9 +146,9 @@ impl Flags {
     }
 
     /// Reads what it takes to reach a server from behind walls, and sees whether it has an address; it is not connected to.
-    pub fn prepare(&self, server: Server) -> Result<Distant> {
+    pub fn prepare(&self, server: Server) -> Result<PreparedServer> {
         let (transport, options) = (server.transport(self)?, self.options(&server));
-        let mut reach = Reach::default();
+        let mut reach = ServerAccess::default();
         let mut socket = None;
         let unreachable = |reason| ferry_9p_client::Error::Unreachable { address: transport.address(), reason };
         match server.place {
@@ -166,7 +166,7 @@ impl Flags {
             }
             Address::Vsock(..) | Address::VhostUser(_) => {}
         }
-        Ok(Distant { transport, options, reach, socket })
+        Ok(PreparedServer { transport, options, reach, socket })
     }
 
     fn options(&self, server: &Server) -> ferry_9p_client::Options {
@@ -201,22 +201,22 @@ fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
 }
 
 /// A server on its way to who uses it from behind walls.
-pub struct Distant {
+pub struct PreparedServer {
     transport: Arc<dyn Transport>,
     options: ferry_9p_client::Options,
-    reach: Reach,
+    reach: ServerAccess,
     /// The folder and the name of its socket.
     socket: Option<(PathBuf, OsString)>,
 }
 
-impl Distant {
+impl PreparedServer {
     /// The folder in which its socket has to be seen.
     pub fn folder(&self) -> Option<&Path> {
         self.socket.as_ref().map(|(folder, _)| folder.as_path())
     }
 
     /// What it takes to reach it.
-    pub fn reach(&self) -> Reach {
+    pub fn reach(&self) -> ServerAccess {
         self.reach.clone()
     }
 
@@ -224,7 +224,7 @@ impl Distant {
     pub fn seen_at(self, place: Option<&Path>) -> Self {
         let transport: Arc<dyn Transport> = match (&self.socket, place) {
             (Some((_, name)), Some(place)) => {
-                Arc::new(Moved { socket: Unix(place.join(name)), address: self.transport.address() })
+                Arc::new(RelocatedUnix { socket: Unix(place.join(name)), address: self.transport.address() })
             }
             // By the path that its user gave: a short one need not be short when all of it is written out.
             _ => self.transport,
@@ -240,12 +240,12 @@ impl Distant {
 
 /// A unix socket that has another place here than where its user knows it.
 #[derive(Debug)]
-struct Moved {
+struct RelocatedUnix {
     socket: Unix,
     address: String,
 }
 
-impl Transport for Moved {
+impl Transport for RelocatedUnix {
     fn connect(&self, timeout: Duration) -> io::Result<Stream> {
         self.socket.connect(timeout)
     }

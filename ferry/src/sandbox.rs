@@ -1,5 +1,5 @@
-//! How a process that shares directories or offers disks confines itself: which walls, in which order, and what is said where one is
-//! missing.
+//! The sandbox of a process that shares directories or offers disks: its parts, their order, and the messages where a
+//! part is not available.
 //!
 //! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
 //! Disks, flat images and persistent memory are opened before, too, and need nothing by its name afterwards: inside there are their
@@ -16,7 +16,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
-pub use connecting::Reach;
+pub use connecting::ServerAccess;
 use ferry_9p_client::Connector;
 use ferry_isolation::{
     Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Side, Supervisor,
@@ -38,10 +38,10 @@ static KNOWN: OnceLock<u32> = OnceLock::new();
 static ALONE: OnceLock<()> = OnceLock::new();
 
 /// The filters of threads that do one thing; none without seccomp.
-static NARROWER: OnceLock<Narrower> = OnceLock::new();
+static NARROWER: OnceLock<ThreadFilters> = OnceLock::new();
 
 /// One for the threads of each of these roles.
-struct Narrower {
+struct ThreadFilters {
     worker: Filter,
     disk: Filter,
     mapper: Filter,
@@ -53,19 +53,19 @@ pub fn pid() -> u32 {
 }
 
 /// Notes that users know this process, before others are made of it.
-pub fn be_known() {
+pub fn set_public_pid() {
     // Unless it is one of those.
     let _ = KNOWN.set(std::process::id());
 }
 
 /// Takes from this process what it does without who only waits, and removes the files of sockets, in whosever folder they are.
-pub fn stay_outside(walls: &Walls) -> Result<()> {
+pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
     Capabilities::of_keeper().limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
-    if let Some(action) = walls.action() {
+    if let Some(action) = sandbox_flags.action() {
         // Where there is no seccomp, the other side says so.
         let filtered = Filter::of(Role::Outside, action).and_then(|filter| filter.apply());
-        filtered.or_else(|error| walls.seccomp.map_or(Ok(()), |_| Err(error)))?;
+        filtered.or_else(|error| sandbox_flags.seccomp.map_or(Ok(()), |_| Err(error)))?;
     }
     Ok(())
 }
@@ -81,9 +81,10 @@ pub fn is_ours(peer: u32) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
-    /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory in which there
-    /// is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and has the
-    /// folder of a unix socket, which must not be made anew, or the files by which names of hosts are looked up, as they are at the start.
+    /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory
+    /// in which there is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this
+    /// host's network, and has the folder of a unix socket, which must not be made again, or the files by which names
+    /// of hosts are looked up, as they are at the start.
     Namespace,
     /// The shared directory, of which there must be one, is the root directory; Landlock. Only for root.
     Chroot,
@@ -132,10 +133,10 @@ impl fmt::Display for Modcaps {
     }
 }
 
-/// The flags about walls, each of the whole process.
+/// The sandbox flags. They apply to the whole process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Confinement")]
-pub struct Walls {
+pub struct SandboxFlags {
     /// Where the process may look [default: namespace, or what of it can be had here].
     #[arg(long, value_enum, value_name = "KIND")]
     pub sandbox: Option<Sandbox>,
@@ -149,7 +150,7 @@ pub struct Walls {
     pub modcaps: Option<Modcaps>,
 }
 
-impl Walls {
+impl SandboxFlags {
     /// What these leave open is as others say.
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -170,23 +171,23 @@ impl Walls {
     }
 
     /// The first wall that was asked for by name.
-    fn asked_for(&self) -> Option<&'static str> {
+    fn first_explicit(&self) -> Option<&'static str> {
         let sandbox = self.sandbox.is_some_and(|kind| kind != Sandbox::None).then_some("--sandbox");
         let seccomp = self.seccomp.is_some_and(|action| action != Seccomp::None).then_some("--seccomp");
         sandbox.or(seccomp).or(self.modcaps.as_ref().map(|_| "--modcaps"))
     }
 }
 
-/// The walls that a process is going to have.
+/// The sandbox that a process enters.
 #[derive(Debug)]
 pub struct Confinement {
-    walls: Walls,
+    sandbox_flags: SandboxFlags,
     /// What stays visible, each once, and whether a source connects to a server.
     view: View,
     /// Which of them is whose; none for sources that need none.
     root_of: Vec<Option<usize>>,
     /// How sources reach their servers; none for those that have none.
-    reaches: Vec<Option<Reach>>,
+    reaches: Vec<Option<ServerAccess>>,
     /// Files may be opened by handles, where that is possible.
     wants_handles: bool,
     /// What carrying the files of these sources takes of root.
@@ -195,7 +196,7 @@ pub struct Confinement {
     pins_memory: bool,
 }
 
-/// Which side of the walls this process is on.
+/// Whether this process is inside or outside of the sandbox.
 pub enum Entered {
     Outside(Waiting),
     Inside(Box<Inside>),
@@ -237,9 +238,9 @@ fn unfit(shares: &[Share]) -> Option<String> {
 ///
 /// # Errors
 /// It cannot be, and somebody has insisted.
-pub fn fits(walls: &Walls, shares: &[Share]) -> Result<bool> {
+pub fn fits(sandbox_flags: &SandboxFlags, shares: &[Share]) -> Result<bool> {
     let Some(why) = unfit(shares) else { return Ok(true) };
-    if let Some(flag) = walls.asked_for() {
+    if let Some(flag) = sandbox_flags.first_explicit() {
         bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
     }
     tracing::debug!("not confined: {why}");
@@ -248,7 +249,12 @@ pub fn fits(walls: &Walls, shares: &[Share]) -> Result<bool> {
 
 impl Confinement {
     /// The walls for these shares, with the source of each, and for these disks.
-    pub fn of(walls: &Walls, shares: &[Share], sources: &[Prepared], disks: &[disk::Args]) -> Result<Self> {
+    pub fn of(
+        sandbox_flags: &SandboxFlags,
+        shares: &[Share],
+        sources: &[Prepared],
+        disks: &[disk::Args],
+    ) -> Result<Self> {
         let mut roots: Vec<Root> = Vec::new();
         let mut number_of = |root: Root| {
             roots.iter().position(|other| *other == root).unwrap_or_else(|| {
@@ -259,7 +265,7 @@ impl Confinement {
         let root_of: Vec<_> = sources.iter().map(|source| source.root().map(&mut number_of)).collect();
         let is_used = |root: &Root| root.access != Access::Sockets;
         let is_one = roots.len() == 1 && roots.iter().all(is_used) && !root_of.contains(&None);
-        if walls.sandbox == Some(Sandbox::Chroot) && !is_one {
+        if sandbox_flags.sandbox == Some(Sandbox::Chroot) && !is_one {
             bail!("--sandbox chroot: there must be one shared directory, which becomes the root directory");
         }
         let wants_handles = shares.iter().any(wants_handles);
@@ -273,11 +279,11 @@ impl Confinement {
         };
         let pins_memory = disks.iter().any(|disk| disk.pin_memory);
         let reaches: Vec<_> = sources.iter().map(Prepared::reach).collect();
-        let mut files: Vec<_> = reaches.iter().flatten().flat_map(Reach::files).collect();
+        let mut files: Vec<_> = reaches.iter().flatten().flat_map(ServerAccess::files).collect();
         files.sort_unstable();
         files.dedup();
         let view = View { roots, files, network: reaches.iter().any(Option::is_some) };
-        Ok(Self { walls: walls.clone(), view, root_of, reaches, wants_handles, needed, pins_memory })
+        Ok(Self { sandbox_flags: sandbox_flags.clone(), view, root_of, reaches, wants_handles, needed, pins_memory })
     }
 
     /// Goes inside, as far as it is possible without having opened the sources.
@@ -288,7 +294,7 @@ impl Confinement {
             self.needed = self.needed.and_lock_memory();
         }
         let mut is_fenced = true;
-        match self.walls.sandbox {
+        match self.sandbox_flags.sandbox {
             Some(Sandbox::None) => is_fenced = false,
             Some(Sandbox::Chroot) if !had.can_change_root() => {
                 bail!("--sandbox chroot: only root may change the root directory; use --sandbox namespace")
@@ -319,10 +325,10 @@ impl Confinement {
     }
 
     fn split(self, had: Capabilities) -> Result<Entered> {
-        be_known();
+        set_public_pid();
         match ferry_isolation::split(&self.view).context("--sandbox namespace")? {
             Side::Outside(outside) => {
-                stay_outside(&self.walls)?;
+                confine_supervisor(&self.sandbox_flags)?;
                 Ok(Entered::Outside(Waiting(outside)))
             }
             Side::Inside(places) => {
@@ -359,12 +365,12 @@ impl Confinement {
     /// The capabilities that stay of those that are needed.
     fn kept(&self, needed: Capabilities, as_user: bool) -> ferry_isolation::Result<Capabilities> {
         let kept = if as_user { Capabilities::NONE } else { needed };
-        self.walls.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))
+        self.sandbox_flags.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))
     }
 }
 
 impl Waiting {
-    /// Waits for the process inside; answers its status.
+    /// Waits for the process inside; returns its status.
     pub fn wait(self, signals: &BlockedSignals) -> Result<u8> {
         let end = self.0.wait(signals)?;
         if let ferry_isolation::End::Signal(_) = end {
@@ -393,9 +399,11 @@ impl Inside {
 
     /// Closes the last walls, once sources are open.
     pub fn close(self, shares: &[Share]) -> Result<()> {
-        let Self { confinement: Confinement { walls, view, wants_handles, .. }, places, kept, is_fenced, .. } = self;
+        let Self {
+            confinement: Confinement { sandbox_flags, view, wants_handles, .. }, places, kept, is_fenced, ..
+        } = self;
         let roots = view.roots;
-        if walls.sandbox == Some(Sandbox::Chroot) {
+        if sandbox_flags.sandbox == Some(Sandbox::Chroot) {
             ferry_isolation::change_root(&roots[0].path).context("--sandbox chroot")?;
         }
         let had = Capabilities::of_thread()?;
@@ -403,7 +411,7 @@ impl Inside {
             let by_handles = had.can_open_handles() && wants_handles;
             // Root's memory file systems are mounts of their own.
             let by_mounts = had.can_mount() && shares.iter().any(|share| share.kind() == Kind::Mem);
-            let is_root = walls.sandbox == Some(Sandbox::Chroot);
+            let is_root = sandbox_flags.sandbox == Some(Sandbox::Chroot);
             // Who connects to sockets opens no files.
             let used = roots.iter().enumerate().filter(|(_, root)| root.access != Access::Sockets);
             let paths = used.map(|(at, root)| match (&places, root.access == Access::ReadOnly) {
@@ -434,12 +442,12 @@ impl Inside {
         }
         kept.limit(Capabilities::NONE)?;
         ferry_isolation::no_new_privileges()?;
-        let action = walls.action();
+        let action = sandbox_flags.action();
         let namespaces = places.is_some();
         tracing::debug!(namespaces, landlock = ?fenced, capabilities = %kept, seccomp = ?action, %rules, "confined");
         if let Some(action) = action {
             match filter(action) {
-                Err(error) if walls.seccomp.is_some() => return Err(error).context("--seccomp"),
+                Err(error) if sandbox_flags.seccomp.is_some() => return Err(error).context("--seccomp"),
                 Err(error) => {
                     tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant")
                 }
@@ -453,7 +461,7 @@ impl Inside {
 /// Has this process, and all threads that it starts, make no other calls than a server does. Some threads will make fewer.
 fn filter(action: Action) -> ferry_isolation::Result<()> {
     Filter::of(Role::Server, action)?.apply()?;
-    let narrower = Narrower {
+    let narrower = ThreadFilters {
         worker: Filter::of(Role::Worker, action)?,
         disk: Filter::of(Role::Disk, action)?,
         mapper: Filter::of(Role::Mapper, action)?,
@@ -476,15 +484,15 @@ pub fn disk_begun() {
     narrow(|filters| &filters.disk);
 }
 
-fn narrow(which: fn(&Narrower) -> &Filter) {
+fn narrow(which: fn(&ThreadFilters) -> &Filter) {
     // It still has the filter of the process, if there is one.
     if let Some(Err(error)) = NARROWER.get().map(|filters| which(filters).apply()) {
         tracing::warn!("a thread's system calls are not filtered further: {error}");
     }
 }
 
-/// Has the limit of locked memory not stand in the way of who pins a guest's, as it does not stand in root's, who will not be root
-/// any more. Answers whether that was possible.
+/// Has the limit of locked memory not stand in the way of who pins a guest's, as it does not stand in root's, who will
+/// not be root any more. Returns whether that was possible.
 fn may_lock_memory() -> bool {
     let limit = getrlimit(Resource::Memlock);
     let is_root = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None }).is_ok();

@@ -22,7 +22,7 @@ use crate::new_files::{NewFiles, Success};
 use crate::ninep::Listening;
 use crate::processes::{self, Report};
 use crate::recipes;
-use crate::sandbox::{self, Confinement, Entered, Walls};
+use crate::sandbox::{self, Confinement, Entered, SandboxFlags};
 use crate::socket::Bound;
 use crate::source::{self, Kind, Sources};
 use crate::state;
@@ -39,15 +39,20 @@ const FOR_GOOD: i32 = Signal::QUIT.as_raw();
 const VHOST_USER: &str = "vhost-user:";
 
 /// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Returns the status to end with.
-pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool), logging: &Logging) -> Result<u8> {
-    refuse_doubles(shares, disks).map_err(misuse)?;
+pub fn run(
+    shares: &[Share],
+    disks: &[disk::Args],
+    (sandbox_flags, json): (&SandboxFlags, bool),
+    logging: &Logging,
+) -> Result<u8> {
+    refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = inherit(shares)?;
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
         // None gets lost until they are caught, on whichever side.
         let signals = BlockedSignals::hold()?;
-        let beside = Beside { shares, inherited, walls, json, logging };
-        return processes::run(Some(beside), (disks, inherited_disks), (walls, json), signals);
+        let beside = Beside { shares, inherited, sandbox_flags, json, logging };
+        return processes::run(Some(beside), (disks, inherited_disks), (sandbox_flags, json), signals);
     }
     let once = shares.iter().any(|share| share.once);
     let ready = |up: &[ServedShare]| {
@@ -62,8 +67,8 @@ pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool)
         Ok(true)
     };
     let new_files = NewFiles::until(Success::new()?);
-    match sandbox::fits(walls, shares)? {
-        true => serve_confined(shares, inherited, (walls, BlockedSignals::hold()?), logging, new_files, ready),
+    match sandbox::fits(sandbox_flags, shares)? {
+        true => serve_confined(shares, inherited, (sandbox_flags, BlockedSignals::hold()?), logging, new_files, ready),
         false => serve(shares, inherited, (&[], None), logging, new_files, ready).map(|()| 0),
     }
 }
@@ -72,7 +77,7 @@ pub fn run(shares: &[Share], disks: &[disk::Args], (walls, json): (&Walls, bool)
 pub struct Beside<'a> {
     shares: &'a [Share],
     inherited: HashMap<u16, Bound>,
-    walls: &'a Walls,
+    sandbox_flags: &'a SandboxFlags,
     json: bool,
     logging: &'a Logging,
 }
@@ -85,7 +90,7 @@ impl Beside<'_> {
 
     /// Serves them, in a process of their own. Returns the status to end with.
     pub fn serve(self, signals: BlockedSignals, report: Report) -> Result<u8> {
-        let Self { shares, inherited, walls, json, logging } = self;
+        let Self { shares, inherited, sandbox_flags, json, logging } = self;
         let (report, new_files) = report.split()?;
         let ready = |up: &[ServedShare]| {
             let is_told = report.tell(&shown_all(up))?;
@@ -94,8 +99,8 @@ impl Beside<'_> {
             }
             Ok(is_told)
         };
-        match sandbox::fits(walls, shares)? {
-            true => serve_confined(shares, inherited, (walls, signals), logging, new_files, ready),
+        match sandbox::fits(sandbox_flags, shares)? {
+            true => serve_confined(shares, inherited, (sandbox_flags, signals), logging, new_files, ready),
             false => serve(shares, inherited, (&[], Some(signals)), logging, new_files, ready).map(|()| 0),
         }
     }
@@ -106,7 +111,7 @@ impl Beside<'_> {
 fn serve_confined(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,
-    (walls, signals): (&Walls, BlockedSignals),
+    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
     logging: &Logging,
     mut new_files: NewFiles,
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
@@ -114,9 +119,9 @@ fn serve_confined(
     check_places(shares)?;
     // What is wrong with a source is said before anything is made.
     let mut sources = source::prepare(shares, &mut new_files)?;
-    let confinement = Confinement::of(walls, shares, &sources, &[])?;
+    let confinement = Confinement::of(sandbox_flags, shares, &sources, &[])?;
     let mut sockets = Sockets::make(shares, inherited)?;
-    let kept = state::reach_all(shares)?;
+    let kept = state::open_all_stores(shares)?;
     let mut control = Control::bind();
     let mut inside = match confinement.enter()? {
         Entered::Outside(outside) => {
@@ -168,7 +173,7 @@ pub fn serve(
     sources.begin();
     shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
     let sockets = Sockets::make(shares, inherited)?;
-    let kept = state::reach_all(shares)?;
+    let kept = state::open_all_stores(shares)?;
     let up = start(shares, &opened, (sockets, kept), words, &mut serving)?;
     new_files.keep();
     serve_until(endings, up, Control::bind(), serving, logging, ready)
@@ -224,8 +229,8 @@ fn check_places(shares: &[Share]) -> Result<()> {
 }
 
 /// A socket, descriptor or mount point can serve one share or disk only.
-fn refuse_doubles(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
-    disk::refuse_doubles(disks)?;
+fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
+    disk::refuse_duplicates(disks)?;
     for share in shares {
         let of_a_disk = |socket: &&PathBuf| disks.iter().any(|disk| disk.vhost_user.as_ref() == Some(*socket));
         if let Some(socket) = share.virtiofs.as_ref().filter(of_a_disk) {
@@ -311,7 +316,7 @@ fn start(
     let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares));
     for ((share, opened_source), (((bound, listening), kept), name)) in shares.iter().zip(opened).zip(sockets) {
         let mut served = control::served(share, &name, Arc::clone(opened_source));
-        let source = source::seen(share, Arc::clone(opened_source))?;
+        let source = source::as_clients_see(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(listening.address());
             serving

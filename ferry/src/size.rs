@@ -1,4 +1,4 @@
-//! Sizes as people write them.
+//! Parses sizes.
 
 use std::str::FromStr;
 

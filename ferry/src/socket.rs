@@ -32,7 +32,7 @@ impl Bound {
     pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
         let gid = group.map(number_of).transpose()?;
         let in_use = |error: &SocketError| matches!(error, SocketError::InUse(_));
-        Ok(Self::Made(again(|| Socket::bind_for(path, gid), in_use)?))
+        Ok(Self::Made(retry_in_use(|| Socket::bind_for(path, gid), in_use)?))
     }
 
     /// Takes over a socket that whoever started this process is already listening on.
@@ -79,7 +79,7 @@ impl Bound {
 
 /// Tries for a while what fails only because a socket is in use: a server that was killed may take a moment to go, because it
 /// is another process than the one that was started.
-pub fn again<T, E>(mut make: impl FnMut() -> Result<T, E>, in_use: impl Fn(&E) -> bool) -> Result<T, E> {
+pub fn retry_in_use<T, E>(mut make: impl FnMut() -> Result<T, E>, in_use: impl Fn(&E) -> bool) -> Result<T, E> {
     let end = Instant::now() + MOMENT;
     loop {
         match make() {

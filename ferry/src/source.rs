@@ -1,4 +1,4 @@
-//! What can be shared: which source a word on the command line means, and opening each one once.
+//! Parses sources on the command line and opens each once.
 
 mod prepared;
 
@@ -15,8 +15,8 @@ use ferry_isolation::Capabilities;
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
-use crate::apart::Apart;
 use crate::cli::{Acl, Cache, FileHandles, MapUser, Share, Watch};
+use crate::detached_mounts::DetachedMounts;
 use crate::image::registry::{self, Origin};
 use crate::new_files::NewFiles;
 use crate::remote::{self, Server};
@@ -68,7 +68,7 @@ impl Kind {
     }
 
     /// The source of a share, by the one name that its path has.
-    fn seen(share: &Share) -> Self {
+    fn as_clients_see(share: &Share) -> Self {
         match share.kind() {
             Self::Dir(path) => Self::Dir(path.canonicalize().unwrap_or(path)),
             Self::Pmem(path) => Self::Pmem(path.canonicalize().unwrap_or(path)),
@@ -117,7 +117,7 @@ struct Opened {
     /// The same, if it is a directory.
     dir: Option<Arc<Dir>>,
     /// What the source looks at, if it is not what everybody sees. It must be there as long as the source.
-    _apart: Option<Apart>,
+    _apart: Option<DetachedMounts>,
 }
 
 /// What the flags say about a source, as opposed to its exports.
@@ -136,7 +136,7 @@ struct Options {
 }
 
 /// A source as the clients of a share see it.
-pub fn seen(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+pub fn as_clients_see(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
     let ((uids, gids), xattrs) = (share.ids().map_err(anyhow::Error::msg)?, share.xattrmap.clone().unwrap_or_default());
     if let (Some(user), Kind::Dir(_)) = (share.map_user, share.kind()) {
         can_make_files_of(user)?;
@@ -169,16 +169,17 @@ impl Sources {
 
     /// The source of a share, which is opened at its first one. What is made for it is added to `new_files`.
     pub fn open(&mut self, share: &Share, new_files: &mut NewFiles) -> Result<Arc<dyn FileSystem>> {
-        let (kind, options) = (Kind::seen(share), Options::of(share));
+        let (kind, options) = (Kind::as_clients_see(share), Options::of(share));
         let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
         if let Some(opened) = self.opened.iter().find(same) {
             return Ok(Arc::clone(&opened.source));
         }
-        let apart = match &kind {
-            Kind::Dir(path) => Apart::of(path, &self.mount_points)?,
+        let detached_mounts = match &kind {
+            Kind::Dir(path) => DetachedMounts::of(path, &self.mount_points)?,
             _ => None,
         };
-        let seen = apart.as_ref().map_or_else(|| share.kind(), |apart| Kind::Dir(apart.path()));
+        let seen =
+            detached_mounts.as_ref().map_or_else(|| share.kind(), |detached_mounts| Kind::Dir(detached_mounts.path()));
         let (source, dir) = match &seen {
             Kind::Dir(path) => {
                 let dir = options.open_dir(path)?;
@@ -186,7 +187,7 @@ impl Sources {
             }
             other => (options.open(other, new_files)?, None),
         };
-        self.opened.push(Opened { kind, options, source: Arc::clone(&source), dir, _apart: apart });
+        self.opened.push(Opened { kind, options, source: Arc::clone(&source), dir, _apart: detached_mounts });
         Ok(source)
     }
 

@@ -1,4 +1,4 @@
-//! What guests hold, kept beyond the end of their server: `--state`.
+//! `--state`: guests' state that survives the end of their server.
 //!
 //! The keeper is this program under another name. It is started by the first server, holds what that hands to it, and is there for
 //! the next one.
@@ -36,7 +36,7 @@ const BEGIN: &str = "--begin";
 const TRIES_MAX: usize = 10;
 
 /// What is kept for each share.
-pub fn reach_all(shares: &[Share]) -> Result<Vec<Option<Arc<SessionStore>>>> {
+pub fn open_all_stores(shares: &[Share]) -> Result<Vec<Option<Arc<SessionStore>>>> {
     shares.iter().map(|share| share.state.as_ref().map(|dir| reach(dir, share)).transpose()).collect()
 }
 
@@ -82,7 +82,7 @@ fn keeper(socket: &OsStr) -> Command {
 }
 
 /// Says that the keeper stays when the server of a share has ended, and how it ends.
-pub fn say_what_stays(share: &str, kept: &SessionStore) {
+pub fn log_keeper_stays(share: &str, kept: &SessionStore) {
     let minutes = SERVER_AWAITED.as_secs() / 60;
     let end = kept.keeper().map_or_else(|| format!("end the process {NAME}"), |pid| format!("kill {pid}"));
     tracing::info!(

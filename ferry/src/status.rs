@@ -1,4 +1,4 @@
-//! The exit statuses: each means the same in all commands.
+//! Exit statuses. Each means the same in all commands.
 
 use std::fmt;
 

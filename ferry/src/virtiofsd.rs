@@ -38,9 +38,9 @@ pub fn is_one(program: &OsStr) -> bool {
 
 /// What the command line comes to.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum VirtiofsdCommand {
     /// To share, after some preparations, by a command line of Ferry's own.
-    Share(Preparations, Vec<OsString>),
+    Share(ProcessSetup, Vec<OsString>),
     /// To print what this back end can do.
     Capabilities,
 }
@@ -58,7 +58,7 @@ pub const CAPABILITIES: &str = r#"{
 
 /// What this process does before it shares.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Preparations {
+pub struct ProcessSetup {
     /// The limit of open files.
     nofile: Option<u64>,
     /// A file for the number of this process.
@@ -135,7 +135,7 @@ struct Args {
     /// How the process is confined [default: namespace, or what of it can be had here].
     #[arg(long, value_enum)]
     sandbox: Option<Sandbox>,
-    /// Let the guest change nothing.
+    /// Mount the directories read-only in the guest.
     #[arg(long)]
     readonly: bool,
     /// What becomes of it if it makes a system call that is none of its own [default: kill].
@@ -241,7 +241,7 @@ pub fn table() -> clap::Command {
 }
 
 /// Reads a command line of virtiofsd's. Help, version and mistakes come back as clap's error.
-pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, clap::Error> {
+pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<VirtiofsdCommand, clap::Error> {
     let mut args = Args::try_parse_from(args)?;
     let wrong = |text: String| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("{text}\n"));
     for options in std::mem::take(&mut args.compat_options) {
@@ -250,7 +250,7 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Asked, clap::Err
         }
     }
     if args.print_capabilities {
-        return Ok(Asked::Capabilities);
+        return Ok(VirtiofsdCommand::Capabilities);
     }
     args.into_share().map_err(wrong)
 }
@@ -298,7 +298,7 @@ impl Args {
         Ok(())
     }
 
-    fn into_share(self) -> Result<Asked, String> {
+    fn into_share(self) -> Result<VirtiofsdCommand, String> {
         let (has_map, has_acl) = (self.xattrmap.is_some(), self.posix_acl != When::Never);
         let dir = self.shared_dir.as_ref().ok_or("--shared-dir is missing: the directory to share")?;
         let mut line: Vec<OsString> = vec!["ferry".into(), "--log".into()];
@@ -314,7 +314,7 @@ impl Args {
             word.push(value);
             line.push(word);
         };
-        let mut preparations = Preparations { nofile: self.rlimit_nofile, pid_file: None };
+        let mut preparations = ProcessSetup { nofile: self.rlimit_nofile, pid_file: None };
         match (self.socket_path, self.fd) {
             (Some(socket), _) => {
                 let mut pid_file = OsString::from(&socket);
@@ -398,11 +398,11 @@ impl Args {
         if let Some(mode) = self.migration_mode {
             line.extend(["--migration-mode".into(), mode.into()]);
         }
-        Ok(Asked::Share(preparations, line))
+        Ok(VirtiofsdCommand::Share(preparations, line))
     }
 }
 
-impl Preparations {
+impl ProcessSetup {
     /// Carries them out. A limit that may not be raised so far is raised as far as it may.
     ///
     /// # Errors
@@ -429,7 +429,7 @@ impl Preparations {
         }
         let Some(path) = &self.pid_file else { return Ok(()) };
         let is_locked = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;
-        let file = socket::again(|| write_pid(path), is_locked).map_err(|error| {
+        let file = socket::retry_in_use(|| write_pid(path), is_locked).map_err(|error| {
             if is_locked(&error) {
                 let owner = std::fs::read_to_string(path).unwrap_or_default();
                 return format!(
@@ -569,12 +569,12 @@ mod tests {
     fn line(args: &str) -> Result<String, String> {
         let words = std::iter::once("virtiofsd").chain(args.split_whitespace()).map(OsString::from);
         match read(words) {
-            Ok(Asked::Share(_, line)) => {
+            Ok(VirtiofsdCommand::Share(_, line)) => {
                 // What all of them must be able to be read as.
                 crate::groups::parse(line.clone()).map_err(|error| error.to_string())?;
                 Ok(line.join(OsStr::new(" ")).into_string().expect("text"))
             }
-            Ok(Asked::Capabilities) => Ok("capabilities".into()),
+            Ok(VirtiofsdCommand::Capabilities) => Ok("capabilities".into()),
             Err(error) => Err(error.to_string()),
         }
     }

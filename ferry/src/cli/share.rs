@@ -63,7 +63,7 @@ pub struct Share {
     #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
     pub fd: Option<u16>,
 
-    /// Let this group connect to the unix sockets, too (of virtiofs, 9p unix: and 9p vhost-user:).
+    /// Also let this group connect to the unix sockets (of virtiofs, 9p unix: and 9p vhost-user:).
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
 
@@ -85,16 +85,16 @@ pub struct Share {
     #[serde(default, deserialize_with = "parsed")]
     pub tag: Option<Tag>,
 
-    /// Let nobody change anything.
+    /// Share read-only: refuse all changes.
     #[arg(long)]
     #[serde(default)]
     pub read_only: bool,
 
-    /// How many request queues to offer [default: as many as CPUs, at least 8].
+    /// Number of request queues [default: the number of CPUs, at least 8].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
-    /// What the guest's kernel, or this host's, may keep in its caches.
+    /// What the kernel of the guest, or of this host for a mount, may cache.
     ///
     /// With 9p:SERVER it says, too, what is kept here of the server's files: with none and metadata no data; with auto data until
     /// a file is opened again and has changed; with always data until there is no room, for trees that nobody else changes.
@@ -102,20 +102,19 @@ pub struct Share {
     #[serde(default)]
     pub cache: Cache,
 
-    /// For how many seconds clients may keep names [default: as the cache mode says].
+    /// How long clients may cache names, in seconds [default: depends on --cache].
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub entry_timeout: Option<u64>,
 
-    /// For how many seconds clients may keep attributes [default: as the cache mode says].
+    /// How long clients may cache attributes, in seconds [default: depends on --cache].
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub attr_timeout: Option<u64>,
 
-    /// For how many seconds clients may believe that a name does not exist [default: as the cache mode says, and with
-    /// auto not at all].
+    /// How long clients may cache that a name does not exist, in seconds [default: depends on --cache; 0 with auto].
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub negative_timeout: Option<u64>,
 
-    /// Let writes be collected in the page cache and sent later.
+    /// Write-back caching: collect writes in the page cache and send them later.
     ///
     /// With 9p:SERVER and --cache auto they are collected here only, as they always are: Linux would go by its own length of a
     /// file, and not see where others have ended it.
@@ -138,18 +137,18 @@ pub struct Share {
     #[serde(default)]
     pub allow_idmap: bool,
 
-    /// Poll up to this many microseconds for the next request before sleeping; 0 never polls
-    /// [default: adapts].
+    /// Poll for the next request for up to this many microseconds before sleeping; 0 disables polling [default:
+    /// adaptive].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
 
-    /// Open the files of a directory with O_DIRECT where the client does.
+    /// Pass the client's O_DIRECT on to the files of a directory.
     #[arg(long)]
     #[serde(default)]
     pub allow_direct_io: bool,
 
-    /// Offer no extended attributes and ACLs: spares `ls -l` two requests for each file, and a new file's first
-    /// write one. Files with ACLs are shown with modes that give nobody more than the ACL does.
+    /// Disable extended attributes and ACLs. This saves two requests per file of `ls -l`, and one at the first write to
+    /// a new file. The mode of a file with an ACL then never grants more than the ACL does.
     #[arg(long)]
     #[serde(default)]
     pub no_xattr: bool,
@@ -165,7 +164,7 @@ pub struct Share {
     #[arg(long, value_name = "WHEN", value_enum, help_heading = "For virtual machines")]
     pub security_label: Option<Acl>,
 
-    /// End when the first virtual machine has gone, instead of waiting for the next one.
+    /// Exit when the first virtual machine disconnects, instead of waiting for the next one.
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
     pub once: bool,
@@ -196,12 +195,12 @@ pub struct Share {
     #[serde(default)]
     pub migration_verify_handles: bool,
 
-    /// Refuse shared mappings of files whose data guests may not keep (caches none and metadata).
+    /// Refuse shared mappings of files whose data guests may not cache (--cache none and metadata).
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
     pub no_mmap: bool,
 
-    /// Let listings bring no attributes along: faster where only names are looked at, several times slower elsewhere.
+    /// Disable READDIRPLUS: faster for listings of names only, several times slower for all others.
     #[arg(long, help_heading = "For virtual machines")]
     #[serde(default)]
     pub no_readdirplus: bool,
@@ -216,8 +215,8 @@ pub struct Share {
     #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
     pub dax_files: Option<DaxFiles>,
 
-    /// Show host file systems that are mounted below the directory as mounts of their own, so that the numbers of inodes
-    /// are unique in each.
+    /// Show host file systems that are mounted below the directory as separate mounts, so that inode numbers are unique
+    /// in each.
     #[arg(long, help_heading = "For directories")]
     #[serde(default)]
     pub announce_submounts: bool,
@@ -227,8 +226,8 @@ pub struct Share {
     #[serde(default)]
     pub inode_file_handles: FileHandles,
 
-    /// Tell mounts at once of what others change in the directory on the host. Needs root; each change on its file system
-    /// is looked at.
+    /// Notify mounts at once of changes by other processes of the host. Needs root; every change on the directory's
+    /// file system costs some work.
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
     #[serde(default)]
     pub watch: Watch,
@@ -257,9 +256,9 @@ pub struct Share {
     #[serde(default, deserialize_with = "parsed")]
     pub xattrmap: Option<Xattrs>,
 
-    /// The most data that mem may hold (names, links, attributes and the like may take as much again), or the size of a new
-    /// pmem file, all of which is allocated at once: a number with K, M, G or T [default: half of the memory; the size of
-    /// the file].
+    /// The maximum data in mem (names, links, attributes and other metadata may take as much again), or the size of a
+    /// new pmem file, all of which is allocated at once: a number with K, M, G or T [default: half of the memory; the
+    /// size of the file].
     #[arg(long, value_name = "SIZE", help_heading = "For mem and pmem:PATH")]
     pub size: Option<Size>,
 
@@ -282,7 +281,7 @@ pub struct Share {
     #[arg(long, value_name = "DIR", help_heading = "For image:PATH")]
     pub store: Option<PathBuf>,
 
-    /// Go on only if the image has this digest, which proves all of the tree.
+    /// Fail unless the image has this digest, which covers the whole tree.
     #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
     pub digest: Option<ImageDigest>,
 
@@ -291,7 +290,7 @@ pub struct Share {
     #[arg(long, value_name = "REF", help_heading = "For image:PATH")]
     pub from: Option<String>,
 
-    /// Requests at a time that fetch what nobody has read yet; 0: fetch only what is read [default: 4].
+    /// Parallel requests that fetch what has not been read yet; 0: fetch only what is read [default: 4].
     #[arg(long, value_name = "N", help_heading = "For image:PATH")]
     #[arg(value_parser = clap::value_parser!(u16).range(..=i64::from(JOBS_MAX)))]
     pub jobs: Option<u16>,
@@ -315,7 +314,7 @@ pub struct Share {
     #[serde(default, rename = "9p-remote")]
     pub ninep_remote: bool,
 
-    /// The certificate of a tls address, with those that vouch for it, in PEM.
+    /// The certificate chain of a tls address, in PEM.
     #[arg(long, value_name = "FILE", help_heading = "For 9P")]
     pub tls_cert: Option<PathBuf>,
 
@@ -323,8 +322,8 @@ pub struct Share {
     #[arg(long, value_name = "FILE", help_heading = "For 9P")]
     pub tls_key: Option<PathBuf>,
 
-    /// Let in only clients with a certificate that one of these vouches for, in PEM; then other machines may reach the
-    /// address without --9p-remote.
+    /// Accept only clients whose certificate is signed by one of these authorities, in PEM. Other machines may then
+    /// reach the address without --9p-remote.
     #[arg(long, value_name = "FILE", help_heading = "For 9P")]
     pub tls_client_ca: Option<PathBuf>,
 
@@ -355,13 +354,14 @@ pub struct Share {
     #[serde(rename = "9p-slow")]
     pub ninep_slow: Option<u64>,
 
-    /// How long a 9P client may ask for nothing before it is disconnected [default: for ever, as mounts that nobody uses do].
+    /// Disconnect a 9P client after this many seconds without a request [default: never, because unused mounts send
+    /// none].
     #[arg(id = "9p-idle", long = "9p-idle", value_name = "SECONDS", help_heading = "For 9P")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=CLIENT_SECONDS_MAX))]
     #[serde(rename = "9p-idle")]
     pub ninep_idle: Option<u64>,
 
-    /// Ask the host for nothing ahead of 9P clients that read one piece after the other.
+    /// Disable read-ahead for 9P clients that read sequentially.
     #[arg(id = "9p-no-read-ahead", long = "9p-no-read-ahead", help_heading = "For 9P")]
     #[serde(default, rename = "9p-no-read-ahead")]
     pub ninep_no_read_ahead: bool,
@@ -370,7 +370,7 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For 9p:SERVER")]
     pub msize: Option<Size>,
 
-    /// Requests under way to the server at a time, by each connection [default: 64].
+    /// Requests in flight to the server, per connection [default: 64].
     #[arg(long, value_name = "N", help_heading = "For 9p:SERVER")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(IN_FLIGHT_MAX)))]
     pub in_flight: Option<u16>,
@@ -397,7 +397,7 @@ pub struct Share {
     #[serde(rename = "9p-tree")]
     pub ninep_tree: Option<PathBuf>,
 
-    /// Who must have signed the certificate of a tls server, in PEM.
+    /// The authorities that may sign the certificate of a tls server, in PEM.
     #[arg(long, value_name = "FILE", help_heading = "For 9p:SERVER")]
     pub server_ca: Option<PathBuf>,
 
@@ -409,25 +409,25 @@ pub struct Share {
     #[arg(long, value_name = "FILE", requires = "client_cert", help_heading = "For 9p:SERVER")]
     pub client_key: Option<PathBuf>,
 
-    /// How requests of a mount travel [default: auto, the best that can be had].
+    /// The transport of a mount's requests [default: auto, the best available].
     #[arg(long, value_enum, value_name = "PATH", help_heading = "For mounts")]
     pub path: Option<Carrier>,
 
-    /// Whether the kernel may read and write whole files of the source by itself [default: auto, if it can].
+    /// Whether the kernel may access files of the source directly (FUSE passthrough) [default: auto, if supported].
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "For mounts")]
     pub passthrough: Option<Passthrough>,
 
-    /// Let users other than the one who mounts in, as permissions say.
+    /// Let other users access the mount, subject to file permissions.
     #[arg(long, help_heading = "For mounts")]
     #[serde(default)]
     pub allow_other: bool,
 
-    /// Mount also on a directory that is not empty, and hide what is in it.
+    /// Allow mounting on a directory that is not empty; its contents are hidden.
     #[arg(long, help_heading = "For mounts")]
     #[serde(default)]
     pub nonempty: bool,
 
-    /// What the table of mounts shows as the source [default: the source].
+    /// The source that the table of mounts shows [default: the source].
     #[arg(long, value_name = "NAME", help_heading = "For mounts")]
     pub fsname: Option<String>,
 
@@ -437,12 +437,12 @@ pub struct Share {
     #[arg(value_parser = clap::value_parser!(u64).range(..=HANDLER_TIMEOUT_MAX))]
     pub handler_timeout: Option<u64>,
 
-    /// Threads that read /dev/fuse at least [default: one, and more while requests wait].
+    /// The minimum number of threads that read /dev/fuse [default: one, and more while requests wait].
     #[arg(long, value_name = "N", help_heading = "For mounts")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
     pub threads: Option<u16>,
 
-    /// Requests that each CPU's ring can hold [default: 8].
+    /// Entries of each CPU's ring [default: 8].
     #[arg(long, value_name = "N", help_heading = "For mounts")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(DEPTH_MAX)))]
     pub depth: Option<u16>,

@@ -1,4 +1,4 @@
-//! What flags may be set to, as a user writes it.
+//! Parses the values of flags.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -121,7 +121,7 @@ pub enum Carrier {
     Devfuse,
 }
 
-/// Whether the kernel may read and write files of the source by itself.
+/// Whether the kernel may read and write files of the source on its own.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Passthrough {

@@ -38,7 +38,7 @@ pub struct Target {
 }
 
 impl Client {
-    /// Sends a request; answers the connection, for whatever follows.
+    /// Sends a request; returns the connection, for whatever follows.
     pub fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<(T, BufReader<UnixStream>)> {
         let pid = self.endpoint.pid;
         let end = Instant::now() + PATIENCE;
@@ -114,7 +114,7 @@ impl Target {
     pub fn find(target: &Path) -> Result<Self> {
         let begin = Instant::now();
         loop {
-            let found = Self::find_now(target);
+            let found = Self::find_once(target);
             // A mount is in the table of mounts a moment before its server listens.
             let may_come = found.is_err() && is_in_mount(target) && begin.elapsed() < START_PATIENCE;
             if !may_come {
@@ -124,7 +124,7 @@ impl Target {
         }
     }
 
-    fn find_now(target: &Path) -> Result<Self> {
+    fn find_once(target: &Path) -> Result<Self> {
         let shown = target.display();
         let running = running();
         if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {

@@ -23,7 +23,7 @@ use crate::socket::Bound;
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A socket or descriptor can serve one disk only. Files are kept apart by their locks.
-pub fn refuse_doubles(disks: &[Args]) -> Result<()> {
+pub fn refuse_duplicates(disks: &[Args]) -> Result<()> {
     let mut sockets = HashSet::new();
     let mut descriptors = HashSet::new();
     for disk in disks {

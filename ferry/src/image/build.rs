@@ -72,9 +72,9 @@ pub struct BuildArgs {
     /// Which image of an OCI index to take [default: Linux's for this machine].
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
-    /// What becomes of the whiteouts of an archive that is a layer by itself: they are dropped, for there is nothing that they hide;
-    /// made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the archive has [default: such an
-    /// archive is refused].
+    /// What becomes of the whiteouts of an archive that is a layer on its own: they are dropped, for there is nothing
+    /// that they hide; made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the
+    /// archive has [default: such an archive is refused].
     #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true)]
     whiteouts: Option<WhiteoutsName>,
     /// Have the kernel prove the bytes of files, too, when the image is mounted with --digest from a file system with fs-verity (of the

@@ -19,8 +19,8 @@ use signal_hook::iterator::Signals;
 use super::mount::{MountArgs, attach};
 use super::registry::{self, Background, JOBS_MAX, Origin};
 use super::watch::{Watch, until_unmounted};
-use crate::guardian::{Duty, Guardian};
-use crate::mount::{Nulls, in_background};
+use crate::guardian::{Guardian, GuardianTask};
+use crate::mount::{DevNull, in_background};
 use crate::size::Size;
 
 /// How many readers of what is not here are answered at a time, beside those whose objects are being fetched.
@@ -56,7 +56,7 @@ impl LazyArgs {
         self.detached
     }
 
-    /// Says the same to `ferry mount`, which goes to the background by itself.
+    /// Says the same to `ferry mount`, which goes to the background on its own.
     pub(super) fn add_to(&self, words: &mut Vec<OsString>) {
         let Some(from) = &self.from else { return };
         words.extend(["--from".into(), from.into()]);
@@ -94,7 +94,7 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
         words.insert(at, "--detached".into());
         return in_background(&words, false);
     }
-    let nulls = lazily.detached.then(Nulls::open).transpose()?;
+    let nulls = lazily.detached.then(DevNull::open).transpose()?;
     if lazily.detached {
         rustix::process::setsid().context("cannot leave the terminal")?;
     }
@@ -118,7 +118,8 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
     let mut watch = Watch::begin(&mut objects)?;
     let (group, packs) = watch.for_guardian()?;
-    let guardian = Guardian::start(Duty::Packs { group, packs }).context("cannot start the guardian of the mount")?;
+    let guardian =
+        Guardian::start(GuardianTask::Packs { group, packs }).context("cannot start the guardian of the mount")?;
     // It outlives us unless all is here: from now on guardians of earlier servers rely on us, also if nothing gets mounted, and
     // nobody may take holes for zeros. One that nobody needs goes by itself.
     let guardian = ManuallyDrop::new(guardian);
@@ -152,7 +153,7 @@ fn wait(
     mut signals: Signals,
     background: Option<Background>,
     objects: &Arc<ferry_image::Objects>,
-    nulls: Option<Nulls>,
+    nulls: Option<DevNull>,
 ) -> Result<Over> {
     let (sender, over) = channel();
     let mounted = statx(CWD, dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot look at the mount")?;
@@ -187,7 +188,7 @@ fn fetch(background: Background, objects: &Arc<ferry_image::Objects>, sender: &S
 }
 
 /// Says that the mount is there, and lets go of the terminal.
-fn ready(nulls: Option<Nulls>) -> Result<()> {
+fn ready(nulls: Option<DevNull>) -> Result<()> {
     match nulls {
         Some(nulls) => {
             super::print("mounted\n")?;

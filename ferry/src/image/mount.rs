@@ -18,12 +18,12 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
-use super::instead::{self, Unusable};
+use super::fuse_fallback::{self, KernelMountError};
 use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
 use super::named;
 use super::upper::Upper;
-use super::verity::{self, Packs, Wanted};
+use super::verity::{self, Packs, VerityPolicy};
 use super::{ImageArg, StoreArg};
 
 #[derive(Debug, clap::Args)]
@@ -43,9 +43,9 @@ pub struct MountArgs {
     work: Option<PathBuf>,
     /// With --digest, whether to refuse a mount where the kernel cannot prove what it reads by fs-verity: only where the file system has that, and
     /// a pack that was built with --verity has not; or always. Objects of the layout composefs always need it.
-    #[arg(long, value_enum, value_name = "auto|require", default_value_t = Wanted::Auto, requires_if("require", "digest"))]
+    #[arg(long, value_enum, value_name = "auto|require", default_value_t = VerityPolicy::Auto, requires_if("require", "digest"))]
     #[arg(hide_possible_values = true)]
-    verity: Wanted,
+    verity: VerityPolicy,
     /// Let set-user-id programs (suid) and device nodes (dev) of the image count on this host; without that the mount has nosuid and nodev.
     #[arg(short = 'o', value_enum, value_name = "OPTIONS", value_delimiter = ',')]
     pub(super) options: Vec<Word>,
@@ -90,7 +90,7 @@ impl MountArgs {
         let asked = [
             (self.upper.is_some(), "--upper"),
             (self.by_loop, "--loop"),
-            (self.verity == Wanted::Require, "--verity require"),
+            (self.verity == VerityPolicy::Require, "--verity require"),
         ];
         asked.into_iter().find(|(is_asked, _)| *is_asked).map(|(_, flag)| flag)
     }
@@ -104,7 +104,7 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result
     }
     match by_kernel(args, line) {
         Err(error) => match error.downcast_ref() {
-            Some(why) => instead::mount(args, common, why),
+            Some(why) => fuse_fallback::mount(args, common, why),
             None => Err(error),
         },
         done => done,
@@ -225,9 +225,9 @@ pub(super) fn by_descriptor(file: &File) -> PathBuf {
 fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
-        Err(Errno::NODEV) => Err(Unusable(format!("this kernel has no {kind} (modprobe {kind})")).into()),
-        Err(Errno::NOSYS) => Err(Unusable("this kernel is older than Linux 5.2".into()).into()),
-        Err(Errno::PERM) => Err(Unusable("only root can mount images with the kernel".into()).into()),
+        Err(Errno::NODEV) => Err(KernelMountError(format!("this kernel has no {kind} (modprobe {kind})")).into()),
+        Err(Errno::NOSYS) => Err(KernelMountError("this kernel is older than Linux 5.2".into()).into()),
+        Err(Errno::PERM) => Err(KernelMountError("only root can mount images with the kernel".into()).into()),
         Err(error) => Err(error).with_context(|| format!("cannot begin a mount of type {kind}")),
     }
 }
@@ -304,7 +304,7 @@ fn configure_proved(
     let places = named::places(packs.len());
     let devices: Vec<&Path> = places.iter().map(PathBuf::as_path).collect();
     let files: Vec<_> = [(path, proved)].into_iter().chain(devices.iter().copied().zip(&opened)).collect();
-    named::among(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
+    named::with_private_root(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
         tracing::debug!("the table of mounts shows no name of the image: {error}");
         configure(image, &by_descriptor(proved), packs)
     })

@@ -24,7 +24,7 @@ const FILE_MODE: RawMode = 0o600;
 ///
 /// # Errors
 /// This kernel, or this user, has no way to that.
-pub fn among<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
+pub fn with_private_root<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
     let copy = |(path, file): &(&Path, &File)| {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
         let path = path.strip_prefix("/").map_err(|_| Errno::INVAL)?.to_owned();
@@ -96,7 +96,7 @@ mod tests {
         fs::rename(&path, folder.path().join("b")).expect("files can be renamed");
         fs::write(&path, "another").expect("files can be made");
         let look = || (fs::read_to_string(&path).ok(), fs::read_dir("/").map(|names| names.count()).ok());
-        match among(&[(&path, &file)], look) {
+        match with_private_root(&[(&path, &file)], look) {
             Ok(seen) => assert_eq!(seen, (Some("proved".into()), Some(1))),
             Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
         }

@@ -138,7 +138,7 @@ pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferr
     bail!(WITHOUT)
 }
 
-/// Fetches all that nobody has read yet, however long that takes; answers whether all of it has its lasting place then.
+/// Fetches all that nobody has read yet, however long that takes; returns whether all of it has its lasting place then.
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
@@ -233,7 +233,7 @@ mod with {
         Ok(source)
     }
 
-    /// The same, for whoever reads the packs by himself.
+    /// The same, for whoever reads the packs directly.
     pub fn objects(
         path: &Path,
         store: &Path,
@@ -296,8 +296,8 @@ mod with {
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
-    /// Ends with the process, or when all is here; answers whether that lasts. What did not come to the disk is not tried again: a
-    /// second fsync(2) would say that all is well.
+    /// Ends with the process, or when all is here; returns whether that lasts. What did not come to the disk is not
+    /// tried again: a second fsync(2) would say that all is well.
     fn in_background(objects: &Objects, jobs: usize, remote: &Remote) -> bool {
         while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
             tracing::warn!("{bad}; tried again in {} s", BACKGROUND_PAUSE.as_secs());

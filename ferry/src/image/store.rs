@@ -176,7 +176,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
     print(&text)
 }
 
-/// Shows what is another in the newer image; answers the status.
+/// Shows what is another in the newer image; returns the status.
 pub fn diff(args: &DiffArgs) -> Result<u8> {
     let (old, new) = (Image::open(&args.old, None)?, Image::open(&args.new, None)?);
     let store = Store::open(&args.store.store)?;

@@ -37,7 +37,7 @@ pub struct TraceArgs {
     command: Vec<OsString>,
 }
 
-/// Looks until the workload ends; answers its status.
+/// Looks until the workload ends; returns its status.
 pub fn trace(args: &TraceArgs) -> Result<u8> {
     let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
     if !dir.is_dir() {
@@ -146,7 +146,7 @@ impl Watch {
         }
     }
 
-    /// Looks until a process has ended; answers its status. Signals are for it.
+    /// Looks until a process has ended; returns its status. Signals are for it.
     fn until(&mut self, workload: &mut Workload, stop: &AtomicUsize) -> Result<u8> {
         loop {
             match stop.swap(0, Ordering::Relaxed) {

@@ -8,7 +8,7 @@ use ferry_image::{Image, PackProof, Store, Verity, verity_of};
 
 /// Whether a mount is refused where the kernel cannot prove all that it reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Wanted {
+pub enum VerityPolicy {
     /// Where the packs could be proved and are not.
     Auto,
     /// Always.
@@ -54,15 +54,15 @@ pub fn check(
     (image, file, path): (&Image, &File, &Path),
     folder: &Path,
     elsewhere: &dyn Fn(usize) -> Option<PathBuf>,
-    wanted: Wanted,
+    wanted: VerityPolicy,
 ) -> Result<Packs> {
     let mut packs = Packs::default();
     let mut believed = None;
     let unproved = |why: String| match wanted {
-        Wanted::Require => {
+        VerityPolicy::Require => {
             bail!("{why}, so the kernel cannot prove the bytes of files, which --verity require asks for")
         }
-        Wanted::Auto => Ok(Some(why)),
+        VerityPolicy::Auto => Ok(Some(why)),
     };
     let store = if image.packs().is_empty() { None } else { Some(Store::open(folder)?) };
     for (number, pack) in image.packs().iter().enumerate() {
@@ -100,7 +100,7 @@ pub fn check(
         Verity::Off | Verity::Unavailable if believed.is_some() => {}
         Verity::Off | Verity::Unavailable => {
             let why = format!("{} has no fs-verity", path.display());
-            if wanted == Wanted::Require {
+            if wanted == VerityPolicy::Require {
                 bail!("{why}, so the kernel cannot prove what it reads of it, which --verity require asks for");
             }
             eprintln!("ferry: {why}: the kernel proves the bytes of files, and the rest was proved just now");

@@ -5,7 +5,7 @@
 //! asked for about once. Files can be marked on ext4, XFS and btrfs.
 //!
 //! Should nobody hold the other end any more, the kernel stops asking, and holes would be read as zeros. So a process of its own
-//! ([`crate::guardian`]) holds it, too, and when the server has died answers in its place, [`stand_in`]: what is here may be read,
+//! ([`crate::guardian`]) holds it, too, and when the server has died answers in its place, [`answer_for_dead_server`]: what is here may be read,
 //! all else is an I/O error. It goes when the packs are whole, nobody has them open any more, or the next server says that it is there,
 //! by a lock on each of them. The marks are of the files, so that server answers for the old mount, too.
 #![allow(unsafe_code, reason = "a descriptor that comes in an event, and a lease, which have no safe name elsewhere")]
@@ -31,7 +31,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
 use rustix::io::Errno;
 
-use super::instead::Unusable;
+use super::fuse_fallback::KernelMountError;
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
 const FAN_PRE_ACCESS: u64 = 0x0010_0000;
@@ -59,7 +59,7 @@ const REFUSAL: Duration = Duration::from_secs(1);
 
 /// A question of the kernel's: may this be read?
 #[derive(Debug)]
-struct Question {
+struct PermissionEvent {
     /// The file, opened for us such that nobody is asked when we use it.
     file: OwnedFd,
     /// The number that the answer names the question by.
@@ -89,17 +89,17 @@ fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
 }
 
 /// The next question; waits for one.
-fn ask(group: impl AsFd) -> io::Result<Question> {
+fn ask(group: impl AsFd) -> io::Result<PermissionEvent> {
     let mut bytes = [0; EVENT_BYTES];
     let count = rustix::io::read(&group, &mut bytes)?;
     let event = read_event(bytes.get(..count).unwrap_or_default());
     let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
     // SAFETY: the kernel has just opened it for whoever reads the event, and nobody else has read this one.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
-    Ok(Question { file, number, pid, range })
+    Ok(PermissionEvent { file, number, pid, range })
 }
 
-impl Question {
+impl PermissionEvent {
     fn answer(&self, group: impl AsFd, response: u32) {
         let mut bytes = [0; 8];
         bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
@@ -152,7 +152,7 @@ pub struct Watch {
     group: Arc<Fanotify>,
     packs: Arc<[Watched]>,
     /// Questions of others that came before anybody answered.
-    early: Vec<Question>,
+    early: Vec<PermissionEvent>,
 }
 
 /// What to do where the kernel cannot be asked to wait.
@@ -165,10 +165,10 @@ impl Watch {
         let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
         let group = match Fanotify::init(flags, files) {
             Err(nix::errno::Errno::EPERM) => {
-                return Err(Unusable("only root can have the kernel wait for what is not here".into()).into());
+                return Err(KernelMountError("only root can have the kernel wait for what is not here".into()).into());
             }
             Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
-                return Err(Unusable("this kernel cannot wait for what is not here".into()).into());
+                return Err(KernelMountError("this kernel cannot wait for what is not here".into()).into());
             }
             group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}"))?,
         };
@@ -183,14 +183,14 @@ impl Watch {
             );
             match mark {
                 Err(nix::errno::Errno::EINVAL) => {
-                    return Err(Unusable(
+                    return Err(KernelMountError(
                         "this kernel cannot wait for what is not here (Linux 6.14 or later can)".into(),
                     )
                     .into());
                 }
                 Err(nix::errno::Errno::EOPNOTSUPP) => {
                     let why = "the store's file system cannot wait for what is not here (ext4, XFS and btrfs can)";
-                    return Err(Unusable(why.into()).into());
+                    return Err(KernelMountError(why.into()).into());
                 }
                 mark => mark.with_context(|| format!("cannot watch a pack; {ELSE}"))?,
             }
@@ -217,7 +217,7 @@ impl Watch {
     /// Begins to answer until this process ends: one thread answers for what is here and never waits for a server, so many others
     /// fetch. Says to the guardians of servers that have died that somebody answers again.
     pub fn serve(&mut self, objects: &Arc<Objects>, threads: usize) -> Result<()> {
-        let known = Known { packs: Arc::clone(&self.packs), objects: Arc::clone(objects), refused: Arc::default() };
+        let known = PackState { packs: Arc::clone(&self.packs), objects: Arc::clone(objects), refused: Arc::default() };
         let (sender, waiting) = sync_channel(WAITING_MAX);
         let waiting = Arc::new(Mutex::new(waiting));
         for _ in 0..threads {
@@ -266,7 +266,7 @@ fn by_fd(file: &File) -> PathBuf {
 
 /// A descriptor of a marked file that nobody is asked about: the one that comes with the first question, to which our own
 /// read gives rise.
-fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<File> {
+fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Result<File> {
     let ours = i32::try_from(std::process::id()).unwrap_or_default();
     thread::scope(|scope| {
         // At the end, where there is nothing that anybody has to fetch.
@@ -284,7 +284,7 @@ fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<Fil
             if !is_there {
                 // Nobody waits for us, or the reader would be one.
                 drop(reader.join());
-                return Err(Unusable("this kernel does not ask before a file is read".into()).into());
+                return Err(KernelMountError("this kernel does not ask before a file is read".into()).into());
             }
             let question = ask(group).context("the kernel's question cannot be read")?;
             if question.pid != ours {
@@ -298,7 +298,7 @@ fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<Question>) -> Result<Fil
 }
 
 /// The next question that has to be fetched for.
-fn next(waiting: &Mutex<Receiver<Question>>) -> Option<Question> {
+fn next(waiting: &Mutex<Receiver<PermissionEvent>>) -> Option<PermissionEvent> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
 }
 
@@ -309,19 +309,19 @@ fn guarded<T>(denial: T, look: impl FnOnce() -> T) -> T {
 
 /// What answers go by.
 #[derive(Clone)]
-struct Known {
+struct PackState {
     packs: Arc<[Watched]>,
     objects: Arc<Objects>,
     refused: Arc<Mutex<Option<Refused>>>,
 }
 
-impl Known {
+impl PackState {
     fn last(&self) -> MutexGuard<'_, Option<Refused>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The answer, if nothing has to be fetched for it.
-    fn at_once(&self, question: &Question) -> Option<u32> {
+    fn at_once(&self, question: &PermissionEvent) -> Option<u32> {
         let key = match question.key() {
             Ok(key) => key,
             Err(error) => return Some(refuse(&error)),
@@ -335,7 +335,7 @@ impl Known {
     }
 
     /// Gets and proves what is asked for.
-    fn verdict(&self, question: &Question) -> u32 {
+    fn verdict(&self, question: &PermissionEvent) -> u32 {
         // Somebody may have got it, or been refused it, since it was asked.
         if let Some(verdict) = self.at_once(question) {
             return verdict;
@@ -371,9 +371,9 @@ fn whole_lock(kind: i32) -> libc::flock {
 
 /// A pack as its guardian holds it.
 #[derive(Debug)]
-pub struct Held(File);
+pub struct PackHold(File);
 
-impl Held {
+impl PackHold {
     /// Opens a pack, and keeps it from being removed from its store.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
@@ -389,7 +389,7 @@ impl Held {
     }
 
     /// Whether a reader may go on, as far as this one can say. A server, where there is one, is asked, too.
-    fn may_be_read(&self, question: &Question) -> bool {
+    fn may_be_read(&self, question: &PermissionEvent) -> bool {
         self.is_whole() || self.is_served() || self.has(question)
     }
 
@@ -409,7 +409,7 @@ impl Held {
     }
 
     /// Whether all of a range was written once. Only what is proved ever is.
-    fn has(&self, question: &Question) -> bool {
+    fn has(&self, question: &PermissionEvent) -> bool {
         let size = self.0.metadata().map_or(0, |found| found.len());
         let (from, to) = (question.range.0, question.range.0.saturating_add(question.range.1).min(size));
         // The place in a file is the descriptor's, and nobody shares this one.
@@ -419,7 +419,7 @@ impl Held {
 
 /// Answers in the place of a server that has died: what is here may be read, for the rest readers get `EIO`. Ends when it is
 /// needed no more.
-pub fn stand_in(group: impl AsFd, packs: &[Held]) -> Result<()> {
+pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()> {
     let keys: Vec<(u64, u64)> = packs
         .iter()
         .map(|pack| pack.0.metadata().map(|found| (found.dev(), found.ino())))
@@ -518,9 +518,11 @@ mod tests {
         file.set_len(1 << 20).expect("holes take no room");
         file.write_all_at(&[1; 65_536], 131_072).expect("it can be written");
         file.sync_all().expect("it can be synced");
-        let held = Held(file.try_clone().expect("a descriptor"));
+        let held = PackHold(file.try_clone().expect("a descriptor"));
         let null = || OwnedFd::from(File::open("/dev/null").expect("it is there"));
-        let has = |from: u64, bytes: u64| held.has(&Question { file: null(), number: 0, pid: 0, range: (from, bytes) });
+        let has = |from: u64, bytes: u64| {
+            held.has(&PermissionEvent { file: null(), number: 0, pid: 0, range: (from, bytes) })
+        };
         assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
         assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
         assert!(!held.is_served());

@@ -83,7 +83,7 @@ fn refusal(line: &str) -> Option<String> {
     if words.len() > 2 && words[..3] == ["mount", "-t", "ferry"] {
         let args = words[3..].iter().map(OsString::from);
         return match helper::read(args) {
-            Ok(helper::Asked::Mount(line)) => mistake(line),
+            Ok(helper::HelperCommand::Mount(line)) => mistake(line),
             Ok(_) => None,
             Err(error) => Some(error),
         };

@@ -1,5 +1,5 @@
-//! Sources of a server that is going to be behind walls: what of them is opened before, what by its place inside, and what once the
-//! last wall stands.
+//! Sources of a confined server: what is opened before the sandbox, what inside by its new path, and what after the
+//! sandbox is complete.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use ferry_vfs::FileSystem;
 use super::{Kind, Options, Sources};
 use crate::cli::Share;
 use crate::new_files::NewFiles;
-use crate::remote::{Distant, Server};
-use crate::sandbox::Reach;
+use crate::remote::{PreparedServer, Server};
+use crate::sandbox::ServerAccess;
 
 /// The source of a share on its way behind walls. Until it is begun it has no thread, but for one that waits to connect to its server, and until it has arrived no descriptor of a
 /// directory: one of the host's would be a way out.
@@ -36,9 +36,9 @@ enum Stage {
     /// A persistent memory file system, of which nothing is opened any more, and whether it is made just now.
     Pmem(pmem::Opened, bool),
     /// A server, which has not been connected to yet.
-    Server(Distant),
+    Server(PreparedServer),
     /// The same, and the thread that is going to do that.
-    Reaching(Distant, Connector),
+    Reaching(PreparedServer, Connector),
     /// A directory, open.
     Dir(Arc<Dir>),
     /// It is open, and needs nothing else.
@@ -52,7 +52,7 @@ enum Stage {
 pub fn prepare(shares: &[Share], new_files: &mut NewFiles) -> Result<Vec<Prepared>> {
     let mut all: Vec<Prepared> = Vec::new();
     for share in shares {
-        let (kind, options) = (Kind::seen(share), Options::of(share));
+        let (kind, options) = (Kind::as_clients_see(share), Options::of(share));
         let same = all.iter().position(|other| other.kind == kind && other.options == options);
         let stage = match (&kind, same) {
             (_, Some(at)) => Stage::Same(at),
@@ -104,7 +104,7 @@ impl Prepared {
     }
 
     /// How it reaches its server, if it has one.
-    pub fn reach(&self) -> Option<Reach> {
+    pub fn reach(&self) -> Option<ServerAccess> {
         if let Stage::Server(server) = &self.stage { Some(server.reach()) } else { None }
     }
 

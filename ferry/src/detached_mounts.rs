@@ -1,4 +1,4 @@
-//! Directories that hold one of this process's own mount points, as in `ferry mount / /mnt`.
+//! Detached copies of directories that contain one of this process's own mount points, as in `ferry mount / /mnt`.
 //!
 //! Were the source to see that mount, each look at it would be a request that the server makes to itself: with a ring
 //! for each CPU it waits for its own answer for ever, and over /dev/fuse the tree has itself inside without end. So the
@@ -13,9 +13,9 @@ use rustix::io::Errno;
 use rustix::mount::{MountPropagationFlags, OpenTreeFlags};
 
 /// A private copy of the mounts below a directory. It goes when this is dropped.
-pub struct Apart(OwnedFd);
+pub struct DetachedMounts(OwnedFd);
 
-impl Apart {
+impl DetachedMounts {
     /// The copy for a directory, if it is needed: one of the mount points is inside.
     pub fn of(dir: &Path, mount_points: &[PathBuf]) -> Result<Option<Self>> {
         let inside = mount_points.iter().find(|mount| mount.starts_with(dir) && *mount != dir);
@@ -53,7 +53,10 @@ mod tests {
     fn only_directories_with_a_mount_point_inside_need_a_copy() {
         for (dir, mounts) in [("/a", &["/b/c", "/ab"][..]), ("/a", &["/a"]), ("/a/b", &["/a"]), ("/a", &[])] {
             let mounts: Vec<PathBuf> = mounts.iter().map(PathBuf::from).collect();
-            assert!(Apart::of(Path::new(dir), &mounts).expect("nothing is done").is_none(), "{dir} {mounts:?}");
+            assert!(
+                DetachedMounts::of(Path::new(dir), &mounts).expect("nothing is done").is_none(),
+                "{dir} {mounts:?}"
+            );
         }
     }
 }

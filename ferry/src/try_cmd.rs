@@ -28,7 +28,7 @@ const ENVIRONMENT: [&str; 7] = ["PATH", "HOME", "TERM", "COLORTERM", "LANG", "LC
 /// Boots a guest, runs the command, and answers its status.
 pub fn run(args: TryArgs) -> Result<u8> {
     let mut endings = ShutdownSignals::catch(&ShutdownSignals::ALL).context("cannot catch signals")?;
-    let ending = Arc::new(Mutex::new(Ending::default()));
+    let ending = Arc::new(Mutex::new(ShutdownTarget::default()));
     let on_signal = Arc::clone(&ending);
     std::thread::Builder::new()
         .name("signals".into())
@@ -47,7 +47,7 @@ pub fn run(args: TryArgs) -> Result<u8> {
     }
 }
 
-fn try_in_guest(args: TryArgs, ending: &Mutex<Ending>) -> Result<u8> {
+fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
     let say = |text: String| {
         if args.verbose || std::io::stderr().is_terminal() {
             eprintln!("ferry: {text}");
@@ -160,7 +160,7 @@ fn cpus() -> u16 {
 
 /// Where a signal finds the guest that it is to end.
 #[derive(Debug, Default)]
-struct Ending {
+struct ShutdownTarget {
     signal: Option<i32>,
     guest: Option<Process>,
 }
@@ -173,7 +173,7 @@ struct Process {
     pidfd: std::os::fd::OwnedFd,
 }
 
-impl Ending {
+impl ShutdownTarget {
     fn came(&mut self, signal: i32) {
         self.signal = Some(signal);
         if let Some(guest) = &self.guest {
@@ -207,7 +207,7 @@ impl Process {
     }
 }
 
-fn lock(ending: &Mutex<Ending>) -> std::sync::MutexGuard<'_, Ending> {
+fn lock(ending: &Mutex<ShutdownTarget>) -> std::sync::MutexGuard<'_, ShutdownTarget> {
     ending.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

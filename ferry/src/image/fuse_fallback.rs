@@ -14,19 +14,19 @@ use super::mount::MountArgs;
 
 /// Why the kernel mounts no image here, whichever it is.
 #[derive(Debug)]
-pub struct Unusable(pub String);
+pub struct KernelMountError(pub String);
 
-impl fmt::Display for Unusable {
+impl fmt::Display for KernelMountError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Unusable {}
+impl std::error::Error for KernelMountError {}
 
 /// Becomes the program that mounts the image by our own export, unless something was asked for that only the kernel's mount has.
 /// `common` are the flags that all commands have.
-pub fn mount(args: &MountArgs, common: &[OsString], why: &Unusable) -> Result<u8> {
+pub fn mount(args: &MountArgs, common: &[OsString], why: &KernelMountError) -> Result<u8> {
     let words = [common, &words(args)].concat();
     let shown = shown(&words);
     if let Some(flag) = args.only_by_kernel() {
