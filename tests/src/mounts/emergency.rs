@@ -81,7 +81,7 @@ impl Watchdog {
         Self { dismissed: Some(dismissed), thread: Some(thread) }
     }
 
-    /// Ends watching. Answers whether the time had been over.
+    /// Ends watching. Returns whether the time had been over.
     pub fn dismiss(&mut self) -> bool {
         self.dismissed = None;
         self.thread.take().is_some_and(|thread| thread.join().unwrap_or(true))

@@ -63,7 +63,7 @@ fn references(line: &str) -> Vec<(&str, Vec<&str>)> {
     found
 }
 
-/// Whether a word stands in a text by itself.
+/// Whether a word stands in a text on its own.
 fn has_word(source: &str, word: &str) -> bool {
     let is_part = |c: char| c.is_alphanumeric() || c == '_';
     source

@@ -250,7 +250,7 @@ fn staleness_in_one_process_with_two_sources() {
     }
 }
 
-/// More changes than the kernel keeps, while the server is stopped: everything is looked at anew.
+/// More changes than the kernel keeps, while the server is stopped: everything is looked at again.
 #[test]
 fn too_many_changes_are_made_up_for() {
     let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap_or_default();

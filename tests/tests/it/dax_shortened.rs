@@ -148,7 +148,7 @@ fn by_9p(share: &Share) -> (ferry_ninep::Export, ferry_9p_client::Client, Ino) {
     (export, client, ino)
 }
 
-/// The file is mapped anew, made as short as `end` in this way, and given back.
+/// The file is mapped again, made as short as `end` in this way, and given back.
 fn is_seen_to(what: &str, victim: &mut Victim, (file, end): (&Path, u64), cut: impl FnOnce() + Send) {
     println!("{what}");
     // By the host, where nothing is mapped now.

@@ -96,7 +96,7 @@ fn what_is_closed_is_seen_when_it_is_opened() {
     close_to_open(Cache::Auto);
 }
 
-/// Bytes that neither length nor time of change tell of: only that each open asks for them anew shows them.
+/// Bytes that neither length nor time of change tell of: only that each open asks for them again shows them.
 #[test]
 fn what_is_opened_is_read_anew() {
     let _alone = alone();

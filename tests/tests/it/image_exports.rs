@@ -375,7 +375,7 @@ fn our_client_sees_the_whole_tree_by_9p() {
     }
 }
 
-/// composefs's objects are files, which the kernel reads by itself once they are proved.
+/// composefs's objects are files, which the kernel reads on its own once they are proved.
 #[test]
 fn objects_are_passed_through() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! The walls around a server, each tried from inside, and what the program puts up by itself.
+//! The walls around a server, each tried from inside, and what the program puts up on its own.
 
 use std::fs;
 use std::net::TcpListener;
@@ -535,8 +535,8 @@ fn what_does_not_fit_is_refused() {
     }
 }
 
-/// A descriptor of a file keeps its bytes on the host, whoever deletes it. A guest that is never told of that keeps the file in mind for as long as
-/// it has memory; so the server lets go of it by itself.
+/// A descriptor of a file keeps its bytes on the host, whoever deletes it. A guest that is never told of that keeps the
+/// file in mind for as long as it has memory; so the server lets go of it on its own.
 #[test]
 fn what_the_host_deletes_takes_no_room() {
     if !is_root() {

@@ -1,4 +1,4 @@
-//! The walls around a server of disks: what the program puts up by itself, and that disks work behind them as before.
+//! The walls around a server of disks: what the program puts up on its own, and that disks work behind them as before.
 
 use std::fs;
 use std::os::fd::AsRawFd;

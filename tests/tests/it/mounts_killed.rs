@@ -74,7 +74,7 @@ impl Drop for Controls {
     }
 }
 
-/// Kills the server of two mounts, under callers, and looks at what becomes of both. Answers how long callers waited.
+/// Kills the server of two mounts, under callers, and looks at what becomes of both. Returns how long callers waited.
 fn kill(pair: &Pair, children: &mut [Child]) -> Duration {
     let all = Controls::mount();
     let controls = pair.controls().map(|controls| {

@@ -87,7 +87,7 @@ fn known_cases(source: Source) -> BTreeSet<String> {
     of_diod.flat_map(|(names, _)| *names).map(|name| (*name).to_owned()).collect()
 }
 
-/// As mount(8), which would ask the helper for `fuse.ferry` to remount, and that is mount.fuse, which mounts anew.
+/// As mount(8), which would ask the helper for `fuse.ferry` to remount, and that is mount.fuse, which mounts again.
 const MOUNT_WITHOUT_HELPERS: &str = "#!/bin/sh\nexec /bin/mount -i \"$@\"\n";
 
 fn known(source: Source) -> BTreeSet<String> {

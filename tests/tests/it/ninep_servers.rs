@@ -262,7 +262,7 @@ fn carry(mut from: TcpStream, mut to: TcpStream, count: Arc<AtomicU64>) {
     });
 }
 
-/// Three connections to diod. Each in turn is cut while a file is written: all are made anew, and the file is right.
+/// Three connections to diod. Each in turn is cut while a file is written: all are made again, and the file is right.
 /// diod itself has ended after it once in some ten runs; then another one is tried.
 #[test]
 fn one_of_three_connections_to_diod_is_cut() {

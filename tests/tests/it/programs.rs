@@ -94,8 +94,9 @@ fn tar_both_ways_with_many_files() {
     tar(30_000);
 }
 
-/// User-mode Linux maps each page of a process by itself, and the host allows a process 65,530 maps (`vm.max_map_count`):
-/// past that the guest's kernel takes the same fault for ever. fio maps its file anew in each loop.
+/// User-mode Linux maps each page of a process on its own, and the host allows a process 65,530 maps
+/// (`vm.max_map_count`): past that the guest's kernel takes the same fault for ever. fio maps its file again in each
+/// loop.
 const MAPPED_MIB_MAX: u32 = 160;
 
 fn fio(loops: u32, size_mib: u32) {

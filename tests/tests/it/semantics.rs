@@ -22,8 +22,8 @@ const FAILING: &[(&str, bool, &str)] = &[
     ),
 ];
 
-/// Checks that need a capability which a confined server does not keep by itself, as virtiofsd does not: `LINUX_IMMUTABLE` and
-/// `SYS_ADMIN` (attributes `trusted.`).
+/// Checks that need a capability which a confined server does not keep on its own, as virtiofsd does not:
+/// `LINUX_IMMUTABLE` and `SYS_ADMIN` (attributes `trusted.`).
 const NEEDS_MORE: &[&str] = &["flags-ioctl", "xattr-namespaces", "xattr-listed"];
 
 fn failures(out: &str) -> BTreeSet<String> {

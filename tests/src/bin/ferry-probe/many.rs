@@ -251,8 +251,8 @@ fn check_appended(path: &Path, names: &[&str], count: usize) {
     }
 }
 
-/// Adds one to a number in a file, under a lock, over and over. The file is opened anew each time: caches that
-/// promise close-to-open see what the last one wrote.
+/// Adds one to a number in a file, under a lock, over and over. The file is opened again each time: caches that promise
+/// close-to-open see what the last one wrote.
 fn count_up(kind: &str, folder: &Path, count: u32) {
     let guard = open(folder.join("lock").to_str().unwrap());
     for _ in 0..count {
