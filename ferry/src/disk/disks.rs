@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
-use ferry_isolation::Held;
+use ferry_isolation::BlockedSignals;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -55,7 +55,7 @@ pub fn bind(disk: &Args, inherited: Option<Bound>) -> Result<Option<Bound>> {
 /// Waits until the storage of a disk answers, and says so if it takes long; whether it did before a signal came that ends this process.
 ///
 /// Another process asks it: one that waits for storage can, with some, not even be killed, and this one is to end at once.
-fn answers(disk: &Args, signals: &Held) -> Result<bool> {
+fn answers(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
     let begun = Instant::now();
     let file = disk.path()?.display();
     let Some(child) = ferry_isolation::begin_child()? else { ask(disk) };
@@ -133,7 +133,7 @@ impl<'a> Disks<'a> {
     pub fn open(
         disks: &'a [Args],
         inherited: Vec<Option<Bound>>,
-        signals: &Held,
+        signals: &BlockedSignals,
         new_files: NewFiles,
     ) -> Result<Option<Self>> {
         let mut all = Self { opened: Vec::new(), sockets: Vec::new(), exports: Vec::new(), new_files };
