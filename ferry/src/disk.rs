@@ -248,8 +248,7 @@ pub fn serve(
     let inside = match confinement.enter()? {
         Entered::Outside(outside) => {
             drop(ready);
-            opened.leave();
-            return outside.wait(&signals);
+            return outside.wait(&signals, opened.leave());
         }
         Entered::Inside(inside) => inside,
     };

@@ -44,7 +44,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let share = args.into_share();
     let nulls = detached.then(DevNull::open).transpose()?;
     let new_files = NewFiles::until(Success::new()?);
-    share::serve(&[share], HashMap::new(), (&words, None), logging, new_files, |up| {
+    share::serve(&[share], HashMap::new(), (&words, None), (logging, None), new_files, |up| {
         announce(up, json)?;
         if let Some(nulls) = nulls {
             nulls.leave(log)?;

@@ -1,7 +1,7 @@
 //! Files that a start makes: images of `pmem:`, raw disks. They go again if the start fails.
 
 use std::fs::{self, File, Metadata};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
@@ -92,9 +92,19 @@ impl NewFiles {
         self.made.clear();
     }
 
+    /// What can be read from once the start has succeeded; `None` if it has made no files.
+    pub fn event(&self) -> Option<BorrowedFd<'_>> {
+        (!self.made.is_empty()).then(|| self.success.reader.as_fd())
+    }
+
     /// This process serves. If nobody else has a say in it, the start has succeeded.
     pub fn keep(&mut self) {
         self.success.say();
+        self.release();
+    }
+
+    /// Closes the files if the start has succeeded.
+    pub fn release(&mut self) {
         if self.success.is_said() {
             self.made.clear();
         }

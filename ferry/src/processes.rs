@@ -41,19 +41,22 @@ pub fn run(
     sandbox::set_public_pid();
     let has_shares = shares.is_some();
     let mut servers = Servers { all: Vec::new(), has_shares, json, is_told: false, ending: None, status: 0 };
-    if let Some(shares) = shares.filter(|shares| !shares.is_empty())
-        && let Some(report) = servers.begin(None)?
-    {
-        drop(servers);
-        sockets.iter_mut().flatten().for_each(Bound::leave);
-        drop(sockets);
-        return shares.serve(signals, report);
+    let mut control = None;
+    if let Some(shares) = shares.filter(|shares| !shares.is_empty()) {
+        if let Some(report) = servers.begin(None)? {
+            drop(servers);
+            sockets.iter_mut().flatten().for_each(Bound::leave);
+            drop(sockets);
+            return shares.serve(signals, report);
+        }
+        control = shares.into_control();
     }
     for (number, disk) in disks.iter().enumerate() {
         let Some(report) = servers.begin(Some(disk))? else { continue };
         drop(servers);
         let mut own = sockets.get_mut(number).and_then(Option::take);
         own.as_mut().map_or(Ok(()), Bound::take_over)?;
+        control.iter_mut().for_each(ferry_vhost::Socket::leave_file);
         sockets.iter_mut().flatten().for_each(Bound::leave);
         drop(sockets);
         let (report, new_files) = report.split()?;

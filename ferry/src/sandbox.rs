@@ -27,6 +27,7 @@ use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
+use crate::new_files::NewFiles;
 use crate::source::{Kind, Prepared};
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
@@ -370,9 +371,17 @@ impl Confinement {
 }
 
 impl Waiting {
-    /// Waits for the process inside; returns its status.
-    pub fn wait(self, signals: &BlockedSignals) -> Result<u8> {
-        let end = self.0.wait(signals)?;
+    /// Waits for the process inside; returns its status. Holds the new files until that process serves.
+    pub fn wait(self, signals: &BlockedSignals, new_files: &mut NewFiles) -> Result<u8> {
+        let failed = match new_files.event() {
+            Some(event) => self.0.wait_for(event, signals)?,
+            None => None,
+        };
+        new_files.release();
+        let end = match failed {
+            Some(end) => end,
+            None => self.0.wait(signals)?,
+        };
         if let ferry_isolation::End::Signal(_) = end {
             eprintln!("ferry: the server was ended by {end}");
         }

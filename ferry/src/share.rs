@@ -51,7 +51,9 @@ pub fn run(
         let inherited_disks = disk::inherit(disks)?;
         // None gets lost until they are caught, on whichever side.
         let signals = BlockedSignals::hold()?;
-        let beside = Beside { shares, inherited, sandbox_flags, json, logging };
+        // Clients check that the process which made the socket is the one that users know.
+        let control = if shares.is_empty() { None } else { Control::bind() };
+        let beside = Beside { shares, inherited, sandbox_flags, json, logging, control };
         return processes::run(Some(beside), (disks, inherited_disks), (sandbox_flags, json), signals);
     }
     let once = shares.iter().any(|share| share.once);
@@ -68,8 +70,15 @@ pub fn run(
     };
     let new_files = NewFiles::until(Success::new()?);
     match sandbox::fits(sandbox_flags, shares)? {
-        true => serve_confined(shares, inherited, (sandbox_flags, BlockedSignals::hold()?), logging, new_files, ready),
-        false => serve(shares, inherited, (&[], None), logging, new_files, ready).map(|()| 0),
+        true => serve_confined(
+            shares,
+            inherited,
+            (sandbox_flags, BlockedSignals::hold()?),
+            (logging, None),
+            new_files,
+            ready,
+        ),
+        false => serve(shares, inherited, (&[], None), (logging, None), new_files, ready).map(|()| 0),
     }
 }
 
@@ -80,6 +89,7 @@ pub struct Beside<'a> {
     sandbox_flags: &'a SandboxFlags,
     json: bool,
     logging: &'a Logging,
+    control: Option<ferry_vhost::Socket>,
 }
 
 impl Beside<'_> {
@@ -88,9 +98,17 @@ impl Beside<'_> {
         self.shares.is_empty()
     }
 
+    /// The control socket, for the process that users know, which removes its file in the end.
+    pub fn into_control(self) -> Option<ferry_vhost::Socket> {
+        self.control
+    }
+
     /// Serves them, in a process of their own. Returns the status to end with.
     pub fn serve(self, signals: BlockedSignals, report: Report) -> Result<u8> {
-        let Self { shares, inherited, sandbox_flags, json, logging } = self;
+        let Self { shares, inherited, sandbox_flags, json, logging, mut control } = self;
+        if let Some(control) = &mut control {
+            control.leave_file();
+        }
         let (report, new_files) = report.split()?;
         let ready = |up: &[ServedShare]| {
             let is_told = report.tell(&shown_all(up))?;
@@ -100,8 +118,8 @@ impl Beside<'_> {
             Ok(is_told)
         };
         match sandbox::fits(sandbox_flags, shares)? {
-            true => serve_confined(shares, inherited, (sandbox_flags, signals), logging, new_files, ready),
-            false => serve(shares, inherited, (&[], Some(signals)), logging, new_files, ready).map(|()| 0),
+            true => serve_confined(shares, inherited, (sandbox_flags, signals), (logging, control), new_files, ready),
+            false => serve(shares, inherited, (&[], Some(signals)), (logging, control), new_files, ready).map(|()| 0),
         }
     }
 }
@@ -112,7 +130,7 @@ fn serve_confined(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,
     (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
-    logging: &Logging,
+    (logging, control): (&Logging, Option<ferry_vhost::Socket>),
     mut new_files: NewFiles,
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<u8> {
@@ -122,12 +140,12 @@ fn serve_confined(
     let confinement = Confinement::of(sandbox_flags, shares, &sources, &[])?;
     let mut sockets = Sockets::make(shares, inherited)?;
     let kept = state::open_all_stores(shares)?;
-    let mut control = Control::bind();
+    let mut control = control.or_else(Control::bind);
     let mut inside = match confinement.enter()? {
         Entered::Outside(outside) => {
             // What is kept is the other's: files that it closes are to be closed.
             drop((kept, sources, ready));
-            return outside.wait(&signals);
+            return outside.wait(&signals, &mut new_files);
         }
         Entered::Inside(inside) => inside,
     };
@@ -158,7 +176,7 @@ pub fn serve(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,
     (words, signals): (&[String], Option<BlockedSignals>),
-    logging: &Logging,
+    (logging, control): (&Logging, Option<ferry_vhost::Socket>),
     mut new_files: NewFiles,
     ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
 ) -> Result<()> {
@@ -176,7 +194,7 @@ pub fn serve(
     let kept = state::open_all_stores(shares)?;
     let up = start(shares, &opened, (sockets, kept), words, &mut serving)?;
     new_files.keep();
-    serve_until(endings, up, Control::bind(), serving, logging, ready)
+    serve_until(endings, up, control.or_else(Control::bind), serving, logging, ready)
 }
 
 /// Inherited descriptors come first: nothing has been opened yet that could have their numbers.

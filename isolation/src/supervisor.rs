@@ -1,8 +1,10 @@
 //! The supervisor outside the namespaces: it forwards signals, waits for the server, and returns its exit status.
 
 use std::fmt;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
 use crate::{Error, Result};
@@ -90,8 +92,8 @@ impl Supervisor {
         self.0.pid
     }
 
-    /// Passes signals on until the server has ended; they were held before the split. A terminal sends its signals to both processes: those are not passed
-    /// on once more.
+    /// Passes signals on until the server has ended; they were blocked before the split. A terminal sends its signals to both processes:
+    /// those are not passed on.
     ///
     /// # Errors
     /// The system's: signals cannot be caught.
@@ -100,10 +102,39 @@ impl Supervisor {
             if let Some(end) = self.0.end()? {
                 return Ok(end);
             }
-            if let Some(Arrival { signal, from_terminal: false }) = signals.next()? {
-                self.0.signal(signal);
+            self.pass_on(signals)?;
+        }
+    }
+
+    /// The same, but returns `None` as soon as there is something to read from `event`, or its other end is closed.
+    ///
+    /// # Errors
+    /// The system's: signals cannot be caught, or no descriptor is left.
+    pub fn wait_for(&self, event: BorrowedFd<'_>, signals: &BlockedSignals) -> Result<Option<End>> {
+        let arrives = signals.descriptor()?;
+        loop {
+            if let Some(end) = self.0.end()? {
+                return Ok(Some(end));
+            }
+            let mut polled = [PollFd::new(&event, PollFlags::IN), PollFd::new(&arrives, PollFlags::IN)];
+            match poll(&mut polled, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(Error::Told(format!("a server cannot be waited for: {error}"))),
+            }
+            if !polled[1].revents().is_empty() {
+                self.pass_on(signals)?;
+            } else if !polled[0].revents().is_empty() {
+                return Ok(None);
             }
         }
+    }
+
+    /// Waits for a signal, and passes it on.
+    fn pass_on(&self, signals: &BlockedSignals) -> Result<()> {
+        if let Some(Arrival { signal, from_terminal: false }) = signals.next()? {
+            self.0.signal(signal);
+        }
+        Ok(())
     }
 }
 

@@ -155,10 +155,11 @@ impl<'a> Disks<'a> {
         Ok(Some(all))
     }
 
-    /// Leaves the disks to a process that has been made of this one, which offers them: files that it closes are to be closed.
-    /// This one goes on being who removes the files of sockets.
-    pub fn leave(&mut self) {
+    /// Leaves the disks to a child process, which offers them: files that it closes are to be closed. This process still removes
+    /// the files of sockets, and those that are new if the start fails.
+    pub fn leave(&mut self) -> &mut NewFiles {
         self.opened.clear();
+        &mut self.new_files
     }
 
     /// Offers them in the place of the process that opened them.

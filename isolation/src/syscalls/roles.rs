@@ -223,6 +223,7 @@ pub(super) const OF_OUTSIDE: &[libc::c_long] = &[
     libc::SYS_newfstatat,
     libc::SYS_ppoll,
     libc::SYS_read,
+    libc::SYS_signalfd4,
 ];
 
 /// Besides, of the one that holds descriptors: to be connected to, to be handed some, and to take messages of a VMM from its
