@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, Place, Source, Store, check, diff, places};
 use ferry_vfs::{
-    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, OFlags,
-    SessionId,
+    Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Mappable, Name,
+    OFlags, SessionId,
 };
 use libfuzzer_sys::fuzz_target;
 

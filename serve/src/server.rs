@@ -179,7 +179,7 @@ impl Server {
         if backings.is_none() {
             wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
         }
-        let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.features().mappable);
+        let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.mappable().is_some());
         let mappings = mappings.filter(|mappings| mappings.is_open());
         if mappings.is_some() {
             wanted.flags |= MAPPING_FLAGS;

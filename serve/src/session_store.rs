@@ -67,7 +67,8 @@ impl SessionRecord {
 
     pub(crate) fn node(&self, source: &dyn FileSystem, ino: Ino, in_window: bool) -> Option<Slot> {
         // Whatever it does, the reference is counted: this must not fail.
-        let identity = catch_unwind(AssertUnwindSafe(|| source.identify(ino, IdentityScope::Host))).ok()?.ok()?;
+        let identity =
+            catch_unwind(AssertUnwindSafe(|| source.migrate()?.identify(ino, IdentityScope::Host).ok())).ok()??;
         self.store.node(self.epoch, ino, &identity, in_window)
     }
 

@@ -42,7 +42,7 @@ pub struct Node {
     pub ino: Ino,
     /// How many references the client has.
     pub references: u64,
-    /// How its source finds it again ([`ferry_vfs::FileSystem::identify`]).
+    /// How its source finds it again ([`ferry_vfs::Migrate::identify`]).
     pub identity: Vec<u8>,
 }
 

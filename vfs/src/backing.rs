@@ -129,7 +129,7 @@ pub struct Extent {
     pub offset: u64,
 }
 
-/// A piece of a file that never changes ([`crate::FileSystem::map_pieces`]).
+/// A piece of a file that never changes ([`crate::Mappable::map_pieces`]).
 #[derive(Clone, Debug)]
 pub enum Piece {
     /// In a descriptor that is open for reading only, so many bytes, from a page on. If the file ends within the last page, zeros

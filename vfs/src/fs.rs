@@ -1,12 +1,11 @@
 //! The operations of a file system.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::{
     Attr, Backing, Caller, Changes, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Errno, FallocateFlags,
-    Features, FileType, Handle, Ino, IoRange, Lock, LockOutcome, Name, OFlags, Piece, RenameFlags, Result, Seek,
-    SetAttr, Statfs, Waiter, XattrFlags,
+    Features, FileType, Handle, Ino, IoRange, Lock, LockOutcome, Mappable, Migrate, Name, OFlags, RenameFlags, Result,
+    Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 /// The destination of a read. It is the export's memory; the source gets no slice of it because a guest may change it
@@ -67,6 +66,17 @@ pub trait FileSystem: Send + Sync {
 
     /// The channel on which this file system publishes changes.
     fn changes(&self) -> Option<&Changes> {
+        None
+    }
+
+    /// How another process finds this file system's inodes and open files again. `None`: the server cannot be restarted
+    /// under its clients, and a client cannot be migrated to another host.
+    fn migrate(&self) -> Option<&dyn Migrate> {
+        None
+    }
+
+    /// How files are mapped into a client's memory (the DAX window of virtio-fs). `None`: they are not.
+    fn mappable(&self) -> Option<&dyn Mappable> {
         None
     }
 
@@ -178,22 +188,6 @@ pub trait FileSystem: Send + Sync {
     /// asked for with [`Self::getattr`] as always. Needs [`Features::backing`].
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         None
-    }
-
-    /// A descriptor of a regular file, as a whole, to be mapped into a client's memory (the DAX window of virtio-fs): the
-    /// same bytes at the same offsets, open for reading, and for writing too if `writes`. There need be no handle: Linux
-    /// asks by inode. It stays valid when the file is unlinked. What the client does through the mapping nobody sees;
-    /// its size it changes by other calls: whoever makes such a file shorter says so before ([`crate::Windows::shortening`]). Needs
-    /// [`Features::mappable`].
-    fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        Err(Errno::NOSYS)
-    }
-
-    /// Where the bytes of a part of a regular file are, to be mapped into a client's memory that reads them only, for sources whose
-    /// files are no descriptors as a whole and never change: piece by piece, in order, up to the end of the part or the file. `offset`
-    /// and `len` are whole pages of 4 KiB; each piece but the last is, too. It is asked before [`Self::map`].
-    fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
-        Err(Errno::NOSYS)
     }
 
     /// Reads from an open file. At the end of the file the result is shorter than requested.
@@ -358,62 +352,4 @@ pub trait FileSystem: Send + Sync {
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         Err(Errno::NOSYS)
     }
-
-    /// How another process, which shares the same files, finds an inode again: bytes that mean something to its
-    /// [`Self::adopt`] only. They stay good, whatever happens to the inode's name, if that is possible `within` these bounds.
-    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        Err(Errno::NOSYS)
-    }
-
-    /// What [`Self::identify`] would answer for inodes that it does not find any more, because they are where nobody has seen
-    /// them: looks for them in the whole tree, and answers those that are there. The client stands still meanwhile, so a source gives
-    /// up after a while.
-    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        Vec::new()
-    }
-
-    /// Whether what [`Self::identify`] answers for what is in this directory depends on its name.
-    fn follows_names(&self, dir: Ino) -> bool {
-        false
-    }
-
-    /// Lets an inode be known by the number that it had in another process, with so many references. The `identity` was
-    /// made `within` these bounds. Only within [`IdentityScope::Host`] it comes from where no client can write; from elsewhere it
-    /// may be anybody's, and leads to nothing that a lookup would not lead to, but within [`IdentityScope::Handles`], where its writer
-    /// is trusted with handles. `file` is open, and leads to the inode if the identity does not any more.
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        (identity, within): (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        Err(Errno::NOSYS)
-    }
-
-    /// Opens a file or directory under the number that it had in another process, with the flags that it was opened
-    /// with there, or takes the descriptor that it had there.
-    fn adopt_open(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        flags: OFlags,
-        file: Option<OwnedFd>,
-    ) -> Result<()> {
-        Err(Errno::NOSYS)
-    }
-}
-
-/// Between which processes an inode is to be found again ([`FileSystem::identify`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IdentityScope {
-    /// On this host, while nothing is mounted again.
-    Host,
-    /// Wherever the same tree is, by names.
-    Paths,
-    /// The same, and only if that is the same file: on hosts that share a file system.
-    CheckedPaths,
-    /// On hosts that share a file system, whatever the file is called by then.
-    Handles,
 }

@@ -100,6 +100,13 @@
 //! With `cache none` reads bypass the page cache, and the hints with it. Files that are passed through
 //! ([`backing`](crate::FileSystem::backing)) have all of this done to the file below, without the author.
 //!
+//! # Traits that most file systems do without
+//!
+//! * [`Mappable`](crate::Mappable), offered by [`mappable`](crate::FileSystem::mappable): files mapped into a guest's
+//!   memory (DAX).
+//! * [`Migrate`](crate::Migrate), offered by [`migrate`](crate::FileSystem::migrate): a server that is restarted under its
+//!   guests, and guests that migrate to another host.
+//!
 //! # What is not there
 //!
 //! For those who know libfuse, or the protocol:

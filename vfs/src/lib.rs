@@ -23,6 +23,8 @@
 //! Disks have a contract of their own, [`Disk`]: one range of bytes instead of a tree of files, and the same answers to
 //! reads and writes.
 //!
+//! DAX, restart and migration have traits of their own, [`Mappable`] and [`Migrate`], which a source may offer.
+//!
 //! The [`guide`] says more about each: what may wait, how not to deadlock, what `ENOSYS` means to programs, and what
 //! of `posix_fadvise`, mappings and ioctls arrives. The crate `ferry-fs` makes programs of file systems.
 //!
@@ -130,7 +132,9 @@ mod fs;
 pub mod guide;
 mod handles;
 mod locks;
+mod mappable;
 mod memory;
+mod migrate;
 mod name;
 mod names;
 mod ratelimited_log;
@@ -143,9 +147,11 @@ pub use attr::{openable, without_privileges};
 pub use backing::{Backing, Extent, Memory, Piece, Segment};
 pub use change::{Change, Changes, DeliveryGuard, Listener, Subscription};
 pub use disk::{BlockRange, Disk, DiskFeatures, Geometry};
-pub use fs::{DirOutput, FileSystem, IdentityScope, Input, Output};
+pub use fs::{DirOutput, FileSystem, Input, Output};
 pub use handles::Handles;
 pub use locks::{Lockable, Locks};
+pub use mappable::Mappable;
+pub use migrate::{IdentityScope, Migrate};
 pub use name::{Name, NameBuf};
 pub use names::Names;
 pub use ratelimited_log::RatelimitedLog;

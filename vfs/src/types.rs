@@ -436,9 +436,6 @@ pub struct Features {
     /// [`crate::FileSystem::backing`] answers for regular files: a mount on this host may pass reads, writes and
     /// mappings through to those descriptors (FUSE passthrough).
     pub backing: bool,
-    /// [`crate::FileSystem::map`] or [`crate::FileSystem::map_pieces`] answers for regular files: they can be mapped into
-    /// a client's memory.
-    pub mappable: bool,
     /// Its calls wait, for a network say, without keeping a CPU busy: whoever serves it has many under way at once.
     pub waits: bool,
     /// Of files that are opened with `O_DIRECT`, extents lead past the page cache: writes to them wait for a device.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::{Saved, SessionStore};
-use ferry_vfs::{Backing, Errno, FileSystem, IdentityScope, Ino};
+use ferry_vfs::{Backing, FileSystem};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
@@ -67,7 +67,7 @@ impl VirtioFs {
         let request_workers = options.queues.min(cpus);
         let mut before = None;
         if let Some(kept) = &options.kept {
-            if share.source().identify(Ino::ROOT, IdentityScope::Host) == Err(Errno::NOSYS) {
+            if share.source().migrate().is_none() {
                 return Err(Error::NoIdentities);
             }
             let (session, dax) = new_session(share.source(), &options);
@@ -89,7 +89,7 @@ fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot,
     if let Some(kept) = &options.kept {
         session = session.with_store(Arc::clone(kept));
     }
-    let has_window = options.dax_bytes.is_some() && source.features().mappable;
+    let has_window = options.dax_bytes.is_some() && source.mappable().is_some();
     let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options)));
     if let Some(dax) = &dax {
         session = session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>);
@@ -161,7 +161,7 @@ impl Device for VirtioFs {
     }
 
     fn window_bytes(&self) -> Option<u64> {
-        self.options.dax_bytes.filter(|_| self.share.source().features().mappable)
+        self.options.dax_bytes.filter(|_| self.share.source().mappable().is_some())
     }
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
@@ -202,7 +202,7 @@ impl Device for VirtioFs {
     }
 
     fn migrates(&self) -> bool {
-        self.share.source().identify(Ino::ROOT, IdentityScope::Paths) != Err(Errno::NOSYS)
+        self.share.source().migrate().is_some()
     }
 
     fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, Saved, SavedLock, SessionStore};
-use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Name, OFlags, Result};
+use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Migrate, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
 
 use super::{InodeState, Open, OpenState, Session};
@@ -61,7 +61,7 @@ impl SessionSlot {
         let init = &before.saved.init;
         // The client had a window then.
         let had_window = InitFlags::from_bits_retain(init.agreed).contains(InitFlags::MAP_ALIGNMENT);
-        let mappings = self.mappings.as_ref().filter(|_| had_window && share.source.features().mappable);
+        let mappings = self.mappings.as_ref().filter(|_| had_window && share.source.mappable().is_some());
         let negotiated = agree(share, self, mappings, init)?;
         let mapped = std::mem::take(&mut before.mapped);
         let session = Session::from_stored(share, negotiated, (store, mappings.cloned()), before);
@@ -168,6 +168,11 @@ impl Session {
         lost
     }
 
+    /// The source, if it finds inodes again.
+    fn migrate(&self) -> Result<&dyn Migrate> {
+        self.source.migrate().ok_or(Errno::NOSYS)
+    }
+
     fn remove_records(&self, slot: Option<ferry_state::Slot>) {
         if let (Some(record), Some(slot)) = (&self.record, slot) {
             record.remove(slot);
@@ -196,7 +201,9 @@ impl Session {
                     // It is always there, and known by its number.
                     Ino::ROOT => Ok(()),
                     _ if node.references > REFERENCES_MAX => Err(Errno::INVAL),
-                    ino => self.source.adopt(ino, node.references, (&node.identity, within), file),
+                    ino => self
+                        .migrate()
+                        .and_then(|source| source.adopt(ino, node.references, (&node.identity, within), file)),
                 };
                 match adopted {
                     Ok(()) => {
@@ -249,7 +256,8 @@ impl Session {
             let has_file = file.is_some();
             let slot = slots.as_mut().and_then(|slots| slots.opens.remove(&saved));
             let room = self.may_open();
-            match room.and_then(|()| self.source.adopt_open(&caller, ino, handle, flags, file)) {
+            let source = room.and_then(|()| self.migrate());
+            match source.and_then(|source| source.adopt_open(&caller, ino, handle, flags, file)) {
                 Ok(()) => {
                     let open_record = match (&self.record, slot) {
                         (Some(record), Some(slot)) if !has_file && !is_dir => {
@@ -328,7 +336,7 @@ impl Session {
             for (ino, known) in shard.references.iter() {
                 let identity = match *ino {
                     Ino::ROOT => Ok(Vec::new()),
-                    ino => self.source.identify(ino, within),
+                    ino => self.migrate().and_then(|source| source.identify(ino, within)),
                 };
                 match identity {
                     Ok(identity) => saved.nodes.push(Node { ino: *ino, references: known.references, identity }),
@@ -345,7 +353,8 @@ impl Session {
                 "{} inodes of the guest are not where they were; they are looked for in all of the share",
                 inos.len()
             );
-            for (ino, identity) in self.source.search(&inos, within) {
+            let found = self.migrate().map(|source| source.search(&inos, within)).unwrap_or_default();
+            for (ino, identity) in found {
                 saved.nodes.extend(missing.remove(&ino).map(|references| Node { ino, references, identity }));
             }
         }
@@ -369,7 +378,7 @@ impl Session {
     pub(crate) fn renamed(&self, caller: &Caller<'_>, names: &[(Ino, Name<'_>)]) {
         let Some(record) = &self.record else { return };
         for (dir, name) in names {
-            if !self.source.follows_names(*dir) {
+            if !self.migrate().is_ok_and(|source| source.follows_names(*dir)) {
                 continue;
             }
             let Ok(entry) = self.source.lookup(caller, *dir, *name) else { continue };

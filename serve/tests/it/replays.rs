@@ -133,6 +133,12 @@ impl FileSystem for Tree {
         assert_eq!(name, LABEL.0);
         self.with(ino, |object| object.label = value.to_vec())
     }
+    fn migrate(&self) -> Option<&dyn Migrate> {
+        Some(self)
+    }
+}
+
+impl Migrate for Tree {
     fn identify(&self, ino: Ino, _: IdentityScope) -> Result<Vec<u8>> {
         Ok(ino.0.to_le_bytes().to_vec())
     }

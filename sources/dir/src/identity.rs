@@ -19,7 +19,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Caller, Errno, FileType, Handle, IdentityScope, Ino, Name, OFlags, Result, Timespec};
+use ferry_vfs::{Caller, Errno, FileType, Handle, IdentityScope, Ino, Migrate, Name, OFlags, Result, Timespec};
 use rustix::fs::{Mode, Statx};
 use rustix::path::DecInt;
 
@@ -407,6 +407,41 @@ impl Dir {
         let changed = OFlags::APPEND | OFlags::DIRECT;
         let open = Self::opened(inode, file, (flags - changed) | (now & changed));
         self.handles.adopt(cx.session, ino, handle, open)
+    }
+}
+
+impl Migrate for Dir {
+    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
+        self.encode_identity(ino, within)
+    }
+
+    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
+        self.search_tree(inos, within)
+    }
+
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
+    }
+
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
+        self.adopt_inode(ino, references, identity, file)
+    }
+
+    fn adopt_open(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        flags: OFlags,
+        file: Option<OwnedFd>,
+    ) -> Result<()> {
+        self.adopt_open_file(cx, (ino, handle), flags, file)
     }
 }
 

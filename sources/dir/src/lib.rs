@@ -85,15 +85,15 @@ mod table;
 mod watch;
 mod xattr;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use ferry_vfs::{
     Attr, Backing, ByNumber, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, Errno,
-    FallocateFlags, Features, FileSystem, Handle, Handles, IdentityScope, Ino, Input, IoRange, Lock, LockOutcome, Name,
-    OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    FallocateFlags, Features, FileSystem, Handle, Handles, Ino, Input, IoRange, Lock, LockOutcome, Mappable, Migrate,
+    Name, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 use rustix::fs::{AtFlags, Mode};
 
@@ -240,7 +240,6 @@ impl Dir {
                 posix_locks: true,
                 flock: true,
                 backing: true,
-                mappable: true,
                 waits: false,
                 direct: options.direct_io,
                 by_number,
@@ -301,6 +300,14 @@ impl FileSystem for Dir {
 
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
+    }
+
+    fn migrate(&self) -> Option<&dyn Migrate> {
+        Some(self)
+    }
+
+    fn mappable(&self) -> Option<&dyn Mappable> {
+        Some(self)
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -380,10 +387,6 @@ impl FileSystem for Dir {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.handles.with(cx.session, ino, handle, |open| Ok(Arc::clone(&open.file))).ok()
-    }
-
-    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.map_inode(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, _: &mut dyn Output) -> Result<Data> {
@@ -508,37 +511,10 @@ impl FileSystem for Dir {
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.copy_range(cx, copy)
     }
+}
 
-    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        self.encode_identity(ino, within)
-    }
-
-    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.search_tree(inos, within)
-    }
-
-    fn follows_names(&self, dir: Ino) -> bool {
-        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
-    }
-
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        self.adopt_inode(ino, references, identity, file)
-    }
-
-    fn adopt_open(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        flags: OFlags,
-        file: Option<OwnedFd>,
-    ) -> Result<()> {
-        self.adopt_open_file(cx, (ino, handle), flags, file)
+impl Mappable for Dir {
+    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        self.map_inode(ino, writes)
     }
 }

@@ -25,16 +25,16 @@
 mod acl;
 mod capability;
 mod ids;
+mod optional;
 mod xattrs;
 
 use std::borrow::Cow;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, Caller, Changes, CopyRange, CreateArgs, Data, DirItem, DirOutput, DirRange, Entry, Errno,
-    FallocateFlags, Features, FileSystem, FileType, Handle, IdentityScope, Ino, Input, IoRange, Lock, LockOutcome,
-    Name, OFlags, Output, Piece, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    FallocateFlags, Features, FileSystem, FileType, Handle, Ino, Input, IoRange, Lock, LockOutcome, Mappable, Migrate,
+    Name, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 pub use crate::ids::{Ids, Rule, RuleError};
@@ -125,6 +125,14 @@ impl FileSystem for IdMapped {
         self.source.changes()
     }
 
+    fn migrate(&self) -> Option<&dyn Migrate> {
+        self.source.migrate().is_some().then_some(self)
+    }
+
+    fn mappable(&self) -> Option<&dyn Mappable> {
+        self.source.mappable().is_some().then_some(self)
+    }
+
     fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.with(cx, |cx| self.source.lookup(cx, dir, name)).map(|entry| self.entry_to_client(entry))
     }
@@ -210,47 +218,6 @@ impl FileSystem for IdMapped {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.with(cx, |cx| self.source.backing(cx, ino, handle))
-    }
-
-    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        self.source.identify(ino, within)
-    }
-
-    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.source.search(inos, within)
-    }
-
-    fn follows_names(&self, dir: Ino) -> bool {
-        self.source.follows_names(dir)
-    }
-
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        self.source.adopt(ino, references, identity, file)
-    }
-
-    fn adopt_open(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        flags: OFlags,
-        file: Option<OwnedFd>,
-    ) -> Result<()> {
-        self.with(cx, |cx| self.source.adopt_open(cx, ino, handle, flags, file))
-    }
-
-    fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.with(cx, |cx| self.source.map(cx, ino, writes))
-    }
-
-    fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
-        self.with(cx, |cx| self.source.map_pieces(cx, ino, offset, len))
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {

@@ -14,6 +14,7 @@ use ferry_vhost::Window;
 use rustix::fs::fstat;
 
 use super::eof_copy::{EofCopies, EofCopy};
+use super::mappable;
 use super::mapper::{Mapper, Open};
 use super::mapping_records::{MappingRecords, Progress, RecordedMapping};
 use super::table::ActiveMapping;
@@ -117,7 +118,8 @@ impl RestoreContext<'_> {
         }
         let caller = Caller { session: self.by, ..Caller::default() };
         let for_writing = placed.part.writable;
-        let file = self.source.map(&caller, placed.ino, for_writing).inspect_err(|error| {
+        let file = mappable(&**self.source).and_then(|source| source.map(&caller, placed.ino, for_writing));
+        let file = file.inspect_err(|error| {
             tracing::error!(
                 "{}: what the guest stores at the end of inode {} is lost: {error}",
                 self.name,

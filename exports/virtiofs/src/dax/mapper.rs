@@ -17,7 +17,7 @@ use super::eof_copy::{EofCopies, EofCopy};
 use super::inherited_mappings::{IncompleteMappings, InheritedMappings};
 use super::mapping_records::{MappingRecord, MappingRecords, Progress};
 use super::table::{ActiveMapping, MapPlan, Table};
-use super::{PAGE_BYTES, pieces};
+use super::{PAGE_BYTES, mappable, pieces};
 
 /// What is to be done.
 pub(super) enum Task {
@@ -178,7 +178,7 @@ impl Mapper {
         let Mapping { ino, offset: file_offset, len: bytes, window_offset, .. } = *asked;
         let part = Part { window_offset, file_offset, bytes, writable: false };
         let caller = Caller { session: asked.by, ..Caller::default() };
-        match self.source.map_pieces(&caller, ino, file_offset, bytes) {
+        match mappable(&*self.source)?.map_pieces(&caller, ino, file_offset, bytes) {
             Err(Errno::NOSYS) => self.map_file(asked, part, &gone),
             _ if asked.write => Err(Errno::ROFS),
             pieces => {
@@ -335,8 +335,8 @@ impl Mapper {
         }
         let caller = Caller { session: asked.by, ..Caller::default() };
         let (file, for_writing) = match asked.may_write {
-            true => match self.source.map(&caller, asked.ino, true) {
-                Err(_) if !asked.write => (self.source.map(&caller, asked.ino, false)?, false),
+            true => match mappable(&*self.source)?.map(&caller, asked.ino, true) {
+                Err(_) if !asked.write => (mappable(&*self.source)?.map(&caller, asked.ino, false)?, false),
                 opened => (opened?, true),
             },
             false => self.open_for_reading(&caller, asked.ino)?,
@@ -349,11 +349,12 @@ impl Mapper {
     /// but it is not to be had for a share that is read-only, nor for a program: while it is open for writing, nobody
     /// on the host could run it (ETXTBSY). Those are copied.
     fn open_for_reading(&self, caller: &Caller<'_>, ino: Ino) -> Result<(Arc<Backing>, bool)> {
-        let file = self.source.map(caller, ino, false)?;
+        let source = mappable(&*self.source)?;
+        let file = source.map(caller, ino, false)?;
         if self.read_only || fstat(file.as_fd())?.st_mode & ANY_EXECUTE != 0 {
             return Ok((file, false));
         }
-        Ok(self.source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
+        Ok(source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
     }
 
     /// Has the file's holes filled where the guest is going to write: a store into the window has nobody to tell that there is

@@ -29,7 +29,7 @@ use std::thread::JoinHandle;
 
 use ferry_serve::{Mapping, MappingReply, Mappings};
 use ferry_state::MappedFile;
-use ferry_vfs::{Errno, FileSystem, Ino, Member, SessionId, Windows};
+use ferry_vfs::{Errno, FileSystem, Ino, Mappable, Member, Result, SessionId, Windows};
 use ferry_vhost::Window;
 
 use crate::Options;
@@ -55,6 +55,11 @@ pub const WINDOW_BYTES_DEFAULT: u64 = 256 << 20;
 /// From which size on a file is mapped by default: each mapping costs a conversation with the front end, so a file that is
 /// read in a few messages is better read.
 pub const FILE_BYTES_DEFAULT: u64 = 1 << 20;
+
+/// The part of a source that maps files.
+fn mappable(source: &dyn FileSystem) -> Result<&dyn Mappable> {
+    source.mappable().ok_or(Errno::NOSYS)
+}
 
 /// Whether a window can be so long.
 pub(crate) fn is_window(bytes: u64) -> bool {

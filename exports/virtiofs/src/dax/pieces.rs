@@ -1,4 +1,4 @@
-//! Files that never change, whose bytes are in pieces ([`ferry_vfs::FileSystem::map_pieces`]).
+//! Files that never change, whose bytes are in pieces ([`ferry_vfs::Mappable::map_pieces`]).
 //!
 //! A front end that takes descriptors that are open for reading only maps the pieces themselves, so that all guests and the host have
 //! the bytes in memory once. One that does not gets a copy: a descriptor that is open for writing could be used for that.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, ByNumber, Caller, Data as Moved, DirItem, DirOutput, DirRange, Entry, Errno, Features, FileSystem,
-    FileType, Handle, Ino, IoRange, Name, OFlags, Output, Piece, RatelimitedLog, Result, Seek, Statfs, openable,
+    FileType, Handle, Ino, IoRange, Mappable, Name, OFlags, Output, Piece, RatelimitedLog, Result, Seek, Statfs,
+    openable,
 };
 
 use crate::format::digest::Digest;
@@ -189,11 +190,14 @@ impl FileSystem for Source {
             posix_acl: self.image.may_have_acls(),
             // What is in packs has no file of its own.
             backing: self.image.is_composefs(),
-            mappable: true,
             by_number: ByNumber::Any,
             constant: true,
             ..Features::default()
         }
+    }
+
+    fn mappable(&self) -> Option<&dyn Mappable> {
+        Some(self)
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -250,25 +254,6 @@ impl FileSystem for Source {
     fn backing(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Arc<Backing>> {
         let inode = self.inode(ino).ok()?;
         self.objects.whole_file(self.image.data(&inode).ok()?, inode.bytes)
-    }
-
-    fn map_pieces(&self, _: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
-        let inode = self.inode(ino)?;
-        openable(inode.kind())?;
-        if !offset.is_multiple_of(BLOCK_BYTES as u64) {
-            return Err(Errno::INVAL);
-        }
-        let end = offset.saturating_add(len).min(inode.bytes);
-        if offset >= end {
-            return Ok(Vec::new());
-        }
-        let data = self.flawed(self.image.data(&inode))?;
-        if let Data::Near(..) = data {
-            let mut bytes = vec![0; usize::try_from(end - offset).map_err(|_| Errno::OVERFLOW)?];
-            self.read_at(inode.nid, offset, &mut bytes)?;
-            return Ok(vec![Piece::Bytes(bytes)]);
-        }
-        self.objects.places(data, inode.bytes, offset..end).map_err(|bad| self.refused(&bad))
     }
 
     fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {
@@ -335,5 +320,26 @@ impl FileSystem for Source {
             Seek::Data => Ok(offset),
             Seek::Hole => Ok(inode.bytes),
         }
+    }
+}
+
+impl Mappable for Source {
+    fn map_pieces(&self, _: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
+        let inode = self.inode(ino)?;
+        openable(inode.kind())?;
+        if !offset.is_multiple_of(BLOCK_BYTES as u64) {
+            return Err(Errno::INVAL);
+        }
+        let end = offset.saturating_add(len).min(inode.bytes);
+        if offset >= end {
+            return Ok(Vec::new());
+        }
+        let data = self.flawed(self.image.data(&inode))?;
+        if let Data::Near(..) = data {
+            let mut bytes = vec![0; usize::try_from(end - offset).map_err(|_| Errno::OVERFLOW)?];
+            self.read_at(inode.nid, offset, &mut bytes)?;
+            return Ok(vec![Piece::Bytes(bytes)]);
+        }
+        self.objects.places(data, inode.bytes, offset..end).map_err(|bad| self.refused(&bad))
     }
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use ferry_image::Source;
 use ferry_vfs::{
-    Caller, Data, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Handle, Ino, IoRange, Name, OFlags, Seek,
-    SessionId,
+    Caller, Data, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Handle, Ino, IoRange, Mappable, Name, OFlags,
+    Seek, SessionId,
 };
 use tracing::field::{Field, Visit};
 use tracing::span;

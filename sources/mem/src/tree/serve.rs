@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use ferry_vfs::{
     Attr, Backing, ByNumber, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, FallocateFlags,
-    Features, FileSystem, Handle, Ino, Input, IoRange, Lock, LockOutcome, Name, OFlags, Output, RenameFlags, Result,
-    Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Features, FileSystem, Handle, Ino, Input, IoRange, Lock, LockOutcome, Mappable, Name, OFlags, Output, RenameFlags,
+    Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
 };
 
 use super::Tree;
@@ -19,7 +19,6 @@ impl<S: Store> FileSystem for Tree<S> {
             posix_locks: true,
             flock: true,
             backing: self.store.has_backing(),
-            mappable: self.store.has_backing(),
             waits: false,
             direct: false,
             // What persists may give the number of an inode that is gone to another one after a restart.
@@ -30,6 +29,10 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn changes(&self) -> Option<&Changes> {
         Some(&self.changes)
+    }
+
+    fn mappable(&self) -> Option<&dyn Mappable> {
+        self.store.has_backing().then_some(self)
     }
 
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -111,10 +114,6 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         self.file_backing(cx, ino, handle)
-    }
-
-    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.map_inode(ino, writes)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
@@ -222,5 +221,11 @@ impl<S: Store> FileSystem for Tree<S> {
 
     fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.copy_range(cx, copy)
+    }
+}
+
+impl<S: Store> Mappable for Tree<S> {
+    fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
+        self.map_inode(ino, writes)
     }
 }

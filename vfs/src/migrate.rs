@@ -1,0 +1,58 @@
+//! Inodes and open files that another process finds again.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use crate::{Caller, Handle, Ino, OFlags, Result};
+
+/// A source whose inodes and open files another process finds again: the next server on this host after a restart, or
+/// a server on another host after a migration ([`FileSystem::migrate`](crate::FileSystem::migrate)). Both processes
+/// share the same files.
+pub trait Migrate {
+    /// Returns the identity of an inode: bytes that only [`Self::adopt`] interprets. They stay valid when the inode is
+    /// renamed, if that is possible in this scope.
+    fn identify(&self, ino: Ino, scope: IdentityScope) -> Result<Vec<u8>>;
+
+    /// Searches the whole tree for inodes that [`Self::identify`] cannot find, because somebody else has moved them.
+    /// Returns the identities of those found. The client is stopped meanwhile, so the search ends after a while.
+    fn search(&self, inos: &[Ino], scope: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
+        let _ = (inos, scope);
+        Vec::new()
+    }
+
+    /// Returns whether the identities of the inodes in this directory depend on their names.
+    fn follows_names(&self, dir: Ino) -> bool {
+        let _ = dir;
+        false
+    }
+
+    /// Takes over an inode under the number that it had in the other process, with so many references. The `identity`
+    /// was made in this scope. With [`IdentityScope::Host`] it comes from where no client can write. With
+    /// [`IdentityScope::Handles`] its writer is trusted with file handles. Otherwise it may be forged, and leads to
+    /// nothing that a lookup would not find. `file` is open, and is used if the identity does not lead to the inode any
+    /// more. `AGAIN`: another inode has to be taken over first.
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        identity: (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()>;
+
+    /// Takes over an open file or directory under the number that it had in the other process: opens it with the flags
+    /// that it had there, or takes the descriptor that it had there.
+    fn adopt_open(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, flags: OFlags, file: Option<OwnedFd>)
+    -> Result<()>;
+}
+
+/// The processes in which an identity ([`Migrate::identify`]) leads to the inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdentityScope {
+    /// On this host, until something is mounted again.
+    Host,
+    /// Wherever the same tree is, by paths.
+    Paths,
+    /// The same, and only if it is the same file: on hosts that share a file system.
+    CheckedPaths,
+    /// On hosts that share a file system, by file handles, whatever the file's name is by then.
+    Handles,
+}
