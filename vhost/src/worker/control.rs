@@ -1,0 +1,171 @@
+//! Starts and stops the queues of a worker, and reads its commands.
+
+use std::sync::Arc;
+
+use super::running::Running;
+use super::{Command, Control, QueueHandler, Start, Stopped, Worker, WorkerContext};
+use crate::dirty::Dirty;
+use crate::io::ServedChain;
+use crate::memory::Memory;
+use crate::ring::{Begin, Ring, RingError};
+
+impl<H: QueueHandler> Worker<H> {
+    pub(super) fn read_commands(&mut self, context: &mut WorkerContext<H>) {
+        // Replies first: stopping waits for those that it sees, and would not see any that lie behind it here.
+        let (replies, controls): (Vec<_>, Vec<_>) =
+            self.port.0.take().into_iter().partition(|letter| !matches!(letter, Command::Control(_)));
+        for letter in replies.into_iter().chain(controls) {
+            match letter {
+                Command::Reply(token, message) => self.deliver(context, token, message),
+                Command::Returned => self.take_returns(context),
+                Command::Control(Control::Start(queue, start, reply)) => {
+                    let _ = reply.send(self.start(context, queue, start));
+                }
+                Command::Control(Control::Stop(queue, reply)) => {
+                    let _ = reply.send(self.stop(context, queue));
+                }
+                Command::Control(Control::Memory(queue, memory)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                        running.ring.set_memory(Arc::new(memory));
+                    }
+                }
+                Command::Control(Control::Call(queue, call)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                        running.call = call;
+                        running.owes_signal = true;
+                    }
+                }
+                Command::Control(Control::Error(queue, error)) => {
+                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                        running.error = error;
+                    }
+                }
+                Command::Control(Control::Quit) => self.quit = true,
+            }
+        }
+    }
+
+    fn start(&mut self, context: &mut WorkerContext<H>, queue: usize, start: Start) -> Result<(), RingError> {
+        self.stop(context, queue);
+        let Start { memory, setup, base, resumes, log, resubmitted, dirty, kick, call, error } = start;
+        let stopped_at = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map(|(_, at)| *at);
+        let begin = match resumes && stopped_at == Some(base) {
+            true => Begin::Resume(base),
+            false => Begin::after(stopped_at, base),
+        };
+        let owes_signal = log.is_some();
+        if let (Some(log), Some(_), Begin::At(_)) = (&log, stopped_at, begin) {
+            // All that this process took of the ring before is answered, or of a driver that has begun anew.
+            log.forget();
+        }
+        if self.habits.registers_memory {
+            self.register(context, &memory);
+        }
+        let dirty = dirty.map(|log| Dirty::new(log, &memory, &setup));
+        let mut ring = Ring::new(Arc::new(memory), &setup, begin, log)?;
+        if !resubmitted.is_empty() {
+            // They were given up when the state was saved.
+            self.slots.drop_parked(queue);
+            if !ring.take_resubmitted(resubmitted) {
+                tracing::warn!("queue {queue} has begun anew: what waited before its guest was to move is forgotten");
+            }
+        }
+        ring.want_kicks(false);
+        let watch = context.transfers.watch_shared(Arc::clone(&kick));
+        if matches!(begin, Begin::At(_)) {
+            self.slots.drop_parked(queue);
+        }
+        let out = self.slots.of_queue(queue).count();
+        let (broken, vain_kicks, touched) = (false, 0, true);
+        self.running.push(Running {
+            queue,
+            ring,
+            kick,
+            watch,
+            call,
+            error,
+            out,
+            broken,
+            owes_signal,
+            vain_kicks,
+            dirty,
+            touched,
+        });
+        for (token, message) in std::mem::take(&mut self.late) {
+            self.deliver(context, token, message);
+        }
+        Ok(())
+    }
+
+    /// Registers this memory in place of what was registered before, of which nothing is in use any more.
+    fn register(&self, context: &mut WorkerContext<H>, memory: &Memory) {
+        // SAFETY: the keepers are the mappings.
+        if let Err(error) = unsafe { context.transfers.register_memory(memory.mapped()) } {
+            self.ratelimited_log.warn(format_args!(
+                "{}: the guest's memory cannot be registered with io_uring ({error}): each transfer looks it up; \
+                 raise the limit of locked memory (ulimit -l), or let the guest's memory be a memfd or huge pages",
+                self.name
+            ));
+        }
+    }
+
+    fn stop(&mut self, context: &mut WorkerContext<H>, queue: usize) -> Stopped {
+        let Some(index) = self.running.iter().position(|running| running.queue == queue) else {
+            let base = self.stopped.iter().find(|(stopped, _)| *stopped == queue).map_or(0, |(_, at)| *at);
+            return Stopped { base, out: self.slots.of_queue(queue).collect() };
+        };
+        // Whoever goes on where it stops does not know of those that the server before has left.
+        while self.running[index].ring.is_recovering() && self.serve_resubmitted(context, index) {}
+        self.drain(context);
+        let running = self.running.swap_remove(index);
+        if let Err(error) = context.transfers.unwatch(running.watch) {
+            tracing::debug!("{}: a kick descriptor stays watched: {error}", self.name);
+        }
+        let at = running.ring.position();
+        self.stopped.retain(|(stopped, _)| *stopped != queue);
+        // Chains that were in flight before us and are not served again yet are found in the log once more.
+        if !running.ring.is_recovering() {
+            self.stopped.push((queue, at));
+        }
+        Stopped { base: at, out: self.slots.of_queue(queue).collect() }
+    }
+
+    /// Serves a chain that the server before has left, whatever that takes. Returns whether there was one.
+    fn serve_resubmitted(&mut self, context: &mut WorkerContext<H>, index: usize) -> bool {
+        if !self.take_one(index) {
+            return false;
+        }
+        let (token, chain) = (self.slots.next_token(), std::mem::take(&mut self.chain));
+        context.accept(token, &chain);
+        let served = ServedChain::by(&mut context.handler, &chain, token);
+        self.served(context, index, token, chain, served);
+        true
+    }
+
+    /// Answers every chain whose answer comes on its own. Parked ones stay.
+    pub(super) fn drain(&mut self, context: &mut WorkerContext<H>) {
+        let mut controls = Vec::new();
+        loop {
+            context.transfers.flush();
+            self.finish_transfers(context);
+            for letter in self.port.0.take() {
+                match letter {
+                    Command::Reply(token, message) => self.deliver(context, token, message),
+                    Command::Returned => self.take_returns(context),
+                    control @ Command::Control(_) => controls.push(control),
+                }
+            }
+            self.publish();
+            if self.slots.moving() == 0 && context.transfers.unfinished() == 0 {
+                break;
+            }
+            if let Err(error) = context.transfers.sleep() {
+                tracing::error!("{}: {error}", self.name);
+                break;
+            }
+        }
+        for control in controls {
+            self.port.0.post(control);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! A queue that a worker serves.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use ferry_engine::RatelimitedLog;
+
+use crate::chain::Chain;
+use crate::dirty::Dirty;
+use crate::memory::Memory;
+use crate::ring::{Ring, RingError};
+
+/// Kicks without anything to take, after which we say what that usually means.
+const VAIN_KICKS: u32 = 8;
+
+/// A queue that is being served.
+pub(super) struct Running {
+    pub(super) queue: usize,
+    pub(super) ring: Ring,
+    pub(super) kick: Arc<OwnedFd>,
+    pub(super) watch: u64,
+    pub(super) call: Option<Arc<OwnedFd>>,
+    pub(super) error: Option<Arc<OwnedFd>>,
+    /// Chains taken and not given back.
+    pub(super) out: usize,
+    pub(super) broken: bool,
+    /// Whoever served the ring before us may have ended between showing its last batch and signalling it; or that went to
+    /// the descriptor that was in the place of this one.
+    pub(super) owes_signal: bool,
+    pub(super) vain_kicks: u32,
+    /// Where to note which pages are written to, and whether the ring was since that was noted last.
+    pub(super) dirty: Option<Dirty>,
+    pub(super) touched: bool,
+}
+
+impl Running {
+    /// Gives a chain back, which lies in this memory, or in the ring's.
+    pub(super) fn push(&mut self, chain: &Chain, memory: Option<&Memory>, written: u32) {
+        if let Some(dirty) = &self.dirty {
+            dirty.chain(memory.unwrap_or_else(|| self.ring.memory()), chain);
+        }
+        self.ring.push(chain, written);
+        self.touched = true;
+    }
+
+    pub(super) fn want_kicks(&mut self, wanted: bool) -> bool {
+        let has_work = self.ring.want_kicks(wanted);
+        self.touched = true;
+        self.note();
+        has_work
+    }
+
+    /// Notes what was written to the ring.
+    pub(super) fn note(&mut self) {
+        if let Some(dirty) = self.dirty.as_ref().filter(|_| self.touched) {
+            dirty.ring();
+            self.touched = false;
+        }
+    }
+
+    pub(super) fn has_work(&self) -> bool {
+        !self.broken && self.ring.has_available()
+    }
+
+    pub(super) fn fail_queue(&mut self, name: &str, error: &RingError, ratelimited_log: &RatelimitedLog) {
+        ratelimited_log.error(format_args!("{name}: stopped until the guest sets the queue up again: {error}"));
+        self.broken = true;
+        if let Some(fd) = &self.error {
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    pub(super) fn note_vain_kick(&mut self, name: &str, ratelimited_log: &RatelimitedLog) {
+        self.vain_kicks += 1;
+        if self.vain_kicks == VAIN_KICKS {
+            ratelimited_log.warn(format_args!(
+                "{name}: the guest kicks but its queue looks empty; if it hangs, its memory is not shared with us \
+                 (QEMU: memory-backend-memfd,share=on; cloud-hypervisor: --memory shared=on)"
+            ));
+        }
+    }
+}

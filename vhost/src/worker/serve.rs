@@ -1,0 +1,165 @@
+//! Takes chains from the queues and has them served, here or by the pool.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use ferry_engine::{BLOCKED, PoolTransfer};
+
+use super::{Answer, Placement, QueueHandler, Worker, WorkerContext};
+use crate::QUEUE_SIZE_MAX;
+use crate::chain::Chain;
+use crate::io::ServedChain;
+use crate::ring::{Popped, RingError};
+use crate::takeover::Returned;
+
+/// Chains taken before the first of them are answered: enough to share the calls among many, few enough that the
+/// driver can go on with the first while the last are served.
+const BATCH_MAX: usize = 64;
+
+impl<H: QueueHandler> Worker<H> {
+    pub(super) fn take_batch(mut self: Box<Self>, context: &mut WorkerContext<H>) -> Option<(Box<Self>, usize)> {
+        let mut all = 0;
+        for index in 0..self.running.len() {
+            let took;
+            (self, took) = self.take_from(context, index)?;
+            all += took;
+        }
+        Some((self, all))
+    }
+
+    /// Serves what waits in one queue; returns how much. `None`: another thread has the queues.
+    fn take_from(mut self: Box<Self>, context: &mut WorkerContext<H>, index: usize) -> Option<(Box<Self>, usize)> {
+        for took in 0..BATCH_MAX {
+            if !self.take_one(index) {
+                return Some((self, took));
+            }
+            let token = self.slots.next_token();
+            context.accept(token, &self.chain);
+            let is_slow = context.takeover.as_ref().is_some_and(|takeover| takeover.slow.is_on());
+            let placement = if is_slow { context.handler.placement(&self.chain) } else { Placement::Here };
+            if placement != Placement::Here {
+                self.send_chain_to_pool(context, index, token, placement);
+                continue;
+            }
+            let chain = std::mem::take(&mut self.chain);
+            // It stays mapped for as long as the handler may use it.
+            let memory = Arc::clone(self.running[index].ring.memory());
+            self.serving = Some((self.running[index].queue, chain.stub()));
+            let (worker, served) = self.with_takeover(context, |handler, _| ServedChain::by(handler, &chain, token));
+            let Some(worker) = worker else {
+                context.hand_back(token, chain, &memory, served);
+                return None;
+            };
+            self = worker;
+            self.serving = None;
+            self.served(context, index, token, chain, served);
+        }
+        Some((self, BATCH_MAX))
+    }
+
+    /// Takes the next chain of a queue. Returns whether there is one.
+    pub(super) fn take_one(&mut self, index: usize) -> bool {
+        let running = &mut self.running[index];
+        for _ in 0..BATCH_MAX {
+            // In this order: a chain may lie in memory of which a letter tells that came before it. Those that the server before
+            // has left do not.
+            let is_there = !running.broken && running.ring.has_available();
+            if !is_there || self.port.0.is_filled() && !running.ring.is_recovering() {
+                return false;
+            }
+            let popped = match running.out < usize::from(QUEUE_SIZE_MAX) {
+                true => running.ring.pop(&mut self.chain),
+                // A driver cannot have more chains out than its ring has entries, unless it lies.
+                false => Err(RingError::TooManyChains),
+            };
+            match popped {
+                Ok(Popped::Chain) => {
+                    running.vain_kicks = 0;
+                    return true;
+                }
+                Ok(Popped::Empty) => return false,
+                Ok(Popped::Dropped(error)) => {
+                    running.touched = true;
+                    self.ratelimited_log.warn(format_args!("{}: a request was dropped: {error}", self.name));
+                }
+                Err(error) => {
+                    running.fail_queue(&self.name, &error, &self.ratelimited_log);
+                    return false;
+                }
+            }
+        }
+        false
+    }
+
+    /// A chain of a queue was served here.
+    pub(super) fn served(
+        &mut self,
+        context: &mut WorkerContext<H>,
+        index: usize,
+        token: u64,
+        chain: Chain,
+        mut served: ServedChain,
+    ) {
+        let running = &mut self.running[index];
+        if let Answer::Done(written) = served.answer {
+            running.push(&chain, None, context.handler.complete(token, written));
+            self.chain = chain;
+            return;
+        }
+        // SAFETY: the slot keeps the memory until the transfer has ended.
+        unsafe { served.queue(&mut context.transfers, &chain, token) };
+        self.slots.put(running.queue, chain, running.ring.memory(), served.answer == Answer::Parked);
+        running.out += 1;
+        self.chain = self.spare.pop().unwrap_or_default();
+    }
+
+    /// Has the chain that was taken served by another thread.
+    fn send_chain_to_pool(&mut self, context: &mut WorkerContext<H>, index: usize, token: u64, placement: Placement) {
+        let Some(takeover) = context.takeover.clone() else { return };
+        let running = &mut self.running[index];
+        let spare = self.spare.pop().unwrap_or_default();
+        let (chain, memory) = (std::mem::replace(&mut self.chain, spare), Arc::clone(running.ring.memory()));
+        self.slots.put_away(running.queue, chain.stub(), &memory);
+        running.out += 1;
+        let order = match placement {
+            Placement::InOrder(number) => Some(number),
+            Placement::Here | Placement::Anywhere => None,
+        };
+        let pool = Arc::clone(&takeover.pool);
+        let job = move |handler: &mut H| {
+            let start = Instant::now();
+            let served = ServedChain::by(handler, &chain, token);
+            // SAFETY: `memory` is what the chain lies in.
+            let answer = unsafe { served.finish(handler, &chain, token) };
+            drop(memory);
+            let _ = catch_unwind(AssertUnwindSafe(|| handler.batch_end()));
+            if start.elapsed() >= BLOCKED {
+                takeover.slow.begin();
+            }
+            takeover.give_back(Returned::Served { token, chain, answer });
+        };
+        if let Err(job) = pool.run(order, Box::new(job)) {
+            job(&mut context.handler);
+        }
+    }
+
+    /// Has a transfer made by another thread.
+    pub(super) fn send_to_pool(&mut self, context: &mut WorkerContext<H>, transfer: PoolTransfer) {
+        let PoolTransfer { token, mut transfer } = transfer;
+        let moving = context.handler.detach(token);
+        let (Some(takeover), Some(memory)) = (context.takeover.clone(), self.slots.memory(token).cloned()) else {
+            return;
+        };
+        let pool = Arc::clone(&takeover.pool);
+        let job = move |_: &mut H| {
+            // SAFETY: `memory` is what the chain lies in.
+            let outcome = unsafe { transfer.run() };
+            drop(memory);
+            takeover.give_back(Returned::Transferred { token, outcome, moving });
+        };
+        if let Err(job) = pool.run(None, Box::new(job)) {
+            job(&mut context.handler);
+        }
+    }
+}
