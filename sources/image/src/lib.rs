@@ -16,35 +16,38 @@
 //! ```
 #![deny(unsafe_code)]
 
+// Each folder uses only those before it: format <- store <- read <- build.
 mod build;
 mod format;
 mod read;
 mod store;
 
-pub use build::dump::{DumpError, write as dump};
 pub use build::filter::{Choice, Pattern};
-pub use build::run::{Built, Layout, Options as BuildOptions, Progress, build};
-pub use build::scan::INLINE_BYTES_MAX;
+pub use build::options::{Built, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
+pub use build::run::build;
 pub use build::tar::Whiteouts;
 pub use build::trace::Trace;
 pub use format::check::{Report, check};
 pub use format::composefs::COMPOSEFS_VERSION_MAX;
+pub use format::data::{Data, PackRef, Pieces, Run, Runs};
 pub use format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
-pub use format::error::{Error, Flaw, Result, told};
-pub use format::image::{Checked, Data, Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, PackRef, Xattr};
-pub use format::runs::{Pieces, Run, Runs};
+pub use format::error::{Checked, Error, Flaw, Result, told};
+pub use format::image::{Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, Xattr};
+pub use format::index::{Index, Object};
 pub use format::walk::{Step, walk};
 pub use format::{erofs, pack_table};
 pub use read::diff::{Change, Digests, Kind as ChangeKind, diff};
 pub use read::disk::Disk;
-pub use read::fetch::{self, Fetch, Missing};
-pub use read::missing_objects::{FileObject, file_objects};
-pub use read::object_files::objects_folder;
-pub use read::objects::{Bad, Objects};
+pub use read::dump::{DumpError, write as dump};
+pub use read::objects::Objects;
 pub use read::source::Source;
+pub use store::fetch::{self, Fetch, Missing};
+pub use store::file_objects::{FileObject, file_objects};
 pub use store::fsverity::{Verity, verity_of};
 pub use store::garbage::{Collected, Needed, Objects as CollectedObjects, Sole};
-pub use store::packs::{Index, Object, Store};
+pub use store::object_error::Bad;
+pub use store::object_list::objects_folder;
+pub use store::packs::Store;
 pub use store::repair::{Mended, mend, note_damage};
 pub use store::seal::{PackProof, Sealed, seal, seal_image};
 pub use store::usage::{Place, Share, Total, Usage, places};

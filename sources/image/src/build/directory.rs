@@ -1,58 +1,33 @@
-//! Reads the files of a directory for the layout flat: several threads read and hash, one writes, and the pieces come in the order of
-//! the walk all the same.
+//! Reads a directory: one thread walks it, several read and hash its files, and one stores them in the order of the walk.
 
-use std::io::Read;
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
-
-use crate::build::content_writer::Sink;
+use crate::build::content_writer::{Buffer, ContentWriter, Stop};
 use crate::build::filter::Choice;
-use crate::build::run::Progress;
-use crate::build::scan::{FOUND_FLAGS, Seen, scan, unreadable};
-use crate::format::chunk::{BATCH_BYTES, Batch, PIECE_BYTES};
-use crate::format::error::{Error, Result};
-use crate::format::tree::{Content, NodeId, Tree};
+use crate::build::options::Progress;
+use crate::build::scan::{FoundFile, scan};
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::error::Result;
+use crate::format::tree::Tree;
+use crate::store::batch::BATCH_BYTES;
 
-/// How many batches each thread may be ahead of the one that writes; with [`BATCH_BYTES`] this bounds the memory.
-const AHEAD_BATCHES: usize = 4;
-/// The most files of one group.
-const GROUP_FILES_MAX: usize = 256;
+/// A buffer with files of a group, and whether the group ends with it.
+type Part<B> = (B, bool);
 
-/// A file that is to be read.
-struct Wanted {
-    node: NodeId,
-    seen: Seen,
-    path: PathBuf,
+/// A thread that reads groups of files.
+struct Lane<B> {
+    parts: Receiver<Result<Part<B>>>,
+    /// Returns empty buffers to the thread.
+    empty: Sender<B>,
 }
 
-/// Files that follow each other, about as many as a batch holds. Groups are given to the threads in turn.
-type Group = Vec<Wanted>;
-
-/// A part of a group that was read.
-struct Part {
-    batch: Batch,
-    /// The files that begin in it: their nodes and lengths, and which piece is the first.
-    begun: Vec<(NodeId, u64, usize)>,
-    /// Whether the group ends with it.
-    is_last: bool,
-}
-
-/// A thread that reads, from its groups to its parts.
-struct Lane {
-    parts: Receiver<Result<Part>>,
-    /// Takes batches back.
-    empty: Sender<Batch>,
-}
-
-/// The tree of a directory, whose files' bytes go into packs. Files are read while others are still being found.
-pub(crate) fn read(
+/// The tree of a directory, whose files' bytes go to `writer`. Files are read while others are still being found.
+pub(crate) fn read<W: ContentWriter>(
     source: &Path,
-    sink: &mut Sink,
+    writer: &mut W,
     threads: usize,
     choice: &Choice,
     progress: &Progress<'_>,
@@ -61,31 +36,28 @@ pub(crate) fn read(
     thread::scope(|scope| {
         let (groups, lanes): (Vec<_>, Vec<_>) = (0..threads)
             .map(|_| {
-                let (groups, wanted) = channel::<Group>();
-                let (sender, parts) = sync_channel(AHEAD_BATCHES);
+                let (groups, wanted) = channel();
+                let (sender, parts) = channel();
                 let (empty, free) = channel();
-                (0..AHEAD_BATCHES).for_each(|_| _ = empty.send(sink.new_batch()));
+                (0..W::buffers_per_thread(threads)).for_each(|_| _ = empty.send(writer.new_buffer()));
                 scope.spawn(move || read_groups(&wanted, &free, &sender));
                 (groups, Lane { parts, empty })
             })
             .unzip();
         let count = &found;
-        let scanner = scope.spawn(move || find(source, choice, &groups, count));
-        let mut done = 0;
-        let mut contents = Vec::new();
+        let scanner = scope.spawn(move || find::<W>(source, choice, &groups, count));
+        let (mut done, mut contents) = (0, Vec::new());
         'groups: for at in 0_usize.. {
             let Lane { parts, empty } = &lanes[at % threads];
             loop {
-                // The end: the tree was walked, or could not be.
+                // No more parts: the walk has ended or failed.
                 let Ok(part) = parts.recv() else { break 'groups };
-                let Part { mut batch, begun, is_last } = part?;
-                let first = sink.add_batch(&batch)?;
-                batch.clear();
-                // Nobody wants it any more where all groups were read.
-                let _ = empty.send(batch);
-                done += begun.len();
-                let content = |(node, bytes, at)| (node, Content::Packed { bytes, first: first + at });
-                contents.extend(begun.into_iter().map(content));
+                let (mut buffer, is_last) = part?;
+                let added = writer.add_buffer(&mut buffer)?;
+                // The thread may have read all of its groups.
+                let _ = empty.send(buffer);
+                done += added.len();
+                contents.extend(added);
                 progress(done, found.load(Ordering::Relaxed));
                 if is_last {
                     break;
@@ -94,32 +66,34 @@ pub(crate) fn read(
         }
         let mut tree = scanner.join().expect("the scanner does not panic")?;
         for (node, content) in contents {
-            if let Content::Packed { bytes, .. } = content {
-                sink.data_bytes += bytes;
-            }
             tree.nodes[node].content = content;
         }
         Ok(tree)
     })
 }
 
-/// Walks the tree, and hands over groups of files.
-fn find(source: &Path, choice: &Choice, lanes: &[Sender<Group>], count: &AtomicUsize) -> Result<Tree> {
-    let (mut group, mut room, mut turn) = (Group::new(), BATCH_BYTES as u64, 0_usize);
-    let mut hand_over = |group: Group| {
-        // Nobody listens any more once a file could not be read.
+/// Walks the tree, and gives groups of files to the threads in turn. A group has about as many bytes as a batch.
+fn find<W: ContentWriter>(
+    source: &Path,
+    choice: &Choice,
+    lanes: &[Sender<Vec<FoundFile>>],
+    count: &AtomicUsize,
+) -> Result<Tree> {
+    let (mut group, mut room, mut turn) = (Vec::new(), BATCH_BYTES as u64, 0_usize);
+    let mut hand_over = |group: Vec<FoundFile>| {
+        // A thread that could not read a file takes no more groups.
         let _ = lanes[turn % lanes.len()].send(group);
         turn += 1;
     };
-    let tree = scan(source, false, choice, &mut |node, seen, path| {
-        let bytes = seen.bytes;
+    let tree = scan(source, W::IS_COMPOSEFS, choice, &mut |file| {
+        let bytes = file.seen.bytes;
         count.fetch_add(1, Ordering::Relaxed);
-        if !group.is_empty() && (bytes > room || group.len() == GROUP_FILES_MAX) {
+        if !group.is_empty() && (bytes > room || group.len() == W::GROUP_FILES_MAX) {
             hand_over(std::mem::take(&mut group));
             room = BATCH_BYTES as u64;
         }
-        room = room.saturating_sub(bytes.next_multiple_of(crate::format::erofs::BLOCK_BYTES as u64));
-        group.push(Wanted { node, seen, path });
+        room = room.saturating_sub(bytes.next_multiple_of(BLOCK_BYTES as u64));
+        group.push(file);
     })?;
     if !group.is_empty() {
         hand_over(group);
@@ -127,33 +101,12 @@ fn find(source: &Path, choice: &Choice, lanes: &[Sender<Group>], count: &AtomicU
     Ok(tree)
 }
 
-/// Nobody wants anything more: another file could not be read.
-struct Unwanted;
-
-/// Why a group ends before its time.
-enum End {
-    Unwanted,
-    Failed(Error),
-}
-
-impl From<Unwanted> for End {
-    fn from(_: Unwanted) -> Self {
-        Self::Unwanted
-    }
-}
-
-impl From<Error> for End {
-    fn from(error: Error) -> Self {
-        Self::Failed(error)
-    }
-}
-
-fn read_groups(groups: &Receiver<Group>, free: &Receiver<Batch>, parts: &SyncSender<Result<Part>>) {
+fn read_groups<B: Buffer>(groups: &Receiver<Vec<FoundFile>>, free: &Receiver<B>, parts: &Sender<Result<Part<B>>>) {
     for group in groups {
         match read_group(&group, free, parts) {
             Ok(()) => {}
-            Err(End::Unwanted) => return,
-            Err(End::Failed(error)) => {
+            Err(Stop::Cancelled) => return,
+            Err(Stop::Failed(error)) => {
                 let _ = parts.send(Err(error));
                 return;
             }
@@ -161,48 +114,16 @@ fn read_groups(groups: &Receiver<Group>, free: &Receiver<Batch>, parts: &SyncSen
     }
 }
 
-fn begin(free: &Receiver<Batch>) -> std::result::Result<Part, Unwanted> {
-    let batch = free.recv().map_err(|_| Unwanted)?;
-    Ok(Part { batch, begun: Vec::new(), is_last: false })
-}
-
-fn read_group(group: &Group, free: &Receiver<Batch>, parts: &SyncSender<Result<Part>>) -> std::result::Result<(), End> {
-    let mut part = begin(free)?;
-    let mut folder = Folder::default();
-    for Wanted { node, seen, path } in group {
-        let mut file = seen.file(folder.open(path), path)?;
-        let mut left = seen.bytes;
-        while left > 0 {
-            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
-            if !part.batch.has_room(count) {
-                parts.send(Ok(part)).map_err(|_| Unwanted)?;
-                part = begin(free)?;
-            }
-            if left == seen.bytes {
-                part.begun.push((*node, seen.bytes, part.batch.len()));
-            }
-            part.batch.add(count, |piece| file.read_exact(piece)).map_err(|error| unreadable(error, path))?;
-            left -= count as u64;
-        }
-        seen.check(&file, path)?;
+fn read_group<B: Buffer>(
+    group: &[FoundFile],
+    free: &Receiver<B>,
+    parts: &Sender<Result<Part<B>>>,
+) -> std::result::Result<(), Stop> {
+    let next = || free.recv().map_err(|_| Stop::Cancelled);
+    let send = |buffer, is_last| parts.send(Ok((buffer, is_last))).map_err(|_| Stop::Cancelled);
+    let mut buffer = next()?;
+    for file in group {
+        buffer.read(file, &mut |full| send(std::mem::replace(full, next()?), false))?;
     }
-    part.is_last = true;
-    parts.send(Ok(part)).map_err(|_| Unwanted.into())
-}
-
-/// The folder of the last file, for the next one is most often in it, too: finding it again would take longer than all else.
-#[derive(Default)]
-struct Folder(Option<(PathBuf, OwnedFd)>);
-
-impl Folder {
-    fn open(&mut self, path: &Path) -> rustix::io::Result<OwnedFd> {
-        let whole = || openat(CWD, path, FOUND_FLAGS, Mode::empty());
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return whole() };
-        if self.0.as_ref().is_none_or(|(known, _)| known != parent) {
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            self.0 = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
-        }
-        let Some((_, folder)) = &self.0 else { return whole() };
-        openat(folder, name, FOUND_FLAGS, Mode::empty())
-    }
+    send(buffer, true)
 }

@@ -2,31 +2,25 @@
 //!
 //! Source: composefs-dump(5). What is written is what `composefs-info dump` writes, which leaves out more of overlayfs's attributes.
 
-use std::collections::{HashMap, HashSet};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::rc::Rc;
 
 use ferry_vfs::{FileType, Name, Timespec};
 
 use crate::build::tree_builder::{Growing, Refusal, names_of};
-use crate::format::composefs::view::{self, USER_WHITEOUT, USER_WHITEOUTS, WHITEOUT, WHITEOUTS, escape};
-use crate::format::composefs::{fits, set_xattr};
+use crate::format::composefs::fits;
+use crate::format::composefs::view::CONTENT_BYTES_MAX;
 use crate::format::digest::{Algorithm, Digest};
-use crate::format::error::{Doing, Error, Flaw, Result};
-use crate::format::image::{Checked, Data, Image, Inode, Nid};
-use crate::format::tree::{Content, Node, Tree};
-use crate::format::walk::{Step, walk};
+use crate::format::error::{Doing, Error, Result};
+use crate::format::tree::{Content, Node, Tree, set_xattr};
 
 /// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
 const LINE_BYTES_MAX: u64 = 1 << 20;
-/// The largest file that a line may hold; mkcomposefs's limit.
-const CONTENT_BYTES_MAX: usize = 5000;
 /// The longest path and link (`PATH_MAX` without the zero).
 const PATH_BYTES_MAX: usize = 4095;
 /// How many hard links may lead to each other before a file comes.
 const LINKS_MAX: usize = 40;
-const TYPE_BITS: u32 = 0o170_000;
 
 /// Reads a dump file.
 pub(crate) fn read(input: impl Read, source: &Path) -> Result<Tree> {
@@ -228,121 +222,4 @@ fn unescape(field: &[u8]) -> std::result::Result<Vec<u8>, Refusal> {
         });
     }
     Ok(bytes)
-}
-
-/// Why a dump could not be written.
-#[derive(Debug, thiserror::Error)]
-pub enum DumpError {
-    /// The image is damaged.
-    #[error(transparent)]
-    Flaw(#[from] Flaw),
-    /// The output does not take it.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-}
-
-/// Writes what is in a composefs image as a dump file.
-///
-/// # Errors
-/// The image is damaged, or the output does not take it.
-pub fn write(image: &Image, out: &mut dyn Write) -> std::result::Result<(), DumpError> {
-    let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
-    let mut entered = HashSet::new();
-    walk(image, image.root(), b"/", |step, inode| {
-        let first = known.get(&inode.nid).map(|step| step.path());
-        line(image, inode, &step.path(), first, out)?;
-        if inode.kind() != FileType::Directory {
-            known.entry(inode.nid).or_insert_with(|| Rc::clone(step));
-        } else if !entered.insert(inode.nid) {
-            return Err(Flaw { what: "a directory that has another name already", offset: inode.nid.0 }.into());
-        }
-        Ok(())
-    })
-}
-
-/// Writes the line of one name; `first` is the first name of an inode that has had one.
-fn line(
-    image: &Image,
-    inode: &Inode,
-    path: &[u8],
-    first: Option<Vec<u8>>,
-    out: &mut dyn Write,
-) -> std::result::Result<(), DumpError> {
-    let raw = image.raw_xattrs(inode)?;
-    let has = |name: &[u8]| raw.iter().any(|(known, _)| known == name);
-    let is_whiteout = inode.kind() == FileType::RegularFile && inode.bytes == 0 && has(&escape(WHITEOUT));
-    let mode = if is_whiteout { inode.mode & !TYPE_BITS | 0o020_000 } else { inode.mode };
-    let (payload, content, digest) = contents(image, inode)?;
-    let is_again = first.is_some();
-    let payload = first.or(payload);
-    let field = |bytes: Option<Vec<u8>>| {
-        bytes.filter(|bytes| !bytes.is_empty()).map_or("-".into(), |bytes| optional_text(&bytes))
-    };
-    write!(
-        out,
-        "{} {} {}{mode:o} {} {} {} {} {}.{} {} {} {}",
-        text(path, false),
-        inode.bytes,
-        if is_again { "@" } else { "" },
-        inode.nlink,
-        inode.uid,
-        inode.gid,
-        inode.rdev(),
-        inode.mtime.sec,
-        inode.mtime.nsec,
-        field(payload),
-        field(content),
-        digest.map_or("-".into(), |digest| digest.hex()),
-    )?;
-    // What an image has because of its whiteouts comes of itself when the dump is built.
-    let is_marked = has(&escape(WHITEOUTS));
-    for (name, value) in raw {
-        let own = (is_whiteout && (name == escape(WHITEOUT) || name == USER_WHITEOUT))
-            || (is_marked && (name == escape(WHITEOUTS) || name == USER_WHITEOUTS));
-        if let (false, Some(name)) = (own, view::shown(name)) {
-            write!(out, " {}={}", text(&name, true), text(value, true))?;
-        }
-    }
-    out.write_all(b"\n")?;
-    Ok(())
-}
-
-type Contents = (Option<Vec<u8>>, Option<Vec<u8>>, Option<Digest>);
-
-/// Payload, content and digest.
-fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
-    Ok(match inode.kind() {
-        FileType::Symlink => (Some(image.link(inode)?), None, None),
-        FileType::RegularFile => match image.data(inode)? {
-            Data::Near(whole, rest) if whole.len() + rest.len() <= CONTENT_BYTES_MAX => {
-                (None, Some([whole, rest].concat()), None)
-            }
-            Data::Near(..) => {
-                return Err(Flaw { what: "a file of more than 5000 bytes in the image", offset: inode.nid.0 });
-            }
-            Data::Object { path, digest } => (path.map(<[u8]>::to_vec), None, digest),
-            Data::Far { .. } | Data::Pieces(_) => (None, None, None),
-        },
-        _ => (None, None, None),
-    })
-}
-
-fn optional_text(bytes: &[u8]) -> String {
-    if bytes == b"-" { "\\x2d".into() } else { text(bytes, false) }
-}
-
-fn text(bytes: &[u8], is_xattr: bool) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    for byte in bytes {
-        match byte {
-            b'\\' => text.push_str("\\\\"),
-            b'\n' => text.push_str("\\n"),
-            b'\r' => text.push_str("\\r"),
-            b'\t' => text.push_str("\\t"),
-            b'=' if is_xattr => text.push_str("\\x3d"),
-            b'!'..=b'~' => text.push(char::from(*byte)),
-            _ => text.push_str(&format!("\\x{byte:02x}")),
-        }
-    }
-    text
 }

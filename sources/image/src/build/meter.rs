@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::io::{self, Read};
 
-use crate::build::run::Progress;
+use crate::build::options::Progress;
 
 /// Counts bytes of a source.
 pub(crate) struct Meter<'a> {

@@ -15,21 +15,15 @@ use rustix::fs::{
 use rustix::io::{Errno, pread, retry_on_intr};
 
 use crate::build::filter::Choice;
+use crate::build::options::INLINE_BYTES_MAX;
 use crate::format::composefs::fits;
 use crate::format::erofs::XATTR_PREFIXES;
 use crate::format::error::{Doing, Error, Result};
 use crate::format::tree::{Content, Node, NodeId, Tree};
+use crate::store::new_file::FOUND_FLAGS;
 
-/// Files up to this size are kept with their inodes, where whoever looks at the inode has them already. More would make
-/// walks of the metadata slower; composefs keeps as many.
-pub const INLINE_BYTES_MAX: u64 = 64;
 /// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
-
-/// How a file is opened that was found: what has taken its place must not lead elsewhere, and opening it must neither wait nor do
-/// anything. Who owns the tree may put anything there at any time.
-pub(crate) const FOUND_FLAGS: OFlags =
-    OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
 /// What a file or directory was when it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +64,13 @@ impl Seen {
         let is_same = more == 0 && Self::of(&look(file, path)?) == *self;
         if is_same { Ok(()) } else { Err(Error::Changed(path.into())) }
     }
+}
+
+/// A file that was found, and is to be read.
+pub(crate) struct FoundFile {
+    pub node: NodeId,
+    pub seen: Seen,
+    pub path: PathBuf,
 }
 
 /// The bits of the mode that tell what kind of file it is.
@@ -128,7 +129,7 @@ pub(crate) fn scan(
     root: &Path,
     for_composefs: bool,
     choice: &Choice,
-    found: &mut dyn FnMut(NodeId, Seen, PathBuf),
+    found: &mut dyn FnMut(FoundFile),
 ) -> Result<Tree> {
     let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
     if !is_dir(&found_root) {
@@ -149,7 +150,7 @@ pub(crate) fn scan(
 
 struct Walk<'a> {
     tree: Tree,
-    found: &'a mut dyn FnMut(NodeId, Seen, PathBuf),
+    found: &'a mut dyn FnMut(FoundFile),
     /// Inodes with several names that have been met.
     known: HashMap<(u32, u32, u64), NodeId>,
     for_composefs: bool,
@@ -223,7 +224,7 @@ impl Walk<'_> {
             return Err(Error::CannotHold { path: path.into(), reason });
         }
         if let Content::Unread { .. } = content {
-            (self.found)(id, Seen::of(found), path.into());
+            (self.found)(FoundFile { node: id, seen: Seen::of(found), path: path.into() });
         }
         nodes.push(Node {
             mode: found.stx_mode,
@@ -323,8 +324,8 @@ mod tests {
         const TREE: &str = "FERRY_TEST_TREE_WITHOUT_PROC";
         if let Some(tree) = std::env::var_os(TREE) {
             assert!(!Path::new(DESCRIPTORS).exists());
-            let error = scan(Path::new(&tree), false, &Choice::default(), &mut |_, _, _| {})
-                .expect_err("attributes cannot be read");
+            let error =
+                scan(Path::new(&tree), false, &Choice::default(), &mut |_| {}).expect_err("attributes cannot be read");
             assert!(error.to_string().contains("mount /proc"), "{error}");
             return;
         }

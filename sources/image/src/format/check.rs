@@ -8,11 +8,10 @@ use std::rc::Rc;
 use ferry_vfs::FileType;
 
 use crate::format::chunk;
-use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::Flaw;
-use crate::format::flat::kind;
-use crate::format::image::{Checked, Data, Entry, Image, Inode, Nid};
-use crate::format::runs::{ENTRY_BYTES, Run};
+use crate::format::data::{Data, ENTRY_BYTES, Run};
+use crate::format::erofs::{BLOCK_BYTES, kind};
+use crate::format::error::{Checked, Flaw};
+use crate::format::image::{Entry, Image, Inode, Nid};
 use crate::format::walk::{DEPTH_MAX, Step};
 
 use overlap::{Claims, Overlap};

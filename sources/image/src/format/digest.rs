@@ -29,18 +29,6 @@ impl Algorithm {
             Self::Tree => "tree",
         }
     }
-
-    /// The digest of bytes that are in memory.
-    pub fn of(self, bytes: &[u8]) -> Digest {
-        match self {
-            Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),
-            Self::Verity => {
-                let mut hasher = crate::format::verity::Hasher::default();
-                hasher.update(bytes);
-                hasher.finish()
-            }
-        }
-    }
 }
 
 /// What names and proves the bytes of a file, or of an image, or a tree. It is written `blake3:`, `sha256:` or `tree:`, and 64 hexadecimal digits.

@@ -3,6 +3,7 @@
 //! Source: fs/erofs/erofs_fs.h of Linux and the document "EROFS - Enhanced Read-Only File System". All numbers are little
 //! endian.
 
+use ferry_vfs::FileType;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -28,7 +29,6 @@ pub const COMPAT_MTIME: u32 = 0x2;
 pub const COMPAT_XATTR_FILTER: u32 = 0x4;
 /// Largest share of a `name_len` in [`XattrEntry`] (`XATTR_NAME_MAX`).
 pub const XATTR_NAME_MAX: usize = 255;
-
 /// How the volume's name begins in images of the layout `flat`; the last byte tells what there is.
 pub const FLAT_VOLUME: &[u8] = b"ferry flat2\0";
 /// How it began in images of the first version, whose digests were others.
@@ -246,12 +246,10 @@ const _: () = assert!(size_of::<XattrHeader>() == 12);
 const _: () = assert!(size_of::<XattrEntry>() == 4);
 const _: () = assert!(std::mem::offset_of!(Super, feature_incompat) == 80);
 const _: () = assert!(std::mem::offset_of!(Super, packed_nid) == 96);
-
 /// What the names of ACLs begin with.
 pub const XATTR_ACL: &[u8] = b"system.posix_acl_";
 /// The name of a label of SELinux.
 pub const XATTR_LABEL: &[u8] = b"security.selinux";
-
 /// The prefixes that are told by a number, and their numbers. The ACLs' are whole names; none may be the beginning of one that
 /// comes after it.
 pub const XATTR_PREFIXES: [(u8, &[u8]); 5] = [
@@ -327,4 +325,23 @@ impl Layout {
         };
         Some((layout, format & 1 == 1))
     }
+}
+
+/// `FT_*` of include/linux/fs_types.h.
+pub(crate) fn kind(kind: FileType) -> u8 {
+    match kind {
+        FileType::RegularFile => 1,
+        FileType::Directory => 2,
+        FileType::CharacterDevice => 3,
+        FileType::BlockDevice => 4,
+        FileType::Fifo => 5,
+        FileType::Socket => 6,
+        FileType::Symlink => 7,
+        FileType::Unknown => 0,
+    }
+}
+
+/// Writes a structure at a place.
+pub(crate) fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
+    bytes[at..at + what.len()].copy_from_slice(what);
 }

@@ -158,3 +158,6 @@ impl<T, E: Into<io::Error>> Doing<T> for std::result::Result<T, E> {
         self.map_err(|error| Error::Io { what, path: path.into(), source: error.into() })
     }
 }
+
+/// What a look at an image's bytes answers.
+pub type Checked<T> = std::result::Result<T, Flaw>;

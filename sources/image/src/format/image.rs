@@ -1,12 +1,7 @@
 //! An image that is open for reading. Whatever it says is checked where it is used: images come from anywhere.
 
-mod directory;
-mod kinds;
-mod open;
-
-pub use directory::{Entries, Entry};
-
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use ferry_vfs::{FileType, Timespec};
@@ -14,23 +9,24 @@ use zerocopy::FromBytes;
 
 use crate::format::chunk::{self, CHUNK_FORMAT};
 use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
+use crate::format::data::{Data, ENTRY_BYTES, PackRef, Pieces};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
-    BLOCK_BYTES, Compact, DeviceSlot, Extended, FLAT_NO_ACLS, FLAT_NO_LABELS, FLAT_NO_XATTRS, FLAT_VOLUME, Layout,
-    SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
+    BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES,
+    XattrEntry, XattrHeader, split_xattr,
 };
-use crate::format::error::Flaw;
-use crate::format::runs::{ENTRY_BYTES, Pieces};
-use crate::format::tree_digest::Expected;
+use crate::format::error::{Checked, Flaw};
+
+mod directory;
+mod kinds;
+mod open;
+
+pub use directory::{Entries, Entry};
 
 /// The largest image that is opened. Metadata of a hundred million files would fit.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
-
 /// How much tells whether it is an image, before all of it is read.
 const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
-
-/// What a look at an image's bytes answers.
-pub type Checked<T> = std::result::Result<T, Flaw>;
 
 /// An extended attribute: its full name, and its value.
 pub type Xattr<'a> = (Vec<u8>, &'a [u8]);
@@ -56,19 +52,6 @@ pub struct Image {
     absent: OnceLock<u8>,
     /// The tree that it was opened for; whoever opens the packs proves it.
     expected: Option<Expected>,
-}
-
-/// A pack that an image names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PackRef {
-    /// Its name.
-    pub name: Digest,
-    /// How many blocks it has.
-    pub blocks: u64,
-    /// Whether a workload needs all of it first, in the order in which it is there.
-    pub ahead: bool,
-    /// The first one's number in the address space of the image.
-    pub(crate) first_block: u64,
 }
 
 /// An inode.
@@ -105,29 +88,6 @@ impl Inode {
     pub fn rdev(&self) -> u32 {
         if matches!(self.kind(), FileType::BlockDevice | FileType::CharacterDevice) { self.place } else { 0 }
     }
-}
-
-/// Where the bytes of a file are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Data<'a> {
-    /// In the image: whole blocks, and what is left behind the inode.
-    Near(&'a [u8], &'a [u8]),
-    /// In a pack.
-    Far {
-        /// Which of [`Image::packs`].
-        pack: usize,
-        /// The first block there.
-        block: u64,
-    },
-    /// In packs, piece by piece.
-    Pieces(Pieces<'a>),
-    /// In an object store, as composefs has one.
-    Object {
-        /// Where, below its folder `objects`.
-        path: Option<&'a [u8]>,
-        /// What they are.
-        digest: Option<Digest>,
-    },
 }
 
 impl Image {
@@ -175,31 +135,6 @@ impl Image {
     /// Whether it has the layout of composefs: files' bytes are in an object store.
     pub fn is_composefs(&self) -> bool {
         self.is_composefs
-    }
-
-    /// Whether an inode may have extended attributes.
-    pub fn may_have_xattrs(&self) -> bool {
-        !self.lacks(FLAT_NO_XATTRS)
-    }
-
-    /// Whether any inode may have an ACL; if not, mounts are faster when the kernel is told.
-    pub fn may_have_acls(&self) -> bool {
-        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_ACLS)
-    }
-
-    /// Whether any inode may have a label of SELinux.
-    pub fn may_have_labels(&self) -> bool {
-        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
-    }
-
-    /// Whether there is nothing of one of these kinds. Images of the layout flat say so; the names of others are looked at, once.
-    fn lacks(&self, kinds: u8) -> bool {
-        let volume = &self.header.volume;
-        let absent = self.absent.get_or_init(|| match volume.starts_with(FLAT_VOLUME) {
-            true => volume[15],
-            false => kinds::absent(self),
-        });
-        absent & kinds != 0
     }
 
     /// How many inodes it says that there are.
@@ -477,15 +412,17 @@ impl Image {
     }
 }
 
-impl PackRef {
-    pub(crate) fn end(&self) -> u64 {
-        self.first_block + self.blocks
-    }
-}
-
 /// A structure at a place that may be anywhere.
 fn read_at<T: FromBytes>(bytes: &[u8], at: usize) -> Checked<T> {
     let flaw = || Flaw { what: "the end of the image in the middle of a structure", offset: at as u64 };
     let from = bytes.get(at..).ok_or_else(flaw)?;
     T::read_from_prefix(from).map(|(value, _)| value).map_err(|_| flaw())
+}
+
+/// The tree that an image was opened for.
+#[derive(Clone, Debug)]
+pub(crate) struct Expected {
+    pub tree: Digest,
+    /// The image's file.
+    pub path: PathBuf,
 }

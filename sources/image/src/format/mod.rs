@@ -5,13 +5,15 @@
 pub(crate) mod check;
 pub(crate) mod chunk;
 pub(crate) mod composefs;
+pub(crate) mod data;
 pub(crate) mod digest;
 pub mod erofs;
 pub(crate) mod error;
 pub(crate) mod flat;
+mod hash;
 pub(crate) mod image;
+pub(crate) mod index;
 pub mod pack_table;
-pub(crate) mod runs;
 pub(crate) mod tree;
 pub(crate) mod tree_digest;
 pub(crate) mod verity;

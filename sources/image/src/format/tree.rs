@@ -65,7 +65,7 @@ pub enum Content {
     Packed {
         /// Length in bytes, never 0.
         bytes: u64,
-        /// The first of its pieces among those of all files ([`crate::build::content_writer::Sink`]).
+        /// The first of its pieces among those of all files (in the order of the build).
         first: usize,
     },
     /// The bytes of a file that are kept in an object store.
@@ -90,5 +90,13 @@ impl Node {
     /// The file type in the mode.
     pub fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.mode.into())
+    }
+}
+
+/// Sets an attribute in a list that is sorted by name.
+pub(crate) fn set_xattr(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>, name: &[u8], value: &[u8]) {
+    match xattrs.binary_search_by(|(known, _)| known.as_slice().cmp(name)) {
+        Ok(at) => xattrs[at].1 = value.to_vec(),
+        Err(at) => xattrs.insert(at, (name.to_vec(), value.to_vec())),
     }
 }

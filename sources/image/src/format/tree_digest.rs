@@ -19,32 +19,25 @@
 //! Numbers are little endian. In the layout composefs an image is the same for the same tree, and its digest is that of the tree.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use ferry_vfs::{FileType, Timespec};
 
 use crate::format::check::check;
 use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::data::Data;
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{BLOCK_BYTES, COMPAT_MTIME};
-use crate::format::error::{Error, Flaw, Result};
-use crate::format::image::{Checked, Data, Image, Inode, Nid};
+use crate::format::error::{Checked, Error, Flaw, Result};
+use crate::format::image::{Image, Inode, Nid};
+use crate::format::index::Index;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::format::walk::walk;
-use crate::store::packs::{Index, Store};
 
 /// What keeps these digests apart from all others that BLAKE3 makes.
 const CONTEXT: &str = "ferry 2026-11 tree digest 1";
 /// What stands for kind and permissions where an inode has an earlier name.
 const LINK: u32 = u32::MAX;
-
-/// The tree that an image was opened for.
-#[derive(Clone, Debug)]
-pub(crate) struct Expected {
-    pub tree: Digest,
-    /// The image's file.
-    pub path: PathBuf,
-}
 
 /// Hashes records in their order.
 struct Records {
@@ -248,21 +241,7 @@ impl Image {
         self.tree().unwrap_or(self.digest())
     }
 
-    /// Proves the digest of the tree: the one that the image was opened for, or, without one, what the image says. The indexes of its packs
-    /// are read from a store.
-    ///
-    /// # Errors
-    /// The image has another tree, or a pack's index is missing or damaged.
-    pub fn prove_tree(&self, folder: &Path) -> Result<()> {
-        if self.is_composefs() || (self.expected_tree().is_none() && self.tree().is_none()) {
-            return Ok(());
-        }
-        let store = Store::open(folder)?;
-        let indexes = self.packs().iter().map(|pack| store.index(pack.name)).collect::<Result<Vec<_>>>()?;
-        self.prove_tree_by(&indexes.iter().collect::<Vec<_>>())
-    }
-
-    /// The same with indexes that are known, in the order of the packs.
+    /// Proves the digest of the tree by the indexes of the packs, in their order.
     pub(crate) fn prove_tree_by(&self, indexes: &[&Index]) -> Result<()> {
         let said = || Some((self.tree_said()?, Path::new("the image")));
         let expected = self.expected_tree().map(|expected| (expected.tree, &*expected.path));

@@ -8,7 +8,8 @@ use std::rc::Rc;
 
 use ferry_vfs::FileType;
 
-use crate::format::error::Flaw;
+use crate::format::data::Data;
+use crate::format::error::{Checked, Flaw};
 use crate::format::image::{Image, Inode, Nid};
 
 /// The deepest tree that is walked; Linux's paths end at 2048 names (`PATH_MAX`).
@@ -105,6 +106,33 @@ pub fn walk<'a, E: From<Flaw>>(
             names_left = names_left.checked_sub(1).ok_or(crowded)?;
             left.push((entry.nid, step.below(entry.name)));
         }
+        left[first..].reverse();
+    }
+    Ok(())
+}
+
+/// Calls with each regular file of an image once: a directory's files, then those of its directories, depth first.
+pub(crate) fn each_file<'a>(image: &'a Image, call: &mut dyn FnMut(&Inode, Data<'a>) -> Checked<()>) -> Checked<()> {
+    let mut seen = HashSet::from([image.root()]);
+    let mut left = vec![image.root()];
+    let mut names_left = image.bytes() / NAME_BYTES_MIN;
+    while let Some(nid) = left.pop() {
+        let first = left.len();
+        for entry in image.entries(&image.inode(nid)?, 0)? {
+            let nid = entry?.nid;
+            let crowded = Flaw { what: "more names than there is room for", offset: 0 };
+            names_left = names_left.checked_sub(1).ok_or(crowded)?;
+            if !seen.insert(nid) {
+                continue;
+            }
+            let inode = image.inode(nid)?;
+            match inode.kind() {
+                FileType::Directory => left.push(nid),
+                FileType::RegularFile => call(&inode, image.data(&inode)?)?,
+                _ => {}
+            }
+        }
+        // The last one is taken first.
         left[first..].reverse();
     }
     Ok(())

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 
 use ferry_vfs::FileType;
 
+use crate::format::data::{Data, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Flaw, Result};
-use crate::format::image::{Checked, Data, Image, Inode, Nid};
-use crate::format::runs::Run;
+use crate::format::error::{Checked, Flaw, Result};
+use crate::format::image::{Image, Inode, Nid};
 use crate::format::walk::{DEPTH_MAX, NAME_BYTES_MIN, Step};
 use crate::store::packs::Store;
 

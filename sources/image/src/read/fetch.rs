@@ -8,124 +8,29 @@
 //! What was fetched before is found by its place in the file and proved again, so nothing has to be written down about it: whoever is
 //! killed leaves what the next one uses. When all is there, the files get the names of a pack.
 
-use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread;
+use std::sync::atomic::Ordering;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::format::chunk::{self, PIECE_BYTES};
-use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::Result;
-use crate::read::cache_limit::Limit;
-use crate::read::fetch_locks::{FetchLock, FetchLocks, Progress};
-use crate::read::objects::{Bad, Objects};
-use crate::read::pack::{Pack, SOUND, UNKNOWN, read_object};
+use crate::format::index::Object;
+use crate::read::fetch_locks::{FetchLock, Progress};
+use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
-use crate::read::part_file;
-use crate::read::singleflight::{Claim, Flights, Lacking, Turn};
-use crate::store::packs::{self, Object, Places, Store};
-use crate::store::places::StorePlaces;
-
-/// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
-pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;
+use crate::read::partial::Absent;
+use crate::read::singleflight::{Claim, Lacking, Turn};
+use crate::store::layout;
+use crate::store::object_error::Bad;
+use crate::store::object_read::read_object;
 
 /// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
 const ONWARD_BYTES: u64 = 1 << 20;
-
-/// What takes bytes as they come. With an error it wants no more.
-pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
-
-/// Where the bytes of packs come from that a store has not got. What comes is proved afterwards.
-///
-/// Of composefs's objects those of an image are such a pack, without an index: one behind the other, in the order of
-/// [`crate::file_objects`], and its name is the image's digest.
-pub trait Fetch: fmt::Debug + Send + Sync {
-    /// All bytes of a pack's index.
-    ///
-    /// # Errors
-    /// It cannot be had, or is longer than `bytes_max`.
-    fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>>;
-
-    /// Hands over a range of a pack, in order and each byte once.
-    ///
-    /// # Errors
-    /// It cannot be had, or what `sink` said.
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()>;
-}
-
-/// How a store gets what it has not got.
-#[derive(Clone, Debug)]
-pub struct Missing {
-    /// Where from.
-    pub from: Arc<dyn Fetch>,
-    /// How many bytes may be asked for together with an object that is read: what follows it in its pack.
-    pub ahead_bytes: u64,
-    /// The most that is kept of the image's incomplete packs, in bytes; what was not used for longest goes first.
-    pub cache_bytes: Option<u64>,
-}
-
-/// What the packs of an image that are not all here have in common.
-#[derive(Debug)]
-pub(crate) struct Common {
-    pub store: PathBuf,
-    pub missing: Missing,
-    pub limit: Option<Arc<Limit>>,
-    /// What other processes fetch.
-    pub locks: FetchLocks,
-    /// Where other packs of the store have objects.
-    elsewhere: OnceLock<StorePlaces>,
-    fetched_bytes: AtomicU64,
-}
-
-impl Common {
-    pub(crate) fn new(store: &Path, missing: Missing) -> Arc<Self> {
-        let limit = missing.cache_bytes.map(|bytes| Arc::new(Limit::new(bytes)));
-        Arc::new(Self {
-            store: store.into(),
-            missing,
-            limit,
-            locks: FetchLocks::of(store),
-            elsewhere: OnceLock::new(),
-            fetched_bytes: AtomicU64::new(0),
-        })
-    }
-
-    fn elsewhere(&self) -> &StorePlaces {
-        self.elsewhere.get_or_init(|| {
-            let found = Store::open(&self.store).and_then(|store| store.places());
-            found.unwrap_or_else(|error| {
-                tracing::warn!("{error}: what other packs have is fetched all the same");
-                StorePlaces::known(Places::new())
-            })
-        })
-    }
-}
-
-/// What a pack that is not all here has beside the others.
-#[derive(Debug)]
-pub(crate) struct Absent {
-    pub common: Arc<Common>,
-    /// Which of the image's packs.
-    pub number: usize,
-    /// Whether others that fetch the same are not waited for.
-    pub alone: bool,
-    flights: Flights,
-}
-
-impl Absent {
-    pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, alone: common.limit.is_some(), flights: Flights::default() }
-    }
-}
 
 impl Lacking for Pack {
     fn is_here(&self, at: usize) -> bool {
@@ -171,7 +76,7 @@ impl Pack {
     }
 
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
-    fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+    pub(crate) fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
                 claim.damaged(self);
@@ -323,7 +228,7 @@ impl Pack {
     fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
         let object = &self.index.objects[at];
         let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
-        let path = packs::packs_folder(&absent.common.store).join(pack.hex());
+        let path = layout::packs_folder(&absent.common.store).join(pack.hex());
         let mut memory = Vec::new();
         let proved = File::open(path).and_then(|file| read_object(&file, block, object, &mut memory));
         if !matches!(proved, Ok(true)) {
@@ -336,161 +241,5 @@ impl Pack {
     /// Puts bytes that were proved into their place, with the zeros that fill their last block: something else may be there already.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, self.index.objects[at].block * BLOCK_BYTES as u64)
-    }
-}
-
-/// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
-pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
-
-/// Objects that are fetched in their order, whatever they are kept in.
-pub(crate) trait Fetching: Lacking + Sync {
-    /// How many there are.
-    fn count(&self) -> usize;
-    /// Gets those of a range that nobody has or is getting; answers whether there was room for them.
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad>;
-}
-
-impl Fetching for (&Pack, &Absent) {
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad> {
-        let (pack, absent) = *self;
-        // What does not fit would push out what was read.
-        let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
-        if absent.common.limit.as_ref().is_some_and(|limit| !limit.has_room(room.sum())) {
-            return Ok(false);
-        }
-        let mut at = range.start;
-        while at < range.end {
-            let claim = absent.flights.claim(pack, at..range.end, RUN_BYTES_MAX);
-            pack.get(absent, &claim)?;
-            at += claim.objects.len().max(1);
-        }
-        Ok(true)
-    }
-}
-
-impl Lacking for (&Pack, &Absent) {
-    fn is_here(&self, at: usize) -> bool {
-        self.0.is_here(at)
-    }
-
-    fn bytes(&self, at: usize) -> u64 {
-        self.0.bytes(at)
-    }
-}
-
-impl Objects {
-    /// Whether nothing is missing, as far as names and lengths tell.
-    pub fn seems_whole(&self) -> bool {
-        match self.absent_files() {
-            Some((files, absent)) => files.seems_whole(absent),
-            None => self.incomplete().next().is_none(),
-        }
-    }
-
-    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
-    /// soon. What fits no more under the limit is left.
-    ///
-    /// # Errors
-    /// The first thing that could not be had; what was had before stays.
-    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
-        if let Some((files, absent)) = self.absent_files() {
-            fetch_each(&[&(files, absent)], jobs, stop, progress)?;
-            // What others were fetching, too.
-            return if stop.load(Ordering::Relaxed) { Ok(()) } else { files.prove_absent(absent) };
-        }
-        let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
-        absent.sort_by_key(|(pack, _)| !pack.ahead);
-        let parts: Vec<&dyn Fetching> = absent.iter().map(|part| part as &dyn Fetching).collect();
-        fetch_each(&parts, jobs, stop, progress)?;
-        self.shrink();
-        let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
-        if stop.load(Ordering::Relaxed) || limit.is_some() {
-            return Ok(());
-        }
-        absent.iter().try_for_each(|(pack, _)| (0..pack.len()).try_for_each(|at| pack.prove(at)))
-    }
-
-    /// Gives the packs that are whole now their places in the store; composefs's objects have theirs, which are made durable.
-    ///
-    /// # Errors
-    /// They cannot be made durable. Then nobody knows what of a pack came to the disk: all of it is proved again when it is read.
-    pub fn complete(&self) -> Result<()> {
-        if let Some((files, _)) = self.absent_files() {
-            return files.complete();
-        }
-        for pack in &self.packs {
-            let Some(absent) = pack.absent.as_ref().filter(|absent| absent.common.limit.is_none()) else { continue };
-            if (0..pack.len()).all(|at| pack.is_here(at)) {
-                part_file::complete(pack, &absent.common)
-                    .inspect_err(|_| pack.states.iter().for_each(|state| state.store(UNKNOWN, Ordering::Release)))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// How many bytes of objects were fetched.
-    pub fn fetched_bytes(&self) -> u64 {
-        if let Some((_, absent)) = self.absent_files() {
-            return absent.fetched_bytes();
-        }
-        let common = self.packs.iter().find_map(|pack| pack.absent.as_ref());
-        common.map_or(0, |absent| absent.common.fetched_bytes.load(Ordering::Relaxed))
-    }
-}
-
-/// Fetches objects of all parts, in order, so many requests at a time, until one fails or has no room.
-fn fetch_each(
-    parts: &[&dyn Fetching],
-    jobs: usize,
-    stop: &AtomicBool,
-    progress: &Fetched<'_>,
-) -> std::result::Result<(), Bad> {
-    let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].bytes(at)).sum::<u64>();
-    let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
-    let cursor = Mutex::new((0, 0));
-    let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
-    let work = || {
-        while !stop.load(Ordering::Relaxed) && lock(&failed).is_none() {
-            let Some((number, range)) = next(parts, &mut lock(&cursor)) else { return };
-            match parts[number].fetch(range.clone()) {
-                Ok(true) => {}
-                Ok(false) => return,
-                Err(bad) => {
-                    lock(&failed).get_or_insert(bad);
-                    return;
-                }
-            }
-            let bytes = bytes_of(number, range);
-            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all);
-        }
-    };
-    thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The next objects that are worth a request, from a place on.
-fn next(parts: &[&dyn Fetching], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
-    loop {
-        let (number, from) = *cursor;
-        let part = parts.get(number)?;
-        if from == part.count() {
-            *cursor = (number + 1, 0);
-            continue;
-        }
-        let (mut to, mut bytes) = (from, 0_u64);
-        while to < part.count() && (to == from || bytes.saturating_add(part.bytes(to)) <= RUN_BYTES_MAX) {
-            bytes = bytes.saturating_add(part.bytes(to));
-            to += 1;
-        }
-        *cursor = (number, to);
-        return Some((number, from..to));
     }
 }

@@ -2,30 +2,33 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread;
+use std::{io, thread};
 
 use ferry_vfs::{Backing, Extent, Piece};
 
 use crate::format::composefs::path_of;
+use crate::format::data::{Data, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Flaw, Result, told};
-use crate::format::image::{Data, Image};
-use crate::format::runs::Run;
-use crate::read::fetch::{Common, Missing};
-use crate::read::missing_objects::{Absent, FileObject};
+use crate::format::error::{Doing, Error, Result, told};
+use crate::format::image::Image;
+use crate::format::index::Object;
+use crate::read::missing_objects::Absent;
 use crate::read::object_files::Files;
 use crate::read::pack::{Pack, Proof};
 use crate::read::part_file;
-use crate::store::packs::{Object, Store};
+use crate::read::partial::Common;
+use crate::store::fetch::Missing;
+use crate::store::file_objects::FileObject;
+use crate::store::object_error::Bad;
+use crate::store::packs::Store;
 use crate::store::parallel;
 use crate::store::repair::mend;
 
@@ -40,142 +43,6 @@ pub struct Objects {
     files: Option<Files>,
     /// Proves what is wanted soon, once something was read in order.
     soon: OnceLock<SyncSender<(usize, usize)>>,
-}
-
-/// Why an object's bytes cannot be had.
-#[derive(Debug, thiserror::Error)]
-pub enum Bad {
-    /// The image names a place where no object of this length begins.
-    #[error("no object of {bytes} bytes begins at block {block} of the pack {pack}")]
-    NoObject {
-        /// The pack's name.
-        pack: Digest,
-        /// The block.
-        block: u64,
-        /// The length.
-        bytes: u64,
-    },
-    /// The bytes are not what the digest says.
-    #[error("the object {digest} in the pack {pack} is damaged")]
-    Damaged {
-        /// The pack's name.
-        pack: Digest,
-        /// The object.
-        digest: Digest,
-    },
-    /// The image is damaged where it tells of them.
-    #[error("the image is damaged: {0}")]
-    Image(#[from] Flaw),
-    /// The image does not tell where they are.
-    #[error("the image does not say which object has its bytes")]
-    NoPath,
-    /// The image does not tell what they are.
-    #[error("the image has no digest for the object {}, so nothing proves its bytes", path.display())]
-    NoDigest {
-        /// The object.
-        path: PathBuf,
-    },
-    /// A pack is not what its index says.
-    #[error("the pack {pack} has the fs-verity digest {found}, but its index names {wanted}: one of both is wrong")]
-    Sum {
-        /// The pack's name.
-        pack: Digest,
-        /// What the index names.
-        wanted: Digest,
-        /// What it has.
-        found: Digest,
-    },
-    /// An object has another name than the one that others would find it by.
-    #[error("the image has the object {digest} as {}, which is not its name", path.display())]
-    Elsewhere {
-        /// The name.
-        path: PathBuf,
-        /// The object.
-        digest: Digest,
-    },
-    /// An object has another length than the file.
-    #[error("the object {} is damaged: it has {found} bytes, not {bytes}", path.display())]
-    Length {
-        /// The object.
-        path: PathBuf,
-        /// Its length.
-        found: u64,
-        /// The file's.
-        bytes: u64,
-    },
-    /// An object's bytes are not what the image says.
-    #[error("the object {} is damaged: its bytes have the digest {digest}", path.display())]
-    Changed {
-        /// The object.
-        path: PathBuf,
-        /// What was found.
-        digest: Digest,
-    },
-    /// An object cannot be read.
-    #[error("cannot read the object {}: {source}", path.display())]
-    Object {
-        /// The object.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// An object that is not here cannot be fetched.
-    #[error("cannot fetch the object {digest} of {pack}: {source}")]
-    Fetch {
-        /// The pack's name, or the digest of composefs's image.
-        pack: Digest,
-        /// The object.
-        digest: Digest,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// What was fetched is not what the digest says.
-    #[error("the object {digest} of {pack} came damaged, and was not kept")]
-    Received {
-        /// The pack's name, or the digest of composefs's image.
-        pack: Digest,
-        /// The object.
-        digest: Digest,
-    },
-    /// An object that somebody else was fetching, without success.
-    #[error("the object {digest} of {pack} could not be fetched just now")]
-    Other {
-        /// The pack's name, or the digest of composefs's image.
-        pack: Digest,
-        /// The object.
-        digest: Digest,
-    },
-    /// What was fetched cannot be kept.
-    #[error("cannot keep what was fetched of {pack}: {source}")]
-    Keep {
-        /// The pack's name, or the digest of composefs's image.
-        pack: Digest,
-        /// Why not.
-        source: std::io::Error,
-    },
-    /// What is kept of a pack is bounded, so it has no lasting place.
-    #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
-    Passing {
-        /// The pack's name.
-        pack: Digest,
-    },
-    /// They cannot be read.
-    #[error("cannot read the object {digest} in the pack {pack}: {source}")]
-    Unreadable {
-        /// The pack's name.
-        pack: Digest,
-        /// The object.
-        digest: Digest,
-        /// Why not.
-        source: std::io::Error,
-    },
-}
-
-impl Bad {
-    /// Whether it says nothing of other objects: neither the server nor the store is to blame.
-    pub(crate) fn is_of_object(&self) -> bool {
-        matches!(self, Self::Damaged { .. } | Self::Received { .. } | Self::Unreadable { .. })
-    }
 }
 
 impl Objects {
@@ -211,7 +78,7 @@ impl Objects {
         }
         let store = Store::open(folder)?;
         let common = missing.map(|missing| Common::new(folder, missing));
-        let open = |(number, pack): (usize, &crate::format::image::PackRef)| {
+        let open = |(number, pack): (usize, &crate::format::data::PackRef)| {
             let index = match &common {
                 Some(common) => match store.index_of_whole(pack.name) {
                     Some(index) => index,
@@ -497,7 +364,7 @@ impl Objects {
             let pieces = [(whole > part.start).then_some(extent), (rest > 0).then_some(Piece::Bytes(last))];
             return Ok(pieces.into_iter().flatten().collect());
         }
-        let place = |run: crate::format::image::Checked<Run>| {
+        let place = |run: crate::format::error::Checked<Run>| {
             let run = run?;
             let pack = &self.packs[run.pack];
             if pack.long_lived().is_err() {
@@ -616,4 +483,28 @@ pub(crate) fn read_exact(file: &Backing, offset: u64, mut bytes: &mut [u8]) -> s
         bytes = &mut bytes[count..];
     }
     Ok(())
+}
+
+impl Objects {
+    /// Reads all packs that have a digest for fs-verity, and looks whether it is theirs. What the kernel proves by it is not read.
+    ///
+    /// # Errors
+    /// One has another digest, or cannot be read.
+    pub fn prove_packs(&self) -> std::result::Result<(), Bad> {
+        for pack in &self.packs {
+            let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
+            let bytes = pack.index.blocks * BLOCK_BYTES as u64;
+            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: wanted, source };
+            let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
+            if found != wanted {
+                return Err(Bad::Sum { pack: pack.index.pack, wanted, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many packs there are of which the kernel proves what is read.
+    pub fn sealed(&self) -> usize {
+        self.packs.iter().filter(|pack| pack.is_sealed).count()
+    }
 }

@@ -9,19 +9,18 @@ use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use ferry_vfs::Backing;
 use rustix::fs::Advice;
 
-use crate::format::chunk::{self, Found};
 use crate::format::erofs::BLOCK_BYTES;
-use crate::read::fetch::Absent;
-use crate::read::objects::Bad;
+use crate::format::index::{Index, Object};
+use crate::read::partial::Absent;
 use crate::store::fsverity;
-use crate::store::packs::{Index, Object};
+use crate::store::object_error::Bad;
+use crate::store::object_read::read_object;
 
 /// What is known of an object.
 pub(crate) const UNKNOWN: u8 = 0;
@@ -29,7 +28,6 @@ pub(crate) const SOUND: u8 = 1;
 const DAMAGED: u8 = 2;
 /// Somebody is just finding out.
 const BUSY: u8 = 3;
-
 /// How many objects behind one that is read in order are proved before they are wanted, and how many bytes the disk is asked for before
 /// that: enough to keep both busy.
 pub(crate) const AHEAD_OBJECTS: usize = 64;
@@ -186,23 +184,12 @@ impl Pack {
     }
 }
 
-/// Reads an object from a block of a file on, with what fills its last block; answers whether both are as they should be.
-pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
-    look_at_object(file, block, object, memory).map(|found| found == Found::Sound)
-}
-
-/// The same; answers what there is.
-pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<Found> {
-    let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
-    chunk::look(read, object.bytes, object.digest, memory)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::format::chunk::{PIECE_BLOCKS, PIECE_BYTES};
+    use crate::format::chunk::{self, PIECE_BLOCKS, PIECE_BYTES};
 
     const OBJECTS: u64 = 1000;
 

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::format::chunk;
 use crate::format::digest::Digest;
-use crate::read::objects::Bad;
+use crate::format::index::Object;
 use crate::read::pack::Pack;
-use crate::store::packs::Object;
+use crate::store::object_error::Bad;
 
 /// Takes the bytes of a run of objects.
 pub(crate) struct Receiver<'a> {

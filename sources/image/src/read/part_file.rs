@@ -10,14 +10,17 @@ use std::sync::Arc;
 use rustix::fs::{FlockOperation, SeekFrom};
 use rustix::io::Errno;
 
+use crate::format::data::PackRef;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Doing, Error, Result};
-use crate::format::image::PackRef;
+use crate::format::index::{Index, RECORD_BYTES};
 use crate::read::cache_limit::Limit;
-use crate::read::fetch::{Absent, Common};
 use crate::read::fetch_locks::Progress;
 use crate::read::pack::Pack;
-use crate::store::packs::{self, INDEX_SUFFIX, Index, New, PART_SUFFIX, Store};
+use crate::read::partial::{Absent, Common};
+use crate::store::layout::{self, INDEX_SUFFIX, PART_SUFFIX};
+use crate::store::new_file::{self, New};
+use crate::store::packs::Store;
 
 /// The largest index that is fetched: six million objects. Memory is to be bounded.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
@@ -32,7 +35,7 @@ pub(crate) fn open(common: &Arc<Common>, store: &Store, number: usize, wanted: &
     let pack = wanted.name;
     let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
     let Some(_lock) = common.locks.take(pack, WHOLE, is_whole) else { return Ok(None) };
-    let folder = packs::packs_folder(&common.store);
+    let folder = layout::packs_folder(&common.store);
     let index = index(common, wanted)?;
     let path = folder.join(format!("{}{PART_SUFFIX}", pack.hex()));
     let flawed = |reason: &str| Error::Pack { store: common.store.clone(), pack, reason: reason.into() };
@@ -74,7 +77,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result
 /// The index of a pack, from the store or fetched, proved.
 fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
-    let path = packs::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
+    let path = layout::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
     if let Ok(bytes) = fs::read(&path)
         && let Ok(index) = Index::of(&common.store, pack, &bytes)
     {
@@ -82,11 +85,11 @@ fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     }
     // Each object has a block at least, and the pack as a whole has an entry.
     let entries_max = wanted.blocks.saturating_add(1);
-    let bytes_max = entries_max.saturating_mul(packs::RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
+    let bytes_max = entries_max.saturating_mul(RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
     let fetched = common.missing.from.index(pack, bytes_max);
     let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
     let index = Index::of(&common.store, pack, &bytes)?;
-    let mut new = New::begin(packs::folder_of(&path))?;
+    let mut new = New::begin(new_file::folder_of(&path))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
     new.keep(&path)?;
     Ok(index)
@@ -117,7 +120,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
 
 /// As a build ends: durable first, the index last. Of several processes one does it.
 pub(crate) fn complete(pack: &Pack, common: &Common) -> Result<()> {
-    let folder = packs::packs_folder(&common.store);
+    let folder = layout::packs_folder(&common.store);
     let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
     let (name, part, index) = (at(""), at(PART_SUFFIX), at(INDEX_SUFFIX));
     let is_ours = |path: &Path| {

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::store::object_error::Bad;
+
 /// Objects, by their numbers, that somebody is fetching.
 #[derive(Debug, Default)]
 pub(crate) struct Flights(Mutex<HashMap<usize, Arc<Flight>>>);
@@ -143,4 +145,12 @@ impl Flights {
         }
         Claim { flights: self, flight, objects: range.start..to }
     }
+}
+
+/// Objects that are fetched in their order, whatever they are kept in.
+pub(crate) trait Fetching: Lacking + Sync {
+    /// How many there are.
+    fn count(&self) -> usize;
+    /// Gets those of a range that nobody has or is getting; answers whether there was room for them.
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad>;
 }

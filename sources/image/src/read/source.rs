@@ -9,12 +9,14 @@ use ferry_vfs::{
     openable,
 };
 
+use crate::format::data::Data;
 use crate::format::digest::Digest;
 use crate::format::erofs::{BLOCK_BYTES, XATTR_ACL, XATTR_LABEL};
-use crate::format::error;
-use crate::format::image::{Checked, Data, Image, Inode, Nid};
-use crate::read::fetch::Missing;
-use crate::read::objects::{Bad, Objects, read_exact};
+use crate::format::error::{self, Checked};
+use crate::format::image::{Image, Inode, Nid};
+use crate::read::objects::{Objects, read_exact};
+use crate::store::fetch::Missing;
+use crate::store::object_error::Bad;
 
 /// An image that is offered.
 #[derive(Debug)]

@@ -13,10 +13,13 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
-use crate::format::image::{Checked, Image};
+use crate::format::error::{Checked, Doing, Result};
+use crate::format::image::Image;
+use crate::format::index::pack_name;
+use crate::store::layout::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, PART_SUFFIX};
+use crate::store::new_file::NEW_PREFIX;
 use crate::store::object_list::{self, Stored};
-use crate::store::packs::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, NEW_PREFIX, PART_SUFFIX, pack_name};
+use crate::store::packs;
 use crate::store::usage::{Place, places};
 
 /// A store that nobody builds into, as long as this lives: builds wait.
@@ -92,7 +95,7 @@ impl Sole {
     /// There is none, or it may not be written to.
     pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
         packs::is_store(folder)?;
-        let path = packs::lock_path(folder);
+        let path = layout::lock_path(folder);
         let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => {
@@ -154,7 +157,7 @@ impl Sole {
     }
 
     fn collect_packs(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<Collected> {
-        let folder = packs::packs_folder(&self.folder);
+        let folder = layout::packs_folder(&self.folder);
         let mut collected = Collected::default();
         if !folder.is_dir() {
             collected.missing = needed.iter().copied().collect();

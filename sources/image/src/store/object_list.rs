@@ -5,9 +5,10 @@ use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use crate::format::composefs::path_of;
+use crate::format::digest::Digest;
 use crate::format::error::{Doing, Result};
-use crate::read::object_files::objects_folder;
-use crate::store::packs::NEW_PREFIX;
+use crate::store::new_file::NEW_PREFIX;
 
 /// A file of an object store.
 pub(crate) struct Stored {
@@ -72,4 +73,14 @@ fn add(found: &mut Vec<Stored>, name: Option<Vec<u8>>, path: PathBuf) -> Result<
         }
     }
     Ok(())
+}
+
+/// The folder with the objects of a store: `objects` in it, or the store itself, as `mkcomposefs --digest-store` fills it.
+pub fn objects_folder(store: &Path) -> PathBuf {
+    let objects = store.join("objects");
+    if objects.is_dir() { objects } else { store.into() }
+}
+
+pub(crate) fn object_path(folder: &Path, digest: Digest) -> PathBuf {
+    folder.join(std::ffi::OsStr::from_bytes(&path_of(digest)))
 }

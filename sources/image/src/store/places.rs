@@ -7,9 +7,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::format::digest::Digest;
 use crate::format::error::{Doing, Result};
+use crate::format::index::{self, Index, Places};
 use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
-use crate::store::packs::{self, Index, Listing, New, Places};
-use crate::store::repair;
+use crate::store::damage;
+use crate::store::layout::{self, Listing};
+use crate::store::new_file::New;
 
 /// How many packs may be missing in the table before it is made again: the index of each is read by everybody who opens the store.
 const BEHIND_MAX: usize = 16;
@@ -43,7 +45,7 @@ struct Usable {
 impl StorePlaces {
     /// Those of a store in which there is so much. The table is made again if it is missing, damaged or too far behind.
     pub(crate) fn open(store: &Path, listing: Listing, with_verity: bool) -> Self {
-        let folder = packs::packs_folder(store);
+        let folder = layout::packs_folder(store);
         let table = Table::open(&folder).unwrap_or_else(|error| {
             tracing::debug!("{}: the table of packs cannot be read: {error}", store.display());
             None
@@ -112,7 +114,7 @@ impl StorePlaces {
             let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
             opened.entry(pack).or_insert_with(|| self.usable(pack).map(Arc::new)).clone()
         };
-        let has = |object: &&packs::Object| object.digest == *digest;
+        let has = |object: &&index::Object| object.digest == *digest;
         usable.is_some_and(|usable| {
             usable.index.objects_at(block).any(|object| has(&object)) && !usable.damaged.contains(digest)
         })
@@ -124,18 +126,18 @@ impl StorePlaces {
         if self.with_verity && index.verity.is_none() {
             return None;
         }
-        if !packs::is_whole(&self.store, &index) {
+        if !layout::is_whole(&self.store, &index) {
             tracing::warn!("{}: the pack {pack} is cut off and not used", self.store.display());
             return None;
         }
-        Some(Usable { damaged: repair::noted(&self.store, pack), index })
+        Some(Usable { damaged: damage::noted(&self.store, pack), index })
     }
 
     /// All places, by the packs' indexes.
     fn read_all(&self) -> Places {
         tracing::warn!("{}: the table of packs is damaged, and made again", self.store.display());
         // Whoever opens the store next makes another one.
-        let table = packs::packs_folder(&self.store).join(pack_table::FILE);
+        let table = layout::packs_folder(&self.store).join(pack_table::FILE);
         if let Err(error) = std::fs::remove_file(&table) {
             tracing::warn!("cannot remove {}: {error}", table.display());
         }
@@ -164,12 +166,12 @@ fn left(packs: &[Digest], known: &[TablePack]) -> Vec<(Digest, bool)> {
 
 /// A pack's index, if it is sound.
 fn index_of(store: &Path, pack: Digest) -> Option<Index> {
-    packs::read_index(store, pack).map_err(|error| tracing::warn!("{error}: not used")).ok()
+    layout::read_index(store, pack).map_err(|error| tracing::warn!("{error}: not used")).ok()
 }
 
 /// Makes the table of a store's packs; what there is of them without it, if the store may not be written to.
 fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, Beside) {
-    let folder = packs::packs_folder(store);
+    let folder = layout::packs_folder(store);
     let indexes: Vec<Index> = packs.iter().filter_map(|pack| index_of(store, *pack)).collect();
     match write_table(&folder, packs, &indexes).map(|()| Table::open(&folder)) {
         Ok(Ok(Some(table))) => (Some(table), Beside::new()),
@@ -195,7 +197,7 @@ fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()>
     let usable: HashSet<Digest> = indexes.iter().map(|index| index.pack).collect();
     let packs: Vec<_> = packs.iter().map(|name| TablePack { name: *name, is_usable: usable.contains(name) }).collect();
     let numbers: HashMap<Digest, usize> = packs.iter().enumerate().map(|(number, pack)| (pack.name, number)).collect();
-    let entry = |index: &Index, object: &packs::Object| {
+    let entry = |index: &Index, object: &index::Object| {
         let pack = u32::try_from(*numbers.get(&index.pack)?).ok()?;
         Some(TableEntry { digest: *object.digest.bytes(), pack, block: u32::try_from(object.block).ok()? })
     };

@@ -27,13 +27,15 @@ use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Doing, Error, Result};
 use crate::format::image::Image;
-use crate::read::fetch::Fetch;
-use crate::read::missing_objects::remove_damaged;
-use crate::read::pack::{look_at_object, read_object};
-use crate::store::fsverity;
-use crate::store::packs::{self, Index, New, Object, Store};
-use crate::store::parallel;
+use crate::format::index::{Index, Object};
+use crate::store::damage::noted;
+use crate::store::fetch::Fetch;
+use crate::store::file_objects::remove_damaged;
+use crate::store::new_file::{self, New};
+use crate::store::object_read::{look_at_object, read_object};
+use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
+use crate::store::{fsverity, layout, parallel};
 
 /// What became of damaged objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,12 +44,6 @@ pub struct Mended {
     pub mended: usize,
     /// How many have not.
     pub left: usize,
-}
-
-/// What is noted as damaged in a pack of a store.
-pub(crate) fn noted(store: &Path, pack: Digest) -> HashSet<Digest> {
-    let Ok(lines) = fs::read(packs::damage_path(store, pack)) else { return HashSet::new() };
-    lines.split(|byte| *byte == b'\n').filter_map(Digest::parse).collect()
 }
 
 /// Reads all of an image's packs or objects, and notes what is damaged, so that builds and pulls replace it; answers how much that
@@ -76,7 +72,7 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
 /// named of which something cannot be had.
 pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Mended> {
     // Most stores need not be looked at any further.
-    let is_noted = |pack: &&crate::format::image::PackRef| packs::damage_path(folder, pack.name).exists();
+    let is_noted = |pack: &&crate::format::data::PackRef| layout::damage_path(folder, pack.name).exists();
     let noted: Vec<Digest> = image.packs().iter().filter(is_noted).map(|pack| pack.name).collect();
     if noted.is_empty() {
         return Ok(Mended::default());
@@ -119,7 +115,7 @@ impl Store {
 
     /// Notes which objects of a pack are damaged. A pack of a wrong length, or with a wrong fs-verity digest, has a note without any.
     fn note(&self, index: &Index, damaged: &[usize]) -> Result<()> {
-        let path = packs::damage_path(self.folder(), index.pack);
+        let path = layout::damage_path(self.folder(), index.pack);
         let is_of_use = || File::open(self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
         if damaged.is_empty() && self.is_whole(index) && is_of_use() {
             return match fs::remove_file(&path) {
@@ -128,7 +124,7 @@ impl Store {
             };
         }
         let lines: String = damaged.iter().map(|at| format!("{}\n", index.objects[*at].digest)).collect();
-        let mut new = New::begin(packs::folder_of(&path))?;
+        let mut new = New::begin(new_file::folder_of(&path))?;
         new.file.write_all(lines.as_bytes()).doing("write to", &*new.path)?;
         new.keep(&path)
     }
@@ -150,7 +146,7 @@ impl Store {
     /// where other packs have them.
     fn mend_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<Mended> {
         // Of two who mend a pack the later one would undo what the first one did.
-        let Some(_lock) = lock_note(&packs::damage_path(self.folder(), pack))? else { return Ok(Mended::default()) };
+        let Some(_lock) = lock_note(&layout::damage_path(self.folder(), pack))? else { return Ok(Mended::default()) };
         // One that is not all here, or whose index is damaged, is fetched as a whole.
         let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(Mended::default()) };
         let path = self.pack_path(pack);
@@ -171,7 +167,7 @@ impl Store {
             }
             return Ok(Mended { mended: 0, left: bad.len() });
         }
-        let new = New::begin(packs::folder_of(&path))?;
+        let new = New::begin(new_file::folder_of(&path))?;
         let mut sources = Sources { places, from, failed: None };
         let (mended, left) = match self.copy_mended((&old, &path), &new, &index, &mut sources) {
             Ok(copied) => copied,

@@ -10,14 +10,15 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
+use crate::format::data::PackRef;
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Doing, Error, Result};
-use crate::format::image::{Image, PackRef};
-use crate::read::fetch::Fetch;
-use crate::read::objects::{Bad, Objects};
+use crate::format::image::Image;
+use crate::format::index::Index;
+use crate::store::fetch::Fetch;
 use crate::store::fsverity::{self, Verity, verity_of};
-use crate::store::packs::{Index, Store};
+use crate::store::packs::Store;
 use crate::store::parallel;
 
 /// How many packs of an image the kernel proves, and why it does not prove the others.
@@ -183,29 +184,5 @@ impl Image {
     /// The digest that fs-verity has for the image's own file.
     pub fn verity_digest(&self) -> Digest {
         if self.is_composefs() { self.digest() } else { crate::Algorithm::Verity.of(self.as_bytes()) }
-    }
-}
-
-impl Objects {
-    /// Reads all packs that have a digest for fs-verity, and looks whether it is theirs. What the kernel proves by it is not read.
-    ///
-    /// # Errors
-    /// One has another digest, or cannot be read.
-    pub fn prove_packs(&self) -> std::result::Result<(), Bad> {
-        for pack in &self.packs {
-            let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
-            let bytes = pack.index.blocks * BLOCK_BYTES as u64;
-            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: wanted, source };
-            let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
-            if found != wanted {
-                return Err(Bad::Sum { pack: pack.index.pack, wanted, found });
-            }
-        }
-        Ok(())
-    }
-
-    /// How many packs there are of which the kernel proves what is read.
-    pub fn sealed(&self) -> usize {
-        self.packs.iter().filter(|pack| pack.is_sealed).count()
     }
 }

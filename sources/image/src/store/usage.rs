@@ -1,16 +1,14 @@
 //! What images take in a store, and what they share.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-
-use ferry_vfs::FileType;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::format::chunk;
+use crate::format::data::{Data, ENTRY_BYTES, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Error, Flaw, Result};
-use crate::format::image::{Checked, Data, Image, Inode};
-use crate::format::runs::{ENTRY_BYTES, Run};
-use crate::format::walk::NAME_BYTES_MIN;
+use crate::format::error::{Checked, Error, Flaw, Result};
+use crate::format::image::Image;
+use crate::format::walk::each_file;
 use crate::store::object_list::{self, Stored};
 use crate::store::packs::Store;
 
@@ -57,33 +55,6 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
         Ok(())
     })?;
     Ok(found)
-}
-
-/// Calls with each regular file of an image once: a directory's files, then those of its directories, depth first.
-pub(crate) fn each_file<'a>(image: &'a Image, call: &mut dyn FnMut(&Inode, Data<'a>) -> Checked<()>) -> Checked<()> {
-    let mut seen = HashSet::from([image.root()]);
-    let mut left = vec![image.root()];
-    let mut names_left = image.bytes() / NAME_BYTES_MIN;
-    while let Some(nid) = left.pop() {
-        let first = left.len();
-        for entry in image.entries(&image.inode(nid)?, 0)? {
-            let nid = entry?.nid;
-            let crowded = Flaw { what: "more names than there is room for", offset: 0 };
-            names_left = names_left.checked_sub(1).ok_or(crowded)?;
-            if !seen.insert(nid) {
-                continue;
-            }
-            let inode = image.inode(nid)?;
-            match inode.kind() {
-                FileType::Directory => left.push(nid),
-                FileType::RegularFile => call(&inode, image.data(&inode)?)?,
-                _ => {}
-            }
-        }
-        // The last one is taken first.
-        left[first..].reverse();
-    }
-    Ok(())
 }
 
 /// What a store holds, and for how many images.

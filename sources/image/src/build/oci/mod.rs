@@ -13,15 +13,16 @@ use std::io::{self, BufRead, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use blob::{Blob, Hashing};
 use flate2::bufread::GzDecoder;
-use manifest::Layer;
 
-use crate::build::content_writer::Sink;
+use crate::build::content_writer::ContentWriter;
 use crate::build::meter::Meter;
 use crate::build::tar::{Layers, fill};
 use crate::format::error::{Doing, Error, Result};
 use crate::format::tree::Tree;
+
+use blob::{Blob, Hashing};
+use manifest::Layer;
 
 /// What a source begins with that is an image directory.
 const PREFIX: &[u8] = b"oci:";
@@ -64,13 +65,18 @@ pub(crate) fn platform_here() -> String {
     format!("linux/{architecture}")
 }
 
-/// The tree that an image's layers make; the bytes of its files go where `sink` puts them.
-pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, meter: &Meter<'_>) -> Result<Tree> {
+/// The tree that an image's layers make; the bytes of its files go where `writer` stores them.
+pub(crate) fn read<W: ContentWriter>(
+    reference: &Reference,
+    platform: &str,
+    writer: &mut W,
+    meter: &Meter<'_>,
+) -> Result<Tree> {
     let directory = &reference.directory;
     let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
     // Both passes.
     meter.expect(found.iter().map(|layer| layer.bytes).fold(0, u64::saturating_add).saturating_mul(2));
-    let mut layers = Layers::begin(sink.is_composefs());
+    let mut layers = Layers::begin(W::IS_COMPOSEFS);
     for layer in &found {
         with(directory, layer, meter, |archive, path| layers.add(archive, path))?;
     }
@@ -79,7 +85,7 @@ pub(crate) fn read(reference: &Reference, platform: &str, sink: &mut Sink, meter
         if wanted.is_empty() {
             meter.add(layer.bytes);
         } else {
-            with(directory, layer, meter, |archive, path| fill(archive, path, wanted, &mut tree, sink))?;
+            with(directory, layer, meter, |archive, path| fill(archive, path, wanted, &mut tree, writer))?;
         }
     }
     Ok(tree)

@@ -9,8 +9,8 @@ use std::path::Path;
 use super::marks::{Mark, mark};
 use super::member::{Kind, Member, Members};
 use super::pax::Globals;
-use super::{at_end, components, contents, directory, place, refused};
-use crate::build::content_writer::Sink;
+use super::place::{at_end, components, contents, directory, place, refused};
+use crate::build::content_writer::ContentWriter;
 use crate::build::tree_builder::{Growing, Refusal};
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, NodeId, Tree};
@@ -73,13 +73,19 @@ impl Layers {
 }
 
 /// Takes the bytes of those files of a layer that are left in the end.
-pub(crate) fn fill(input: impl Read, source: &Path, wanted: &Wanted, tree: &mut Tree, sink: &mut Sink) -> Result<()> {
+pub(crate) fn fill(
+    input: impl Read,
+    source: &Path,
+    wanted: &Wanted,
+    tree: &mut Tree,
+    writer: &mut impl ContentWriter,
+) -> Result<()> {
     let mut members = Members::of(input, source, Globals::Ignore);
     let mut found = 0;
     while let Some(member) = members.next()? {
         match wanted.get(&member.offset) {
             Some(id) if member.kind == Kind::File => {
-                tree.nodes[*id].content = contents(&mut members, &member, sink)?;
+                tree.nodes[*id].content = contents(&mut members, &member, writer)?;
                 found += 1;
             }
             _ => members.skip()?,

@@ -5,10 +5,9 @@
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
 
-use super::directory;
+use super::place::directory;
 use crate::build::tree_builder::{Growing, Refusal};
-use crate::format::composefs::set_xattr;
-use crate::format::tree::{Content, Node};
+use crate::format::tree::{Content, Node, set_xattr};
 
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";

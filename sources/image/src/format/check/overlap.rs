@@ -7,9 +7,9 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use crate::format::chunk::PIECE_BYTES;
+use crate::format::data::{PackRef, Run};
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::image::{Image, PackRef};
-use crate::format::runs::Run;
+use crate::format::image::Image;
 use crate::format::walk::Step;
 
 /// Everything that is claimed, and by whom.

@@ -8,18 +8,18 @@ use std::collections::{BTreeMap, HashMap};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
+use super::filter;
+use super::header::{HEADER_VERSION, Header, MAGIC, NATIVE_VERSION};
+use super::prepare::path_of;
 use super::view::{METACOPY, OVERLAY_PREFIX, REDIRECT, escape, metacopy};
-use super::{HEADER_VERSION, Header, MAGIC, filter, path_of, put};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, COMPAT_XATTR_FILTER, Extended, Layout, SLOT_BYTES, SUPER_MAGIC,
-    SUPER_OFFSET, Super, XattrHeader, append_xattr, split_xattr, xattr_count, xattr_size,
+    SUPER_OFFSET, Super, XattrHeader, append_xattr, put, split_xattr, xattr_count, xattr_size,
 };
 use crate::format::error::{Error, Result};
 use crate::format::flat::dir;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 
-/// This version's number.
-pub(super) const VERSION: u32 = 2;
 /// The size of a chunk, as a power of two of blocks: all of a file is in one.
 const CHUNK_BITS: u32 = 31;
 /// The largest file.
@@ -85,7 +85,7 @@ pub(super) fn write(tree: &Tree) -> Result<Vec<u8>> {
     let header = Header {
         magic: U32::new(MAGIC),
         version: U32::new(HEADER_VERSION),
-        format: U32::new(VERSION),
+        format: U32::new(NATIVE_VERSION),
         ..Header::default()
     };
     let superblock = Super {
@@ -188,13 +188,13 @@ fn xattrs(node: &Node) -> Result<Xattrs> {
     };
     if bytes > FILE_BYTES_MAX {
         return refused(format!(
-            "a file of {bytes} bytes: version {VERSION} of the layout holds no more than 8 TiB in a file"
+            "a file of {bytes} bytes: version {NATIVE_VERSION} of the layout holds no more than 8 TiB in a file"
         ));
     }
     if bytes > 0 {
         let Some((path, digest)) = path.zip(digest) else {
             return refused(format!(
-                "a file without path or digest, which version {VERSION} of the layout does not hold"
+                "a file without path or digest, which version {NATIVE_VERSION} of the layout does not hold"
             ));
         };
         all.push((METACOPY.to_vec(), metacopy(Some(digest))));
@@ -207,7 +207,7 @@ fn xattrs(node: &Node) -> Result<Xattrs> {
         }
         if name.starts_with(b"lustre.") {
             return refused(format!(
-                "an attribute {}, which has another form in version {VERSION} of the layout",
+                "an attribute {}, which has another form in version {NATIVE_VERSION} of the layout",
                 name.escape_ascii()
             ));
         }
@@ -275,7 +275,7 @@ fn body(tree: &Tree, id: NodeId, nid: impl Fn(NodeId) -> u64, parent: NodeId) ->
         Content::Inline(data) if data.len() < BLOCK_BYTES => inline(data.clone()),
         Content::Inline(data) => {
             let reason = format!(
-                "a file of {} bytes that is kept with its inode: version {VERSION} of the layout has no place for more than 4095",
+                "a file of {} bytes that is kept with its inode: version {NATIVE_VERSION} of the layout has no place for more than 4095",
                 data.len()
             );
             return Err(Error::CannotHold { path: "the tree".into(), reason });

@@ -2,8 +2,8 @@
 
 use ferry_vfs::{FileType, Timespec};
 
-use super::Shared;
-use crate::format::erofs::{BLOCK_BYTES, SLOT_BYTES, SUPER_OFFSET, Super};
+use super::shared_xattrs::Shared;
+use crate::format::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES, SUPER_OFFSET, Super};
 use crate::format::error::{Error, Result};
 use crate::format::flat::dir;
 use crate::format::tree::{Content, NodeId, Tree};
@@ -177,5 +177,19 @@ fn settle(end: usize, head: usize, place: &Place, kind: FileType) -> (usize, Bod
     match place.body {
         Body::Chunks { bits, .. } if crosses(shifted) => (at.next_multiple_of(BLOCK_BYTES), Body::MovedChunks { bits }),
         body => (shifted, body),
+    }
+}
+
+impl Place {
+    pub(super) fn inode_bytes(&self) -> usize {
+        if self.compact { size_of::<Compact>() } else { size_of::<Extended>() }
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        match self.body {
+            Body::Near { blocks, .. } => blocks,
+            Body::Chunks { .. } => 0,
+            Body::MovedChunks { .. } => 1,
+        }
     }
 }

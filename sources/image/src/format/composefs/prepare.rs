@@ -9,7 +9,7 @@ use super::view::{
     escape, metacopy,
 };
 use crate::format::digest::Digest;
-use crate::format::tree::{Content, Node, NodeId, Tree};
+use crate::format::tree::{Content, Node, NodeId, Tree, set_xattr};
 
 /// The largest sum of attributes that mkcomposefs takes, in bytes, counted as [`fits`] does it.
 const XATTR_BYTES_MAX: usize = 32767;
@@ -22,14 +22,6 @@ const REGULAR: u16 = 0o100_000;
 pub(crate) fn fits(xattrs: &[(Vec<u8>, Vec<u8>)]) -> bool {
     let size: usize = xattrs.iter().map(|(name, value)| 7 + name.len() + value.len()).sum();
     12 + size <= XATTR_BYTES_MAX
-}
-
-/// Sets an attribute in a list that is sorted by name.
-pub(crate) fn set_xattr(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>, name: &[u8], value: &[u8]) {
-    match xattrs.binary_search_by(|(known, _)| known.as_slice().cmp(name)) {
-        Ok(at) => xattrs[at].1 = value.to_vec(),
-        Err(at) => xattrs.insert(at, (name.to_vec(), value.to_vec())),
-    }
 }
 
 /// Prepares a tree; answers the version of the layout.

@@ -20,7 +20,6 @@ pub(crate) const WHITEOUTS: &[u8] = b"trusted.overlay.whiteouts";
 pub(crate) const USER_OPAQUE: &[u8] = b"user.overlay.opaque";
 pub(crate) const USER_WHITEOUT: &[u8] = b"user.overlay.whiteout";
 pub(crate) const USER_WHITEOUTS: &[u8] = b"user.overlay.whiteouts";
-
 /// `struct ovl_metacopy` with a digest: version, length, flags, algorithm (`FS_VERITY_HASH_ALG_SHA256`).
 const METACOPY_HEAD: [u8; 4] = [0, 36, 0, 1];
 
@@ -53,3 +52,6 @@ pub(crate) fn digest_of(metacopy: &[u8]) -> Result<Option<Digest>, ()> {
         _ => Err(()),
     }
 }
+
+/// The largest file that a line may hold; mkcomposefs's limit.
+pub(crate) const CONTENT_BYTES_MAX: usize = 5000;

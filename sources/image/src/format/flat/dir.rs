@@ -1,10 +1,9 @@
 //! Directories: blocks of sorted entries, each followed by their names.
 
-use ferry_vfs::FileType;
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U64};
 
-use crate::format::erofs::{BLOCK_BYTES, Dirent};
+use crate::format::erofs::{BLOCK_BYTES, Dirent, kind};
 use crate::format::tree::{Content, NodeId, Tree};
 
 const ENTRY_BYTES: usize = size_of::<Dirent>();
@@ -70,18 +69,4 @@ pub(crate) fn write(tree: &Tree, id: NodeId, parent: NodeId, nid: impl Fn(NodeId
         part.iter().for_each(|(name, _)| bytes.extend_from_slice(name));
     }
     bytes
-}
-
-/// `FT_*` of include/linux/fs_types.h.
-pub(crate) fn kind(kind: FileType) -> u8 {
-    match kind {
-        FileType::RegularFile => 1,
-        FileType::Directory => 2,
-        FileType::CharacterDevice => 3,
-        FileType::BlockDevice => 4,
-        FileType::Fifo => 5,
-        FileType::Socket => 6,
-        FileType::Symlink => 7,
-        FileType::Unknown => 0,
-    }
 }

@@ -26,15 +26,14 @@ use crate::format::digest::Digest;
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
     INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, denied_by,
-    xattr_count,
+    put, xattr_count,
 };
 use crate::format::error::{Error, Result};
+use crate::format::index::Places;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::format::tree_digest;
-use crate::store::packs::Places;
 
-pub(crate) use dir::kind;
-use place::{Place, Placed};
+use place::{Place, Placed, Times};
 use xattr::Xattrs;
 
 /// Where the device table is, in bytes and in units of its entries.
@@ -51,37 +50,6 @@ pub struct Pack {
     pub blocks: u64,
     /// Whether it is to be read at once.
     pub ahead: bool,
-}
-
-/// What compact inodes of this image share.
-#[derive(Clone, Copy, Debug, Default)]
-struct Times {
-    epoch: i64,
-    nsec: u32,
-}
-
-impl Times {
-    /// The earliest second, and the commonest fraction of one (the smallest, where several are as common).
-    fn of(tree: &Tree) -> Self {
-        let epoch = tree.nodes.iter().map(|node| node.mtime.sec).min().unwrap_or(0).max(0);
-        let mut counts = BTreeMap::new();
-        for node in &tree.nodes {
-            *counts.entry(node.mtime.nsec).or_insert(0_usize) += 1;
-        }
-        let nsec = counts.iter().max_by(|a, b| a.1.cmp(b.1).then(b.0.cmp(a.0))).map_or(0, |(nsec, _)| *nsec);
-        Self { epoch, nsec }
-    }
-
-    /// Whether the shorter inode can hold all that is known of this one.
-    fn fits_compact(&self, node: &Node, bytes: u64) -> Option<u32> {
-        let since = u32::try_from(node.mtime.sec.checked_sub(self.epoch)?).ok()?;
-        let fits = node.mtime.nsec == self.nsec
-            && u16::try_from(node.uid).is_ok()
-            && u16::try_from(node.gid).is_ok()
-            && u16::try_from(node.nlink).is_ok()
-            && u32::try_from(bytes).is_ok();
-        fits.then_some(since)
-    }
 }
 
 /// The metadata of a tree, and the tree's digest, which is in it.
@@ -151,10 +119,6 @@ fn absent(tree: &Tree) -> u8 {
 
 fn number(blocks: u64) -> Result<U32> {
     u32::try_from(blocks).map(U32::new).map_err(|_| Error::TooLarge(u32::MAX))
-}
-
-fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
-    bytes[at..at + what.len()].copy_from_slice(what);
 }
 
 /// Features that kernels must know.
@@ -297,17 +261,6 @@ impl Writer<'_> {
             }
         }
         put(bytes, place.offset + place.inode_bytes(), xattrs);
-    }
-}
-
-impl Place {
-    fn inode_bytes(&self) -> usize {
-        if self.compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() }
-    }
-
-    /// Where the bytes that follow inode and attributes begin.
-    fn tail(&self, xattr_bytes: usize) -> usize {
-        self.offset + self.inode_bytes() + xattr_bytes
     }
 }
 

@@ -1,14 +1,13 @@
 //! Where each inode goes.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
-use crate::format::chunk;
-use crate::format::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES};
-use crate::format::runs::ENTRY_BYTES;
-use crate::format::tree::{Content, NodeId, Tree};
-
+use super::dir;
 use super::xattr::Xattrs;
-use super::{Times, dir};
+use crate::format::chunk;
+use crate::format::data::ENTRY_BYTES;
+use crate::format::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES};
+use crate::format::tree::{Content, Node, NodeId, Tree};
 
 /// How many gaps are remembered for later, smaller inodes. Only near ones keep the order of the walk.
 const GAPS_MAX: usize = 16;
@@ -148,5 +147,47 @@ impl Room {
             self.gaps.push((self.next, end));
         }
         self.next = end;
+    }
+}
+
+/// What compact inodes of this image share.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Times {
+    pub(super) epoch: i64,
+    pub(super) nsec: u32,
+}
+
+impl Times {
+    /// The earliest second, and the commonest fraction of one (the smallest, where several are as common).
+    pub(super) fn of(tree: &Tree) -> Self {
+        let epoch = tree.nodes.iter().map(|node| node.mtime.sec).min().unwrap_or(0).max(0);
+        let mut counts = BTreeMap::new();
+        for node in &tree.nodes {
+            *counts.entry(node.mtime.nsec).or_insert(0_usize) += 1;
+        }
+        let nsec = counts.iter().max_by(|a, b| a.1.cmp(b.1).then(b.0.cmp(a.0))).map_or(0, |(nsec, _)| *nsec);
+        Self { epoch, nsec }
+    }
+
+    /// Whether the shorter inode can hold all that is known of this one.
+    fn fits_compact(&self, node: &Node, bytes: u64) -> Option<u32> {
+        let since = u32::try_from(node.mtime.sec.checked_sub(self.epoch)?).ok()?;
+        let fits = node.mtime.nsec == self.nsec
+            && u16::try_from(node.uid).is_ok()
+            && u16::try_from(node.gid).is_ok()
+            && u16::try_from(node.nlink).is_ok()
+            && u32::try_from(bytes).is_ok();
+        fits.then_some(since)
+    }
+}
+
+impl Place {
+    pub(super) fn inode_bytes(&self) -> usize {
+        if self.compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() }
+    }
+
+    /// Where the bytes that follow inode and attributes begin.
+    pub(super) fn tail(&self, xattr_bytes: usize) -> usize {
+        self.offset + self.inode_bytes() + xattr_bytes
     }
 }

@@ -6,13 +6,40 @@ use std::collections::HashSet;
 use ferry_vfs::FileType;
 
 use super::Image;
-use crate::format::erofs::{FLAT_NO_KIND, denied_by};
+use crate::format::erofs::{FLAT_NO_ACLS, FLAT_NO_KIND, FLAT_NO_LABELS, FLAT_NO_XATTRS, FLAT_VOLUME, denied_by};
 
 /// So many names and attributes are looked at, however many a hostile image has: it is done while a client waits.
 const LOOKS_MAX: usize = 1 << 20;
 
+impl Image {
+    /// Whether an inode may have extended attributes.
+    pub fn may_have_xattrs(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS)
+    }
+
+    /// Whether any inode may have an ACL; if not, mounts are faster when the kernel is told.
+    pub fn may_have_acls(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_ACLS)
+    }
+
+    /// Whether any inode may have a label of SELinux.
+    pub fn may_have_labels(&self) -> bool {
+        !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
+    }
+
+    /// Whether there is nothing of one of these kinds. Images of the layout flat say so; the names of others are looked at, once.
+    fn lacks(&self, kinds: u8) -> bool {
+        let volume = &self.header.volume;
+        let absent = self.absent.get_or_init(|| match volume.starts_with(FLAT_VOLUME) {
+            true => volume[15],
+            false => absent(self),
+        });
+        absent & kinds != 0
+    }
+}
+
 /// Which kinds no inode has (`FLAT_NO_*`): none that is known of, if the image is damaged or has too many names.
-pub(super) fn absent(image: &Image) -> u8 {
+fn absent(image: &Image) -> u8 {
     look(image).unwrap_or(0)
 }
 

@@ -17,8 +17,8 @@ use crate::format::erofs::{
     SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
 };
 use crate::format::error::{Doing, Error, Flaw, Result};
-use crate::format::tree_digest::Expected;
-use crate::store::packs::pack_name;
+use crate::format::image::Expected;
+use crate::format::index::pack_name;
 
 /// Files up to this size may be nothing but holes: so much memory is there.
 const SPARSE_BYTES_MAX: u64 = 1 << 20;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::format::chunk::PIECE_BYTES;
+use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::Flaw;
-use crate::format::image::{Checked, Data, PackRef};
+use crate::format::error::{Checked, Flaw};
 
 /// What one piece's entry takes, in bytes: its first block's number in the address space of the image.
 pub(crate) const ENTRY_BYTES: usize = 4;
@@ -119,5 +119,47 @@ impl Iterator for Runs<'_> {
         let end = end.min(self.left.end);
         self.left.start = end;
         Some(Ok(Run { pack, at: at + inside, bytes: end - from }))
+    }
+}
+
+/// A pack that an image names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackRef {
+    /// Its name.
+    pub name: Digest,
+    /// How many blocks it has.
+    pub blocks: u64,
+    /// Whether a workload needs all of it first, in the order in which it is there.
+    pub ahead: bool,
+    /// The first one's number in the address space of the image.
+    pub(crate) first_block: u64,
+}
+
+/// Where the bytes of a file are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Data<'a> {
+    /// In the image: whole blocks, and what is left behind the inode.
+    Near(&'a [u8], &'a [u8]),
+    /// In a pack.
+    Far {
+        /// Which of [`Image::packs`].
+        pack: usize,
+        /// The first block there.
+        block: u64,
+    },
+    /// In packs, piece by piece.
+    Pieces(Pieces<'a>),
+    /// In an object store, as composefs has one.
+    Object {
+        /// Where, below its folder `objects`.
+        path: Option<&'a [u8]>,
+        /// What they are.
+        digest: Option<Digest>,
+    },
+}
+
+impl PackRef {
+    pub(crate) fn end(&self) -> u64 {
+        self.first_block + self.blocks
     }
 }

@@ -1,0 +1,332 @@
+//! Stores the bytes of files in packs, and writes an image of the layout flat.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+
+use crate::build::content_writer::{Buffer, ContentWriter, Stop, Written, take_hashed};
+use crate::build::hash_pool::Hashers;
+use crate::build::scan::{FoundFile, unreadable};
+use crate::build::trace::Trace;
+use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::digest::Digest;
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::error::{Doing, Error, Result, told};
+use crate::format::flat::{self, Pack};
+use crate::format::index::Places;
+use crate::format::tree::{Content, NodeId, Tree};
+use crate::store::batch::{Batch, Leaves};
+use crate::store::new_file::FOUND_FLAGS;
+use crate::store::new_pack::NewPack;
+use crate::store::packs::Store;
+use crate::store::places::StorePlaces;
+
+/// How many buffers each reading thread has; with their size this bounds the memory.
+const BUFFERS_PER_THREAD: usize = 4;
+
+/// Stores the chunks of files that the store does not have in a new pack.
+pub(crate) struct PackWriter {
+    store: Arc<Store>,
+    has_verity: bool,
+    /// Where the store has objects.
+    places: Arc<StorePlaces>,
+    pack: NewPack,
+    found: HashMap<Digest, Found>,
+    /// The chunks of all files, each file's in order.
+    chunks: Vec<Digest>,
+    input: Input,
+    data_bytes: u64,
+    new_bytes: u64,
+}
+
+/// Chunks of [`ContentWriter::add_file`] that are not stored yet.
+struct Input {
+    threads: usize,
+    /// Started with the first batch.
+    hashers: Option<Hashers<Batch>>,
+    /// Which chunks batches hash for fs-verity.
+    leaves: Leaves,
+    batch: Batch,
+    /// Empty batches.
+    free: Vec<Batch>,
+    /// How many chunks were added before those in the batch.
+    chunks: usize,
+}
+
+impl PackWriter {
+    /// `threads` hash what [`ContentWriter::add_file`] takes. With `has_verity`, all packs of the image have fs-verity digests.
+    pub(crate) fn begin(store: &Arc<Store>, threads: usize, has_verity: bool) -> Result<Self> {
+        let places = Arc::new(if has_verity { store.places_with_verity()? } else { store.places()? });
+        let leaves = if has_verity { Leaves::OfNew(Arc::clone(&places)) } else { Leaves::No };
+        let (batch, pack) = (Batch::new(leaves.clone()), NewPack::begin(store, has_verity)?);
+        let input = Input { threads, hashers: None, leaves, batch, free: Vec::new(), chunks: 0 };
+        let (store, found, chunks) = (Arc::clone(store), HashMap::new(), Vec::new());
+        Ok(Self { store, has_verity, places, pack, found, chunks, input, data_bytes: 0, new_bytes: 0 })
+    }
+
+    /// Stores the new chunks of a hashed batch. Returns the number of the first chunk.
+    fn store_batch(&mut self, batch: &Batch) -> Result<usize> {
+        let first = self.chunks.len();
+        self.chunks.extend(batch.pieces().map(|chunk| chunk.digest));
+        self.pack.add(batch, |digest, bytes, block| {
+            let Entry::Vacant(new) = self.found.entry(digest) else { return false };
+            if let Some(place) = self.places.get(&digest) {
+                new.insert(Found::Known(place));
+                return false;
+            }
+            new.insert(Found::New(block));
+            self.new_bytes += bytes as u64;
+            true
+        })?;
+        Ok(first)
+    }
+
+    /// Gives the current batch to the hashers, and stores batches that are hashed.
+    fn flush(&mut self) -> Result<()> {
+        let Input { threads, hashers, leaves, batch, free, chunks } = &mut self.input;
+        if batch.len() == 0 {
+            return Ok(());
+        }
+        let hashers = match hashers {
+            Some(hashers) => hashers,
+            None => hashers.insert(Hashers::begin(*threads, Batch::hash)?),
+        };
+        *chunks += batch.len();
+        let next = free.pop().unwrap_or_else(|| Batch::new(leaves.clone()));
+        hashers.give(std::mem::replace(batch, next));
+        let room = hashers.room();
+        self.store_hashed(room)
+    }
+
+    /// Stores hashed batches until only `left` remain in the pool.
+    fn store_hashed(&mut self, left: usize) -> Result<()> {
+        while let Some(mut batch) = take_hashed(&mut self.input.hashers, left) {
+            self.store_batch(&batch)?;
+            batch.clear();
+            self.input.free.push(batch);
+        }
+        Ok(())
+    }
+}
+
+impl ContentWriter for PackWriter {
+    const IS_COMPOSEFS: bool = false;
+    const GROUP_FILES_MAX: usize = 256;
+    type Buffer = PackBuffer;
+
+    fn new_buffer(&self) -> PackBuffer {
+        PackBuffer { batch: Batch::new(self.input.leaves.clone()), begun: Vec::new(), folder: None }
+    }
+
+    fn buffers_per_thread(_: usize) -> usize {
+        BUFFERS_PER_THREAD
+    }
+
+    fn add_buffer(&mut self, buffer: &mut PackBuffer) -> Result<Vec<(NodeId, Content)>> {
+        self.flush()?;
+        self.store_hashed(0)?;
+        self.input.chunks += buffer.batch.len();
+        let first = self.store_batch(&buffer.batch)?;
+        buffer.batch.clear();
+        buffer.folder = None;
+        self.data_bytes += buffer.begun.iter().map(|(_, bytes, _)| bytes).sum::<u64>();
+        let content = |(node, bytes, at)| (node, Content::Packed { bytes, first: first + at });
+        Ok(buffer.begun.drain(..).map(content).collect())
+    }
+
+    fn add_file(&mut self, bytes: u64, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Content> {
+        self.data_bytes += bytes;
+        let first = self.input.chunks + self.input.batch.len();
+        let mut left = bytes;
+        while left > 0 {
+            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            if !self.input.batch.has_room(count) {
+                self.flush()?;
+            }
+            self.input.batch.add_unhashed(count, &mut *fill)?;
+            left -= count as u64;
+        }
+        Ok(Content::Packed { bytes, first })
+    }
+
+    fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
+    fn new_bytes(&mut self) -> Result<u64> {
+        self.flush()?;
+        self.store_hashed(0)?;
+        Ok(self.new_bytes)
+    }
+
+    fn finish(mut self, tree: Tree, order: Option<&Trace>) -> Result<Written> {
+        self.flush()?;
+        self.store_hashed(0)?;
+        let Self { store, has_verity, places: known, pack, found, chunks, .. } = self;
+        let new = pack.finish()?;
+        let place = |(digest, at)| match (at, new) {
+            (Found::Known(place), _) => Some((digest, place)),
+            (Found::New(block), Some(pack)) => Some((digest, (pack, block))),
+            // A pack with an object is not empty.
+            (Found::New(_), None) => None,
+        };
+        let mut places: Places = found.into_iter().filter_map(place).collect();
+        // The new pack may have objects that are damaged in other packs.
+        let noted = known.noted().to_vec();
+        if !noted.is_empty()
+            && let Err(error) = store.mend_each(noted, None)
+        {
+            tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
+        }
+        let pack = order.map(|_| NewPack::begin(&store, has_verity)).transpose()?;
+        let gather = |(order, pack)| gather(&store, pack, &mut places, (&tree, &chunks), order);
+        let ahead = order.zip(pack).map(gather).transpose()?.flatten();
+        keep_used(&tree, &chunks, &mut places);
+        let names: BTreeSet<Digest> = places.values().map(|(pack, _)| *pack).collect();
+        let used = names
+            .into_iter()
+            .map(|name| {
+                store.freshen(name);
+                let ahead = ahead == Some(name);
+                store.index(name).map(|index| Pack { name, blocks: index.blocks, ahead })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let (bytes, tree) = flat::write(&tree, &used, &chunks, &places)?;
+        Ok(Written { bytes, tree: Some(tree), packs: used.iter().map(|pack| pack.name).collect() })
+    }
+}
+
+/// Chunks of files, and the files that begin in it.
+pub(crate) struct PackBuffer {
+    batch: Batch,
+    /// Of each file that begins here its node and length, and the number of its first chunk in the batch.
+    begun: Vec<(NodeId, u64, usize)>,
+    /// The directory of the last file: the next file is most often in it, too, and resolving its path again costs more than the rest.
+    folder: Option<(PathBuf, OwnedFd)>,
+}
+
+impl PackBuffer {
+    fn open(&mut self, path: &Path) -> rustix::io::Result<OwnedFd> {
+        let whole = || openat(CWD, path, FOUND_FLAGS, Mode::empty());
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return whole() };
+        if self.folder.as_ref().is_none_or(|(known, _)| known != parent) {
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            self.folder = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
+        }
+        let Some((_, folder)) = &self.folder else { return whole() };
+        openat(folder, name, FOUND_FLAGS, Mode::empty())
+    }
+}
+
+impl Buffer for PackBuffer {
+    fn read(
+        &mut self,
+        FoundFile { node, seen, path }: &FoundFile,
+        flush: &mut dyn FnMut(&mut Self) -> std::result::Result<(), Stop>,
+    ) -> std::result::Result<(), Stop> {
+        let mut file = seen.file(self.open(path), path)?;
+        let mut left = seen.bytes;
+        while left > 0 {
+            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            if !self.batch.has_room(count) {
+                flush(self)?;
+            }
+            if left == seen.bytes {
+                self.begun.push((*node, seen.bytes, self.batch.len()));
+            }
+            self.batch.add(count, |chunk| file.read_exact(chunk)).map_err(|error| unreadable(error, path))?;
+            left -= count as u64;
+        }
+        seen.check(&file, path)?;
+        Ok(())
+    }
+}
+
+/// Forgets the places of pieces that no file has: those of members that later ones of an archive have replaced.
+fn keep_used(tree: &Tree, pieces: &[Digest], places: &mut Places) {
+    let files = || {
+        tree.nodes.iter().filter_map(|node| match node.content {
+            Content::Packed { bytes, first } => {
+                Some((first, usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)))
+            }
+            _ => None,
+        })
+    };
+    if files().map(|(_, count)| count).sum::<usize>() == pieces.len() {
+        return;
+    }
+    let used: HashSet<&Digest> = files().flat_map(|(first, count)| &pieces[first..][..count]).collect();
+    places.retain(|digest, _| used.contains(digest));
+}
+
+/// Copies the objects that a workload needs first into a pack of their own, in its order, and has the image take them from there.
+/// The same objects in the same order are the same pack, so images that begin alike share it.
+fn gather(
+    store: &Arc<Store>,
+    mut pack: NewPack,
+    places: &mut Places,
+    (tree, pieces): (&Tree, &[Digest]),
+    order: &Trace,
+) -> Result<Option<Digest>> {
+    let mut gathered = HashMap::new();
+    let mut files: HashMap<Digest, File> = HashMap::new();
+    let mut batch = Batch::new(Leaves::No);
+    for id in order.nodes(tree) {
+        let Content::Packed { bytes, first } = tree.nodes[id].content else { continue };
+        let pieces = &pieces[first..][..usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)];
+        for (number, wanted) in pieces.iter().enumerate() {
+            let Some((from, block)) = places.get(wanted).copied() else { continue };
+            let path = store.pack_path(from);
+            let file = match files.entry(from) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(File::open(&path).doing("open", &path)?),
+            };
+            let left = bytes - number as u64 * PIECE_BYTES as u64;
+            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            if !batch.has_room(count) {
+                append(&mut pack, &mut batch, &mut gathered)?;
+            }
+            let found = batch.add(count, |bytes| file.read_exact_at(bytes, block * BLOCK_BYTES as u64));
+            // Somebody may have changed what is in the store.
+            if found.doing("read", &path)? != *wanted {
+                let reason = format!("the object {wanted} in it is damaged");
+                return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
+            }
+        }
+    }
+    append(&mut pack, &mut batch, &mut gathered)?;
+    let name = pack.finish()?;
+    if let Some(name) = name {
+        places.extend(gathered.into_iter().map(|(digest, block)| (digest, (name, block))));
+    }
+    Ok(name)
+}
+
+/// Appends those pieces of a batch to a pack that are not in it yet, and notes where they are.
+fn append(pack: &mut NewPack, batch: &mut Batch, gathered: &mut HashMap<Digest, u64>) -> Result<()> {
+    pack.add(batch, |digest, _, block| match gathered.entry(digest) {
+        Entry::Occupied(_) => false,
+        Entry::Vacant(new) => {
+            new.insert(block);
+            true
+        }
+    })?;
+    batch.clear();
+    Ok(())
+}
+
+/// Where an object of this image is.
+#[derive(Clone, Copy)]
+enum Found {
+    /// In the store already: in this pack, at this block.
+    Known((Digest, u64)),
+    /// In the new pack, from this block on.
+    New(u64),
+}

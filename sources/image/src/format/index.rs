@@ -1,0 +1,175 @@
+//! The index of a pack: for each object its length and digest.
+//!
+//! ```text
+//! NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes);
+//!              then, in packs for fs-verity, 64 ones and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
+//! ```
+//!
+//! NAME is the BLAKE3 digest of the index.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use crate::format::chunk::PIECE_BYTES;
+use crate::format::digest::{Algorithm, Digest};
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::error::{Error, Result};
+
+/// The size of one entry of an index, in bytes.
+pub(crate) const RECORD_BYTES: usize = 40;
+/// What stands for a length in the last entry, which is not an object but the digest of the whole pack. No object is so long.
+pub(crate) const WHOLE_PACK: u64 = u64::MAX;
+
+/// What is in a pack.
+#[derive(Debug)]
+pub struct Index {
+    /// The pack's name.
+    pub pack: Digest,
+    /// For each object its first block, length in bytes, and digest; by block.
+    pub objects: Vec<Object>,
+    /// How many blocks the pack has.
+    pub blocks: u64,
+    /// The digest of all of the pack, as fs-verity makes it; packs of before have none.
+    pub verity: Option<Digest>,
+}
+
+/// Bytes in a pack: a file's, or a piece's of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// The first block in the pack.
+    pub block: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What they are.
+    pub digest: Digest,
+}
+
+impl Index {
+    /// What the bytes of a pack's index in a store say, once they are proved by the pack's name.
+    pub(crate) fn of(store: &Path, pack: Digest, bytes: &[u8]) -> Result<Self> {
+        let flawed = |reason: &str| Error::Pack { store: store.into(), pack, reason: reason.into() };
+        if pack.algorithm().of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
+            return Err(flawed("its index is damaged"));
+        }
+        let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
+        let (mut block, mut verity) = (0_u64, None);
+        for record in bytes.chunks_exact(RECORD_BYTES) {
+            let (length, digest) = record.split_at(8);
+            let bytes = length.try_into().map_or(0, u64::from_le_bytes);
+            let digest = digest.try_into().unwrap_or_default();
+            if verity.is_some() {
+                return Err(flawed("its index goes on behind its end"));
+            }
+            if bytes == WHOLE_PACK {
+                verity = Some(Digest::new(Algorithm::Verity, digest));
+                continue;
+            }
+            let digest = Digest::new(Algorithm::Blake3, digest);
+            if bytes > PIECE_BYTES as u64 {
+                return Err(flawed(
+                    "its index tells of larger pieces than there are: another version of ferry has made it",
+                ));
+            }
+            objects.push(Object { block, bytes, digest });
+            block = block
+                .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
+                .ok_or_else(|| flawed("the lengths in its index are too large"))?;
+        }
+        Ok(Self { pack, objects, blocks: block, verity })
+    }
+
+    /// The objects that begin at a block: one without bytes begins where the next one does.
+    pub(crate) fn objects_at(&self, block: u64) -> impl Iterator<Item = &Object> {
+        let from = self.objects.partition_point(|object| object.block < block);
+        self.objects[from..].iter().take_while(move |object| object.block == block)
+    }
+
+    /// The object that begins at a block and has so many bytes.
+    pub(crate) fn object_at(&self, block: u64, bytes: u64) -> Option<&Object> {
+        self.objects_at(block).find(|object| object.bytes == bytes)
+    }
+
+    /// The bytes that say the same.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));
+        objects.chain(self.verity.map(|digest| record(WHOLE_PACK, digest))).flatten().collect()
+    }
+}
+
+/// An entry of an index.
+pub(crate) fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
+    let mut record = [0; RECORD_BYTES];
+    record[..8].copy_from_slice(&bytes.to_le_bytes());
+    record[8..].copy_from_slice(digest.bytes());
+    record
+}
+
+impl Object {
+    /// How many blocks it takes.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.bytes.div_ceil(BLOCK_BYTES as u64)
+    }
+
+    /// How many bytes these have.
+    pub(crate) fn padded(&self) -> u64 {
+        self.blocks() * BLOCK_BYTES as u64
+    }
+}
+
+/// Which pack and which block an object is at.
+pub(crate) type Places = HashMap<Digest, (Digest, u64)>;
+
+/// The pack that a file's name is of.
+pub(crate) fn pack_name(hex: &[u8]) -> Option<Digest> {
+    Digest::from_hex(Algorithm::Blake3, hex)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::format::chunk;
+
+    /// Entries of objects, and one of a whole pack, in any order; and some bytes that may be too many.
+    fn entries() -> impl Strategy<Value = Vec<u8>> {
+        let length = prop_oneof![0..=PIECE_BYTES as u64, Just(WHOLE_PACK), Just(PIECE_BYTES as u64 + 1), any::<u64>()];
+        let entry =
+            (length, any::<[u8; 32]>()).prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
+        let likely = (0..=PIECE_BYTES as u64, any::<[u8; 32]>());
+        let likely = likely.prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
+        let entries = prop::collection::vec(prop_oneof![9 => likely, 1 => entry], 0..20);
+        (entries, prop_oneof![9 => Just(0), 1 => 0_usize..40]).prop_map(|(entries, more)| {
+            let mut bytes = entries.concat();
+            bytes.extend(std::iter::repeat_n(0, more));
+            bytes
+        })
+    }
+
+    fn index_of(bytes: &[u8]) -> Result<Index> {
+        Index::of(Path::new("store"), Algorithm::Blake3.of(bytes), bytes)
+    }
+
+    proptest! {
+        #[test]
+        fn indexes_are_read_as_they_are_written_or_refused(bytes in entries()) {
+            if let Ok(index) = index_of(&bytes) {
+                prop_assert_eq!(index.to_bytes(), &bytes[..]);
+                prop_assert_eq!(index.objects.len() + usize::from(index.verity.is_some()), bytes.len() / RECORD_BYTES);
+                prop_assert_eq!(index.blocks, index.objects.iter().map(Object::blocks).sum::<u64>());
+            }
+        }
+    }
+
+    #[test]
+    fn the_digest_of_the_whole_pack_is_the_last_entry_and_the_only_one() {
+        let (object, whole) = (record(5000, chunk::digest(b"x")), record(WHOLE_PACK, Algorithm::Verity.of(b"x")));
+        let index = index_of(&[object, whole].concat()).expect("it is right");
+        assert_eq!((index.blocks, index.verity), (2, Some(Algorithm::Verity.of(b"x"))));
+        assert_eq!(index_of(&object).expect("it is right").verity, None);
+        for wrong in [[whole, object], [whole, whole]] {
+            let error = index_of(&wrong.concat()).expect_err("something follows the end").to_string();
+            assert!(error.contains("goes on behind its end"), "{error}");
+        }
+    }
+}

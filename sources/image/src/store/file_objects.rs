@@ -1,0 +1,119 @@
+//! composefs's objects that an image needs.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::fs::{AtFlags, CWD, Mode, StatxAttributes, StatxFlags, openat, statx};
+use rustix::io::Errno;
+
+use crate::Flaw;
+use crate::format::composefs::path_of;
+use crate::format::data::Data;
+use crate::format::digest::Digest;
+use crate::format::error::{Doing, Result};
+use crate::format::image::Image;
+use crate::format::verity;
+use crate::format::walk::each_file;
+use crate::store::fetch::RUN_BYTES_MAX;
+use crate::store::new_file::FOUND_FLAGS;
+use crate::store::object_error::Bad;
+use crate::store::object_list::objects_folder;
+use crate::store::parallel;
+
+/// From this length on, in bytes, what has come of an object is kept for the next try.
+pub(crate) const LARGE_BYTES: u64 = RUN_BYTES_MAX;
+
+/// An object of a composefs image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileObject {
+    /// What it is; its name, too.
+    pub digest: Digest,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// The objects of a composefs image, each once, in the order in which the tree is walked.
+///
+/// # Errors
+/// The image is damaged, or does not say what an object is.
+pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, Bad> {
+    let (mut found, mut known) = (Vec::new(), HashMap::new());
+    let mut wrong = None;
+    each_file(image, &mut |inode, data| {
+        let Data::Object { path, digest } = data else { return Ok(()) };
+        match object(path, digest, inode.bytes) {
+            Ok(object) => match known.insert(object.digest, object.bytes) {
+                None => found.push(object),
+                Some(bytes) if bytes == object.bytes => {}
+                Some(_) => return Err(Flaw { what: "an object of two lengths", offset: inode.nid.0 }),
+            },
+            Err(bad) => drop(wrong.get_or_insert(bad)),
+        }
+        Ok(())
+    })?;
+    wrong.map_or(Ok(found), Err)
+}
+
+fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<FileObject, Bad> {
+    let path = path.ok_or(Bad::NoPath)?;
+    let name = || PathBuf::from(OsStr::from_bytes(path));
+    let digest = digest.ok_or_else(|| Bad::NoDigest { path: name() })?;
+    if path != path_of(digest) {
+        return Err(Bad::Elsewhere { path: name(), digest });
+    }
+    let empty = digest.algorithm().of(&[]);
+    if bytes == 0 && digest != empty {
+        return Err(Bad::Changed { path: name(), digest: empty });
+    }
+    Ok(FileObject { digest, bytes })
+}
+
+/// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; answers how many
+/// there were. Their length alone would not do: it is the image's word. One that cannot be read may be sound and stays, and is an error
+/// once the others have been looked at.
+pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
+    let folder = objects_folder(store);
+    let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &folder)?;
+    let (removed, unread) = (AtomicUsize::new(0), OnceLock::new());
+    parallel::each(objects.len(), |at| {
+        let digest = objects[at].digest;
+        let path = folder.join(OsStr::from_bytes(&path_of(digest)));
+        let file = match openat(CWD, &path, FOUND_FLAGS, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(()),
+            opened => File::from(opened.doing("open", &path)?),
+        };
+        let bytes = file.metadata().doing("look at", &path)?.len();
+        match measure(&file, bytes) {
+            Ok(found) if found == digest => return Ok(()),
+            Err(error) if !is_damage(&file, &error) => {
+                // The first one is answered.
+                let _ = unread.set(Err(error).doing("read", &path));
+                return Ok(());
+            }
+            Ok(_) | Err(_) => {}
+        }
+        fs::remove_file(&path).doing("remove", &path)?;
+        removed.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    })?;
+    unread.into_inner().unwrap_or(Ok(()))?;
+    Ok(removed.into_inner())
+}
+
+/// Whether that an object cannot be read tells that it is damaged: so the kernel says it of a file with fs-verity.
+fn is_damage(file: &File, error: &io::Error) -> bool {
+    let found = || statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
+    Errno::from_io_error(error) == Some(Errno::IO)
+        && found().is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::VERITY))
+}
+
+/// The digest of an object in a file, by several threads if that is worth it.
+pub(crate) fn measure(file: &File, bytes: u64) -> io::Result<Digest> {
+    if bytes >= LARGE_BYTES { parallel::digest(file, 0, bytes) } else { Ok(verity::of_reader(file)?.0) }
+}

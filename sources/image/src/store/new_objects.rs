@@ -1,0 +1,221 @@
+//! New files in composefs's object store.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{CWD, Mode, openat};
+use rustix::io::Errno;
+use tempfile::TempPath;
+
+use crate::format::digest::Digest;
+use crate::format::error::{Doing, Error, Result};
+use crate::format::verity;
+use crate::store::fsverity;
+use crate::store::new_file::{FOUND_FLAGS, New};
+use crate::store::object_list::object_path;
+
+/// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
+const FRESH: Duration = Duration::from_secs(60);
+/// So few objects are made durable one by one; with more of them, all that the file system has not written yet is. Readers of an
+/// object that is being fetched wait for that, too.
+const FEW: usize = 8;
+/// The pieces that files are copied in, in bytes.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Objects that are being added. None has its name before all are durable, so that a build that is killed leaves nothing but
+/// files that begin with `.new-`.
+pub(crate) struct NewObjects {
+    folder: PathBuf,
+    known: HashSet<Digest>,
+    added: Vec<(Digest, TempPath)>,
+    /// Bytes that were not there before.
+    pub new_bytes: u64,
+}
+
+impl NewObjects {
+    pub(crate) fn begin(store: &Path) -> Result<Self> {
+        Self::within(&store.join("objects"))
+    }
+
+    /// The same, in the folder of objects itself.
+    pub(crate) fn within(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).doing("make", folder)?;
+        Ok(Self { folder: folder.into(), known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
+    }
+
+    /// Whether this object is still to be added. One that is there with another length is damaged and is replaced; of one that is
+    /// sound it is noted that it is used now, so that it is not removed before its new image is known.
+    fn wants(&mut self, digest: Digest, bytes: u64) -> bool {
+        if !self.known.insert(digest) {
+            return false;
+        }
+        let path = object_path(&self.folder, digest);
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == bytes => {
+                freshen(&path, &found);
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// Adds an object that is in memory.
+    pub(crate) fn add(&mut self, digest: Digest, bytes: &[u8]) -> Result<()> {
+        if !self.wants(digest, bytes.len() as u64) {
+            return Ok(());
+        }
+        let mut new = New::begin(&self.folder)?;
+        new.file.write_all(bytes).doing("write to", &*new.path)?;
+        self.keep(digest, bytes.len() as u64, new);
+        Ok(())
+    }
+
+    /// Adds a file that was hashed: its blocks are shared where the file system can, and copied elsewhere. What was taken is
+    /// hashed again, for the file may have changed in between.
+    pub(crate) fn add_file(&mut self, digest: Digest, bytes: u64, path: &Path) -> Result<()> {
+        if !self.wants(digest, bytes) {
+            return Ok(());
+        }
+        // What stands there by now may be anything.
+        let mut source = match openat(CWD, path, FOUND_FLAGS, Mode::empty()) {
+            Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
+            opened => File::from(opened.doing("open", path)?),
+        };
+        if !source.metadata().doing("look at", path)?.is_file() {
+            return Err(Error::Changed(path.into()));
+        }
+        let mut new = New::begin(&self.folder)?;
+        if rustix::fs::ioctl_ficlone(&new.file, &source).is_err() {
+            copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
+        }
+        new.file.rewind().doing("read", &*new.path)?;
+        let (found, length) = verity::of_reader(&new.file).doing("read", &*new.path)?;
+        if (found, length) != (digest, bytes) {
+            return Err(Error::Changed(path.into()));
+        }
+        self.keep(digest, bytes, new);
+        Ok(())
+    }
+
+    fn keep(&mut self, digest: Digest, bytes: u64, new: New) {
+        self.put(digest, bytes, new.path);
+    }
+
+    /// Adds an object that was proved, whatever is there under its name.
+    pub(crate) fn put(&mut self, digest: Digest, bytes: u64, path: TempPath) {
+        self.new_bytes += bytes;
+        self.added.push((digest, path));
+    }
+
+    /// Makes all durable and gives them their names, which are durable, too.
+    pub(crate) fn finish(self) -> Result<()> {
+        let path = self.folder.clone();
+        let folder = File::open(&path).doing("open", &path)?;
+        self.publish(|_, _| {})?;
+        rustix::fs::syncfs(&folder).doing("sync", &path)
+    }
+
+    /// Makes all durable and gives them their names; `named` is told of each.
+    pub(crate) fn publish(self, mut named: impl FnMut(Digest, &Path)) -> Result<()> {
+        let folder = File::open(&self.folder).doing("open", &self.folder)?;
+        let few = self.added.len() <= FEW;
+        let mut has_verity = true;
+        for (_, path) in &self.added {
+            let path: &Path = path;
+            // What stands there by now may be anything.
+            let file = File::from(openat(CWD, path, FOUND_FLAGS, Mode::empty()).doing("open", path)?);
+            file.set_permissions(fs::Permissions::from_mode(0o644)).doing("change", path)?;
+            if few {
+                file.sync_data().doing("sync", path)?;
+            }
+            if has_verity {
+                has_verity = fsverity::enable(&file).doing("turn fs-verity on for", path)?;
+            }
+        }
+        if !few {
+            rustix::fs::syncfs(&folder).doing("sync", &self.folder)?;
+        }
+        for (digest, path) in self.added {
+            let target = object_path(&self.folder, digest);
+            let parent = crate::store::new_file::folder_of(&target);
+            fs::create_dir_all(parent).doing("make", parent)?;
+            path.persist(&target).map_err(|error| error.error).doing("make", &target)?;
+            named(digest, &target);
+        }
+        Ok(())
+    }
+}
+
+/// Notes that an object is used. Who may not do that uses what others look after.
+pub(crate) fn freshen(path: &Path, found: &fs::Metadata) {
+    let age = found.modified().ok().and_then(|time| time.elapsed().ok());
+    if age.is_some_and(|age| age < FRESH) {
+        return;
+    }
+    let touched = File::open(path).and_then(|object| object.set_modified(SystemTime::now()));
+    if let Err(error) = touched {
+        tracing::debug!("cannot note that {} is used: {error}", path.display());
+    }
+}
+
+/// Copies so many bytes; blocks of zeros become holes.
+fn copy(from: &mut File, to: &mut File, bytes: u64) -> io::Result<()> {
+    let mut piece = Vec::with_capacity(PIECE_BYTES);
+    let mut left = bytes;
+    loop {
+        piece.clear();
+        from.take(left.min(PIECE_BYTES as u64)).read_to_end(&mut piece)?;
+        if piece.is_empty() {
+            return to.set_len(bytes - left);
+        }
+        left -= piece.len() as u64;
+        if piece.iter().all(|byte| *byte == 0) {
+            to.seek(io::SeekFrom::Current(i64::try_from(piece.len()).unwrap_or(i64::MAX)))?;
+        } else {
+            to.write_all(&piece)?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{FileType, mknodat};
+
+    use super::*;
+    use crate::format::digest::Algorithm;
+
+    #[test]
+    fn what_replaces_a_file_that_was_hashed_is_not_followed_nor_waited_for() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("file"), "bytes").expect("files can be made");
+        std::os::unix::fs::symlink("file", at("link")).expect("links can be made");
+        mknodat(rustix::fs::CWD, at("pipe"), FileType::Fifo, Mode::from_raw_mode(0o600), 0).expect("pipes can be made");
+        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        for name in ["link", "pipe"] {
+            let digest = Algorithm::Verity.of(name.as_bytes());
+            let outcome = objects.add_file(digest, 5, &at(name));
+            assert!(matches!(outcome, Err(Error::Changed(_))), "{name}");
+        }
+        objects.add_file(Algorithm::Verity.of(b"bytes"), 5, &at("file")).expect("it is the same");
+    }
+
+    /// Whoever may write to the folder must not have the mode of another file changed.
+    #[test]
+    fn what_replaces_an_object_before_it_is_named_keeps_its_mode() {
+        let folder = tempfile::tempdir().expect("folders can be made");
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("secret"), "bytes").expect("files can be made");
+        fs::set_permissions(at("secret"), fs::Permissions::from_mode(0o600)).expect("modes can be changed");
+        let mut objects = NewObjects::within(&at("objects")).expect("folders can be made");
+        objects.add(Algorithm::Verity.of(b"bytes"), b"bytes").expect("it can be written");
+        let new = objects.added[0].1.to_path_buf();
+        fs::remove_file(&new).and_then(|()| std::os::unix::fs::symlink(at("secret"), &new)).expect("links can be made");
+        objects.publish(|_, _| {}).expect_err("it is another file");
+        assert_eq!(fs::metadata(at("secret")).expect("it is there").permissions().mode() & 0o777, 0o600);
+    }
+}

@@ -1,0 +1,122 @@
+//! A pack that is written.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use rustix::fs::OFlags;
+use tempfile::TempPath;
+
+use crate::format::chunk;
+use crate::format::digest::{Algorithm, Digest};
+use crate::format::erofs::BLOCK_BYTES;
+use crate::format::error::{Doing, Result};
+use crate::format::index::{WHOLE_PACK, record};
+use crate::format::verity::{Hasher, hash_block};
+use crate::store::batch::{Batch, Piece};
+use crate::store::layout::packs_folder;
+use crate::store::new_file::New;
+use crate::store::packs::Store;
+
+/// Has a file written past the kernel's cache, or not; answers whether that is so.
+fn set_direct(file: &File, is_direct: bool) -> bool {
+    let flags = if is_direct { OFlags::DIRECT } else { OFlags::empty() };
+    rustix::fs::fcntl_setfl(file, flags).is_ok() && is_direct
+}
+
+/// A pack that is being made. It is nowhere to be seen until it is finished.
+///
+/// It is written past the kernel's cache where the file system can do that: copying it there and having it written out at the end takes
+/// longer than all else.
+pub(crate) struct NewPack {
+    store: Arc<Store>,
+    file: File,
+    path: TempPath,
+    index: Vec<u8>,
+    blocks: u64,
+    /// Makes the digest of all blocks, if that is to be in the index.
+    verity: Option<Hasher>,
+    is_direct: bool,
+}
+
+impl NewPack {
+    /// Begins a new pack, in whose index its fs-verity digest is to be, or not.
+    pub(crate) fn begin(store: &Arc<Store>, has_verity: bool) -> Result<Self> {
+        let folder = packs_folder(store.folder());
+        let New { file, path } = New::begin(&folder)?;
+        let is_direct = set_direct(&file, true);
+        let (store, index, verity) = (Arc::clone(store), Vec::new(), has_verity.then(Hasher::default));
+        Ok(Self { store, file, path, index, blocks: 0, verity, is_direct })
+    }
+
+    /// Appends those pieces of a batch that `wants` takes, which is told where they go. What is all zeros becomes a hole.
+    pub(crate) fn add(&mut self, batch: &Batch, mut wants: impl FnMut(Digest, usize, u64) -> bool) -> Result<()> {
+        // Neighbours are written together.
+        let mut run = Run { at: self.blocks, from: 0, to: 0 };
+        let bytes = batch.as_bytes();
+        let mut from = 0;
+        for Piece { padded, bytes: length, digest, leaves } in batch.pieces() {
+            let to = from + padded.len();
+            if wants(digest, length, self.blocks) {
+                let blocks = (padded.len() / BLOCK_BYTES) as u64;
+                if chunk::is_zero(padded) {
+                    self.write(&bytes[run.from..run.to], run.at)?;
+                    run = Run { at: self.blocks + blocks, from: to, to };
+                } else if run.to == from {
+                    run.to = to;
+                } else {
+                    self.write(&bytes[run.from..run.to], run.at)?;
+                    run = Run { at: self.blocks, from, to };
+                }
+                match (&mut self.verity, leaves) {
+                    (None, _) => {}
+                    (Some(verity), Some(leaves)) => leaves.iter().for_each(|leaf| verity.add_block(leaf)),
+                    (Some(verity), None) => {
+                        padded.chunks(BLOCK_BYTES).for_each(|block| verity.add_block(&hash_block(block)));
+                    }
+                }
+                self.index.extend_from_slice(&record(length as u64, digest));
+                self.blocks += blocks;
+            }
+            from = to;
+        }
+        self.write(&bytes[run.from..run.to], run.at)
+    }
+
+    fn write(&mut self, bytes: &[u8], block: u64) -> Result<()> {
+        let at = block * BLOCK_BYTES as u64;
+        match self.file.write_all_at(bytes, at) {
+            // File systems may take the flag and then not like what comes.
+            Err(error) if self.is_direct && error.kind() == std::io::ErrorKind::InvalidInput => {
+                self.is_direct = set_direct(&self.file, false);
+                self.file.write_all_at(bytes, at).doing("write to", &*self.path)
+            }
+            outcome => outcome.doing("write to", &*self.path),
+        }
+    }
+
+    /// Makes it durable and gives it its name; `None` if it holds nothing. The index comes last: with it, all of the pack is there.
+    pub(crate) fn finish(mut self) -> Result<Option<Digest>> {
+        if self.blocks == 0 {
+            return Ok(None);
+        }
+        let verity = self.verity.as_mut().map(Hasher::finish);
+        self.index.extend(verity.iter().flat_map(|digest| record(WHOLE_PACK, *digest)));
+        let pack = Algorithm::Blake3.of(&self.index);
+        let (store, path, file) = (self.store, self.path, self.file);
+        file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
+        New { file, path }.keep_sealed(&store.pack_path(pack), verity)?;
+        let mut index = New::begin(&packs_folder(&store.folder))?;
+        index.file.write_all(&self.index).doing("write to", &*index.path)?;
+        index.keep(&store.index_path(pack))?;
+        Ok(Some(pack))
+    }
+}
+
+/// Neighbouring pieces of a batch, and the block that they go to.
+struct Run {
+    at: u64,
+    from: usize,
+    to: usize,
+}
