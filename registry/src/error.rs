@@ -115,7 +115,7 @@ pub enum Error {
     Image(#[from] ferry_image::Error),
     /// An object cannot be had.
     #[error("{0}")]
-    Object(ferry_image::Bad),
+    Object(ferry_image::ObjectError),
     /// A file cannot be used.
     #[error("cannot {what} {}", path.display())]
     Io {
@@ -137,8 +137,8 @@ pub enum Error {
     Sink(io::Error),
 }
 
-impl From<ferry_image::Bad> for Error {
-    fn from(bad: ferry_image::Bad) -> Self {
+impl From<ferry_image::ObjectError> for Error {
+    fn from(bad: ferry_image::ObjectError) -> Self {
         Self::Object(bad)
     }
 }

@@ -235,7 +235,7 @@ impl Client {
         follow(origin, to, self.is_local(origin))
     }
 
-    /// Sends a request; answers whatever comes, of any status. Who reads is sent on where the server says; who writes is not.
+    /// Sends a request; returns whatever comes, of any status. Who reads is sent on where the server says; who writes is not.
     pub(crate) fn send(&self, mut request: Request<'_>) -> Result<Answer<'_>> {
         for _ in 0..=REDIRECTS_MAX {
             self.permit(&request.url)?;

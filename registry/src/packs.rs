@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferry_image::{Digest, Fetch, fetch::Sink};
+use ferry_image::{ByteSink, Digest, Fetch};
 
 use crate::error::{Error, Result};
 use crate::manifest::PackBlobs;
@@ -73,7 +73,7 @@ impl Fetch for Packs {
         self.remote.all(index, bytes_max).map_err(io::Error::other)
     }
 
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
         let pieces = self.with(pack, |blobs| {
             blobs.pieces(&range).ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))
         })?;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Algorithm, Digest, Image, Missing, Objects, mend, seal, seal_image, told};
+use ferry_image::{Algorithm, Digest, Image, Missing, Objects, repair_packs, seal, seal_image, told};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -46,12 +46,12 @@ pub struct Pulled {
 
 /// Pulls an image. What is in the store is not fetched, unless it is noted there as damaged, and what a pull that failed or was killed has
 /// left is used. The image gets its name when all is there. Packs that are made for fs-verity are hashed where the file system has it, and
-/// mended if they are damaged; then they have it on, and so has the image. Whoever calls holds the store open, so that nothing of it is
+/// repaired if they are damaged; then they have it on, and so has the image. Whoever calls holds the store open, so that nothing of it is
 /// removed meanwhile.
 ///
 /// # Errors
 /// The server cannot be reached, or what comes is not what it should be; what was had so far is kept. What is damaged and cannot be
-/// mended keeps nothing else from coming.
+/// repaired keeps nothing else from coming.
 pub fn pull(
     remote: &Arc<Remote>,
     output: &Path,
@@ -60,11 +60,11 @@ pub fn pull(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Pulled> {
     let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
-    let mended = mend(&image, store, Some(&*packs)).map_err(Error::from);
+    let repaired = repair_packs(&image, store, Some(&*packs)).map_err(Error::from);
     let fetched = fetch(&image, store, &packs, options, progress);
-    let fetched_bytes = match (mended, fetched) {
+    let fetched_bytes = match (repaired, fetched) {
         (Ok(_), fetched) => fetched?,
-        // It is mended by a pull that gets what the files hold.
+        // It is repaired by a pull that gets what the files hold.
         (Err(error), Ok(bytes)) if options.metadata_only => {
             tracing::warn!("{}: what is damaged in the store stays so", told(&error));
             bytes
@@ -82,7 +82,7 @@ pub fn pull(
     Ok(Pulled { digest: image.shown_digest(), manifest, fetched_bytes })
 }
 
-/// Gets what is missing in the store; answers how many bytes of files came. Afterwards nobody has it open for writing.
+/// Gets what is missing in the store; returns how many bytes of files came. Afterwards nobody has it open for writing.
 fn fetch(
     image: &Image,
     store: &Path,
@@ -91,7 +91,7 @@ fn fetch(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<u64> {
     let missing = Missing { from: Arc::<Packs>::clone(packs), ahead_bytes: 0, cache_bytes: None };
-    let objects = Objects::open_mended(image, store, Some(missing))?;
+    let objects = Objects::open_repaired(image, store, Some(missing))?;
     objects.prove_tree(image)?;
     if !options.metadata_only {
         let fetched = objects.fetch_all(options.jobs, &AtomicBool::new(false), progress).map_err(Error::from);
@@ -117,7 +117,7 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
     let Opened { image, new, packs, .. } = open(remote, output, digest)?;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
         let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
-        Objects::open_mended(&image, store, Some(missing))?.prove_tree(&image)?;
+        Objects::open_repaired(&image, store, Some(missing))?.prove_tree(&image)?;
     }
     if let Some(new) = new {
         keep(new, output)?;

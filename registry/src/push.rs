@@ -163,7 +163,7 @@ fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {
     Error::Io { what, path: path.into(), source }
 }
 
-/// Uploads pieces, so many at a time; answers what names them, in their order, and how many bytes the server did not have.
+/// Uploads pieces, so many at a time; returns what names them, in their order, and how many bytes the server did not have.
 fn upload(
     remote: &Remote,
     pieces: &[Piece],

@@ -89,7 +89,7 @@ impl Remote {
         })
     }
 
-    /// Uploads a blob unless it is there. `content` is asked for its bytes at each try. Answers whether it was uploaded.
+    /// Uploads a blob unless it is there. `content` is asked for its bytes at each try. Returns whether it was uploaded.
     pub(crate) fn put(&self, blob: Blob, content: &mut Content<'_>) -> Result<bool> {
         let is_there = self.client.persist(|| match &self.server {
             Server::Oci(oci) => oci.has(&self.client, blob),

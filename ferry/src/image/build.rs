@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use ferry_image::{
-    BuildOptions, Built, COMPOSEFS_VERSION_MAX, Choice, Digest, Layout, Pattern, Store, Trace, Whiteouts,
+    BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, Filter, Layout, Pattern, Store, Trace, Whiteouts,
 };
 use serde_json::json;
 
@@ -127,7 +127,7 @@ impl BuildArgs {
             }),
             // composefs's objects have it wherever they can.
             verity: self.verity && layout == Layout::Flat,
-            choice: Choice {
+            filter: Filter {
                 exclude: self.exclude.iter().map(|Excluded(pattern)| pattern.clone()).collect(),
                 owner: self.owner.map(|Owner(uid, gid)| (uid, gid)),
                 mtime: self.mtime,

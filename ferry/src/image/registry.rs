@@ -134,7 +134,7 @@ pub fn objects(
 }
 
 #[cfg(not(feature = "registry"))]
-pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferry_image::Mended> {
+pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferry_image::RepairCounts> {
     bail!(WITHOUT)
 }
 
@@ -152,7 +152,7 @@ mod with {
     use std::time::Duration;
 
     use anyhow::{Context, bail};
-    use ferry_image::{Image, Mended, Missing, Objects, Store, mend, told};
+    use ferry_image::{Image, Missing, Objects, RepairCounts, Store, repair_packs, told};
     use ferry_registry::{Client, Counts, Options, Packs, PullOptions, Pulled, Pushed, Remote};
     use serde_json::json;
 
@@ -248,21 +248,21 @@ mod with {
     }
 
     /// Fetches what is noted as damaged in the store, and what is missing there: of both all that can be had.
-    pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Mended> {
+    pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<RepairCounts> {
         let Prepared { store, packs, missing, .. } = prepare(path, store, digest, from)?;
         let image = Image::open(path, digest)?;
-        let mended = mend(&image, &store, Some(&*packs));
+        let repaired = repair_packs(&image, &store, Some(&*packs));
         let bar = bar("bytes");
         let fetch = || -> Result<()> {
-            let objects = Objects::open_mended(&image, &store, Some(missing))?;
+            let objects = Objects::open_repaired(&image, &store, Some(missing))?;
             objects.fetch_all(from.jobs().max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
             Ok(objects.complete()?)
         };
         let fetched = fetch();
         bar.finish_and_clear();
-        match (mended, fetched) {
+        match (repaired, fetched) {
             (Err(one), Err(two)) => bail!("{}; {two:#}", told(&one)),
-            (mended, fetched) => fetched.and(Ok(mended?)),
+            (repaired, fetched) => fetched.and(Ok(repaired?)),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use ferry_image::{Image, Mended, Sealed, mend, note_damage, seal_image};
+use ferry_image::{Image, RepairCounts, Sealed, note_damage, repair_packs, seal_image};
 
 use super::ImageArg;
 use super::registry::{self, Origin};
@@ -27,14 +27,14 @@ impl RepairArgs {
     /// Notes what is damaged, and replaces what can be had.
     pub fn run(&self, arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
         let found = note_damage(image, store)?;
-        let mended = match &self.from {
+        let counts = match &self.from {
             Some(from) => {
                 let origin = Origin::new(from.clone(), None, None, None, self.plain_http);
                 registry::restore(&arg.image, store, arg.digest(), &origin)?
             }
-            None => mend(image, store, None)?,
+            None => repair_packs(image, store, None)?,
         };
-        let Mended { mended, left } = mended;
+        let RepairCounts { repaired, left } = counts;
         match (self.from.is_some(), image.is_composefs()) {
             (false, true) if found > 0 => {
                 eprintln!(
@@ -42,13 +42,13 @@ impl RepairArgs {
                 );
             }
             (_, true) => eprintln!("ferry: {found} damaged objects were replaced"),
-            (false, false) if found + mended == 0 => {
+            (false, false) if found + repaired == 0 => {
                 eprintln!(
                     "ferry: packs that are missing, cut off or without a sound index are fetched by --from, or by a pull"
                 );
             }
             (_, false) => {
-                eprintln!("ferry: {found} objects were damaged; {mended} of them have their right bytes again");
+                eprintln!("ferry: {found} objects were damaged; {repaired} of them have their right bytes again");
                 if left > 0 {
                     eprintln!("ferry: {left} are replaced when a build or pull has them");
                 }

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ferry_image::{ChangeKind, Collected, CollectedObjects, Digests, Image, Needed, Share, Sole, Store, Usage, places};
+use ferry_image::{
+    ChangeKind, Collected, CollectedObjects, Digests, ExclusiveStore, Image, Needed, Share, Store, Usage, places,
+};
 use serde_json::json;
 
 use super::{StoreArg, ended, print, set_name};
@@ -93,14 +95,14 @@ impl ImagesArg {
 pub fn gc(args: &GcArgs) -> Result<()> {
     let store = &args.images.store.store;
     let waiting = || eprintln!("ferry: waiting for whoever uses {} to end", store.display());
-    let sole = Sole::lock(store, &waiting)?;
+    let exclusive = ExclusiveStore::lock(store, &waiting)?;
     // Only now: an image that was built while we waited is to be found.
     let mut needed = Needed::default();
     for file in args.images.files()? {
         needed.add(&Image::open(&file, None)?).with_context(|| format!("{} is damaged", file.display()))?;
     }
-    let collected = sole.collect(&needed, Duration::from_secs(args.grace_s), args.dry_run)?;
-    drop(sole);
+    let collected = exclusive.collect(&needed, Duration::from_secs(args.grace_s), args.dry_run)?;
+    drop(exclusive);
     let Collected { removed, leftovers, bytes, young, kept, missing, objects } = &collected;
     if args.json {
         let names = |packs: &[ferry_image::Digest]| packs.iter().map(ferry_image::Digest::hex).collect::<Vec<_>>();

@@ -466,7 +466,7 @@ mod tests {
     use std::sync::RwLock;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
-    use ferry_image::fetch::Sink;
+    use ferry_image::ByteSink;
     use ferry_image::{BuildOptions, Digest, Fetch, Image, Missing, Store, build};
 
     use super::*;
@@ -540,7 +540,7 @@ mod tests {
             fs::read(self.packs.join(format!("{}.index", pack.hex())))
         }
 
-        fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+        fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
             let _answers = self.silence.read().unwrap_or_else(PoisonError::into_inner);
             let mut found = vec![0; usize::try_from(range.end - range.start).expect("it is short")];
             File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;

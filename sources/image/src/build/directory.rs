@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use crate::build::content_writer::{Buffer, ContentWriter, Stop};
-use crate::build::filter::Choice;
+use crate::build::filter::Filter;
 use crate::build::options::Progress;
 use crate::build::scan::{FoundFile, scan};
 use crate::format::erofs::BLOCK_BYTES;
@@ -29,7 +29,7 @@ pub(crate) fn read<W: ContentWriter>(
     source: &Path,
     writer: &mut W,
     threads: usize,
-    choice: &Choice,
+    filter: &Filter,
     progress: &Progress<'_>,
 ) -> Result<Tree> {
     let found = AtomicUsize::new(0);
@@ -45,7 +45,7 @@ pub(crate) fn read<W: ContentWriter>(
             })
             .unzip();
         let count = &found;
-        let scanner = scope.spawn(move || find::<W>(source, choice, &groups, count));
+        let scanner = scope.spawn(move || find::<W>(source, filter, &groups, count));
         let (mut done, mut contents) = (0, Vec::new());
         'groups: for at in 0_usize.. {
             let Lane { parts, empty } = &lanes[at % threads];
@@ -75,7 +75,7 @@ pub(crate) fn read<W: ContentWriter>(
 /// Walks the tree, and gives groups of files to the threads in turn. A group has about as many bytes as a batch.
 fn find<W: ContentWriter>(
     source: &Path,
-    choice: &Choice,
+    filter: &Filter,
     lanes: &[Sender<Vec<FoundFile>>],
     count: &AtomicUsize,
 ) -> Result<Tree> {
@@ -85,7 +85,7 @@ fn find<W: ContentWriter>(
         let _ = lanes[turn % lanes.len()].send(group);
         turn += 1;
     };
-    let tree = scan(source, W::IS_COMPOSEFS, choice, &mut |file| {
+    let tree = scan(source, W::IS_COMPOSEFS, filter, &mut |file| {
         let bytes = file.seen.bytes;
         count.fetch_add(1, Ordering::Relaxed);
         if !group.is_empty() && (bytes > room || group.len() == W::GROUP_FILES_MAX) {

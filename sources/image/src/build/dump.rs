@@ -8,11 +8,11 @@ use std::path::Path;
 
 use ferry_vfs::{FileType, Name, Timespec};
 
-use crate::build::tree_builder::{Growing, Refusal, names_of};
+use crate::build::tree_builder::{Refusal, TreeBuilder, names_of};
 use crate::format::composefs::fits;
 use crate::format::composefs::view::CONTENT_BYTES_MAX;
 use crate::format::digest::{Algorithm, Digest};
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, Node, Tree, set_xattr};
 
 /// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
@@ -56,7 +56,7 @@ struct Link {
 
 #[derive(Default)]
 struct Reading {
-    growing: Growing,
+    builder: TreeBuilder,
     links: Vec<Link>,
 }
 
@@ -100,7 +100,7 @@ impl Reading {
         if !fits(&node.xattrs) {
             return Err("more than 32 KiB of extended attributes".into());
         }
-        if names.is_empty() { self.growing.root(node) } else { self.growing.add(&names, node).map(drop) }
+        if names.is_empty() { self.builder.root(node) } else { self.builder.add(&names, node).map(drop) }
     }
 
     fn finish(mut self) -> std::result::Result<Tree, (Option<usize>, Refusal)> {
@@ -120,10 +120,10 @@ impl Reading {
             // Both were taken apart before.
             let names = |path| names_of(path).map_err(|reason| (Some(link.number), reason));
             let found =
-                self.growing.find(&names(target)?).ok_or_else(|| refused("the hard link's target is not there"))?;
-            self.growing.link(&names(&link.path)?, found).map_err(|reason| (Some(link.number), reason))?;
+                self.builder.find(&names(target)?).ok_or_else(|| refused("the hard link's target is not there"))?;
+            self.builder.link(&names(&link.path)?, found).map_err(|reason| (Some(link.number), reason))?;
         }
-        self.growing.finish().map_err(|reason| (None, reason))
+        self.builder.finish().map_err(|reason| (None, reason))
     }
 }
 

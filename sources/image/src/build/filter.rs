@@ -2,16 +2,26 @@
 
 use ferry_vfs::Timespec;
 
-use crate::build::tar::Whiteouts;
 use crate::format::composefs::view::OPAQUE;
 use crate::format::tree::Tree;
 
 /// The longest pattern, in bytes: no path is longer.
 const PATTERN_BYTES_MAX: usize = 4096;
 
+/// How a layer that is built as an image of its own shows what it removes from the layers below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whiteouts {
+    /// Whiteouts are left out.
+    Drop,
+    /// As overlayfs does: a device 0:0, and the attribute of opaque directories.
+    Overlay,
+    /// Files of whiteouts are kept like all others.
+    Keep,
+}
+
 /// What is left out of an image, and what is the same for all that is in it.
 #[derive(Clone, Debug, Default)]
-pub struct Choice {
+pub struct Filter {
     /// What is left out, directories with all that is in them. Of directories only.
     pub exclude: Vec<Pattern>,
     /// The user and the group that everything belongs to, instead of whom it belongs to.
@@ -22,7 +32,7 @@ pub struct Choice {
     pub skip_xattrs: bool,
 }
 
-impl Choice {
+impl Filter {
     /// Whether something is left out of what is found.
     pub(crate) fn excludes(&self, path: &[u8]) -> bool {
         self.exclude.iter().any(|pattern| pattern.matches(path))

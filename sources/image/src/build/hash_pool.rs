@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 
 /// Threads, and what they have.
 pub(crate) struct Hashers<T> {

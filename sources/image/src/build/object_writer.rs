@@ -12,10 +12,10 @@ use crate::build::scan::{FoundFile, unreadable};
 use crate::build::trace::Trace;
 use crate::format::composefs;
 use crate::format::digest::{Algorithm, Digest};
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 use crate::format::verity::Hasher;
-use crate::store::new_file::{FOUND_FLAGS, New};
+use crate::store::new_file::{NewFile, UNTRUSTED_OPEN_FLAGS};
 use crate::store::new_objects::NewObjects;
 use crate::store::packs::Store;
 use crate::store::parallel;
@@ -99,7 +99,7 @@ impl ContentWriter for ObjectWriter {
             self.store_hashed(room)?;
             return Ok(Content::Packed { bytes, first: self.given - 1 });
         }
-        let mut new = New::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.folder)?;
         let (mut hasher, mut left) = (Hasher::default(), bytes);
         let mut memory = vec![0; usize::try_from(COPY_BYTES).unwrap_or_default()];
         while left > 0 {
@@ -166,7 +166,7 @@ impl Buffer for ObjectBuffer {
             flush(self)?;
         }
         let bytes = seen.bytes;
-        let mut file = seen.file(openat(CWD, path, FOUND_FLAGS, Mode::empty()), path)?;
+        let mut file = seen.file(openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty()), path)?;
         let (digest, kept) = if bytes > KEPT_BYTES_MAX {
             (parallel::digest(&file, 0, bytes).map_err(|error| unreadable(error, path))?, None)
         } else {

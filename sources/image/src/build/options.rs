@@ -2,8 +2,7 @@
 
 use std::thread;
 
-use crate::build::filter::Choice;
-use crate::build::tar::Whiteouts;
+use crate::build::filter::{Filter, Whiteouts};
 use crate::build::trace::Trace;
 use crate::format::digest::Digest;
 
@@ -41,7 +40,7 @@ pub struct Options {
     /// prove what it reads of them. Packs without such digests are not used then. Of [`Layout::Flat`] only: composefs's objects have it always.
     pub verity: bool,
     /// What is left out, and what is the same for everything.
-    pub choice: Choice,
+    pub filter: Filter,
 }
 
 impl Default for Options {
@@ -53,7 +52,7 @@ impl Default for Options {
             order: None,
             whiteouts: None,
             verity: false,
-            choice: Choice::default(),
+            filter: Filter::default(),
         }
     }
 }

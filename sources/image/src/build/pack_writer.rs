@@ -15,15 +15,15 @@ use crate::build::content_writer::{Buffer, ContentWriter, Stop, Written, take_ha
 use crate::build::hash_pool::Hashers;
 use crate::build::scan::{FoundFile, unreadable};
 use crate::build::trace::Trace;
-use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result, told};
+use crate::format::error::{Error, IoContext, Result, told};
 use crate::format::flat::{self, Pack};
 use crate::format::index::Places;
 use crate::format::tree::{Content, NodeId, Tree};
 use crate::store::batch::{Batch, Leaves};
-use crate::store::new_file::FOUND_FLAGS;
+use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 use crate::store::new_pack::NewPack;
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
@@ -74,7 +74,7 @@ impl PackWriter {
     /// Stores the new chunks of a hashed batch. Returns the number of the first chunk.
     fn store_batch(&mut self, batch: &Batch) -> Result<usize> {
         let first = self.chunks.len();
-        self.chunks.extend(batch.pieces().map(|chunk| chunk.digest));
+        self.chunks.extend(batch.chunks().map(|chunk| chunk.digest));
         self.pack.add(batch, |digest, bytes, block| {
             let Entry::Vacant(new) = self.found.entry(digest) else { return false };
             if let Some(place) = self.places.get(&digest) {
@@ -146,7 +146,7 @@ impl ContentWriter for PackWriter {
         let first = self.input.chunks + self.input.batch.len();
         let mut left = bytes;
         while left > 0 {
-            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            let count = usize::try_from(left).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
             if !self.input.batch.has_room(count) {
                 self.flush()?;
             }
@@ -181,7 +181,7 @@ impl ContentWriter for PackWriter {
         // The new pack may have objects that are damaged in other packs.
         let noted = known.noted().to_vec();
         if !noted.is_empty()
-            && let Err(error) = store.mend_each(noted, None)
+            && let Err(error) = store.repair_each(noted, None)
         {
             tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
         }
@@ -214,14 +214,14 @@ pub(crate) struct PackBuffer {
 
 impl PackBuffer {
     fn open(&mut self, path: &Path) -> rustix::io::Result<OwnedFd> {
-        let whole = || openat(CWD, path, FOUND_FLAGS, Mode::empty());
+        let whole = || openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty());
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return whole() };
         if self.folder.as_ref().is_none_or(|(known, _)| known != parent) {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             self.folder = Some((parent.into(), openat(CWD, parent, flags, Mode::empty())?));
         }
         let Some((_, folder)) = &self.folder else { return whole() };
-        openat(folder, name, FOUND_FLAGS, Mode::empty())
+        openat(folder, name, UNTRUSTED_OPEN_FLAGS, Mode::empty())
     }
 }
 
@@ -234,7 +234,7 @@ impl Buffer for PackBuffer {
         let mut file = seen.file(self.open(path), path)?;
         let mut left = seen.bytes;
         while left > 0 {
-            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            let count = usize::try_from(left).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
             if !self.batch.has_room(count) {
                 flush(self)?;
             }
@@ -249,8 +249,8 @@ impl Buffer for PackBuffer {
     }
 }
 
-/// Forgets the places of pieces that no file has: those of members that later ones of an archive have replaced.
-fn keep_used(tree: &Tree, pieces: &[Digest], places: &mut Places) {
+/// Forgets the places of chunks that no file has: those of members that later ones of an archive have replaced.
+fn keep_used(tree: &Tree, chunks: &[Digest], places: &mut Places) {
     let files = || {
         tree.nodes.iter().filter_map(|node| match node.content {
             Content::Packed { bytes, first } => {
@@ -259,10 +259,10 @@ fn keep_used(tree: &Tree, pieces: &[Digest], places: &mut Places) {
             _ => None,
         })
     };
-    if files().map(|(_, count)| count).sum::<usize>() == pieces.len() {
+    if files().map(|(_, count)| count).sum::<usize>() == chunks.len() {
         return;
     }
-    let used: HashSet<&Digest> = files().flat_map(|(first, count)| &pieces[first..][..count]).collect();
+    let used: HashSet<&Digest> = files().flat_map(|(first, count)| &chunks[first..][..count]).collect();
     places.retain(|digest, _| used.contains(digest));
 }
 
@@ -272,7 +272,7 @@ fn gather(
     store: &Arc<Store>,
     mut pack: NewPack,
     places: &mut Places,
-    (tree, pieces): (&Tree, &[Digest]),
+    (tree, chunks): (&Tree, &[Digest]),
     order: &Trace,
 ) -> Result<Option<Digest>> {
     let mut gathered = HashMap::new();
@@ -280,16 +280,16 @@ fn gather(
     let mut batch = Batch::new(Leaves::No);
     for id in order.nodes(tree) {
         let Content::Packed { bytes, first } = tree.nodes[id].content else { continue };
-        let pieces = &pieces[first..][..usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)];
-        for (number, wanted) in pieces.iter().enumerate() {
+        let chunks = &chunks[first..][..usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)];
+        for (number, wanted) in chunks.iter().enumerate() {
             let Some((from, block)) = places.get(wanted).copied() else { continue };
             let path = store.pack_path(from);
             let file = match files.entry(from) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => new.insert(File::open(&path).doing("open", &path)?),
             };
-            let left = bytes - number as u64 * PIECE_BYTES as u64;
-            let count = usize::try_from(left).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            let left = bytes - number as u64 * CHUNK_BYTES as u64;
+            let count = usize::try_from(left).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
             if !batch.has_room(count) {
                 append(&mut pack, &mut batch, &mut gathered)?;
             }
@@ -309,7 +309,7 @@ fn gather(
     Ok(name)
 }
 
-/// Appends those pieces of a batch to a pack that are not in it yet, and notes where they are.
+/// Appends those chunks of a batch to a pack that are not in it yet, and notes where they are.
 fn append(pack: &mut NewPack, batch: &mut Batch, gathered: &mut HashMap<Digest, u64>) -> Result<()> {
     pack.add(batch, |digest, _, block| match gathered.entry(digest) {
         Entry::Occupied(_) => false,

@@ -12,8 +12,8 @@ use crate::build::object_writer::ObjectWriter;
 use crate::build::options::{Built, Layout, Options, Progress};
 use crate::build::pack_writer::PackWriter;
 use crate::format::digest::Algorithm;
-use crate::format::error::{Doing, Error, Result};
-use crate::store::new_file::{New, folder_of};
+use crate::format::error::{Error, IoContext, Result};
+use crate::store::new_file::{NewFile, folder_of};
 use crate::store::packs::Store;
 
 /// Builds an image of a directory, of a tar archive, packed or not, of an image directory as OCI has it (`oci:DIRECTORY[:TAG]`), or
@@ -47,7 +47,7 @@ fn build_with<W: ContentWriter>(
     let meter = Meter::new(progress);
     let refused = |at: &str, reason: &str| Error::Input { path: source.into(), at: at.into(), reason: reason.into() };
     let mut tree = match Input::of(source, &meter)? {
-        Input::Tar(_) | Input::Dump(_) | Input::Oci(_) if !options.choice.exclude.is_empty() => {
+        Input::Tar(_) | Input::Dump(_) | Input::Oci(_) if !options.filter.exclude.is_empty() => {
             let reason = "only of directories something can be left out (tar has an --exclude of its own)";
             return Err(refused("as a whole", reason));
         }
@@ -55,7 +55,7 @@ fn build_with<W: ContentWriter>(
             let reason = "what becomes of whiteouts is asked of archives only, which are layers by themselves";
             return Err(refused("as a whole", reason));
         }
-        Input::Directory => directory::read(source, &mut writer, options.threads.max(1), &options.choice, progress)?,
+        Input::Directory => directory::read(source, &mut writer, options.threads.max(1), &options.filter, progress)?,
         Input::Dump(file) if W::IS_COMPOSEFS => dump::read(file, source)?,
         Input::Dump(_) => {
             let reason =
@@ -68,7 +68,7 @@ fn build_with<W: ContentWriter>(
             oci::read(&reference, &platform, &mut writer, &meter)?
         }
     };
-    options.choice.apply(&mut tree, options.whiteouts);
+    options.filter.apply(&mut tree, options.whiteouts);
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), writer.data_bytes(), writer.new_bytes()?);
     let Written { bytes, tree, packs } = writer.finish(tree, options.order.as_ref())?;
     let algorithm = if W::IS_COMPOSEFS { Algorithm::Verity } else { Algorithm::Blake3 };
@@ -123,7 +123,7 @@ impl<'a> Input<'a> {
 }
 
 fn save(image: &Path, bytes: &[u8], has_verity: bool) -> Result<()> {
-    let mut new = New::begin(folder_of(image))?;
+    let mut new = NewFile::begin(folder_of(image))?;
     new.file.write_all(bytes).doing("write to", &*new.path)?;
     new.keep_sealed(image, has_verity.then(|| Algorithm::Verity.of(bytes)))
 }

@@ -14,20 +14,20 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, pread, retry_on_intr};
 
-use crate::build::filter::Choice;
+use crate::build::filter::Filter;
 use crate::build::options::INLINE_BYTES_MAX;
 use crate::format::composefs::fits;
 use crate::format::erofs::XATTR_PREFIXES;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, Node, NodeId, Tree};
-use crate::store::new_file::FOUND_FLAGS;
+use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 
 /// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
 /// What a file or directory was when it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct FileIdentity {
     /// Device and inode.
     place: (u32, u32, u64),
     kind: u16,
@@ -37,7 +37,7 @@ pub(crate) struct Seen {
     ctime: (i64, u32),
 }
 
-impl Seen {
+impl FileIdentity {
     fn of(found: &Statx) -> Self {
         Self {
             place: (found.stx_dev_major, found.stx_dev_minor, found.stx_ino),
@@ -48,7 +48,7 @@ impl Seen {
         }
     }
 
-    /// The file that was opened with [`FOUND_FLAGS`], if it is still the one that was found.
+    /// The file that was opened with [`UNTRUSTED_OPEN_FLAGS`], if it is still the one that was found.
     pub(crate) fn file(&self, opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<File> {
         let file = match opened {
             // A link, or a socket.
@@ -69,7 +69,7 @@ impl Seen {
 /// A file that was found, and is to be read.
 pub(crate) struct FoundFile {
     pub node: NodeId,
-    pub seen: Seen,
+    pub seen: FileIdentity,
     pub path: PathBuf,
 }
 
@@ -88,13 +88,13 @@ fn look(file: impl AsFd, path: &Path) -> Result<Statx> {
 }
 
 /// Opens a directory for listing, if it is still the one that was found. What is in it may be another by now.
-fn directory(seen: &Seen, path: &Path) -> Result<Dir> {
+fn directory(seen: &FileIdentity, path: &Path) -> Result<Dir> {
     let changed = || Error::Changed(path.into());
-    let folder = match openat(CWD, path, FOUND_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
+    let folder = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
         Err(Errno::LOOP | Errno::NOTDIR) => return Err(changed()),
         opened => opened.doing("list", path)?,
     };
-    if Seen::of(&look(&folder, path)?).place == seen.place {
+    if FileIdentity::of(&look(&folder, path)?).place == seen.place {
         Dir::new(folder).doing("list", path)
     } else {
         Err(changed())
@@ -128,7 +128,7 @@ impl At<'_> {
 pub(crate) fn scan(
     root: &Path,
     for_composefs: bool,
-    choice: &Choice,
+    filter: &Filter,
     found: &mut dyn FnMut(FoundFile),
 ) -> Result<Tree> {
     let found_root = statx(CWD, root, AtFlags::empty(), StatxFlags::BASIC_STATS).doing("look at", root)?;
@@ -138,9 +138,9 @@ pub(crate) fn scan(
     // The root may be named by a symbolic link, whatever is in it may not.
     let root = fs::canonicalize(root).doing("look at", root)?;
     let mut walk =
-        Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, choice, root: root.clone() };
+        Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, filter, root: root.clone() };
     let at = At { folder: CWD, name: root.as_os_str(), path: &root };
-    let mut left = vec![(walk.add(at, &found_root)?, Seen::of(&found_root), root)];
+    let mut left = vec![(walk.add(at, &found_root)?, FileIdentity::of(&found_root), root)];
     while let Some((node, seen, path)) = left.pop() {
         let directories = walk.list(node, &seen, &path)?;
         left.extend(directories.into_iter().rev());
@@ -154,14 +154,14 @@ struct Walk<'a> {
     /// Inodes with several names that have been met.
     known: HashMap<(u32, u32, u64), NodeId>,
     for_composefs: bool,
-    choice: &'a Choice,
+    filter: &'a Filter,
     /// Where paths in the tree begin.
     root: PathBuf,
 }
 
 impl Walk<'_> {
-    /// Lists a directory and adds what is in it; answers the directories among them, in order.
-    fn list(&mut self, node: NodeId, seen: &Seen, path: &Path) -> Result<Vec<(NodeId, Seen, PathBuf)>> {
+    /// Lists a directory and adds what is in it; returns the directories among them, in order.
+    fn list(&mut self, node: NodeId, seen: &FileIdentity, path: &Path) -> Result<Vec<(NodeId, FileIdentity, PathBuf)>> {
         let mut folder = directory(seen, path)?;
         let mut names: Vec<OsString> = Vec::new();
         while let Some(entry) = folder.read() {
@@ -175,7 +175,7 @@ impl Walk<'_> {
         for name in names {
             let path = path.join(&name);
             let below = path.strip_prefix(&self.root).unwrap_or(&path);
-            if !self.choice.exclude.is_empty() && self.choice.excludes(below.as_os_str().as_bytes()) {
+            if !self.filter.exclude.is_empty() && self.filter.excludes(below.as_os_str().as_bytes()) {
                 continue;
             }
             // In the directory that was listed: another one may stand at the path by now.
@@ -183,7 +183,7 @@ impl Walk<'_> {
             let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
             let child = self.add(At { folder, name: &name, path: &path }, &found)?;
             if is_dir(&found) {
-                directories.push((child, Seen::of(&found), path.clone()));
+                directories.push((child, FileIdentity::of(&found), path.clone()));
             }
             entries.push((self.name(name, &path)?, child));
         }
@@ -208,7 +208,7 @@ impl Walk<'_> {
         let nodes = &mut self.tree.nodes;
         let id = nodes.len();
         if found.stx_nlink > 1 && !is_dir(found) && !self.for_composefs {
-            match self.known.entry(Seen::of(found).place) {
+            match self.known.entry(FileIdentity::of(found).place) {
                 std::collections::hash_map::Entry::Occupied(known) => {
                     let id = *known.get();
                     nodes[id].nlink += 1;
@@ -218,13 +218,13 @@ impl Walk<'_> {
             }
         }
         let content = content(at, found)?;
-        let xattrs = if self.choice.skip_xattrs { Vec::new() } else { xattrs(at, self.for_composefs)? };
+        let xattrs = if self.filter.skip_xattrs { Vec::new() } else { xattrs(at, self.for_composefs)? };
         if self.for_composefs && !fits(&xattrs) {
             let reason = "its extended attributes have more than 32 KiB, which composefs does not hold".into();
             return Err(Error::CannotHold { path: path.into(), reason });
         }
         if let Content::Unread { .. } = content {
-            (self.found)(FoundFile { node: id, seen: Seen::of(found), path: path.into() });
+            (self.found)(FoundFile { node: id, seen: FileIdentity::of(found), path: path.into() });
         }
         nodes.push(Node {
             mode: found.stx_mode,
@@ -251,16 +251,18 @@ fn content(at: At<'_>, found: &Statx) -> Result<Content> {
             };
             Content::Inline(target.into_bytes())
         }
-        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => Content::Inline(read(&Seen::of(found), at)?),
+        FileType::RegularFile if found.stx_size <= INLINE_BYTES_MAX => {
+            Content::Inline(read(&FileIdentity::of(found), at)?)
+        }
         FileType::RegularFile => Content::Unread { bytes: found.stx_size },
         _ => Content::None,
     })
 }
 
 /// The bytes of a small file.
-fn read(seen: &Seen, at: At<'_>) -> Result<Vec<u8>> {
+fn read(seen: &FileIdentity, at: At<'_>) -> Result<Vec<u8>> {
     let path = at.path;
-    let mut file = seen.file(openat(at.folder, at.name, FOUND_FLAGS, Mode::empty()), path)?;
+    let mut file = seen.file(openat(at.folder, at.name, UNTRUSTED_OPEN_FLAGS, Mode::empty()), path)?;
     let mut bytes = vec![0; usize::try_from(seen.bytes).unwrap_or_default()];
     file.read_exact(&mut bytes).map_err(|error| unreadable(error, path))?;
     seen.check(&file, path)?;
@@ -325,7 +327,7 @@ mod tests {
         if let Some(tree) = std::env::var_os(TREE) {
             assert!(!Path::new(DESCRIPTORS).exists());
             let error =
-                scan(Path::new(&tree), false, &Choice::default(), &mut |_| {}).expect_err("attributes cannot be read");
+                scan(Path::new(&tree), false, &Filter::default(), &mut |_| {}).expect_err("attributes cannot be read");
             assert!(error.to_string().contains("mount /proc"), "{error}");
             return;
         }
@@ -351,7 +353,7 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         let seen = |path: &Path| {
             let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::BASIC_STATS);
-            Seen::of(&found.expect("it is there"))
+            FileIdentity::of(&found.expect("it is there"))
         };
         let is_changed = |outcome: Result<()>| matches!(outcome, Err(Error::Changed(_)));
         for name in ["one", "two"] {
@@ -359,7 +361,8 @@ mod tests {
             fs::write(at(name).join("file"), "some").expect("files can be made");
         }
         let (dir, file) = (seen(&at("one")), seen(&at("one/file")));
-        let read = |seen: &Seen, path: &Path| super::read(seen, At { folder: CWD, name: path.as_os_str(), path });
+        let read =
+            |seen: &FileIdentity, path: &Path| super::read(seen, At { folder: CWD, name: path.as_os_str(), path });
         assert_eq!(read(&file, &at("one/file")).expect("it is the same"), b"some");
         directory(&dir, &at("one")).expect("it is the same");
         // As if the directory had been replaced by another one, or by a link to it.
@@ -385,7 +388,7 @@ mod tests {
             set.expect("the file system has attributes");
         };
         make("old");
-        let listed = openat(CWD, &one, FOUND_FLAGS, Mode::empty()).expect("it is there");
+        let listed = openat(CWD, &one, UNTRUSTED_OPEN_FLAGS, Mode::empty()).expect("it is there");
         fs::rename(&one, folder.path().join("gone")).expect("folders can be renamed");
         make("new");
         for name in ["link", "file"] {

@@ -16,7 +16,7 @@ use std::path::Path;
 use ferry_vfs::Name;
 
 use crate::build::tree_builder::names_of;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 
 /// The longest list that is read, in bytes: paths of a few million files.
@@ -30,7 +30,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Adds a path, which begins with a slash; answers whether it is a new one.
+    /// Adds a path, which begins with a slash; returns whether it is a new one.
     pub fn add(&mut self, path: &[u8]) -> bool {
         let is_new = self.known.insert(path.to_vec());
         if is_new {

@@ -22,7 +22,7 @@ const NAME_BYTES: usize = 64;
 pub(crate) type Refusal = String;
 
 /// A tree that is being made. Directories keep their names apart until the end.
-pub(crate) struct Growing {
+pub(crate) struct TreeBuilder {
     nodes: Vec<Node>,
     names: HashMap<NodeId, Names>,
     links: HashSet<(NodeId, NameBuf)>,
@@ -31,7 +31,7 @@ pub(crate) struct Growing {
     bytes_left: usize,
 }
 
-impl Default for Growing {
+impl Default for TreeBuilder {
     fn default() -> Self {
         Self { nodes: Vec::new(), names: HashMap::new(), links: HashSet::new(), layer: 0, bytes_left: TREE_BYTES_MAX }
     }
@@ -56,7 +56,7 @@ struct Walked {
     missing: Vec<NameBuf>,
 }
 
-/// Which names [`Growing::remove`] removes.
+/// Which names [`TreeBuilder::remove`] removes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Removed {
     All,
@@ -84,7 +84,7 @@ fn too_deep() -> Refusal {
     format!("more than {DEPTH_MAX} names in a path")
 }
 
-impl Growing {
+impl TreeBuilder {
     /// Finds a path, without following symbolic links.
     pub(crate) fn find(&self, names: &[Name<'_>]) -> Option<NodeId> {
         let root = if self.nodes.is_empty() { None } else { Some(0) };
@@ -299,8 +299,8 @@ impl Growing {
 
     /// Removes a name and what is below it, or what of that only lower layers have.
     fn remove(&mut self, directory: NodeId, name: &[u8], which: Removed) {
-        let named = |growing: &Self, (directory, name): &(NodeId, Vec<u8>)| {
-            growing.names.get(directory).and_then(|known| known.get(name)).copied()
+        let named = |builder: &Self, (directory, name): &(NodeId, Vec<u8>)| {
+            builder.names.get(directory).and_then(|known| known.get(name)).copied()
         };
         // Directories come before what is in them, and are looked at again, from the last on, when that is gone.
         let mut found = vec![(directory, name.to_vec())];

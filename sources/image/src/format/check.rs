@@ -83,7 +83,7 @@ impl<'a> Walk<'a> {
         self.report.findings.push(format!("{}: {what}", path.text()));
     }
 
-    /// Looks at a directory and what is in it; answers the directories among that.
+    /// Looks at a directory and what is in it; returns the directories among that.
     fn directory(&mut self, nid: Nid, parent: Nid, path: &Rc<Step<'a>>) -> Vec<(Nid, Rc<Step<'a>>)> {
         let mut directories = Vec::new();
         self.report.inodes += 1;
@@ -142,7 +142,7 @@ impl<'a> Walk<'a> {
         directories
     }
 
-    /// Looks at what a name leads to; answers it if it is a directory.
+    /// Looks at what a name leads to; returns it if it is a directory.
     fn entry(&mut self, entry: &Entry<'_>, path: Rc<Step<'a>>) -> Option<(Nid, Rc<Step<'a>>)> {
         if let Some((_, met, _)) = self.links.get_mut(&entry.nid) {
             *met += 1;
@@ -189,7 +189,7 @@ impl<'a> Walk<'a> {
                 let run = Run { pack, at: block * BLOCK_BYTES as u64, bytes: inode.bytes };
                 self.claims.far(self.image.packs(), &run);
             }
-            Data::Pieces(_) => {
+            Data::Chunks(_) => {
                 let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
                 self.entries_left = self.entries_left.checked_sub(chunk::count(inode.bytes)).ok_or(crowded)?;
                 for run in data.runs(inode.bytes, 0..inode.bytes) {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::format::chunk::PIECE_BYTES;
+use crate::format::chunk::CHUNK_BYTES;
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Checked, Flaw};
@@ -12,7 +12,7 @@ pub(crate) const ENTRY_BYTES: usize = 4;
 
 /// The places of the pieces of a file that are not all in one run. Nothing of them was looked at yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pieces<'a> {
+pub struct ChunkIndex<'a> {
     pub(crate) packs: &'a [PackRef],
     /// For each piece its first block's number.
     pub(crate) index: &'a [u8],
@@ -20,7 +20,7 @@ pub struct Pieces<'a> {
     pub(crate) at: u64,
 }
 
-impl Pieces<'_> {
+impl ChunkIndex<'_> {
     /// The pack of a piece, and where it begins there, in bytes.
     fn place(&self, piece: u64, bytes: u64) -> Checked<(usize, u64)> {
         let flaw = |what| Flaw { what, offset: self.at + piece * ENTRY_BYTES as u64 };
@@ -75,14 +75,14 @@ impl Runs<'_> {
     fn place(&self, piece: u64, bytes: u64) -> Option<Checked<(usize, u64)>> {
         match self.data {
             Data::Near(..) | Data::Object { .. } => None,
-            Data::Far { pack, block } => Some(Ok((pack, block * BLOCK_BYTES as u64 + piece * PIECE_BYTES as u64))),
-            Data::Pieces(pieces) => Some(pieces.place(piece, bytes)),
+            Data::Far { pack, block } => Some(Ok((pack, block * BLOCK_BYTES as u64 + piece * CHUNK_BYTES as u64))),
+            Data::Chunks(pieces) => Some(pieces.place(piece, bytes)),
         }
     }
 
     /// How long a piece is.
     fn length(&self, piece: u64) -> u64 {
-        (self.bytes - piece * PIECE_BYTES as u64).min(PIECE_BYTES as u64)
+        (self.bytes - piece * CHUNK_BYTES as u64).min(CHUNK_BYTES as u64)
     }
 }
 
@@ -93,7 +93,7 @@ impl Iterator for Runs<'_> {
         if self.left.is_empty() {
             return None;
         }
-        let whole = PIECE_BYTES as u64;
+        let whole = CHUNK_BYTES as u64;
         let from = self.left.start;
         let (piece, inside) = (from / whole, from % whole);
         let (pack, at) = match self.place(piece, self.length(piece))? {
@@ -148,7 +148,7 @@ pub enum Data<'a> {
         block: u64,
     },
     /// In packs, piece by piece.
-    Pieces(Pieces<'a>),
+    Chunks(ChunkIndex<'a>),
     /// In an object store, as composefs has one.
     Object {
         /// Where, below its folder `objects`.

@@ -148,12 +148,12 @@ pub struct Flaw {
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Names what was being done when an error of the system came.
-pub(crate) trait Doing<T> {
+pub(crate) trait IoContext<T> {
     /// Adds what and where.
     fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T>;
 }
 
-impl<T, E: Into<io::Error>> Doing<T> for std::result::Result<T, E> {
+impl<T, E: Into<io::Error>> IoContext<T> for std::result::Result<T, E> {
     fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T> {
         self.map_err(|error| Error::Io { what, path: path.into(), source: error.into() })
     }

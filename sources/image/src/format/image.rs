@@ -9,7 +9,7 @@ use zerocopy::FromBytes;
 
 use crate::format::chunk::{self, CHUNK_FORMAT};
 use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
-use crate::format::data::{Data, ENTRY_BYTES, PackRef, Pieces};
+use crate::format::data::{ChunkIndex, Data, ENTRY_BYTES, PackRef};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
     BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES,
@@ -269,7 +269,7 @@ impl Image {
                     blocks = from..from + whole.len();
                     rest.len()
                 }
-                Data::Pieces(pieces) => pieces.index.len(),
+                Data::Chunks(pieces) => pieces.index.len(),
                 Data::Object { .. } => self.holes(inode)?.len(),
                 Data::Far { .. } => 0,
             },
@@ -322,7 +322,7 @@ impl Image {
         let end = bytes.and_then(|bytes| inode.xattrs.1.checked_add(bytes));
         let index = end.and_then(|end| self.bytes.get(inode.xattrs.1..end));
         let index = index.ok_or_else(|| flaw("chunks outside of the image"))?;
-        Ok(Data::Pieces(Pieces { packs: &self.packs, index, at: inode.xattrs.1 as u64 }))
+        Ok(Data::Chunks(ChunkIndex { packs: &self.packs, index, at: inode.xattrs.1 as u64 }))
     }
 
     /// The target of a symbolic link.

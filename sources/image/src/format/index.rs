@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use crate::format::chunk::PIECE_BYTES;
+use crate::format::chunk::CHUNK_BYTES;
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Result};
@@ -65,7 +65,7 @@ impl Index {
                 continue;
             }
             let digest = Digest::new(Algorithm::Blake3, digest);
-            if bytes > PIECE_BYTES as u64 {
+            if bytes > CHUNK_BYTES as u64 {
                 return Err(flawed(
                     "its index tells of larger pieces than there are: another version of ferry has made it",
                 ));
@@ -133,10 +133,10 @@ mod tests {
 
     /// Entries of objects, and one of a whole pack, in any order; and some bytes that may be too many.
     fn entries() -> impl Strategy<Value = Vec<u8>> {
-        let length = prop_oneof![0..=PIECE_BYTES as u64, Just(WHOLE_PACK), Just(PIECE_BYTES as u64 + 1), any::<u64>()];
+        let length = prop_oneof![0..=CHUNK_BYTES as u64, Just(WHOLE_PACK), Just(CHUNK_BYTES as u64 + 1), any::<u64>()];
         let entry =
             (length, any::<[u8; 32]>()).prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
-        let likely = (0..=PIECE_BYTES as u64, any::<[u8; 32]>());
+        let likely = (0..=CHUNK_BYTES as u64, any::<[u8; 32]>());
         let likely = likely.prop_map(|(length, digest)| [&length.to_le_bytes()[..], &digest].concat());
         let entries = prop::collection::vec(prop_oneof![9 => likely, 1 => entry], 0..20);
         (entries, prop_oneof![9 => Just(0), 1 => 0_usize..40]).prop_map(|(entries, more)| {

@@ -24,7 +24,7 @@ use std::path::Path;
 use ferry_vfs::{FileType, Timespec};
 
 use crate::format::check::check;
-use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::data::Data;
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{BLOCK_BYTES, COMPAT_MTIME};
@@ -110,7 +110,7 @@ impl Records {
     /// A file whose bytes are in memory.
     fn inline(&mut self, bytes: &[u8]) {
         self.file(bytes.len() as u64);
-        bytes.chunks(PIECE_BYTES).for_each(|bytes| self.piece(&chunk::digest(bytes)));
+        bytes.chunks(CHUNK_BYTES).for_each(|bytes| self.piece(&chunk::digest(bytes)));
     }
 
     fn finish(self) -> Digest {

@@ -77,7 +77,7 @@ impl<'a> Step<'a> {
 /// that a damaged image ends.
 ///
 /// # Errors
-/// The image is damaged, or what `each` answers.
+/// The image is damaged, or what `each` returns.
 pub fn walk<'a, E: From<Flaw>>(
     image: &'a Image,
     from: Nid,

@@ -8,13 +8,13 @@ pub(crate) type Key = (usize, usize);
 
 /// The objects that are kept, and who holds them.
 #[derive(Debug)]
-pub(crate) struct Limit {
+pub(crate) struct CacheLimit {
     bytes_max: u64,
-    kept: Mutex<Kept>,
+    kept: Mutex<CacheState>,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct CacheState {
     bytes: u64,
     tick: u64,
     /// By the time of the last use.
@@ -24,7 +24,7 @@ struct Kept {
     holds: HashMap<Key, usize>,
 }
 
-impl Kept {
+impl CacheState {
     fn touch(&mut self, key: Key) {
         self.tick += 1;
         if let Some((tick, _)) = self.objects.get_mut(&key) {
@@ -35,12 +35,12 @@ impl Kept {
     }
 }
 
-impl Limit {
+impl CacheLimit {
     pub(crate) fn new(bytes_max: u64) -> Self {
         Self { bytes_max, kept: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Kept> {
+    fn lock(&self) -> MutexGuard<'_, CacheState> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -83,10 +83,10 @@ impl Limit {
     }
 }
 
-/// See [`Limit::hold`].
+/// See [`CacheLimit::hold`].
 #[derive(Debug)]
 pub(crate) struct Hold<'a> {
-    limit: &'a Limit,
+    limit: &'a CacheLimit,
     key: Key,
 }
 
@@ -106,7 +106,7 @@ impl Drop for Hold<'_> {
 mod tests {
     use super::*;
 
-    fn shrunk(limit: &Limit) -> Vec<usize> {
+    fn shrunk(limit: &CacheLimit) -> Vec<usize> {
         let mut gone = Vec::new();
         limit.shrink(|(_, object)| gone.push(object));
         gone
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn what_was_not_used_for_longest_goes_and_what_is_held_stays() {
-        let limit = Limit::new(30);
+        let limit = CacheLimit::new(30);
         (0..3).for_each(|object| limit.keep((0, object), 10, || {}));
         assert_eq!(shrunk(&limit), [0_usize; 0]);
         assert!(!limit.has_room(1) && limit.has_room(0));
@@ -124,7 +124,7 @@ mod tests {
         let hold = limit.hold((0, 2));
         limit.keep((0, 4), 20, || {});
         assert_eq!(shrunk(&limit), [0, 3]);
-        // Kept twice is counted once.
+        // CacheState twice is counted once.
         limit.keep((0, 4), 20, || {});
         assert_eq!(shrunk(&limit), [0_usize; 0]);
         limit.keep((0, 5), 30, || {});

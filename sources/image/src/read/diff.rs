@@ -56,7 +56,7 @@ impl Digests {
 /// told, too.
 ///
 /// # Errors
-/// An image is damaged, or what `each` answers.
+/// An image is damaged, or what `each` returns.
 pub fn diff<E: From<Flaw>>(
     old: &Image,
     new: &Image,

@@ -110,7 +110,7 @@ fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
                 return Err(Flaw { what: "a file of more than 5000 bytes in the image", offset: inode.nid.0 });
             }
             Data::Object { path, digest } => (path.map(<[u8]>::to_vec), None, digest),
-            Data::Far { .. } | Data::Pieces(_) => (None, None, None),
+            Data::Far { .. } | Data::Chunks(_) => (None, None, None),
         },
         _ => (None, None, None),
     })

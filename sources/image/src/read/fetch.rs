@@ -17,22 +17,22 @@ use std::sync::atomic::Ordering;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::Object;
 use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
-use crate::read::partial::Absent;
-use crate::read::singleflight::{Claim, Lacking, Turn};
+use crate::read::partial::PartialPack;
+use crate::read::singleflight::{Claim, ObjectSet, Turn};
 use crate::store::layout;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 use crate::store::object_read::read_object;
 
 /// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
 const ONWARD_BYTES: u64 = 1 << 20;
 
-impl Lacking for Pack {
+impl ObjectSet for Pack {
     fn is_here(&self, at: usize) -> bool {
         self.states[at].load(Ordering::Acquire) == SOUND
     }
@@ -45,7 +45,7 @@ impl Lacking for Pack {
 impl Pack {
     /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
     /// ones, and what may be asked for ahead.
-    pub(crate) fn obtain(&self, absent: &Absent, objects: Range<usize>) -> std::result::Result<(), Bad> {
+    pub(crate) fn obtain(&self, absent: &PartialPack, objects: Range<usize>) -> std::result::Result<(), ObjectError> {
         let at = objects.start;
         if self.is_here(at) {
             return Ok(());
@@ -65,18 +65,18 @@ impl Pack {
     }
 
     /// Whether a large file is read in order, and may be kept.
-    fn goes_on(&self, absent: &Absent, at: usize) -> bool {
-        let before = at.checked_sub(1).filter(|before| self.index.objects[*before].bytes == PIECE_BYTES as u64);
+    fn goes_on(&self, absent: &PartialPack, at: usize) -> bool {
+        let before = at.checked_sub(1).filter(|before| self.index.objects[*before].bytes == CHUNK_BYTES as u64);
         absent.common.limit.is_none() && before.is_some_and(|before| self.is_here(before))
     }
 
     /// With a limit, an object may go again before anybody has held it.
-    fn lost(&self, at: usize) -> std::result::Result<(), Bad> {
-        Err(Bad::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
+    fn lost(&self, at: usize) -> std::result::Result<(), ObjectError> {
+        Err(ObjectError::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
     }
 
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
-    pub(crate) fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+    pub(crate) fn get(&self, absent: &PartialPack, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
                 claim.damaged(self);
@@ -84,7 +84,7 @@ impl Pack {
         })
     }
 
-    fn get_each(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+    fn get_each(&self, absent: &PartialPack, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
         // With a limit, nobody drops what is being looked at or written.
         let limit = absent.common.limit.as_ref();
         let _holds: Option<Vec<_>> =
@@ -107,7 +107,12 @@ impl Pack {
     }
 
     /// Fetches neighbouring objects by one request.
-    fn receive(&self, absent: &Absent, claim: &Claim<'_>, run: Range<usize>) -> std::result::Result<(), Bad> {
+    fn receive(
+        &self,
+        absent: &PartialPack,
+        claim: &Claim<'_>,
+        run: Range<usize>,
+    ) -> std::result::Result<(), ObjectError> {
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let objects = &self.index.objects[run.clone()];
         let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
@@ -128,10 +133,12 @@ impl Pack {
         });
         let outcome = match (wrong, outcome) {
             (Some(bad), _) => Err(bad),
-            (None, Err(source)) => Err(Bad::Fetch { pack: self.index.pack, digest: receiver.current(), source }),
+            (None, Err(source)) => {
+                Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source })
+            }
             (None, Ok(())) if !receiver.is_complete() => {
                 let source = io::ErrorKind::UnexpectedEof.into();
-                Err(Bad::Fetch { pack: self.index.pack, digest: receiver.current(), source })
+                Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source })
             }
             (None, Ok(())) => Ok(()),
         };
@@ -141,7 +148,7 @@ impl Pack {
     /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
     fn lock<'a>(
         &self,
-        absent: &'a Absent,
+        absent: &'a PartialPack,
         claim: &Claim<'_>,
         mut run: Range<usize>,
     ) -> Option<(Option<FetchLock<'a>>, Range<usize>)> {
@@ -161,7 +168,7 @@ impl Pack {
     }
 
     /// Notes that an object is here and proved.
-    fn keep(&self, absent: &Absent, at: usize) {
+    fn keep(&self, absent: &PartialPack, at: usize) {
         let state = &self.states[at];
         match &absent.common.limit {
             None => state.store(SOUND, Ordering::Release),
@@ -181,13 +188,13 @@ impl Pack {
     }
 
     /// Whether an object was fetched before, or is in another pack.
-    fn find_nearby(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
+    fn find_nearby(&self, absent: &PartialPack, at: usize) -> std::result::Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
-        let unreadable = |source| Bad::Unreadable { pack, digest, source };
+        let unreadable = |source| ObjectError::Unreadable { pack, digest, source };
         if object.bytes == 0 {
             if digest != chunk::digest(&[]) {
-                return Err(Bad::Damaged { pack, digest });
+                return Err(ObjectError::Damaged { pack, digest });
             }
             self.keep(absent, at);
             return Ok(true);
@@ -210,7 +217,7 @@ impl Pack {
         }
     }
 
-    /// Proves an object that was fetched before; answers whether it is here. Asks nobody and waits for nobody.
+    /// Proves an object that was fetched before; returns whether it is here. Asks nobody and waits for nobody.
     pub(crate) fn prove_here(&self, at: usize) -> bool {
         let Some(absent) = &self.absent else { return self.prove(at).is_ok() };
         if self.is_here(at) {
@@ -224,8 +231,8 @@ impl Pack {
         found
     }
 
-    /// Copies an object that another pack of the store has; answers whether there is one.
-    fn copy(&self, absent: &Absent, at: usize) -> std::result::Result<bool, Bad> {
+    /// Copies an object that another pack of the store has; returns whether there is one.
+    fn copy(&self, absent: &PartialPack, at: usize) -> std::result::Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
         let path = layout::packs_folder(&absent.common.store).join(pack.hex());
@@ -235,7 +242,7 @@ impl Pack {
             return Ok(false);
         }
         let copied = self.put(at, &memory);
-        copied.map(|()| true).map_err(|source| Bad::Keep { pack: self.index.pack, source })
+        copied.map(|()| true).map_err(|source| ObjectError::Keep { pack: self.index.pack, source })
     }
 
     /// Puts bytes that were proved into their place, with the zeros that fill their last block: something else may be there already.

@@ -9,20 +9,20 @@ use crate::format::error::Result;
 use crate::read::objects::Objects;
 use crate::read::pack::{Pack, UNKNOWN};
 use crate::read::part_file;
-use crate::read::partial::Absent;
-use crate::read::singleflight::{Fetching, Lacking};
+use crate::read::partial::PartialPack;
+use crate::read::singleflight::{FetchableSet, ObjectSet};
 use crate::store::fetch::RUN_BYTES_MAX;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
 pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
-impl Fetching for (&Pack, &Absent) {
+impl FetchableSet for (&Pack, &PartialPack) {
     fn count(&self) -> usize {
         self.0.len()
     }
 
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad> {
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError> {
         let (pack, absent) = *self;
         // What does not fit would push out what was read.
         let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
@@ -39,7 +39,7 @@ impl Fetching for (&Pack, &Absent) {
     }
 }
 
-impl Lacking for (&Pack, &Absent) {
+impl ObjectSet for (&Pack, &PartialPack) {
     fn is_here(&self, at: usize) -> bool {
         self.0.is_here(at)
     }
@@ -63,7 +63,12 @@ impl Objects {
     ///
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
-    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> std::result::Result<(), Bad> {
+    pub fn fetch_all(
+        &self,
+        jobs: usize,
+        stop: &AtomicBool,
+        progress: &Fetched<'_>,
+    ) -> std::result::Result<(), ObjectError> {
         if let Some((files, absent)) = self.absent_files() {
             fetch_each(&[&(files, absent)], jobs, stop, progress)?;
             // What others were fetching, too.
@@ -71,7 +76,7 @@ impl Objects {
         }
         let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
         absent.sort_by_key(|(pack, _)| !pack.ahead);
-        let parts: Vec<&dyn Fetching> = absent.iter().map(|part| part as &dyn Fetching).collect();
+        let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
         fetch_each(&parts, jobs, stop, progress)?;
         self.shrink();
         let limit = absent.first().and_then(|(_, absent)| absent.common.limit.as_ref());
@@ -111,11 +116,11 @@ impl Objects {
 
 /// Fetches objects of all parts, in order, so many requests at a time, until one fails or has no room.
 fn fetch_each(
-    parts: &[&dyn Fetching],
+    parts: &[&dyn FetchableSet],
     jobs: usize,
     stop: &AtomicBool,
     progress: &Fetched<'_>,
-) -> std::result::Result<(), Bad> {
+) -> std::result::Result<(), ObjectError> {
     let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].bytes(at)).sum::<u64>();
     let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
     let cursor = Mutex::new((0, 0));
@@ -144,7 +149,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The next objects that are worth a request, from a place on.
-fn next(parts: &[&dyn Fetching], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
+fn next(parts: &[&dyn FetchableSet], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
     loop {
         let (number, from) = *cursor;
         let part = parts.get(number)?;

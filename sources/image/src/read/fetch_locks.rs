@@ -24,7 +24,7 @@ pub(crate) const FILE: &str = "fetching";
 const NUMBERS_BITS: u32 = 32;
 /// What is left of the offsets of a file tells packs apart. Where two have the same, one waits for the other without need.
 const PACK_BITS: u32 = 62 - NUMBERS_BITS;
-/// How often it is looked whether something has come: first, and at most. Fetching takes longer.
+/// How often it is looked whether something has come: first, and at most. FetchableSet takes longer.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(20);
 /// How long is waited for somebody who gets no further: a server may say nothing for as long, and a process may have been stopped.

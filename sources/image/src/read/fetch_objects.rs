@@ -13,22 +13,22 @@ use tempfile::TempPath;
 use crate::format::composefs::path_of;
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::verity::Hasher;
 use crate::read::fetch_locks::{FetchLock, Progress};
-use crate::read::missing_objects::Absent;
+use crate::read::missing_objects::MissingObjects;
 use crate::read::object_files::Files;
-use crate::read::singleflight::{Claim, Fetching, Lacking, Turn};
+use crate::read::singleflight::{Claim, FetchableSet, ObjectSet, Turn};
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::file_objects::FileObject;
-use crate::store::new_file::{NEW_PREFIX, New};
+use crate::store::new_file::{NEW_PREFIX, NewFile};
 use crate::store::new_objects::{NewObjects, freshen};
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// A store and what an image lacks of it.
-pub(crate) type Partial<'a> = (&'a Files, &'a Absent);
+pub(crate) type Partial<'a> = (&'a Files, &'a MissingObjects);
 
-impl Lacking for Partial<'_> {
+impl ObjectSet for Partial<'_> {
     fn is_here(&self, at: usize) -> bool {
         self.1.is_here(at)
     }
@@ -38,12 +38,12 @@ impl Lacking for Partial<'_> {
     }
 }
 
-impl Fetching for Partial<'_> {
+impl FetchableSet for Partial<'_> {
     fn count(&self) -> usize {
         self.1.objects.len()
     }
 
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad> {
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError> {
         let (files, absent) = *self;
         let mut at = range.start;
         while at < range.end {
@@ -57,9 +57,9 @@ impl Fetching for Partial<'_> {
 
 impl Files {
     /// Gets an object that is not here, or is damaged, or waits for whoever is at it. What follows it is asked for together with it.
-    pub(super) fn obtain(&self, absent: &Absent, digest: Digest) -> std::result::Result<(), Bad> {
+    pub(super) fn obtain(&self, absent: &MissingObjects, digest: Digest) -> std::result::Result<(), ObjectError> {
         let Some(at) = absent.places.get(&digest).copied() else {
-            return Err(Bad::Other { pack: absent.image, digest });
+            return Err(ObjectError::Other { pack: absent.image, digest });
         };
         // Somebody has removed it, or changed it.
         absent.here[at].store(false, Ordering::Release);
@@ -70,18 +70,18 @@ impl Files {
                 if absent.is_here(at) { Ok(()) } else { outcome }
             }
             // Whoever was at it has said why in the log.
-            Turn::Failed => Err(Bad::Other { pack: absent.image, digest }),
+            Turn::Failed => Err(ObjectError::Other { pack: absent.image, digest }),
         }
     }
 
     /// Proves all objects of the image; gets what is not here.
-    pub(crate) fn prove_absent(&self, absent: &Absent) -> std::result::Result<(), Bad> {
+    pub(crate) fn prove_absent(&self, absent: &MissingObjects) -> std::result::Result<(), ObjectError> {
         let is_there = |at: usize| absent.is_here(at).then_some(()).ok_or(absent.objects[at].digest);
         (0..absent.objects.len()).try_for_each(|at| is_there(at).or_else(|digest| self.obtain(absent, digest)))
     }
 
     /// Whether a file is there for each object, of its length. That is not to say that it is sound.
-    pub(crate) fn seems_whole(&self, absent: &Absent) -> bool {
+    pub(crate) fn seems_whole(&self, absent: &MissingObjects) -> bool {
         let is_there = |object: &FileObject| {
             fs::symlink_metadata(self.path(object.digest))
                 .is_ok_and(|found| found.is_file() && found.len() == object.bytes)
@@ -96,7 +96,7 @@ impl Files {
     }
 
     /// Gets what was claimed: what is here already, and what has to be fetched; a large object by itself.
-    fn get(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+    fn get(&self, absent: &MissingObjects, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
                 claim.damaged(absent);
@@ -104,7 +104,7 @@ impl Files {
         })
     }
 
-    fn get_each(&self, absent: &Absent, claim: &Claim<'_>) -> std::result::Result<(), Bad> {
+    fn get_each(&self, absent: &MissingObjects, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
         let mut run: Option<Range<usize>> = None;
         for at in claim.objects.clone() {
             let is_here = self.find_here(absent, at);
@@ -127,7 +127,7 @@ impl Files {
     }
 
     /// Whether the store has an object, sound. That it is used is noted, so that it is not removed before the image is known.
-    fn find_here(&self, absent: &Absent, at: usize) -> bool {
+    fn find_here(&self, absent: &MissingObjects, at: usize) -> bool {
         let FileObject { digest, bytes } = absent.objects[at];
         let path = self.path(digest);
         let Ok(found) = fs::symlink_metadata(&path) else { return false };
@@ -148,7 +148,7 @@ impl Files {
     /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
     fn lock<'a>(
         &self,
-        absent: &'a Absent,
+        absent: &'a MissingObjects,
         claim: &Claim<'_>,
         mut run: Range<usize>,
     ) -> Option<(FetchLock<'a>, Range<usize>)> {
@@ -177,8 +177,13 @@ impl Files {
     }
 
     /// Fetches neighbouring objects by one request.
-    fn receive(&self, absent: &Absent, claim: &Claim<'_>, run: Range<usize>) -> std::result::Result<(), Bad> {
-        let keep = |error: Error| Bad::Keep { pack: absent.image, source: of_store(error) };
+    fn receive(
+        &self,
+        absent: &MissingObjects,
+        claim: &Claim<'_>,
+        run: Range<usize>,
+    ) -> std::result::Result<(), ObjectError> {
+        let keep = |error: Error| ObjectError::Keep { pack: absent.image, source: of_store(error) };
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let mut receiver = Receiver::begin(self, absent, run.clone()).map_err(keep)?;
         let from = absent.begins[run.start] + receiver.had_bytes();
@@ -198,10 +203,10 @@ impl Files {
         let (new, came_to, of_empty) = receiver.finish();
         let outcome = match (wrong, fetched) {
             (Some(bad), _) => Err(bad),
-            (None, Err(source)) => Err(Bad::Fetch { pack: absent.image, digest: current, source }),
+            (None, Err(source)) => Err(ObjectError::Fetch { pack: absent.image, digest: current, source }),
             (None, Ok(())) if of_empty.is_ok() && came_to < run.end => {
                 let source = io::ErrorKind::UnexpectedEof.into();
-                Err(Bad::Fetch { pack: absent.image, digest: current, source })
+                Err(ObjectError::Fetch { pack: absent.image, digest: current, source })
             }
             (None, Ok(())) => of_empty,
         };
@@ -246,7 +251,7 @@ struct Incoming {
 /// Takes the bytes of neighbouring objects as they come, and keeps each when it is proved.
 struct Receiver<'a> {
     files: &'a Files,
-    absent: &'a Absent,
+    absent: &'a MissingObjects,
     /// The object whose bytes come now, and those after it.
     left: Range<usize>,
     current: Option<Incoming>,
@@ -254,7 +259,7 @@ struct Receiver<'a> {
 }
 
 impl<'a> Receiver<'a> {
-    fn begin(files: &'a Files, absent: &'a Absent, run: Range<usize>) -> Result<Self> {
+    fn begin(files: &'a Files, absent: &'a MissingObjects, run: Range<usize>) -> Result<Self> {
         let new = NewObjects::within(files.folder())?;
         let mut receiver = Self { files, absent, left: run.clone(), current: None, new };
         if absent.is_large(run.start) {
@@ -304,7 +309,7 @@ impl<'a> Receiver<'a> {
         Ok(Some(Incoming { file, place: Where::Staying(path), hasher, got }))
     }
 
-    fn take(&mut self, mut bytes: &[u8]) -> std::result::Result<(), Bad> {
+    fn take(&mut self, mut bytes: &[u8]) -> std::result::Result<(), ObjectError> {
         while !self.left.is_empty() {
             let FileObject { digest, bytes: length } = self.absent.objects[self.left.start];
             let got = self.had_bytes();
@@ -323,7 +328,7 @@ impl<'a> Receiver<'a> {
                 incoming.got += now.len() as u64;
                 Ok(())
             });
-            outcome.map_err(|source| Bad::Keep { pack: self.absent.image, source })?;
+            outcome.map_err(|source| ObjectError::Keep { pack: self.absent.image, source })?;
             bytes = later;
         }
         Ok(())
@@ -331,7 +336,7 @@ impl<'a> Receiver<'a> {
 
     fn incoming(&mut self) -> io::Result<&mut Incoming> {
         if self.current.is_none() {
-            let New { file, path } = New::begin(self.files.folder()).map_err(of_store)?;
+            let NewFile { file, path } = NewFile::begin(self.files.folder()).map_err(of_store)?;
             let hasher = Hasher::default();
             self.current = Some(Incoming { file, place: Where::Passing(path), hasher, got: 0 });
         }
@@ -339,16 +344,16 @@ impl<'a> Receiver<'a> {
     }
 
     /// All bytes of an object have come.
-    fn end(&mut self, digest: Digest, bytes: u64) -> std::result::Result<(), Bad> {
+    fn end(&mut self, digest: Digest, bytes: u64) -> std::result::Result<(), ObjectError> {
         let pack = self.absent.image;
-        let keep = |source| Bad::Keep { pack, source };
+        let keep = |source| ObjectError::Keep { pack, source };
         self.incoming().map_err(keep)?;
         let Some(Incoming { file, place, mut hasher, .. }) = self.current.take() else { return Ok(()) };
         // From here on it goes, unless it gets its name.
         let path = match place {
             Where::Passing(path) => path,
             Where::Staying(path) => {
-                let new = New::begin(self.files.folder()).map_err(|error| keep(of_store(error)))?;
+                let new = NewFile::begin(self.files.folder()).map_err(|error| keep(of_store(error)))?;
                 fs::rename(&path, &new.path).map_err(keep)?;
                 new.path
             }
@@ -356,7 +361,7 @@ impl<'a> Receiver<'a> {
         // Until now nobody else could go on with it.
         drop(file);
         if hasher.finish() != digest {
-            return Err(Bad::Received { pack, digest });
+            return Err(ObjectError::Received { pack, digest });
         }
         self.new.put(digest, bytes, path);
         self.left.start += 1;
@@ -364,7 +369,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// What came whole, up to where, and what went wrong with the objects without bytes behind it, of which nothing could come.
-    fn finish(mut self) -> (NewObjects, usize, std::result::Result<(), Bad>) {
+    fn finish(mut self) -> (NewObjects, usize, std::result::Result<(), ObjectError>) {
         let outcome = self.take(&[]);
         (self.new, self.left.start, outcome)
     }

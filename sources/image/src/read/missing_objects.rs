@@ -12,14 +12,14 @@ use crate::Flaw;
 use crate::format::digest::Digest;
 use crate::format::image::Image;
 use crate::read::fetch_locks::FetchLocks;
-use crate::read::singleflight::{Flights, Lacking};
+use crate::read::singleflight::{ObjectSet, Singleflight};
 use crate::store::fetch::Missing;
 use crate::store::file_objects::{FileObject, LARGE_BYTES, file_objects};
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// The objects of an image, and how those that are not here are had.
 #[derive(Debug)]
-pub(crate) struct Absent {
+pub(crate) struct MissingObjects {
     pub missing: Missing,
     /// The image: the name that its objects have on the server.
     pub image: Digest,
@@ -28,14 +28,14 @@ pub(crate) struct Absent {
     pub begins: Vec<u64>,
     pub places: HashMap<Digest, usize>,
     pub here: Vec<AtomicBool>,
-    pub flights: Flights,
+    pub flights: Singleflight,
     /// What other processes fetch.
     pub locks: FetchLocks,
     pub fetched_bytes: AtomicU64,
 }
 
-impl Absent {
-    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> std::result::Result<Self, Bad> {
+impl MissingObjects {
+    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> std::result::Result<Self, ObjectError> {
         let objects = file_objects(image)?;
         let mut begins = Vec::with_capacity(objects.len());
         let mut end = 0_u64;
@@ -46,7 +46,7 @@ impl Absent {
         }
         let places = objects.iter().enumerate().map(|(at, object)| (object.digest, at)).collect();
         let here = objects.iter().map(|_| AtomicBool::new(false)).collect();
-        let (flights, locks, fetched_bytes) = (Flights::default(), FetchLocks::of(store), AtomicU64::new(0));
+        let (flights, locks, fetched_bytes) = (Singleflight::default(), FetchLocks::of(store), AtomicU64::new(0));
         Ok(Self { missing, image: image.digest(), objects, begins, places, here, flights, locks, fetched_bytes })
     }
 
@@ -60,7 +60,7 @@ impl Absent {
     }
 }
 
-impl Lacking for Absent {
+impl ObjectSet for MissingObjects {
     fn is_here(&self, at: usize) -> bool {
         self.here[at].load(Ordering::Acquire)
     }

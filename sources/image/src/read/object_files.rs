@@ -12,12 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferry_vfs::Backing;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 
-use super::missing_objects::Absent;
+use super::missing_objects::MissingObjects;
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::store::file_objects::measure;
 use crate::store::fsverity;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 use crate::store::object_list::{self, object_path, objects_folder};
 
 /// An object of so few bytes is proved when it is opened, which then takes a fraction of a millisecond longer: most that are opened are
@@ -40,7 +40,7 @@ pub(crate) struct Files {
     root: OwnedFd,
     state: Mutex<State>,
     /// How what is not here is had, if that can be.
-    pub absent: Option<Absent>,
+    pub absent: Option<MissingObjects>,
 }
 
 #[derive(Debug, Default)]
@@ -51,7 +51,7 @@ struct State {
 
 impl Files {
     /// The objects of a store, which is seen at a place from here: mostly its own.
-    pub(crate) fn open(store: &Path, seen: &Path, absent: Option<Absent>) -> Result<Self> {
+    pub(crate) fn open(store: &Path, seen: &Path, absent: Option<MissingObjects>) -> Result<Self> {
         let folder = match objects_folder(seen) {
             // A store without any, yet.
             none if none == *seen && absent.is_some() && !object_list::is_store(seen) => {
@@ -105,9 +105,9 @@ impl Files {
         path: Option<&[u8]>,
         digest: Option<Digest>,
         bytes: u64,
-    ) -> std::result::Result<Arc<Backing>, Bad> {
-        let path = path.ok_or(Bad::NoPath)?;
-        let digest = digest.ok_or_else(|| Bad::NoDigest { path: self.name(path) })?;
+    ) -> std::result::Result<Arc<Backing>, ObjectError> {
+        let path = path.ok_or(ObjectError::NoPath)?;
+        let digest = digest.ok_or_else(|| ObjectError::NoDigest { path: self.name(path) })?;
         match (self.here(path, digest, bytes), &self.absent) {
             (Err(_), Some(absent)) => {
                 let outcome = self.obtain(absent, digest);
@@ -123,16 +123,21 @@ impl Files {
     }
 
     /// The same, if it is in the store.
-    pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
+    pub(super) fn here(
+        &self,
+        path: &[u8],
+        digest: Digest,
+        bytes: u64,
+    ) -> std::result::Result<Arc<Backing>, ObjectError> {
         if let Some(known) = self.known(path, digest) {
             return Ok(known);
         }
         let (file, found) = self.open_object(path, bytes)?;
         if !self.was_proved(&found, digest) {
-            let unreadable = |source| Bad::Object { path: self.name(path), source };
+            let unreadable = |source| ObjectError::Object { path: self.name(path), source };
             let measured = measure(&file, bytes).map_err(unreadable)?;
             if measured != digest {
-                return Err(Bad::Changed { path: self.name(path), digest: measured });
+                return Err(ObjectError::Changed { path: self.name(path), digest: measured });
             }
         }
         Ok(self.keep(path, digest, file, &found))
@@ -157,15 +162,15 @@ impl Files {
     }
 
     /// Opens an object of this length, and tells what file it is.
-    fn open_object(&self, path: &[u8], bytes: u64) -> std::result::Result<(File, fs::Metadata), Bad> {
-        let unreadable = |source: io::Error| Bad::Object { path: self.name(path), source };
+    fn open_object(&self, path: &[u8], bytes: u64) -> std::result::Result<(File, fs::Metadata), ObjectError> {
+        let unreadable = |source: io::Error| ObjectError::Object { path: self.name(path), source };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         let fd = rustix::fs::openat2(&self.root, path, flags, Mode::empty(), resolve);
         let file = File::from(fd.map_err(|error| unreadable(error.into()))?);
         let found = file.metadata().map_err(unreadable)?;
         if !found.is_file() || found.len() != bytes {
-            return Err(Bad::Length { path: self.name(path), found: found.len(), bytes });
+            return Err(ObjectError::Length { path: self.name(path), found: found.len(), bytes });
         }
         Ok((file, found))
     }

@@ -17,20 +17,20 @@ use crate::format::composefs::path_of;
 use crate::format::data::{Data, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result, told};
+use crate::format::error::{Error, IoContext, Result, told};
 use crate::format::image::Image;
 use crate::format::index::Object;
-use crate::read::missing_objects::Absent;
+use crate::read::missing_objects::MissingObjects;
 use crate::read::object_files::Files;
 use crate::read::pack::{Pack, Proof};
 use crate::read::part_file;
-use crate::read::partial::Common;
+use crate::read::partial::PartialPacks;
 use crate::store::fetch::Missing;
 use crate::store::file_objects::FileObject;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 use crate::store::packs::Store;
 use crate::store::parallel;
-use crate::store::repair::mend;
+use crate::store::repair::repair_packs;
 
 /// How many requests to prove something ahead may wait: more come too late to be of use.
 const SOON_MAX: usize = 16;
@@ -61,23 +61,23 @@ impl Objects {
     /// One is missing and cannot be had, or is not what the image names.
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         // Others can be read all the same.
-        if let Some(Err(error)) = missing.as_ref().map(|missing| mend(image, folder, Some(&*missing.from))) {
+        if let Some(Err(error)) = missing.as_ref().map(|missing| repair_packs(image, folder, Some(&*missing.from))) {
             tracing::warn!("{}: what is damaged in the store stays so", told(&error));
         }
-        Self::open_mended(image, folder, missing)
+        Self::open_repaired(image, folder, missing)
     }
 
-    /// The same for who has just mended the store ([`mend`]).
+    /// The same for who has just repaired the store ([`repair_packs`]).
     ///
     /// # Errors
     /// One is missing and cannot be had, or is not what the image names.
-    pub fn open_mended(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
+    pub fn open_repaired(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         if image.is_composefs() {
             let files = files(image, (folder, folder), missing)?;
             return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
         }
         let store = Store::open(folder)?;
-        let common = missing.map(|missing| Common::new(folder, missing));
+        let common = missing.map(|missing| PartialPacks::new(folder, missing));
         let open = |(number, pack): (usize, &crate::format::data::PackRef)| {
             let index = match &common {
                 Some(common) => match store.index_of_whole(pack.name) {
@@ -127,7 +127,7 @@ impl Objects {
     }
 
     /// composefs's objects, if not all need be here.
-    pub(crate) fn absent_files(&self) -> Option<(&Files, &Absent)> {
+    pub(crate) fn absent_files(&self) -> Option<(&Files, &MissingObjects)> {
         let files = self.files.as_ref()?;
         Some((files, files.absent.as_ref()?))
     }
@@ -159,9 +159,9 @@ impl Objects {
     }
 
     /// The objects that make up so many bytes from a block of a pack on: whole ones, without anything else.
-    fn whole(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<Range<usize>, Bad> {
+    fn whole(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<Range<usize>, ObjectError> {
         let index = &self.packs[pack].index;
-        let missing = Bad::NoObject { pack: index.pack, block, bytes };
+        let missing = ObjectError::NoObject { pack: index.pack, block, bytes };
         let from = index.objects.partition_point(|object| object.block < block);
         let end = block.checked_mul(BLOCK_BYTES as u64).and_then(|begin| begin.checked_add(bytes));
         let Some(end) = end.filter(|_| index.objects.get(from).is_some_and(|object| object.block == block)) else {
@@ -173,7 +173,7 @@ impl Objects {
     }
 
     /// Proves what objects have of a range of a pack.
-    fn prove_span(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+    fn prove_span(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(bytes));
         if let Some(soon) = pack.prove_all(objects)?
@@ -187,12 +187,12 @@ impl Objects {
 
     /// The same for who reads: what the kernel proves is not proved before. Who maps it has it read by us, so that damage is an error
     /// there, and not a fault.
-    fn prove_read(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+    fn prove_read(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
         if self.packs[number].is_sealed { Ok(()) } else { self.prove_span(number, offset, bytes) }
     }
 
     /// Reads bytes of a pack, once they are proved. Afterwards others may be dropped.
-    fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> std::result::Result<(), Bad> {
+    fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> std::result::Result<(), ObjectError> {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(out.len() as u64));
         let Some(first) = pack.index.objects.get(objects.start) else { return Ok(()) };
@@ -200,7 +200,7 @@ impl Objects {
         let limit = pack.absent.as_ref().and_then(|absent| absent.common.limit.as_ref());
         let held: Option<Vec<_>> = limit.map(|limit| objects.map(|at| limit.hold((number, at))).collect());
         let outcome = self.prove_read(number, offset, out.len() as u64).and_then(|()| {
-            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest, source };
+            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest, source };
             pack.file.read_exact_at(out, offset).map_err(unreadable)
         });
         drop(held);
@@ -223,7 +223,7 @@ impl Objects {
     ///
     /// # Errors
     /// One is damaged, or cannot be had.
-    pub fn prove_objects(&self, objects: &[FileObject]) -> std::result::Result<(), Bad> {
+    pub fn prove_objects(&self, objects: &[FileObject]) -> std::result::Result<(), ObjectError> {
         parallel::each(objects.len(), |at| {
             let FileObject { digest, bytes } = objects[at];
             self.object(Some(&path_of(digest)), Some(digest), bytes).map(drop)
@@ -234,12 +234,17 @@ impl Objects {
     ///
     /// # Errors
     /// It is damaged, or cannot be had.
-    pub fn read_object(&self, object: &FileObject, offset: u64, out: &mut [u8]) -> std::result::Result<usize, Bad> {
+    pub fn read_object(
+        &self,
+        object: &FileObject,
+        offset: u64,
+        out: &mut [u8],
+    ) -> std::result::Result<usize, ObjectError> {
         let path = path_of(object.digest);
         let file = self.object(Some(&path), Some(object.digest), object.bytes)?;
         let wanted = usize::try_from(object.bytes.saturating_sub(offset)).unwrap_or(usize::MAX).min(out.len());
         let unreadable =
-            |error: rustix::io::Errno| Bad::Object { path: object.digest.hex().into(), source: error.into() };
+            |error: rustix::io::Errno| ObjectError::Object { path: object.digest.hex().into(), source: error.into() };
         rustix::io::pread(&*file, &mut out[..wanted], offset).map_err(unreadable)
     }
 
@@ -247,7 +252,7 @@ impl Objects {
     ///
     /// # Errors
     /// The first that is damaged.
-    pub fn prove_all(&self) -> std::result::Result<(), Bad> {
+    pub fn prove_all(&self) -> std::result::Result<(), ObjectError> {
         self.packs.iter().try_for_each(|pack| parallel::each(pack.len(), |at| pack.prove(at)))
     }
 
@@ -257,7 +262,7 @@ impl Objects {
         packs.map(|(number, pack)| (number, &pack.file))
     }
 
-    /// Has a pack read and written by another descriptor of its file from now on; answers the old one, which keeps the file's lock.
+    /// Has a pack read and written by another descriptor of its file from now on; returns the old one, which keeps the file's lock.
     /// `None` once these are shared.
     pub fn replace_file(&mut self, number: usize, file: File) -> Option<File> {
         let pack = Arc::get_mut(self.packs.get_mut(number)?)?;
@@ -277,7 +282,7 @@ impl Objects {
         (from, (last.block + last.blocks()) * BLOCK_BYTES as u64 - from)
     }
 
-    /// Proves what objects have of a range of a pack, in bytes, as far as that is here; answers whether all of it is. Asks no server,
+    /// Proves what objects have of a range of a pack, in bytes, as far as that is here; returns whether all of it is. Asks no server,
     /// and waits for nobody who does.
     pub fn prove_here(&self, number: usize, offset: u64, bytes: u64) -> bool {
         let pack = &self.packs[number];
@@ -288,7 +293,7 @@ impl Objects {
     ///
     /// # Errors
     /// One of them is damaged, or cannot be had.
-    pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), Bad> {
+    pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
         self.packs[number].long_lived()?;
         self.prove_span(number, offset, bytes)
     }
@@ -297,7 +302,12 @@ impl Objects {
     ///
     /// # Errors
     /// One of them is damaged.
-    pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<&Arc<Backing>, Bad> {
+    pub(crate) fn range(
+        &self,
+        number: usize,
+        offset: u64,
+        bytes: u64,
+    ) -> std::result::Result<&Arc<Backing>, ObjectError> {
         let pack = &self.packs[number];
         pack.long_lived()?;
         self.prove_read(number, offset, bytes)?;
@@ -308,7 +318,7 @@ impl Objects {
     ///
     /// # Errors
     /// They are no objects, or not the ones that the file was made of, or the image is damaged.
-    pub fn prove_file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<(), Bad> {
+    pub fn prove_file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<(), ObjectError> {
         if let Data::Object { path, digest } = data {
             return self.object(path, digest, bytes).map(drop);
         }
@@ -329,7 +339,7 @@ impl Objects {
         data: Data<'_>,
         bytes: u64,
         part: Range<u64>,
-    ) -> std::result::Result<Option<Extent>, Bad> {
+    ) -> std::result::Result<Option<Extent>, ObjectError> {
         if let Data::Object { .. } = data {
             return Ok(Some(Extent { file: self.file(data, bytes)?, offset: part.start }));
         }
@@ -350,7 +360,12 @@ impl Objects {
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    pub(crate) fn places(&self, data: Data<'_>, bytes: u64, part: Range<u64>) -> std::result::Result<Vec<Piece>, Bad> {
+    pub(crate) fn places(
+        &self,
+        data: Data<'_>,
+        bytes: u64,
+        part: Range<u64>,
+    ) -> std::result::Result<Vec<Piece>, ObjectError> {
         self.check_ends(data, bytes)?;
         let page = BLOCK_BYTES as u64;
         if let Data::Object { path, .. } = data {
@@ -358,7 +373,8 @@ impl Objects {
             let (whole, rest) = (part.end / page * page, part.end % page);
             let mut last = vec![0; usize::try_from(rest).unwrap_or_default()];
             // Of what is behind its end nothing is known.
-            let unreadable = |source| Bad::Object { path: OsStr::from_bytes(path.unwrap_or_default()).into(), source };
+            let unreadable =
+                |source| ObjectError::Object { path: OsStr::from_bytes(path.unwrap_or_default()).into(), source };
             read_exact(&file, whole, &mut last).map_err(unreadable)?;
             let extent = Piece::Extent(Extent { file, offset: part.start }, whole - part.start);
             let pieces = [(whole > part.start).then_some(extent), (rest > 0).then_some(Piece::Bytes(last))];
@@ -389,7 +405,7 @@ impl Objects {
         bytes: u64,
         offset: u64,
         mut out: &mut [u8],
-    ) -> std::result::Result<(), Bad> {
+    ) -> std::result::Result<(), ObjectError> {
         self.check_ends(data, bytes)?;
         for run in data.runs(bytes, offset..offset + out.len() as u64) {
             let run = run?;
@@ -415,13 +431,13 @@ impl Objects {
     }
 
     /// The same, whatever it costs.
-    fn file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Arc<Backing>, Bad> {
+    fn file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Arc<Backing>, ObjectError> {
         match data {
             Data::Object { path, digest } => match self.whole_file(data, bytes) {
                 Some(file) => Ok(file),
                 None => self.object(path, digest, bytes),
             },
-            _ => Err(Bad::NoPath),
+            _ => Err(ObjectError::NoPath),
         }
     }
 
@@ -431,8 +447,8 @@ impl Objects {
         path: Option<&[u8]>,
         digest: Option<Digest>,
         bytes: u64,
-    ) -> std::result::Result<Arc<Backing>, Bad> {
-        self.files.as_ref().ok_or(Bad::NoPath)?.find(path, digest, bytes)
+    ) -> std::result::Result<Arc<Backing>, ObjectError> {
+        self.files.as_ref().ok_or(ObjectError::NoPath)?.find(path, digest, bytes)
     }
 }
 
@@ -441,8 +457,9 @@ fn files(image: &Image, (folder, seen): (&Path, &Path), missing: Option<Missing>
     if missing.as_ref().is_some_and(|missing| missing.cache_bytes.is_some()) {
         return Err(Error::NoLimit);
     }
-    let damaged = |bad: Bad| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
-    let absent = missing.map(|missing| Absent::new(image, folder, missing)).transpose().map_err(damaged)?;
+    let damaged =
+        |bad: ObjectError| Error::Fetch { what: "the objects of the image".into(), source: io::Error::other(bad) };
+    let absent = missing.map(|missing| MissingObjects::new(image, folder, missing)).transpose().map_err(damaged)?;
     Files::open(folder, seen, absent)
 }
 
@@ -490,14 +507,14 @@ impl Objects {
     ///
     /// # Errors
     /// One has another digest, or cannot be read.
-    pub fn prove_packs(&self) -> std::result::Result<(), Bad> {
+    pub fn prove_packs(&self) -> std::result::Result<(), ObjectError> {
         for pack in &self.packs {
             let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
             let bytes = pack.index.blocks * BLOCK_BYTES as u64;
-            let unreadable = |source| Bad::Unreadable { pack: pack.index.pack, digest: wanted, source };
+            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest: wanted, source };
             let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
             if found != wanted {
-                return Err(Bad::Sum { pack: pack.index.pack, wanted, found });
+                return Err(ObjectError::Sum { pack: pack.index.pack, wanted, found });
             }
         }
         Ok(())

@@ -17,9 +17,9 @@ use rustix::fs::Advice;
 
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::{Index, Object};
-use crate::read::partial::Absent;
+use crate::read::partial::PartialPack;
 use crate::store::fsverity;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 use crate::store::object_read::read_object;
 
 /// What is known of an object.
@@ -42,7 +42,7 @@ thread_local! {
     static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-pub(crate) type Proof = std::result::Result<(), Bad>;
+pub(crate) type Proof = std::result::Result<(), ObjectError>;
 
 /// A pack, open.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub(crate) struct Pack {
     /// For each object what is known of it. Nobody is ever busy with one of a pack that may have holes: that is told apart there.
     pub states: Vec<AtomicU8>,
     /// How what is not here is got, if the pack may have holes.
-    pub absent: Option<Absent>,
+    pub absent: Option<PartialPack>,
     /// Who waits for what somebody else finds out.
     waiting: (Mutex<()>, Condvar),
 }
@@ -71,7 +71,7 @@ impl Pack {
     }
 
     /// The same pack where it may have holes.
-    pub(crate) fn with_holes(self, absent: Absent) -> Self {
+    pub(crate) fn with_holes(self, absent: PartialPack) -> Self {
         Self { absent: Some(absent), is_sealed: false, ..self }
     }
 
@@ -81,7 +81,7 @@ impl Pack {
     /// What is kept of it is bounded.
     pub(crate) fn long_lived(&self) -> Proof {
         match &self.absent {
-            Some(absent) if absent.common.limit.is_some() => Err(Bad::Passing { pack: self.index.pack }),
+            Some(absent) if absent.common.limit.is_some() => Err(ObjectError::Passing { pack: self.index.pack }),
             _ => Ok(()),
         }
     }
@@ -95,8 +95,8 @@ impl Pack {
         self.states.get(at).is_some_and(|state| state.load(Ordering::Acquire) == UNKNOWN)
     }
 
-    /// Proves neighbouring objects; answers from which one on more are likely to be wanted next.
-    pub(crate) fn prove_all(&self, objects: Range<usize>) -> std::result::Result<Option<usize>, Bad> {
+    /// Proves neighbouring objects; returns from which one on more are likely to be wanted next.
+    pub(crate) fn prove_all(&self, objects: Range<usize>) -> std::result::Result<Option<usize>, ObjectError> {
         let Some(last) = objects.clone().last() else { return Ok(None) };
         if let Some(absent) = &self.absent {
             return objects.clone().try_for_each(|at| self.obtain(absent, at..objects.end)).map(|()| None);
@@ -158,7 +158,7 @@ impl Pack {
                         drop(done.wait(held).unwrap_or_else(PoisonError::into_inner));
                     }
                 }
-                Err(_) => return Err(Bad::Damaged { pack, digest }),
+                Err(_) => return Err(ObjectError::Damaged { pack, digest }),
             }
         }
         let outcome = find_out();
@@ -173,8 +173,8 @@ impl Pack {
         done.notify_all();
         match outcome {
             Ok(true) => Ok(()),
-            Ok(false) => Err(Bad::Damaged { pack, digest }),
-            Err(source) => Err(Bad::Unreadable { pack, digest, source }),
+            Ok(false) => Err(ObjectError::Damaged { pack, digest }),
+            Err(source) => Err(ObjectError::Unreadable { pack, digest, source }),
         }
     }
 
@@ -189,19 +189,19 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::format::chunk::{self, PIECE_BLOCKS, PIECE_BYTES};
+    use crate::format::chunk::{self, CHUNK_BLOCKS, CHUNK_BYTES};
 
     const OBJECTS: u64 = 1000;
 
     /// A pack of so many pieces, all the same.
     fn pack() -> Pack {
-        let (mut file, piece) = (tempfile::tempfile().expect("a file"), vec![7; PIECE_BYTES]);
+        let (mut file, piece) = (tempfile::tempfile().expect("a file"), vec![7; CHUNK_BYTES]);
         (0..OBJECTS).for_each(|_| file.write_all(&piece).expect("room"));
         let digest = chunk::digest(&piece);
-        let object = |at: u64| Object { block: at * PIECE_BLOCKS, bytes: PIECE_BYTES as u64, digest };
+        let object = |at: u64| Object { block: at * CHUNK_BLOCKS, bytes: CHUNK_BYTES as u64, digest };
         let index = Index {
             pack: digest,
-            blocks: OBJECTS * PIECE_BLOCKS,
+            blocks: OBJECTS * CHUNK_BLOCKS,
             objects: (0..OBJECTS).map(object).collect(),
             verity: None,
         };

@@ -6,7 +6,7 @@ use crate::format::chunk;
 use crate::format::digest::Digest;
 use crate::format::index::Object;
 use crate::read::pack::Pack;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// Takes the bytes of a run of objects.
 pub(crate) struct Receiver<'a> {
@@ -38,7 +38,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Takes the next bytes.
-    pub(crate) fn take(&mut self, mut bytes: &[u8]) -> Result<(), Bad> {
+    pub(crate) fn take(&mut self, mut bytes: &[u8]) -> Result<(), ObjectError> {
         while !bytes.is_empty() && !self.left.is_empty() {
             let object = self.pack.index.objects[self.left.start];
             // What follows an object up to its block's end is not kept: zeros are written there.
@@ -64,15 +64,15 @@ impl<'a> Receiver<'a> {
     }
 
     /// All bytes of an object are there.
-    fn end(&mut self, object: &Object) -> Result<(), Bad> {
+    fn end(&mut self, object: &Object) -> Result<(), ObjectError> {
         let (pack, digest) = (self.pack.index.pack, object.digest);
         if chunk::digest(&self.memory) != digest {
-            return Err(Bad::Received { pack, digest });
+            return Err(ObjectError::Received { pack, digest });
         }
         let at = self.left.start;
         // No longer than a piece, as all objects of an index are.
-        self.memory.resize(usize::try_from(object.padded()).unwrap_or(chunk::PIECE_BYTES), 0);
-        self.pack.put(at, &self.memory).map_err(|source| Bad::Keep { pack, source })?;
+        self.memory.resize(usize::try_from(object.padded()).unwrap_or(chunk::CHUNK_BYTES), 0);
+        self.pack.put(at, &self.memory).map_err(|source| ObjectError::Keep { pack, source })?;
         self.memory.clear();
         (self.kept)(at);
         Ok(())

@@ -12,14 +12,14 @@ use rustix::io::Errno;
 
 use crate::format::data::PackRef;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::index::{Index, RECORD_BYTES};
-use crate::read::cache_limit::Limit;
+use crate::read::cache_limit::CacheLimit;
 use crate::read::fetch_locks::Progress;
 use crate::read::pack::Pack;
-use crate::read::partial::{Absent, Common};
+use crate::read::partial::{PartialPack, PartialPacks};
 use crate::store::layout::{self, INDEX_SUFFIX, PART_SUFFIX};
-use crate::store::new_file::{self, New};
+use crate::store::new_file::{self, NewFile};
 use crate::store::packs::Store;
 
 /// The largest index that is fetched: six million objects. Memory is to be bounded.
@@ -31,7 +31,7 @@ const OPEN_TRIES_MAX: usize = 8;
 const WHOLE: Range<u64> = u32::MAX as u64..u32::MAX as u64 + 1;
 
 /// Opens a pack that the store has not got, or has got a part of; `None` if another process has just made it whole.
-pub(crate) fn open(common: &Arc<Common>, store: &Store, number: usize, wanted: &PackRef) -> Result<Option<Pack>> {
+pub(crate) fn open(common: &Arc<PartialPacks>, store: &Store, number: usize, wanted: &PackRef) -> Result<Option<Pack>> {
     let pack = wanted.name;
     let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
     let Some(_lock) = common.locks.take(pack, WHOLE, is_whole) else { return Ok(None) };
@@ -50,11 +50,11 @@ pub(crate) fn open(common: &Arc<Common>, store: &Store, number: usize, wanted: &
     if let Some(limit) = &common.limit {
         adopt(&file, &index, number, limit).doing("look at", &path)?;
     }
-    Ok(Some(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(Absent::new(common, number))))
+    Ok(Some(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(PartialPack::new(common, number))))
 }
 
 /// Counts what is here already of a pack that is bounded.
-fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result<()> {
+fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::Result<()> {
     let mut at = 0;
     loop {
         let from = match rustix::fs::seek(file, SeekFrom::Data(at)) {
@@ -75,7 +75,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &Limit) -> io::Result
 }
 
 /// The index of a pack, from the store or fetched, proved.
-fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
+fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
     let path = layout::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
     if let Ok(bytes) = fs::read(&path)
@@ -89,7 +89,7 @@ fn index(common: &Common, wanted: &PackRef) -> Result<Index> {
     let fetched = common.missing.from.index(pack, bytes_max);
     let bytes = fetched.map_err(|source| Error::Fetch { what: format!("the index of the pack {pack}"), source })?;
     let index = Index::of(&common.store, pack, &bytes)?;
-    let mut new = New::begin(new_file::folder_of(&path))?;
+    let mut new = NewFile::begin(new_file::folder_of(&path))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
     new.keep(&path)?;
     Ok(index)
@@ -119,7 +119,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
 }
 
 /// As a build ends: durable first, the index last. Of several processes one does it.
-pub(crate) fn complete(pack: &Pack, common: &Common) -> Result<()> {
+pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     let folder = layout::packs_folder(&common.store);
     let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
     let (name, part, index) = (at(""), at(PART_SUFFIX), at(INDEX_SUFFIX));
@@ -135,7 +135,7 @@ pub(crate) fn complete(pack: &Pack, common: &Common) -> Result<()> {
     if is_ours(&part) || !name.exists() {
         fs::rename(&part, &name).doing("make", &name)?;
     }
-    let mut new = New::begin(&folder)?;
+    let mut new = NewFile::begin(&folder)?;
     new.file.write_all(&pack.index.to_bytes()).doing("write to", &*new.path)?;
     new.keep(&index)?;
     let rest = at(&format!("{PART_SUFFIX}{INDEX_SUFFIX}"));

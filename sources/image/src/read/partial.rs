@@ -5,19 +5,19 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 
 use crate::format::index::Places;
-use crate::read::cache_limit::Limit;
+use crate::read::cache_limit::CacheLimit;
 use crate::read::fetch_locks::FetchLocks;
-use crate::read::singleflight::Flights;
+use crate::read::singleflight::Singleflight;
 use crate::store::fetch::Missing;
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 
 /// What the packs of an image that are not all here have in common.
 #[derive(Debug)]
-pub(crate) struct Common {
+pub(crate) struct PartialPacks {
     pub store: PathBuf,
     pub missing: Missing,
-    pub limit: Option<Arc<Limit>>,
+    pub limit: Option<Arc<CacheLimit>>,
     /// What other processes fetch.
     pub locks: FetchLocks,
     /// Where other packs of the store have objects.
@@ -25,9 +25,9 @@ pub(crate) struct Common {
     pub fetched_bytes: AtomicU64,
 }
 
-impl Common {
+impl PartialPacks {
     pub(crate) fn new(store: &Path, missing: Missing) -> Arc<Self> {
-        let limit = missing.cache_bytes.map(|bytes| Arc::new(Limit::new(bytes)));
+        let limit = missing.cache_bytes.map(|bytes| Arc::new(CacheLimit::new(bytes)));
         Arc::new(Self {
             store: store.into(),
             missing,
@@ -51,17 +51,17 @@ impl Common {
 
 /// What a pack that is not all here has beside the others.
 #[derive(Debug)]
-pub(crate) struct Absent {
-    pub common: Arc<Common>,
+pub(crate) struct PartialPack {
+    pub common: Arc<PartialPacks>,
     /// Which of the image's packs.
     pub number: usize,
     /// Whether others that fetch the same are not waited for.
     pub alone: bool,
-    pub flights: Flights,
+    pub flights: Singleflight,
 }
 
-impl Absent {
-    pub(crate) fn new(common: &Arc<Common>, number: usize) -> Self {
-        Self { common: Arc::clone(common), number, alone: common.limit.is_some(), flights: Flights::default() }
+impl PartialPack {
+    pub(crate) fn new(common: &Arc<PartialPacks>, number: usize) -> Self {
+        Self { common: Arc::clone(common), number, alone: common.limit.is_some(), flights: Singleflight::default() }
     }
 }

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// Objects, by their numbers, that somebody is fetching.
 #[derive(Debug, Default)]
-pub(crate) struct Flights(Mutex<HashMap<usize, Arc<Flight>>>);
+pub(crate) struct Singleflight(Mutex<HashMap<usize, Arc<Flight>>>);
 
 /// Objects that one thread is fetching, and others wait for.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ struct State {
 
 /// Objects that this thread is to fetch. However that ends, others can go on.
 pub(crate) struct Claim<'a> {
-    flights: &'a Flights,
+    flights: &'a Singleflight,
     flight: Arc<Flight>,
     /// Neighbours, in their order.
     pub objects: Range<usize>,
@@ -45,7 +45,7 @@ pub(crate) enum Turn<'a> {
 }
 
 /// Objects as those see them who fetch them.
-pub(crate) trait Lacking {
+pub(crate) trait ObjectSet {
     /// Whether an object is here, and proved.
     fn is_here(&self, at: usize) -> bool;
     /// The length of an object in bytes.
@@ -62,7 +62,7 @@ impl Flight {
         self.news.notify_all();
     }
 
-    /// Waits until the flight has ended, or something is so; answers whether an object was tried.
+    /// Waits until the flight has ended, or something is so; returns whether an object was tried.
     fn wait(&self, at: usize, is_so: impl Fn() -> bool) -> bool {
         let mut state = self.lock();
         while !state.ended && !is_so() {
@@ -79,7 +79,7 @@ impl Claim<'_> {
     }
 
     /// Says that the first of the objects that is not here is damaged, so that those behind it were not tried.
-    pub(crate) fn damaged(&self, objects: &dyn Lacking) {
+    pub(crate) fn damaged(&self, objects: &dyn ObjectSet) {
         let damaged = self.objects.clone().find(|at| !objects.is_here(*at));
         self.flight.lock().untried = damaged.map(|at| at + 1);
     }
@@ -94,14 +94,14 @@ impl Drop for Claim<'_> {
     }
 }
 
-impl Flights {
+impl Singleflight {
     fn lock(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for whoever is at the first object of a range; if nobody is, claims it and those behind it that are not here, up to so
     /// many bytes.
-    pub(crate) fn turn(&self, objects: &dyn Lacking, range: Range<usize>, bytes_max: u64) -> Turn<'_> {
+    pub(crate) fn turn(&self, objects: &dyn ObjectSet, range: Range<usize>, bytes_max: u64) -> Turn<'_> {
         let at = range.start;
         let mut failed = false;
         loop {
@@ -121,14 +121,14 @@ impl Flights {
     }
 
     /// Claims the objects of a range that are neither here nor claimed, up to the first that is, and up to so many bytes.
-    pub(crate) fn claim(&self, objects: &dyn Lacking, range: Range<usize>, bytes_max: u64) -> Claim<'_> {
+    pub(crate) fn claim(&self, objects: &dyn ObjectSet, range: Range<usize>, bytes_max: u64) -> Claim<'_> {
         self.claim_in(&mut self.lock(), objects, range, bytes_max)
     }
 
     fn claim_in(
         &self,
         flights: &mut HashMap<usize, Arc<Flight>>,
-        objects: &dyn Lacking,
+        objects: &dyn ObjectSet,
         range: Range<usize>,
         bytes_max: u64,
     ) -> Claim<'_> {
@@ -148,9 +148,9 @@ impl Flights {
 }
 
 /// Objects that are fetched in their order, whatever they are kept in.
-pub(crate) trait Fetching: Lacking + Sync {
+pub(crate) trait FetchableSet: ObjectSet + Sync {
     /// How many there are.
     fn count(&self) -> usize;
-    /// Gets those of a range that nobody has or is getting; answers whether there was room for them.
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, Bad>;
+    /// Gets those of a range that nobody has or is getting; returns whether there was room for them.
+    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError>;
 }

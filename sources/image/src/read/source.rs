@@ -16,7 +16,7 @@ use crate::format::error::{self, Checked};
 use crate::format::image::{Image, Inode, Nid};
 use crate::read::objects::{Objects, read_exact};
 use crate::store::fetch::Missing;
-use crate::store::object_error::Bad;
+use crate::store::object_error::ObjectError;
 
 /// An image that is offered.
 #[derive(Debug)]
@@ -128,7 +128,7 @@ impl Source {
     }
 
     /// Bytes that cannot be had are `IO` to who reads them, and a line in the log.
-    fn refused(&self, bad: &Bad) -> Errno {
+    fn refused(&self, bad: &ObjectError) -> Errno {
         self.complaints.error(format_args!("{bad}; its readers get EIO"));
         Errno::IO
     }

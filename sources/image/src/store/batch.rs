@@ -2,33 +2,33 @@
 
 use std::sync::Arc;
 
-use crate::format::chunk::{self, PIECE_BYTES};
+use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::verity::{BlockHash, hash_block};
 use crate::store::places::StorePlaces;
 
-/// How many bytes of pieces are hashed and written together.
+/// How many bytes of chunks are hashed and written together.
 pub(crate) const BATCH_BYTES: usize = 1 << 20;
-const _: () = assert!(BATCH_BYTES.is_multiple_of(PIECE_BYTES));
+const _: () = assert!(BATCH_BYTES.is_multiple_of(CHUNK_BYTES));
 /// What stands for a digest that is still to be made.
 const UNHASHED: Digest = Digest::new(Algorithm::Blake3, [0; DIGEST_BYTES]);
 
-/// Pieces one after the other, each from a block's beginning on, as they are in a pack.
+/// Chunks one after the other, each from a block's beginning on, as they are in a pack.
 #[derive(Debug)]
 pub(crate) struct Batch {
-    /// Which pieces are hashed for fs-verity, too.
+    /// Which chunks are hashed for fs-verity, too.
     wanted: Leaves,
-    /// Those hashes, of each block of pieces that have them, in their order.
+    /// Those hashes, of each block of chunks that have them, in their order.
     leaves: Vec<BlockHash>,
     /// Memory, and where a block begins in it that a disk can be given.
     memory: Vec<u8>,
     skew: usize,
     used: usize,
-    pieces: Vec<Place>,
+    chunks: Vec<Place>,
 }
 
-/// A piece in a batch.
+/// A chunk in a batch.
 #[derive(Debug)]
 struct Place {
     /// Where it begins, in bytes.
@@ -41,9 +41,9 @@ struct Place {
     leaf: Option<usize>,
 }
 
-/// A piece as it is put into a pack.
+/// A chunk as it is put into a pack.
 #[derive(Debug)]
-pub(crate) struct Piece<'a> {
+pub(crate) struct Chunk<'a> {
     /// Its bytes, and what fills the last block.
     pub padded: &'a [u8],
     /// How many of them count.
@@ -54,23 +54,23 @@ pub(crate) struct Piece<'a> {
 }
 
 impl Batch {
-    /// Without any. Pieces are hashed for fs-verity, too, where that is wanted.
+    /// Without any. Chunks are hashed for fs-verity, too, where that is wanted.
     pub(crate) fn new(wanted: Leaves) -> Self {
         let memory = vec![0; BATCH_BYTES + BLOCK_BYTES];
         let skew = memory.as_ptr().align_offset(BLOCK_BYTES).min(BLOCK_BYTES);
-        Self { wanted, leaves: Vec::new(), memory, skew, used: 0, pieces: Vec::new() }
+        Self { wanted, leaves: Vec::new(), memory, skew, used: 0, chunks: Vec::new() }
     }
 
-    /// Whether a piece of so many bytes finds room.
+    /// Whether a chunk of so many bytes finds room.
     pub(crate) fn has_room(&self, bytes: usize) -> bool {
         self.used + bytes.next_multiple_of(BLOCK_BYTES) <= BATCH_BYTES
     }
 
-    /// Adds a piece, which has room and is read by `fill`, into as many bytes as it has; answers its digest.
+    /// Adds a chunk, which has room and is read by `fill`, into as many bytes as it has; returns its digest.
     pub(crate) fn add<E>(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Digest, E> {
         self.add_unhashed(bytes, fill)?;
-        self.hash_from(self.pieces.len() - 1);
-        Ok(self.pieces.last().map_or(UNHASHED, |piece| piece.digest))
+        self.hash_from(self.chunks.len() - 1);
+        Ok(self.chunks.last().map_or(UNHASHED, |chunk| chunk.digest))
     }
 
     /// The same without its digest: [`Self::hash`] is to be called before anybody asks for it.
@@ -81,36 +81,36 @@ impl Batch {
     ) -> Result<(), E> {
         let (at, padded) = (self.used, bytes.next_multiple_of(BLOCK_BYTES));
         let place = &mut self.memory[self.skew + at..][..padded];
-        let (piece, padding) = place.split_at_mut(bytes);
-        fill(piece)?;
+        let (chunk, padding) = place.split_at_mut(bytes);
+        fill(chunk)?;
         padding.fill(0);
-        self.pieces.push(Place { at, bytes, digest: UNHASHED, leaf: None });
+        self.chunks.push(Place { at, bytes, digest: UNHASHED, leaf: None });
         self.used += padded;
         Ok(())
     }
 
-    /// Makes the digests of all pieces.
+    /// Makes the digests of all chunks.
     pub(crate) fn hash(&mut self) {
         self.hash_from(0);
     }
 
     fn hash_from(&mut self, first: usize) {
-        for piece in &mut self.pieces[first..] {
-            let padded = &self.memory[self.skew + piece.at..][..piece.bytes.next_multiple_of(BLOCK_BYTES)];
-            piece.digest = chunk::digest(&padded[..piece.bytes]);
-            if self.wanted.are_wanted(&piece.digest) {
-                piece.leaf = Some(self.leaves.len());
+        for chunk in &mut self.chunks[first..] {
+            let padded = &self.memory[self.skew + chunk.at..][..chunk.bytes.next_multiple_of(BLOCK_BYTES)];
+            chunk.digest = chunk::digest(&padded[..chunk.bytes]);
+            if self.wanted.are_wanted(&chunk.digest) {
+                chunk.leaf = Some(self.leaves.len());
                 self.leaves.extend(padded.chunks(BLOCK_BYTES).map(hash_block));
             }
         }
     }
 
-    /// The pieces.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
-        self.pieces.iter().map(move |place| {
+    /// The chunks.
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> {
+        self.chunks.iter().map(move |place| {
             let padded = &self.memory[self.skew + place.at..][..place.bytes.next_multiple_of(BLOCK_BYTES)];
             let leaves = place.leaf.and_then(|leaf| self.leaves.get(leaf..leaf + padded.len() / BLOCK_BYTES));
-            Piece { padded, bytes: place.bytes, digest: place.digest, leaves }
+            Chunk { padded, bytes: place.bytes, digest: place.digest, leaves }
         })
     }
 
@@ -121,18 +121,18 @@ impl Batch {
 
     /// How many there are.
     pub(crate) fn len(&self) -> usize {
-        self.pieces.len()
+        self.chunks.len()
     }
 
     /// Begins anew.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
         self.leaves.clear();
-        self.pieces.clear();
+        self.chunks.clear();
     }
 }
 
-/// Which pieces are hashed for fs-verity, too, when they are read: that takes longer than hashing them by BLAKE3.
+/// Which chunks are hashed for fs-verity, too, when they are read: that takes longer than hashing them by BLAKE3.
 #[derive(Clone, Debug)]
 pub(crate) enum Leaves {
     /// None.
@@ -162,23 +162,23 @@ mod tests {
         let known = chunk::digest(&[3; 4097]);
         let mut batch = Batch::new(Leaves::OfNew(Arc::new(StorePlaces::known(Places::from([(known, (known, 0))])))));
         for round in 0..2 {
-            for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, PIECE_BYTES), (5, 0)] {
-                let fill = |piece: &mut [u8]| -> Result<(), ()> {
-                    piece.fill(byte + round);
+            for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, CHUNK_BYTES), (5, 0)] {
+                let fill = |chunk: &mut [u8]| -> Result<(), ()> {
+                    chunk.fill(byte + round);
                     Ok(())
                 };
                 batch.add(length, fill).expect("there is room");
             }
             let found: Vec<_> =
-                batch.pieces().map(|piece| (piece.padded.to_vec(), piece.bytes, piece.digest)).collect();
+                batch.chunks().map(|chunk| (chunk.padded.to_vec(), chunk.bytes, chunk.digest)).collect();
             assert_eq!(found.iter().map(|(bytes, ..)| bytes.len() / 4096).collect::<Vec<_>>(), [1, 1, 2, 16, 0]);
             for ((bytes, length, name), byte) in found.iter().zip(1 + round..) {
-                let (piece, rest) = bytes.split_at(*length);
-                assert!(piece.iter().all(|found| *found == byte) && chunk::is_zero(rest));
-                assert_eq!(*name, chunk::digest(piece));
+                let (chunk, rest) = bytes.split_at(*length);
+                assert!(chunk.iter().all(|found| *found == byte) && chunk::is_zero(rest));
+                assert_eq!(*name, chunk::digest(chunk));
             }
-            assert!(batch.pieces().all(|piece| (piece.padded.as_ptr() as usize).is_multiple_of(BLOCK_BYTES)));
-            for Piece { padded, digest, leaves, .. } in batch.pieces() {
+            assert!(batch.chunks().all(|chunk| (chunk.padded.as_ptr() as usize).is_multiple_of(BLOCK_BYTES)));
+            for Chunk { padded, digest, leaves, .. } in batch.chunks() {
                 let hashes: Vec<_> = padded.chunks(BLOCK_BYTES).map(hash_block).collect();
                 assert_eq!(leaves, (digest != known).then_some(&*hashes), "hashes of what is to be stored");
             }

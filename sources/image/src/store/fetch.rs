@@ -7,7 +7,7 @@ use std::{fmt, io};
 use crate::format::digest::Digest;
 
 /// What takes bytes as they come. With an error it wants no more.
-pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+pub type ByteSink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 /// Where the bytes of packs come from that a store has not got. What comes is proved afterwards.
 ///
@@ -24,7 +24,7 @@ pub trait Fetch: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// It cannot be had, or what `sink` said.
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()>;
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()>;
 }
 
 /// How a store gets what it has not got.

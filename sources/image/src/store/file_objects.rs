@@ -16,13 +16,13 @@ use crate::Flaw;
 use crate::format::composefs::path_of;
 use crate::format::data::Data;
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::image::Image;
 use crate::format::verity;
 use crate::format::walk::each_file;
 use crate::store::fetch::RUN_BYTES_MAX;
-use crate::store::new_file::FOUND_FLAGS;
-use crate::store::object_error::Bad;
+use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
+use crate::store::object_error::ObjectError;
 use crate::store::object_list::objects_folder;
 use crate::store::parallel;
 
@@ -42,7 +42,7 @@ pub struct FileObject {
 ///
 /// # Errors
 /// The image is damaged, or does not say what an object is.
-pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, Bad> {
+pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, ObjectError> {
     let (mut found, mut known) = (Vec::new(), HashMap::new());
     let mut wrong = None;
     each_file(image, &mut |inode, data| {
@@ -60,21 +60,21 @@ pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, Bad> 
     wrong.map_or(Ok(found), Err)
 }
 
-fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<FileObject, Bad> {
-    let path = path.ok_or(Bad::NoPath)?;
+fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<FileObject, ObjectError> {
+    let path = path.ok_or(ObjectError::NoPath)?;
     let name = || PathBuf::from(OsStr::from_bytes(path));
-    let digest = digest.ok_or_else(|| Bad::NoDigest { path: name() })?;
+    let digest = digest.ok_or_else(|| ObjectError::NoDigest { path: name() })?;
     if path != path_of(digest) {
-        return Err(Bad::Elsewhere { path: name(), digest });
+        return Err(ObjectError::Elsewhere { path: name(), digest });
     }
     let empty = digest.algorithm().of(&[]);
     if bytes == 0 && digest != empty {
-        return Err(Bad::Changed { path: name(), digest: empty });
+        return Err(ObjectError::Changed { path: name(), digest: empty });
     }
     Ok(FileObject { digest, bytes })
 }
 
-/// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; answers how many
+/// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; returns how many
 /// there were. Their length alone would not do: it is the image's word. One that cannot be read may be sound and stays, and is an error
 /// once the others have been looked at.
 pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
@@ -84,7 +84,7 @@ pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
     parallel::each(objects.len(), |at| {
         let digest = objects[at].digest;
         let path = folder.join(OsStr::from_bytes(&path_of(digest)));
-        let file = match openat(CWD, &path, FOUND_FLAGS, Mode::empty()) {
+        let file = match openat(CWD, &path, UNTRUSTED_OPEN_FLAGS, Mode::empty()) {
             Err(Errno::NOENT) => return Ok(()),
             opened => File::from(opened.doing("open", &path)?),
         };

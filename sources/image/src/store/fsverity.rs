@@ -34,7 +34,7 @@ const OWNER_WRITES: u32 = 0o200;
 const FS_IOC_ENABLE_VERITY: rustix::ioctl::Opcode = opcode::write::<Enable>(b'f', 133);
 
 /// Turns fs-verity on for a file that is open for reading, and for writing nowhere: from then on it cannot be changed, and the
-/// kernel checks each block. Answers whether the file system can do that.
+/// kernel checks each block. Returns whether the file system can do that.
 ///
 /// # Errors
 /// What the system says.
@@ -109,7 +109,7 @@ pub fn verity_of(file: &File) -> Verity {
     }
 }
 
-/// Turns fs-verity on for a file, if it can be; answers what it does for it then.
+/// Turns fs-verity on for a file, if it can be; returns what it does for it then.
 ///
 /// # Errors
 /// It cannot be turned on: the file is open for writing (`ETXTBSY`), cannot be read, or is not ours.

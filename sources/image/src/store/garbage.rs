@@ -13,7 +13,7 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Checked, Doing, Result};
+use crate::format::error::{Checked, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::pack_name;
 use crate::store::layout::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, PART_SUFFIX};
@@ -24,7 +24,7 @@ use crate::store::usage::{Place, places};
 
 /// A store that nobody builds into, as long as this lives: builds wait.
 #[derive(Debug)]
-pub struct Sole {
+pub struct ExclusiveStore {
     folder: PathBuf,
     _lock: File,
 }
@@ -88,7 +88,7 @@ pub struct Objects {
     pub missing: Vec<Vec<u8>>,
 }
 
-impl Sole {
+impl ExclusiveStore {
     /// Waits until nobody builds into a store, which must be there; `waiting` is called if that is not at once.
     ///
     /// # Errors
@@ -219,7 +219,7 @@ impl Sole {
     }
 }
 
-/// Removes a file; answers whether it was still there.
+/// Removes a file; returns whether it was still there.
 fn remove(path: &Path) -> Result<bool> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),

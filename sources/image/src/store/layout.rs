@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::index::Index;
 
 /// The largest index that is read: more objects than an image can have blocks make no sense, and memory is to be bounded.

@@ -2,7 +2,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod damage;
-pub mod fetch;
+pub(crate) mod fetch;
 pub(crate) mod file_objects;
 pub(crate) mod fsverity;
 pub(crate) mod garbage;

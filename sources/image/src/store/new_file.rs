@@ -7,19 +7,19 @@ use rustix::fs::OFlags;
 use tempfile::TempPath;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::store::fsverity::{self, Verity};
 
 /// What begins the name of a file that is not complete.
 pub(crate) const NEW_PREFIX: &str = ".new-";
 
 /// A file that is not there until it is complete. If that never happens, it goes.
-pub(crate) struct New {
+pub(crate) struct NewFile {
     pub file: File,
     pub path: TempPath,
 }
 
-impl New {
+impl NewFile {
     /// Begins a file in this folder.
     pub(crate) fn begin(folder: &Path) -> Result<Self> {
         let file = tempfile::Builder::new().prefix(NEW_PREFIX).tempfile_in(folder).doing("make a file in", folder)?;
@@ -69,5 +69,5 @@ pub(crate) fn folder_of(name: &Path) -> &Path {
 
 /// How a file is opened that was found: what has taken its place must not lead elsewhere, and opening it must neither wait nor do
 /// anything. Who owns the tree may put anything there at any time.
-pub(crate) const FOUND_FLAGS: OFlags =
+pub(crate) const UNTRUSTED_OPEN_FLAGS: OFlags =
     OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);

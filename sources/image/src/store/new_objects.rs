@@ -12,10 +12,10 @@ use rustix::io::Errno;
 use tempfile::TempPath;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::verity;
 use crate::store::fsverity;
-use crate::store::new_file::{FOUND_FLAGS, New};
+use crate::store::new_file::{NewFile, UNTRUSTED_OPEN_FLAGS};
 use crate::store::object_list::object_path;
 
 /// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
@@ -23,7 +23,7 @@ const FRESH: Duration = Duration::from_secs(60);
 /// So few objects are made durable one by one; with more of them, all that the file system has not written yet is. Readers of an
 /// object that is being fetched wait for that, too.
 const FEW: usize = 8;
-/// The pieces that files are copied in, in bytes.
+/// The parts that files are copied in, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// Objects that are being added. None has its name before all are durable, so that a build that is killed leaves nothing but
@@ -68,7 +68,7 @@ impl NewObjects {
         if !self.wants(digest, bytes.len() as u64) {
             return Ok(());
         }
-        let mut new = New::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.folder)?;
         new.file.write_all(bytes).doing("write to", &*new.path)?;
         self.keep(digest, bytes.len() as u64, new);
         Ok(())
@@ -81,14 +81,14 @@ impl NewObjects {
             return Ok(());
         }
         // What stands there by now may be anything.
-        let mut source = match openat(CWD, path, FOUND_FLAGS, Mode::empty()) {
+        let mut source = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty()) {
             Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
             opened => File::from(opened.doing("open", path)?),
         };
         if !source.metadata().doing("look at", path)?.is_file() {
             return Err(Error::Changed(path.into()));
         }
-        let mut new = New::begin(&self.folder)?;
+        let mut new = NewFile::begin(&self.folder)?;
         if rustix::fs::ioctl_ficlone(&new.file, &source).is_err() {
             copy(&mut source, &mut new.file, bytes).doing("copy", path)?;
         }
@@ -101,7 +101,7 @@ impl NewObjects {
         Ok(())
     }
 
-    fn keep(&mut self, digest: Digest, bytes: u64, new: New) {
+    fn keep(&mut self, digest: Digest, bytes: u64, new: NewFile) {
         self.put(digest, bytes, new.path);
     }
 
@@ -127,7 +127,7 @@ impl NewObjects {
         for (_, path) in &self.added {
             let path: &Path = path;
             // What stands there by now may be anything.
-            let file = File::from(openat(CWD, path, FOUND_FLAGS, Mode::empty()).doing("open", path)?);
+            let file = File::from(openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty()).doing("open", path)?);
             file.set_permissions(fs::Permissions::from_mode(0o644)).doing("change", path)?;
             if few {
                 file.sync_data().doing("sync", path)?;

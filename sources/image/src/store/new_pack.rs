@@ -11,15 +11,15 @@ use tempfile::TempPath;
 use crate::format::chunk;
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::index::{WHOLE_PACK, record};
 use crate::format::verity::{Hasher, hash_block};
-use crate::store::batch::{Batch, Piece};
+use crate::store::batch::{Batch, Chunk};
 use crate::store::layout::packs_folder;
-use crate::store::new_file::New;
+use crate::store::new_file::NewFile;
 use crate::store::packs::Store;
 
-/// Has a file written past the kernel's cache, or not; answers whether that is so.
+/// Has a file written past the kernel's cache, or not; returns whether that is so.
 fn set_direct(file: &File, is_direct: bool) -> bool {
     let flags = if is_direct { OFlags::DIRECT } else { OFlags::empty() };
     rustix::fs::fcntl_setfl(file, flags).is_ok() && is_direct
@@ -44,19 +44,19 @@ impl NewPack {
     /// Begins a new pack, in whose index its fs-verity digest is to be, or not.
     pub(crate) fn begin(store: &Arc<Store>, has_verity: bool) -> Result<Self> {
         let folder = packs_folder(store.folder());
-        let New { file, path } = New::begin(&folder)?;
+        let NewFile { file, path } = NewFile::begin(&folder)?;
         let is_direct = set_direct(&file, true);
         let (store, index, verity) = (Arc::clone(store), Vec::new(), has_verity.then(Hasher::default));
         Ok(Self { store, file, path, index, blocks: 0, verity, is_direct })
     }
 
-    /// Appends those pieces of a batch that `wants` takes, which is told where they go. What is all zeros becomes a hole.
+    /// Appends those chunks of a batch that `wants` takes, which is told where they go. What is all zeros becomes a hole.
     pub(crate) fn add(&mut self, batch: &Batch, mut wants: impl FnMut(Digest, usize, u64) -> bool) -> Result<()> {
         // Neighbours are written together.
         let mut run = Run { at: self.blocks, from: 0, to: 0 };
         let bytes = batch.as_bytes();
         let mut from = 0;
-        for Piece { padded, bytes: length, digest, leaves } in batch.pieces() {
+        for Chunk { padded, bytes: length, digest, leaves } in batch.chunks() {
             let to = from + padded.len();
             if wants(digest, length, self.blocks) {
                 let blocks = (padded.len() / BLOCK_BYTES) as u64;
@@ -106,15 +106,15 @@ impl NewPack {
         let pack = Algorithm::Blake3.of(&self.index);
         let (store, path, file) = (self.store, self.path, self.file);
         file.set_len(self.blocks * BLOCK_BYTES as u64).doing("write to", &*path)?;
-        New { file, path }.keep_sealed(&store.pack_path(pack), verity)?;
-        let mut index = New::begin(&packs_folder(&store.folder))?;
+        NewFile { file, path }.keep_sealed(&store.pack_path(pack), verity)?;
+        let mut index = NewFile::begin(&packs_folder(&store.folder))?;
         index.file.write_all(&self.index).doing("write to", &*index.path)?;
         index.keep(&store.index_path(pack))?;
         Ok(Some(pack))
     }
 }
 
-/// Neighbouring pieces of a batch, and the block that they go to.
+/// Neighbouring chunks of a batch, and the block that they go to.
 struct Run {
     at: u64,
     from: usize,

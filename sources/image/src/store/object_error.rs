@@ -7,7 +7,7 @@ use crate::format::error::Flaw;
 
 /// Why an object's bytes cannot be had.
 #[derive(Debug, thiserror::Error)]
-pub enum Bad {
+pub enum ObjectError {
     /// The image names a place where no object of this length begins.
     #[error("no object of {bytes} bytes begins at block {block} of the pack {pack}")]
     NoObject {
@@ -134,7 +134,7 @@ pub enum Bad {
     },
 }
 
-impl Bad {
+impl ObjectError {
     /// Whether it says nothing of other objects: neither the server nor the store is to blame.
     pub(crate) fn is_of_object(&self) -> bool {
         matches!(self, Self::Damaged { .. } | Self::Received { .. } | Self::Unreadable { .. })

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::format::composefs::path_of;
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::store::new_file::NEW_PREFIX;
 
 /// A file of an object store.

@@ -25,7 +25,7 @@ use std::time::SystemTime;
 use rustix::fs::{Advice, FlockOperation};
 
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::{Index, pack_name};
 use crate::store::layout::{

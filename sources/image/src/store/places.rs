@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::format::digest::Digest;
-use crate::format::error::{Doing, Result};
+use crate::format::error::{IoContext, Result};
 use crate::format::index::{self, Index, Places};
 use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
 use crate::store::damage;
 use crate::store::layout::{self, Listing};
-use crate::store::new_file::New;
+use crate::store::new_file::NewFile;
 
 /// How many packs may be missing in the table before it is made again: the index of each is read by everybody who opens the store.
 const BEHIND_MAX: usize = 16;
@@ -205,7 +205,7 @@ fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()>
     let bytes = pack_table::write(&packs, entries.collect());
     let reason = || std::io::Error::other("there are too many packs or objects");
     let bytes = bytes.ok_or_else(reason).doing("make the table of packs in", folder)?;
-    let mut new = New::begin(folder)?;
+    let mut new = NewFile::begin(folder)?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
     new.keep(&folder.join(pack_table::FILE))
 }

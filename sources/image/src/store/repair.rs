@@ -25,13 +25,13 @@ use rustix::fs::FlockOperation;
 use crate::format::chunk::{self, Found};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::{Index, Object};
 use crate::store::damage::noted;
 use crate::store::fetch::Fetch;
 use crate::store::file_objects::remove_damaged;
-use crate::store::new_file::{self, New};
+use crate::store::new_file::{self, NewFile};
 use crate::store::object_read::{look_at_object, read_object};
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
@@ -39,14 +39,14 @@ use crate::store::{fsverity, layout, parallel};
 
 /// What became of damaged objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Mended {
+pub struct RepairCounts {
     /// How many have their right bytes again.
-    pub mended: usize,
+    pub repaired: usize,
     /// How many have not.
     pub left: usize,
 }
 
-/// Reads all of an image's packs or objects, and notes what is damaged, so that builds and pulls replace it; answers how much that
+/// Reads all of an image's packs or objects, and notes what is damaged, so that builds and pulls replace it; returns how much that
 /// is. Damaged objects of a composefs image are files of their own, and are removed. What is not there is no damage.
 ///
 /// # Errors
@@ -68,16 +68,16 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
 /// Replaces what is noted as damaged in the packs of an image by what other packs have, or `from` hands over.
 ///
 /// # Errors
-/// The store cannot be read or written to, or `from` has not got it, or nothing sound: all that is mended which can be, and all packs are
+/// The store cannot be read or written to, or `from` has not got it, or nothing sound: all that is repaired which can be, and all packs are
 /// named of which something cannot be had.
-pub fn mend(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Mended> {
+pub fn repair_packs(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
     // Most stores need not be looked at any further.
     let is_noted = |pack: &&crate::format::data::PackRef| layout::damage_path(folder, pack.name).exists();
     let noted: Vec<Digest> = image.packs().iter().filter(is_noted).map(|pack| pack.name).collect();
     if noted.is_empty() {
-        return Ok(Mended::default());
+        return Ok(RepairCounts::default());
     }
-    Store::open(folder)?.mend_each(noted, from)
+    Store::open(folder)?.repair_each(noted, from)
 }
 
 /// Where the right bytes of objects of one pack come from.
@@ -95,7 +95,7 @@ impl Store {
         noted(self.folder(), pack)
     }
 
-    /// Looks at all bytes of a pack, and notes what is damaged; answers how many objects are.
+    /// Looks at all bytes of a pack, and notes what is damaged; returns how many objects are.
     pub(crate) fn look_for_damage(&self, index: &Index) -> Result<usize> {
         let path = self.pack_path(index.pack);
         let file = File::open(&path).doing("open", &path)?;
@@ -124,18 +124,20 @@ impl Store {
             };
         }
         let lines: String = damaged.iter().map(|at| format!("{}\n", index.objects[*at].digest)).collect();
-        let mut new = New::begin(new_file::folder_of(&path))?;
+        let mut new = NewFile::begin(new_file::folder_of(&path))?;
         new.file.write_all(lines.as_bytes()).doing("write to", &*new.path)?;
         new.keep(&path)
     }
 
     /// Mends packs that have a note, also when that fails with one.
-    pub(crate) fn mend_each(&self, packs: Vec<Digest>, from: Option<&dyn Fetch>) -> Result<Mended> {
+    pub(crate) fn repair_each(&self, packs: Vec<Digest>, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
         let places = self.places()?;
-        let (mut all, mut failures) = (Mended::default(), Vec::new());
+        let (mut all, mut failures) = (RepairCounts::default(), Vec::new());
         for pack in packs {
-            match self.mend_pack(pack, &places, from) {
-                Ok(Mended { mended, left }) => all = Mended { mended: all.mended + mended, left: all.left + left },
+            match self.repair_pack(pack, &places, from) {
+                Ok(RepairCounts { repaired, left }) => {
+                    all = RepairCounts { repaired: all.repaired + repaired, left: all.left + left }
+                }
                 Err(error) => failures.push(error),
             }
         }
@@ -144,11 +146,13 @@ impl Store {
 
     /// Puts a copy in the place of a pack, with the right bytes of what is damaged in it as far as they can be had. `places` tells
     /// where other packs have them.
-    fn mend_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<Mended> {
-        // Of two who mend a pack the later one would undo what the first one did.
-        let Some(_lock) = lock_note(&layout::damage_path(self.folder(), pack))? else { return Ok(Mended::default()) };
+    fn repair_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
+        // Of two who repair a pack the later one would undo what the first one did.
+        let Some(_lock) = lock_note(&layout::damage_path(self.folder(), pack))? else {
+            return Ok(RepairCounts::default());
+        };
         // One that is not all here, or whose index is damaged, is fetched as a whole.
-        let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(Mended::default()) };
+        let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(RepairCounts::default()) };
         let path = self.pack_path(pack);
         let old = File::open(&path).doing("open", &path)?;
         let noted = self.noted(pack);
@@ -165,11 +169,11 @@ impl Store {
             if bad.is_empty() {
                 self.note(&index, &[])?;
             }
-            return Ok(Mended { mended: 0, left: bad.len() });
+            return Ok(RepairCounts { repaired: 0, left: bad.len() });
         }
-        let new = New::begin(new_file::folder_of(&path))?;
+        let new = NewFile::begin(new_file::folder_of(&path))?;
         let mut sources = Sources { places, from, failed: None };
-        let (mended, left) = match self.copy_mended((&old, &path), &new, &index, &mut sources) {
+        let (repaired, left) = match self.copy_repaired((&old, &path), &new, &index, &mut sources) {
             Ok(copied) => copied,
             Err(error) => {
                 return Err(match sources.error(pack, 1) {
@@ -179,8 +183,8 @@ impl Store {
             }
         };
         let failed = sources.error(pack, left.len());
-        if mended == 0 && !has_wrong_form {
-            return failed.map_or(Ok(Mended { mended, left: left.len() }), Err);
+        if repaired == 0 && !has_wrong_form {
+            return failed.map_or(Ok(RepairCounts { repaired, left: left.len() }), Err);
         }
         let keep = || -> Result<()> {
             new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
@@ -189,21 +193,21 @@ impl Store {
             self.note(&index, &left)
         };
         if let Err(error) = keep() {
-            return Error::of_all(failed.into_iter().chain([error]).collect()).map_or(Ok(Mended::default()), Err);
+            return Error::of_all(failed.into_iter().chain([error]).collect()).map_or(Ok(RepairCounts::default()), Err);
         }
-        tracing::info!("mended {mended} objects of the pack {pack} in {}", self.folder().display());
-        failed.map_or(Ok(Mended { mended, left: left.len() }), Err)
+        tracing::info!("repaired {repaired} objects of the pack {pack} in {}", self.folder().display());
+        failed.map_or(Ok(RepairCounts { repaired, left: left.len() }), Err)
     }
 
-    /// Copies a pack's objects, with the right bytes of those that are damaged; answers how many were put right, and which could not be.
-    fn copy_mended(
+    /// Copies a pack's objects, with the right bytes of those that are damaged; returns how many were put right, and which could not be.
+    fn copy_repaired(
         &self,
         (old, path): (&File, &Path),
-        new: &New,
+        new: &NewFile,
         index: &Index,
         sources: &mut Sources<'_>,
     ) -> Result<(usize, Vec<usize>)> {
-        let (mut mended, mut left) = (0, Vec::new());
+        let (mut repaired, mut left) = (0, Vec::new());
         for (at, object) in index.objects.iter().enumerate() {
             let mut memory = Vec::new();
             let found = look_at_object(old, object.block, object, &mut memory);
@@ -212,11 +216,11 @@ impl Store {
                 Ok(Found::Padding) => {
                     let bytes = usize::try_from(object.bytes).unwrap_or(usize::MAX).min(memory.len());
                     memory[bytes..].fill(0);
-                    mended += 1;
+                    repaired += 1;
                 }
                 Ok(Found::Damaged) | Err(_) => match (sources.get(self, index.pack, object), found) {
                     (Some(right), _) => {
-                        mended += 1;
+                        repaired += 1;
                         memory = right;
                     }
                     // Nobody is to find less there than before.
@@ -233,7 +237,7 @@ impl Store {
                 new.file.write_all_at(&memory, object.block * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
             }
         }
-        Ok((mended, left))
+        Ok((repaired, left))
     }
 }
 
@@ -296,7 +300,7 @@ fn look(file: &File, object: &Object) -> Option<Found> {
     look_at_object(file, object.block, object, &mut Vec::new()).ok()
 }
 
-/// Waits for whoever else mends a pack; `None` if nothing is left to mend. The lock ends with the file.
+/// Waits for whoever else repairs a pack; `None` if nothing is left to repair. The lock ends with the file.
 fn lock_note(path: &PathBuf) -> Result<Option<File>> {
     loop {
         let file = match File::open(path) {

@@ -4,7 +4,7 @@
 //! it on where the file system has it; so does [`seal`] for a store that was copied, or whose packs came piece by piece.
 //!
 //! fs-verity cannot be turned off again, and what has it cannot be written to. So a pack is hashed before, and what is damaged in it is
-//! mended first.
+//! repaired first.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ use std::path::Path;
 use crate::format::data::PackRef;
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::Index;
 use crate::store::fetch::Fetch;
@@ -35,10 +35,10 @@ pub struct Sealed {
 }
 
 /// Turns fs-verity on for those packs of an image that are made for it and are all here, where the file system has it. All of a pack is read
-/// for that, twice: by us, and by the kernel. One that is damaged is mended before, by what other packs have, or `from` hands over.
+/// for that, twice: by us, and by the kernel. One that is damaged is repaired before, by what other packs have, or `from` hands over.
 ///
 /// # Errors
-/// A pack has another digest than its index names and cannot be mended, or fs-verity cannot be turned on for it. It is on for the others,
+/// A pack has another digest than its index names and cannot be repaired, or fs-verity cannot be turned on for it. It is on for the others,
 /// and all are named for which it is not.
 pub fn seal(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<Sealed> {
     let mut sealed = Sealed::default();
@@ -75,7 +75,7 @@ enum Tried {
     Other(Digest),
 }
 
-/// Turns fs-verity on for an image's own file, where the file system has it and the file is ours; answers whether it is on.
+/// Turns fs-verity on for an image's own file, where the file system has it and the file is ours; returns whether it is on.
 ///
 /// # Errors
 /// The system fails.
@@ -105,7 +105,7 @@ pub enum PackProof {
 }
 
 impl Store {
-    /// Turns fs-verity on for a pack, which is mended if it is damaged.
+    /// Turns fs-verity on for a pack, which is repaired if it is damaged.
     fn seal_pack(&self, pack: Digest, from: Option<&dyn Fetch>) -> Result<Outcome> {
         let Some(index) = self.index_of_whole(pack) else { return Ok(Outcome::Left) };
         let Some(wanted) = index.verity else { return Ok(Outcome::Unnamed) };
@@ -115,7 +115,7 @@ impl Store {
         };
         let (damaged, folder) = (self.look_for_damage(&index)?, self.folder().display());
         tracing::warn!("the pack {pack} in {folder} has the fs-verity digest {found}: {damaged} objects are damaged");
-        let left = self.mend_each(vec![pack], from)?.left;
+        let left = self.repair_each(vec![pack], from)?.left;
         match self.turn_on_proved(&index, wanted)? {
             Tried::Done(outcome) => Ok(outcome),
             Tried::Other(found) => {

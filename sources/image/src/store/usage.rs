@@ -37,7 +37,7 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
             Data::Far { pack, block } if chunk::count(inode.bytes) > pieces_left => {
                 found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
             }
-            data @ (Data::Far { .. } | Data::Pieces(_)) => {
+            data @ (Data::Far { .. } | Data::Chunks(_)) => {
                 let count = chunk::count(inode.bytes);
                 let left = if matches!(data, Data::Far { .. }) { &mut pieces_left } else { &mut entries_left };
                 let crowded = Flaw { what: "more pieces than there is room for", offset: 0 };

@@ -14,8 +14,10 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Bench, bytes};
-use ferry_image::fetch::Sink;
-use ferry_image::{BuildOptions, Data, Digest, Fetch, Image, Missing, Needed, Nid, Sole, Source, Store, Trace, build};
+use ferry_image::ByteSink;
+use ferry_image::{
+    BuildOptions, Data, Digest, ExclusiveStore, Fetch, Image, Missing, Needed, Nid, Source, Store, Trace, build,
+};
 use ferry_vfs::Errno;
 
 const PIECE: u64 = 64 << 10;
@@ -33,7 +35,7 @@ impl Fetch for Elsewhere {
         fs::read(self.packs.join(format!("{}.index", pack.hex())))
     }
 
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner).push(pack);
         let mut found = vec![0; usize::try_from(range.end - range.start).expect("it fits")];
         File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;
@@ -189,7 +191,7 @@ fn parts_stay_and_go_with_what_they_are_of() {
     };
     let collect = |packs: &[Digest]| {
         let needed = Needed { packs: packs.iter().copied().collect(), ..Needed::default() };
-        let sole = Sole::lock(&folder, &|| {}).expect("nobody else is here");
+        let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
         sole.collect(&needed, Duration::ZERO, false).expect("it can be cleaned")
     };
     let of = |pack: Digest, ends: &[&str]| -> Vec<String> {
@@ -219,7 +221,7 @@ fn parts_that_servers_use_stay() {
     let source = open(&bench, "second", &from, None);
     let folder = here(&bench);
     let collect = || {
-        let sole = Sole::lock(&folder, &|| {}).expect("nobody else is here");
+        let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
         sole.collect(&Needed::default(), Duration::ZERO, false).expect("it can be cleaned")
     };
     assert_eq!(collect().leftovers, 0);
@@ -248,7 +250,7 @@ impl Fetch for Damaging {
         self.from.index(pack, bytes_max)
     }
 
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
         if let Some(go_on) = self.go_on.lock().unwrap_or_else(PoisonError::into_inner).take() {
             self.begun.lock().unwrap_or_else(PoisonError::into_inner).send(()).expect("the test waits");
             go_on.recv().expect("the test goes on");

@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Bench, bytes};
-use ferry_image::fetch::Sink;
+use ferry_image::ByteSink;
 use ferry_image::{
-    BuildOptions, Built, Digest, Fetch, Image, Layout, Mended, Needed, Objects, Sole, Store, build, file_objects, mend,
-    note_damage, walk,
+    BuildOptions, Built, Digest, ExclusiveStore, Fetch, Image, Layout, Needed, Objects, RepairCounts, Store, build,
+    file_objects, note_damage, repair_packs, walk,
 };
 use ferry_vfs::FileType;
 
@@ -77,7 +77,7 @@ impl Fetch for Folder {
         fs::read(self.0.join(format!("{}.index", pack.hex())))
     }
 
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
         let mut bytes = vec![0; usize::try_from(range.end - range.start).expect("it fits")];
         File::open(self.0.join(pack.hex()))?.read_exact_at(&mut bytes, range.start)?;
         bytes.chunks(1000).try_for_each(sink)
@@ -129,15 +129,21 @@ fn what_comes_from_elsewhere_is_proved_before_it_replaces_anything() {
     let image = open(&bench, "image");
     let from = Folder(copy);
     write_over(&copied, 7 * 4096, &[0xbb]);
-    let error = mend(&image, &bench.store(), Some(&from)).expect_err("one comes damaged, too");
+    let error = repair_packs(&image, &bench.store(), Some(&from)).expect_err("one comes damaged, too");
     assert!(error.to_string().contains("cannot fetch the object blake3:"), "{error}");
     // The other one is mended.
     assert!(fs::read(&path).expect("files can be read") == half);
     assert_eq!((damaged(&bench, "image"), notes(&bench)), (BTreeSet::from(["/2".to_owned()]), 1));
     write_over(&copied, 7 * 4096, &bytes(2, 9000)[4096..4097]);
-    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("it is sound"), Mended { mended: 1, left: 0 });
+    assert_eq!(
+        repair_packs(&image, &bench.store(), Some(&from)).expect("it is sound"),
+        RepairCounts { repaired: 1, left: 0 }
+    );
     assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
-    assert_eq!(mend(&image, &bench.store(), Some(&from)).expect("there is nothing to do"), Mended::default());
+    assert_eq!(
+        repair_packs(&image, &bench.store(), Some(&from)).expect("there is nothing to do"),
+        RepairCounts::default()
+    );
 }
 
 /// Refuses the first object, and puts a folder where the pack was.
@@ -149,7 +155,7 @@ impl Fetch for Meddler {
         self.0.index(pack, bytes_max)
     }
 
-    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut Sink<'_>) -> io::Result<()> {
+    fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
         if range.start > 0 {
             return self.0.read(pack, range, sink);
         }
@@ -168,7 +174,7 @@ fn what_could_not_be_fetched_is_said_beside_what_could_not_be_written() {
     write_over(&path, 7 * 4096, &[0xaa; 10]);
     assert_eq!(note(&bench, "image"), 2);
     let from = Meddler(Folder(copy), path.clone());
-    let error = mend(&open(&bench, "image"), &bench.store(), Some(&from)).expect_err("a folder is in the way");
+    let error = repair_packs(&open(&bench, "image"), &bench.store(), Some(&from)).expect_err("a folder is in the way");
     let error = error.to_string();
     assert!(error.contains("nobody has it") && error.contains("directory"), "{error}");
 }
@@ -184,15 +190,15 @@ fn what_fills_the_last_block_of_an_object_is_mended_by_nobodys_help() {
         write_over(&path, at, &[1]);
     }
     assert_eq!(note(&bench, "image"), 2);
-    let mended = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
-    assert_eq!((mended, notes(&bench)), (Mended { mended: 2, left: 0 }, 0));
+    let mended = repair_packs(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!((mended, notes(&bench)), (RepairCounts { repaired: 2, left: 0 }, 0));
     assert!(fs::read(&path).expect("files can be read") == before);
     // Beside an object that nobody has.
     write_over(&path, 12_287, &[1]);
     write_over(&path, 4 * 4096, &[!before[4 * 4096]]);
     assert_eq!(note(&bench, "image"), 2);
-    let mended = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
-    assert_eq!((mended, notes(&bench)), (Mended { mended: 1, left: 1 }, 1));
+    let mended = repair_packs(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!((mended, notes(&bench)), (RepairCounts { repaired: 1, left: 1 }, 1));
     assert_eq!(damaged(&bench, "image"), BTreeSet::from(["/1".to_owned()]));
 }
 
@@ -205,7 +211,8 @@ fn all_packs_are_named_of_which_something_cannot_be_had() {
     packs.iter().for_each(|pack| write_over(&pack_path(&bench, *pack), 0, &[0xaa; 10]));
     assert_eq!(note(&bench, "second"), 2);
     let from = Folder(bench.path("nothing"));
-    let error = mend(&open(&bench, "second"), &bench.store(), Some(&from)).expect_err("nobody has it").to_string();
+    let error =
+        repair_packs(&open(&bench, "second"), &bench.store(), Some(&from)).expect_err("nobody has it").to_string();
     for pack in packs {
         assert!(error.contains(&format!("of the pack {pack}: No such file")), "{error}");
     }
@@ -223,8 +230,8 @@ fn of_several_damaged_objects_those_are_mended_that_can_be_had() {
     assert_eq!(bench.build("third").new_bytes, 9000);
     assert_eq!(damaged(&bench, "image"), BTreeSet::from(["/1".to_owned()]));
     assert_eq!(notes(&bench), 1);
-    let left = mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
-    assert_eq!(left, Mended { mended: 0, left: 1 });
+    let left = repair_packs(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    assert_eq!(left, RepairCounts { repaired: 0, left: 1 });
     fs::write(bench.tree().join("one"), bytes(1, 9000)).expect("files can be made");
     bench.build("fourth");
     assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
@@ -250,12 +257,13 @@ fn what_cannot_be_read_now_is_no_damage_and_holds_up_nothing_else() {
         // Every read of it is an error of the device.
         fs::remove_file(path(unreadable)).expect("files can be removed");
         std::os::unix::fs::symlink("/proc/self/mem", path(unreadable)).expect("links can be made");
-        let error = mend(&open(&bench, "second"), &bench.store(), None).expect_err("it cannot be read");
+        let error = repair_packs(&open(&bench, "second"), &bench.store(), None).expect_err("it cannot be read");
         assert!(error.to_string().starts_with("cannot read "), "{error}");
         assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
         // The server has not got that one, but the other.
         fs::remove_file(copy.join(path(unreadable).file_name().expect("a name"))).expect("files can be removed");
-        mend(&open(&bench, "second"), &bench.store(), Some(&Folder(copy.clone()))).expect_err("it cannot be had");
+        repair_packs(&open(&bench, "second"), &bench.store(), Some(&Folder(copy.clone())))
+            .expect_err("it cannot be had");
         assert!(fs::symlink_metadata(path(unreadable)).expect("it is there").is_symlink(), "nothing took its place");
         assert!(fs::read(path(1 - unreadable)).expect("files can be read") == all[1 - unreadable]);
         assert_eq!(notes(&bench), 1);
@@ -273,7 +281,7 @@ fn a_pack_that_is_too_long_is_mended_too() {
     let error = Objects::open(&open(&bench, "image"), &bench.store()).expect_err("it is too long");
     assert!(error.to_string().contains("not 36864"), "{error}");
     assert_eq!((note(&bench, "image"), notes(&bench)), (0, 1));
-    mend(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
+    repair_packs(&open(&bench, "image"), &bench.store(), None).expect("the store can be written to");
     assert_eq!((damaged(&bench, "image").len(), notes(&bench)), (0, 0));
 }
 
@@ -283,7 +291,7 @@ fn notes_go_with_their_packs() {
     write_over(&pack_path(&bench, built.packs[0]), 0, &[0xaa]);
     note(&bench, "image");
     let collect = |needed: &Needed| {
-        let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+        let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
         sole.collect(needed, Duration::ZERO, false).expect("it can be collected")
     };
     let mut needed = Needed::default();

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 
 use common::{Bench, bytes};
-use ferry_image::{Data, Flaw, Image, Nid, Sole, Source, Store};
+use ferry_image::{Data, ExclusiveStore, Flaw, Image, Nid, Source, Store};
 use ferry_vfs::Errno;
 
 const PIECE: u64 = 64 << 10;
@@ -148,7 +148,7 @@ fn versions_of_a_file_share_the_pieces_that_are_the_same() {
         let source = Source::open(&bench.path(image), &bench.store(), None).expect("it was built");
         let inode = source.image().inode(find(source.image(), "file-0")).expect("it is there");
         let data = source.image().data(&inode).expect("the image is sound");
-        (matches!(data, Data::Pieces(_)), data.runs(inode.bytes, 0..inode.bytes).count())
+        (matches!(data, Data::Chunks(_)), data.runs(inode.bytes, 0..inode.bytes).count())
     };
     assert_eq!(pieces("image"), (false, 1));
     // Across the end of a piece, and in the last one.
@@ -209,7 +209,7 @@ fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
     // Both packs are needed by the new one.
     let mut needed = ferry_image::Needed::default();
     needed.add(&new).expect("the image is sound");
-    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+    let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
     let collected = sole.collect(&needed, std::time::Duration::ZERO, false).expect("it can be collected");
     assert_eq!((collected.kept, collected.removed.len(), collected.leftovers), (2, 0, 0));
 }

@@ -9,8 +9,8 @@ use std::path::Path;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    Algorithm, BuildOptions, Built, Digest, Image, Objects, PackProof, Sealed, Store, Trace, build, mend, note_damage,
-    seal, seal_image,
+    Algorithm, BuildOptions, Built, Digest, Image, Objects, PackProof, Sealed, Store, Trace, build, note_damage,
+    repair_packs, seal, seal_image,
 };
 
 /// Builds for fs-verity.
@@ -139,7 +139,7 @@ fn what_is_sealed_can_be_used_mended_and_sealed_again() {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o444)).expect("modes can be set");
     assert_eq!(note_damage(&image, &bench.store()).expect("the store can be written"), 1);
     bench.build("plain");
-    let mended = mend(&image, &bench.store(), None).expect("the store can be written");
+    let mended = repair_packs(&image, &bench.store(), None).expect("the store can be written");
     assert_eq!(mended.left, 0);
     all_named(&bench, "store", &built.packs);
     assert_eq!(proof() == PackProof::Kernel, has_verity, "what is mended is sealed");

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    BuildOptions, Change, ChangeKind, Collected, Digests, Flaw, Image, Layout, Needed, Share, Sole, Source, Store,
-    Total, Usage, build, diff, places,
+    BuildOptions, Change, ChangeKind, Collected, Digests, ExclusiveStore, Flaw, Image, Layout, Needed, Share, Source,
+    Store, Total, Usage, build, diff, places,
 };
 use ferry_vfs::FileType;
 
@@ -30,7 +30,7 @@ fn needed(bench: &Bench, names: &[&str]) -> Needed {
 }
 
 fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> Collected {
-    let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+    let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
     sole.collect(&needed(bench, names), grace, dry).expect("it can be collected")
 }
 
@@ -263,7 +263,7 @@ fn nothing_is_lost(layout: Layout) {
         let collector = scope.spawn(|| {
             let mut removed = 0;
             while !done.load(Ordering::Relaxed) {
-                let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+                let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
                 let mut needed = Needed::default();
                 for entry in fs::read_dir(&images).expect("it is there") {
                     let path = entry.expect("a name").path();
@@ -403,7 +403,7 @@ fn what_others_remove_meanwhile_does_not_end_a_collection() {
                 }
             });
         }
-        let sole = Sole::lock(&bench.store(), &|| {}).expect("the store is there");
+        let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
         let needed = needed(&bench, &["first", "second", "third"]);
         let outcome = (0..2000).try_for_each(|_| sole.collect(&needed, Duration::ZERO, false).map(drop));
         is_over.store(true, Ordering::Relaxed);

@@ -367,7 +367,7 @@ fn the_sum_of_a_packed_archive_is_looked_at() {
 /// A layer of an OCI image, given alone.
 #[test]
 fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
-    use ferry_image::{Choice, Whiteouts};
+    use ferry_image::{Filter, Whiteouts};
     let bench = Bench::new();
     let mut archive = [
         plain(".wh.gone", b'0', b""),
@@ -385,15 +385,15 @@ fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
     .concat();
     archive.resize(archive.len() + 1024, 0);
     fs::write(bench.path("layer.tar"), archive).expect("files can be made");
-    let take_with = |source: &str, whiteouts, choice| {
-        let options = BuildOptions { layout: COMPOSEFS, whiteouts, choice, ..BuildOptions::default() };
+    let take_with = |source: &str, whiteouts, filter| {
+        let options = BuildOptions { layout: COMPOSEFS, whiteouts, filter, ..BuildOptions::default() };
         let store = Store::create(&bench.store()).expect("a store can be made");
         build(&bench.path(source), &bench.path("image"), store, &options, &|_, _| {}).map(|_| {
             let image = Image::open(&bench.path("image"), None).expect("it was built");
             String::from_utf8(common::composefs::dump_of(&image)).expect("our names are text")
         })
     };
-    let take = |source: &str, whiteouts| take_with(source, whiteouts, Choice::default());
+    let take = |source: &str, whiteouts| take_with(source, whiteouts, Filter::default());
     let names = |text: &str| {
         let name = |line: &str| {
             let fields: Vec<_> = line.split(' ').collect();
@@ -420,7 +420,7 @@ fn whiteouts_of_a_layer_alone_become_what_was_asked_for() {
     ];
     assert_eq!(names(&overlay), expected);
     // Without attributes, too: those are not the archive's.
-    let bare = || Choice { skip_xattrs: true, ..Choice::default() };
+    let bare = || Filter { skip_xattrs: true, ..Filter::default() };
     let overlay = take_with("layer.tar", Some(Whiteouts::Overlay), bare()).expect("they become overlayfs's");
     assert_eq!(names(&overlay), expected);
     let kept = take("layer.tar", Some(Whiteouts::Keep)).expect("they are files");

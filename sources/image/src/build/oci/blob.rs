@@ -10,7 +10,7 @@ use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
 use crate::format::digest::{bytes_of_hex, hex};
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 
 /// The pieces in which what is left of a blob is read, in bytes.
 const PIECE_BYTES: usize = 1 << 16;
@@ -54,7 +54,7 @@ impl<R: Read> Hashing<R> {
         Self { inner, hash: Sha256::new() }
     }
 
-    /// Reads to the end; answers the name of what was read in all.
+    /// Reads to the end; returns the name of what was read in all.
     pub(super) fn finish(mut self) -> io::Result<Name> {
         let mut piece = vec![0; PIECE_BYTES];
         loop {

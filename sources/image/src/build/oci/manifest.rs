@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::blob::{Blob, Name};
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 
 /// The largest manifest, index or configuration that is read, in bytes: what the specification has registries take at least.
 const JSON_BYTES_MAX: u64 = 4 << 20;

@@ -18,7 +18,7 @@ use flate2::bufread::GzDecoder;
 use crate::build::content_writer::ContentWriter;
 use crate::build::meter::Meter;
 use crate::build::tar::{Layers, fill};
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::Tree;
 
 use blob::{Blob, Hashing};

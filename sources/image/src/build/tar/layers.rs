@@ -11,7 +11,7 @@ use super::member::{Kind, Member, Members};
 use super::pax::Globals;
 use super::place::{at_end, components, contents, directory, place, refused};
 use crate::build::content_writer::ContentWriter;
-use crate::build::tree_builder::{Growing, Refusal};
+use crate::build::tree_builder::{Refusal, TreeBuilder};
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 
@@ -20,7 +20,7 @@ pub(crate) type Wanted = HashMap<u64, NodeId>;
 
 /// Layers, whose headers are being read.
 pub(crate) struct Layers {
-    growing: Growing,
+    builder: TreeBuilder,
     /// For each layer its files.
     files: Vec<Vec<(u64, NodeId)>>,
     for_composefs: bool,
@@ -28,14 +28,14 @@ pub(crate) struct Layers {
 
 impl Layers {
     pub(crate) fn begin(for_composefs: bool) -> Self {
-        Self { growing: Growing::default(), files: Vec::new(), for_composefs }
+        Self { builder: TreeBuilder::default(), files: Vec::new(), for_composefs }
     }
 
     /// Applies the next layer.
     pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
         let mut members = Members::of(input, source, Globals::Ignore);
         if !self.files.is_empty() {
-            self.growing.next_layer();
+            self.builder.next_layer();
         }
         self.files.push(Vec::new());
         while let Some(member) = members.next()? {
@@ -50,12 +50,12 @@ impl Layers {
         match mark(&names)? {
             None => {}
             Some(Mark::Nothing) => return Ok(()),
-            Some(Mark::Opaque(directory)) => return self.growing.make_opaque(directory),
-            Some(Mark::Gone(names)) => return self.growing.whiteout(&names),
+            Some(Mark::Opaque(directory)) => return self.builder.make_opaque(directory),
+            Some(Mark::Gone(names)) => return self.builder.whiteout(&names),
         }
         let file = Content::Unread { bytes: member.bytes };
         let content = (member.kind == Kind::File).then_some(file);
-        let id = place(&mut self.growing, &names, member, content, self.for_composefs)?;
+        let id = place(&mut self.builder, &names, member, content, self.for_composefs)?;
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {
             files.push((member.offset, id));
         }
@@ -64,7 +64,7 @@ impl Layers {
 
     /// The tree, whose files have no bytes yet, and for each layer those of its files that are left.
     pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<Wanted>)> {
-        let grown = self.growing.enter(&[], directory).and_then(|_| self.growing.finish_compact());
+        let grown = self.builder.enter(&[], directory).and_then(|_| self.builder.finish_compact());
         let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
         let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
         let wanted = self.files.into_iter().map(|files| files.into_iter().filter_map(left).collect());

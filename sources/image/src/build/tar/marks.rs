@@ -6,23 +6,13 @@
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
 
 use super::place::directory;
-use crate::build::tree_builder::{Growing, Refusal};
+use crate::build::filter::Whiteouts;
+use crate::build::tree_builder::{Refusal, TreeBuilder};
 use crate::format::tree::{Content, Node, set_xattr};
 
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
-
-/// What a layer that is a tree of its own has where something is gone that it has not got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whiteouts {
-    /// Nothing: it is not there.
-    Drop,
-    /// What overlayfs takes for it: a device 0:0, and the attribute of opaque directories.
-    Overlay,
-    /// The archive's own files, as of any other archive.
-    Keep,
-}
 
 /// What a path with a mark in it says.
 pub(super) enum Mark<'a, 'b> {
@@ -83,22 +73,22 @@ impl Alone {
     }
 
     /// Adds what overlayfs takes for marks. What the layer has itself hides what is below; a directory only if it is opaque.
-    pub(super) fn finish(self, growing: &mut Growing) -> Result<(), Refusal> {
+    pub(super) fn finish(self, builder: &mut TreeBuilder) -> Result<(), Refusal> {
         for (names, is_opaque, mtime) in self.left {
             let names: Vec<_> = names.iter().map(NameBuf::as_name).collect();
             if is_opaque {
                 // What the layer has put in the directory's place hides what is below by itself.
-                if let Ok(found) = growing.enter(&names, directory) {
-                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+                if let Ok(found) = builder.enter(&names, directory) {
+                    set_xattr(&mut builder.node(found).xattrs, b"trusted.overlay.opaque", b"y");
                 }
                 continue;
             }
             let Some((name, parents)) = names.split_last() else { continue };
-            let parent = growing.enter(parents, directory)?;
-            match growing.child(parent, *name) {
-                None => drop(growing.replace(parent, *name, device(mtime))?),
-                Some(found) if growing.node(found).kind() == FileType::Directory => {
-                    set_xattr(&mut growing.node(found).xattrs, b"trusted.overlay.opaque", b"y");
+            let parent = builder.enter(parents, directory)?;
+            match builder.child(parent, *name) {
+                None => drop(builder.replace(parent, *name, device(mtime))?),
+                Some(found) if builder.node(found).kind() == FileType::Directory => {
+                    set_xattr(&mut builder.node(found).xattrs, b"trusted.overlay.opaque", b"y");
                 }
                 Some(_) => {}
             }

@@ -9,7 +9,7 @@ use super::header::{GID, HEADER_BYTES, Header, LINK, MAJOR, MINOR, MODE, MTIME, 
 use super::pax::{Globals, Pax};
 use super::sparse::{Pieces, Sparse};
 use crate::build::tree_builder::Refusal;
-use crate::format::error::{Doing, Error, Result};
+use crate::format::error::{Error, IoContext, Result};
 
 /// The longest PAX header, and the longest name: more than paths and attributes can have, and it is kept in memory.
 const EXTRA_BYTES_MAX: u64 = 1 << 20;
@@ -198,7 +198,7 @@ impl<R: Read> Members<R> {
         std::io::copy(&mut self.input, &mut std::io::sink()).doing("read", &self.source).map(drop)
     }
 
-    /// Appends the next bytes of a member's file, no more than so many; answers whether there were any.
+    /// Appends the next bytes of a member's file, no more than so many; returns whether there were any.
     pub(super) fn piece(&mut self, member: &Member, into: &mut Vec<u8>, bytes_max: u64) -> Result<bool> {
         while self.pieces.last().is_some_and(|(_, length)| *length == 0) {
             self.pieces.pop();

@@ -19,7 +19,8 @@ use std::io::Read;
 use std::path::Path;
 
 use crate::build::content_writer::ContentWriter;
-use crate::build::tree_builder::Growing;
+use crate::build::filter::Whiteouts;
+use crate::build::tree_builder::TreeBuilder;
 use crate::format::error::Result;
 use crate::format::tree::Tree;
 
@@ -30,7 +31,6 @@ use place::{at_end, components, contents, directory, place, refused};
 
 pub(crate) use header::{HEADER_BYTES, is_header};
 pub(crate) use layers::{Layers, fill};
-pub use marks::Whiteouts;
 
 /// Reads an archive; the bytes of its files go where `writer` stores them.
 pub(crate) fn read<W: ContentWriter>(
@@ -40,7 +40,7 @@ pub(crate) fn read<W: ContentWriter>(
     writer: &mut W,
 ) -> Result<Tree> {
     let mut members = Members::of(input, source, Globals::Apply);
-    let mut growing = Growing::default();
+    let mut builder = TreeBuilder::default();
     let mut marks = Alone::new(whiteouts);
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
@@ -52,11 +52,11 @@ pub(crate) fn read<W: ContentWriter>(
             Kind::File => Some(contents(&mut members, &member, writer)?),
             _ => None,
         };
-        place(&mut growing, &names, &member, content, W::IS_COMPOSEFS)
+        place(&mut builder, &names, &member, content, W::IS_COMPOSEFS)
             .map_err(|reason| refused(source, &member, reason))?;
     }
     members.finish()?;
-    let all = growing.enter(&[], directory).and_then(|_| marks.finish(&mut growing));
-    let tree = all.and_then(|()| growing.finish_compact()).map_err(|reason| at_end(source, reason))?;
+    let all = builder.enter(&[], directory).and_then(|_| marks.finish(&mut builder));
+    let tree = all.and_then(|()| builder.finish_compact()).map_err(|reason| at_end(source, reason))?;
     Ok(tree.0)
 }

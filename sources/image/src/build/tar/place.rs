@@ -8,13 +8,13 @@ use ferry_vfs::{FileType, Name, Timespec};
 use super::member::{Kind, Member, Members};
 use crate::build::content_writer::ContentWriter;
 use crate::build::options::INLINE_BYTES_MAX;
-use crate::build::tree_builder::{DEPTH_MAX, Growing, Refusal, names_of};
+use crate::build::tree_builder::{DEPTH_MAX, Refusal, TreeBuilder, names_of};
 use crate::format::composefs::fits;
 use crate::format::erofs::split_xattr;
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, Node, NodeId, set_xattr};
 
-/// The pieces that larger files are read in, in bytes.
+/// The parts that larger files are read in, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
 
 pub(super) fn refused(source: &Path, member: &Member, reason: Refusal) -> Error {
@@ -26,9 +26,9 @@ pub(super) fn at_end(source: &Path, reason: Refusal) -> Error {
     Error::Input { path: source.into(), at: "at its end".into(), reason }
 }
 
-/// Adds a member, a regular file with these contents; answers its inode, if it is a new one.
+/// Adds a member, a regular file with these contents; returns its inode, if it is a new one.
 pub(super) fn place(
-    growing: &mut Growing,
+    builder: &mut TreeBuilder,
     names: &[Name<'_>],
     member: &Member,
     file: Option<Content>,
@@ -36,12 +36,12 @@ pub(super) fn place(
 ) -> std::result::Result<Option<NodeId>, Refusal> {
     let content = match member.kind {
         Kind::File => file.unwrap_or(Content::None),
-        Kind::Link => return link(growing, names, member).map(|()| None),
+        Kind::Link => return link(builder, names, member).map(|()| None),
         Kind::Symlink => Content::Inline(member.link.clone()),
         Kind::Directory => Content::Directory(Vec::new()),
         Kind::Special => Content::None,
     };
-    add(growing, names, node(member, content, for_composefs)?)
+    add(builder, names, node(member, content, for_composefs)?)
 }
 
 /// The names of a member's path, without `.`, which is what archives of a whole directory begin with.
@@ -62,39 +62,39 @@ pub(super) fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refu
     Ok(names)
 }
 
-fn link(growing: &mut Growing, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
+fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
     let target = components(&member.link).map_err(|reason| format!("a hard link: {reason}"))?;
     let absent = || format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii());
     let (target_name, target_parents) = target.split_last().ok_or("a hard link to a directory")?;
-    let target_parent = growing.directory(target_parents)?.ok_or_else(absent)?;
-    growing.child(target_parent, *target_name).ok_or_else(absent)?;
+    let target_parent = builder.directory(target_parents)?.ok_or_else(absent)?;
+    builder.child(target_parent, *target_name).ok_or_else(absent)?;
     let (name, parents) = names.split_last().ok_or("a hard link in the root's place")?;
-    let parent = growing.enter(parents, directory)?;
-    let id = growing.replace_by_link((parent, *name), (target_parent, *target_name))?;
-    growing.node(id).nlink += 1;
+    let parent = builder.enter(parents, directory)?;
+    let id = builder.replace_by_link((parent, *name), (target_parent, *target_name))?;
+    builder.node(id).nlink += 1;
     Ok(())
 }
 
 /// Adds an inode instead of what has its name, as GNU tar, containerd and umoci do it; a symbolic link of that name is not followed.
 /// A directory that is there already gets the later member's modes, owners, times and attributes.
-fn add(growing: &mut Growing, names: &[Name<'_>], node: Node) -> std::result::Result<Option<NodeId>, Refusal> {
+fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> std::result::Result<Option<NodeId>, Refusal> {
     let Some((name, parents)) = names.split_last() else {
-        match growing.find(&[]) {
-            Some(root) if node.kind() == FileType::Directory => *growing.node(root) = node,
+        match builder.find(&[]) {
+            Some(root) if node.kind() == FileType::Directory => *builder.node(root) = node,
             Some(_) => return Err("the root is no directory".into()),
-            None => growing.root(node)?,
+            None => builder.root(node)?,
         }
         return Ok(None);
     };
-    let parent = growing.enter(parents, directory)?;
-    if let (FileType::Directory, Some(known)) = (node.kind(), growing.child(parent, *name))
-        && growing.node(known).kind() == FileType::Directory
+    let parent = builder.enter(parents, directory)?;
+    if let (FileType::Directory, Some(known)) = (node.kind(), builder.child(parent, *name))
+        && builder.node(known).kind() == FileType::Directory
     {
-        *growing.node(known) = node;
-        growing.touch(parent, *name);
+        *builder.node(known) = node;
+        builder.touch(parent, *name);
         return Ok(None);
     }
-    growing.replace(parent, *name, node).map(Some)
+    builder.replace(parent, *name, node).map(Some)
 }
 
 /// A directory of which the archive says nothing.

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::format::chunk::PIECE_BYTES;
+use crate::format::chunk::CHUNK_BYTES;
 use crate::format::data::{PackRef, Run};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::image::Image;
@@ -51,7 +51,7 @@ impl Far {
 
     /// Whether whoever begins with a piece of this, or goes on behind it, does so at a piece's border.
     fn is_cut_at(&self, at: u64) -> bool {
-        (at - self.begin()).is_multiple_of(PIECE_BYTES as u64)
+        (at - self.begin()).is_multiple_of(CHUNK_BYTES as u64)
     }
 }
 

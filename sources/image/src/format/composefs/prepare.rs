@@ -24,7 +24,7 @@ pub(crate) fn fits(xattrs: &[(Vec<u8>, Vec<u8>)]) -> bool {
     12 + size <= XATTR_BYTES_MAX
 }
 
-/// Prepares a tree; answers the version of the layout.
+/// Prepares a tree; returns the version of the layout.
 pub(super) fn prepare(tree: &mut Tree, version: Option<u32>) -> u32 {
     let (whiteouts, marked) = whiteouts(tree);
     let version = version.unwrap_or(u32::from(!whiteouts.is_empty()));

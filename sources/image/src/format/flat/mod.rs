@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, HashSet};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::format::chunk::{self, CHUNK_FORMAT, PIECE_BLOCKS};
+use crate::format::chunk::{self, CHUNK_BLOCKS, CHUNK_FORMAT};
 use crate::format::digest::Digest;
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
@@ -141,10 +141,10 @@ impl<'a> Packed<'a> {
         for (id, node) in tree.nodes.iter().enumerate() {
             let Content::Packed { bytes, first } = node.content else { continue };
             let mut places = packed.places(bytes, first);
-            let mut next = places.next().map(|(pack, block)| (pack, block + PIECE_BLOCKS));
+            let mut next = places.next().map(|(pack, block)| (pack, block + CHUNK_BLOCKS));
             let is_run = places.all(|(pack, block)| {
                 let is_next = next == Some((pack, block));
-                next = Some((pack, block + PIECE_BLOCKS));
+                next = Some((pack, block + CHUNK_BLOCKS));
                 is_next
             });
             if !is_run {

@@ -128,7 +128,7 @@ impl Room {
         at
     }
 
-    /// Whole blocks; answers the first one's number.
+    /// Whole blocks; returns the first one's number.
     fn take_blocks(&mut self, count: usize) -> usize {
         self.leave();
         let first = self.next / BLOCK_BYTES;

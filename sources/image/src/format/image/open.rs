@@ -16,7 +16,7 @@ use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, DeviceSlot, FLAT_VOLUME, FLAT_VOLUME_1, INCOMPAT_CHUNKS, INCOMPAT_DEVICE_TABLE,
     SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
 };
-use crate::format::error::{Doing, Error, Flaw, Result};
+use crate::format::error::{Error, Flaw, IoContext, Result};
 use crate::format::image::Expected;
 use crate::format::index::pack_name;
 
