@@ -1,10 +1,9 @@
-//! Codecs of the protocols that Ferry's exports speak: they decode requests and encode replies, and the reverse for
-//! tests and drivers.
+//! Codecs of the protocols of Ferry's exports: they decode requests and encode replies, and the reverse for tests and
+//! drivers.
 //!
-//! Codecs do no I/O, hold no state, allocate nothing on the way in, and are total: whatever a client sends is either
-//! a request whose parts are valid by construction (a [`ferry_vfs::Name`] is a name, a range does not wrap around)
-//! or an error with the number to answer. What only the file system can know (whether an inode number or handle
-//! exists) is for the source.
+//! Codecs do no I/O, hold no state, do not allocate when decoding requests, and accept any input. The result is a
+//! request whose parts are valid by construction (a [`ferry_vfs::Name`] is a valid name, a range does not wrap around),
+//! or an error with the number for the reply. Only the source can check whether an inode number or a handle exists.
 //!
 //! # Serving one FUSE request
 //!
@@ -12,12 +11,12 @@
 //! use ferry_vfs::{Attr, Entry, Errno, Ino, Name};
 //! use ferry_wire::fuse::*;
 //!
-//! // The session begins with INIT: the client offers, the server takes.
+//! // The session begins with INIT: the client offers features, the server accepts some.
 //! let offer = InitRequest { major: 7, minor: 45, max_readahead_bytes: 1 << 20, flags: InitFlags::ALL };
 //! let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::ASYNC_READ, ..InitOptions::default() };
 //! let InitOutcome::Ready(session, _init_out) = negotiate(&offer, &wanted)? else { unreachable!("same major") };
 //!
-//! // A request as the client makes it; a server finds the bytes in its queue.
+//! // A request as the client encodes it; a server reads the bytes from its queue.
 //! let operation = Operation::Lookup { name: Name::new(b"hello")? };
 //! let extensions = Extensions::default();
 //! let request = Request { unique: 2, ino: Ino::ROOT, uid: 1000, gid: 1000, pid: 1, extensions, operation };

@@ -1,4 +1,4 @@
-//! The configuration space of a device.
+//! The configuration space of a virtio-blk device (VIRTIO 1.3, section 5.2.4).
 
 use std::ops::BitOr;
 
@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::request::{DISCARD_BYTES_MAX, RANGES_MAX, WRITE_ZEROES_BYTES_MAX};
 use super::{Limits, SECTOR_BYTES};
 
-/// Feature bits of a block device (5.2.3).
+/// Feature bits of a block device (section 5.2.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFeatures(pub u64);
 
@@ -19,20 +19,20 @@ impl DeviceFeatures {
     pub const RO: Self = Self(1 << 5);
     /// `blk_size` is valid.
     pub const BLK_SIZE: Self = Self(1 << 6);
-    /// There is a cache, and FLUSH to empty it.
+    /// The device has a write cache and supports FLUSH.
     pub const FLUSH: Self = Self(1 << 9);
     /// The topology is valid.
     pub const TOPOLOGY: Self = Self(1 << 10);
-    /// The driver may turn the cache off and on.
+    /// The driver may switch the write cache off and on.
     pub const CONFIG_WCE: Self = Self(1 << 11);
     /// There are several queues.
     pub const MQ: Self = Self(1 << 12);
-    /// DISCARD is known.
+    /// DISCARD is supported.
     pub const DISCARD: Self = Self(1 << 13);
-    /// WRITE_ZEROES is known.
+    /// WRITE_ZEROES is supported.
     pub const WRITE_ZEROES: Self = Self(1 << 14);
 
-    /// Whether all bits of `other` are among these.
+    /// Returns whether all bits of `other` are set.
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
@@ -46,26 +46,26 @@ impl BitOr for DeviceFeatures {
     }
 }
 
-/// What [`Config::encode`] tells.
+/// The values that [`Config::encode`] writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Size and blocks.
     pub limits: Limits,
-    /// The unit that is written without reading first.
+    /// The unit that the device writes without a read-modify-write, in bytes.
     pub physical_block_bytes: u32,
-    /// The preferred size of a transfer; 0: none.
+    /// The preferred size of a transfer in bytes; 0: none.
     pub optimal_io_bytes: u32,
-    /// The unit in which discarding frees space.
+    /// The unit in which DISCARD frees space, in bytes.
     pub discard_bytes: u32,
-    /// The most pieces of memory in a request.
+    /// The maximum number of data segments in a request.
     pub segments_max: u32,
-    /// How many queues there are.
+    /// The number of queues.
     pub queues: u16,
     /// The cache is on.
     pub writeback: bool,
 }
 
-/// `struct virtio_blk_config` (5.2.4), up to what is offered here.
+/// `struct virtio_blk_config` (section 5.2.4), up to the last field of an offered feature.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Raw {
@@ -99,14 +99,14 @@ const _: () = assert!(core::mem::offset_of!(Raw, max_discard_sectors) == 36);
 const _: () = assert!(core::mem::offset_of!(Raw, write_zeroes_may_unmap) == 56);
 
 impl Config {
-    /// The length of the configuration space.
+    /// The length of the configuration space in bytes.
     pub const BYTES: usize = 60;
-    /// The one byte that a driver may write.
+    /// The offset of `writeback`, the only byte that a driver may write.
     pub const WRITEBACK_OFFSET: usize = 32;
 
-    /// The configuration space.
+    /// Encodes the configuration space.
     pub fn encode(&self) -> [u8; Self::BYTES] {
-        // All of these are powers of two well below 4 GiB, and the limits constants.
+        // All of these are powers of two far below 4 GiB, and the limits are constants.
         let narrow = |wide: u64| U32::new(u32::try_from(wide).unwrap_or(u32::MAX));
         let sectors = |bytes: u64| narrow(bytes / SECTOR_BYTES);
         let block_bytes = self.limits.block_bytes.max(SECTOR_BYTES);

@@ -1,9 +1,9 @@
 //! Requests and configuration of virtio-blk devices (VIRTIO 1.3, section 5.2).
 //!
-//! A request is a header, data in one direction, and one status byte, which is the last that the device may write.
-//! [`Request::decode`] takes the header and the sizes of the two halves of a descriptor chain; where the descriptors
-//! are cut is nobody's business (2.7.4.4). What it answers has been checked against the size of the disk, so that no
-//! offset is computed twice.
+//! A request is a header, data in one direction, and one status byte, the last byte that the device may write.
+//! [`Request::decode`] takes the header and the lengths of the readable and the writable part of a descriptor chain. A
+//! driver may split the chain into descriptors anywhere (section 2.7.4.4). A decoded request lies within the disk, so
+//! callers need no further checks of offsets.
 //!
 //! ```
 //! use ferry_wire::blk::{HEADER_BYTES, Limits, Request, Sizes};
@@ -26,5 +26,5 @@ pub use request::{
     WRITE_ZEROES_BYTES_MAX,
 };
 
-/// The unit of all sectors on the wire, whatever the disk's blocks are (5.2.4).
+/// The unit of all sectors on the wire, whatever the block size of the disk (section 5.2.4).
 pub const SECTOR_BYTES: u64 = 512;

@@ -1,21 +1,21 @@
-//! Requests of a driver.
+//! Requests of a virtio-blk driver (VIRTIO 1.3, section 5.2.6).
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::SECTOR_BYTES;
 
-/// Bytes before the data (5.2.6).
+/// Bytes before the data (section 5.2.6).
 pub const HEADER_BYTES: usize = 16;
 /// Bytes of one range of a discard or write-zeroes.
 pub const RANGE_BYTES: usize = 16;
-/// The longest name that a driver can read.
+/// The longest serial number that a driver can read, in bytes.
 pub const ID_BYTES: usize = 20;
-/// The most ranges in one request: file systems rarely have more to say at once, and each is a call of its own.
+/// The maximum number of ranges in one request. File systems rarely send more, and each range is a system call.
 pub const RANGES_MAX: usize = 32;
-/// The most that one range of a discard covers: freeing it takes a moment only, even of a fragmented file.
+/// The maximum length of one DISCARD range in bytes: freeing it is quick even in a fragmented file.
 pub const DISCARD_BYTES_MAX: u64 = 1 << 30;
-/// The most that one range of a write-zeroes covers: where zeros have to be written, this takes part of a second.
+/// The maximum length of one WRITE_ZEROES range in bytes: writing the zeros takes a fraction of a second.
 pub const WRITE_ZEROES_BYTES_MAX: u64 = 64 << 20;
 
 const T_IN: u32 = 0;
@@ -32,7 +32,7 @@ const RANGE_UNMAP: u32 = 1;
 #[repr(C)]
 struct Header {
     kind: U32,
-    /// An I/O priority in old drivers.
+    /// An I/O priority in legacy drivers.
     reserved: U32,
     sector: U64,
 }
@@ -50,95 +50,95 @@ struct RawRange {
 
 const _: () = assert!(size_of::<RawRange>() == RANGE_BYTES);
 
-/// How a request ended (5.2.6).
+/// The status byte of a request (section 5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
     /// Done.
     Ok = 0,
-    /// Failed, or makes no sense.
+    /// The request failed or is invalid.
     IoError = 1,
-    /// Not known to the device.
+    /// The device does not support the request.
     Unsupported = 2,
 }
 
-/// How many bytes a chain has for either side.
+/// The lengths of the two parts of a descriptor chain, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// What the driver sent, the header included.
+    /// The part that the device reads, with the header.
     pub readable: usize,
-    /// What the device may write, the status included.
+    /// The part that the device writes, with the status byte.
     pub writable: usize,
 }
 
-/// What a disk allows.
+/// The limits of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
-    /// The unit of reads and writes, a multiple of [`SECTOR_BYTES`].
+    /// The unit of reads and writes in bytes, a multiple of [`SECTOR_BYTES`].
     pub block_bytes: u64,
-    /// Nothing may be written.
+    /// The disk is read-only.
     pub read_only: bool,
-    /// Discards were offered.
+    /// DISCARD was offered.
     pub discard: bool,
 }
 
-/// A request that makes sense.
+/// A valid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Fill the writable part, but for the status.
+    /// Fills the writable part, except the status byte.
     Read {
-        /// From this byte of the disk on.
+        /// The first byte on the disk.
         offset: u64,
-        /// Whole blocks, at least one.
+        /// The length in bytes: whole blocks, at least one.
         bytes: usize,
     },
-    /// Write what follows the header.
+    /// Writes the data after the header.
     Write {
-        /// From this byte of the disk on.
+        /// The first byte on the disk.
         offset: u64,
-        /// Whole blocks, at least one.
+        /// The length in bytes: whole blocks, at least one.
         bytes: usize,
     },
-    /// Make what was written durable.
+    /// Makes completed writes durable.
     Flush,
-    /// Tell the disk's serial number, in at most so many bytes.
+    /// Returns the serial number of the disk.
     Id {
-        /// At most [`ID_BYTES`].
+        /// The room for it in bytes, at most [`ID_BYTES`].
         bytes: usize,
     },
-    /// Free the ranges that follow the header.
+    /// Frees the ranges that follow the header.
     Discard {
-        /// How many there are, 1 to [`RANGES_MAX`].
+        /// The number of ranges, 1 to [`RANGES_MAX`].
         ranges: usize,
     },
-    /// Make the ranges that follow the header zeros.
+    /// Zeroes the ranges that follow the header.
     WriteZeroes {
-        /// How many there are, 1 to [`RANGES_MAX`].
+        /// The number of ranges, 1 to [`RANGES_MAX`].
         ranges: usize,
     },
 }
 
-/// Why a request is not served.
+/// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// There is nowhere to say so either.
+    /// The chain has no byte for a status, so nothing can be replied.
     #[error("a request has no room for a status")]
     NoStatus,
-    /// The header is cut off.
+    /// The header is incomplete.
     #[error("a request of {0} bytes is too short for a header")]
     Short(usize),
-    /// Nobody knows this type.
+    /// The request type is unknown.
     #[error("request type {0} is not known")]
     Type(u32),
-    /// The data is none, or not whole blocks.
+    /// The data is empty or not a whole number of blocks.
     #[error("{0} bytes are not a whole number of blocks, or none")]
     Length(usize),
-    /// The place is not where a block begins.
-    #[error("sector {0} is not where a block begins")]
+    /// The sector is not at the start of a block.
+    #[error("sector {0} is not at the start of a block")]
     Unaligned(u64),
-    /// The place is outside the disk.
+    /// The range is outside the disk.
     #[error("{bytes} bytes at sector {sector} reach past the end of the disk")]
     PastEnd {
         /// The first sector.
@@ -149,19 +149,19 @@ pub enum Refusal {
     /// The disk is read-only.
     #[error("a write to a read-only disk")]
     ReadOnly,
-    /// Not a whole number of ranges, or too many.
+    /// The data is not a whole number of ranges, or holds too many.
     #[error("{0} bytes are not 1 to {RANGES_MAX} ranges")]
     Ranges(usize),
-    /// A range is longer than the configuration allows.
-    #[error("a range of {0} bytes is longer than was offered")]
+    /// A range is longer than the configuration space allows.
+    #[error("a range of {0} bytes is longer than the device allows")]
     RangeTooLong(u64),
-    /// A range has flags that nobody knows, or that do not go with the request.
-    #[error("a range with flags {0:#x}")]
+    /// A range has unknown flags, or flags that the request type does not allow.
+    #[error("a range has the invalid flags {0:#x}")]
     Flags(u32),
 }
 
 impl Refusal {
-    /// What the driver is told.
+    /// Returns the status byte for the driver.
     pub fn status(self) -> Status {
         match self {
             Self::Type(_) | Self::Flags(_) => Status::Unsupported,
@@ -171,10 +171,11 @@ impl Refusal {
 }
 
 impl Request {
-    /// Decodes a header, of which `sizes.readable` says how much was there.
+    /// Decodes a header, of which the first `sizes.readable` bytes are valid.
     ///
     /// # Errors
-    /// [`Refusal`]: why it is not served, and what to answer.
+    ///
+    /// [`Refusal`]: why the request is refused; [`Refusal::status`] is the status byte for the driver.
     pub fn decode(header: &[u8; HEADER_BYTES], sizes: Sizes, limits: &Limits) -> Result<Self, Refusal> {
         let room = sizes.writable.checked_sub(1).ok_or(Refusal::NoStatus)?;
         let sent = sizes.readable.checked_sub(HEADER_BYTES).ok_or(Refusal::Short(sizes.readable))?;
@@ -200,7 +201,7 @@ fn count_ranges(bytes: usize) -> Result<usize, Refusal> {
 }
 
 impl Limits {
-    /// The offset of whole blocks within the disk.
+    /// Returns the disk offset of a range of whole blocks.
     fn blocks(&self, sector: u64, bytes: usize) -> Result<u64, Refusal> {
         let wide = bytes as u64;
         if bytes == 0 || !wide.is_multiple_of(self.block_bytes) {
@@ -210,7 +211,7 @@ impl Limits {
         if offset.is_multiple_of(self.block_bytes) { Ok(offset) } else { Err(Refusal::Unaligned(sector)) }
     }
 
-    /// The offset of a sector from which so many bytes are within the disk.
+    /// Returns the disk offset of `sector` if `bytes` bytes from there are within the disk.
     fn within(&self, sector: u64, bytes: u64) -> Result<u64, Refusal> {
         let offset = sector.checked_mul(SECTOR_BYTES);
         let end = offset.and_then(|offset| offset.checked_add(bytes));
@@ -221,28 +222,29 @@ impl Limits {
     }
 }
 
-/// One range of a discard or write-zeroes.
+/// One range of a DISCARD or WRITE_ZEROES request (section 5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The first byte.
+    /// The first byte on the disk.
     pub offset: u64,
     /// The length in bytes, which may be 0.
     pub bytes: u64,
-    /// The space may be freed (write-zeroes only).
+    /// The device may free the space (WRITE_ZEROES only).
     pub may_unmap: bool,
 }
 
 impl Range {
-    /// Decodes all ranges of a discard.
+    /// Decodes all ranges of a DISCARD request.
     ///
     /// # Errors
-    /// [`Refusal`], of the first range that makes no sense: then none is to be carried out.
+    ///
+    /// [`Refusal`] of the first invalid range. The device then changes none of the ranges.
     pub fn decode_discard(bytes: &[u8], limits: &Limits) -> Result<Vec<Self>, Refusal> {
-        // The unmap flag belongs to write-zeroes alone: with anything else it is to be refused (5.2.6.2).
+        // Only WRITE_ZEROES may set the unmap flag; with DISCARD the request is refused (section 5.2.6.2).
         Self::decode(bytes, limits, DISCARD_BYTES_MAX, 0)
     }
 
-    /// Decodes all ranges of a write-zeroes.
+    /// Decodes all ranges of a WRITE_ZEROES request.
     ///
     /// # Errors
     /// As for [`Self::decode_discard`].

@@ -3,7 +3,7 @@
 use ferry_vfs::{Errno, Name};
 use zerocopy::FromBytes;
 
-/// What is wrong with a message: the error number to answer, and a phrase for the log.
+/// A decoding error: the error number of the reply, and a phrase for the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Flaw {
     pub(super) errno: Errno,
@@ -20,17 +20,17 @@ impl Flaw {
     }
 }
 
-/// Answers the flaw unless the condition holds.
+/// Returns an error unless the condition holds.
 pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), Flaw> {
     if condition { Ok(()) } else { Err(Flaw::invalid(reason)) }
 }
 
-/// The bytes of a message that are not taken yet.
+/// The bytes of a message that are not decoded yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Body<'a>(pub(super) &'a [u8]);
 
 impl<'a> Body<'a> {
-    /// Takes a structure; it need not be aligned.
+    /// Takes a structure, which may be unaligned.
     pub(super) fn take<T: FromBytes>(&mut self) -> Result<T, Flaw> {
         let (value, rest) =
             T::read_from_prefix(self.0).map_err(|_| Flaw::invalid("shorter than its fixed arguments"))?;
@@ -38,7 +38,7 @@ impl<'a> Body<'a> {
         Ok(value)
     }
 
-    /// Takes the rest, which must be one structure.
+    /// Takes the rest, which must be exactly one structure.
     pub(super) fn only<T: FromBytes>(mut self) -> Result<T, Flaw> {
         let value = self.take()?;
         self.end()?;
@@ -52,9 +52,9 @@ impl<'a> Body<'a> {
         Ok(bytes)
     }
 
-    /// Takes the bytes up to a NUL, and the NUL.
+    /// Takes the bytes up to a NUL, and the NUL itself.
     pub(super) fn c_string(&mut self) -> Result<&'a [u8], Flaw> {
-        let end = self.0.iter().position(|byte| *byte == 0).ok_or(Flaw::invalid("a string is not ended by NUL"))?;
+        let end = self.0.iter().position(|byte| *byte == 0).ok_or(Flaw::invalid("a string has no terminating NUL"))?;
         let (string, rest) = self.0.split_at(end);
         self.0 = &rest[1..];
         Ok(string)
@@ -75,21 +75,21 @@ impl<'a> Body<'a> {
         }
     }
 
-    /// Makes sure that nothing is left.
+    /// Checks that no bytes are left.
     pub(super) fn end(self) -> Result<(), Flaw> {
-        ensure(self.0.is_empty(), "bytes behind its arguments")
+        ensure(self.0.is_empty(), "bytes after its arguments")
     }
 }
 
-/// The longest name of an extended attribute (Linux `XATTR_NAME_MAX`).
+/// The longest name of an extended attribute in bytes (Linux `XATTR_NAME_MAX`).
 pub(super) const XATTR_NAME_BYTES_MAX: usize = 255;
-/// The longest value of an extended attribute (Linux `XATTR_SIZE_MAX`).
+/// The longest value of an extended attribute in bytes (Linux `XATTR_SIZE_MAX`).
 pub(super) const XATTR_VALUE_BYTES_MAX: usize = 65536;
-/// The most of a value, or of a list of names (Linux `XATTR_LIST_MAX`), that is worth asking for: there is no more.
+/// The longest value or list of names in bytes that Linux has (`XATTR_LIST_MAX`); larger requests are cut to it.
 pub(super) const XATTR_REPLY_BYTES_MAX: u32 = 65536;
-/// The longest target of a symbolic link (Linux `PATH_MAX` without its NUL).
+/// The longest target of a symbolic link in bytes (Linux `PATH_MAX` without its NUL).
 pub(super) const SYMLINK_TARGET_BYTES_MAX: usize = 4095;
 
 pub(super) fn name(bytes: &[u8]) -> Result<Name<'_>, Flaw> {
-    Name::new(bytes).map_err(|errno| Flaw::new(errno, "not the name of a directory entry"))
+    Name::new(bytes).map_err(|errno| Flaw::new(errno, "not a valid name of a directory entry"))
 }

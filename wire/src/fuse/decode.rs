@@ -13,13 +13,13 @@ use super::{
     Request, WRITE_HEAD_BYTES,
 };
 
-/// Decodes a request. `head` is the caller's own copy of the first [`super::Peek::head_bytes`] bytes of a message of
-/// `message_bytes` bytes: all of it, except that the payload of a WRITE can be left where it is. `head` need not be
-/// aligned.
+/// Decodes a request of `message_bytes` bytes. `head` is the caller's copy of the first [`super::Peek::head_bytes`]
+/// bytes: the whole message, except that the payload of a WRITE may be left out. `head` may be unaligned.
 ///
 /// # Errors
-/// For every message that the protocol does not allow. Names that are no [`ferry_vfs::Name`] are `INVAL` or
-/// `NAMETOOLONG`, unknown opcodes `NOSYS`.
+///
+/// [`DecodeError`] for every message that the protocol does not allow. Invalid names ([`ferry_vfs::Name`]) are `INVAL`
+/// or `NAMETOOLONG`, unknown opcodes `NOSYS`.
 pub fn decode<'a>(head: &'a [u8], message_bytes: usize, session: &Negotiated) -> Result<Request<'a>, DecodeError> {
     let Some((header, rest)) = header(head) else {
         return Err(DecodeError { unique: None, opcode: 0, errno: Errno::INVAL, reason: "shorter than a header" });
@@ -55,22 +55,22 @@ fn parse<'a>(
     ensure(header.len as usize == message_bytes, "its length is not that in its header")?;
     let extension_bytes = usize::from(header.total_extlen) * 8;
     if opcode == Opcode::Write {
-        // Extensions would lie behind the payload; no kernel sends any with a WRITE.
+        // Extensions would follow the payload; no kernel sends any with a WRITE.
         ensure(extension_bytes == 0, "a WRITE with extensions")?;
         let payload_bytes =
             message_bytes.checked_sub(WRITE_HEAD_BYTES).ok_or(Flaw::invalid("a WRITE without arguments"))?;
-        ensure(payload_bytes <= session.max_write_bytes as usize, "a WRITE of more bytes than were agreed on")?;
+        ensure(payload_bytes <= session.max_write_bytes as usize, "a WRITE of more bytes than negotiated")?;
         let operation = write(Body(rest).take()?, header.nodeid, payload_bytes)?;
         return Ok((Extensions::default(), operation));
     }
     if message_bytes > REQUEST_HEAD_BYTES_MAX {
         return Err(Flaw::new(Errno::TOOBIG, "longer than any request"));
     }
-    ensure(head_bytes == message_bytes, "it is not there as a whole")?;
+    ensure(head_bytes == message_bytes, "the message is incomplete")?;
     let split = rest.len().checked_sub(extension_bytes).ok_or(Flaw::invalid("extensions longer than itself"))?;
     let (arguments, extensions) = rest.split_at(split);
     let extensions = if extensions.is_empty() { Extensions::default() } else { Extensions::parse(extensions)? };
-    // Linux 5.17 to 6.1 sends the security context without saying so in the header.
+    // Linux 5.17 to 6.1 sends the security context without announcing it in the header.
     let may_have_tail = extension_bytes == 0 && session.has(InitFlags::SECURITY_CTX);
     let mut decoder = Decoder { body: Body(arguments), ino: Ino(header.nodeid), extensions, may_have_tail };
     let operation = decoder.operation(opcode, session)?;
@@ -81,7 +81,7 @@ struct Decoder<'a> {
     body: Body<'a>,
     ino: Ino,
     extensions: Extensions<'a>,
-    /// The bytes behind the arguments of a creating request are a security context.
+    /// A security context may follow the arguments of a creating request.
     may_have_tail: bool,
 }
 
@@ -118,8 +118,10 @@ impl<'a> Decoder<'a> {
                 Ok(Operation::Open { flags: flags_to_open(fixed.flags)?, clear_privileges })
             }
             Opcode::Opendir => Ok(Operation::Opendir { flags: flags_to_open(body.only::<abi::OpenIn>()?.flags)? }),
-            // A WRITE never gets here: see `parse`.
-            Opcode::Write | Opcode::NotifyReply => Err(Flaw::new(Errno::NOSYS, "an opcode that is not for servers")),
+            // `parse` handles WRITE before this.
+            Opcode::Write | Opcode::NotifyReply => {
+                Err(Flaw::new(Errno::NOSYS, "an opcode that servers do not implement"))
+            }
             Opcode::CopyFileRange => self.copy().map(Operation::CopyFileRange),
             Opcode::CopyFileRange64 => self.copy().map(Operation::CopyFileRange64),
             Opcode::Fallocate => fallocate(&body.only()?),
@@ -153,7 +155,7 @@ impl<'a> Decoder<'a> {
             }
             Opcode::Getlk => {
                 let lock = lock(&body.only()?)?;
-                ensure(lock.kind != LockKind::Unlock, "a test for no lock")?;
+                ensure(lock.kind != LockKind::Unlock, "a lock test with type unlock")?;
                 Ok(Operation::GetLock(lock))
             }
             Opcode::Setlk => Ok(Operation::SetLock { lock: lock(&body.only()?)?, wait: false }),
@@ -176,14 +178,14 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A name that ends the arguments.
+    /// Takes a name, the last argument.
     fn last_name(&mut self) -> Result<ferry_vfs::Name<'a>, Flaw> {
         let name = self.body.name()?;
         self.body.end()?;
         Ok(name)
     }
 
-    /// The only operation for which `.` and `..` are names: nfsd looks up inodes and their parents like that.
+    /// LOOKUP is the only operation that accepts `.` and `..`; nfsd looks up inodes and their parents with them.
     fn lookup(&mut self) -> Result<Operation<'a>, Flaw> {
         let bytes = self.body.c_string()?;
         self.body.end()?;
@@ -194,10 +196,10 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A READ that is answered with less than it asks for is at the end of its file, so it cannot be made shorter.
+    /// A short reply to READ means end of file, so the decoder must not shorten the range.
     fn read(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::ReadIn = self.body.only()?;
-        ensure(fixed.size <= session.max_read_bytes(), "a READ of more bytes than were agreed on")?;
+        ensure(fixed.size <= session.max_read_bytes(), "a READ of more bytes than negotiated")?;
         check_range(fixed.offset, u64::from(fixed.size))?;
         Ok(Operation::Read(IoRange {
             ino: self.ino,
@@ -225,16 +227,16 @@ impl<'a> Decoder<'a> {
         count: u32,
     ) -> Result<Records<'a, T>, Flaw> {
         let size = (count as usize).checked_mul(size_of::<T>());
-        ensure(size == Some(self.body.0.len()), "a list whose length is not its count")?;
+        ensure(size == Some(self.body.0.len()), "a list whose length does not match its count")?;
         Ok(Records::from_bytes(self.body.0))
     }
 
-    /// The requests that make an inode, and can carry a security context.
+    /// Decodes requests that create an inode and can carry a security context.
     fn make(&mut self, opcode: Opcode) -> Result<Operation<'a>, Flaw> {
         let operation = match opcode {
             Opcode::Symlink => {
                 let (name, target) = (self.body.name()?, self.body.c_string()?);
-                ensure(!target.is_empty(), "a symbolic link without target")?;
+                ensure(!target.is_empty(), "a symbolic link without a target")?;
                 if target.len() > SYMLINK_TARGET_BYTES_MAX {
                     return Err(Flaw::new(Errno::NAMETOOLONG, "the target of a symbolic link is too long"));
                 }
@@ -245,7 +247,7 @@ impl<'a> Decoder<'a> {
                 let kind = match FileType::from_raw_mode(mode) {
                     FileType::Unknown if mode & !PERMISSIONS == 0 => FileType::RegularFile,
                     FileType::Unknown | FileType::Directory | FileType::Symlink => {
-                        return Err(Flaw::invalid("not a type of file that MKNOD makes"));
+                        return Err(Flaw::invalid("a file type that MKNOD cannot create"));
                     }
                     kind => kind,
                 };
@@ -263,7 +265,7 @@ impl<'a> Decoder<'a> {
                 let new = new(FileType::RegularFile, fixed.mode, fixed.umask, 0);
                 let flags = OFlags::from_bits_retain(fixed.flags);
                 if opcode == Opcode::Tmpfile {
-                    // Linux sends a name, `/`, that means nothing.
+                    // Linux sends the name `/`, which has no meaning.
                     self.body.c_string()?;
                     Operation::Tmpfile { new, flags }
                 } else {
@@ -291,7 +293,7 @@ impl<'a> Decoder<'a> {
         let flags = RenameFlags::from_bits_retain(flags);
         ensure(known.contains(flags), "unknown flags of a rename")?;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
-        ensure(!exchange || flags == RenameFlags::EXCHANGE, "flags of a rename that exclude each other")?;
+        ensure(!exchange || flags == RenameFlags::EXCHANGE, "rename flags that exclude each other")?;
         let name = self.body.name()?;
         Ok(Operation::Rename { name, new_dir: Ino(new_dir), new_name: self.last_name()?, flags })
     }
@@ -327,7 +329,7 @@ impl<'a> Decoder<'a> {
     fn readdir(&mut self, plus: bool, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::ReadIn = self.body.only()?;
         let at = DirRange { ino: self.ino, handle: Handle(fixed.fh), offset: fixed.offset, plus };
-        // The client asks for what is missing anyway.
+        // The client requests the remaining entries later.
         Ok(Operation::Readdir { at, bytes_max: fixed.size.min(session.max_read_bytes()) })
     }
 
@@ -359,7 +361,7 @@ impl<'a> Decoder<'a> {
 
     fn ioctl(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
         let fixed: abi::IoctlIn = self.body.take()?;
-        ensure(fixed.out_size <= session.max_read_bytes(), "an ioctl for more bytes than were agreed on")?;
+        ensure(fixed.out_size <= session.max_read_bytes(), "an ioctl with more output than negotiated")?;
         let known = abi::IOCTL_COMPAT | abi::IOCTL_32BIT | abi::IOCTL_DIR | abi::IOCTL_COMPAT_X32;
         ensure(fixed.flags & !known == 0, "unknown flags of an ioctl")?;
         let input = self.body.bytes(fixed.in_size as usize)?;
@@ -386,25 +388,25 @@ fn handle_if(condition: bool, fh: u64) -> Option<Handle> {
     condition.then_some(Handle(fh))
 }
 
-/// Offsets of files are not negative, and nothing lies past the last one.
+/// File offsets are at most `i64::MAX`.
 fn check_range(offset: u64, len: u64) -> Result<(), Flaw> {
     let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
-    ensure(end.is_some(), "a range past the greatest offset")
+    ensure(end.is_some(), "a range past the maximum file offset")
 }
 
-/// The flags of OPEN and OPENDIR. The client's kernel keeps these four to itself; a server that passed them on to
-/// its own kernel would make files or get descriptors that cannot be read.
+/// Decodes the flags of OPEN and OPENDIR. The client's kernel never sends the four refused flags. A server that passed
+/// them on to its own kernel would create files, or get descriptors that cannot be read.
 fn flags_to_open(flags: u32) -> Result<OFlags, Flaw> {
-    // `O_TMPFILE` is two bits, of which one is `O_DIRECTORY`.
+    // `O_TMPFILE` has two bits, one of which is `O_DIRECTORY`.
     let unnamed = OFlags::TMPFILE.difference(OFlags::DIRECTORY);
     let never = OFlags::CREATE | OFlags::EXCL | OFlags::PATH | unnamed;
     let flags = OFlags::from_bits_retain(flags);
-    ensure(!flags.intersects(never), "flags that OPEN never has")?;
+    ensure(!flags.intersects(never), "flags that OPEN does not allow")?;
     Ok(flags)
 }
 
 fn write<'a>(fixed: abi::WriteIn, nodeid: u64, payload_bytes: usize) -> Result<Operation<'a>, Flaw> {
-    ensure(fixed.size as usize == payload_bytes, "a WRITE whose payload is not as long as it says")?;
+    ensure(fixed.size as usize == payload_bytes, "a WRITE whose payload has another length than its size field")?;
     check_range(fixed.offset, u64::from(fixed.size))?;
     let has = |flag| fixed.write_flags & flag != 0;
     let range = IoRange {
@@ -424,7 +426,7 @@ fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
     ensure(fixed.valid & !KNOWN == 0, "unknown attributes")?;
     let has = |flag| fixed.valid & flag != 0;
     let time = |sec: u64, nsec: u32| {
-        ensure(nsec < 1_000_000_000, "nanoseconds of a whole second or more")?;
+        ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
         Ok::<_, Flaw>(Timespec { sec: sec.cast_signed(), nsec })
     };
     let set_time = |now, at, sec, nsec| match () {
@@ -432,9 +434,9 @@ fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
         () if has(at) => time(sec, nsec).map(|time| Some(SetTime::At(time))),
         () => Ok(None),
     };
-    // To chown, -1 means "leave alone": it must not come in as an owner.
-    ensure(!has(abi::FATTR_UID) || fixed.uid != abi::INVALID_ID, "an owner that is no id")?;
-    ensure(!has(abi::FATTR_GID) || fixed.gid != abi::INVALID_ID, "a group that is no id")?;
+    // chown(2) reads -1 as "leave unchanged", so it must not be an owner.
+    ensure(!has(abi::FATTR_UID) || fixed.uid != abi::INVALID_ID, "an invalid owner")?;
+    ensure(!has(abi::FATTR_GID) || fixed.gid != abi::INVALID_ID, "an invalid group")?;
     if has(abi::FATTR_SIZE) {
         check_range(fixed.size, 0)?;
     }
@@ -456,13 +458,13 @@ fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
 }
 
 fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, Flaw> {
-    /// All `FALLOC_FL_*` of Linux 7.2 (keep size, punch, collapse, zero, insert, unshare, write zeroes), without
-    /// `NO_HIDE_STALE`, which it does not do.
+    /// All `FALLOC_FL_*` flags of Linux 7.2 (keep size, punch, collapse, zero, insert, unshare, write zeroes) except
+    /// `NO_HIDE_STALE`, which Linux does not implement.
     const KNOWN: u32 = 0x01 | 0x02 | 0x08 | 0x10 | 0x20 | 0x40 | 0x80;
     if fixed.mode & !KNOWN != 0 {
         return Err(Flaw::new(Errno::OPNOTSUPP, "unknown flags of fallocate"));
     }
-    ensure(fixed.length != 0, "a range of no length")?;
+    ensure(fixed.length != 0, "an empty range")?;
     check_range(fixed.offset, fixed.length)?;
     Ok(Operation::Fallocate {
         handle: Handle(fixed.fh),
@@ -473,7 +475,7 @@ fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, Flaw> {
 }
 
 fn lseek<'a>(fixed: &abi::LseekIn) -> Result<Operation<'a>, Flaw> {
-    // `SEEK_DATA` and `SEEK_HOLE` of Linux; the client's kernel does the others itself.
+    // `SEEK_DATA` and `SEEK_HOLE` of Linux; the client's kernel handles the others.
     let seek = match fixed.whence {
         3 => Seek::Data,
         4 => Seek::Hole,
@@ -488,16 +490,16 @@ fn lock(fixed: &abi::LkIn) -> Result<LockRequest, Flaw> {
         abi::LOCK_READ => LockKind::Read,
         abi::LOCK_WRITE => LockKind::Write,
         abi::LOCK_NONE => LockKind::Unlock,
-        _ => return Err(Flaw::invalid("an unknown kind of lock")),
+        _ => return Err(Flaw::invalid("an unknown lock type")),
     };
-    ensure(lk.start <= lk.end && i64::try_from(lk.end).is_ok(), "a lock on an impossible range")?;
+    ensure(lk.start <= lk.end && i64::try_from(lk.end).is_ok(), "a lock with an invalid range")?;
     let flock = lk_flags & abi::LK_FLOCK != 0;
     Ok(LockRequest { handle: Handle(fh), owner, kind, start: lk.start, end: lk.end, pid: lk.pid, flock })
 }
 
 fn setupmapping<'a>(fixed: &abi::SetupmappingIn) -> Result<Operation<'a>, Flaw> {
     ensure(fixed.flags & !(abi::SETUPMAPPING_READ | abi::SETUPMAPPING_WRITE) == 0, "unknown flags of a mapping")?;
-    ensure(fixed.len != 0, "a range of no length")?;
+    ensure(fixed.len != 0, "an empty range")?;
     check_range(fixed.foffset, fixed.len)?;
     check_range(fixed.moffset, fixed.len)?;
     Ok(Operation::Setupmapping {

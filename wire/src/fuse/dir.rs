@@ -11,10 +11,10 @@ use super::reply::entry_out;
 use super::reply_decode::entry;
 use super::{Negotiated, Timeouts};
 
-/// Every entry begins at a multiple of this (`FUSE_DIRENT_ALIGN`).
+/// The alignment of every entry in bytes (`FUSE_DIRENT_ALIGN`).
 const ALIGN: usize = 8;
 
-/// Writes a listing, for READDIR or READDIRPLUS, into a buffer of the caller's.
+/// Writes a listing for READDIR or READDIRPLUS into the caller's buffer.
 ///
 /// ```
 /// use ferry_vfs::{DirItem, DirOutput, FileType};
@@ -33,7 +33,7 @@ const ALIGN: usize = 8;
 #[derive(Debug)]
 pub struct DirWriter<'b> {
     out: &'b mut Vec<u8>,
-    /// The length of `out` that must not be passed.
+    /// The maximum length of `out`.
     end: usize,
     plus: bool,
     timeouts: Timeouts,
@@ -42,7 +42,7 @@ pub struct DirWriter<'b> {
 }
 
 impl<'b> DirWriter<'b> {
-    /// A listing of at most `bytes_max` bytes, behind what `out` holds already.
+    /// Creates a listing of at most `bytes_max` bytes after the contents of `out`.
     pub fn new(
         out: &'b mut Vec<u8>,
         bytes_max: usize,
@@ -54,7 +54,7 @@ impl<'b> DirWriter<'b> {
         Self { out, end, plus, timeouts, dax: false, session }
     }
 
-    /// Marks the entries from here on for DAX, with [`super::InitFlags::HAS_INODE_DAX`].
+    /// Marks the following entries for DAX, with [`super::InitFlags::HAS_INODE_DAX`].
     #[must_use]
     pub fn with_dax(mut self, dax: bool) -> Self {
         self.set_dax(dax);
@@ -66,18 +66,18 @@ impl<'b> DirWriter<'b> {
         self.dax = dax;
     }
 
-    /// How long the entries from here on hold.
+    /// Sets the cache timeouts of the following entries.
     pub fn set_timeouts(&mut self, timeouts: Timeouts) {
         self.timeouts = timeouts;
     }
 
-    /// Where the next entry will be in the buffer.
+    /// Returns the position of the next entry in the buffer.
     #[must_use]
     pub fn position(&self) -> usize {
         self.out.len()
     }
 
-    /// Changes the mode of the entry of a READDIRPLUS that is at this position of the buffer; nothing where there is none.
+    /// Changes the mode of the READDIRPLUS entry at this position of the buffer, if there is one.
     pub fn set_mode(listing: &mut [u8], position: usize, mode: u32) {
         let at = position + offset_of!(EntryOut, attr) + offset_of!(Attr, mode);
         if let Some(bytes) = listing.get_mut(at..at + size_of_val(&mode)) {
@@ -85,7 +85,7 @@ impl<'b> DirWriter<'b> {
         }
     }
 
-    /// The size of an entry of this name.
+    /// Returns the size of an entry with this name, in bytes.
     fn entry_bytes(&self, name: &[u8]) -> usize {
         let entry = if self.plus { size_of::<EntryOut>() } else { 0 };
         (entry + size_of::<Dirent>() + name.len()).next_multiple_of(ALIGN)
@@ -98,13 +98,13 @@ impl DirOutput for DirWriter<'_> {
     }
 
     fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
-        debug_assert!(self.fits(item.name), "the source did not ask whether the entry fits");
+        debug_assert!(self.fits(item.name), "the source did not check that the entry fits");
         if !self.fits(item.name) {
             return;
         }
         let begin = self.out.len();
         if self.plus {
-            // An inode number of 0 tells the client that there is no entry, as for `.` and `..`.
+            // An inode number of 0 means "no entry", as for `.` and `..`.
             let entry = entry.map_or(EntryOut::ZERO, |entry| entry_out(entry, self.timeouts, self.dax, self.session));
             self.out.extend_from_slice(entry.as_bytes());
         }
@@ -116,7 +116,7 @@ impl DirOutput for DirWriter<'_> {
     }
 }
 
-/// The `DT_*` number of Linux: the type's bits of `st_mode`, or 0 where it is not known.
+/// Returns the `DT_*` number of Linux: the type bits of `st_mode`, or 0 if unknown.
 fn dirent_kind(kind: FileType) -> u32 {
     if kind == FileType::Unknown { 0 } else { kind.as_raw_mode() >> 12 }
 }
@@ -124,13 +124,13 @@ fn dirent_kind(kind: FileType) -> u32 {
 /// One entry of a listing, as the client sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirEntry<'a> {
-    /// Name, type, number and the offset to go on from.
+    /// Name, type, number, and the offset of the next entry.
     pub item: DirItem<'a>,
     /// The entry of a READDIRPLUS, its timeouts, and whether to use DAX; `None` for `.` and `..`.
     pub entry: Option<(Entry, Timeouts, bool)>,
 }
 
-/// A listing that is none.
+/// A malformed listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed FUSE directory listing: {reason}")]
 pub struct DirDecodeError {
@@ -138,7 +138,7 @@ pub struct DirDecodeError {
     pub reason: &'static str,
 }
 
-/// Takes a listing apart, for the client. Ends after the first flaw.
+/// Decodes a listing for the client. Ends after the first error.
 #[derive(Clone, Debug)]
 pub struct DirEntries<'a> {
     body: Body<'a>,
@@ -146,7 +146,7 @@ pub struct DirEntries<'a> {
 }
 
 impl<'a> DirEntries<'a> {
-    /// The entries of a reply to READDIR, or READDIRPLUS.
+    /// Creates an iterator over the reply to READDIR, or to READDIRPLUS with `plus`.
     pub fn new(bytes: &'a [u8], plus: bool) -> Self {
         Self { body: Body(bytes), plus }
     }

@@ -1,4 +1,4 @@
-//! Encodes requests, for clients: the native driver and the tests.
+//! Encodes requests for clients: the native driver and the tests.
 
 use ferry_vfs::{CopyRange, Handle, IoRange, Seek, SetAttr, SetTime};
 use zerocopy::{Immutable, IntoBytes};
@@ -8,10 +8,9 @@ use super::{LockRequest, Negotiated, Operation, Release, Request};
 use crate::fuse::reply::lock_kind;
 
 impl Request<'_> {
-    /// Appends the request to `out`. The payload of a WRITE, which the header counts, is for the caller to send
-    /// behind it.
+    /// Appends the request to `out`. The header counts the payload of a WRITE; the caller sends the payload after it.
     ///
-    /// What the session does not have is left out: `clear_sgid` without [`InitFlags::SETXATTR_EXT`].
+    /// Fields that the session did not negotiate are omitted: `clear_sgid` without [`InitFlags::SETXATTR_EXT`].
     pub fn encode(&self, session: &Negotiated, out: &mut Vec<u8>) {
         let begin = out.len();
         out.extend_from_slice(InHeader::ZERO.as_bytes());
@@ -155,7 +154,7 @@ impl Operation<'_> {
         }
     }
 
-    /// Those with names behind their structures.
+    /// Encodes operations with names after their structures.
     fn encode_names(&self, out: &mut Vec<u8>) {
         match self {
             Self::Symlink { name, target } => {

@@ -8,19 +8,19 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use super::abi::{EXT_GROUPS, EXT_SECURITY_CONTEXTS_MAX, ExtHeader, Secctx};
 use super::body::{Body, Flaw, ensure};
 
-/// A list of structures inside a message, at any alignment.
+/// A list of structures inside a message, unaligned.
 pub struct Records<'a, T> {
     bytes: &'a [u8],
     kind: PhantomData<T>,
 }
 
 impl<'a, T: FromBytes + IntoBytes + Immutable> Records<'a, T> {
-    /// A list made from a slice.
+    /// Creates a list from a slice.
     pub fn new(items: &'a [T]) -> Self {
         Self { bytes: items.as_bytes(), kind: PhantomData }
     }
 
-    /// The list that these bytes are; what does not fill a whole record at the end is left out.
+    /// Creates a list from bytes; an incomplete record at the end is ignored.
     pub(super) fn from_bytes(bytes: &'a [u8]) -> Self {
         Self { bytes: &bytes[..bytes.len() / size_of::<T>() * size_of::<T>()], kind: PhantomData }
     }
@@ -46,7 +46,7 @@ impl<'a, T: FromBytes + IntoBytes + Immutable> Records<'a, T> {
             .map(|bytes| T::read_from_bytes(bytes).expect("a chunk has the size of the structure"))
     }
 
-    /// Copies the first of them into `buffer`, as many as it takes.
+    /// Copies as many records as fit into `buffer`, and returns them.
     pub fn copy_to<'b>(&self, buffer: &'b mut [T]) -> &'b [T] {
         let count = buffer.len().min(self.len());
         for (to, from) in buffer.iter_mut().zip(self.iter()) {
@@ -84,11 +84,11 @@ impl<T: fmt::Debug + FromBytes + IntoBytes + Immutable> fmt::Debug for Records<'
     }
 }
 
-/// Supplementary groups of a caller (FUSE protocol 7.45, `fuse_supp_groups`). Linux sends one at most: the group
-/// of the parent directory when the caller is a member of it.
+/// Supplementary groups of the caller (FUSE protocol 7.45, `fuse_supp_groups`). Linux sends at most one: the group of
+/// the parent directory, if the caller is a member of it.
 pub type Groups<'a> = Records<'a, u32>;
 
-/// The security contexts that a new inode shall have (FUSE protocol 7.45, `fuse_secctx`).
+/// The security contexts of a new inode (FUSE protocol 7.45, `fuse_secctx`).
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct SecurityContexts<'a> {
     count: u32,
@@ -106,13 +106,13 @@ impl<'a> SecurityContexts<'a> {
         self.count == 0
     }
 
-    /// Names (of extended attributes, such as `security.selinux`) and values.
+    /// Iterates over the names (of extended attributes, such as `security.selinux`) and values.
     pub fn iter(&self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> + 'a {
         let mut body = Body(self.bytes);
         std::iter::from_fn(move || if body.0.is_empty() { None } else { Self::record(&mut body).ok() })
     }
 
-    /// Appends one context to `out`, for [`Self::parse`].
+    /// Appends one context to `out` in the format of [`Self::parse`].
     pub fn append(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
         let size = u32::try_from(value.len()).expect("security contexts are short");
         out.extend_from_slice(Secctx { size, padding: 0 }.as_bytes());
@@ -122,7 +122,7 @@ impl<'a> SecurityContexts<'a> {
         out.resize(out.len().next_multiple_of(8), 0);
     }
 
-    /// Parses what [`Self::append`] makes; `None` if it is malformed.
+    /// Parses the format of [`Self::append`]; returns `None` if it is malformed.
     pub fn parse(bytes: &'a [u8], count: u32) -> Option<Self> {
         Self::checked(bytes, count).ok()
     }
@@ -156,7 +156,7 @@ impl fmt::Debug for SecurityContexts<'_> {
     }
 }
 
-/// What a request carries behind its arguments (FUSE protocol 7.45, `fuse_ext_header`).
+/// The extensions after the arguments of a request (FUSE protocol 7.45, `fuse_ext_header`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
     /// Supplementary groups of the caller.
@@ -166,20 +166,20 @@ pub struct Extensions<'a> {
 }
 
 impl<'a> Extensions<'a> {
-    /// Takes the extensions apart. The tail of a creating request of Linux 5.17 to 6.1, which has no extensions yet
-    /// but a security context at the same place, parses in the same way.
+    /// Decodes the extensions. Linux 5.17 to 6.1 sends a security context without an extension header at the same
+    /// place, which decodes in the same way.
     pub(super) fn parse(bytes: &'a [u8]) -> Result<Self, Flaw> {
         let mut body = Body(bytes);
         let (mut groups, mut security) = (None, None);
         while !body.0.is_empty() {
             let header: ExtHeader = body.take()?;
             let size = (header.size as usize).checked_sub(size_of::<ExtHeader>());
-            let size = size.filter(|size| size % 8 == 0).ok_or(Flaw::invalid("an extension of impossible size"))?;
+            let size = size.filter(|size| size % 8 == 0).ok_or(Flaw::invalid("an extension with an invalid size"))?;
             let mut content = Body(body.bytes(size)?);
             match header.kind {
                 0..=EXT_SECURITY_CONTEXTS_MAX => {
                     let contexts = SecurityContexts::checked(content.0, header.kind)?;
-                    ensure(security.replace(contexts).is_none(), "an extension comes twice")?;
+                    ensure(security.replace(contexts).is_none(), "an extension occurs twice")?;
                 }
                 EXT_GROUPS => {
                     let count: u32 = content.take()?;
@@ -187,7 +187,7 @@ impl<'a> Extensions<'a> {
                     let size = size.ok_or(Flaw::invalid("too many groups"))?;
                     let ids = Groups::from_bytes(content.bytes(size)?);
                     ensure(content.0.len() < 8, "an extension is longer than its groups")?;
-                    ensure(groups.replace(ids).is_none(), "an extension comes twice")?;
+                    ensure(groups.replace(ids).is_none(), "an extension occurs twice")?;
                 }
                 _ => return Err(Flaw::invalid("an unknown extension")),
             }

@@ -1,4 +1,4 @@
-//! FUSE_INIT: the negotiation at the start of a session.
+//! FUSE_INIT: negotiation at the start of a session.
 
 use ferry_vfs::Errno;
 use zerocopy::{FromBytes, IntoBytes};
@@ -6,46 +6,46 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::abi::{self, InitFlags, InitIn, InitInShort, InitOut};
 use super::body::{Body, Flaw, ensure};
 
-/// What the client offers (FUSE protocol 7.45, `fuse_init_in`).
+/// The client's offer (FUSE protocol 7.45, `fuse_init_in`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitRequest {
-    /// Major version; if it is not [`abi::MAJOR`], nothing below `minor` is known.
+    /// Major version. If it is not [`abi::MAJOR`], only `major` and `minor` are valid.
     pub major: u32,
-    /// Minor version; if it is below [`abi::MINOR_MIN`], nothing below it is known.
+    /// Minor version. If it is below [`abi::MINOR_MIN`], only `major` and `minor` are valid.
     pub minor: u32,
     /// Most bytes of read-ahead.
     pub max_readahead_bytes: u32,
-    /// What the client can do.
+    /// Features of the client.
     pub flags: InitFlags,
 }
 
-/// What the server would like of a session.
+/// The server's preferences for a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitOptions {
-    /// Flags to accept where the client offers them. [`InitFlags::INIT_EXT`] and [`InitFlags::MAX_PAGES`] are
-    /// accepted in any case.
+    /// Features to accept if the client offers them. [`InitFlags::INIT_EXT`] and [`InitFlags::MAX_PAGES`] are always
+    /// accepted.
     pub flags: InitFlags,
-    /// Most bytes of a WRITE, and (through `max_pages`) of a READ. Linux cuts it to its own limit and, over
-    /// virtio-fs, to what fits into a queue.
+    /// Maximum payload of a WRITE in bytes, and (through `max_pages`) of a READ. Linux reduces it to its own limit and,
+    /// over virtio-fs, to the queue size.
     pub max_write_bytes: u32,
-    /// Most bytes of read-ahead; the client's own limit where that is less.
+    /// Maximum read-ahead in bytes; the client's own limit applies if it is less.
     pub max_readahead_bytes: u32,
-    /// Most requests that nobody waits for (read-ahead, write-back) at a time.
+    /// Maximum number of concurrent background requests (read-ahead, write-back).
     pub max_background: u16,
-    /// From how many of those on the client counts as congested; 0: three quarters.
+    /// Number of background requests at which the client is congested; 0: three quarters of the maximum.
     pub congestion_threshold: u16,
     /// Granularity of times.
     pub time_gran_ns: u32,
     /// log2 of the alignment of DAX mappings, with [`InitFlags::MAP_ALIGNMENT`].
     pub map_alignment_log2: u16,
-    /// How deep backing files may be stacked, with [`InitFlags::PASSTHROUGH`].
+    /// Maximum depth of stacked backing files, with [`InitFlags::PASSTHROUGH`].
     pub max_stack_depth: u32,
-    /// When the client gives up, with [`InitFlags::REQUEST_TIMEOUT`].
+    /// Request timeout of the client in seconds, with [`InitFlags::REQUEST_TIMEOUT`].
     pub request_timeout_s: u16,
 }
 
 impl Default for InitOptions {
-    /// No flags; requests of 1 MiB, which is Linux's default limit (`fs.fuse.max_pages_limit`).
+    /// Returns options without flags, with requests of 1 MiB, the default limit of Linux (`fs.fuse.max_pages_limit`).
     fn default() -> Self {
         Self {
             flags: InitFlags::empty(),
@@ -61,21 +61,21 @@ impl Default for InitOptions {
     }
 }
 
-/// What both sides agreed on: requests and replies are encoded accordingly.
+/// The outcome of the negotiation, which determines how requests and replies are encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Negotiated {
-    /// Minor version, the lesser of both sides'.
+    /// Minor version, the lower of the two.
     pub minor: u32,
-    /// What both sides can do.
+    /// Features that both sides support.
     pub flags: InitFlags,
-    /// Most bytes of a WRITE.
+    /// Maximum payload of a WRITE, in bytes.
     pub max_write_bytes: u32,
     /// Most bytes of read-ahead.
     pub max_readahead_bytes: u32,
 }
 
 impl Negotiated {
-    /// For requests before INIT, of which only INIT itself is to be served.
+    /// Used for requests before INIT; only INIT itself is served with it.
     pub const BEFORE_INIT: Self = Self {
         minor: abi::MINOR_MAX,
         flags: InitFlags::empty(),
@@ -83,20 +83,20 @@ impl Negotiated {
         max_readahead_bytes: 0,
     };
 
-    /// Most bytes of a READ, a listing, or the output of an ioctl: as many pages as of a WRITE, and the client's may be of
-    /// any size that Linux has; and what kernels read for themselves.
+    /// Returns the maximum size of a READ, a listing, or the output of an ioctl, in bytes. It allows for as many pages
+    /// as a WRITE has, in the largest page size of Linux, and for reads that the kernel does for its own use.
     pub const fn max_read_bytes(&self) -> u32 {
         let bytes = self.max_write_bytes.div_ceil(PAGE_BYTES).saturating_mul(PAGE_BYTES_MAX);
         if bytes > KERNEL_READ_BYTES_MAX { bytes } else { KERNEL_READ_BYTES_MAX }
     }
 
-    /// Whether all of these flags were agreed on.
+    /// Returns whether all of these flags were negotiated.
     pub const fn has(&self, flags: InitFlags) -> bool {
         self.flags.contains(flags)
     }
 
-    /// For the client: what a server's reply to `request` means. `None` if the server does not agree to
-    /// [`abi::MAJOR`] and a minor version that this codec knows, or took flags that were not offered.
+    /// Interprets a server's reply to `request`, for the client. Returns `None` if the server does not accept
+    /// [`abi::MAJOR`] and a supported minor version, or accepts flags that were not offered.
     pub fn from_reply(request: &InitRequest, reply: &InitOut) -> Option<Self> {
         let flags = combine(reply.flags, reply.flags2);
         let minor = reply.minor.min(request.minor);
@@ -110,16 +110,16 @@ impl Negotiated {
     }
 }
 
-/// The outcome of [`negotiate`]; either way, [`super::Reply::Init`] sends the structure.
+/// The outcome of [`negotiate`]. In both cases [`super::Reply::Init`] sends the structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InitOutcome {
     /// The session begins.
     Ready(Negotiated, InitOut),
-    /// The client's major version is newer: it will read ours and send another INIT.
+    /// The client's major version is newer. It reads the server's version and sends another INIT.
     Retry(InitOut),
 }
 
-/// A client that cannot be served; INIT is to be answered `EPROTO`.
+/// A client that is too old; the reply to INIT is `EPROTO`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the client speaks FUSE {major}.{minor}, older than {}.{}", abi::MAJOR, abi::MINOR_MIN)]
 pub struct InitError {
@@ -130,25 +130,26 @@ pub struct InitError {
 }
 
 impl InitError {
-    /// The error number to answer.
+    /// The error number of the reply.
     pub const ERRNO: Errno = Errno::PROTO;
 }
 
-/// A page, as a unit of `max_pages`. The guest's may be larger, and then `max_pages` allows more than is needed,
-/// but `max_write` still limits.
+/// A page, as a unit of `max_pages`. With larger pages in the guest `max_pages` allows more than needed, but
+/// `max_write` still limits the size.
 const PAGE_BYTES: u32 = 4096;
-/// The largest page of those that Linux is commonly built with (arm64, ppc64).
+/// The largest page size in common builds of Linux (arm64, ppc64).
 const PAGE_BYTES_MAX: u32 = 64 << 10;
-/// Linux before 6.13 reads modules and the like, past its page cache, into memory of its own without regard to `max_pages`: as much
-/// as it can allocate in one piece (`KMALLOC_MAX_SIZE`).
+/// Before 6.13 Linux reads files such as kernel modules past its page cache into its own memory. It ignores `max_pages`
+/// then, up to the largest allocation (`KMALLOC_MAX_SIZE`).
 const KERNEL_READ_BYTES_MAX: u32 = 4 << 20;
-/// The most bytes of a request where `max_pages` was not agreed on (Linux `FUSE_DEFAULT_MAX_PAGES_PER_REQ`).
+/// The maximum size of a request without `max_pages`, in bytes (Linux `FUSE_DEFAULT_MAX_PAGES_PER_REQ`).
 const MAX_WRITE_BYTES_WITHOUT_MAX_PAGES: u32 = 32 * PAGE_BYTES;
 
-/// Answers INIT (FUSE protocol 7.45, "Version negotiation").
+/// Negotiates a session from an INIT request (FUSE protocol 7.45, "Version negotiation").
 ///
 /// # Errors
-/// If the client is older than [`abi::MINOR_MIN`].
+///
+/// [`InitError`] if the client is older than [`abi::MINOR_MIN`].
 pub fn negotiate(request: &InitRequest, wanted: &InitOptions) -> Result<InitOutcome, InitError> {
     if request.major > abi::MAJOR {
         return Ok(InitOutcome::Retry(InitOut { major: abi::MAJOR, minor: abi::MINOR_MAX, ..InitOut::ZERO }));
@@ -198,15 +199,15 @@ fn combine(low: u32, high: u32) -> InitFlags {
     if low.contains(InitFlags::INIT_EXT) { low | InitFlags::from_bits_retain(u64::from(high) << 32) } else { low }
 }
 
-/// `flags` and `flags2` of the wire; without [`InitFlags::INIT_EXT`] the latter is zero.
+/// Returns `flags` and `flags2` of the wire; the latter is zero without [`InitFlags::INIT_EXT`].
 fn halves(flags: InitFlags) -> (u32, u32) {
     let [low, high]: [u32; 2] = zerocopy::transmute!(flags.bits());
     (low, if flags.contains(InitFlags::INIT_EXT) { high } else { 0 })
 }
 
 impl InitRequest {
-    /// Clients older than 7.36 send 16 bytes, since then 64 (FUSE protocol 7.36, `fuse_init_in`). A client newer
-    /// than this codec may send more; a client of another major version, anything.
+    /// Clients before 7.36 send 16 bytes, later ones 64 (FUSE protocol 7.36, `fuse_init_in`). Newer clients may send
+    /// more. A client of another major version may send anything.
     pub(super) fn decode(mut body: Body<'_>) -> Result<Self, Flaw> {
         let [major, minor]: [u32; 2] = Body(body.0).take()?;
         if major != abi::MAJOR || minor < abi::MINOR_MIN {
@@ -217,7 +218,7 @@ impl InitRequest {
             0..LONG => (body.only::<InitInShort>()?, 0),
             _ => {
                 let long: InitIn = body.take()?;
-                ensure(body.0.is_empty() || minor > abi::MINOR_MAX, "bytes behind its arguments")?;
+                ensure(body.0.is_empty() || minor > abi::MINOR_MAX, "bytes after its arguments")?;
                 let (short, _) =
                     InitInShort::read_from_prefix(long.as_bytes()).expect("the long form begins as the short");
                 (short, long.flags2)

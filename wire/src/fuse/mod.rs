@@ -1,13 +1,13 @@
-//! The FUSE protocol, 7.27 to 7.45, for servers and (for tests and the native driver) clients.
+//! The FUSE protocol, 7.27 to 7.45 (`linux/fuse.h`), for servers and (for tests and the native driver) clients.
 //!
-//! * [`abi`]: the structures and numbers as they lie in memory;
+//! * [`abi`]: the structures and constants in memory layout;
 //! * [`decode`] and [`Request`]: requests, checked and typed;
-//! * [`negotiate`]: the answer to INIT, and what it means for the rest of the session ([`Negotiated`]);
+//! * [`negotiate`]: the reply to INIT and the parameters of the session ([`Negotiated`]);
 //! * [`Reply`] and [`encode_error`]: replies;
-//! * [`Notification`]: what a server tells unasked;
+//! * [`Notification`]: messages from the server without a request;
 //! * [`DirWriter`] and [`DirEntries`]: directory listings.
 //!
-//! Nothing here does I/O, and no function panics, whatever bytes it is given.
+//! This module does no I/O, and no function panics on any input.
 
 pub mod abi;
 mod body;

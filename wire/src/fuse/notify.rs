@@ -5,35 +5,35 @@ use zerocopy::IntoBytes;
 
 use super::abi::{self, OutHeader};
 
-/// What the client is to drop.
+/// What the client must drop from its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Notification<'a> {
-    /// The attributes of an inode, but none of its data.
+    /// The attributes of an inode; cached data stays.
     InvalAttr {
         /// The inode.
         ino: Ino,
     },
-    /// The attributes of an inode, and a range of its cached data.
+    /// The attributes of an inode and a range of its cached data.
     InvalData {
         /// The inode.
         ino: Ino,
         /// First byte.
         offset: u64,
-        /// Length in bytes; `u64::MAX`, or any length past the end of all files, for "to the end".
+        /// Length in bytes; `u64::MAX`, or any length past the maximum file offset, means "to the end".
         len: u64,
     },
-    /// What a name means, and the attributes of the directory.
+    /// A dentry, and the attributes of the directory.
     InvalEntry {
         /// The directory.
         dir: Ino,
         /// The name.
         name: Name<'a>,
-        /// Only look it up again when it is next used ([`super::InitFlags::HAS_EXPIRE_ONLY`]): what is mounted or
-        /// open below stays.
+        /// Only revalidate the dentry at its next use ([`super::InitFlags::HAS_EXPIRE_ONLY`]). Mounts and open files
+        /// below it stay.
         expire_only: bool,
     },
-    /// A name that was removed, if it still means this inode; watchers of the inode (inotify) learn of it.
+    /// A removed name, if it still refers to this inode. Watchers of the inode (inotify) are notified.
     Delete {
         /// The directory.
         dir: Ino,
@@ -45,16 +45,16 @@ pub enum Notification<'a> {
 }
 
 impl Notification<'_> {
-    /// Appends the message, which is written to the device as one.
+    /// Appends the message. The server writes it to the device in one call.
     pub fn encode(&self, out: &mut Vec<u8>) {
         match *self {
             Self::InvalAttr { ino } => {
-                // A negative offset: attributes only.
+                // A negative offset invalidates the attributes only.
                 let body = abi::NotifyInvalInodeOut { ino: ino.0, off: -1, len: 0 };
                 message(out, abi::NOTIFY_INVAL_INODE, body.as_bytes(), None);
             }
             Self::InvalData { ino, offset, len } => {
-                // Lengths up to 0 mean "to the end", and so must what does not fit.
+                // Lengths up to 0 mean "to the end", which also stands for lengths that do not fit.
                 let (off, end) = (i64::try_from(offset).unwrap_or(i64::MAX), i64::try_from(offset.saturating_add(len)));
                 let len = end.map_or(0, |end| end - off);
                 let body = abi::NotifyInvalInodeOut { ino: ino.0, off, len };
@@ -77,8 +77,8 @@ fn namelen(name: Name<'_>) -> u32 {
     u32::try_from(name.as_bytes().len()).expect("a name has at most 255 bytes")
 }
 
-/// A header with `unique` 0, by which the client knows a notification, and its code in place of the error; then the
-/// body and, with its NUL, the name.
+/// Appends a header with `unique` 0, which marks a notification, and the code in the error field; then the body and the
+/// name with its NUL.
 fn message(out: &mut Vec<u8>, code: i32, body: &[u8], name: Option<Name<'_>>) {
     let name_bytes = name.map_or(0, |name| name.as_bytes().len() + 1);
     let len = size_of::<OutHeader>() + body.len() + name_bytes;
@@ -95,17 +95,17 @@ fn message(out: &mut Vec<u8>, code: i32, body: &[u8], name: Option<Name<'_>>) {
 mod tests {
     use super::*;
 
-    /// The message as 32-bit words, so that the tables below read as the protocol's structures do.
+    /// Returns the message as 32-bit words, so that the tables below resemble the structures of the protocol.
     fn words(notification: Notification<'_>) -> Vec<u32> {
         let mut out = b"kept".to_vec();
         notification.encode(&mut out);
         assert_eq!(&out[..4], b"kept", "messages are appended");
-        assert_eq!(out.len() % 4, 0, "the names below are chosen so");
+        assert_eq!(out.len() % 4, 0, "the names below fill whole words");
         out[4..].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
     }
 
     #[test]
-    fn messages_are_laid_out_as_the_protocol_says() {
+    fn messages_have_the_layout_of_the_protocol() {
         let name = Name::new(b"abc").unwrap();
         let abc = u32::from_le_bytes(*b"abc\0");
         let (dir, ino) = (Ino(1), Ino(0x2_0000_0007));

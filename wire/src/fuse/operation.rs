@@ -8,10 +8,10 @@ use ferry_vfs::{
 use super::abi::{ForgetOne, Opcode, RemovemappingOne};
 use super::{InitRequest, Records, ReplyKind};
 
-/// What a request asks for: one variant per opcode, except where two opcodes differ only in a field. Inode numbers
-/// inside (as in [`IoRange`]) that are the request's own always equal [`super::Request::ino`].
+/// The operation of a request: one variant per opcode, except where two opcodes differ only in a field. Inode numbers
+/// inside (as in [`IoRange`]) that refer to the request's inode equal [`super::Request::ino`].
 ///
-/// `O_*` flags are passed on as the client's kernel sent them; they are those of the guest's architecture.
+/// `O_*` flags are those that the client's kernel sent, with the values of the guest's architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation<'a> {
@@ -20,16 +20,16 @@ pub enum Operation<'a> {
         /// The name.
         name: Name<'a>,
     },
-    /// Find an inode by its own number (the name `.`; nfsd does that).
+    /// Find an inode by its own number (the name `.`, used by nfsd).
     LookupSelf,
-    /// Find the parent of a directory (the name `..`; nfsd does that).
+    /// Find the parent of a directory (the name `..`, used by nfsd).
     LookupParent,
-    /// Give back references; no reply.
+    /// Release references of an inode; no reply.
     Forget {
         /// How many.
         count: u64,
     },
-    /// Give back references of many inodes; no reply.
+    /// Release references of many inodes; no reply.
     BatchForget {
         /// Inodes and counts.
         forgets: Records<'a, ForgetOne>,
@@ -45,16 +45,16 @@ pub enum Operation<'a> {
         handle: Option<Handle>,
         /// `AT_STATX_*`.
         flags: u32,
-        /// `STATX_*`: what is wanted.
+        /// `STATX_*`: the requested fields.
         mask: u32,
     },
     /// Change attributes.
     Setattr {
         /// Through this open file.
         handle: Option<Handle>,
-        /// Who truncates.
+        /// Lock owner of the caller that truncates.
         owner: Option<u64>,
-        /// What to change. Permission bits come without file type, and owner and group are never `u32::MAX`.
+        /// The attributes to change. Permission bits are without file type; owner and group are never `u32::MAX`.
         set: SetAttr,
     },
     /// Read a symbolic link.
@@ -66,7 +66,7 @@ pub enum Operation<'a> {
         /// The target: 1 to 4095 bytes without NUL.
         target: &'a [u8],
     },
-    /// Make a file, device node, FIFO or socket.
+    /// Create a file, device node, FIFO or socket.
     Mknod {
         /// The name.
         name: Name<'a>,
@@ -98,10 +98,10 @@ pub enum Operation<'a> {
         new_dir: Ino,
         /// The new name.
         new_name: Name<'a>,
-        /// A combination that `renameat2` knows.
+        /// A combination that `renameat2` supports.
         flags: RenameFlags,
     },
-    /// Give an inode one more name, in the directory of the request.
+    /// Create a hard link in the directory of the request.
     Link {
         /// The inode.
         from: Ino,
@@ -120,18 +120,18 @@ pub enum Operation<'a> {
         /// Without `O_CREAT`, `O_EXCL`, `O_TMPFILE` and `O_PATH`.
         flags: OFlags,
     },
-    /// Make and open a file.
+    /// Create and open a file.
     Create {
         /// The name.
         name: Name<'a>,
         /// Permissions, with the type of a regular file.
         new: CreateArgs,
-        /// Flags, `O_EXCL` and `O_TRUNC` among them.
+        /// Flags, which include `O_EXCL` and `O_TRUNC`.
         flags: OFlags,
         /// Clear suid and sgid, with `O_TRUNC`.
         clear_privileges: bool,
     },
-    /// Make and open a file without a name, in the directory of the request.
+    /// Create and open a file without a name in the directory of the request.
     Tmpfile {
         /// Permissions, with the type of a regular file.
         new: CreateArgs,
@@ -140,12 +140,12 @@ pub enum Operation<'a> {
     },
     /// Read data. The range ends at `i64::MAX` at most.
     Read(IoRange),
-    /// Write data, which lies behind the first [`super::WRITE_HEAD_BYTES`] of the message and is as long as the
-    /// range. The range ends at `i64::MAX` at most.
+    /// Write data of the length of the range. It follows the first [`super::WRITE_HEAD_BYTES`] of the message. The
+    /// range ends at `i64::MAX` at most.
     Write {
         /// Where to.
         range: IoRange,
-        /// From the client's page cache, with any handle of the inode.
+        /// From the client's page cache; the handle may be any one of the inode.
         cached: bool,
     },
     /// Copy within the file system (COPY_FILE_RANGE): the count in the reply has 32 bits.
@@ -158,16 +158,16 @@ pub enum Operation<'a> {
         handle: Handle,
         /// First byte.
         offset: u64,
-        /// Length, not 0; the range ends at `i64::MAX` at most.
+        /// Length in bytes, not 0; the range ends at `i64::MAX` at most.
         len: u64,
-        /// How; only flags that Linux knows.
+        /// The mode; only flags of Linux.
         flags: FallocateFlags,
     },
     /// Find data or holes.
     Lseek {
         /// The handle.
         handle: Handle,
-        /// Where to start; past `i64::MAX` it was negative.
+        /// Where to start; a value past `i64::MAX` was negative.
         offset: u64,
         /// What to find.
         seek: Seek,
@@ -204,9 +204,9 @@ pub enum Operation<'a> {
         /// Attributes may wait.
         data_only: bool,
     },
-    /// Make the file system durable.
+    /// Make the whole file system durable.
     Syncfs,
-    /// Totals of the file system.
+    /// Statistics of the file system.
     Statfs,
     /// Set an extended attribute.
     Setxattr {
@@ -223,12 +223,12 @@ pub enum Operation<'a> {
     Getxattr {
         /// The name: 1 to 255 bytes without NUL.
         name: &'a [u8],
-        /// Room for the value; 0 asks for its length.
+        /// Size of the buffer for the value in bytes; 0 returns the length only.
         bytes_max: u32,
     },
     /// List extended attributes.
     Listxattr {
-        /// Room for the list; 0 asks for its length.
+        /// Size of the buffer for the list in bytes; 0 returns the length only.
         bytes_max: u32,
     },
     /// Remove an extended attribute.
@@ -241,7 +241,7 @@ pub enum Operation<'a> {
         /// `R_OK`, `W_OK`, `X_OK`.
         mask: u32,
     },
-    /// Test a lock; never of kind [`LockKind::Unlock`].
+    /// Test a lock, whose type is never [`LockKind::Unlock`].
     GetLock(LockRequest),
     /// Set a lock (SETLK, SETLKW).
     SetLock {
@@ -265,9 +265,9 @@ pub enum Operation<'a> {
         flags: u32,
         /// The command.
         command: u32,
-        /// The argument itself, mostly an address in the client.
+        /// The argument itself, usually an address in the client.
         argument: u64,
-        /// The data that the argument points to.
+        /// The data at the argument's address.
         input: &'a [u8],
         /// Room for output.
         out_bytes_max: u32,
@@ -276,7 +276,7 @@ pub enum Operation<'a> {
     Poll {
         /// The handle.
         handle: Handle,
-        /// The client's handle, for the notification.
+        /// The client's handle for the notification.
         client_handle: u64,
         /// `POLL_*`.
         flags: u32,
@@ -289,7 +289,7 @@ pub enum Operation<'a> {
         handle: Option<Handle>,
         /// First byte in the file.
         offset: u64,
-        /// Length, not 0; neither range wraps around.
+        /// Length in bytes, not 0; neither range wraps around.
         len: u64,
         /// First byte in the window.
         window_offset: u64,
@@ -314,16 +314,16 @@ pub enum Operation<'a> {
     Destroy,
 }
 
-/// The end of a handle (FUSE protocol 7.45, `fuse_release_in`).
+/// Release of a handle (FUSE protocol 7.45, `fuse_release_in`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Release {
     /// The handle.
     pub handle: Handle,
-    /// The flags that it was opened with.
+    /// The flags of the open call.
     pub flags: OFlags,
     /// Flush first.
     pub flush: bool,
-    /// Give up the flock of `owner`.
+    /// Release the flock lock of `owner`.
     pub unlock_flock: bool,
     /// Whose flock.
     pub owner: u64,
@@ -334,9 +334,9 @@ pub struct Release {
 pub struct LockRequest {
     /// The handle.
     pub handle: Handle,
-    /// Who asks, within the client.
+    /// The lock owner within the client.
     pub owner: u64,
-    /// The kind of lock.
+    /// The type of the lock.
     pub kind: LockKind,
     /// First byte.
     pub start: u64,
@@ -349,7 +349,7 @@ pub struct LockRequest {
 }
 
 impl LockRequest {
-    /// The lock, for this client.
+    /// Returns the lock for this client.
     pub fn lock(&self, session: SessionId) -> Lock {
         let Self { owner, kind, start, end, pid, flock, .. } = *self;
         Lock { kind, owner: LockOwner { session, id: owner }, start, end, pid, flock }
@@ -357,7 +357,7 @@ impl LockRequest {
 }
 
 impl Operation<'_> {
-    /// The opcode that asks for this.
+    /// Returns the opcode of this operation.
     pub fn opcode(&self) -> Opcode {
         match self {
             Self::Lookup { .. } | Self::LookupSelf | Self::LookupParent => Opcode::Lookup,
@@ -413,7 +413,7 @@ impl Operation<'_> {
         }
     }
 
-    /// What a reply without error holds; `None` where there is no reply.
+    /// Returns the content of a successful reply; `None` if there is no reply.
     pub fn reply_kind(&self) -> Option<ReplyKind> {
         let kind = match self {
             Self::Forget { .. } | Self::BatchForget { .. } | Self::Interrupt { .. } => return None,

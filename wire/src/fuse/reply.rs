@@ -8,13 +8,13 @@ use zerocopy::{Immutable, IntoBytes};
 use super::Negotiated;
 use super::abi::{self, InitFlags, InitOut, OpenFlags, OutHeader};
 
-/// The most bytes of a reply in front of its payload: header and the longest fixed structure, that of STATX.
+/// The maximum number of bytes before the payload of a reply: header and the longest fixed structure (STATX).
 pub const REPLY_HEAD_BYTES_MAX: usize = size_of::<OutHeader>() + size_of::<abi::StatxOut>();
 
 #[allow(clippy::cast_possible_truncation, reason = "16 bytes")]
 const HEADER_LEN: u32 = size_of::<OutHeader>() as u32;
 
-/// How long the client may use what it was told.
+/// How long the client may cache a name and attributes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timeouts {
     /// A name.
@@ -28,14 +28,14 @@ pub struct Timeouts {
 pub struct Opened {
     /// The handle.
     pub handle: Handle,
-    /// How the client may treat it.
+    /// How the client may treat the file.
     pub flags: OpenFlags,
     /// The backing file, with [`OpenFlags::PASSTHROUGH`].
     pub backing_id: i32,
 }
 
 impl Opened {
-    /// A file without a backing file.
+    /// Creates the result without a backing file.
     pub fn new(handle: Handle, flags: OpenFlags) -> Self {
         Self { handle, flags, backing_id: 0 }
     }
@@ -56,7 +56,7 @@ pub enum Reply<'a> {
         /// Use DAX for it, with [`InitFlags::HAS_INODE_DAX`].
         dax: bool,
     },
-    /// There is no such name, and the client may remember it (LOOKUP only). Without that, answer `NOENT`.
+    /// The name does not exist, and the client may cache that (LOOKUP only). Otherwise reply `NOENT`.
     Negative {
         /// How long that holds.
         timeout: Duration,
@@ -81,7 +81,7 @@ pub enum Reply<'a> {
         /// Use DAX for the inode, with [`InitFlags::HAS_INODE_DAX`].
         dax: bool,
     },
-    /// Attributes as `statx` shows them.
+    /// Attributes in the form of `statx`.
     Statx {
         /// The attributes.
         attr: Attr,
@@ -90,26 +90,26 @@ pub enum Reply<'a> {
     },
     /// An opened file or directory.
     Open(Opened),
-    /// How many bytes were written or copied.
+    /// The number of bytes written or copied.
     Write {
         /// So many.
         bytes: u32,
     },
-    /// How many bytes were copied (COPY_FILE_RANGE_64).
+    /// The number of bytes copied (COPY_FILE_RANGE_64).
     CopyFileRange64 {
         /// So many.
         bytes: u64,
     },
-    /// Totals of the file system.
+    /// Statistics of the file system.
     Statfs(Statfs),
-    /// How long a value or list of extended attributes is.
+    /// The length of a value or list of extended attributes.
     XattrSize {
         /// So long.
         bytes: u32,
     },
-    /// A lock in the way, or none.
+    /// A conflicting lock, or none.
     Lock(Option<Lock>),
-    /// Where data or a hole begins.
+    /// The offset of the next data or hole.
     Lseek {
         /// There.
         offset: u64,
@@ -118,7 +118,7 @@ pub enum Reply<'a> {
     Ioctl {
         /// What `ioctl` returns.
         result: i32,
-        /// Output, of which the encoder writes only the length.
+        /// Output; the encoder writes only its length.
         data: &'a [u8],
     },
     /// Events that are ready.
@@ -131,13 +131,13 @@ pub enum Reply<'a> {
         /// The block.
         block: u64,
     },
-    /// The answer to INIT; from [`super::negotiate`].
+    /// The reply to INIT, from [`super::negotiate`].
     Init(InitOut),
     /// Data: of a file, a listing, a symbolic link, extended attributes. The encoder writes only its length.
     Bytes(&'a [u8]),
 }
 
-/// What a reply holds, for its decoder; see [`super::Operation::reply_kind`].
+/// The content of a reply, for its decoder; see [`super::Operation::reply_kind`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReplyKind {
@@ -192,9 +192,8 @@ impl Head<'_> {
 }
 
 impl Reply<'_> {
-    /// Writes the header and the fixed structure into `head` and answers the bytes written. The payload
-    /// ([`Self::payload`]) is counted in the header; sending it behind the head is up to the caller, who need not
-    /// copy it for that.
+    /// Writes the header and the fixed structure into `head`, and returns the written bytes. The header counts the
+    /// payload ([`Self::payload`]); the caller sends it after the head, without a copy.
     pub fn encode<'b>(&self, unique: u64, session: &Negotiated, head: &'b mut [u8; REPLY_HEAD_BYTES_MAX]) -> &'b [u8] {
         let mut out = Head { bytes: head, len: size_of::<OutHeader>() };
         self.put(session, &mut out);
@@ -203,14 +202,14 @@ impl Reply<'_> {
         &bytes[..len]
     }
 
-    /// The head of a reply whose payload of `payload_bytes` is already where it belongs, as the data of a READ.
+    /// Returns the head of a reply whose payload of `payload_bytes` is already in place, as the data of a READ.
     pub fn encode_bytes_head(unique: u64, payload_bytes: usize) -> [u8; size_of::<OutHeader>()] {
         let mut head = [0; size_of::<OutHeader>()];
         put_header(&mut head, unique, size_of::<OutHeader>() + payload_bytes);
         head
     }
 
-    /// What is to follow the head.
+    /// Returns the bytes that follow the head.
     pub fn payload(&self) -> &[u8] {
         match self {
             Self::Bytes(data) | Self::Ioctl { data, .. } => data,
@@ -263,9 +262,9 @@ fn put_header(head: &mut [u8], unique: u64, len: usize) {
     head[..size_of::<OutHeader>()].copy_from_slice(OutHeader { len, error: 0, unique }.as_bytes());
 }
 
-/// A reply that only tells an error.
+/// Returns a reply that only carries an error.
 pub fn encode_error(unique: u64, errno: Errno) -> [u8; size_of::<OutHeader>()] {
-    // Linux takes error numbers below 512 only, and drops other replies.
+    // Linux drops replies with error numbers of 512 and above.
     let error = match errno.raw_os_error() {
         raw @ 1..512 => -raw,
         _ => -Errno::IO.raw_os_error(),
@@ -308,7 +307,7 @@ fn attr_out(attr: &Attr, dax: bool, session: &Negotiated) -> abi::Attr {
     }
 }
 
-/// `STATX_BASIC_STATS` of Linux: all that [`Attr`] has but the birth time.
+/// `STATX_BASIC_STATS` of Linux: all fields of [`Attr`] except the birth time.
 const STATX_BASIC_STATS: u32 = 0x7ff;
 /// `STATX_BTIME` of Linux.
 pub(super) const STATX_BTIME: u32 = 0x800;
@@ -329,7 +328,8 @@ fn statx_out(attr: &Attr) -> abi::Statx {
         btime: time(attr.btime.unwrap_or_default()),
         ctime: time(attr.ctime),
         mtime: time(attr.mtime),
-        // The 32-bit form has the low 8 bits of the minor number at the bottom, then the major number's 12.
+        // The 32-bit form holds the low 8 bits of the minor number, the major number's 12 bits, and the rest of the
+        // minor number.
         rdev_major: (attr.rdev >> 8) & 0xfff,
         rdev_minor: (attr.rdev & 0xff) | ((attr.rdev >> 12) & 0xfff00),
         ..abi::Statx::ZERO

@@ -1,4 +1,4 @@
-//! Replies, for the client: the native driver and the tests.
+//! Decodes replies for clients: the native driver and the tests.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::body::{Body, Flaw, ensure};
 use super::reply::STATX_BTIME;
 use super::{Opened, Reply, ReplyKind, Timeouts};
 
-/// A reply that is none.
+/// A malformed reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed FUSE reply: {reason}")]
 pub struct ReplyDecodeError {
@@ -18,13 +18,14 @@ pub struct ReplyDecodeError {
 }
 
 impl<'a> Reply<'a> {
-    /// Takes a whole reply apart: the number of its request, and the reply or the server's error.
+    /// Decodes a whole reply. Returns the number of its request, and the reply or the server's error.
     ///
-    /// What the protocol does not carry comes back empty: the birth time in [`Attr`] except for STATX, which in turn
-    /// has no `submount`, and a lock's owner.
+    /// Fields that the protocol does not carry are empty: the birth time in [`Attr`] except with STATX, `submount` with
+    /// STATX, and the owner of a lock.
     ///
     /// # Errors
-    /// If the bytes are no reply of this kind.
+    ///
+    /// [`ReplyDecodeError`] if the bytes are not a reply of this kind.
     pub fn decode(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), ReplyDecodeError> {
         Self::parse(kind, bytes).map_err(|flaw| ReplyDecodeError { reason: flaw.reason })
     }
@@ -34,7 +35,7 @@ impl<'a> Reply<'a> {
         let header: OutHeader = body.take()?;
         ensure(header.len as usize == bytes.len(), "its length is not that in its header")?;
         if header.error != 0 {
-            ensure((-511..0).contains(&header.error), "an impossible error number")?;
+            ensure((-511..0).contains(&header.error), "an invalid error number")?;
             body.end()?;
             return Ok((header.unique, Err(Errno::from_raw_os_error(-header.error))));
         }
@@ -46,7 +47,7 @@ impl<'a> Reply<'a> {
                 let opened = opened(&body.only()?);
                 match entry_or_negative(entry)? {
                     Self::Entry { entry, timeouts, dax } => Self::Created { entry, timeouts, dax, opened },
-                    _ => return Err(Flaw::invalid("a file was made but has no inode")),
+                    _ => return Err(Flaw::invalid("a created file has no inode")),
                 }
             }
             ReplyKind::Attr => {
@@ -69,7 +70,7 @@ impl<'a> Reply<'a> {
             ReplyKind::Lseek => Self::Lseek { offset: body.only::<abi::LseekOut>()?.offset },
             ReplyKind::Ioctl => {
                 let out: abi::IoctlOut = body.take()?;
-                ensure(out.flags == 0 && out.in_iovs == 0 && out.out_iovs == 0, "an ioctl that is to be retried")?;
+                ensure(out.flags == 0 && out.in_iovs == 0 && out.out_iovs == 0, "a request to retry an ioctl")?;
                 Self::Ioctl { result: out.result, data: body.0 }
             }
             ReplyKind::Poll => Self::Poll { events: body.only::<abi::PollOut>()?.revents },
@@ -82,16 +83,16 @@ impl<'a> Reply<'a> {
 }
 
 fn timeout(sec: u64, nsec: u32) -> Result<Duration, Flaw> {
-    ensure(nsec < 1_000_000_000, "nanoseconds of a whole second or more")?;
+    ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
     Ok(Duration::new(sec, nsec))
 }
 
 fn timespec(sec: u64, nsec: u32) -> Result<Timespec, Flaw> {
-    ensure(nsec < 1_000_000_000, "nanoseconds of a whole second or more")?;
+    ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
     Ok(Timespec { sec: sec.cast_signed(), nsec })
 }
 
-/// The entry, its timeouts and whether to use DAX.
+/// Returns the entry, its timeouts, and whether to use DAX.
 pub(super) fn entry(out: &abi::EntryOut) -> Result<(Entry, Timeouts, bool), Flaw> {
     let timeouts = Timeouts {
         entry: timeout(out.entry_valid, out.entry_valid_nsec)?,
@@ -163,7 +164,7 @@ fn lock(out: &abi::LkOut) -> Result<Option<Lock>, Flaw> {
         abi::LOCK_NONE => return Ok(None),
         abi::LOCK_READ => LockKind::Read,
         abi::LOCK_WRITE => LockKind::Write,
-        _ => return Err(Flaw::invalid("an unknown kind of lock")),
+        _ => return Err(Flaw::invalid("an unknown lock type")),
     };
     let owner = LockOwner { session: Default::default(), id: 0 };
     Ok(Some(Lock { kind, owner, start: out.lk.start, end: out.lk.end, pid: out.lk.pid, flock: false }))

@@ -9,13 +9,13 @@ use super::body::{
 use super::numbers::{AT_REMOVEDIR, Frame, HEADER_BYTES, NO_UID, Tag, WALK_NAMES_MAX, kind, lock, set};
 use super::request::{LockRequest, Request, Steps, User, WriteHead};
 
-/// All of `st_mode` but the file type.
+/// The bits of `st_mode` without the file type.
 const PERMISSIONS: u32 = 0o7777;
-/// What the kernel's 32-bit form of a device number has room for.
+/// The largest major number in the kernel's 32-bit form of a device number.
 const MAJOR_MAX: u32 = 0xfff;
 const MINOR_MAX: u32 = 0xf_ffff;
 
-/// Open flags on the wire (`P9_DOTL_*`, the numbers that x86 has) that mean something to a server.
+/// Open flags on the wire (`P9_DOTL_*`, with the values of x86) that a server applies.
 const OPEN_FLAGS: [(u32, OFlags); 10] = [
     (0o1000, OFlags::TRUNC),
     (0o2000, OFlags::APPEND),
@@ -28,18 +28,19 @@ const OPEN_FLAGS: [(u32, OFlags); 10] = [
     (0o1, OFlags::WRONLY),
     (0o2, OFlags::RDWR),
 ];
-/// Flags that are the client's own business: `O_NOCTTY`, `O_NONBLOCK`, `O_ASYNC`, `O_LARGEFILE`, `O_CLOEXEC`.
+/// Flags that only the client applies: `O_NOCTTY`, `O_NONBLOCK`, `O_ASYNC`, `O_LARGEFILE`, `O_CLOEXEC`.
 const OPEN_IGNORED: u32 = 0o400 | 0o4000 | 0o20000 | 0o100_000 | 0o2_000_000;
 const OPEN_CREATE: u32 = 0o100;
 const OPEN_EXCL: u32 = 0o200;
 const OPEN_ACCMODE: u32 = 0o3;
 
 impl<'a> Request<'a> {
-    /// Decodes a message, which must be there as a whole.
+    /// Decodes a complete message.
     ///
     /// # Errors
-    /// [`DecodeError`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`, and `OPNOTSUPP`
-    /// for types that are not known, by which Linux's client learns to do without.
+    ///
+    /// [`DecodeError`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`. Unknown
+    /// types are `OPNOTSUPP`, so that Linux's client falls back.
     pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
         let frame = Frame::peek(message).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
         let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
@@ -61,10 +62,11 @@ fn flaw(frame: Option<Frame>, wrong: FieldError) -> DecodeError {
 }
 
 impl WriteHead {
-    /// Decodes the head of a Twrite, which must be as long as [`WRITE_HEAD_BYTES`](super::WRITE_HEAD_BYTES).
+    /// Decodes the head of a Twrite, of exactly [`WRITE_HEAD_BYTES`](super::WRITE_HEAD_BYTES) bytes.
     ///
     /// # Errors
-    /// [`DecodeError`], as for [`Request::decode`] of the whole message.
+    ///
+    /// [`DecodeError`], as [`Request::decode`] returns for the whole message.
     pub fn decode(head: &[u8]) -> Result<(Tag, Self), DecodeError> {
         let frame = Frame::peek(head).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
         let decode = || {
@@ -117,7 +119,7 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldErr
         kind::TREADDIR => Request::Readdir { fid: b.fid()?, offset: b.u64()?, bytes_max: b.u32()? },
         kind::TFSYNC => {
             let fid = b.fid()?;
-            // The second field came later: clients in Go do without.
+            // The second field is newer; clients in Go omit it.
             Request::Fsync { fid, data_only: !b.0.is_empty() && b.u32()? != 0 }
         }
         kind::TLOCK => {
@@ -128,7 +130,7 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldErr
         }
         kind::TGETLOCK => {
             let (fid, lock_kind) = (b.fid()?, lock_kind(b.u8()?)?);
-            ensure(lock_kind != LockKind::Unlock, "a test for no lock")?;
+            ensure(lock_kind != LockKind::Unlock, "a lock test with type unlock")?;
             Request::Getlock { fid, lock: lock_request(lock_kind, b)? }
         }
         other => by_name(other, b)?,
@@ -137,19 +139,19 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldErr
     Ok(request)
 }
 
-/// The requests about names in directories, and about extended attributes.
+/// Decodes requests about names in directories and about extended attributes.
 fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, FieldError> {
     Ok(match message_kind {
         kind::TLCREATE => {
             let (fid, name, flags, mode) = (b.fid()?, b.name()?, open_flags(b.u32()?)?, b.u32()?);
             let plain = matches!(FileType::from_raw_mode(mode), FileType::RegularFile) || mode & !PERMISSIONS == 0;
-            ensure(plain, "a Tlcreate of something that is no regular file")?;
+            ensure(plain, "a Tlcreate of a file type other than regular")?;
             Request::Create { fid, name, flags: flags - OFlags::CREATE, mode: mode & PERMISSIONS, gid: b.u32()? }
         }
         kind::TSYMLINK => {
             let (dir, name, target) = (b.fid()?, b.name()?, b.string(PATH_BYTES_MAX)?);
             if target.is_empty() {
-                return Err(FieldError::new(Errno::NOENT, "a symbolic link to nothing"));
+                return Err(FieldError::new(Errno::NOENT, "a symbolic link without a target"));
             }
             Request::Symlink { dir, name, target, gid: b.u32()? }
         }
@@ -182,7 +184,7 @@ fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, FieldE
             ensure(flags & !AT_REMOVEDIR == 0, "unknown flags of Tunlinkat")?;
             Request::Unlinkat { dir, name, is_dir: flags != 0 }
         }
-        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "a type that is not known")),
+        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "an unknown message type")),
     })
 }
 
@@ -205,16 +207,16 @@ fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, FieldError> {
     Ok(Steps { bytes: &all[..all.len() - b.0.len()], count })
 }
 
-/// Offsets of files are not negative, and nothing lies past the last one.
+/// File offsets are at most `i64::MAX`.
 fn check_range(offset: u64, len: u64) -> Result<(), FieldError> {
     let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
-    ensure(end.is_some(), "a range past the greatest offset")
+    ensure(end.is_some(), "a range past the maximum file offset")
 }
 
 fn open_flags(raw: u32) -> Result<OFlags, FieldError> {
-    ensure(raw & OPEN_ACCMODE != OPEN_ACCMODE, "an access mode that is none")?;
+    ensure(raw & OPEN_ACCMODE != OPEN_ACCMODE, "an invalid access mode")?;
     let known = OPEN_FLAGS.iter().fold(OPEN_IGNORED | OPEN_CREATE | OPEN_EXCL, |known, (bits, _)| known | bits);
-    ensure(raw & !known == 0, "open flags that are not known")?;
+    ensure(raw & !known == 0, "unknown open flags")?;
     let mut flags = OFlags::RDONLY;
     for (_, flag) in OPEN_FLAGS.iter().filter(|(bits, _)| raw & bits == *bits) {
         flags |= *flag;
@@ -225,7 +227,7 @@ fn open_flags(raw: u32) -> Result<OFlags, FieldError> {
     Ok(flags)
 }
 
-/// The reverse of what [`Request::decode`] does with open flags.
+/// Encodes open flags, the reverse of [`Request::decode`].
 pub(super) fn raw_open_flags(flags: OFlags) -> u32 {
     let excl = if flags.contains(OFlags::EXCL) { OPEN_EXCL } else { 0 };
     OPEN_FLAGS.iter().filter(|(_, flag)| flags.contains(*flag)).fold(excl, |raw, (bits, _)| raw | bits)
@@ -235,9 +237,11 @@ fn node_mode(mode: u32) -> Result<u32, FieldError> {
     let plain = mode & !PERMISSIONS == 0;
     match FileType::from_raw_mode(mode) {
         _ if plain => Ok(mode | FileType::RegularFile.as_raw_mode()),
-        FileType::Directory | FileType::Symlink | FileType::Unknown => Err(FieldError::invalid("a Tmknod of no node")),
+        FileType::Directory | FileType::Symlink | FileType::Unknown => {
+            Err(FieldError::invalid("a Tmknod of a file type that is not a node"))
+        }
         kind if mode & !PERMISSIONS == kind.as_raw_mode() => Ok(mode),
-        _ => Err(FieldError::invalid("a mode that is none")),
+        _ => Err(FieldError::invalid("an invalid file type in a mode")),
     }
 }
 
@@ -253,17 +257,17 @@ fn lock_kind(raw: u8) -> Result<LockKind, FieldError> {
         lock::READ => Ok(LockKind::Read),
         lock::WRITE => Ok(LockKind::Write),
         lock::UNLOCK => Ok(LockKind::Unlock),
-        _ => Err(FieldError::invalid("a kind of lock that is none")),
+        _ => Err(FieldError::invalid("an unknown lock type")),
     }
 }
 
 fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, FieldError> {
     let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
-    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the greatest offset"))?;
+    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the maximum file offset"))?;
     Ok(LockRequest { kind: lock_kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? })
 }
 
-/// The last byte of a lock, which a length of 0 puts at the end of the file.
+/// Returns the last byte of a lock; a length of 0 means the end of the file.
 pub(super) fn lock_end(start: u64, len: u64) -> Option<u64> {
     let last = i64::MAX.cast_unsigned();
     let end = if len == 0 { Some(last) } else { start.checked_add(len - 1) };
@@ -275,10 +279,10 @@ fn setattr<'a>(b: &mut Body<'a>) -> Result<Request<'a>, FieldError> {
     ensure(bits & !set::ALL == 0, "unknown attributes")?;
     let has = |bit| bits & bit != 0;
     let (mode, uid, gid, size) = (b.u32()?, b.u32()?, b.u32()?, b.u64()?);
-    ensure(!has(set::UID) || uid != u32::MAX, "an owner that is none")?;
-    ensure(!has(set::GID) || gid != u32::MAX, "a group that is none")?;
-    ensure(!has(set::SIZE) || i64::try_from(size).is_ok(), "a size past the greatest offset")?;
-    // Times that are not to be set may be anything.
+    ensure(!has(set::UID) || uid != u32::MAX, "an invalid owner")?;
+    ensure(!has(set::GID) || gid != u32::MAX, "an invalid group")?;
+    ensure(!has(set::SIZE) || i64::try_from(size).is_ok(), "a size past the maximum file offset")?;
+    // Times that are not set may have any value.
     let mut time = |bit, is_set| {
         let mut raw = Body(b.bytes(16)?);
         match (has(bit), has(is_set)) {

@@ -1,4 +1,4 @@
-//! The entries of directory listings: `qid[13] offset[8] type[1] name[s]`.
+//! The entries of directory listings (Rreaddir): `qid[13] offset[8] type[1] name[s]`.
 
 use ferry_vfs::{DirItem, FileType};
 
@@ -35,7 +35,7 @@ fn file_type(raw: u8) -> FileType {
     }
 }
 
-/// The bytes of an entry with this name.
+/// Returns the size of an entry with this name, in bytes.
 pub fn dirent_bytes(name: &[u8]) -> usize {
     FIXED_BYTES + name.len()
 }
@@ -48,19 +48,19 @@ pub struct DirWriter<'a> {
 }
 
 impl<'a> DirWriter<'a> {
-    /// Appends to `out`, at most `bytes_max` bytes.
+    /// Creates a writer that appends at most `bytes_max` bytes to `out`.
     pub fn new(out: &'a mut Vec<u8>, bytes_max: usize) -> Self {
         let end = out.len().saturating_add(bytes_max);
         Self { out, end }
     }
 
-    /// Whether an entry of this name fits.
+    /// Returns whether an entry with this name fits.
     pub fn fits(&self, name: &[u8]) -> bool {
         self.end.saturating_sub(self.out.len()) >= dirent_bytes(name)
     }
 
-    /// Appends an entry, if it fits; returns whether it did. The version of its qid is 0, not known: nobody looked at
-    /// the file.
+    /// Appends an entry if it fits, and returns whether it did. The version in its qid is 0 (unknown), because a
+    /// listing does not stat the files.
     pub fn push(&mut self, item: &DirItem<'_>) -> bool {
         let Ok(name_bytes) = u16::try_from(item.name.len()) else { return false };
         if !self.fits(item.name) {
@@ -77,25 +77,25 @@ impl<'a> DirWriter<'a> {
     }
 }
 
-/// One entry of a listing, as a client finds it.
+/// One entry of a listing, for the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirEntry<'a> {
     /// Which file.
     pub qid: Qid,
-    /// The offset to go on from.
+    /// The offset of the next entry.
     pub next: u64,
     /// Its type.
     pub kind: FileType,
-    /// Its name, which may be anything: the client is to check it.
+    /// Its name, unchecked: the client must check it.
     pub name: &'a [u8],
 }
 
-/// Goes through a listing; ends early where it is cut off.
+/// Iterates over a listing; ends early where it is cut off.
 #[derive(Clone, Debug)]
 pub struct DirEntries<'a>(Body<'a>);
 
 impl<'a> DirEntries<'a> {
-    /// The entries of an Rreaddir's data.
+    /// Creates an iterator over the data of an Rreaddir.
     pub fn new(data: &'a [u8]) -> Self {
         Self(Body(data))
     }

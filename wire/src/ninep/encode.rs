@@ -6,7 +6,7 @@ use super::decode::raw_open_flags;
 use super::numbers::{AT_REMOVEDIR, Fid, HEADER_BYTES, Qid, Tag, kind, lock, set};
 use super::request::{LockRequest, Request, User};
 
-/// A message that is being written behind what the buffer holds already.
+/// A message under construction, appended to the buffer.
 pub(super) struct Message<'a> {
     out: &'a mut Vec<u8>,
     start: usize,
@@ -52,13 +52,13 @@ impl<'a> Message<'a> {
         self.u8(qid.kind.0).u32(qid.version).u64(qid.path)
     }
 
-    /// Writes a string; one longer than its length field can say is cut, which no string of a decoder is.
+    /// Writes a string, cut to the maximum of its length field. No decoded string is that long.
     pub(super) fn string(&mut self, bytes: &[u8]) -> &mut Self {
         let count = u16::try_from(bytes.len()).unwrap_or(u16::MAX);
         self.u16(count).raw(&bytes[..count.into()])
     }
 
-    /// Writes data with its length in 32 bits; no message is longer than that.
+    /// Writes data with a 32-bit length; no message is longer than that.
     pub(super) fn data(&mut self, bytes: &[u8]) -> &mut Self {
         self.u32(u32::try_from(bytes.len()).unwrap_or(u32::MAX)).raw(bytes)
     }
@@ -123,7 +123,7 @@ impl Request<'_> {
         };
     }
 
-    /// The message's type, one of [`kind`].
+    /// Returns the message's type, one of [`kind`].
     pub fn kind(&self) -> u8 {
         match self {
             Self::Version { .. } => kind::TVERSION,

@@ -1,14 +1,14 @@
-//! The protocol 9P2000.L, for servers and (for tests and clients) the other side.
+//! The protocol 9P2000.L, for servers and (for tests and clients) the client side.
 //!
-//! * [`Frame`]: the seven bytes that every message begins with;
-//! * [`Request`]: T messages, checked and typed: names are names, ranges do not wrap around, flags are known;
+//! * [`Frame`]: the seven bytes at the start of every message;
+//! * [`Request`]: T messages, checked and typed: names are valid, ranges do not wrap around, flags are known;
 //! * [`Reply`]: R messages;
-//! * [`agree`]: the answer to the version and message size that a client offers;
+//! * [`agree`]: the reply to the version and message size of a client;
 //! * [`DirWriter`] and [`DirEntries`]: directory listings.
 //!
-//! The protocol is described in intro(5) of Plan 9 (framing, tags, fids, version, flush, walk) and in the document
-//! `protocol.md` of the server diod (what `.L` adds); where both are silent, Linux's client (`net/9p`, `fs/9p`) decides.
-//! All numbers are little-endian. Nothing here does I/O, and no function panics, whatever bytes it is given.
+//! Two documents describe the protocol: intro(5) of Plan 9 (framing, tags, fids, version, flush, walk), and
+//! `protocol.md` of the server diod (the additions of `.L`). Where both are silent, Linux's client (`net/9p`, `fs/9p`)
+//! decides. All numbers are little-endian. This module does no I/O, and no function panics on any input.
 //!
 //! ```
 //! use ferry_wire::ninep::*;

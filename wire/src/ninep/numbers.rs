@@ -1,31 +1,31 @@
-//! The numbers of the protocol.
+//! The constants of the protocol.
 
 use ferry_vfs::FileType;
 
-/// Bytes of `size[4] type[1] tag[2]`, which every message begins with.
+/// Bytes of `size[4] type[1] tag[2]`, the start of every message.
 pub const HEADER_BYTES: usize = 7;
 /// Bytes of a Twrite before its data: header, fid, offset, count.
 pub const WRITE_HEAD_BYTES: usize = HEADER_BYTES + 4 + 8 + 4;
 /// Bytes of an Rread or Rreaddir before its data: header and count.
 pub const READ_HEAD_BYTES: usize = HEADER_BYTES + 4;
-/// The most names in one Twalk (intro(5): MAXWELEM).
+/// The maximum number of names in one Twalk (intro(5): MAXWELEM).
 pub const WALK_NAMES_MAX: usize = 16;
-/// The least message size that is agreed on: the longest replies that are not cut to measure (a symbolic link's
-/// target, an attribute list) fit, and Linux refuses less as well.
+/// The minimum message size. The longest replies that cannot be split (the target of a symbolic link, a list of
+/// attributes) fit into it, and Linux refuses less, too.
 pub const MSIZE_MIN: u32 = 4096;
-/// "No user number", where a name is to be used instead (`P9_NONUNAME`).
+/// "No user number": the name is used instead (`P9_NONUNAME`).
 pub const NO_UID: u32 = u32::MAX;
 
-/// Identifies a request until it is answered.
+/// Identifies a request until its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub u16);
 
 impl Tag {
-    /// The tag of Tversion (`NOTAG`); nothing else has it.
+    /// The tag of Tversion (`NOTAG`); no other message uses it.
     pub const NONE: Self = Self(u16::MAX);
 }
 
-/// Identifies a file to the server; the client chooses the number.
+/// Identifies a file on the server; the client chooses the number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fid(pub u32);
 
@@ -34,7 +34,7 @@ impl Fid {
     pub const NONE: Self = Self(u32::MAX);
 }
 
-/// The kind of file, in a [`Qid`].
+/// The type of a file in a [`Qid`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct QidKind(pub u8);
 
@@ -46,7 +46,7 @@ impl QidKind {
     /// Anything else (`QTFILE`).
     pub const FILE: Self = Self(0);
 
-    /// The kind of a file type.
+    /// Returns the kind of a file type.
     pub fn of(kind: FileType) -> Self {
         match kind {
             FileType::Directory => Self::DIR,
@@ -56,13 +56,13 @@ impl QidKind {
     }
 }
 
-/// What a server calls a file (intro(5)): two files are the same if their paths are, and unchanged if their versions
-/// are too. To Linux's client version 0 means "never cache".
+/// The server's identification of a file (intro(5)). Two files are the same if their paths are equal, and unchanged if
+/// their versions are equal. Linux's client never caches a file of version 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Qid {
     /// What it is.
     pub kind: QidKind,
-    /// Changes whenever the file does.
+    /// Changes with every change of the file.
     pub version: u32,
     /// Unique among the files of the server.
     pub path: u64,
@@ -76,7 +76,7 @@ impl Qid {
 /// How a message begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Length of the whole message in bytes, these seven included.
+    /// Length of the whole message in bytes, including these seven.
     pub bytes: u32,
     /// One of [`kind`].
     pub kind: u8,
@@ -85,19 +85,19 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// The length that the first four bytes of a message tell.
+    /// Returns the length of a message from its first four bytes.
     pub fn bytes(head: [u8; 4]) -> u32 {
         u32::from_le_bytes(head)
     }
 
-    /// Reads the beginning of a message; `None` if it is not there.
+    /// Reads the start of a message; returns `None` if it is incomplete.
     pub fn peek(message: &[u8]) -> Option<Self> {
         let [a, b, c, d, kind, e, f]: [u8; HEADER_BYTES] = *message.first_chunk()?;
         Some(Self { bytes: Self::bytes([a, b, c, d]), kind, tag: Tag(u16::from_le_bytes([e, f])) })
     }
 }
 
-/// The types of messages. A reply's is that of its request and 1.
+/// The types of messages. A reply's type is that of its request plus 1.
 #[allow(missing_docs, reason = "the protocol's own names")]
 pub mod kind {
     pub const RLERROR: u8 = 7;
@@ -163,9 +163,9 @@ pub mod kind {
     ];
 }
 
-/// Which attributes an Rgetattr has (`P9_STATS_*`).
+/// The valid attributes of an Rgetattr (`P9_STATS_*`).
 pub mod valid {
-    /// All that `struct stat` has.
+    /// All fields of `struct stat`.
     pub const BASIC: u64 = 0x7ff;
     /// The time of birth.
     pub const BTIME: u64 = 0x800;
@@ -200,5 +200,5 @@ pub(super) mod lock {
 
 /// The flag of Tunlinkat (`P9_DOTL_AT_REMOVEDIR`).
 pub(super) const AT_REMOVEDIR: u32 = 0x200;
-/// `f_type` of file systems that come by 9P (Linux `V9FS_MAGIC`).
+/// `f_type` of 9P file systems (Linux `V9FS_MAGIC`).
 pub(super) const V9FS_MAGIC: u32 = 0x0102_1997;

@@ -6,7 +6,7 @@ use super::encode::{Message, put_lock, raw_lock_kind};
 use super::numbers::{Qid, Tag, V9FS_MAGIC, WALK_NAMES_MAX, kind, valid};
 use super::request::LockRequest;
 
-/// The qids that a walk came by, at most [`WALK_NAMES_MAX`].
+/// The qids along a walk, at most [`WALK_NAMES_MAX`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Qids {
     qids: [Qid; WALK_NAMES_MAX],
@@ -14,7 +14,7 @@ pub struct Qids {
 }
 
 impl Qids {
-    /// Appends one, if there is room.
+    /// Appends a qid if there is room.
     pub fn push(&mut self, qid: Qid) {
         if let Some(slot) = self.qids.get_mut(self.count) {
             *slot = qid;
@@ -22,18 +22,18 @@ impl Qids {
         }
     }
 
-    /// Those that were appended.
+    /// Returns the qids as a slice.
     pub fn as_slice(&self) -> &[Qid] {
         &self.qids[..self.count]
     }
 }
 
-/// The answer to Tgetattr.
+/// The content of Rgetattr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Getattr {
-    /// Which file. On the way back its path is [`Attr::ino`].
+    /// The file. When decoding, its path is [`Attr::ino`].
     pub qid: Qid,
-    /// Its attributes; [`Attr::submount`] is not told.
+    /// Its attributes; the protocol does not carry [`Attr::submount`].
     pub attr: Attr,
     /// As [`ferry_vfs::Entry::generation`].
     pub generation: u64,
@@ -45,11 +45,11 @@ pub struct Getattr {
 pub enum LockStatus {
     /// Done.
     Success = 0,
-    /// Somebody else's lock is in the way. A client that said it would wait asks again, a while later.
+    /// A conflicting lock exists. A client that waits for the lock retries later.
     Blocked = 1,
-    /// It cannot be had.
+    /// The lock cannot be granted.
     Error = 2,
-    /// The server was started a moment ago: only what is reclaimed can be had.
+    /// The server has just started: only reclaimed locks are granted.
     Grace = 3,
 }
 
@@ -66,7 +66,7 @@ pub enum Reply<'a> {
     Auth(Qid),
     Attach(Qid),
     Flush,
-    /// As many qids as steps were made.
+    /// One qid per step that succeeded.
     Walk(Qids),
     Read(&'a [u8]),
     Write {
@@ -74,12 +74,12 @@ pub enum Reply<'a> {
     },
     Clunk,
     Remove,
-    /// Blocks are in units of [`Statfs::frsize`]; the message has one block size only, and that is it.
+    /// Blocks are in units of [`Statfs::frsize`], the only block size in the message.
     Statfs {
         totals: Statfs,
         id: u64,
     },
-    /// `iounit`: the most that one read or write is to carry; 0: what fits into a message.
+    /// `iounit`: the maximum size of one read or write in bytes; 0: limited by the message size.
     Open {
         qid: Qid,
         iounit: u32,
@@ -96,16 +96,16 @@ pub enum Reply<'a> {
     },
     Getattr(Getattr),
     Setattr,
-    /// The length of the value, or of the list of names.
+    /// The length of the value, or of the list of names, in bytes.
     Xattrwalk {
         bytes: u64,
     },
     Xattrcreate,
-    /// Entries as [`super::DirWriter`] makes them.
+    /// Entries written by [`super::DirWriter`].
     Readdir(&'a [u8]),
     Fsync,
     Lock(LockStatus),
-    /// The lock that is in the way, or the one that was asked for, of kind `Unlock`, if none is.
+    /// The conflicting lock; if there is none, the requested lock with type `Unlock`.
     Getlock(LockRequest<'a>),
     Link,
     Mkdir(Qid),
@@ -113,11 +113,11 @@ pub enum Reply<'a> {
     Unlinkat,
 }
 
-/// The first bytes of an Rread or Rreaddir whose data follows: for servers that have the data in its place already.
-/// `kind` is that of the request.
+/// Returns the first bytes of an Rread or Rreaddir, for servers that have the data in place after them. `kind` is the
+/// type of the request.
 pub fn encode_data_head(kind: u8, tag: Tag, bytes: u32) -> [u8; super::READ_HEAD_BYTES] {
     let mut head = [0; super::READ_HEAD_BYTES];
-    // No message is as long as to wrap around: the caller has the data in memory, behind this head.
+    // This cannot overflow: the caller has the data in memory after this head.
     let size = bytes.saturating_add(11);
     head[..4].copy_from_slice(&size.to_le_bytes());
     head[4] = kind + 1;
@@ -183,7 +183,7 @@ impl Reply<'_> {
         }
     }
 
-    /// The message's type.
+    /// Returns the message's type.
     pub fn kind(&self) -> u8 {
         let request = match self {
             Self::Error(_) => return kind::RLERROR,

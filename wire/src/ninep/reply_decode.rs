@@ -9,10 +9,11 @@ use super::reply::{Getattr, LockStatus, Qids, Reply};
 use super::request::LockRequest;
 
 impl<'a> Reply<'a> {
-    /// Decodes a message, which must be there as a whole.
+    /// Decodes a complete message.
     ///
     /// # Errors
-    /// [`DecodeError`] for everything that is no reply.
+    ///
+    /// [`DecodeError`] for every message that is not a reply.
     pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
         let flaw = |frame: Option<Frame>, wrong: FieldError| DecodeError {
             tag: frame.map(|frame| frame.tag),
@@ -70,20 +71,20 @@ fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, FieldError> 
             1 => LockStatus::Blocked,
             2 => LockStatus::Error,
             3 => LockStatus::Grace,
-            _ => return Err(FieldError::invalid("an outcome of a lock that is none")),
+            _ => return Err(FieldError::invalid("an unknown lock status")),
         }),
         kind::TGETLOCK => getlock(b)?,
         kind::TLINK => Reply::Link,
         kind::TMKDIR => Reply::Mkdir(b.qid()?),
         kind::TRENAMEAT => Reply::Renameat,
         kind::TUNLINKAT => Reply::Unlinkat,
-        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "a type that is not known")),
+        _ => return Err(FieldError::new(Errno::OPNOTSUPP, "an unknown message type")),
     };
     body.end()?;
     Ok(reply)
 }
 
-/// Numbers that Linux does not have become `IO`.
+/// Error numbers that Linux does not have become `IO`.
 fn errno(raw: u32) -> Errno {
     match i32::try_from(raw) {
         Ok(raw @ 1..=4095) => Errno::from_raw_os_error(raw),
@@ -92,7 +93,7 @@ fn errno(raw: u32) -> Errno {
 }
 
 fn narrow(wide: u64) -> Result<u32, FieldError> {
-    u32::try_from(wide).map_err(|_| FieldError::invalid("a number that no file system has"))
+    u32::try_from(wide).map_err(|_| FieldError::invalid("a number out of range"))
 }
 
 fn statfs<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
@@ -134,9 +135,9 @@ fn getlock<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
         lock::READ => LockKind::Read,
         lock::WRITE => LockKind::Write,
         lock::UNLOCK => LockKind::Unlock,
-        _ => return Err(FieldError::invalid("a kind of lock that is none")),
+        _ => return Err(FieldError::invalid("an unknown lock type")),
     };
     let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
-    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the greatest offset"))?;
+    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the maximum file offset"))?;
     Ok(Reply::Getlock(LockRequest { kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? }))
 }

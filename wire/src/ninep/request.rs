@@ -4,10 +4,10 @@ use ferry_vfs::{LockKind, Name, OFlags, SetAttr, XattrFlags};
 
 use super::numbers::{Fid, NO_UID, Tag};
 
-/// Who attaches.
+/// The user of an attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct User<'a> {
-    /// The user's name; Linux leaves it empty where it sends a number.
+    /// The user's name; Linux leaves it empty when it sends a number.
     pub name: &'a [u8],
     /// The user's number.
     pub uid: Option<u32>,
@@ -37,8 +37,8 @@ impl<'a> Step<'a> {
     }
 }
 
-/// The steps of a walk, at most [`super::WALK_NAMES_MAX`], as they lie in the message. Only the decoder and
-/// [`Steps::write`] make them, so each is a name or `..`.
+/// The steps of a walk, at most [`super::WALK_NAMES_MAX`], in the encoding of the message. Only the decoder and
+/// [`Steps::write`] create them, so each step is a valid name or `..`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Steps<'a> {
     pub(super) bytes: &'a [u8],
@@ -46,17 +46,17 @@ pub struct Steps<'a> {
 }
 
 impl<'a> Steps<'a> {
-    /// How many there are.
+    /// Returns the number of steps.
     pub fn len(&self) -> usize {
         self.count.into()
     }
 
-    /// Whether there is none: the walk only makes another fid of the same file.
+    /// Returns whether there are no steps: the walk then only clones the fid.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// The steps in order.
+    /// Iterates over the steps.
     pub fn iter(&self) -> impl Iterator<Item = Step<'a>> + use<'a> {
         let mut rest = self.bytes;
         std::iter::from_fn(move || {
@@ -67,7 +67,7 @@ impl<'a> Steps<'a> {
         })
     }
 
-    /// Writes steps into a buffer, as a client does before it walks; those past the maximum are left out.
+    /// Writes steps into a buffer for a client's walk; steps past the maximum are left out.
     pub fn write(buffer: &'a mut Vec<u8>, steps: impl IntoIterator<Item = Step<'a>>) -> Self {
         buffer.clear();
         let mut count = 0;
@@ -82,42 +82,43 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// A lock that is asked for or about.
+/// A lock to set or test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LockRequest<'a> {
-    /// What is wanted.
+    /// The requested type.
     pub kind: LockKind,
     /// First byte.
     pub start: u64,
-    /// Last byte, inclusive; `i64::MAX` for the end of the file, wherever that is (a length of 0 in the message).
+    /// Last byte, inclusive; `i64::MAX` stands for the end of the file (a length of 0 in the message).
     pub end: u64,
-    /// The process, as the client numbers it.
+    /// The process id on the client.
     pub pid: u32,
-    /// What the client calls itself. Owners are the same if process and client are.
+    /// The client's name for itself. The owner of a lock is the pair of process and client.
     pub client: &'a [u8],
 }
 
-/// A [`Request::Write`] of which only the beginning is at hand: for servers that leave the data where it is.
+/// A [`Request::Write`] without its data, for servers that leave the data in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteHead {
-    /// Where to.
+    /// The file to write to.
     pub fid: Fid,
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// Bytes of data, which follow.
+    /// Length of the data that follows, in bytes.
     pub bytes: u32,
 }
 
-/// A [`Request::Read`], or a [`Request::Write`] without its data, for so many bytes and without a tag: for clients that take no
-/// memory for it.
+/// Encodes a [`Request::Read`], or a [`Request::Write`] without its data, of `bytes` bytes and without a tag. It does
+/// not allocate.
 ///
 /// # Panics
-/// If `kind` is that of no such request.
+///
+/// If `kind` is neither Tread nor Twrite.
 pub fn encode_transfer_head(kind: u8, fid: Fid, offset: u64, bytes: u32) -> [u8; super::WRITE_HEAD_BYTES] {
     let mut head = [0; super::WRITE_HEAD_BYTES];
     let size = match kind {
         super::kind::TREAD => 23,
-        // No message is as long as to wrap around: the caller has the data in memory, behind this head.
+        // This cannot overflow: the caller has the data in memory after this head.
         super::kind::TWRITE => bytes.saturating_add(23),
         _ => panic!("{kind} is neither Tread nor Twrite"),
     };
@@ -129,44 +130,44 @@ pub fn encode_transfer_head(kind: u8, fid: Fid, offset: u64, bytes: u32) -> [u8;
     head
 }
 
-/// A request. Flags have the values of this host; the decoder translates them.
+/// A request. The decoder translates flags to the values of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the fields that several have in common are said here")]
+#[allow(missing_docs, reason = "fields shared by several variants are documented here")]
 pub enum Request<'a> {
-    /// Begins a session, and ends the one before it.
+    /// Begins a session and ends the previous one.
     Version {
-        /// The longest message that the client takes, in bytes.
+        /// The longest message that the client accepts, in bytes.
         msize: u32,
-        /// The version it speaks, such as `9P2000.L`.
+        /// The client's version, such as `9P2000.L`.
         version: &'a [u8],
     },
     /// Begins an authentication.
     Auth { afid: Fid, user: User<'a>, tree: &'a [u8] },
-    /// Makes `fid` the root of a tree, for a user.
+    /// Makes `fid` the root of a tree for a user.
     Attach {
         fid: Fid,
         /// The authentication, or [`Fid::NONE`].
         afid: Fid,
         user: User<'a>,
-        /// Which tree; empty for the only one.
+        /// The path of the tree; empty for the default.
         tree: &'a [u8],
     },
-    /// The client does not want the answer to a request any more.
+    /// Cancels a request of the client.
     Flush {
         /// That request.
         old: Tag,
     },
-    /// Makes `new_fid` what the steps lead to from `fid`.
+    /// Makes `new_fid` the file at the end of the steps from `fid`.
     Walk { fid: Fid, new_fid: Fid, steps: Steps<'a> },
     /// Reads from an open file, or the value of an extended attribute.
     Read { fid: Fid, offset: u64, bytes_max: u32 },
     /// Writes to an open file, or to the value of an extended attribute.
     Write { fid: Fid, offset: u64, data: &'a [u8] },
-    /// Ends a fid.
+    /// Releases a fid.
     Clunk { fid: Fid },
-    /// Removes the file and ends the fid, whether the first works or not.
+    /// Removes the file and releases the fid, even if the removal fails.
     Remove { fid: Fid },
-    /// Asks for the totals of the file system.
+    /// Returns the statistics of the file system.
     Statfs { fid: Fid },
     /// Opens.
     Open {
@@ -174,11 +175,11 @@ pub enum Request<'a> {
         /// Never `O_CREAT` or `O_EXCL`.
         flags: OFlags,
     },
-    /// Makes a file in the directory `fid` and opens it: `fid` is the file then.
+    /// Creates a file in the directory `fid` and opens it; `fid` becomes that file.
     Create { fid: Fid, name: Name<'a>, flags: OFlags, mode: u32, gid: u32 },
-    /// Makes a symbolic link.
+    /// Creates a symbolic link.
     Symlink { dir: Fid, name: Name<'a>, target: &'a [u8], gid: u32 },
-    /// Makes a file that is no directory and no symbolic link.
+    /// Creates a node: neither a directory nor a symbolic link.
     Mknod {
         dir: Fid,
         name: Name<'a>,
@@ -195,42 +196,42 @@ pub enum Request<'a> {
     /// Asks for attributes.
     Getattr {
         fid: Fid,
-        /// Which are wanted: [`super::valid`].
+        /// The requested attributes: [`super::valid`].
         mask: u64,
     },
-    /// Changes attributes. `ctime`: only the time of the change is to be set.
+    /// Changes attributes. With `ctime` only the change time is set.
     Setattr { fid: Fid, set: SetAttr, ctime: bool },
-    /// Makes `new_fid` the value of an extended attribute, or with an empty name the list of names, to be read.
+    /// Makes `new_fid` readable as the value of an extended attribute, or as the list of names if the name is empty.
     Xattrwalk { fid: Fid, new_fid: Fid, name: &'a [u8] },
-    /// Makes `fid` the new value of an extended attribute, to be written and set when the fid is ended.
+    /// Makes `fid` writable as the new value of an extended attribute, which is set when the fid is released.
     Xattrcreate {
         fid: Fid,
         name: &'a [u8],
-        /// How many bytes will be written; 0 with `XATTR_REPLACE` removes the attribute, as Linux's client does.
+        /// Length of the new value in bytes; 0 with `XATTR_REPLACE` removes the attribute, as Linux's client does.
         bytes: u64,
         flags: XattrFlags,
     },
-    /// Lists an open directory from an offset on.
+    /// Lists an open directory, starting at an offset.
     Readdir { fid: Fid, offset: u64, bytes_max: u32 },
     /// Makes a file durable.
     Fsync { fid: Fid, data_only: bool },
-    /// Takes, changes or gives up a lock.
+    /// Acquires, converts or releases a lock.
     Lock {
         fid: Fid,
         lock: LockRequest<'a>,
         /// Wait for it.
         wait: bool,
-        /// The client had it before the server was started again.
+        /// The client held it before the server restarted.
         reclaim: bool,
     },
-    /// Asks for a lock that is in the way.
+    /// Returns a conflicting lock.
     Getlock { fid: Fid, lock: LockRequest<'a> },
-    /// Gives the file of `fid` a name in `dir`.
+    /// Creates a hard link to `fid` in `dir`.
     Link { dir: Fid, fid: Fid, name: Name<'a> },
-    /// Makes a directory.
+    /// Creates a directory.
     Mkdir { dir: Fid, name: Name<'a>, mode: u32, gid: u32 },
     /// Renames.
     Renameat { dir: Fid, name: Name<'a>, new_dir: Fid, new_name: Name<'a> },
-    /// Removes a name: of a directory, or of anything else.
+    /// Removes a name, of a directory or of another file.
     Unlinkat { dir: Fid, name: Name<'a>, is_dir: bool },
 }

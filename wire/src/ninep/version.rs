@@ -2,30 +2,30 @@
 
 use super::numbers::MSIZE_MIN;
 
-/// The version that is spoken here.
+/// The version that Ferry speaks.
 pub const VERSION: &[u8] = b"9P2000.L";
-/// The answer to every other: "the server does not understand the client's version string" (version(5)).
+/// The reply to every other version: "the server does not understand the client's version string" (version(5)).
 pub const VERSION_UNKNOWN: &[u8] = b"unknown";
 
-/// The answer to Tversion.
+/// The outcome of Tversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VersionReply {
-    /// A session begins, with messages of at most so many bytes.
+    /// A session begins.
     Session {
-        /// The message size of the session.
+        /// The maximum size of a message, in bytes.
         msize: u32,
     },
-    /// No session: the client is to be told [`VERSION_UNKNOWN`], with its own message size.
+    /// No session: the reply is [`VERSION_UNKNOWN`] with the client's message size.
     Unknown,
-    /// The message size is below [`MSIZE_MIN`]: `MSGSIZE`` as other servers answer.
+    /// The message size is below [`MSIZE_MIN`]: the reply is `MSGSIZE`, as in other servers.
     TooSmall,
 }
 
-/// Answers a client that offers messages of `msize` bytes in this version.
+/// Negotiates with a client that offers messages of up to `msize` bytes in this version.
 ///
-/// A version may have a suffix behind a further period, which a server that does not know it strips (version(5));
-/// so `9P2000.L.Google.12` becomes `9P2000.L`. `9P2000` and `9P2000.u` are earlier protocols with other messages, and
-/// version(5) lets a server go down only to what it speaks: nothing here does, so they are unknown.
+/// A version may have a suffix after another period, which a server strips if it does not know it (version(5)):
+/// `9P2000.L.Google.12` becomes `9P2000.L`. `9P2000` and `9P2000.u` are other protocols with other messages. version(5)
+/// allows a server to fall back only to a version that it speaks, so both are unknown.
 pub fn agree(msize: u32, version: &[u8], msize_max: u32) -> VersionReply {
     let suffix = version.strip_prefix(VERSION);
     match suffix {

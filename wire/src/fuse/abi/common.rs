@@ -1,4 +1,4 @@
-//! Headers, and structures that requests and replies share.
+//! Headers, and structures shared by requests and replies.
 
 use std::mem::offset_of;
 
@@ -55,7 +55,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_statx`.
     Statx (256) {
-        /// Which fields count (`STATX_*`).
+        /// Which fields are valid (`STATX_*`).
         mask: u32,
         /// Preferred transfer size.
         blksize: u32,
@@ -77,7 +77,7 @@ wire! {
         size: u64,
         /// Allocated blocks of 512 bytes.
         blocks: u64,
-        /// Which attributes count.
+        /// Which bits of `attributes` are valid.
         attributes_mask: u64,
         /// Last access.
         atime: SxTime,
@@ -141,7 +141,7 @@ wire! {
         len: u32,
         /// See [`Opcode`].
         opcode: u32,
-        /// Pairs request and reply.
+        /// Matches the reply to the request.
         unique: u64,
         /// The inode.
         nodeid: u64,
@@ -171,7 +171,7 @@ wire! {
     ForgetOne (16) {
         /// The inode.
         nodeid: u64,
-        /// References given back.
+        /// The number of references released.
         nlookup: u64,
     }
 
@@ -187,9 +187,9 @@ wire! {
     Dirent (24) {
         /// Number shown to users.
         ino: u64,
-        /// Offset to go on from.
+        /// The offset of the next entry.
         off: u64,
-        /// Bytes of name that follow.
+        /// Length of the name that follows, in bytes.
         namelen: u32,
         /// `DT_*`.
         kind: u32,
@@ -205,7 +205,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_secctx`.
     Secctx (8) {
-        /// Bytes of the context that follows the name.
+        /// Length of the value that follows the name, in bytes.
         size: u32,
         /// Zero.
         padding: u32,
@@ -213,7 +213,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_ext_header` and `fuse_secctx_header`.
     ExtHeader (8) {
-        /// Bytes of the extension with this header.
+        /// Length of the extension including this header, in bytes.
         size: u32,
         /// `EXT_GROUPS`, or the count of security contexts.
         kind: u32,
@@ -233,7 +233,7 @@ wire! {
     UringEntInOut (32) {
         /// Zero.
         flags: u64,
-        /// Goes into the reply's command.
+        /// Copied into the command that sends the reply.
         commit_id: u64,
         /// Bytes of payload.
         payload_sz: u32,
@@ -266,7 +266,7 @@ wire! {
     }
 }
 
-// What the kernel reads and writes beside messages, and so no codec test looks at.
+// The kernel accesses these outside of messages, so no codec test covers their layout.
 const _: () = {
     assert!(offset_of!(BackingMap, flags) == 4 && offset_of!(BackingMap, padding) == 8);
     assert!(offset_of!(UringEntInOut, commit_id) == 8 && offset_of!(UringEntInOut, payload_sz) == 16);

@@ -5,25 +5,25 @@ use std::ops::{BitAnd, BitOr, BitOrAssign, Sub};
 
 /// The major version of the protocol (`FUSE_KERNEL_VERSION`).
 pub const MAJOR: u32 = 7;
-/// The newest minor version that this codec knows (`FUSE_KERNEL_MINOR_VERSION`; Linux 6.18 to 7.2).
+/// The newest minor version that this codec supports (`FUSE_KERNEL_MINOR_VERSION`; Linux 6.18 to 7.2).
 pub const MINOR_MAX: u32 = 45;
-/// The oldest minor version that [`super::super::negotiate`] accepts (Linux 4.18). Older ones have shorter
-/// structures throughout; the first Linux with virtio-fs, 5.4, speaks 7.31.
+/// The oldest minor version that [`super::super::negotiate`] accepts (Linux 4.18). Older versions have shorter
+/// structures. Linux 5.4, the first with virtio-fs, speaks 7.31.
 pub const MINOR_MIN: u32 = 27;
 
 macro_rules! opcodes {
     ($($(#[$doc:meta])* $name:ident = $value:literal,)*) => {
-        /// What a request asks for (FUSE protocol 7.45, `fuse_opcode`).
+        /// The operation of a request (FUSE protocol 7.45, `fuse_opcode`).
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u32)]
         #[non_exhaustive]
         pub enum Opcode { $($(#[$doc])* $name = $value,)* }
 
         impl Opcode {
-            /// All opcodes, in the order of their numbers.
+            /// All opcodes, in ascending order.
             pub const ALL: &'static [Self] = &[$(Self::$name,)*];
 
-            /// The opcode of this number.
+            /// Returns the opcode with this number.
             pub const fn from_raw(raw: u32) -> Option<Self> {
                 match raw {
                     $($value => Some(Self::$name),)*
@@ -31,7 +31,7 @@ macro_rules! opcodes {
                 }
             }
 
-            /// The number on the wire.
+            /// Returns the number on the wire.
             pub const fn as_raw(self) -> u32 {
                 self as u32
             }
@@ -42,7 +42,7 @@ macro_rules! opcodes {
 opcodes! {
     /// Find a name in a directory.
     Lookup = 1,
-    /// Give back references; no reply.
+    /// Release references of an inode; no reply.
     Forget = 2,
     /// Read attributes.
     Getattr = 3,
@@ -52,7 +52,7 @@ opcodes! {
     Readlink = 5,
     /// Make a symbolic link.
     Symlink = 6,
-    /// Make a file, device node, FIFO or socket.
+    /// Create a file, device node, FIFO or socket.
     Mknod = 8,
     /// Make a directory.
     Mkdir = 9,
@@ -62,7 +62,7 @@ opcodes! {
     Rmdir = 11,
     /// Rename without flags.
     Rename = 12,
-    /// Give an inode one more name.
+    /// Create a hard link.
     Link = 13,
     /// Open a file.
     Open = 14,
@@ -70,7 +70,7 @@ opcodes! {
     Read = 15,
     /// Write data.
     Write = 16,
-    /// Totals of the file system.
+    /// Statistics of the file system.
     Statfs = 17,
     /// End a file handle.
     Release = 18,
@@ -98,13 +98,13 @@ opcodes! {
     Fsyncdir = 30,
     /// Test a lock.
     Getlk = 31,
-    /// Set a lock, or fail at once.
+    /// Set a lock, or fail if it conflicts.
     Setlk = 32,
-    /// Set a lock, waiting for it.
+    /// Set a lock, waiting for conflicting ones.
     Setlkw = 33,
     /// Check permissions.
     Access = 34,
-    /// Make and open a file.
+    /// Create and open a file.
     Create = 35,
     /// Interrupt another request; no reply.
     Interrupt = 36,
@@ -116,9 +116,9 @@ opcodes! {
     Ioctl = 39,
     /// Poll for events.
     Poll = 40,
-    /// The answer to a `NOTIFY_RETRIEVE`; no reply. No transport of Ferry's asks for one yet.
+    /// Data requested by `NOTIFY_RETRIEVE`; no reply. Ferry sends no such notification.
     NotifyReply = 41,
-    /// Give back references of many inodes; no reply.
+    /// Release references of many inodes; no reply.
     BatchForget = 42,
     /// Allocate or free ranges of a file.
     Fallocate = 43,
@@ -134,9 +134,9 @@ opcodes! {
     Setupmapping = 48,
     /// Unmap ranges of the DAX window.
     Removemapping = 49,
-    /// Make the file system durable.
+    /// Make the whole file system durable.
     Syncfs = 50,
-    /// Make and open a file without a name.
+    /// Create and open a file without a name.
     Tmpfile = 51,
     /// Read attributes as `statx` does.
     Statx = 52,
@@ -145,7 +145,7 @@ opcodes! {
 }
 
 impl Opcode {
-    /// Whether a request of this raw opcode gets a reply.
+    /// Returns whether a request with this raw opcode gets a reply.
     pub const fn wants_reply(raw: u32) -> bool {
         !matches!(Self::from_raw(raw), Some(Self::Forget | Self::BatchForget | Self::Interrupt | Self::NotifyReply))
     }
@@ -160,7 +160,7 @@ macro_rules! flag_set {
         impl $set {
             $($(#[$doc])* pub const $name: Self = Self(1 << $bit);)*
 
-            /// Every bit that has a name here.
+            /// All bits that have a name here.
             pub const ALL: Self = Self(0 $(| 1 << $bit)*);
 
             /// No bit.
@@ -168,7 +168,7 @@ macro_rules! flag_set {
                 Self(0)
             }
 
-            /// These bits, named or not.
+            /// Returns a set with these bits, including bits without a name.
             pub const fn from_bits_retain(bits: $bits) -> Self {
                 Self(bits)
             }
@@ -178,12 +178,12 @@ macro_rules! flag_set {
                 self.0
             }
 
-            /// Whether all bits of `other` are set.
+            /// Returns whether all bits of `other` are set.
             pub const fn contains(self, other: Self) -> bool {
                 self.0 & other.0 == other.0
             }
 
-            /// Both sets together; usable in constants, where `|` is not.
+            /// Returns the union of both sets; usable in constants, unlike `|`.
             pub const fn union(self, other: Self) -> Self {
                 Self(self.0 | other.0)
             }
@@ -233,20 +233,20 @@ macro_rules! flag_set {
 }
 
 flag_set! {
-    /// What both sides of a session can do (FUSE protocol 7.45, "INIT request/reply flags"): the low 32 bits are
-    /// `flags` of `fuse_init_in` and `fuse_init_out`, the high ones `flags2`.
+    /// Features negotiated by INIT (FUSE protocol 7.45, "INIT request/reply flags"). The low 32 bits are `flags` of
+    /// `fuse_init_in` and `fuse_init_out`, the high 32 bits are `flags2`.
     InitFlags: u64 {
-        /// Reads may be sent several at a time and out of order.
+        /// Reads may be sent concurrently and out of order.
         ASYNC_READ = 0,
-        /// POSIX locks are the server's.
+        /// The server implements POSIX locks.
         POSIX_LOCKS = 1,
         /// Not used by any kernel.
         FILE_OPS = 2,
         /// OPEN with `O_TRUNC` truncates.
         ATOMIC_O_TRUNC = 3,
-        /// LOOKUP knows `.` and `..`.
+        /// LOOKUP accepts `.` and `..`.
         EXPORT_SUPPORT = 4,
-        /// WRITE takes more than 4 KiB.
+        /// WRITE may carry more than 4 KiB.
         BIG_WRITES = 5,
         /// The server applies the umask.
         DONT_MASK = 6,
@@ -256,27 +256,27 @@ flag_set! {
         SPLICE_MOVE = 8,
         /// The device can splice reads.
         SPLICE_READ = 9,
-        /// flock locks are the server's.
+        /// The server implements flock locks.
         FLOCK_LOCKS = 10,
         /// IOCTL works on directories.
         HAS_IOCTL_DIR = 11,
-        /// Drop cached pages when size or mtime changed.
+        /// The client drops cached pages when size or mtime changed.
         AUTO_INVAL_DATA = 12,
         /// READDIRPLUS instead of READDIR.
         DO_READDIRPLUS = 13,
-        /// READDIRPLUS only where it seems useful.
+        /// The client uses READDIRPLUS only where it expects lookups.
         READDIRPLUS_AUTO = 14,
-        /// Direct I/O may be sent several at a time.
+        /// Direct I/O may be sent concurrently.
         ASYNC_DIO = 15,
-        /// The client keeps written data, size and times and writes them back later.
+        /// The client caches written data, size and times, and writes them back later.
         WRITEBACK_CACHE = 16,
-        /// OPEN may be answered ENOSYS: no more OPENs.
+        /// If OPEN fails with ENOSYS, the client sends no more OPENs.
         NO_OPEN_SUPPORT = 17,
-        /// Several lookups and listings of one directory at a time.
+        /// Lookups and listings of one directory may be concurrent.
         PARALLEL_DIROPS = 18,
         /// The server clears suid, sgid and capabilities on every write, chown and truncate.
         HANDLE_KILLPRIV = 19,
-        /// The client checks POSIX ACLs that the server keeps.
+        /// The client checks POSIX ACLs, which the server stores.
         POSIX_ACL = 20,
         /// Reading the device after an abort gives ECONNABORTED.
         ABORT_ERROR = 21,
@@ -284,35 +284,35 @@ flag_set! {
         MAX_PAGES = 22,
         /// READLINK replies are cached.
         CACHE_SYMLINKS = 23,
-        /// OPENDIR may be answered ENOSYS: no more OPENDIRs.
+        /// If OPENDIR fails with ENOSYS, the client sends no more OPENDIRs.
         NO_OPENDIR_SUPPORT = 24,
-        /// Drop cached pages only when told.
+        /// The client drops cached pages only on notification.
         EXPLICIT_INVAL_DATA = 25,
         /// `fuse_init_out.map_alignment` counts.
         MAP_ALIGNMENT = 26,
-        /// Directories may be shown as mounts of their own.
+        /// Directories may be marked as separate mounts.
         SUBMOUNTS = 27,
-        /// The server clears suid, sgid and capabilities where requests say so.
+        /// The server clears suid, sgid and capabilities where a request says so.
         HANDLE_KILLPRIV_V2 = 28,
-        /// SETXATTR has the long `fuse_setxattr_in`.
+        /// SETXATTR has the long form of `fuse_setxattr_in`.
         SETXATTR_EXT = 29,
         /// The INIT structures have `flags2`.
         INIT_EXT = 30,
-        /// Creating requests carry security contexts.
+        /// Requests that create inodes carry security contexts.
         SECURITY_CTX = 32,
-        /// DAX is chosen for each inode.
+        /// DAX is enabled per inode.
         HAS_INODE_DAX = 33,
-        /// Creating requests carry the supplementary group that matters.
+        /// Requests that create inodes carry the supplementary group of the parent directory.
         CREATE_SUPP_GROUP = 34,
-        /// Entries can be expired without being dropped.
+        /// The server can expire a dentry without dropping it.
         HAS_EXPIRE_ONLY = 35,
-        /// Shared mmap of files in direct I/O mode.
+        /// Files in direct I/O mode may be mapped with MAP_SHARED.
         DIRECT_IO_ALLOW_MMAP = 36,
-        /// Opened files may pass through to a backing file; `fuse_init_out.max_stack_depth` counts.
+        /// Open files may use a backing file (passthrough); `fuse_init_out.max_stack_depth` is valid.
         PASSTHROUGH = 37,
-        /// No file handles for nfsd.
+        /// The client must not export file handles to NFS.
         NO_EXPORT_SUPPORT = 38,
-        /// Requests can be sent again; see [`UNIQUE_RESEND`].
+        /// The client can send requests again; see [`UNIQUE_RESEND`].
         HAS_RESEND = 39,
         /// Mounts may be idmapped.
         ALLOW_IDMAP = 40,
@@ -326,21 +326,21 @@ flag_set! {
 flag_set! {
     /// How the client may treat an open file (FUSE protocol 7.45, `fuse_open_out.open_flags`).
     OpenFlags: u32 {
-        /// No page cache for this file.
+        /// The client bypasses the page cache for this file.
         DIRECT_IO = 0,
         /// Keep what is cached.
         KEEP_CACHE = 1,
         /// The file cannot seek.
         NONSEEKABLE = 2,
-        /// The listing may be cached.
+        /// The client may cache the listing.
         CACHE_DIR = 3,
         /// The file has no position.
         STREAM = 4,
         /// No FLUSH at close.
         NOFLUSH = 5,
-        /// Several direct writes at a time.
+        /// Direct writes may be concurrent.
         PARALLEL_DIRECT_WRITES = 6,
-        /// Data goes to the backing file.
+        /// The client reads and writes the backing file.
         PASSTHROUGH = 7,
     }
 }
@@ -381,11 +381,11 @@ constants! {
     OPEN_KILL_SUIDGID: u32 = 1 << 0;
     /// `fuse_release_in.release_flags`: flush first.
     RELEASE_FLUSH: u32 = 1 << 0;
-    /// `fuse_release_in.release_flags`: give up the flock of lock_owner.
+    /// `fuse_release_in.release_flags`: release the flock lock of `lock_owner`.
     RELEASE_FLOCK_UNLOCK: u32 = 1 << 1;
     /// `fuse_read_in.read_flags`: lock_owner counts.
     READ_LOCKOWNER: u32 = 1 << 1;
-    /// `fuse_write_in.write_flags`: from the page cache, with any handle of the inode.
+    /// `fuse_write_in.write_flags`: from the page cache; the handle may be any one of the inode.
     WRITE_CACHE: u32 = 1 << 0;
     /// `fuse_write_in.write_flags`: lock_owner counts.
     WRITE_LOCKOWNER: u32 = 1 << 1;
@@ -406,9 +406,9 @@ constants! {
 
     /// `fuse_ioctl_in.flags`: a 32-bit caller of a 64-bit kernel.
     IOCTL_COMPAT: u32 = 1 << 0;
-    /// `fuse_ioctl_in.flags`: any ioctl, with retries (CUSE only).
+    /// `fuse_ioctl_in.flags`: unrestricted ioctl, with retries (CUSE only).
     IOCTL_UNRESTRICTED: u32 = 1 << 1;
-    /// `fuse_ioctl_out.flags`: try again with these vectors.
+    /// `fuse_ioctl_out.flags`: retry with these vectors.
     IOCTL_RETRY: u32 = 1 << 2;
     /// `fuse_ioctl_in.flags`: a 32-bit ioctl.
     IOCTL_32BIT: u32 = 1 << 3;
@@ -416,12 +416,12 @@ constants! {
     IOCTL_DIR: u32 = 1 << 4;
     /// `fuse_ioctl_in.flags`: an x32 caller.
     IOCTL_COMPAT_X32: u32 = 1 << 5;
-    /// The most vectors of an ioctl retry.
+    /// The maximum number of vectors in an ioctl retry.
     IOCTL_MAX_IOV: u32 = 256;
     /// `fuse_poll_in.flags`: notify when ready.
     POLL_SCHEDULE_NOTIFY: u32 = 1 << 0;
 
-    /// `fuse_attr.flags`: the root of a mount.
+    /// `fuse_attr.flags`: the inode is the root of a mount.
     ATTR_SUBMOUNT: u32 = 1 << 0;
     /// `fuse_attr.flags`: use DAX.
     ATTR_DAX: u32 = 1 << 1;
@@ -431,14 +431,14 @@ constants! {
     /// `fuse_setupmapping_in.flags`: map for reading.
     SETUPMAPPING_READ: u64 = 1 << 1;
 
-    /// `fuse_ext_header.kind`: the greatest that is a count of security contexts.
+    /// `fuse_ext_header.kind`: values up to this one are a count of security contexts.
     EXT_SECURITY_CONTEXTS_MAX: u32 = 31;
     /// `fuse_ext_header.kind`: supplementary groups.
     EXT_GROUPS: u32 = 32;
 
     /// `fuse_in_header.unique`: the request was sent before.
     UNIQUE_RESEND: u64 = 1 << 63;
-    /// `fuse_in_header.uid`, `gid`: cannot be told on an idmapped mount.
+    /// `fuse_in_header.uid`, `gid`: the id is unknown because the mount is idmapped.
     INVALID_ID: u32 = u32::MAX;
 
     /// `fuse_notify_inval_entry_out.flags`: expire instead of drop.
@@ -457,7 +457,7 @@ constants! {
     NOTIFY_DELETE: i32 = 6;
     /// `fuse_out_header.error` of a notification: send all pending requests again.
     NOTIFY_RESEND: i32 = 7;
-    /// `fuse_out_header.error` of a notification: all dentries are to be checked again.
+    /// `fuse_out_header.error` of a notification: revalidate all dentries.
     NOTIFY_INC_EPOCH: i32 = 8;
     /// `fuse_out_header.error` of a notification: drop unused inodes.
     NOTIFY_PRUNE: i32 = 9;

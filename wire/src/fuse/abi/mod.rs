@@ -1,14 +1,23 @@
-//! The structures and numbers of FUSE protocol 7.45, as they lie in memory. Everything is in the byte order of the
-//! machine, which on every machine that Ferry runs on is the little-endian order that virtio-fs prescribes.
+//! The structures and constants of FUSE protocol 7.45, in memory layout. Integers are in native byte order. virtio-fs
+//! requires little-endian, so other targets do not compile.
 //!
 //! Field names are those of the protocol (except `kind` for `type`), so that its documentation applies.
 
-#[allow(missing_debug_implementations, reason = "zerocopy's derives make hidden types; ours have it")]
+#[allow(
+    missing_debug_implementations,
+    reason = "zerocopy's derives create hidden types; the structures here implement it"
+)]
 mod common;
 mod flags;
-#[allow(missing_debug_implementations, reason = "zerocopy's derives make hidden types; ours have it")]
+#[allow(
+    missing_debug_implementations,
+    reason = "zerocopy's derives create hidden types; the structures here implement it"
+)]
 mod replies;
-#[allow(missing_debug_implementations, reason = "zerocopy's derives make hidden types; ours have it")]
+#[allow(
+    missing_debug_implementations,
+    reason = "zerocopy's derives create hidden types; the structures here implement it"
+)]
 mod requests;
 
 pub use common::*;
@@ -19,7 +28,7 @@ pub use requests::*;
 #[cfg(target_endian = "big")]
 compile_error!("the FUSE codec reads native integers, but virtio-fs is little-endian");
 
-/// Defines structures of the protocol, each with its size.
+/// Defines protocol structures, each with its size in bytes.
 macro_rules! wire {
     ($($(#[$doc:meta])* $name:ident ($size:literal) { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* })*) => {
         $(

@@ -7,17 +7,17 @@ use super::{InitFlags, OpenFlags};
 wire! {
     /// FUSE protocol 7.45, `fuse_entry_out`.
     EntryOut (128) {
-        /// The inode; 0 for a name that is known not to exist.
+        /// The inode; 0 for a negative dentry.
         nodeid: u64,
-        /// Tells apart inodes that had the same number.
+        /// Distinguishes inodes that had the same number.
         generation: u64,
-        /// How long the name may be cached, seconds.
+        /// Cache timeout of the name, seconds.
         entry_valid: u64,
-        /// How long the attributes may be cached, seconds.
+        /// Cache timeout of the attributes, seconds.
         attr_valid: u64,
-        /// How long the name may be cached, nanoseconds.
+        /// Cache timeout of the name, nanoseconds.
         entry_valid_nsec: u32,
-        /// How long the attributes may be cached, nanoseconds.
+        /// Cache timeout of the attributes, nanoseconds.
         attr_valid_nsec: u32,
         /// The attributes.
         attr: Attr,
@@ -25,7 +25,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_attr_out`.
     AttrOut (104) {
-        /// How long the attributes may be cached, seconds.
+        /// Cache timeout of the attributes, seconds.
         attr_valid: u64,
         /// The same, nanoseconds.
         attr_valid_nsec: u32,
@@ -37,7 +37,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_statx_out`.
     StatxOut (288) {
-        /// How long the attributes may be cached, seconds.
+        /// Cache timeout of the attributes, seconds.
         attr_valid: u64,
         /// The same, nanoseconds.
         attr_valid_nsec: u32,
@@ -93,21 +93,21 @@ wire! {
         flags: u32,
         /// Most background requests.
         max_background: u16,
-        /// Background requests from which on the client counts as congested.
+        /// Number of background requests at which the client is congested.
         congestion_threshold: u16,
-        /// Most bytes of a WRITE.
+        /// Maximum payload of a WRITE, in bytes.
         max_write: u32,
         /// Granularity of times, nanoseconds.
         time_gran: u32,
-        /// Most pages of a request.
+        /// Maximum size of a request, in pages.
         max_pages: u16,
         /// log2 of the alignment of DAX mappings.
         map_alignment: u16,
         /// [`InitFlags`], high half.
         flags2: u32,
-        /// How deep backing files may be stacked.
+        /// Maximum depth of stacked backing files.
         max_stack_depth: u32,
-        /// Seconds after which the client gives up.
+        /// Request timeout of the client, in seconds.
         request_timeout: u16,
         /// Zero.
         unused: [u16; 11],
@@ -161,9 +161,9 @@ wire! {
     NotifyInvalInodeOut (24) {
         /// The inode.
         ino: u64,
-        /// First byte; negative: attributes only.
+        /// First byte; negative: invalidate the attributes only.
         off: i64,
-        /// Length; 0: to the end.
+        /// Length; 0: to the end of the file.
         len: i64,
     }
 
@@ -171,7 +171,7 @@ wire! {
     NotifyInvalEntryOut (16) {
         /// The directory.
         parent: u64,
-        /// Bytes of name that follow, without the NUL.
+        /// Length of the name that follows without its NUL, in bytes.
         namelen: u32,
         /// `EXPIRE_ONLY`.
         flags: u32,
@@ -183,7 +183,7 @@ wire! {
         parent: u64,
         /// The inode.
         child: u64,
-        /// Bytes of name that follow, without the NUL.
+        /// Length of the name that follows without its NUL, in bytes.
         namelen: u32,
         /// Zero.
         padding: u32,
@@ -217,7 +217,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_notify_prune_out`.
     NotifyPruneOut (16) {
-        /// How many inode numbers follow.
+        /// Number of inode numbers that follow.
         count: u32,
         /// Zero.
         padding: u32,

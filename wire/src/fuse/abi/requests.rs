@@ -7,7 +7,7 @@ use super::{ForgetOne, InitFlags, RemovemappingOne};
 wire! {
     /// FUSE protocol 7.45, `fuse_forget_in`.
     ForgetIn (8) {
-        /// References given back.
+        /// The number of references released.
         nlookup: u64,
     }
 
@@ -39,7 +39,7 @@ wire! {
         fh: u64,
         /// `AT_STATX_*`.
         sx_flags: u32,
-        /// `STATX_*`: which fields are wanted.
+        /// `STATX_*`: the requested fields.
         sx_mask: u32,
     }
 
@@ -81,7 +81,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_link_in`.
     LinkIn (8) {
-        /// The inode that gets a name.
+        /// The inode that is linked.
         oldnodeid: u64,
     }
 
@@ -95,7 +95,7 @@ wire! {
         fh: u64,
         /// Size.
         size: u64,
-        /// Who truncates.
+        /// Lock owner of the caller that truncates.
         lock_owner: u64,
         /// Last access, seconds (signed).
         atime: u64,
@@ -175,7 +175,7 @@ wire! {
         size: u32,
         /// `READ_*`.
         read_flags: u32,
-        /// Who reads.
+        /// Lock owner of the reader.
         lock_owner: u64,
         /// `O_*`.
         flags: u32,
@@ -193,7 +193,7 @@ wire! {
         size: u32,
         /// `WRITE_*`.
         write_flags: u32,
-        /// Who writes.
+        /// Lock owner of the writer.
         lock_owner: u64,
         /// `O_*`.
         flags: u32,
@@ -233,7 +233,7 @@ wire! {
 
     /// FUSE protocol 7.45, `fuse_getxattr_in`.
     GetxattrIn (8) {
-        /// Room for the value; 0 asks for its length.
+        /// Size of the buffer for the value in bytes; 0 returns the length only.
         size: u32,
         /// Zero.
         padding: u32,
@@ -243,7 +243,7 @@ wire! {
     LkIn (48) {
         /// The handle.
         fh: u64,
-        /// Who locks.
+        /// The lock owner.
         owner: u64,
         /// The lock.
         lk: FileLock,
@@ -315,7 +315,7 @@ wire! {
         cmd: u32,
         /// The argument.
         arg: u64,
-        /// Bytes of input that follow.
+        /// Length of the input that follows, in bytes.
         in_size: u32,
         /// Room for output.
         out_size: u32,
@@ -325,7 +325,7 @@ wire! {
     PollIn (24) {
         /// The handle.
         fh: u64,
-        /// The client's handle, for the notification.
+        /// The client's handle for the notification.
         kh: u64,
         /// `POLL_*`.
         flags: u32,

@@ -56,9 +56,9 @@ proptest! {
     }
 }
 
-/// The bytes that Linux's own readers expect.
+/// The bytes that Linux's readers expect.
 #[test]
-fn an_entry_lies_as_the_protocol_says() {
+fn an_entry_has_the_layout_of_the_protocol() {
     let mut buffer = Vec::new();
     let mut listing = DirWriter::new(&mut buffer, 4096, false, Timeouts::default(), &FULL);
     listing.push(&DirItem { ino: 2, next: 3, kind: FileType::RegularFile, name: b"abc" }, None);
@@ -72,7 +72,7 @@ fn an_entry_lies_as_the_protocol_says() {
 }
 
 #[test]
-fn an_entry_of_readdirplus_has_all_or_nothing() {
+fn a_readdirplus_entry_has_all_attributes_or_none() {
     let mut buffer = Vec::new();
     let mut listing = DirWriter::new(&mut buffer, 4096, true, Timeouts::default(), &FULL);
     let dot = DirItem { ino: 2, next: 3, kind: FileType::Directory, name: b"." };

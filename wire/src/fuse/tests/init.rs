@@ -26,7 +26,7 @@ fn the_lesser_minor_version_wins() {
 }
 
 #[test]
-fn only_flags_of_both_sides_are_agreed_on() {
+fn only_flags_of_both_sides_are_negotiated() {
     let wanted = InitOptions {
         flags: InitFlags::ASYNC_READ | InitFlags::POSIX_ACL | InitFlags::SECURITY_CTX,
         max_write_bytes: 1 << 20,
@@ -41,7 +41,7 @@ fn only_flags_of_both_sides_are_agreed_on() {
 }
 
 #[test]
-fn an_old_client_gets_nothing_that_it_does_not_know() {
+fn an_old_client_gets_no_newer_fields() {
     let wanted = InitOptions { flags: InitFlags::ALL, max_write_bytes: 1 << 20, ..InitOptions::default() };
     let (session, reply) = ready(&offer(27, InitFlags::ASYNC_READ), &wanted);
     assert_eq!(session.flags, InitFlags::ASYNC_READ);
@@ -49,7 +49,7 @@ fn an_old_client_gets_nothing_that_it_does_not_know() {
 }
 
 #[test]
-fn fields_count_with_their_flags() {
+fn fields_are_valid_only_with_their_flags() {
     let wanted = InitOptions {
         flags: InitFlags::MAP_ALIGNMENT | InitFlags::PASSTHROUGH | InitFlags::REQUEST_TIMEOUT,
         map_alignment_log2: 21,
@@ -69,7 +69,7 @@ fn fields_count_with_their_flags() {
 }
 
 #[test]
-fn other_major_versions_are_told_ours_or_refused() {
+fn other_major_versions_get_a_retry_or_an_error() {
     let newer = InitRequest { major: 8, ..offer(0, InitFlags::empty()) };
     let Ok(InitOutcome::Retry(reply)) = negotiate(&newer, &InitOptions::default()) else { panic!("no retry") };
     assert_eq!((reply.major, reply.minor), (7, 45));
@@ -81,7 +81,7 @@ fn other_major_versions_are_told_ours_or_refused() {
 }
 
 #[test]
-fn the_client_understands_what_was_agreed_on() {
+fn the_client_decodes_the_negotiated_session() {
     let wanted = InitOptions { flags: InitFlags::SUBMOUNTS | InitFlags::SECURITY_CTX, ..InitOptions::default() };
     let request = offer(45, InitFlags::ALL);
     let (session, reply) = ready(&request, &wanted);
@@ -91,9 +91,9 @@ fn the_client_understands_what_was_agreed_on() {
     assert_eq!(Negotiated::from_reply(&offer(45, InitFlags::INIT_EXT), &reply), None);
 }
 
-/// Every length of an INIT body with every interesting version: whatever decodes has what was there.
+/// Every length of an INIT body with every relevant version: a decoded body keeps its fields.
 #[test]
-fn bodies_of_all_ages_are_read() {
+fn bodies_of_all_versions_decode() {
     let fixed = InitIn { max_readahead: 1 << 17, flags: 1 << 30 | 1, flags2: 4, ..InitIn::ZERO };
     let body = [fixed.as_bytes(), &[0; 64]].concat();
     for (major, minor) in [(7, 1), (7, 5), (7, 26), (7, 27), (7, 35), (7, 36), (7, 45), (7, 46), (8, 0), (6, 1), (0, 0)]

@@ -12,7 +12,7 @@ fn errno(message: &[u8]) -> Option<Errno> {
 }
 
 #[test]
-fn without_a_header_there_is_nothing_to_answer() {
+fn without_a_header_there_is_no_reply() {
     for len in 0..40 {
         let error = decode(&vec![0; len], len, &FULL).unwrap_err();
         assert_eq!((error.unique, error.reply_to()), (None, None));
@@ -25,14 +25,14 @@ fn errors_name_their_request() {
     let error = decode(&message, message.len(), &FULL).unwrap_err();
     assert_eq!((error.unique, error.opcode, error.reply_to()), (Some(7), 10, Some(7)));
     assert!(error.to_string().contains("opcode 10"), "{error}");
-    // A lie about its length.
+    // A wrong length.
     message[0] += 1;
     let error = decode(&message, message.len(), &FULL).unwrap_err();
     assert_eq!((error.errno, error.reply_to()), (Errno::INVAL, Some(7)));
 }
 
 #[test]
-fn some_are_never_answered() {
+fn some_opcodes_get_no_reply() {
     for opcode in [Opcode::Forget, Opcode::BatchForget, Opcode::Interrupt, Opcode::NotifyReply] {
         let message = message(opcode, &[&[1; 3]]);
         let error = decode(&message, message.len(), &FULL).unwrap_err();
@@ -51,9 +51,9 @@ fn unknown_opcodes_are_not_implemented() {
     }
 }
 
-/// Whatever the client says, nothing that is agreed on is passed on longer.
+/// No size beyond the negotiated limits is passed on, whatever the client sends.
 #[test]
-fn sizes_beyond_what_was_agreed_on_are_refused_or_cut() {
+fn sizes_beyond_the_negotiated_limits_are_refused_or_cut() {
     const WRITE_MAX: u32 = 1 << 20;
     const READ_MAX: u32 = 16 << 20;
     assert_eq!((FULL.max_write_bytes, FULL.max_read_bytes()), (WRITE_MAX, READ_MAX));
@@ -80,7 +80,7 @@ fn sizes_beyond_what_was_agreed_on_are_refused_or_cut() {
         let xattr = abi::GetxattrIn { size, ..abi::GetxattrIn::ZERO };
         assert_eq!(found(&message(Opcode::Getxattr, &[xattr.as_bytes(), b"user.a\0"])), Ok(size.min(65536)));
         assert_eq!(found(&message(Opcode::Listxattr, &[xattr.as_bytes()])), Ok(size.min(65536)));
-        // Of a WRITE only the head is there.
+        // Only the head of a WRITE is present.
         let mut write = message(Opcode::Write, &[abi::WriteIn { size, ..abi::WriteIn::ZERO }.as_bytes()]);
         let message_bytes = write.len() as u64 + u64::from(size);
         let Ok(len) = u32::try_from(message_bytes) else { panic!("a header has 32 bits for it") };
@@ -187,7 +187,7 @@ fn numbers_out_of_range_are_refused() {
             Some(Errno::INVAL),
         ),
         (
-            "test for no lock",
+            "lock test with type unlock",
             message(
                 Opcode::Getlk,
                 &[abi::LkIn { lk: abi::FileLock { kind: 2, ..abi::FileLock::ZERO }, ..abi::LkIn::ZERO }.as_bytes()],
@@ -217,7 +217,7 @@ fn the_longest_setxattr_fits() {
 }
 
 #[test]
-fn a_tmpfile_comes_with_a_name_that_is_none() {
+fn the_name_of_a_tmpfile_is_ignored() {
     let message = message(Opcode::Tmpfile, &[&[0; 16], b"/\0"]);
     let request = decode(&message, message.len(), &FULL).unwrap();
     assert!(matches!(request.operation, Operation::Tmpfile { new, .. } if new.mode == 0o100_000), "{request:?}");
@@ -231,13 +231,13 @@ fn security_context() -> Vec<u8> {
 }
 
 #[test]
-fn security_contexts_are_found_in_old_and_new_places() {
+fn security_contexts_are_found_in_old_and_new_formats() {
     let context = security_context();
     let message = message(Opcode::Mkdir, &[&[0; 8], b"dir\0", &context]);
-    // Linux 5.17 to 6.1: only the INIT flag tells.
+    // Linux 5.17 to 6.1: only the INIT flag announces it.
     assert!(decode(&message, message.len(), &BARE).is_err());
     let old = decode(&message, message.len(), &FULL).unwrap();
-    // Linux 6.2 and later: the header tells.
+    // Linux 6.2 and later: the header announces it.
     let mut message = message.clone();
     message[36] = u8::try_from(context.len() / 8).unwrap();
     let new = decode(&message, message.len(), &BARE).unwrap();
@@ -260,7 +260,7 @@ fn malformed_extensions_are_refused() {
         ("too many groups", groups(16, 2, 32)),
         ("very many groups", groups(16, u32::MAX, 32)),
         ("unknown", groups(16, 1, 33)),
-        ("security contexts that are not there", groups(16, 1, 31)),
+        ("missing security contexts", groups(16, 1, 31)),
         ("twice", [good.clone(), good.clone()].concat()),
         ("cut", good[..8].to_vec()),
     ];

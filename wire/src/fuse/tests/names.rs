@@ -5,7 +5,7 @@ use ferry_vfs::Errno;
 use super::{SESSIONS, message};
 use crate::fuse::*;
 
-/// Each opcode with the bytes in front of its first name, and what stands in front of and behind the name under test.
+/// Each opcode with the number of bytes before its first name, and the bytes before and after the tested name.
 const TAKERS: &[(Opcode, usize, &[u8], &[u8])] = &[
     (Opcode::Lookup, 0, b"", b""),
     (Opcode::Symlink, 0, b"", b"target\0"),
@@ -61,7 +61,7 @@ fn bad_names_are_refused_everywhere() {
 }
 
 #[test]
-fn only_lookup_knows_dot_and_dotdot() {
+fn only_lookup_accepts_dot_and_dotdot() {
     for session in SESSIONS {
         for (name, wanted) in [(&b".\0"[..], Operation::LookupSelf), (b"..\0", Operation::LookupParent)] {
             let message = message(Opcode::Lookup, &[name]);
@@ -71,7 +71,7 @@ fn only_lookup_knows_dot_and_dotdot() {
 }
 
 #[test]
-fn two_names_are_split_at_their_nul() {
+fn two_names_are_split_at_the_nul() {
     let message = message(Opcode::Rename2, &[&[0; 16], b"one\0", b"two\0"]);
     let Operation::Rename { name, new_name, .. } = decode(&message, message.len(), SESSIONS[0]).unwrap().operation
     else {
@@ -81,7 +81,7 @@ fn two_names_are_split_at_their_nul() {
 }
 
 #[test]
-fn bad_strings_that_are_no_names_are_refused() {
+fn bad_targets_and_attribute_names_are_refused() {
     let long_target = [b'x'; 4096];
     let cases: &[(Opcode, usize, &[u8], Errno)] = &[
         (Opcode::Symlink, 0, b"name\0\0", Errno::INVAL),

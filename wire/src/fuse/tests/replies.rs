@@ -68,7 +68,7 @@ proptest! {
 }
 
 #[test]
-fn errors_are_told() {
+fn errors_round_trip() {
     let bytes = encode_error(5, Errno::NOENT);
     assert_eq!(bytes, [16, 0, 0, 0, 254, 255, 255, 255, 5, 0, 0, 0, 0, 0, 0, 0]);
     for kind in KINDS {
@@ -83,7 +83,7 @@ fn errors_are_told() {
 }
 
 #[test]
-fn a_read_is_answered_by_its_head_alone() {
+fn the_reply_to_a_read_can_be_encoded_as_head_alone() {
     let head = Reply::encode_bytes_head(6, 4096);
     assert_eq!(head, [16, 16, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 0, 0, 0, 0]);
     let mut other = [0; REPLY_HEAD_BYTES_MAX];
@@ -91,7 +91,7 @@ fn a_read_is_answered_by_its_head_alone() {
 }
 
 #[test]
-fn flags_go_only_to_clients_that_know_them() {
+fn flags_are_sent_only_to_clients_that_support_them() {
     let attr = Attr { submount: true, ..Attr::default() };
     let reply = Reply::Attr { attr, timeout: Duration::ZERO, dax: true };
     for (session, told) in [(&FULL, true), (&BARE, false)] {

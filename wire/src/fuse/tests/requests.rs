@@ -1,4 +1,4 @@
-//! Requests: round trips, and what becomes of them when bits and bytes change on the way.
+//! Requests: round trips, and decoding of messages with changed bits and bytes.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::{BARE, FULL, SESSIONS, set_len};
 use crate::fuse::abi::ForgetOne;
 use crate::fuse::*;
 
-/// What the caller of `decode` does: the payload of a WRITE stays away.
+/// Encodes a request as the caller of `decode` passes it: without the payload of a WRITE.
 fn encode(request: &Request<'_>, session: &Negotiated) -> (Vec<u8>, usize) {
     let mut head = Vec::new();
     request.encode(session, &mut head);
@@ -46,7 +46,7 @@ fn holds_only_valid_parts(operation: &Operation<'_>) -> bool {
     }
 }
 
-/// Decodes; what decodes must be valid and survive another round trip.
+/// Decodes; a decoded request must be valid and survive another round trip.
 fn survives(head: &[u8], bytes: usize, session: &Negotiated) -> bool {
     let Ok(request) = decode(head, bytes, session) else { return false };
     assert!(holds_only_valid_parts(&request.operation), "{request:?}");
@@ -64,7 +64,7 @@ proptest! {
                 let request = seed.request(operation, extensions);
                 let (head, bytes) = encode(&request, &FULL);
                 prop_assert_eq!(decode(&head, bytes, &FULL), Ok(request));
-                // All the bytes of a WRITE may be there, too.
+                // All bytes of a WRITE may be present, too.
                 let mut whole = head.clone();
                 whole.resize(bytes, 0);
                 prop_assert_eq!(decode(&whole, bytes, &FULL), Ok(request));
@@ -90,7 +90,7 @@ proptest! {
     #[test]
     fn a_request_of_another_length_is_refused(seed in seed()) {
         for (session, operation) in SESSIONS.into_iter().flat_map(|s| seed.operations().into_iter().map(move |o| (s, o))) {
-            // INIT has two lengths, and any length in another major version: `init` tests it.
+            // INIT has two lengths, and any length in another major version; the tests in `init` cover it.
             if let Operation::Init(_) = operation {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Random values, and every kind of request and reply made from them.
+//! Random values, and every kind of request and reply built from them.
 
 use ferry_vfs::*;
 use proptest::collection::vec;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use crate::fuse::abi::{self, ForgetOne, InitFlags, InitOut, OpenFlags, RemovemappingOne};
 use crate::fuse::*;
 
-/// The most that requests ask for; those for more are in `malformed`.
+/// The maximum size in requests; `malformed` tests larger ones.
 const READ_MAX: u32 = super::FULL.max_read_bytes();
 const XATTR_MAX: u32 = 65536;
 
@@ -126,7 +126,7 @@ impl Seed {
         LockRequest { handle, owner, kind, start: a.min(b), end: a.max(b), pid, flock }
     }
 
-    /// One operation of every kind, for a session in which everything was agreed on.
+    /// Returns one operation of every kind, for a session with all features.
     pub(super) fn operations(&self) -> Vec<Operation<'_>> {
         let (handle, words) = (self.handle(), &self.words);
         let (name, new_name) = (self.name(0), self.name(1));
@@ -266,7 +266,7 @@ impl Seed {
         Timeouts { entry: time(0), attr: time(2) }
     }
 
-    /// One reply of every kind, with the kind.
+    /// Returns one reply of every kind, with the kind.
     pub(super) fn replies(&self) -> Vec<(ReplyKind, Reply<'_>)> {
         let (entry, timeouts, attr, dax) = (self.entry(), self.timeouts(), self.attr(), self.bit(1));
         let timeout = timeouts.attr;

@@ -5,7 +5,7 @@ use ferry_vfs::{Errno, Name};
 use super::framed;
 use crate::ninep::*;
 
-/// A message from its fields.
+/// Returns a message with these fields.
 fn message(kind: u8, fields: &[&[u8]]) -> Vec<u8> {
     framed([&[0, 0, 0, 0, kind, 7, 0][..], &fields.concat()].concat())
 }
@@ -19,7 +19,7 @@ fn string(text: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn names_are_names() {
+fn invalid_names_are_refused() {
     let (fid, zero, long) = ([1, 0, 0, 0], [0; 4], vec![b'x'; Name::BYTES_MAX + 1]);
     let cases: [(&[u8], Option<Errno>); 10] = [
         (b"a", None),
@@ -50,7 +50,7 @@ fn names_are_names() {
         for taker in takers {
             assert_eq!(errno(&taker), expected, "type {}, {}", taker[4], name.escape_ascii());
         }
-        // Only a walk may go up.
+        // Only a walk accepts `..`.
         let walk = message(kind::TWALK, &[&fid, &fid, &[2, 0], &other, &n]);
         let expected = if name == b".." { None } else { expected };
         assert_eq!(errno(&walk), expected, "a walk to {}", name.escape_ascii());
@@ -162,7 +162,7 @@ fn strings_have_limits() {
 }
 
 #[test]
-fn types_that_are_none_are_not_supported() {
+fn unknown_types_are_not_supported() {
     for kind in 0..=u8::MAX {
         let known = kind::ALL.contains(&kind);
         let unknown = errno(&message(kind, &[])) == Some(Errno::OPNOTSUPP);
@@ -179,14 +179,14 @@ fn errors_name_their_request() {
     let flaw = Request::decode(&message(kind::TLINK, &[b"x"])).unwrap_err();
     assert_eq!((flaw.tag, flaw.kind), (Some(Tag(7)), kind::TLINK));
     assert_eq!(flaw.to_string(), "a 9P message of type 70: shorter than its fields");
-    // A lie about its length.
+    // A wrong length.
     let mut longer = message(kind::TCLUNK, &[&[0; 4]]);
     longer[0] += 1;
     assert_eq!(errno(&longer), Some(Errno::INVAL));
 }
 
 #[test]
-fn numbers_of_errors_are_those_of_linux() {
+fn error_numbers_are_those_of_linux() {
     for (raw, errno) in [(2, Errno::NOENT), (0, Errno::IO), (4096, Errno::IO), (u32::MAX, Errno::IO)] {
         let message = message(kind::RLERROR, &[&raw.to_le_bytes()]);
         assert_eq!(Reply::decode(&message).unwrap().1, Reply::Error(errno), "{raw}");

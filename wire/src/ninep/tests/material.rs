@@ -1,4 +1,4 @@
-//! Random values, and every kind of request and reply made from them.
+//! Random values, and every kind of request and reply built from them.
 
 use ferry_vfs::{Attr, Errno, FileType, LockKind, Name, OFlags, SetAttr, SetTime, Statfs, Timespec, XattrFlags};
 use proptest::collection::vec;

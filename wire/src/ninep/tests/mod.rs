@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::*;
 use material::{replies, requests, seed};
 
-/// The message, with its length made true.
+/// Returns the message with its length set.
 fn framed(mut message: Vec<u8>) -> Vec<u8> {
     let bytes = u32::try_from(message.len()).unwrap();
     if let Some(field) = message.get_mut(..4) {
@@ -25,14 +25,14 @@ fn encoded(request: &Request<'_>, tag: Tag) -> Vec<u8> {
     message.split_off(6)
 }
 
-/// A Tfsync without its second field, which was not always there.
+/// A Tfsync without its second field, as old clients send it.
 const FSYNC_OLD_BYTES: usize = 11;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn requests_survive_a_round_trip_and_no_part_of_one_is_one(seed in seed(), tag in any::<u16>()) {
+    fn requests_round_trip_and_truncated_ones_are_refused(seed in seed(), tag in any::<u16>()) {
         let mut steps = Vec::new();
         for request in requests(&seed, &mut steps) {
             let message = encoded(&request, Tag(tag));
@@ -56,7 +56,7 @@ proptest! {
     }
 
     #[test]
-    fn replies_survive_a_round_trip_and_no_part_of_one_is_one(seed in seed(), tag in any::<u16>()) {
+    fn replies_round_trip_and_truncated_ones_are_refused(seed in seed(), tag in any::<u16>()) {
         for reply in replies(&seed) {
             let mut message = Vec::new();
             reply.encode(Tag(tag), &mut message);
@@ -70,7 +70,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_comes_is_a_request_or_an_error(kind in proptest::sample::select(&kind::ALL[..]), bytes in vec(any::<u8>(), 0..120)) {
+    fn any_bytes_are_a_request_or_an_error(kind in proptest::sample::select(&kind::ALL[..]), bytes in vec(any::<u8>(), 0..120)) {
         let message = framed([&[0, 0, 0, 0, kind, 1, 0][..], &bytes].concat());
         match Request::decode(&message) {
             Ok((tag, request)) => {
@@ -103,7 +103,7 @@ proptest! {
     }
 
     #[test]
-    fn listings_survive_a_round_trip_and_stay_within_their_room(seed in seed(), room in 0..200_usize) {
+    fn listings_round_trip_and_stay_within_their_limit(seed in seed(), room in 0..200_usize) {
         let items: Vec<_> = seed.names.iter().enumerate().map(|(at, name)| DirItem {
             ino: seed.words[at], next: seed.words[at + 1], kind: FileType::Socket, name,
         }).collect();
@@ -116,7 +116,7 @@ proptest! {
         prop_assert_eq!(found, expected);
         let fits = items.first().is_some_and(|item| dirent_bytes(item.name) <= room);
         prop_assert_eq!(fits, told.first() == items.first().as_ref());
-        // Cut anywhere, nothing is made up.
+        // A listing that is cut off anywhere has no other entries.
         for end in 0..data.len() {
             prop_assert!(DirEntries::new(&data[..end]).count() <= told.len());
         }
@@ -125,7 +125,7 @@ proptest! {
 
 /// Bytes as Linux's client formats them (`net/9p/client.c`).
 #[test]
-fn messages_lie_as_linux_has_them() {
+fn messages_have_the_layout_of_linux() {
     let name = |text: &'static str| Name::new(text.as_bytes()).unwrap();
     let mut buffer = Vec::new();
     let steps = Steps::write(&mut buffer, [Step::Child(name("ab")), Step::Parent]);
@@ -154,7 +154,7 @@ fn messages_lie_as_linux_has_them() {
 }
 
 #[test]
-fn a_head_is_that_of_the_whole_request() {
+fn a_head_equals_the_start_of_the_whole_request() {
     let (fid, offset) = (Fid(0x0102_0304), 0x0506_0708_090a_0b0c);
     for (kind, request) in [
         (kind::TREAD, Request::Read { fid, offset, bytes_max: 4 }),
@@ -165,7 +165,7 @@ fn a_head_is_that_of_the_whole_request() {
 }
 
 #[test]
-fn a_head_is_that_of_the_whole_reply() {
+fn a_head_equals_the_start_of_the_whole_reply() {
     for (kind, reply) in [(kind::TREAD, Reply::Read(b"data")), (kind::TREADDIR, Reply::Readdir(b"data"))] {
         let mut whole = Vec::new();
         reply.encode(Tag(300), &mut whole);
@@ -174,7 +174,7 @@ fn a_head_is_that_of_the_whole_reply() {
 }
 
 #[test]
-fn versions_are_agreed_on_as_the_manual_says() {
+fn versions_are_negotiated_as_in_the_manual() {
     const MAX: u32 = 1 << 20;
     for (msize, version, agreed) in [
         (8192, "9P2000.L", VersionReply::Session { msize: 8192 }),
