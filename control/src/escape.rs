@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
-/// Whether a character is printed as it is.
+/// Returns whether a character is printed unchanged.
 fn is_shown(c: char) -> bool {
-    // Marks of direction (Unicode UAX #9), and the line and paragraph separators.
+    // Bidirectional formatting (Unicode UAX #9), and the line and paragraph separators.
     let rearranges =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     !c.is_control() && !rearranges
@@ -23,7 +23,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same for JSON text, where such characters occur only in strings.
+/// As [`printable`] for JSON text, where such characters occur only in strings.
 #[must_use]
 pub fn printable_json(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());

@@ -1,8 +1,9 @@
-//! The log of a running file server, and its control socket: `ferry log` and `ferry mount --explain` talk to it, whichever program
-//! it is.
+//! The log of a running file server, and its control socket. `ferry log` and `ferry mount --explain` connect to it,
+//! whichever program serves.
 //!
-//! Each server listens on a socket named after its process id, in a folder that only its user can enter. A client
-//! sends one line of JSON ([`Request`]) and gets one line back ([`Answer`]); after a request to follow the log, lines of text.
+//! Each server listens on a socket named after its process id, in a directory that only its user can enter. A client
+//! sends one line of JSON ([`Request`]) and receives one line ([`Answer`]). After a request to follow the log, it
+//! receives lines of text.
 //!
 //! ```no_run
 //! use ferry_control::{Control, Logging, Owner, ServedShare, ShareStatus};
@@ -34,41 +35,41 @@ pub use server::{Control, Owner};
 pub use shares::{HeldInode, ServedShare, ShareStatus};
 pub use socket_dir::{Endpoint, sockets};
 
-/// The longest line of a log, in bytes. What outside input makes longer is cut.
+/// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.
 pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;
-/// The longest answer, in bytes: what a thousand shares are shown as.
+/// The maximum length of an answer in bytes: the status of a thousand shares.
 pub const ANSWER_BYTES_MAX: usize = 4 << 20;
 
 /// A request; one line.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// What is served, and what is logged: answers [`Status`].
+    /// Returns the shares and the log settings: [`Status`].
     Status,
-    /// By which paths the requests of a mount travel: answers [`TransportReport`].
+    /// Returns the transport of a mount's requests: [`TransportReport`].
     Explain {
         /// Which share of [`Status::shares`].
         share: usize,
     },
-    /// Changes what is logged: answers [`Status`].
+    /// Changes the log settings; returns [`Status`].
     Log {
         /// A level, a list, or one of the words of `ferry log`.
         level: String,
-        /// Which share of [`Status::shares`]; all of them if there is none.
+        /// The index in [`Status::shares`]; `None`: all shares.
         share: Option<usize>,
-        /// The file in it, from its root.
+        /// The file, as a path from the root of the share.
         file: Option<FileName>,
-        /// Send the log's lines, and log as before when the client hangs up.
+        /// Send the log's lines, and restore the settings when the client disconnects.
         follow: bool,
     },
 }
 
-/// A path, byte by byte: JSON has only text.
+/// A path as bytes, because JSON only has text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct FileName(pub Vec<u8>);
 
-/// The answer to any request.
+/// The answer to a request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer<T> {
@@ -78,7 +79,7 @@ pub enum Answer<T> {
     Error(String),
 }
 
-/// What a server serves and logs.
+/// The shares and log settings of a server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
     /// Its process.
@@ -87,11 +88,11 @@ pub struct Status {
     pub shares: Vec<ShareStatus>,
     /// The level of its log.
     pub log: String,
-    /// Whose requests are logged, if any are.
+    /// The files whose requests are logged, if any are.
     pub requests: Option<String>,
 }
 
-/// How the requests of a mount travel.
+/// The transport of a mount's requests.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TransportReport {
     /// For people.

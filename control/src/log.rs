@@ -1,4 +1,4 @@
-//! What a server says on standard error or to the system's log, and to those who listen with `ferry log --follow`.
+//! The server's log, on standard error or the system log, and for clients of `ferry log --follow`.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,22 +23,22 @@ use tracing_subscriber::{EnvFilter, reload};
 use crate::escape::printable;
 use crate::{Error, LOG_LINE_BYTES_MAX};
 
-/// Where the log of requests comes from, in the words of a filter.
+/// The target of the request log, as a filter directive.
 const REQUESTS: &str = "ferry_engine::requests=info";
-/// The same, as its lines have it.
+/// The target of the request log, as in its lines.
 const REQUESTS_TARGET: &str = "ferry_engine::requests";
-/// Lines that a listener may be behind; then it misses some, and nobody waits.
+/// The maximum backlog of a listener in lines; a slower listener misses lines, so that logging never blocks.
 const BACKLOG_LINES: usize = 1024;
 
 /// The levels that there are.
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
-/// How much like a name a word must be to be taken for a misspelling of it, from 0 to 1.
+/// The minimum similarity, from 0 to 1, at which a word counts as a misspelling of a name.
 const LIKENESS_MIN: f64 = 0.7;
 
 /// Where the system's log listens.
 const SYSLOG: &str = "/dev/log";
-/// The facility "daemon", as RFC 3164 counts.
+/// The facility "daemon" of RFC 3164.
 const DAEMON: u8 = 3 << 3;
 
 /// The switch of the log.
@@ -57,11 +57,12 @@ impl std::fmt::Debug for Logging {
 }
 
 impl Logging {
-    /// Starts logging at a level, or by a list of `crate=level`, on standard error or to the system's log. There are no times: who
-    /// keeps logs (journald, syslog) adds them.
+    /// Starts logging at a level, or with a list of `crate=level`, on standard error or the system log. Lines have no
+    /// time stamps, because journald and syslog add them.
     ///
     /// # Errors
-    /// [`Error::Level`]; [`Error::Start`]: the program has a log already.
+    ///
+    /// [`Error::Level`]; [`Error::Start`]: the program has a logger already.
     pub fn start(level: &str, plain: bool, syslog: Option<Syslog>) -> Result<Self, Error> {
         let listeners = Listeners::default();
         let (filter, handle) = reload::Layer::new(filter(level, false)?);
@@ -83,24 +84,24 @@ impl Logging {
         Ok(Self { reload, listeners, own_requests, started: level.into() })
     }
 
-    /// The level that it was started at.
+    /// Returns the level at start.
     #[must_use]
     pub fn started(&self) -> &str {
         &self.started
     }
 
-    /// Logs at another level from now on, with the log of requests or without.
+    /// Changes the level, with the request log or without.
     pub(crate) fn set(&self, level: &str, requests: bool) -> Result<(), Error> {
         (self.reload)(filter(level, requests)?)
     }
 
-    /// Whether the log of requests is for the server's own log, too, and not for those alone who listen: on a terminal that has both,
-    /// each line would be there twice.
+    /// Sets whether the server's own log includes the request log. Otherwise only listeners receive it, so that a
+    /// terminal with both does not show each line twice.
     pub(crate) fn keep_requests(&self, own: bool) {
         self.own_requests.store(own, Ordering::Relaxed);
     }
 
-    /// Every line from now on, until the receiver is dropped.
+    /// Returns a receiver of every line from now on, until it is dropped.
     pub(crate) fn listen(&self) -> Receiver<Vec<u8>> {
         let (sender, receiver) = sync_channel(BACKLOG_LINES);
         self.listeners.add(sender);
@@ -108,10 +109,10 @@ impl Logging {
     }
 }
 
-/// Reads a level or a list.
+/// Parses a level or a list.
 fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
     let refused = |word: &str| Error::Level { level: level.into(), nearest: nearest(word, LEVELS) };
-    // The filter takes a bare word that is no level for a target, and logs nothing else.
+    // The filter takes an unknown bare word for a target, and then logs nothing else.
     for part in level.split(',') {
         let word = part.rsplit_once('=').map_or(part, |(_, word)| word).trim();
         if LevelFilter::from_str(word).is_err() || word.is_empty() {
@@ -122,7 +123,7 @@ fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
     EnvFilter::builder().parse(list).map_err(|_| refused(""))
 }
 
-/// The one of some names that a word may be a misspelling of.
+/// Returns the name that a word is probably a misspelling of.
 #[must_use]
 pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let word = word.to_lowercase();
@@ -130,13 +131,13 @@ pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Opti
     likeness.filter(|(likeness, _)| *likeness > LIKENESS_MIN).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 
-/// Those who want to see every line.
+/// The listeners that receive every line.
 #[derive(Clone, Default)]
 struct Listeners(Arc<ListenersInner>);
 
 #[derive(Default)]
 struct ListenersInner {
-    /// Spares each line the lock while nobody listens.
+    /// Avoids the lock while there is no listener.
     some: AtomicBool,
     senders: Mutex<Vec<SyncSender<Vec<u8>>>>,
 }
@@ -153,7 +154,7 @@ impl Listeners {
             return;
         }
         let mut senders = self.0.senders.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that is too slow stays and misses the line; one that has gone goes.
+        // A slow listener misses the line; a disconnected one is removed.
         senders.retain(|sender| {
             !matches!(sender.try_send(line.to_vec()), Err(std::sync::mpsc::TrySendError::Disconnected(_)))
         });
@@ -164,7 +165,7 @@ impl Listeners {
 /// The system's log.
 pub struct Syslog {
     socket: File,
-    /// The name and number to log by.
+    /// The program name and process id in each line.
     name: String,
     pid: fn() -> u32,
 }
@@ -176,11 +177,12 @@ impl std::fmt::Debug for Syslog {
 }
 
 impl Syslog {
-    /// Connects to it; `name` is the program's, `pid` the number of its process. To be done before there are walls, behind which
-    /// there is no such path.
+    /// Connects to the system log; `name` is the program's name, `pid` returns its process id. Call it before the
+    /// sandbox hides the path.
     ///
     /// # Errors
-    /// [`Error::Syslog`]: there is none.
+    ///
+    /// [`Error::Syslog`]: there is no system log.
     pub fn connect(name: &str, pid: fn() -> u32) -> Result<Self, Error> {
         Self::connect_to(Path::new(SYSLOG), name, pid)
     }
@@ -189,14 +191,14 @@ impl Syslog {
         let connect = || {
             let socket = UnixDatagram::unbound()?;
             socket.connect(path)?;
-            // No request waits for a log that is slow.
+            // A slow log must not block requests.
             socket.set_nonblocking(true)?;
             Ok(Self { socket: File::from(OwnedFd::from(socket)), name: name.into(), pid })
         };
         connect().map_err(|reason| Error::Syslog { path: path.into(), reason })
     }
 
-    /// Sends a line as RFC 3164 has it: facility and severity, the program's name and number.
+    /// Sends a line in the format of RFC 3164: facility and severity, program name and process id.
     fn send(&self, severity: u8, line: &[u8]) -> io::Result<()> {
         let mut message = format!("<{}>{}[{}]: ", DAEMON | severity, self.name, (self.pid)()).into_bytes();
         message.extend_from_slice(line.trim_ascii());
@@ -214,7 +216,7 @@ fn severity(level: Level) -> u8 {
     }
 }
 
-/// Standard error or the system's log, and the listeners. The subscriber writes a line at a time.
+/// Standard error or the system log, and the listeners. The subscriber writes one line per call.
 struct Writer {
     listeners: Listeners,
     own_requests: Arc<AtomicBool>,
@@ -222,13 +224,13 @@ struct Writer {
     limits: Limits,
 }
 
-/// How often each warning and error of the program is logged: whatever outside input causes is not logged more often than a few
-/// times, wherever in the program that is. What has a limit of its own, of one guest or one image, is left to that.
+/// The rate of each warning and error of the program. Messages that outside input causes are limited, wherever their
+/// source. Messages with a limit per guest or image are exempt.
 #[derive(Default)]
 struct Limits(Mutex<HashMap<Identifier, RatelimitedLog>>);
 
 impl Limits {
-    /// Whether a line may be logged; if so, how many like it were not.
+    /// Returns `None` if the line must not be logged, otherwise the number of suppressed lines like it.
     fn admit(&self, metadata: &Metadata<'_>) -> Option<u32> {
         if *metadata.level() > Level::WARN || metadata.target() == RatelimitedLog::TARGET {
             return Some(0);
@@ -238,8 +240,8 @@ impl Limits {
     }
 }
 
-/// A line as it is logged: of one line, of a bounded length, and with no control characters but for the subscriber's own colours. Once
-/// with those, and once without.
+/// Returns a line as logged: one line of limited length without control characters. The first result keeps the
+/// subscriber's colours, the second has none.
 fn cleaned(line: &[u8]) -> (String, String) {
     let text = String::from_utf8_lossy(line);
     let mut text = text.strip_suffix('\n').unwrap_or(&text);
@@ -284,9 +286,9 @@ impl<'a> MakeWriter<'a> for Writer {
 struct Line<'a> {
     to: &'a Writer,
     severity: u8,
-    /// Whether it is logged, and how many like it were not.
+    /// Whether it is logged, and how many lines like it were suppressed.
     admitted: Option<u32>,
-    /// Whether it is for the server's own log, too.
+    /// Whether it is also for the server's own log.
     is_own: bool,
 }
 
@@ -297,7 +299,7 @@ impl Line<'_> {
         if !self.is_own {
             return Ok(());
         }
-        // A log that has gone, or is behind: better here than nowhere.
+        // If the system log is gone or slow, standard error receives the line.
         let sent = self.to.syslog.as_ref().is_some_and(|syslog| syslog.send(self.severity, plain.as_bytes()).is_ok());
         if sent { Ok(()) } else { io::stderr().write_all(coloured.as_bytes()) }
     }
@@ -340,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_systems_log_gets_lines_with_their_severity() {
+    fn the_system_log_receives_lines_with_their_severity() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let missing = Syslog::connect_to(&path, "ferry", std::process::id).unwrap_err().to_string();
@@ -363,7 +365,7 @@ mod tests {
         line.write_all(b"said on standard error\n").unwrap();
     }
 
-    /// What a log says when two places of a program say the same thing over and over.
+    /// Two places of a program that repeat a message are limited separately.
     #[test]
     fn a_warning_is_logged_a_few_times_from_each_place() {
         let listeners = Listeners::default();
@@ -393,14 +395,14 @@ mod tests {
     }
 
     #[test]
-    fn only_colours_are_left_of_what_a_terminal_obeys() {
+    fn colours_are_the_only_control_sequences_left() {
         let (coloured, plain) = cleaned(b"\x1b[33m WARN\x1b[0m a\x1b[2Jb\x1b]0;c\x07\r\n\xffd\x1b[1;31\n");
         assert_eq!(plain, " WARN a\\u{1b}[2Jb\\u{1b}]0;c\\u{7}\\r\\n\u{fffd}d\\u{1b}[1;31\n");
         assert_eq!(coloured, format!("\x1b[33m WARN\x1b[0m{}", &plain[5..]));
     }
 
     #[test]
-    fn listeners_come_and_go() {
+    fn listeners_can_join_and_leave() {
         let listeners = Listeners::default();
         listeners.tell(b"nobody");
         let (sender, receiver) = sync_channel(1);

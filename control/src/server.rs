@@ -1,4 +1,4 @@
-//! The server's side of the control socket.
+//! The server side of the control socket.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,18 +13,18 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{Answer, Error, HeldInode, Logging, Request, ServedShare, Status, socket_dir};
 
-/// A path of 4096 bytes as a list of numbers, and what goes with it.
+/// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
-/// A client has its request ready before it connects.
+/// How long to wait for a request. Clients send it right after they connect.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// More people than will ever follow one server's log.
+/// The maximum number of concurrent clients, more than ever follow one log.
 const CLIENTS_MAX: usize = 16;
-/// How often a follower who hears nothing is looked at.
+/// How often to check whether a silent follower is still connected.
 const GLANCE: Duration = Duration::from_millis(250);
-/// A pause after a failure to accept: one that lasts, such as no descriptors, must not take a CPU.
+/// The pause after a failed accept, so that a lasting failure (no descriptors) does not take a CPU.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A control socket that is being listened on; it goes when this is dropped.
+/// A listening control socket; removed when dropped.
 #[derive(Debug)]
 pub struct Control {
     /// Takes its file along.
@@ -36,13 +36,13 @@ pub struct Control {
 /// Whose server it is.
 #[derive(Clone, Copy, Debug)]
 pub struct Owner {
-    /// The number of its process, as those have it who talk to it.
+    /// The process id as its clients see it.
     pub pid: fn() -> u32,
     /// Whether a user may.
     pub is_ours: fn(u32) -> bool,
 }
 
-/// This process; root and its own user may.
+/// This process; root and its own user have access.
 impl Default for Owner {
     fn default() -> Self {
         let is_ours = |peer| peer == 0 || peer == rustix::process::geteuid().as_raw();
@@ -51,7 +51,7 @@ impl Default for Owner {
 }
 
 impl Control {
-    /// Makes the socket. What is served is worth more than its control: without a socket, this says so and does without.
+    /// Creates the socket. On failure it logs a warning and the server runs without one.
     #[must_use]
     pub fn bind() -> Option<Socket> {
         let bind = || {
@@ -62,7 +62,7 @@ impl Control {
         bind().map_err(|error| not_found(&error)).ok()
     }
 
-    /// Listens, if there is a socket.
+    /// Starts listening if there is a socket.
     #[must_use]
     pub fn start(socket: Option<Socket>, shares: Arc<[ServedShare]>, logging: Logging, owner: Owner) -> Option<Self> {
         Self::listen(socket?, shares, logging, owner).map_err(|error| not_found(&error)).ok()
@@ -102,7 +102,7 @@ fn not_found(error: &Error) {
 impl Drop for Control {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Release);
-        // Wakes the thread, which then sees that it has ended.
+        // Wakes the thread, which then sees that it must end.
         if let Err(error) = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both) {
             tracing::debug!("the control socket: {error}");
         }
@@ -117,13 +117,13 @@ struct Server {
     state: Mutex<State>,
 }
 
-/// What is logged, and for whom.
+/// The log settings, with those of the followers.
 struct State {
-    /// As it was set for good.
+    /// The permanent settings.
     own: LogSettings,
-    /// What those who follow the log wish beside it, the last one last, and their numbers.
+    /// The settings of the followers in order of arrival, with their numbers.
     followers: Vec<(u64, LogRequest)>,
-    /// How many followers there have been.
+    /// The number of followers so far.
     followed: u64,
 }
 
@@ -140,7 +140,7 @@ struct Requests {
     /// For people.
     whose: String,
     filter: Filter,
-    /// The files whose requests are logged: their numbers must stay their own.
+    /// The files whose requests are logged, held so that their inode numbers are not reused.
     held: Vec<Arc<HeldInode>>,
 }
 
@@ -156,7 +156,7 @@ impl std::fmt::Debug for Requests {
     }
 }
 
-/// What the words of `ferry log` ask for.
+/// A log request of `ferry log`.
 #[derive(Clone)]
 enum LogRequest {
     /// This level, and no requests.
@@ -167,7 +167,7 @@ enum LogRequest {
 }
 
 impl Requests {
-    /// These requests and others. A filter has one share: those of several are logged with all others.
+    /// Merges two requests. A filter has only one share, so requests of several shares match all shares.
     fn and(mut self, other: &Self) -> Self {
         let (mine, others) = (&mut self.filter, &other.filter);
         if mine.share != others.share {
@@ -186,7 +186,7 @@ impl Requests {
 }
 
 impl State {
-    /// What is logged now: the level of the last follower who wants one, and the requests that any of them wants.
+    /// Returns the effective settings: the level of the last follower that set one, and the requests of all followers.
     fn logged(&self) -> LogSettings {
         let mut logged = self.own.clone();
         for (_, requested) in &self.followers {
@@ -197,7 +197,7 @@ impl State {
                 LogRequest::Requests(_) => {}
             }
         }
-        // Last: nobody is to lose what he follows by what another one does not want.
+        // Last: no follower loses lines because another one disables them.
         for (_, requested) in &self.followers {
             if let LogRequest::Requests(wanted) = requested {
                 logged.requests = Some(match logged.requests {
@@ -210,7 +210,7 @@ impl State {
     }
 }
 
-/// One who follows the log; what he wished goes when this is dropped.
+/// A follower of the log; its settings are removed when it is dropped.
 struct Follower<'a> {
     server: &'a Server,
     number: u64,
@@ -222,10 +222,10 @@ impl Drop for Follower<'_> {
         let place = state.followers.iter().position(|(number, _)| *number == self.number);
         let gone = place.map(|place| state.followers.remove(place));
         if let Err(error) = self.server.apply(&state) {
-            tracing::warn!("what a follower wanted stays logged: {error}");
+            tracing::warn!("cannot remove the log settings of a follower: {error}");
         }
         drop(state);
-        // What it holds goes without the lock: the source may take its time.
+        // Its inodes are released without the lock, because the source may block.
         drop(gone);
     }
 }
@@ -245,12 +245,12 @@ impl Server {
         };
         if let Err(error) = std::thread::Builder::new().name("control-client".into()).spawn(serve) {
             server.clients.fetch_sub(1, Ordering::AcqRel);
-            tracing::debug!("no thread for a client of the control socket: {error}");
+            tracing::debug!("cannot start a thread for a client of the control socket: {error}");
         }
     }
 
     fn serve(&self, client: &UnixStream) -> Result<(), Error> {
-        // Its process may have no number here, which the other library does not allow for.
+        // The peer's process may have no id in this namespace, which rustix does not allow for.
         let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?.uid();
         if !(self.owner.is_ours)(peer) {
@@ -269,11 +269,11 @@ impl Server {
             Request::Explain { share } => answer(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);
-                // From before the change, so that no line after it is missed.
+                // Before the change, so that no later line is missed.
                 let lines = follow.then(|| self.logging.listen());
                 let changed =
                     self.requested(&level, share, file.as_deref()).and_then(|requested| self.change(requested, follow));
-                // It goes when it is dropped, however this ends.
+                // Dropped in any case, which removes its settings.
                 let (changed, follower) = match changed {
                     Ok(follower) => (Ok(self.status()), follower),
                     Err(error) => (Err(error), None),
@@ -305,7 +305,7 @@ impl Server {
         }
     }
 
-    /// What the words of `ferry log` mean.
+    /// Interprets the words of `ferry log`.
     fn requested(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<LogRequest, Error> {
         Ok(match level {
             "default" => LogRequest::Only(self.logging.started().to_owned()),
@@ -317,7 +317,7 @@ impl Server {
         })
     }
 
-    /// Whose requests a share and a file in it mean.
+    /// Returns the filter for a share and a file in it.
     fn requests(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<Requests, Error> {
         let Some(share) = share.map(|index| self.share(index)).transpose()? else {
             return Ok(Requests { whose: "all".into(), filter: Filter::default(), held: Vec::new() });
@@ -332,7 +332,7 @@ impl Server {
         Ok(Requests { whose, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
     }
 
-    /// Does what was wished: for good, or for as long as the follower that is answered.
+    /// Applies a log request: permanently, or for the follower only.
     fn change(&self, requested: LogRequest, follow: bool) -> Result<Option<Follower<'_>>, Error> {
         let mut state = self.lock();
         if follow {
@@ -341,7 +341,7 @@ impl Server {
             state.followers.push((number, requested));
             let applied = self.apply(&state);
             drop(state);
-            // If it cannot be done, it goes again.
+            // If it cannot be applied, it is removed.
             let follower = Follower { server: self, number };
             return applied.map(|()| Some(follower));
         }
@@ -353,16 +353,16 @@ impl Server {
             LogRequest::Requests(requests) => own.requests = Some(requests),
         }
         let before = std::mem::replace(&mut state.own, own);
-        // Its level may be out of sight behind a follower's: whether it is one is seen now.
+        // A follower's level may hide it, so its validity is checked here.
         let applied = self.logging.set(&state.own.level, false).and_then(|()| self.apply(&state));
         let gone = if applied.is_ok() { before } else { std::mem::replace(&mut state.own, before) };
         drop(state);
-        // Without the lock, as in a follower's end.
+        // Without the lock, as when a follower ends.
         drop(gone);
         applied.map(|()| None)
     }
 
-    /// Called under the lock, so that what is logged is what the last state says.
+    /// Called under the lock, so that the effective settings match the last state.
     fn apply(&self, state: &State) -> Result<(), Error> {
         let logged = state.logged();
         self.logging.keep_requests(state.own.requests.is_some());
@@ -383,13 +383,13 @@ fn answer<T: serde::Serialize>(mut client: &UnixStream, result: Result<T, Error>
     Ok(client.write_all(&line)?)
 }
 
-/// Sends the log until the client hangs up.
+/// Sends the log until the client disconnects.
 fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error> {
     loop {
         match lines.recv_timeout(GLANCE) {
             Ok(line) => match client.write_all(&line) {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
-                // One that is too slow goes.
+                // A client that is too slow is disconnected.
                 result => result?,
             },
             Err(RecvTimeoutError::Timeout) if client_closed(client) => return Ok(()),
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_logged_comes_from_the_followers_that_are_left() {
+    fn the_remaining_followers_determine_the_log() {
         let own = LogSettings { level: "info".into(), requests: None };
         let mut state = State { own, followers: Vec::new(), followed: 0 };
         let shown = |level: &str, whose: Option<&str>| (level.to_owned(), whose.map(str::to_owned));
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(level_and_whose(&state), shown("info", Some("a, b")));
         assert_eq!(state.logged().requests.unwrap().filter.inodes, [Ino(1), Ino(2)]);
         state.followers.push((3, LogRequest::Only("debug".into())));
-        assert_eq!(level_and_whose(&state), shown("debug", Some("a, b")), "it takes nothing from the others");
+        assert_eq!(level_and_whose(&state), shown("debug", Some("a, b")), "the other followers keep theirs");
         state.followers.remove(0);
         assert_eq!(level_and_whose(&state), shown("debug", Some("b")), "the first has gone");
         state.own.level = "warn".into();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_for_two_lets_the_requests_of_both_through() {
+    fn a_merged_filter_matches_the_requests_of_both() {
         let many: Vec<u64> = (0..requests::INODES_MAX as u64).collect();
         for ((share, inodes), (other, others), expected) in [
             ((Some("s"), &[1][..]), (Some("s"), &[2][..]), (Some("s"), &[1, 2][..])),

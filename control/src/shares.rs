@@ -16,10 +16,10 @@ pub struct ServedShare {
     mounted: Option<Mounted>,
 }
 
-/// A mount that was there, as far as it is known.
+/// The transport of a mount, as last known.
 struct Mounted {
     explained: TransportReport,
-    /// Somebody else may unmount it at any time.
+    /// Another process may unmount it at any time.
     is_there: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
@@ -29,7 +29,7 @@ impl std::fmt::Debug for ServedShare {
     }
 }
 
-/// One share, as `--json` and `ferry log` show it.
+/// The status of a share in `--json` and `ferry log`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ShareStatus {
     /// The source.
@@ -57,18 +57,18 @@ pub struct ShareStatus {
 }
 
 impl ServedShare {
-    /// A share; `name` is what its exports have as theirs.
+    /// Creates a share; `name` is the name that its exports use.
     #[must_use]
     pub fn new(shown: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
         Self { shown, name, source, mounted: None }
     }
 
-    /// It can be reached by 9P clients.
+    /// Records an address for 9P clients.
     pub fn listens(&mut self, address: &str) {
         self.shown.ninep = Some(address.to_owned());
     }
 
-    /// It is mounted, and by which paths its requests travel; `is_there` tells until when.
+    /// Records a mount and its transport; `is_there` returns whether it is still mounted.
     pub fn mounted(
         &mut self,
         path: String,
@@ -79,13 +79,13 @@ impl ServedShare {
         self.mounted = Some(Mounted { explained, is_there: Box::new(is_there) });
     }
 
-    /// What others are shown of it, as it began.
+    /// Returns the status at start.
     #[must_use]
     pub fn status(&self) -> &ShareStatus {
         &self.shown
     }
 
-    /// The same, as it is now.
+    /// Returns the current status.
     pub(crate) fn current_status(&self) -> ShareStatus {
         let mount = self.shown.mount.clone().filter(|_| self.is_mounted().is_some());
         ShareStatus { mount, ..self.shown.clone() }
@@ -95,13 +95,13 @@ impl ServedShare {
         self.mounted.as_ref().filter(|mounted| (mounted.is_there)())
     }
 
-    /// What the log of requests calls it.
+    /// Returns its name in the request log.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// By which paths its requests travel, if it is mounted.
+    /// Returns the transport of its requests, if it is mounted.
     ///
     /// # Errors
     /// [`Error::NotMounted`].
@@ -110,7 +110,7 @@ impl ServedShare {
         explained.ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
     }
 
-    /// The inode of a file, from the root of the source.
+    /// Finds the inode of a file by its path from the root of the source.
     ///
     /// # Errors
     /// [`Error::NoFile`].
@@ -120,7 +120,7 @@ impl ServedShare {
         for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
             let entry = Name::new(part).and_then(|name| self.source.lookup(&cx, held.ino, name));
             match entry {
-                // What was held before is given back here.
+                // The assignment releases the inode held before.
                 Ok(entry) => held = HeldInode { source: Arc::clone(&self.source), ino: entry.ino },
                 Err(reason) => {
                     let path = String::from_utf8_lossy(path).into_owned();
@@ -132,7 +132,7 @@ impl ServedShare {
     }
 }
 
-/// A reference to an inode, so that its number stays its own.
+/// A reference to an inode, so that its number is not reused.
 pub struct HeldInode {
     source: Arc<dyn FileSystem>,
     ino: Ino,
@@ -154,7 +154,7 @@ impl HeldInode {
 
 impl Drop for HeldInode {
     fn drop(&mut self) {
-        // The root is nobody's reference.
+        // The root has no references.
         if self.ino != Ino::ROOT {
             self.source.forget(self.ino, 1);
         }

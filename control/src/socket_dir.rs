@@ -1,4 +1,4 @@
-//! Control sockets are in a private directory per user.
+//! The private socket directory of each user.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -14,12 +14,12 @@ use crate::Error;
 
 /// The folder of root's servers.
 const OF_ROOT: &str = "/run/ferry";
-/// Where systemd has a folder for each user who is logged in.
+/// The parent of systemd's directories of logged-in users.
 const OF_USERS: &str = "/run/user";
 /// Enter: the user alone.
 const MODE: u32 = 0o700;
 
-/// The folder of this user's servers, which is made if it is not there.
+/// Returns the directory of this user's servers; creates it if necessary.
 pub(crate) fn own() -> Result<PathBuf, Error> {
     let uid = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| Path::new(folder).is_absolute());
@@ -39,21 +39,21 @@ pub(crate) fn own() -> Result<PathBuf, Error> {
     Ok(folder)
 }
 
-/// In `/tmp` anybody could have made it first.
+/// Any user could have created it in `/tmp` before.
 fn check(folder: &Path, uid: u32) -> Result<(), Error> {
     let found = fs::symlink_metadata(folder).map_err(|reason| Error::Folder { folder: folder.into(), reason })?;
     let private = found.is_dir() && found.uid() == uid && found.mode() & 0o077 == 0;
     if private { Ok(()) } else { Err(Error::NotPrivate(folder.into())) }
 }
 
-/// Removes the sockets that servers left when they were killed.
+/// Removes the sockets of killed servers.
 pub(crate) fn remove_dead(folder: &Path) {
     for path in entries(folder) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
         let pid = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_socket) else { continue };
         let gone = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
-        // In a container that shares the folder, the number may mean nothing to us although the server runs.
+        // In a container that shares the directory, a running server may have an id that is unknown here.
         let deaf = || connect_now(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
         if gone
             && deaf()
@@ -64,13 +64,13 @@ pub(crate) fn remove_dead(folder: &Path) {
     }
 }
 
-/// Connects without waiting for the server: one that is stopped, and has its backlog full, would be waited for as long as it is.
+/// Connects without waiting for the server: a stopped server with a full backlog would block the caller.
 fn connect_now(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
         Err(rustix::io::Errno::AGAIN) => {
-            Err(io::Error::new(ErrorKind::TimedOut, "it takes no connections: is it stopped?"))
+            Err(io::Error::new(ErrorKind::TimedOut, "it accepts no connections: is it stopped?"))
         }
         outcome => outcome.map_err(io::Error::from),
     }?;
@@ -79,25 +79,27 @@ fn connect_now(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// The control socket of a server, as far as its place tells.
+/// A control socket, as found in the directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// The process that it is named after.
+    /// The process id in its name.
     pub pid: u32,
-    /// The user whose folder it is in.
+    /// The owner of the directory.
     pub owner: u32,
     /// Where it is.
     pub path: PathBuf,
 }
 
 impl Endpoint {
-    /// Connects, if the process that listens has this number and this owner. What is in another user's folder is that user's choice.
+    /// Connects if the listening process has this id and owner. The contents of another user's directory are under that
+    /// user's control.
     ///
     /// # Errors
-    /// No process listens, or another one.
+    ///
+    /// No process listens, or another one does.
     pub fn connect(&self) -> Result<UnixStream, Error> {
         let stranger = || Error::Stranger { path: self.path.clone(), pid: self.pid, owner: self.owner };
-        // The path is resolved once: a symbolic link could lead to any other program's socket.
+        // The path is resolved once, because a symbolic link could lead to another program's socket.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::open(&self.path, flags, Mode::empty()).map_err(io::Error::from)?;
         let found = rustix::fs::fstat(&file).map_err(io::Error::from)?;
@@ -105,7 +107,7 @@ impl Endpoint {
             return Err(stranger());
         }
         let stream = connect_now(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())))?;
-        // A peer in another PID namespace has number 0 here, which rustix's type excludes.
+        // A peer in another PID namespace has id 0 here, which rustix's type excludes.
         let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?;
         let is_it = peer.uid() == self.owner && u32::try_from(peer.pid()).ok() == Some(self.pid);
@@ -113,7 +115,7 @@ impl Endpoint {
     }
 }
 
-/// Every socket that this user may talk to. Root sees those of all users.
+/// Returns all sockets that this user may use. Root sees those of all users.
 #[must_use]
 pub fn sockets() -> Vec<Endpoint> {
     let mut folders: Vec<PathBuf> = own().into_iter().collect();
@@ -138,7 +140,7 @@ pub fn sockets() -> Vec<Endpoint> {
         .collect()
 }
 
-/// Whose folder it is, if it is its owner's alone.
+/// Returns the owner of a directory if only the owner has access.
 fn private_to(folder: &Path) -> Option<u32> {
     let owner = fs::symlink_metadata(folder).ok()?.uid();
     check(folder, owner).ok().map(|()| owner)
@@ -155,7 +157,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn a_client_connects_only_to_the_process_that_the_place_names() {
+    fn a_client_connects_only_to_the_process_named_by_the_path() {
         let folder = tempfile::tempdir().expect("a folder");
         let (pid, owner) = (std::process::id(), rustix::process::geteuid().as_raw());
         let at = |name: &str| folder.path().join(name);
@@ -163,16 +165,16 @@ mod tests {
         std::os::unix::fs::symlink(at("s"), at("link")).expect("a link");
         fs::write(at("file"), "").expect("a file");
         let connect = |name: &str, pid, owner| Endpoint { pid, owner, path: at(name) }.connect();
-        connect("s", pid, owner).expect("it is this process");
+        connect("s", pid, owner).expect("this process listens");
         for (name, pid, owner) in [("s", 1, owner), ("s", pid, owner + 1), ("link", pid, owner), ("file", pid, owner)] {
             let error = connect(name, pid, owner).expect_err(name);
             assert!(matches!(error, Error::Stranger { .. }), "{name}: {error}");
         }
     }
 
-    /// One that is stopped, as by Ctrl-Z or a debugger, is nobody's business: others start, and are listed, all the same.
+    /// A stopped server, as by Ctrl-Z or a debugger, must not block the start and listing of others.
     #[test]
-    fn a_server_that_takes_no_connections_is_not_waited_for() {
+    fn a_server_that_accepts_no_connections_does_not_block() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join(std::process::id().to_string());
         let _listener = std::os::unix::net::UnixListener::bind(&path).expect("a free path");

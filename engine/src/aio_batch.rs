@@ -1,8 +1,8 @@
 //! A batch of transfers in one system call (Linux AIO).
 //!
-//! Some transfers cannot be tried without waiting though all they do is copy: buffered writes to ext4, all of tmpfs. io_uring
-//! gives each of those to a kernel thread. `io_submit`, its predecessor, has no such threads: it carries them out before
-//! it returns, one after another. The events lie in memory then, where they are read as libaio reads them.
+//! Some transfers only copy but cannot be tried without waiting: buffered writes to ext4, all of tmpfs. io_uring passes
+//! each of those to a kernel thread. `io_submit`, its predecessor, carries them out one after another before it
+//! returns. The events are then in shared memory, from which this module reads them as libaio does.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,17 +10,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use ferry_vfs::Segment;
 
-/// The most that one call carries out: what a worker takes from a queue in one go.
+/// The maximum number of calls in one batch: as many requests as a worker takes from a queue at once.
 pub(crate) const CALLS_MAX: usize = 64;
 
-/// `IOCB_CMD_PREADV` and `IOCB_CMD_PWRITEV` (`linux/aio_abi.h`), which `libc` has not.
+/// `IOCB_CMD_PREADV` and `IOCB_CMD_PWRITEV` (`linux/aio_abi.h`), which `libc` lacks.
 const READ_VECTOR: u16 = 7;
 const WRITE_VECTOR: u16 = 8;
 
-/// `AIO_RING_MAGIC`: the memory behind a context's number is laid out as [`Header`] says.
+/// `AIO_RING_MAGIC`: the memory at a context's address has the layout of [`Header`].
 const MAGIC: u32 = 0xa10a_10a1;
 
-/// `struct aio_ring`, which libaio, fio and QEMU read, too. Events follow it.
+/// `struct aio_ring`, which libaio, fio and QEMU read, too. The events follow it.
 #[repr(C)]
 struct Header {
     id: u32,
@@ -45,7 +45,7 @@ struct Event {
 
 const _: () = assert!(size_of::<Header>() == 32 && size_of::<Event>() == 32 && size_of::<libc::iocb>() == 64);
 
-/// A context of Linux's older asynchronous interface.
+/// A Linux AIO context with its queued calls.
 pub(crate) struct AioBatch {
     context: libc::c_ulong,
     calls: Vec<libc::iocb>,
@@ -63,13 +63,13 @@ impl AioBatch {
         Ok(Self { context, calls: Vec::with_capacity(CALLS_MAX), outcomes: Vec::with_capacity(CALLS_MAX) })
     }
 
-    /// Takes what was added, and its outcomes, out again.
+    /// Removes all calls and their outcomes.
     pub(crate) fn clear(&mut self) {
         self.calls.clear();
         self.outcomes.clear();
     }
 
-    /// Adds a transfer, of which there are up to [`CALLS_MAX`].
+    /// Adds a transfer; at most [`CALLS_MAX`] fit.
     pub(crate) fn add(&mut self, is_read: bool, fd: BorrowedFd<'_>, offset: i64, segments: &[Segment]) {
         // SAFETY: an `iocb` is plain numbers, for which zero is valid.
         let mut call: libc::iocb = unsafe { std::mem::zeroed() };
@@ -82,11 +82,12 @@ impl AioBatch {
         self.calls.push(call);
     }
 
-    /// Carries out what was added, and returns when all of it has ended.
+    /// Carries out the added calls and returns when all of them have ended.
     ///
     /// # Safety
-    /// Descriptors and segments are those that were added; the segments' memory is valid, and only reached by volatile
-    /// access from elsewhere.
+    ///
+    /// The descriptors are open and the memory of all segments is valid. Other code accesses the memory only by
+    /// volatile access.
     pub(crate) unsafe fn submit_and_wait(&mut self) {
         let mut list = [std::ptr::null_mut::<libc::iocb>(); CALLS_MAX];
         let count = self.calls.len().min(CALLS_MAX);
@@ -94,9 +95,9 @@ impl AioBatch {
             *pointer = &raw mut *call;
         }
         self.outcomes.resize(self.calls.len(), None);
-        // SAFETY: the list holds `count` pointers to calls that live on; what they point to is the caller's promise.
+        // SAFETY: the list holds `count` pointers to live calls; the caller guarantees the memory that they point to.
         let taken = unsafe { libc::syscall(libc::SYS_io_submit, self.context, count, list.as_mut_ptr()) };
-        // The kernel stops at a call that it will not begin: that one and those after it have no outcome.
+        // The kernel stops at the first call that it rejects: that call and later ones have no outcome.
         let Some(mut left) = usize::try_from(taken).ok() else { return };
         left -= self.take_shared(left);
         while left > 0 {
@@ -111,13 +112,13 @@ impl AioBatch {
                     events[..got].iter().for_each(|event| self.note(*event));
                     left -= got;
                 }
-                // Only a signal can keep us from waiting, and whatever is under way uses the callers' memory.
+                // Only a signal interrupts the wait, and calls in flight use the callers' memory.
                 Err(_) => debug_assert_eq!(io::Error::last_os_error().kind(), io::ErrorKind::Interrupted),
             }
         }
     }
 
-    /// What became of a call, by the order in which they were added. `None`: the kernel did not begin it.
+    /// Returns the outcome of a call, by its position in the batch. `None`: the kernel did not begin it.
     pub(crate) fn outcome(&self, index: usize) -> Option<io::Result<usize>> {
         let result = (*self.outcomes.get(index)?)?;
         let code = || i32::try_from(-result).unwrap_or(libc::EIO);
@@ -131,12 +132,12 @@ impl AioBatch {
         }
     }
 
-    /// Takes up to `count` events out of the memory shared with the kernel. Returns how many.
+    /// Takes up to `count` events from the memory shared with the kernel. Returns their number.
     fn take_shared(&mut self, count: usize) -> usize {
         let Ok(address) = usize::try_from(self.context) else { return 0 };
         let ring = std::ptr::with_exposed_provenance::<Header>(address);
-        // SAFETY: a context's number is the address of its ring, which stays mapped until `io_destroy`. Beside us only the
-        // kernel reaches it, and changes none but `tail`.
+        // SAFETY: a context's number is the address of its ring, which stays mapped until `io_destroy`. Besides this
+        // thread only the kernel accesses it, and writes only `tail`.
         let header = unsafe { &*ring };
         if header.magic != MAGIC || header.incompatible != 0 || header.bytes as usize != size_of::<Header>() {
             return 0;
@@ -145,8 +146,8 @@ impl AioBatch {
         let mut head = header.head.load(Ordering::Relaxed);
         let mut taken = 0;
         while head != tail && taken < count && head < entries {
-            // SAFETY: events follow the header, as many as it says; the kernel wrote those before `tail`, and will not touch
-            // them until `head` has passed them.
+            // SAFETY: `header.nr` events follow the header; the kernel has written those before `tail` and does not
+            // reuse them until `head` has passed them.
             let event = unsafe { ring.add(1).cast::<Event>().add(head as usize).read_volatile() };
             self.note(event);
             head = (head + 1) % entries;
@@ -159,7 +160,7 @@ impl AioBatch {
 
 impl Drop for AioBatch {
     fn drop(&mut self) {
-        // SAFETY: the context is ours, nothing is under way in it, and nobody uses it afterwards.
+        // SAFETY: this value owns the context, no call is in flight, and it is not used afterwards.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
@@ -179,7 +180,7 @@ mod tests {
             let pieces: Vec<Segment> =
                 bytes.iter_mut().map(|piece| Segment { address: piece.as_mut_ptr(), bytes: 512 }).collect();
             let mut aio_batch = AioBatch::new().unwrap();
-            // More laps than the kernel's ring has entries.
+            // More rounds than the kernel's ring has entries.
             for lap in 0..100 {
                 aio_batch.clear();
                 for (index, piece) in pieces.iter().enumerate() {

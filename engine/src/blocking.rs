@@ -1,4 +1,4 @@
-//! Transfers of threads that may wait, between files and memory of their own.
+//! Blocking transfers between files and the caller's own memory.
 
 use std::io;
 use std::sync::Arc;
@@ -7,21 +7,22 @@ use ferry_vfs::{Backing, Segment};
 
 use crate::transfers::{Operation, Transfer};
 
-/// Reads from `offset` on into `bytes`, however long that takes. Returns how many bytes there were.
+/// Reads from `offset` into `bytes`; may block. Returns the number of bytes read.
 ///
 /// # Errors
 /// Those of `pread(2)`.
 pub fn read_blocking(file: &Arc<Backing>, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
     let segment = Segment { address: bytes.as_mut_ptr(), bytes: bytes.len() };
-    // SAFETY: `bytes` is borrowed, and nobody else reaches it, until this returns.
+    // SAFETY: `bytes` is borrowed exclusively until this returns.
     unsafe { Transfer::new(Operation::Read, Arc::clone(file), offset, [segment]).run() }
 }
 
-/// Writes `bytes` from `offset` on, however long that takes. Returns how many were written. `clear_privileges` is that of
+/// Writes `bytes` at `offset`; may block. Returns the number of bytes written. `clear_privileges` is that of
 /// [`Operation::Write`].
 ///
 /// # Errors
-/// Those of `pwrite(2)`, if nothing was written.
+///
+/// Those of `pwrite(2)`, if no byte was written.
 pub fn write_blocking(file: &Arc<Backing>, offset: u64, bytes: &[u8], clear_privileges: bool) -> io::Result<usize> {
     let segment = Segment { address: bytes.as_ptr().cast_mut(), bytes: bytes.len() };
     let operation = Operation::Write { clear_privileges, waits: false };
@@ -29,7 +30,7 @@ pub fn write_blocking(file: &Arc<Backing>, offset: u64, bytes: &[u8], clear_priv
     unsafe { Transfer::new(operation, Arc::clone(file), offset, [segment]).run() }
 }
 
-/// Makes a file durable, however long that takes.
+/// Makes a file durable; may block.
 ///
 /// # Errors
 /// Those of `fsync(2)`.

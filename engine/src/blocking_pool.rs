@@ -5,20 +5,20 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-/// How many slow calls may run at once. They mostly wait for a disk, so more than there are CPUs.
+/// The maximum number of concurrent slow calls. They mostly wait for a disk, so it may exceed the number of CPUs.
 const THREADS_MAX: usize = 8;
 
-/// A call that takes longer does not count among those that may run at once: it may never end, and others are not to wait for
-/// that. Longer than a disk that works takes for most of them.
+/// A call that takes longer than this no longer counts against [`THREADS_MAX`], because it may never end and must not
+/// block other calls. The limit is longer than most calls to a working disk take.
 const OVERDUE: Duration = if cfg!(test) { Duration::from_millis(200) } else { Duration::from_secs(10) };
 
-/// The most threads, with those of calls that are overdue. Past it, calls wait.
+/// The maximum number of threads, including those of overdue calls. Beyond it, calls wait.
 const THREADS_ALL_MAX: usize = 64;
 
-/// How long a thread for calls that wait stays without work, so that a burst does not start one for each call.
+/// How long an idle thread of blocking calls stays, so that a burst does not start a thread per call.
 pub const IDLE_THREAD: Duration = Duration::from_secs(5);
 
-/// How long what is still to be done has when the lane is dropped. A call that is blocked in its source may never end.
+/// How long dropping the pool waits for unfinished calls. A call that is blocked in its source may never end.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -26,7 +26,7 @@ type Job = Box<dyn FnOnce() + Send>;
 /// A thread of the lane.
 struct Worker {
     id: ThreadId,
-    /// When the call began that it makes.
+    /// When its current call began.
     busy: Option<Instant>,
 }
 
@@ -38,18 +38,18 @@ struct State {
 }
 
 impl State {
-    /// When the calls that count will be overdue.
+    /// Returns the times at which the counted calls become overdue.
     fn overdue(&self) -> impl Iterator<Item = Instant> {
         let now = Instant::now();
         self.threads.iter().filter_map(|thread| Some(thread.busy? + OVERDUE)).filter(move |overdue| *overdue > now)
     }
 
-    /// Whether one more call may begin.
+    /// Returns whether another call may begin.
     fn has_room(&self) -> bool {
         self.overdue().count() < THREADS_MAX
     }
 
-    /// Whether one more thread is of use. One more than may work waits for calls to be overdue.
+    /// Returns whether another thread is useful. One thread beyond the limit waits for calls to become overdue.
     fn wants_thread(&self) -> bool {
         let threads = self.threads.len();
         let free = self.threads.iter().filter(|thread| thread.busy.is_none()).count();
@@ -80,7 +80,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts one more thread if it is of use, and can be had.
+    /// Starts another thread if it is useful and the system allows it.
     fn reinforce(self: &Arc<Self>, state: &mut State) {
         if !state.wants_thread() {
             return;
@@ -88,13 +88,13 @@ impl Shared {
         let shared = Arc::clone(self);
         match std::thread::Builder::new().name("ferry-lane".into()).spawn(move || work(&shared)) {
             Ok(thread) => state.threads.push(Worker { id: thread.thread().id(), busy: None }),
-            Err(error) => tracing::debug!("no thread can be had for slow calls: {error}"),
+            Err(error) => tracing::debug!("cannot start a thread for slow calls: {error}"),
         }
     }
 }
 
-/// A few threads, started when needed and gone when idle. Dropping the lane waits for what it still has to do, but not
-/// for good.
+/// A few threads, started on demand and ended when idle. Dropping the pool waits for unfinished calls, for a limited
+/// time.
 #[derive(Default)]
 pub struct BlockingPool(Arc<Shared>);
 
@@ -105,7 +105,7 @@ impl std::fmt::Debug for BlockingPool {
 }
 
 impl BlockingPool {
-    /// Runs `job` soon, on another thread; on this one if no thread can be had at all.
+    /// Runs `job` on another thread; on this one if no thread can be started.
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         state.jobs.push_back(Box::new(job));
@@ -124,13 +124,13 @@ impl BlockingPool {
 }
 
 impl BlockingPool {
-    /// Waits until everything is done; returns how many calls are not after `patience`.
+    /// Waits until all calls are done; returns the number of calls unfinished after `patience`.
     fn close(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
         let mut state = self.0.lock();
         state.closed = true;
         self.0.changed.notify_all();
-        // A call may have kept what the lane is a part of: its own thread is not waited for.
+        // A call may own the object that contains the pool, so the pool does not wait for its own thread.
         let here = std::thread::current().id();
         loop {
             let others = || state.threads.iter().filter(|thread| thread.id != here);
@@ -150,8 +150,8 @@ impl Drop for BlockingPool {
     fn drop(&mut self) {
         let left = self.close(PATIENCE);
         if left > 0 {
-            // Their threads use nothing but what the calls themselves own.
-            tracing::warn!("{left} calls are still blocked in the source, or wait behind those, and are left behind");
+            // Their threads only use data that the calls own.
+            tracing::warn!("{left} calls are still blocked in the source, or queued behind such calls; they are abandoned");
         }
     }
 }
@@ -162,10 +162,10 @@ fn work(shared: &Arc<Shared>) {
         let has_room = state.has_room();
         if has_room && let Some(job) = state.jobs.pop_front() {
             state.note(Some(Instant::now()));
-            // This one may never come back, and nobody may ever post another call: who is left is to see to the rest.
+            // This call may never return, and no other call may follow: another thread must take the queued calls.
             shared.reinforce(&mut state);
             drop(state);
-            // A job that panics must not take the thread's place in the count with it.
+            // A panic in a job must not remove the thread from the count.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
             state = shared.lock();
             state.note(None);
@@ -195,24 +195,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn does_everything_before_it_is_gone() {
+    fn finishes_all_calls_before_it_is_dropped() {
         let done = Arc::new(AtomicUsize::new(0));
         let blocking_pool = BlockingPool::default();
         for index in 0..100 {
             let done = Arc::clone(&done);
             blocking_pool.run(move || {
                 done.fetch_add(1, Ordering::Relaxed);
-                assert_ne!(index, 50, "a panic of one job is nobody else's business");
+                assert_ne!(index, 50, "a panic of one job does not affect others");
             });
         }
-        // And one that would go on if all the others did not.
+        // One more thread may run, in case all others block.
         assert!(blocking_pool.0.lock().threads.len() <= THREADS_MAX + 1);
         drop(blocking_pool);
         assert_eq!(done.load(Ordering::Relaxed), 100);
     }
 
     #[test]
-    fn calls_that_never_end_do_not_keep_it() {
+    fn blocked_calls_do_not_block_its_drop() {
         let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_never_end_stop_no_others() {
+    fn blocked_calls_do_not_block_later_calls() {
         let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_never_end_stop_none_that_were_posted_with_them() {
+    fn blocked_calls_do_not_block_calls_queued_with_them() {
         let blocking_pool = BlockingPool::default();
         let (keep, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Arc::new(Mutex::new(blocked));
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_may_be_the_last_to_hold_it() {
+    fn a_call_may_drop_the_pool() {
         let blocking_pool = Arc::new(BlockingPool::default());
         let held = Arc::clone(&blocking_pool);
         let (begin, begun) = std::sync::mpsc::channel::<()>();

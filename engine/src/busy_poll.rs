@@ -4,44 +4,44 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The first step up from not polling at all.
+/// The shortest nonzero polling time.
 const STEP_MIN: Duration = Duration::from_micros(8);
 
-/// How often to look at the clock while spinning; a look costs about as much as twenty turns.
+/// How often to read the clock while polling; a reading costs about as much as twenty iterations.
 const TURNS_PER_LOOK: u32 = 16;
 
-/// So many polls in a row, each twice as long as the one before, that ended in nothing although work came shortly
-/// after, mean that whoever makes the work is waiting for our CPU.
+/// After this many polls in a row, each twice as long as the last, that found nothing although work came shortly after,
+/// the producer of the work probably waits for this CPU.
 const VAIN_MAX: u32 = 3;
 
-/// For so many sleeps polling is given up then. The few polls in between cost less than 1 % of the time of as many
-/// wake-ups.
+/// The number of sleeps without polling after that. The occasional polls in between cost less than 1 % of the time of
+/// as many wake-ups.
 const REST: u32 = 256;
 
-/// Workers of this process that are not asleep.
+/// The number of workers of this process that are awake.
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
 
-/// CPUs of the machine, whichever of them this process may use: the others are where its clients run. The C library reads a
-/// file of /sys; where that is not to be had, it says how many this process may use.
+/// The number of CPUs of the machine, including those that this process may not use, because its clients run there. The
+/// C library reads it from /sys. Without /sys it is the number of CPUs of this process.
 static CPUS: LazyLock<usize> = LazyLock::new(|| {
     // SAFETY: sysconf has no preconditions.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(1)
 });
 
-/// Looks how many CPUs the machine has. A process that is about to give up its view of /sys calls it before.
+/// Reads the number of CPUs. A process calls it before it loses access to /sys.
 pub fn count_cpus() {
     LazyLock::force(&CPUS);
 }
 
-/// A worker that polls takes a CPU from whoever makes the work on a machine with only one, and from other workers
-/// where more are awake than there are CPUs.
+/// Returns whether polling leaves a CPU for others. On a machine with one CPU polling delays the producer of the work.
+/// With more awake workers than CPUs it delays other workers.
 fn is_cpu_to_spare() -> bool {
     *CPUS > 1 && AWAKE.load(Ordering::Relaxed) <= *CPUS
 }
 
-/// Adaptive polling, as KVM does for halted CPUs: a sleep that was shorter than the bound could have been spared
-/// by polling, so poll longer next time; a sleep that was longer makes polling a waste, so poll less. KVM can see
-/// whether another task waits for the CPU; we conclude it from polls in vain.
+/// Adaptive polling, as in KVM's halt polling. After a sleep shorter than the maximum the next poll is longer; after a
+/// longer sleep it is shorter. KVM can see whether another task waits for the CPU; this module infers it from
+/// unsuccessful polls.
 #[derive(Debug)]
 pub struct BusyPoll {
     now: Duration,
@@ -51,23 +51,23 @@ pub struct BusyPoll {
 }
 
 impl BusyPoll {
-    /// Never polls longer than `max` before a sleep; zero never polls.
+    /// Creates a poller that polls for at most `max` before a sleep; zero disables polling.
     pub fn new(max: Duration) -> Self {
         AWAKE.fetch_add(1, Ordering::Relaxed);
         Self { now: max.min(STEP_MIN), max, vain: 0, rest: 0 }
     }
 
-    /// Whether a turn or two of the CPU can be had for nothing: polling is allowed, and there are CPUs for all who are awake.
+    /// Returns whether a short poll is free: polling is enabled, and there is a CPU for every awake worker.
     pub fn is_free(&self) -> bool {
         !self.max.is_zero() && is_cpu_to_spare()
     }
 
-    /// Whether a poll would look more than once.
+    /// Returns whether a poll would call `ready` more than once.
     pub fn will_poll(&self) -> bool {
         !self.now.is_zero() && is_cpu_to_spare()
     }
 
-    /// Asks `ready` again and again for as long as polling has paid lately. Returns whether it said yes.
+    /// Calls `ready` repeatedly for the current polling time. Returns whether it returned true.
     pub fn poll(&mut self, mut ready: impl FnMut() -> bool) -> bool {
         if !self.will_poll() {
             return ready();
@@ -87,7 +87,7 @@ impl BusyPoll {
         }
     }
 
-    /// Sleeps by calling `sleep`, and learns from how long it took.
+    /// Sleeps by calling `sleep`, and adapts the polling time to its duration.
     pub fn sleep<T>(&mut self, sleep: impl FnOnce() -> T) -> T {
         if self.rest > 0 {
             self.rest -= 1;
@@ -96,14 +96,14 @@ impl BusyPoll {
         let spared = is_cpu_to_spare();
         let start = Instant::now();
         let outcome = asleep(sleep);
-        // Polling that was not tried was not in vain either.
+        // A poll that did not take place was not unsuccessful.
         if spared {
             self.learn(start.elapsed());
         }
         outcome
     }
 
-    /// Leaves the CPU to others for so long.
+    /// Sleeps for this time.
     pub fn sleep_for(&self, time: Duration) {
         asleep(|| std::thread::sleep(time));
     }
@@ -143,7 +143,7 @@ mod tests {
     const MAX: Duration = Duration::from_micros(100);
 
     #[test]
-    fn polls_longer_after_short_sleeps_and_not_at_all_after_long_ones() {
+    fn short_sleeps_lengthen_polling_and_long_ones_end_it() {
         let mut busy_poll = BusyPoll::new(MAX);
         busy_poll.learn(MAX / 2);
         busy_poll.learn(MAX / 2);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn rests_when_longer_polls_find_nothing_either() {
+    fn polling_pauses_after_unsuccessful_polls() {
         let mut busy_poll = BusyPoll::new(MAX);
         for _ in 0..VAIN_MAX {
             assert!(!busy_poll.poll(|| false));
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_polls_without_a_cpu_to_spare() {
+    fn no_polling_without_a_spare_cpu() {
         let mut spins: Vec<BusyPoll> = (0..=*CPUS).map(|_| BusyPoll::new(MAX)).collect();
         let mut asked = 0;
         assert!(!spins[0].poll(|| {

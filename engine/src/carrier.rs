@@ -1,4 +1,4 @@
-//! What carries requests and replies, for every protocol.
+//! The carrier of requests and replies, for every protocol.
 
 use std::sync::Arc;
 
@@ -6,50 +6,49 @@ use ferry_vfs::{Backing, Extent, Input, Output};
 
 use crate::transfers::Operation;
 
-/// Where a reply is written. Offset 0 is its header; all that follows comes right behind it, wherever the carrier
-/// keeps the two. One call may span both.
+/// The memory of a reply. Offset 0 is its header and the payload follows directly, even if the carrier stores them
+/// separately. One call may span both.
 pub trait ReplyBuffer {
-    /// The longest reply that there is room for, in bytes, the header included.
+    /// Returns the maximum length of the reply in bytes, including the header.
     fn room(&self) -> usize;
 
-    /// Copies bytes in; returns how many there was room for. A carrier that has given up on the request meanwhile
-    /// (its client is gone, or was told something else) returns 0, and what the reply would have handed out is given
-    /// back to the source.
+    /// Copies bytes into the reply; returns how many fit. Returns 0 if the carrier has aborted the request (the client
+    /// is gone, or got another reply). The caller then returns the reply's references to the source.
     fn write_at(&mut self, offset: usize, bytes: &[u8]) -> usize;
 }
 
-/// One request under way: its bytes, the room for its reply, and the transfer on its behalf.
+/// A request in flight: its message, the memory of its reply, and its transfer.
 pub trait Carrier: ReplyBuffer {
-    /// Copies bytes of the message out, from `offset` on; returns how many there were.
+    /// Copies bytes of the message from `offset`; returns the number of bytes copied.
     fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize;
 
-    /// Takes the transfer that the request is about. It is called at most once for a request, as the last thing; the reply is
-    /// finished when the transfer has ended.
+    /// Takes over the request's transfer. The handler calls it at most once, as its last action. The carrier completes
+    /// the reply when the transfer ends.
     fn transfer(&mut self, request: TransferRequest);
 }
 
-/// A transfer that a request leaves to its carrier.
+/// A transfer that a handler leaves to its carrier.
 #[derive(Debug)]
 pub struct TransferRequest {
     /// What it does.
     pub operation: Operation,
     /// The file.
     pub file: Arc<Backing>,
-    /// Where it begins in the file.
+    /// Its offset in the file, in bytes.
     pub file_offset: u64,
-    /// Where its bytes begin: in the reply if it reads, in the message if it writes.
+    /// Where its bytes begin: in the reply for a read, in the message for a write.
     pub at: usize,
     /// How many bytes.
     pub bytes: usize,
 }
 
 impl TransferRequest {
-    /// Reads up to `bytes` of an extent into the reply, from `at` on.
+    /// Reads up to `bytes` of an extent into the reply at `at`.
     pub fn read(extent: Extent, at: usize, bytes: usize) -> Self {
         Self { operation: Operation::Read, file: extent.file, file_offset: extent.offset, at, bytes }
     }
 
-    /// Writes `bytes` of the message, from `at` on, to an extent. The last two are those of [`Operation::Write`].
+    /// Writes `bytes` of the message from `at` to an extent. The last two parameters are those of [`Operation::Write`].
     pub fn write(extent: Extent, (at, bytes): (usize, usize), clear_privileges: bool, waits: bool) -> Self {
         let operation = Operation::Write { clear_privileges, waits };
         Self { operation, file: extent.file, file_offset: extent.offset, at, bytes }
@@ -66,7 +65,7 @@ impl TransferRequest {
     }
 }
 
-/// The part of a reply where a source puts the data of a read.
+/// The part of a reply to which a source writes the data of a read.
 #[derive(Debug)]
 pub struct DataOutput<'a, C> {
     carrier: &'a mut C,
@@ -76,12 +75,12 @@ pub struct DataOutput<'a, C> {
 }
 
 impl<'a, C: ReplyBuffer> DataOutput<'a, C> {
-    /// Room for up to `bytes_max` bytes behind the head of the reply.
+    /// Creates an output of up to `bytes_max` bytes after the head of the reply.
     pub fn new(carrier: &'a mut C, head_bytes: usize, bytes_max: usize) -> Self {
         Self { carrier, head_bytes, bytes_max, done: 0 }
     }
 
-    /// How many bytes were put there.
+    /// Returns the number of bytes written.
     pub fn done(&self) -> usize {
         self.done
     }
@@ -96,7 +95,7 @@ impl<C: ReplyBuffer> Output for DataOutput<'_, C> {
     }
 }
 
-/// The part of a message where a source takes the data of a write from.
+/// The part of a message from which a source reads the data of a write.
 #[derive(Debug)]
 pub struct DataInput<'a, C> {
     carrier: &'a C,
@@ -106,13 +105,13 @@ pub struct DataInput<'a, C> {
 }
 
 impl<'a, C: Carrier> DataInput<'a, C> {
-    /// The `bytes_max` bytes behind the head of the message.
+    /// Creates an input of the `bytes_max` bytes after the head of the message.
     pub fn new(carrier: &'a C, head_bytes: usize, bytes_max: usize) -> Self {
         Self { carrier, head_bytes, bytes_max, taken: 0 }
     }
 
-    /// The most that a source can have written of what it took. A source that throws data away need not look at it; one that
-    /// has looked at some cannot have written more.
+    /// Returns the maximum number of bytes that the source can have written. A source that discards data need not read
+    /// it; a source that has read some of it cannot have written more than that.
     pub fn written_max(&self) -> usize {
         if self.taken == 0 { self.bytes_max } else { self.taken }
     }

@@ -1,22 +1,23 @@
-//! Decides who may still answer a request and access the memory of its reply: each request has a generation, which can
-//! be revoked.
+//! Decides who may reply to a request and access the memory of its reply: each request has a generation, which can be
+//! revoked.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Somebody is copying into or out of the memory right now.
+/// A thread is copying into or out of the memory.
 const HELD: u64 = 1;
-/// A transfer is, which may take as long as it likes.
+/// A transfer is using the memory, for an unlimited time.
 const MOVES: u64 = 1 << 1;
 const BUSY: u64 = HELD | MOVES;
-/// One more term, above these bits.
+/// One generation, above these bits.
 const TERM: u64 = 1 << 2;
 
-/// One place that requests are answered from, one after another: an entry of a ring, or the thread of a reader. Each
-/// request is a [`Generation`]. Whoever ends the term answers it, and from then on nobody else's access succeeds: so a
-/// handler that is given up, and comes back after all, can do no harm.
+/// The generation of a place that serves one request after another: an entry of a ring, or a reader thread. The thread
+/// that ends a generation sends the reply. Afterwards every access of that generation fails, so a handler that returns
+/// after its request was aborted does no harm.
 ///
-/// A term is not ended while its memory is in use. Copies are short. A transfer whose term is to be ended all the same is
-/// robbed of it ([`GenerationCell::revoke`]) by somebody who sees to it that it goes on in other memory than the next term's.
+/// A generation does not end while its memory is in use. Copies are short. A transfer may take long, so its generation
+/// can be revoked ([`GenerationCell::revoke`]). The revoking thread must ensure that the next request uses other
+/// memory.
 #[derive(Debug, Default)]
 pub struct GenerationCell(AtomicU64);
 
@@ -29,28 +30,28 @@ pub struct Generation(u64);
 pub enum NotEnded {
     /// It has ended before.
     Over,
-    /// Its memory is in use by a copy or a transfer.
+    /// A copy or a transfer is using the memory.
     Held,
 }
 
-/// Access to the memory for as long as it lives.
+/// Access to the memory, until dropped.
 #[derive(Debug)]
 #[must_use]
 pub struct Hold<'a>(&'a GenerationCell);
 
 impl GenerationCell {
-    /// The term that began when the last one ended.
+    /// Returns the current generation.
     pub fn current(&self) -> Generation {
         Generation(self.0.load(Ordering::Acquire) & !BUSY)
     }
 
-    /// Whether the term has not ended.
+    /// Returns whether the generation has not ended.
     pub fn runs(&self, generation: Generation) -> bool {
         self.current() == generation
     }
 
-    /// Keeps the term from being ended while memory is used. `None` once it has ended. Waits while somebody else
-    /// holds it, which only happens when an answer meets its own giving up.
+    /// Keeps the generation from ending while its memory is used. Returns `None` if it has ended. Waits for another
+    /// holder; two only meet when a reply coincides with the abort of its request.
     pub fn hold(&self, generation: Generation) -> Option<Hold<'_>> {
         loop {
             match self.0.compare_exchange_weak(generation.0, generation.0 | HELD, Ordering::AcqRel, Ordering::Acquire) {
@@ -61,7 +62,7 @@ impl GenerationCell {
         }
     }
 
-    /// A transfer begins; false once the term has ended.
+    /// Begins a transfer; returns false if the generation has ended.
     #[must_use]
     pub fn begin_move(&self, generation: Generation) -> bool {
         loop {
@@ -74,22 +75,23 @@ impl GenerationCell {
         }
     }
 
-    /// Whether a transfer of the term is under way, which was not robbed of it.
+    /// Returns whether a transfer of the generation is in flight and was not revoked.
     pub fn moves(&self, generation: Generation) -> bool {
         self.0.load(Ordering::Acquire) == generation.0 | MOVES
     }
 
-    /// The transfer has ended; false if it was robbed of the term.
+    /// Ends the transfer; returns false if its generation was revoked.
     #[must_use]
     pub fn end_move(&self, generation: Generation) -> bool {
         self.0.compare_exchange(generation.0 | MOVES, generation.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Ends the term of a transfer that is under way and stays so: for whoever then answers, and takes the memory out of
-    /// its reach before that is given to anybody.
+    /// Ends the generation of a transfer that stays in flight. The caller then sends the reply, and ensures that no
+    /// other request gets the memory.
     ///
     /// # Errors
-    /// [`NotEnded::Over`], or [`NotEnded::Held`] where no transfer is under way.
+    ///
+    /// [`NotEnded::Over`], or [`NotEnded::Held`] if no transfer is in flight.
     pub fn revoke(&self, generation: Generation) -> Result<(), NotEnded> {
         let next = generation.0.wrapping_add(TERM);
         match self.0.compare_exchange(generation.0 | MOVES, next, Ordering::AcqRel, Ordering::Acquire) {
@@ -99,7 +101,7 @@ impl GenerationCell {
         }
     }
 
-    /// Ends the term: true for exactly one caller, who then answers. Waits for whoever holds it.
+    /// Ends the generation: returns true to exactly one caller, which then sends the reply. Waits for a holder.
     #[must_use]
     pub fn end(&self, generation: Generation) -> bool {
         loop {
@@ -136,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_term_is_ended_once_and_not_while_it_is_held() {
+    fn a_generation_ends_once_and_not_while_it_is_held() {
         let generation_cell = GenerationCell::default();
         let generation = generation_cell.current();
         let hold = generation_cell.hold(generation).expect("it runs");
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_can_be_robbed_of_its_term_and_then_touches_nobody_elses() {
+    fn a_revoked_transfer_cannot_end_the_next_generation() {
         let generation_cell = GenerationCell::default();
         let generation = generation_cell.current();
         assert_eq!(generation_cell.revoke(generation), Err(NotEnded::Held), "nothing moves");
@@ -170,14 +172,14 @@ mod tests {
         assert_eq!(generation_cell.revoke(generation), Err(NotEnded::Over));
         let next = generation_cell.current();
         assert!(generation_cell.begin_move(next));
-        assert!(!generation_cell.end_move(generation), "it is told that it was robbed");
+        assert!(!generation_cell.end_move(generation), "its generation was revoked");
         assert!(generation_cell.moves(next), "and leaves the next one alone");
         assert!(!generation_cell.begin_move(generation) && generation_cell.hold(generation).is_none());
         assert!(generation_cell.end_move(next) && generation_cell.end(next));
     }
 
     #[test]
-    fn one_of_many_ends_it() {
+    fn one_of_many_threads_ends_a_generation() {
         let generation_cell = GenerationCell::default();
         let generation = generation_cell.current();
         let winners = std::thread::scope(|scope| {

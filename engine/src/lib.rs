@@ -1,19 +1,19 @@
 //! Building blocks for the workers of all exports.
 //!
-//! * [`Carrier`], [`TransferRequest`]: how a request of any protocol leaves a read, write or fsync to whatever carries it.
-//! * [`Transfer`]: one of those. A single function of file, operation and batch decides whether it is copied inline, tried
-//!   without waiting, or left to a ring or to a pool.
-//! * [`Transfers`]: those of a worker with an io_uring, with the one place where the worker sleeps.
-//! * [`copy_mapped`]: the same without any system call, where a source has its files' bytes mapped.
-//! * [`BusyPoll`]: how long to look for work before sleeping, learnt from how long the last sleeps took.
-//! * [`BlockingPool`]: a few threads for the calls that may take long and have no asynchronous form.
-//! * [`Watch`], [`Monitor`]: what is served in one place goes on by another thread when a handler is blocked there.
-//! * [`Mailbox`]: how those threads, and the control plane, reach a worker.
-//! * [`RatelimitedLog`]: log lines that a client can cause, a few at a time.
-//! * [`requests`]: a log of requests and what became of them.
+//! * [`Carrier`], [`TransferRequest`]: how a request of any protocol leaves a read, write or fsync to its carrier.
+//! * [`Transfer`]: one such transfer. One function of file, operation and batch decides its route: inline copy, an
+//!   attempt without waiting, a ring, or a pool.
+//! * [`Transfers`]: the transfers of a worker with an io_uring, and the one place where the worker sleeps.
+//! * [`copy_mapped`]: a transfer without a system call, for files that a source has mapped.
+//! * [`BusyPoll`]: how long to poll before sleeping, adapted to the length of recent sleeps.
+//! * [`BlockingPool`]: a few threads for slow calls that have no asynchronous form.
+//! * [`Watch`], [`Monitor`]: replace the worker of a queue while a handler is blocked.
+//! * [`Mailbox`]: how other threads and the control plane reach a worker.
+//! * [`RatelimitedLog`]: a rate limit for log lines that a client can cause.
+//! * [`requests`]: a log of requests and their outcomes.
 //!
-//! A worker's round is: take all requests that wait, queue their transfers, [`Transfers::flush`], answer what
-//! [`Transfers::next_done`] gives, signal once, spin for a while, sleep.
+//! A worker's round: take all waiting requests, queue their transfers, [`Transfers::flush`], reply to the results of
+//! [`Transfers::next_done`], signal once, poll for a while, sleep.
 //!
 //! ```
 //! use ferry_engine::{IoMode, Operation, Transfers};

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 /// A queue of messages and the descriptor that wakes its reader.
 #[derive(Debug)]
 pub struct Mailbox<T> {
-    /// `None` once nobody reads it any more.
+    /// `None` once the reader has closed it.
     items: Mutex<Option<Vec<T>>>,
     filled: AtomicBool,
     wake: OwnedFd,
@@ -29,18 +29,18 @@ impl<T> Mailbox<T> {
         self.items.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves a message and wakes the reader. Where nobody reads any more, the message is dropped.
+    /// Posts a message and wakes the reader. Once the mailbox is closed, the message is dropped.
     pub fn post(&self, item: T) {
         match &mut *self.items() {
             Some(items) => items.push(item),
             None => return,
         }
         self.filled.store(true, Ordering::Release);
-        // It can only fail when the counter is full, and then the reader is awake already.
+        // It fails only when the counter is full, and then the reader is awake already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Whether there is something to take; costs one load.
+    /// Returns whether there is a message; costs one load.
     pub fn is_filled(&self) -> bool {
         self.filled.load(Ordering::Acquire)
     }
@@ -51,9 +51,9 @@ impl<T> Mailbox<T> {
         self.items().as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Nobody reads it any more: drops what lies in it, and whatever is posted from now on.
+    /// Closes the mailbox: drops its messages and all later ones.
     pub fn close(&self) {
-        // Messages may post others as they are dropped: not while the lock is held.
+        // Dropping a message may post another one, so the lock must not be held.
         let left = self.items().take();
         drop(left);
     }
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_waits_for_an_answer_learns_that_nobody_reads_any_more() {
+    fn a_sender_that_waits_for_a_reply_sees_the_close() {
         let mailbox = Mailbox::new().unwrap();
         let ((before, first), (after, second)) = (channel::<()>(), channel::<()>());
         mailbox.post(before);

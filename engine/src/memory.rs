@@ -7,11 +7,12 @@ use ferry_vfs::{Backing, Segment};
 
 use crate::transfers::Operation;
 
-/// Moves bytes at once where the file's [memory](ferry_vfs::Memory) can; `None` if nothing was moved and the descriptor
-/// is to be used. Never waits for a disk. Such files have no suid or sgid that a write had to clear.
+/// Copies bytes directly if the file has [memory](ferry_vfs::Memory). Returns `None` if it copied nothing and the
+/// caller must use the descriptor. Never waits for a disk. Such files have no suid or sgid that a write must clear.
 ///
 /// # Safety
-/// The memory of the segments must be valid, and every other access to it volatile, until this returns.
+///
+/// Until this returns, the memory of the segments must be valid, and every other access to it volatile.
 pub unsafe fn copy_mapped(
     operation: Operation,
     file: &Backing,
@@ -20,9 +21,9 @@ pub unsafe fn copy_mapped(
 ) -> Option<io::Result<usize>> {
     let memory = file.memory()?;
     let moved = match operation {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         Operation::Read => unsafe { memory.read(file.as_fd(), offset, segments) },
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         Operation::Write { .. } => unsafe { memory.write(file.as_fd(), offset, segments) },
         Operation::Fsync { .. } => None,
     };

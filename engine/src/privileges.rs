@@ -1,4 +1,4 @@
-//! Temporarily drops `CAP_FSETID`, which lets a write keep suid and sgid.
+//! Temporarily drops `CAP_FSETID`, which exempts a write from clearing suid and sgid.
 
 use std::io;
 
@@ -6,8 +6,8 @@ use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabiliti
 
 use crate::transfers::Operation;
 
-/// Takes `CAP_FSETID` from this thread until dropped, so that the kernel clears suid and sgid of whatever is
-/// written, as it does for an unprivileged writer.
+/// Drops `CAP_FSETID` on this thread until the value is dropped, so that the kernel clears suid and sgid on write, as
+/// for an unprivileged writer.
 #[derive(Debug)]
 pub struct WithoutFsetid(Option<CapabilitySets>);
 
@@ -31,17 +31,17 @@ impl Drop for WithoutFsetid {
         if let Some(had) = self.0.take()
             && let Err(error) = set_capabilities(None, had)
         {
-            tracing::error!("cannot get CAP_FSETID back, writes by root now clear suid: {error}");
+            tracing::error!("cannot restore CAP_FSETID, so writes by root clear suid: {error}");
         }
     }
 }
 
-/// The capabilities of this thread during a row of transfers: they change only where two differ.
+/// The capabilities of this thread during consecutive transfers: they only change when two transfers differ.
 #[derive(Debug, Default)]
 pub(crate) struct Privileges(Option<WithoutFsetid>);
 
 impl Privileges {
-    /// Gives the thread what a system call of the operation needs.
+    /// Sets the capabilities that a system call of the operation requires.
     pub(crate) fn set_for(&mut self, operation: Operation) -> io::Result<()> {
         match (operation, &self.0) {
             (Operation::Write { clear_privileges: true, .. }, None) => self.0 = Some(WithoutFsetid::enter()?),

@@ -1,4 +1,4 @@
-//! Files and memory that are registered with io_uring.
+//! Files and memory registered with io_uring.
 
 use std::any::Any;
 use std::io;
@@ -8,19 +8,19 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, Segment};
 use io_uring::{IoUring, Probe, opcode};
 
-/// More files than a few disks have. What finds no room is named by its descriptor.
+/// The maximum number of registered files, for more disks than a worker has. Further files are used by descriptor.
 const FILES_MAX: usize = 64;
 
-/// The kernel takes at most so much memory as one piece.
+/// The kernel's maximum size of one registered buffer, in bytes.
 const PIECE_BYTES_MAX: usize = 1 << 30;
 
-/// Pieces of memory in all: 2 TiB in pieces of that size. Memory that takes more of them is not registered.
+/// The maximum number of buffers: 2 TiB in total at that size. Memory that needs more is not registered.
 const PIECES_MAX: u16 = 2048;
 
-/// Keeps a piece of memory mapped.
+/// Keeps the memory of a buffer mapped.
 pub type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
-/// The files of one ring that stay ([`Backing::is_long_lived`]), each registered when it is first seen.
+/// The [long-lived](Backing::is_long_lived) files of one ring, each registered at its first use.
 #[derive(Default)]
 pub(crate) struct Files {
     slots: Vec<Arc<Backing>>,
@@ -36,7 +36,7 @@ enum Table {
 }
 
 impl Files {
-    /// The number under which the kernel knows a file. `None`: it is to be named by its descriptor.
+    /// Returns the index of a registered file. `None`: use its descriptor.
     #[inline]
     pub(crate) fn slot(&mut self, uring: &IoUring, file: &Arc<Backing>) -> Option<u32> {
         if !file.is_long_lived() || self.state == Table::Refused {
@@ -57,7 +57,7 @@ impl Files {
                 Some(index)
             }
             Err(error) => {
-                tracing::info!("io_uring does not register files ({error}): each transfer names its descriptor");
+                tracing::info!("io_uring does not register files ({error}): transfers use the descriptor");
                 self.state = Table::Refused;
                 None
             }
@@ -73,7 +73,7 @@ impl Files {
         uring.submitter().register_files_update(number(index), &[file.as_fd().as_raw_fd()]).map(drop)
     }
 
-    /// Lets go of all files before the ring is gone: the kernel takes its time over the rest of a ring.
+    /// Unregisters all files before the ring is closed: the kernel cleans up a closed ring asynchronously.
     pub(crate) fn close(&mut self, uring: &IoUring) {
         if self.state == Table::Made {
             let _ = uring.submitter().unregister_files();
@@ -81,10 +81,10 @@ impl Files {
     }
 }
 
-/// Memory that one ring's kernel side knows.
+/// The memory registered with one ring.
 #[derive(Default)]
 pub(crate) struct Buffers {
-    /// By address; they do not overlap.
+    /// Sorted by address, without overlap.
     pieces: Vec<Piece>,
     free: Vec<u16>,
     has_table: bool,
@@ -100,13 +100,13 @@ struct Piece {
 
 impl Piece {
     fn is(&self, (segment, owner): &(Segment, MemoryOwner)) -> bool {
-        // Two mappings may have had one address, but not while something keeps the first.
+        // Two mappings may have had the same address, but not while an owner keeps the first.
         (self.start, self.bytes) == (segment.address.addr(), segment.bytes) && Arc::ptr_eq(&self.owner, owner)
     }
 }
 
 impl Buffers {
-    /// The number under which the kernel knows the memory of all these segments.
+    /// Returns the index of the buffer that contains all these segments.
     #[inline]
     pub(crate) fn slot(&self, segments: &[Segment]) -> Option<u16> {
         let first = segments.first().filter(|_| !self.pieces.is_empty() && (self.vectored || segments.len() == 1))?;
@@ -119,17 +119,18 @@ impl Buffers {
         segments.iter().all(fits).then_some(piece.slot)
     }
 
-    /// Has the kernel know this memory and no other. On failure it knows none.
+    /// Registers this memory and no other. On failure no memory is registered.
     ///
     /// # Safety
-    /// Each keeper keeps its memory mapped.
+    ///
+    /// Each owner keeps its memory mapped.
     pub(crate) unsafe fn set(
         &mut self,
         uring: &IoUring,
         regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
     ) -> io::Result<()> {
         let wanted: Vec<_> = regions.into_iter().flat_map(|(region, owner)| pieces(region, owner)).collect();
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         let outcome = unsafe { self.change(uring, wanted) };
         if outcome.is_err() {
             self.clear(uring);
@@ -148,7 +149,7 @@ impl Buffers {
         }
         for one in wanted {
             if !self.pieces.iter().any(|piece| piece.is(&one)) {
-                // SAFETY: passed on to the caller.
+                // SAFETY: guaranteed by the caller.
                 unsafe { self.add(uring, one) }?;
             }
         }
@@ -157,7 +158,8 @@ impl Buffers {
     }
 
     /// # Safety
-    /// The keeper keeps the memory mapped.
+    ///
+    /// The owner keeps the memory mapped.
     unsafe fn add(&mut self, uring: &IoUring, (segment, owner): (Segment, MemoryOwner)) -> io::Result<()> {
         if !self.has_table {
             uring.submitter().register_buffers_sparse(PIECES_MAX.into())?;
@@ -165,9 +167,9 @@ impl Buffers {
             self.free = (0..PIECES_MAX).rev().collect();
             self.vectored = knows_vectored(uring);
         }
-        let slot = *self.free.last().ok_or_else(|| io::Error::other("it lies in too many pieces"))?;
+        let slot = *self.free.last().ok_or_else(|| io::Error::other("the memory needs too many buffers"))?;
         let iovec = libc::iovec { iov_base: segment.address.cast(), iov_len: segment.bytes };
-        // SAFETY: the piece made below keeps the memory mapped for as long as the kernel may use it.
+        // SAFETY: the entry added below keeps the memory mapped as long as the kernel may use it.
         unsafe { uring.submitter().register_buffers_update(slot.into(), &[iovec], None) }?;
         self.free.pop();
         self.pieces.push(Piece { start: segment.address.addr(), bytes: segment.bytes, slot, owner });
@@ -182,7 +184,7 @@ impl Buffers {
         Ok(())
     }
 
-    /// Has the kernel know no memory.
+    /// Unregisters all memory.
     pub(crate) fn clear(&mut self, uring: &IoUring) {
         self.pieces.clear();
         if std::mem::take(&mut self.has_table) {
@@ -199,7 +201,7 @@ fn pieces(region: Segment, owner: MemoryOwner) -> impl Iterator<Item = (Segment,
     })
 }
 
-/// Whether registered memory can be used in several pieces at once (Linux 6.15).
+/// Returns whether vectored I/O can use registered memory (Linux 6.15).
 fn knows_vectored(uring: &IoUring) -> bool {
     let mut probe = Probe::new();
     let codes = [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE];

@@ -8,31 +8,31 @@ use std::time::Instant;
 
 use ferry_vfs::{Errno, Ino, OFlags, SetAttr};
 
-/// The most inodes that a [`Filter`] names.
+/// The maximum number of inodes in a [`Filter`].
 pub const INODES_MAX: usize = 16;
-/// Bytes of an operation that are shown: its names fit, the value of an extended attribute need not.
+/// The logged bytes of an operation: names fit, values of extended attributes are cut.
 const SHOWN_BYTES_MAX: usize = 400;
 
 /// Which requests are logged.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// Those of the share of this name, as its exports have it; `None`: of all.
+    /// Requests of this share, by the name that its exports use; `None`: of all shares.
     pub share: Option<String>,
-    /// Those about one of these inodes, the first [`INODES_MAX`] of which count; empty: about any. For a request
-    /// about a name, that is the directory.
+    /// Requests about these inodes, of which the first [`INODES_MAX`] count; empty: all. A request about a name is
+    /// about its directory.
     pub inodes: Vec<Ino>,
 }
 
-/// Whether there is a filter: all that is looked at while there is none.
+/// Whether there is a filter: the only check while logging is off.
 static ON: AtomicBool = AtomicBool::new(false);
 static FILTER: RwLock<Option<Filter>> = RwLock::new(None);
-/// Where inodes were found while requests were logged, in which share.
+/// The paths of inodes that were found while requests were logged, per share.
 static PATHS: LazyLock<Mutex<HashMap<(String, Ino), String>>> = LazyLock::new(Mutex::default);
-/// The most of them that are known at a time: some ten MB.
+/// The maximum number of paths: some ten MB.
 const PATHS_MAX: usize = 1 << 16;
 
-/// Logs, from now on, the requests that the filter lets through, with outcome and time, at level `info` and target
-/// `ferry_engine::requests`; `None`: logs no more.
+/// Starts to log the requests that match the filter, with outcome and duration, at level `info` and target
+/// `ferry_engine::requests`. `None` stops logging.
 pub fn watch(filter: Option<Filter>) {
     let filter = filter.map(|mut filter| {
         filter.inodes.truncate(INODES_MAX);
@@ -50,7 +50,7 @@ fn paths() -> MutexGuard<'static, HashMap<(String, Ino), String>> {
     PATHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An inode was found by a name in a directory: what the log calls it from now on, if requests are logged.
+/// Records the name of an inode, which later log lines show, if requests are logged.
 pub fn record_name(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
     if !is_on() {
         return;
@@ -66,7 +66,7 @@ pub fn record_name(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
     set_path(share, ino, path);
 }
 
-/// An inode has this path from the root: for one that is going to be watched.
+/// Records the path of an inode from the root, for an inode that will be logged.
 pub fn record_path(share: &str, path: &[u8], ino: Ino) {
     set_path(share, ino, format!("/{}", String::from_utf8_lossy(path).trim_start_matches('/')));
 }
@@ -79,7 +79,7 @@ fn set_path(share: &str, ino: Ino, path: String) {
     paths.insert((share.to_owned(), ino), path);
 }
 
-/// What the log calls an inode.
+/// Returns the log's name for an inode.
 fn file(share: &str, ino: Ino) -> String {
     match ino {
         Ino::ROOT => "/".into(),
@@ -107,7 +107,7 @@ pub fn is_on() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// The beginning of what a request looks like: its data need not be formatted to the end.
+/// The start of a formatted request, so that its data is not formatted to the end.
 struct TruncatedText(String);
 
 impl Write for TruncatedText {
@@ -123,7 +123,7 @@ impl Write for TruncatedText {
 #[derive(Debug)]
 pub struct LoggedRequest {
     share: String,
-    /// Its path, as far as that was seen.
+    /// Its path, as far as known.
     file: String,
     pid: Option<u32>,
     request: String,
@@ -133,11 +133,11 @@ pub struct LoggedRequest {
 /// The outcome of a request.
 #[derive(Clone, Copy, Debug)]
 pub enum Outcome {
-    /// Answered with this many bytes; for data, those of the data.
+    /// The request succeeded with this many bytes; for data, the number of data bytes.
     Bytes(usize),
     /// Not done.
     Error(Errno),
-    /// It is answered later: when a lock is free, or data was moved.
+    /// The reply comes later: when a lock is free, or a transfer ends.
     Waits,
 }
 
@@ -148,7 +148,7 @@ impl From<Result<usize, Errno>> for Outcome {
 }
 
 impl LoggedRequest {
-    /// Looks at a request that begins, of a process where that is known; almost always that ends with one load.
+    /// Begins to log a request, and its process if known. Without a matching filter this costs one load.
     pub fn begin(share: &str, ino: Ino, pid: Option<u32>, operation: &dyn fmt::Debug) -> Option<Box<Self>> {
         if !is_on() {
             return None;
@@ -192,7 +192,7 @@ impl LoggedRequest {
 /// The permission bits of a mode.
 const PERMISSIONS: u32 = 0o7777;
 
-/// Bytes that are text, mostly: the target of a link, the name of an attribute.
+/// Bytes that are usually text: the target of a link, the name of an attribute.
 pub struct Text<'a>(pub &'a [u8]);
 
 impl fmt::Debug for Text<'_> {
@@ -226,15 +226,16 @@ impl fmt::Display for Access {
     }
 }
 
-/// What is made durable, in the words of the log.
+/// Returns what an fsync makes durable, as the log shows it.
 #[must_use]
 pub fn of_data(only: bool) -> &'static str {
     if only { " of data alone" } else { "" }
 }
 
-/// Writes which attributes a request sets.
+/// Formats the attributes that a request sets.
 ///
 /// # Errors
+///
 /// Those of the formatter.
 pub fn setattr(f: &mut fmt::Formatter<'_>, set: &SetAttr) -> fmt::Result {
     write!(f, "Setattr")?;
@@ -255,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filter_lets_through_what_it_names() {
+    fn a_filter_matches_its_share_and_inodes() {
         let filter = |share: Option<&str>, inodes: &[u64]| Filter {
             share: share.map(Into::into),
             inodes: inodes.iter().copied().map(Ino).collect(),
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn access_is_told_in_words() {
+    fn access_modes_are_formatted() {
         for (flags, text) in [
             (OFlags::RDONLY, " for reading"),
             (OFlags::WRONLY | OFlags::TRUNC, " for writing, O_TRUNC"),
@@ -284,10 +285,10 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_watched_costs_anything() {
+    fn requests_outside_the_filter_are_not_formatted() {
         #[derive(Debug)]
         struct Statfs;
-        // An inode of its own, for other tests run at the same time.
+        // An inode that no other concurrent test uses.
         let ino = Ino(0xdeb0_6001);
         let begin_of = |ino| LoggedRequest::begin("share", ino, Some(1), &Statfs);
         let begin = || begin_of(ino);

@@ -13,24 +13,24 @@ use crate::privileges::WithoutFsetid;
 use crate::registered::{Buffers, Files, MemoryOwner};
 use crate::transfers::Transfer;
 
-/// Submission entries; more transfers than these are submitted in several goes.
+/// Submission queue entries; more transfers are submitted in several calls.
 const SUBMISSION_ENTRIES: u32 = 256;
 
-/// The most segments that one system call takes (`UIO_MAXIOV`).
+/// The maximum number of segments per system call (`UIO_MAXIOV`).
 pub(crate) const SEGMENTS_MAX: usize = 1024;
 
-/// How long a sleep that hopes for several completions goes on without them. What is under way then takes longer than that.
+/// How long a sleep waits for several completions before it accepts fewer.
 const SEVERAL_US: u32 = 50;
 
-/// After so long such a sleep ends whatever happens: the kernel's shortest time works only beside a longest.
+/// The maximum sleep: the kernel accepts a minimum time only with a maximum.
 const SLEEP_MAX: types::Timespec = types::Timespec::new().sec(10);
 
-/// How long to wait before the kernel is asked again for what it has no memory for now.
+/// The delay before a retry when the kernel is short of memory.
 pub(crate) const PAUSE: Duration = Duration::from_millis(1);
 
-/// Marks completions of watched descriptors; the low bits say which one.
+/// Marks completions of watched descriptors; the low bits are the watch's number.
 const WATCH: u64 = 1 << 63;
-/// Marks completions of cancellations, which nobody waits for.
+/// Marks completions of cancellations, which are ignored.
 const IGNORED: u64 = 1 << 62;
 
 /// `IORING_ENTER_GETEVENTS`, `IORING_ENTER_EXT_ARG`.
@@ -48,7 +48,7 @@ struct WaitArgument {
 
 const _: () = assert!(size_of::<WaitArgument>() == 24);
 
-/// One io_uring, with polls of descriptors that end a sleep.
+/// An io_uring with polls of descriptors that end a sleep.
 pub(crate) struct Ring {
     uring: IoUring,
     /// Credentials without `CAP_FSETID`, for writes that must clear suid and sgid.
@@ -75,16 +75,16 @@ pub(crate) enum Completion {
 }
 
 impl Ring {
-    /// Has the kernel hold a file for as long as it has anything of this ring.
+    /// Keeps a file open in the kernel as long as this ring has operations in flight.
     pub(crate) fn hold(&mut self, file: &Arc<Backing>) {
         if self.files.slot(&self.uring, file).is_none() {
-            tracing::debug!("a file is not held by io_uring");
+            tracing::debug!("io_uring cannot keep a file open");
         }
     }
 
-    /// Makes a ring for the calling thread, which must be the only one to use it.
+    /// Creates a ring for the calling thread, which must be its only user.
     pub(crate) fn new(transfers_max: u32) -> io::Result<Self> {
-        // Twice the transfers: a cancelled watch and its successor may complete together with all of them.
+        // Twice the number of transfers: a cancelled watch and its successor may complete together with all of them.
         let completions = transfers_max.max(SUBMISSION_ENTRIES).saturating_mul(2);
         let modern = IoUring::builder()
             .setup_cqsize(completions)
@@ -94,7 +94,7 @@ impl Ring {
             .setup_defer_taskrun()
             .setup_taskrun_flag()
             .build(SUBMISSION_ENTRIES);
-        // Linux before 6.1 does not know deferred task work.
+        // Linux before 6.1 does not support deferred task work.
         let uring = match modern {
             Ok(uring) => uring,
             Err(_) => IoUring::builder().setup_cqsize(completions).setup_clamp().build(SUBMISSION_ENTRIES)?,
@@ -114,15 +114,16 @@ impl Ring {
         })
     }
 
-    /// Queues what is left of a transfer.
+    /// Queues the rest of a transfer.
     ///
     /// # Safety
-    /// The memory of its segments is valid, and only reached by volatile access from elsewhere, until the completion with
-    /// this `slot` was seen; the transfer stays until then, with its file.
+    ///
+    /// Until the completion with this `slot` was seen, the memory of the segments is valid and other code accesses it
+    /// only by volatile access. The transfer and its file live until then.
     pub(crate) unsafe fn issue(&mut self, slot: usize, transfer: &Transfer<Vec<Segment>>) -> io::Result<()> {
         let file = transfer.file();
         let registered = self.files.slot(&self.uring, file).and_then(|index| i32::try_from(index).ok());
-        // The kernel looks up a registered file by the same field.
+        // A registered file uses the same field for its index.
         let fd = types::Fd(registered.unwrap_or_else(|| file.as_fd().as_raw_fd()));
         let entry = transfer.entry_for(fd, self.buffers.slot(transfer.left()), self.unprivileged)?;
         let entry = if registered.is_some() { entry.flags(Flags::FIXED_FILE) } else { entry };
@@ -130,23 +131,23 @@ impl Ring {
         unsafe { self.push(&entry.user_data(slot as u64)) }
     }
 
-    /// Has the kernel know this memory and no other, so that transfers within it need not have it looked up. On
-    /// failure it knows none, and transfers are made all the same.
+    /// Registers this memory and no other, so that transfers skip the page lookup. On failure no memory is registered,
+    /// and transfers work without.
     ///
     /// # Safety
-    /// Each keeper keeps its memory mapped.
+    ///
+    /// Each owner keeps its memory mapped.
     pub(crate) unsafe fn register_memory(
         &mut self,
         regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
     ) -> io::Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.buffers.set(&self.uring, regions) }
     }
 
-    /// # Safety
-    /// As for [`io_uring::squeue::SubmissionQueue::push`]: whatever `entry` points to stays valid until it is done.
+    /// # Safety As for [`io_uring::squeue::SubmissionQueue::push`]: the data that `entry` points to stays valid until it completes.
     unsafe fn push(&mut self, entry: &Entry) -> io::Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
             self.submit()?;
         }
@@ -154,14 +155,14 @@ impl Ring {
         Ok(())
     }
 
-    /// How many operations wait to be submitted.
+    /// Returns the number of operations to submit.
     pub(crate) fn unsubmitted(&self) -> usize {
         self.unsubmitted
     }
 
-    /// Hands all queued operations to the kernel, which carries out at once what it can without waiting.
+    /// Submits all queued operations. The kernel carries out at once what does not wait.
     pub(crate) fn submit(&mut self) -> io::Result<()> {
-        // Task work that waits (completions of earlier operations) needs the call too.
+        // Pending task work (completions of earlier operations) needs the call, too.
         if self.unsubmitted == 0 && !self.uring.submission().taskrun() {
             return Ok(());
         }
@@ -178,8 +179,8 @@ impl Ring {
         }
     }
 
-    /// Sleeps until there are `wanted` completions; after [`SEVERAL_US`], until there is at least one. What the kernel has no
-    /// memory for now, and what waits for completions to be taken, is for the next time: then it comes back early.
+    /// Sleeps until there are `wanted` completions; after [`SEVERAL_US`], until there is at least one. Returns early if
+    /// the kernel is short of memory or its completion queue is full; the rest is submitted at the next call.
     pub(crate) fn wait(&mut self, wanted: usize) -> io::Result<()> {
         match self.arm().and_then(|()| self.wait_once(wanted)) {
             Err(error) if is_passing(&error) => {
@@ -214,11 +215,11 @@ impl Ring {
             several_us: SEVERAL_US,
             longest: (&raw const longest).addr() as u64,
         };
-        // SAFETY: the argument is laid out as the flag says, and what it points to lives until the call is over.
+        // SAFETY: the argument has the layout that the flag requires, and the data that it points to outlives the call.
         unsafe { self.uring.submitter().enter(pending, wanted, ENTER_GETEVENTS | ENTER_EXT_ARG, Some(&argument)) }
     }
 
-    /// Whether completions wait, or task work that would make some.
+    /// Returns whether there are completions, or task work that would produce some.
     pub(crate) fn has_events(&mut self) -> bool {
         !self.uring.completion().is_empty() || self.uring.submission().taskrun()
     }
@@ -244,7 +245,7 @@ impl Ring {
         }
     }
 
-    /// From now on, a write to this descriptor (an eventfd) ends a sleep.
+    /// Lets a write to this descriptor (an eventfd) end a sleep.
     pub(crate) fn watch(&mut self, fd: Arc<OwnedFd>) -> u64 {
         self.watches_made += 1;
         let id = WATCH | u64::from(self.watches_made);
@@ -257,7 +258,7 @@ impl Ring {
         let Some(index) = self.watches.iter().position(|watch| watch.id == id) else { return Ok(()) };
         let watch = self.watches.swap_remove(index);
         if watch.armed {
-            // SAFETY: the entry points to nothing.
+            // SAFETY: the entry contains no pointers.
             unsafe { self.push(&opcode::PollRemove::new(id).build().user_data(IGNORED)) }?;
             self.submit()?;
         }
@@ -270,11 +271,11 @@ impl Ring {
             if watch.armed {
                 continue;
             }
-            // A multishot poll tells of every write once, so the eventfd's counter need never be read.
+            // A multishot poll reports every write once, so the eventfd's counter need not be read.
             let events = u32::from(libc::POLLIN.unsigned_abs());
             let poll = opcode::PollAdd::new(types::Fd(watch.fd.as_raw_fd()), events).multi(true);
             let entry = poll.build().user_data(watch.id);
-            // SAFETY: the entry points to nothing; the kernel holds the file itself once it is submitted.
+            // SAFETY: the entry contains no pointers; after submission the kernel holds the file.
             unsafe { self.push(&entry) }?;
             self.watches[index].armed = true;
         }
@@ -284,14 +285,14 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // By itself the kernel would do this some time after the ring is closed: until then files stay open, and memory
-        // stays in use.
+        // The kernel unregisters some time after the ring is closed; until then files stay open, and memory stays in
+        // use.
         self.files.close(&self.uring);
         self.buffers.clear(&self.uring);
     }
 }
 
-/// Whether a call that failed so may succeed later.
+/// Returns whether a call that failed with this error may succeed later.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }

@@ -4,8 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
-/// Makes everything durable that was written to a source, by an export that has ended. There is nobody left to be told of an error:
-/// it is logged.
+/// Syncs a source after its export has ended. Errors are logged, because no client is left to receive them.
 pub fn sync_on_stop(source: &dyn FileSystem) {
     if source.features().read_only {
         return;
@@ -13,7 +12,7 @@ pub fn sync_on_stop(source: &dyn FileSystem) {
     let sync = || source.syncfs(&Caller::default(), Ino::ROOT);
     match catch_unwind(AssertUnwindSafe(sync)).unwrap_or(Err(Errno::IO)) {
         Ok(()) | Err(Errno::NOSYS) => {}
-        Err(error) => tracing::error!("what was written may not be on disk: {error}"),
+        Err(error) => tracing::error!("cannot sync, so written data may be lost: {error}"),
     }
 }
 
@@ -32,7 +31,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_panics_ends_nobody() {
+    fn a_panic_in_a_source_is_caught() {
         sync_on_stop(&Panics);
     }
 }

@@ -27,28 +27,28 @@ use crate::ring::{Completion, PAUSE, Ring};
 /// Whether transfers use io_uring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
-    /// io_uring if the kernel lets us, else plain system calls.
+    /// io_uring if available, otherwise plain system calls.
     #[default]
     Auto,
     /// io_uring, or an error.
     Uring,
-    /// Plain system calls, each holding up the worker until it is done.
+    /// Plain system calls, each of which blocks the worker.
     Sync,
 }
 
 /// What a transfer does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// From the descriptor into memory, all of it unless the file ends.
+    /// Reads from the descriptor into memory, all of it unless the file ends.
     Read,
     /// From memory into the descriptor.
     Write {
-        /// Without `CAP_FSETID`, so that the kernel clears suid and sgid.
+        /// The kernel must clear suid and sgid: write without `CAP_FSETID`.
         clear_privileges: bool,
-        /// The write will wait for a disk (`O_SYNC`, `O_DIRECT`): never hold up the worker for it.
+        /// The write waits for a disk (`O_SYNC`, `O_DIRECT`): it must not block the worker.
         waits: bool,
     },
-    /// Makes the file durable. Moves nothing.
+    /// Makes the file durable. Transfers no data.
     Fsync {
         /// `fdatasync`.
         data_only: bool,
@@ -56,7 +56,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Whether the thread that makes it must do without `CAP_FSETID`.
+    /// Returns whether the calling thread must drop `CAP_FSETID`.
     fn clears_privileges(self) -> bool {
         matches!(self, Self::Write { clear_privileges: true, .. })
     }
@@ -64,16 +64,16 @@ impl Operation {
 
 const _: () = assert!(size_of::<Segment>() == size_of::<libc::iovec>());
 
-/// What usually helps where there is no ring.
+/// The usual remedy if io_uring is not available.
 const ALLOW: &str = "allow it (sysctl kernel.io_uring_disabled=0, seccomp, memlock limit)";
 
-/// With so many transfers under way a device has enough to do while we wait for several of them to end.
+/// With this many transfers in flight the device is busy while the worker waits for several of them to end.
 const BUSY_FROM: usize = 8;
 
-/// Every worker finds the same; one of them says so.
+/// Every worker has the same result; only one logs it.
 static SAID: Once = Once::new();
 
-/// A failure of the machinery, not of a transfer.
+/// A failure of the transfer engine, not of a transfer.
 #[derive(Debug, thiserror::Error)]
 pub enum TransfersError {
     /// No ring.
@@ -84,13 +84,13 @@ pub enum TransfersError {
     Wait(io::Error),
 }
 
-/// The transfers of one worker, made and used on one thread.
+/// The transfers of one worker, created and used on one thread.
 pub struct Transfers {
     ring: Option<Ring>,
     pending: Vec<Pending>,
     free: Vec<usize>,
     queued: Vec<usize>,
-    /// Of those that were queued, which only copy.
+    /// The queued transfers that only copy.
     inline: Vec<usize>,
     aio_batch: Option<AioBatch>,
     aio_allowed: bool,
@@ -100,16 +100,16 @@ pub struct Transfers {
     /// The caller has a pool for transfers of remote files.
     has_pool: bool,
     for_pool: VecDeque<PoolTransfer>,
-    /// A ring is used by the thread that made it.
+    /// Only the thread that created a ring may use it.
     _thread: PhantomData<*mut ()>,
 }
 
 /// A transfer that [`Transfers`] leaves to the pool of its caller.
 #[derive(Debug)]
 pub struct PoolTransfer {
-    /// The token that it was queued with.
+    /// The token from [`Transfers::queue`].
     pub token: u64,
-    /// The transfer; its memory is valid as [`Transfers::queue`] asks for, until it has ended.
+    /// The transfer; its memory is valid until it ends, as [`Transfers::queue`] requires.
     pub transfer: Transfer<Vec<Segment>>,
 }
 
@@ -120,10 +120,11 @@ impl std::fmt::Debug for Transfers {
 }
 
 impl Transfers {
-    /// Prepares for up to about `transfers_max` transfers at once, on the calling thread.
+    /// Prepares for about `transfers_max` concurrent transfers on the calling thread.
     ///
     /// # Errors
-    /// [`TransfersError::Setup`] if `mode` insists on io_uring and there is none.
+    ///
+    /// [`TransfersError::Setup`] if `mode` requires io_uring and it is not available.
     pub fn new(mode: IoMode, transfers_max: u32) -> Result<Self, TransfersError> {
         let ring = match (mode, mode != IoMode::Sync) {
             (_, false) => None,
@@ -157,18 +158,18 @@ impl Transfers {
         })
     }
 
-    /// From now on, transfers of remote files are left to the caller's pool: see [`Self::next_for_pool`]. io_uring has few
-    /// threads for what cannot be tried, and a slow file would keep them from all others.
+    /// Leaves transfers of remote files to the caller's pool; see [`Self::next_for_pool`]. io_uring has few threads for
+    /// transfers that cannot be tried without waiting, and slow files would occupy all of them.
     pub fn leave_remote_to_pool(&mut self) {
         self.has_pool = true;
     }
 
-    /// The next transfer that is left to the caller's pool. It counts as ended here.
+    /// Returns the next transfer for the caller's pool. It counts as ended here.
     pub fn next_for_pool(&mut self) -> Option<PoolTransfer> {
         self.for_pool.pop_front()
     }
 
-    /// Whether [`Self::flush`] has anything to begin.
+    /// Returns whether [`Self::flush`] has transfers to begin.
     pub fn has_queued(&self) -> bool {
         !self.queued.is_empty()
     }
@@ -178,37 +179,40 @@ impl Transfers {
         self.ring.is_some()
     }
 
-    /// Has the kernel know this memory and no other, so that transfers within it need not have it looked up; without
-    /// io_uring there is nothing to do. All its pages are allocated, and **pinned**: whoever else takes pages out of it
-    /// meanwhile (a balloon, `fallocate` to punch holes) and puts new ones there is not noticed.
+    /// Registers this memory and no other, so that transfers skip the page lookup; has no effect without io_uring.
+    /// Registration allocates and **pins** all pages. The ring does not notice if another program then replaces pages
+    /// (a balloon, `fallocate` with punched holes).
     ///
     /// # Errors
-    /// Why the kernel knows none now: the memory lies in files that cannot be pinned, the limit of locked memory. Transfers
-    /// are made all the same.
+    ///
+    /// Why no memory is registered: it belongs to files that cannot be pinned, or exceeds the limit of locked memory.
+    /// Transfers work without.
     ///
     /// # Safety
-    /// Each keeper keeps its memory mapped.
+    ///
+    /// Each owner keeps its memory mapped.
     pub unsafe fn register_memory(
         &mut self,
         regions: impl IntoIterator<Item = (Segment, MemoryOwner)>,
     ) -> io::Result<()> {
         self.submit();
         let Some(ring) = &mut self.ring else { return Ok(()) };
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         unsafe { ring.register_memory(regions) }
     }
 
-    /// Transfers that were queued and are not answered yet.
+    /// Returns the number of queued transfers without a result yet.
     pub fn unfinished(&self) -> usize {
         self.queued.len() + self.in_flight + self.done.len()
     }
 
-    /// Queues a transfer between `file`, from `offset` on, and the memory of `segments`. Its end is told by
-    /// [`Self::next_done`] with the same `token`. It is made together with the one queued before it if its bytes follow
-    /// on; if that fails, each is made on its own, so that each has an outcome of its own.
+    /// Queues a transfer between `file` at `offset` and the memory of `segments`. [`Self::next_done`] returns its
+    /// result with the same `token`. It is merged with the previous one if its bytes are adjacent. If a merged transfer
+    /// fails, its parts are repeated one by one, so that each has its own result.
     ///
     /// # Safety
-    /// The memory must be valid for the transfer, and every other access to it volatile, until the token was told.
+    ///
+    /// Until the token was returned, the memory must be valid for the transfer, and every other access to it volatile.
     pub unsafe fn queue(
         &mut self,
         token: u64,
@@ -244,21 +248,21 @@ impl Transfers {
         slot
     }
 
-    /// Starts everything queued, and ends what needs no waiting. Look for the outcomes with [`Self::next_done`]. What goes to
-    /// a device that has enough to do may be kept until [`Self::submit`] or [`Self::sleep`], which then spares a call.
+    /// Starts all queued transfers and completes those that need not wait; [`Self::next_done`] returns the results. For
+    /// a busy device, submission may be delayed until [`Self::submit`] or [`Self::sleep`], which saves a system call.
     pub fn flush(&mut self) -> &Self {
         let queued = std::mem::take(&mut self.queued);
         let mut privileges = Privileges::default();
         for &slot in &queued {
             let pending = &mut self.pending[slot];
-            // Of several as one, each has a token of its own.
+            // Each part of a merged transfer has its own token.
             let pool = self.has_pool && !pending.is_merged();
             let means = Means { ring: self.ring.is_some(), pool, batch: queued.len() };
-            // SAFETY: the memory is valid by the contract of `queue`.
+            // SAFETY: the contract of `queue` keeps the memory valid.
             match unsafe { pending.transfer().begin(means, &mut privileges) } {
                 Begun::Ended(outcome) => _ = self.finish(slot, outcome),
                 Begun::Ring => {
-                    // What is submitted with it is not to be done without a capability.
+                    // Transfers that are submitted with it must not run without a capability.
                     privileges = Privileges::default();
                     self.issue(slot);
                 }
@@ -283,17 +287,17 @@ impl Transfers {
         self
     }
 
-    /// Hands over what [`Self::flush`] kept: for who is not about to sleep.
+    /// Submits the transfers that [`Self::flush`] delayed. Call it if the worker does not sleep next.
     pub fn submit(&mut self) {
         if let Some(ring) = &mut self.ring
             && ring.unsubmitted() > 0
         {
-            // As in `reap`: what is not taken now is taken the next time.
+            // As in `reap`: what the kernel does not accept now is submitted the next time.
             let _ = ring.submit();
         }
     }
 
-    /// The next transfer that ended, with the number of bytes moved.
+    /// Returns the next ended transfer, with the number of bytes transferred.
     pub fn next_done(&mut self) -> Option<(u64, io::Result<usize>)> {
         self.done.pop_front()
     }
@@ -303,12 +307,12 @@ impl Transfers {
         !self.done.is_empty()
     }
 
-    /// Whether a flush would find something new; cheap enough to ask in a loop.
+    /// Returns whether a flush would find something new; cheap enough for a polling loop.
     pub fn has_events(&mut self) -> bool {
         !self.done.is_empty() || self.in_flight > 0 && self.ring.as_mut().is_some_and(Ring::has_events)
     }
 
-    /// Lets a write to the eventfd end a [`Self::sleep`], until [`Self::unwatch`] with the number it answers.
+    /// Lets a write to the eventfd end [`Self::sleep`], until [`Self::unwatch`] with the returned number.
     ///
     /// # Errors
     /// Out of descriptors.
@@ -316,7 +320,7 @@ impl Transfers {
         Ok(self.watch_shared(Arc::new(fd.as_fd().try_clone_to_owned()?)))
     }
 
-    /// The same with a descriptor that need not be copied.
+    /// As [`Self::watch`], with a descriptor that need not be duplicated.
     pub fn watch_shared(&mut self, fd: Arc<OwnedFd>) -> u64 {
         match &mut self.ring {
             Some(ring) => ring.watch(fd),
@@ -328,8 +332,8 @@ impl Transfers {
         }
     }
 
-    /// Keeps a [lasting](Backing::is_long_lived) descriptor open until all that was begun here has ended, also if this process
-    /// is killed: transfers outlive it for a moment.
+    /// Keeps a [long-lived](Backing::is_long_lived) descriptor open until all transfers have ended, even if this
+    /// process is killed: transfers outlive it for a moment.
     pub fn hold(&mut self, file: &Arc<Backing>) {
         if let Some(ring) = &mut self.ring {
             ring.hold(file);
@@ -339,6 +343,7 @@ impl Transfers {
     /// Ends a watch.
     ///
     /// # Errors
+    ///
     /// Those of the ring.
     pub fn unwatch(&mut self, id: u64) -> io::Result<()> {
         match &mut self.ring {
@@ -350,15 +355,16 @@ impl Transfers {
         }
     }
 
-    /// How many transfers are under way elsewhere.
+    /// Returns the number of transfers in flight in the kernel.
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Sleeps until a transfer ends or a watched descriptor stirs. May also return for nothing. Where many transfers are
-    /// under way, it may go on for some tens of microseconds to let more of them end.
+    /// Sleeps until a transfer ends or a watched descriptor becomes readable; may wake spuriously. With many transfers
+    /// in flight it may sleep some tens of microseconds longer, so that more of them end.
     ///
     /// # Errors
+    ///
     /// [`TransfersError::Wait`]: the ring is broken.
     pub fn sleep(&mut self) -> Result<(), TransfersError> {
         if self.has_done() {
@@ -374,7 +380,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Makes the transfers that only copy, many with one call.
+    /// Runs the transfers that only copy, many per system call.
     fn run_inline(&mut self) {
         let inline = std::mem::take(&mut self.inline);
         let mut privileges = Privileges::default();
@@ -383,14 +389,14 @@ impl Transfers {
             if let Some(aio_batch) = &mut aio_batch {
                 aio_batch.clear();
                 if some.iter().all(|&slot| self.pending[slot].add_to_batch(aio_batch)) {
-                    // SAFETY: by the contract of `queue` the memory is valid, and each file is open until it is finished.
+                    // SAFETY: the contract of `queue` keeps the memory valid, and each transfer keeps its file open.
                     unsafe { aio_batch.submit_and_wait() };
                 }
             }
             for (index, &slot) in some.iter().enumerate() {
                 let pending = &mut self.pending[slot];
                 let begun = aio_batch.as_ref().and_then(|aio_batch| pending.advance(aio_batch.outcome(index)?));
-                // SAFETY: the memory is valid by the contract of `queue`.
+                // SAFETY: the contract of `queue` keeps the memory valid.
                 let outcome = begun.unwrap_or_else(|| unsafe { pending.transfer().run_inline(&mut privileges) });
                 self.finish(slot, outcome);
             }
@@ -400,13 +406,13 @@ impl Transfers {
         self.inline.clear();
     }
 
-    /// The means to make many at once. `None`: there is none here.
+    /// Returns the batch. `None`: the system has no AIO.
     fn take_aio_batch(&mut self) -> Option<AioBatch> {
         if self.aio_batch.is_none() && self.aio_allowed {
             match AioBatch::new() {
                 Ok(aio_batch) => self.aio_batch = Some(aio_batch),
                 Err(error) => {
-                    tracing::info!("io_submit is not available ({error}): what only copies is a system call for each");
+                    tracing::info!("io_submit is not available ({error}): each inline transfer takes a system call");
                     self.aio_allowed = false;
                 }
             }
@@ -416,8 +422,8 @@ impl Transfers {
 
     fn issue(&mut self, slot: usize) {
         let Some(ring) = &mut self.ring else { return };
-        // SAFETY: the caller of `queue` keeps the memory, the transfer the descriptor and the list of segments, until the slot
-        // is finished; the list lies on the heap, where it stays when slots are added.
+        // SAFETY: until the slot is finished, the caller of `queue` keeps the memory, and the transfer keeps the
+        // descriptor and the list of segments. The list is on the heap, so adding slots does not move it.
         let issued = unsafe { ring.issue(slot, self.pending[slot].transfer()) };
         self.in_flight += 1;
         if let Err(error) = issued {
@@ -426,16 +432,16 @@ impl Transfers {
         }
     }
 
-    /// Submits what was issued and takes what is complete.
+    /// Submits issued transfers and takes completions.
     fn reap(&mut self) {
         loop {
             let Some(ring) = &mut self.ring else { return };
-            // Completions that only wait for a call are worth one.
+            // Completions that only need a call justify one.
             let has_enough = self.in_flight.saturating_sub(ring.unsubmitted()) >= BUSY_FROM && !ring.has_events();
             if !has_enough && let Err(error) = ring.submit() {
-                // Completions have to be taken before more can be submitted (EBUSY), or memory is short: the
-                // entries stay queued for the next time.
-                tracing::debug!("io_uring took nothing: {error}");
+                // The completion queue must be drained first (EBUSY), or memory is short: the entries stay queued for
+                // the next call.
+                tracing::debug!("io_uring accepted no entry: {error}");
             }
             let mut again = false;
             while let Some(completion) = self.ring.as_mut().and_then(Ring::next) {
@@ -455,7 +461,7 @@ impl Transfers {
         }
     }
 
-    /// Tells a transfer's outcome. Returns whether transfers were issued instead: parts of it, to be submitted.
+    /// Records a transfer's result. Returns whether it issued parts of it instead, which must be submitted.
     fn finish(&mut self, slot: usize, outcome: io::Result<usize>) -> bool {
         let pending = &mut self.pending[slot];
         if pending.is_merged() {
@@ -468,7 +474,7 @@ impl Transfers {
         self.ring.as_ref().is_some_and(|ring| ring.unsubmitted() > 0)
     }
 
-    /// Ends the parts that `done` bytes cover, and makes the others one by one.
+    /// Ends the parts that `done` bytes cover, and repeats the others one by one.
     fn finish_merged(&mut self, slot: usize, done: usize) {
         let parts = self.pending[slot].take_parts();
         let Some(whole) = self.pending[slot].take() else { return };
@@ -488,7 +494,7 @@ impl Transfers {
             if self.ring.is_some() {
                 self.issue(single);
             } else {
-                // SAFETY: the memory is valid by the contract of `queue`.
+                // SAFETY: the contract of `queue` keeps the memory valid.
                 let outcome = unsafe { self.pending[single].transfer().run() };
                 self.finish(single, outcome);
             }
@@ -505,7 +511,7 @@ impl Drop for Transfers {
         while self.in_flight > 0 {
             self.done.clear();
             if let Err(error) = self.sleep() {
-                tracing::error!("{error}; {} transfers are left behind", self.in_flight);
+                tracing::error!("{error}; {} transfers are abandoned", self.in_flight);
                 return;
             }
         }

@@ -4,30 +4,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The handler's bit.
 const INSIDE: u64 = 1;
-/// One more call, above the handler's bit.
+/// One handler call, above the flag of the handler.
 const CALL: u64 = 1 << 1;
-/// Bits of the number of calls; it may wrap around, for only whether it changed between two looks counts.
+/// Bits of the call counter; it may wrap around, because only a change between two looks matters.
 const CALL_BITS: u32 = 40;
-/// One more owner, above the number of calls.
+/// One owner, above the call counter.
 const OWNER: u64 = 1 << (1 + CALL_BITS);
 const CALLS: u64 = OWNER - CALL;
 
-/// One word that says which owner a queue of work has, how many handler calls were begun, and whether one is under
-/// way. The owner writes it twice for each call, without a clock; the monitor looks at it every few milliseconds, and
-/// a word that has not changed between looks means a handler that is blocked.
+/// A word that holds the owner of a queue, a counter of handler calls, and whether a call is in progress. The owner
+/// writes it twice per call, without reading a clock. The monitor reads it every few milliseconds; an unchanged word
+/// means a blocked handler.
 #[derive(Debug, Default)]
 pub struct Watch(AtomicU64);
 
-/// The right to work on a queue, until somebody else is given it.
+/// The right to work on a queue, until the monitor passes it on.
 #[derive(Debug)]
 pub struct Ownership(u64);
 
-/// A handler that was blocked when the monitor looked.
+/// A handler call that the monitor saw in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSnapshot(u64);
 
 impl Watch {
-    /// The right of the first owner. To be asked for once.
+    /// Returns the right of the first owner. Call it once.
     pub fn first_owner(&self) -> Ownership {
         Ownership(self.0.load(Ordering::Acquire))
     }
@@ -35,11 +35,11 @@ impl Watch {
     /// A handler call begins.
     pub fn enter(&self, owner: &mut Ownership) {
         owner.0 = (owner.0 & !(CALLS | INSIDE)) | (owner.0.wrapping_add(CALL) & CALLS) | INSIDE;
-        // Nobody else writes while the bit is not set.
+        // No other thread writes while the flag is clear.
         self.0.store(owner.0, Ordering::Release);
     }
 
-    /// The call has ended. Returns whether the queue is still the caller's.
+    /// Ends the call. Returns whether the caller still owns the queue.
     #[must_use]
     pub fn leave(&self, owner: &mut Ownership) -> bool {
         let outside = owner.0 & !INSIDE;
@@ -53,7 +53,7 @@ impl Watch {
         CallSnapshot(self.0.load(Ordering::Acquire))
     }
 
-    /// Takes the queue from an owner who is still inside the call that was seen. `None` if the call has ended.
+    /// Takes the queue from an owner that is still inside the call that was seen. `None` if the call has ended.
     pub fn take(&self, seen: CallSnapshot) -> Option<Ownership> {
         let next = seen.0.wrapping_add(OWNER) & !INSIDE;
         self.0.compare_exchange(seen.0, next, Ordering::AcqRel, Ordering::Acquire).ok().map(|_| Ownership(next))
@@ -61,20 +61,20 @@ impl Watch {
 }
 
 impl Ownership {
-    /// The call that is under way, as the monitor sees it.
+    /// Returns the call in progress, for the monitor.
     pub fn call(&self) -> CallSnapshot {
         CallSnapshot(self.0)
     }
 }
 
 impl CallSnapshot {
-    /// How many calls were begun since an earlier look; `None` if there was another owner then.
+    /// Returns the number of calls begun since an earlier look; `None` if the owner has changed.
     pub fn calls_since(self, earlier: Self) -> Option<u64> {
         let same = (self.0 ^ earlier.0) & !(CALLS | INSIDE) == 0;
         same.then(|| (self.0.wrapping_sub(earlier.0) & CALLS) >> 1)
     }
 
-    /// Whether a call was under way.
+    /// Returns whether a call was in progress.
     pub fn is_inside(self) -> bool {
         self.0 & INSIDE != 0
     }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_call_that_is_still_under_way_can_be_taken_over() {
+    fn only_a_call_in_progress_can_be_taken_over() {
         let watch = Watch::default();
         let mut first = watch.first_owner();
         assert!(!watch.look().is_inside());
@@ -98,7 +98,7 @@ mod tests {
         watch.enter(&mut first);
         assert!(watch.take(seen).is_none(), "it is another call");
         let before = watch.look();
-        let mut second = watch.take(watch.look()).expect("it is under way");
+        let mut second = watch.take(watch.look()).expect("the call is in progress");
         assert!(!watch.leave(&mut first), "the queue is the second's now");
         watch.enter(&mut second);
         assert_eq!(watch.look().calls_since(before), None, "another owner's");

@@ -1,5 +1,5 @@
 //! Monitors the workers of all exports: replaces a worker that is blocked in a handler, and finally aborts its request
-//! if the export's policy says so.
+//! if the export's policy requires it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -12,13 +12,13 @@ use crate::barrier::{barrier, register_barrier};
 use crate::generation::{Generation, GenerationCell, NotEnded};
 use crate::watch::{CallSnapshot, Watch};
 
-/// How often workers are looked at. A look is a load for each.
+/// How often workers are checked. A check costs one load per worker.
 const TICK: Duration = Duration::from_millis(5);
 
-/// A handler that takes longer than this is blocked: longer than a disk's seek, shorter than people notice.
+/// A handler that takes longer than this is blocked: longer than a disk seek, shorter than people notice.
 pub const BLOCKED: Duration = Duration::from_millis(20);
 
-/// How often posts with blocked handlers are stirred.
+/// How often workers with blocked handlers are polled.
 const POLL_BLOCKED_EVERY: Duration = Duration::from_millis(100);
 
 /// After this long without a request the monitor sleeps until the next one.
@@ -32,34 +32,35 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 pub struct CurrentRequest {
     /// Its number.
     pub unique: u64,
-    /// Where it lies: the index of an entry.
+    /// The index of its entry.
     pub place: usize,
-    /// Who may answer it.
+    /// The generation that may send its reply.
     pub generation: Generation,
     /// The handler's call.
     pub call: CallSnapshot,
 }
 
-/// What came of having somebody else go on in the place of a handler that is blocked.
+/// The outcome of replacing a blocked worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replacement {
-    /// Somebody does.
+    /// Another thread has taken over.
     Found,
-    /// No thread is to be had for it, or there are enough. To be tried again: one whose request is given up makes room.
+    /// No thread is available, or there are enough. Retry: aborting a request makes room.
     Nobody,
     /// The call has just ended.
     NotNeeded,
 }
 
-/// What the caller of a request is to be told in place of the outcome, if anything: given its number, the time, and since when it
-/// has been under way.
+/// Returns the error for a request that takes too long, if any. Parameters: its number, the current time, and its
+/// start.
 pub type AbortPolicy = dyn Fn(u64, Instant, Instant) -> Option<Errno> + Send;
 
-/// Where requests are served, one at a time: a CPU's ring, a thread that reads /dev/fuse, the queues of a virtio device.
+/// A place that serves one request at a time: a CPU's ring, a thread that reads /dev/fuse, the queues of a virtio
+/// device.
 pub trait MonitoredWorker: Send + Sync {
-    /// What its owner writes around each call.
+    /// Returns the watch that the owner updates around each call.
     fn watch(&self) -> &Watch;
-    /// The request that is being served; means something only while the watch does not change.
+    /// Returns the current request; valid only while the watch does not change.
     fn serving(&self) -> CurrentRequest {
         CurrentRequest {
             unique: 0,
@@ -68,41 +69,42 @@ pub trait MonitoredWorker: Send + Sync {
             call: self.watch().look(),
         }
     }
-    /// Whoever serves here is blocked: have somebody else go on.
+    /// Replaces the blocked worker by another thread.
     fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement;
-    /// Whether the request is not answered yet, and may be given up.
+    /// Returns whether the request has no reply yet and may be aborted.
     fn runs(&self, _serving: &CurrentRequest) -> bool {
         false
     }
-    /// Answers a request with an error, in place of its handler. If that has not come back, its thread does not count among
-    /// those that there may be, until it does.
+    /// Replies to a request with an error in place of its handler. While the handler does not return, its thread does
+    /// not count against the maximum.
     ///
     /// # Errors
-    /// Somebody else has answered, or the memory of the reply is in use.
+    ///
+    /// The request has a reply already, or the memory of the reply is in use.
     fn give_up(&self, _serving: &CurrentRequest, _errno: Errno) -> Result<(), NotEnded> {
         Err(NotEnded::Over)
     }
-    /// Asks about each transfer that goes on on its own, and each request that another thread will answer, given its
-    /// number and since when, and ends it if there is a verdict. Returns whether there are any.
+    /// Calls the policy for each transfer in flight and each request that another thread will reply to, with its number
+    /// and start, and ends it if the policy returns an error. Returns whether there are any.
     fn apply_policy(&self, _verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         false
     }
-    /// Called now and then while a handler is blocked: whatever may have been missed meanwhile is to be looked for.
+    /// Called periodically while a handler is blocked, to find events that were missed.
     fn poll_blocked(&self) {}
-    /// Called at every look; whether anything was served since the last one.
+    /// Called at every check; `_served` is whether requests were served since the last one.
     fn tick(self: Arc<Self>, _served: bool) {}
 }
 
 #[derive(Default)]
 struct Shared {
     workers: Mutex<Vec<Weak<dyn MonitoredWorker>>>,
-    /// The monitor sleeps, or is about to, until somebody clears this and wakes it.
+    /// The monitor sleeps, or is about to. Workers clear this and wake it.
     sleeps: AtomicBool,
     stop: AtomicBool,
     thread: Mutex<Option<Thread>>,
 }
 
-/// The handle by which workers wake the monitor.
+/// The handle with which workers wake the monitor.
 #[derive(Clone, Default)]
 pub struct MonitorHandle(Arc<Shared>);
 
@@ -113,13 +115,13 @@ impl std::fmt::Debug for MonitorHandle {
 }
 
 impl MonitorHandle {
-    /// Has one more post looked after, until it is dropped.
+    /// Monitors another worker until it is dropped.
     pub fn add(&self, post: Weak<dyn MonitoredWorker>) {
         self.0.workers.lock().unwrap_or_else(PoisonError::into_inner).push(post);
         self.ring();
     }
 
-    /// A request is being served, which the post's watch shows already; costs one load unless the monitor sleeps.
+    /// Announces a request, which the watch shows already; costs one load unless the monitor sleeps.
     pub fn ring(&self) {
         if self.0.sleeps.load(Ordering::Relaxed) && self.0.sleeps.swap(false, Ordering::Relaxed) {
             self.wake();
@@ -144,7 +146,8 @@ impl Monitor {
     /// Starts looking.
     ///
     /// # Errors
-    /// No thread can be had.
+    ///
+    /// Those of starting a thread.
     pub fn start(name: &str, monitor_handle: MonitorHandle, verdict: Box<AbortPolicy>) -> std::io::Result<Self> {
         let shared = Arc::clone(&monitor_handle.0);
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
@@ -160,19 +163,19 @@ impl Drop for Monitor {
         self.monitor_handle.0.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // It can only have panicked, which was reported.
+            // The thread can only have panicked, which was reported.
             let _ = thread.join();
         }
     }
 }
 
-/// What was seen of a post.
+/// The last look at a worker.
 struct Observation {
     post: Weak<dyn MonitoredWorker>,
     seen: CallSnapshot,
     since: Instant,
     relieved: bool,
-    /// It is among those that are blocked.
+    /// It is in the list of blocked workers.
     is_noted: bool,
 }
 
@@ -188,7 +191,7 @@ struct MonitorLoop {
     verdict: Box<AbortPolicy>,
     seen: Vec<Observation>,
     blocked: Vec<BlockedWorker>,
-    /// When posts with blocked handlers were stirred last.
+    /// When blocked workers were last polled.
     polled: Instant,
 }
 
@@ -209,16 +212,17 @@ impl MonitorLoop {
         }
     }
 
-    /// Looks at everything once; returns whether anything goes on.
+    /// Checks everything once; returns whether there is any activity.
     fn is_busy(&mut self, now: Instant) -> bool {
         self.add_new_workers(now);
         self.observe_all(now) | self.apply_policy(now)
     }
 
-    /// Sleeps until a request comes, or for [`SLEEP_MAX`] without a barrier; returns whether anything goes on.
+    /// Sleeps until a request comes, or for [`SLEEP_MAX`] without a barrier; returns whether there is any activity.
     ///
-    /// A worker stores to its watch and then loads `sleeps`; here it is the other way round. Only the monitor pays for the
-    /// order of the two: after its barrier either the worker sees `sleeps` and rings, or the monitor sees the request.
+    /// A worker stores to its watch and then loads `sleeps`; the monitor does the reverse. Only the monitor pays for
+    /// the ordering: after its barrier either the worker sees `sleeps` and wakes the monitor, or the monitor sees the
+    /// request.
     fn sleep(&mut self, has_barrier: bool) -> bool {
         self.shared.sleeps.store(true, Ordering::Relaxed);
         let is_certain = has_barrier && barrier();
@@ -226,7 +230,7 @@ impl MonitorLoop {
             if is_certain {
                 std::thread::park();
             } else {
-                std::thread::park_timeout(SLEEP_MAX);
+                Takes over new workers.
             }
         }
         !self.shared.sleeps.swap(false, Ordering::Relaxed)
@@ -241,7 +245,7 @@ impl MonitorLoop {
         }));
     }
 
-    /// Looks at every post; returns whether anything goes on.
+    /// Checks every worker; returns whether there is any activity.
     fn observe_all(&mut self, now: Instant) -> bool {
         let Self { seen: looks, blocked, verdict, .. } = self;
         let verdict = |unique: u64, since: Instant| verdict(unique, now, since);
@@ -260,7 +264,7 @@ impl MonitorLoop {
                     if post.watch().look() == seen {
                         let relief = Arc::clone(&post).replace_worker(seen);
                         look.relieved = relief == Replacement::Found;
-                        // Without anybody to go on, too: its caller wants an answer all the more.
+                        // Also without a replacement: then the caller needs a reply even more.
                         if relief != Replacement::NotNeeded && !look.is_noted {
                             look.is_noted = true;
                             blocked.push(BlockedWorker { post: Arc::clone(&post), serving, since: look.since });
@@ -275,7 +279,7 @@ impl MonitorLoop {
         stirs
     }
 
-    /// Gives up handlers that have been blocked for too long; returns whether there are any left.
+    /// Aborts handlers that have been blocked for too long; returns whether any are left.
     fn apply_policy(&mut self, now: Instant) -> bool {
         let Self { blocked, verdict, .. } = self;
         blocked.retain(|one| {
@@ -283,7 +287,7 @@ impl MonitorLoop {
                 return false;
             }
             let Some(errno) = verdict(one.serving.unique, now, one.since) else { return true };
-            // While the kernel moves data for it, its memory cannot be taken away: try again at the next look.
+            // While the kernel transfers data for it, its memory cannot be taken away: retry at the next check.
             one.post.give_up(&one.serving, errno) == Err(NotEnded::Held)
         });
         if !blocked.is_empty() && now.duration_since(self.polled) >= POLL_BLOCKED_EVERY {

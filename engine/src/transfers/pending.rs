@@ -1,4 +1,4 @@
-//! The slots of transfers under way, and joining a transfer with those that follow on.
+//! The slots of transfers in flight, and merging of adjacent transfers.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,9 +12,9 @@ use super::transfer::Transfer;
 use crate::aio_batch::AioBatch;
 use crate::ring::SEGMENTS_MAX;
 
-/// Adjacent transfers are made as one up to this size, which is about what disks take in one command.
+/// Adjacent transfers are merged up to this size in bytes, about the size of one disk command.
 const MERGED_BYTES_MAX: usize = 1 << 20;
-/// And up to about so many pieces of memory, far below what one call takes.
+/// And up to about this many segments, far below the limit of a call.
 const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
 
 /// A slot: free, or with a transfer. Its lists keep their memory for the next transfer.
@@ -22,12 +22,12 @@ const MERGED_SEGMENTS_MAX: usize = SEGMENTS_MAX / 4;
 pub(super) struct Pending {
     pub(super) token: u64,
     transfer: Option<Transfer<Vec<Segment>>>,
-    /// All transfers that are made as this one, in the order of their bytes; empty if it is just one.
+    /// The parts of a merged transfer, in the order of their bytes; empty if there is just one.
     merged: Vec<MergedPart>,
     free_segments: Vec<Segment>,
 }
 
-/// One of several adjacent transfers that are made as one.
+/// A part of a merged transfer.
 #[derive(Clone, Copy)]
 pub(super) struct MergedPart {
     pub(super) token: u64,
@@ -59,14 +59,14 @@ impl Pending {
         self.transfer.take()
     }
 
-    /// Ends the transfer, if it is only one.
+    /// Ends a transfer that is not merged.
     pub(super) fn clear(&mut self) {
         if let Some(transfer) = self.transfer.take() {
             self.recycle(transfer);
         }
     }
 
-    /// Keeps the memory of a transfer's list.
+    /// Keeps the memory of a transfer's list for reuse.
     pub(super) fn recycle(&mut self, transfer: Transfer<Vec<Segment>>) {
         self.free_segments = transfer.into_segments();
         self.free_segments.clear();
@@ -76,19 +76,19 @@ impl Pending {
         !self.merged.is_empty()
     }
 
-    /// Takes out the transfers that were made as one.
+    /// Takes the parts of a merged transfer.
     pub(super) fn take_parts(&mut self) -> Vec<MergedPart> {
         std::mem::take(&mut self.merged)
     }
 
-    /// Keeps the memory of that list.
+    /// Keeps the memory of that list for reuse.
     pub(super) fn put_parts(&mut self, mut parts: Vec<MergedPart>) {
         parts.clear();
         self.merged = parts;
     }
 
-    /// Whether a transfer at `offset` can be made together with this one. What lies in memory is moved without a system
-    /// call, so there is nothing to save; and its failures are not to be tried again on the descriptor.
+    /// Returns whether a transfer at `offset` can be merged with this one. Files in memory need no system call, so
+    /// merging gains nothing, and their failures must not be retried on the descriptor.
     pub(super) fn is_followed_by(&self, operation: Operation, file: &Arc<Backing>, offset: u64) -> bool {
         let Some(own) = &self.transfer else { return false };
         own.operation() == operation
@@ -98,11 +98,11 @@ impl Pending {
             && own.segments().len() < MERGED_SEGMENTS_MAX
             && Arc::ptr_eq(own.file(), file)
             && file.memory().is_none()
-            // Each of a remote file takes a thread of its own.
+            // Each transfer of a remote file takes its own thread.
             && file.io_hints() & REMOTE == 0
     }
 
-    /// Makes a transfer that follows on a part of this one.
+    /// Merges an adjacent transfer into this one.
     pub(super) fn append(&mut self, token: u64, segments: impl IntoIterator<Item = Segment>) {
         let (own_token, is_merged) = (self.token, self.is_merged());
         let transfer = self.transfer();
@@ -114,7 +114,7 @@ impl Pending {
         self.merged.push(MergedPart { token, bytes, segments });
     }
 
-    /// Adds what is to be done to those that are made at once. Returns whether it could be added.
+    /// Adds the rest of the transfer to a batch. Returns whether it could be added.
     pub(super) fn add_to_batch(&mut self, aio_batch: &mut AioBatch) -> bool {
         let transfer = self.transfer();
         match i64::try_from(transfer.offset_left()) {

@@ -1,19 +1,19 @@
-//! The decision what becomes of a transfer, for every export.
+//! The route of a transfer, for every export.
 
 use ferry_vfs::Backing;
 
 use super::Operation;
 use super::io_hints::{self, IN_MEMORY, READ_CANNOT_TRY, READ_TRIES, REMOTE, WRITE_CANNOT_TRY, WRITE_TRIES};
 
-/// From how many transfers on one call of the ring for all is cheaper than a call for each.
+/// From this many transfers, one call of the ring is cheaper than a call per transfer.
 pub(crate) const RING_BATCH_MIN: usize = 3;
 
-/// What a thread has for transfers that may wait, beside itself.
+/// The means of a thread for transfers that may wait.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Means {
     /// An io_uring.
     pub(crate) ring: bool,
-    /// Threads that may wait for long.
+    /// A pool of threads that may block for long.
     pub(crate) pool: bool,
     /// Transfers that begin together.
     pub(crate) batch: usize,
@@ -24,19 +24,19 @@ pub(crate) struct Means {
 pub(crate) enum Route {
     /// There is nothing to do.
     Nothing,
-    /// It only copies: this thread makes it.
+    /// It only copies: this thread runs it.
     Inline,
     /// This thread tries it without waiting (`RWF_NOWAIT`).
     Try,
     /// The ring makes it.
     Ring,
-    /// A thread of the pool makes it.
+    /// A thread of the pool runs it.
     Pool,
-    /// It may wait and there is no other means: this thread makes it.
+    /// It may wait and there is no other means: this thread runs it.
     Blocking,
 }
 
-/// Chooses the route of a transfer that cannot be made in the file's own [memory](Backing::memory).
+/// Chooses the route of a transfer that is not in the file's own [memory](Backing::memory).
 pub(crate) fn route(file: &Backing, operation: Operation, means: Means) -> Route {
     if !means.ring && !means.pool {
         return Route::Blocking;
@@ -44,7 +44,7 @@ pub(crate) fn route(file: &Backing, operation: Operation, means: Means) -> Route
     let is_fsync = matches!(operation, Operation::Fsync { .. });
     let may_try =
         means.ring && !file.waits() && matches!(operation, Operation::Read | Operation::Write { waits: false, .. });
-    // A transfer that is tried shows by its outcome whether the place matters.
+    // The result of a trial shows whether the location matters.
     let hints = if may_try { file.io_hints() } else { io_hints::with_place(file) };
     let (tries, cannot_try) = operation.hints();
     match () {
@@ -57,7 +57,7 @@ pub(crate) fn route(file: &Backing, operation: Operation, means: Means) -> Route
     }
 }
 
-/// Chooses the route of a transfer that the kernel cannot try without waiting (`EOPNOTSUPP`), and remembers it.
+/// Chooses the route of a transfer that the kernel cannot try without waiting (`EOPNOTSUPP`), and records that.
 pub(crate) fn route_untried(file: &Backing, operation: Operation, means: Means) -> Route {
     let hints = io_hints::with_place(file);
     if hints & REMOTE != 0 {
@@ -67,7 +67,7 @@ pub(crate) fn route_untried(file: &Backing, operation: Operation, means: Means) 
     Route::Inline
 }
 
-/// The ring has few threads for what cannot be tried, and a remote file would keep them from all others.
+/// The ring has few threads for transfers that cannot be tried, and remote files would occupy all of them.
 fn waiting(hints: u8, means: Means) -> Route {
     match means {
         Means { pool: true, .. } if hints & REMOTE != 0 => Route::Pool,
@@ -77,7 +77,7 @@ fn waiting(hints: u8, means: Means) -> Route {
 }
 
 impl Operation {
-    /// The hint that it can be tried without waiting, and the one that it cannot.
+    /// Returns the hint that it can be tried without waiting, and the hint that it cannot.
     pub(super) fn hints(self) -> (u8, u8) {
         match self {
             Self::Read => (READ_TRIES, READ_CANNOT_TRY),
@@ -115,7 +115,7 @@ mod tests {
             (0, WRITE, BATCH, Route::Try),
             (0, READ, POOL_ONLY, Route::Blocking),
             (0, READ, NONE, Route::Blocking),
-            // It can be tried: a few calls, or one for many.
+            // It can be tried: a call each if they are few, one for many.
             (READ_TRIES, READ, RING, Route::Try),
             (READ_TRIES, READ, BATCH, Route::Ring),
             (READ_TRIES, WRITE, BATCH, Route::Try),
@@ -128,7 +128,7 @@ mod tests {
             (WRITE_CANNOT_TRY, DURABLE_WRITE, RING, Route::Ring),
             (0, FSYNC, POOL, Route::Ring),
             (0, FSYNC, NONE, Route::Blocking),
-            // Memory never waits, whatever the flags say.
+            // Memory never waits, whatever the flags.
             (IN_MEMORY, READ, RING, Route::Inline),
             (IN_MEMORY, DURABLE_WRITE, POOL, Route::Inline),
             (IN_MEMORY, FSYNC, RING, Route::Nothing),
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_tried_is_copied_unless_it_is_remote() {
+    fn files_that_cannot_be_tried_are_copied_unless_remote() {
         for (hints, means, expected) in
             [(0, RING, Route::Inline), (REMOTE, RING, Route::Ring), (REMOTE, POOL, Route::Pool)]
         {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_is_looked_up_only_where_trying_does_not_show_it() {
+    fn the_location_is_probed_only_if_a_trial_does_not_show_it() {
         for (operation, means, is_looked_up) in [
             (READ, POOL, false),
             (WRITE, RING, false),

@@ -40,7 +40,7 @@ fn run(transfers: &mut Transfers) -> Vec<(u64, io::Result<usize>)> {
 
 const WRITE: Operation = Operation::Write { clear_privileges: false, waits: false };
 
-/// Every way to transfer, on file systems that can and cannot try without waiting.
+/// Runs a test with every means, on file systems that can and cannot try without waiting.
 fn everywhere(test: impl Fn(&mut Transfers, &Path)) {
     for mode in [IoMode::Uring, IoMode::Sync] {
         for parent in [Path::new("/dev/shm"), &std::env::temp_dir()] {
@@ -51,7 +51,7 @@ fn everywhere(test: impl Fn(&mut Transfers, &Path)) {
 }
 
 #[test]
-fn moves_the_bytes_that_were_asked_for() {
+fn transfers_move_the_requested_bytes() {
     everywhere(|transfers, dir| {
         let path = dir.join("file");
         let pattern: Vec<u8> = (0..1u32 << 20).map(|n| (n % 251) as u8).collect();
@@ -85,7 +85,7 @@ fn moves_the_bytes_that_were_asked_for() {
 }
 
 #[test]
-fn tells_errors_and_short_writes() {
+fn errors_and_short_writes_are_reported() {
     everywhere(|transfers, dir| {
         let mut bytes = vec![7u8; 8192];
         let read_only = open(Path::new("/proc/self/exe"), OFlags::RDONLY);
@@ -101,9 +101,9 @@ fn tells_errors_and_short_writes() {
 }
 
 #[test]
-fn a_write_clears_suid_when_asked() {
+fn a_write_clears_suid_on_request() {
     if !rustix::process::geteuid().is_root() {
-        ferry_skip::skip!("needs root: of others the kernel clears suid whatever we ask");
+        ferry_skip::skip!("needs root: for other users the kernel always clears suid");
         return;
     }
     everywhere(|transfers, dir| {
@@ -124,7 +124,7 @@ fn a_write_clears_suid_when_asked() {
 }
 
 #[test]
-fn a_sleep_ends_with_a_stir_and_survives_a_replaced_watch() {
+fn a_watched_descriptor_ends_a_sleep_also_after_it_was_replaced() {
     everywhere(|transfers, _| {
         let event = || rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
         let (old, new) = (event(), event());
@@ -149,7 +149,7 @@ fn a_sleep_ends_with_a_stir_and_survives_a_replaced_watch() {
 }
 
 #[test]
-fn drop_waits_for_what_is_under_way() {
+fn drop_waits_for_transfers_in_flight() {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let mut bytes = [0u8; RING_BATCH_MIN];
     let mut transfers = Transfers::new(IoMode::Uring, 8).unwrap();
@@ -171,7 +171,7 @@ fn drop_waits_for_what_is_under_way() {
 }
 
 #[test]
-fn adjacent_transfers_are_made_as_one() {
+fn adjacent_transfers_are_merged() {
     everywhere(|transfers, dir| {
         let file = open(&dir.join("file"), OFlags::CREATE | OFlags::RDWR);
         let mut source: Vec<u8> = (0..4096u32).map(|n| (n % 241) as u8).collect();
@@ -207,7 +207,7 @@ fn adjacent_transfers_are_made_as_one() {
 }
 
 #[test]
-fn a_failure_hits_only_the_transfer_that_it_belongs_to() {
+fn a_failure_affects_only_its_own_transfer() {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
     for mode in [IoMode::Uring, IoMode::Sync] {
@@ -230,7 +230,7 @@ fn a_failure_hits_only_the_transfer_that_it_belongs_to() {
     }
 }
 
-/// Memory that says what it has.
+/// Memory that serves half of each request.
 #[derive(Debug)]
 struct Half(std::sync::Mutex<[u8; 8]>);
 
@@ -250,7 +250,7 @@ impl ferry_vfs::Memory for Half {
 }
 
 #[test]
-fn memory_comes_before_the_descriptor() {
+fn memory_is_preferred_to_the_descriptor() {
     everywhere(|transfers, dir| {
         let fd = open(&dir.join("file"), OFlags::CREATE | OFlags::RDWR).as_fd().try_clone_to_owned().unwrap();
         rustix::io::pwrite(&fd, b"descriptor", 0).unwrap();
@@ -271,7 +271,7 @@ fn memory_comes_before_the_descriptor() {
             let (_, told) = transfers.next_done().unwrap();
             assert_eq!(told.map(|_| &bytes[..]).map_err(|error| error.raw_os_error().unwrap()), outcome);
         }
-        // Adjacent transfers stay apart: what memory answers to one is not asked of the descriptor again.
+        // Adjacent transfers are not merged: a failure of memory is not retried on the descriptor.
         let mut bytes = [0; 8];
         for (offset, half) in (0..).step_by(4).zip(bytes.chunks_mut(4)) {
             // SAFETY: `bytes` outlives the run.
@@ -282,16 +282,16 @@ fn memory_comes_before_the_descriptor() {
     });
 }
 
-/// Memory that others may take pages out of.
+/// Memory whose pages can be removed by others.
 struct Shared {
     file: std::os::fd::OwnedFd,
     start: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: the mapping is not bound to a thread.
+// SAFETY: a mapping is valid on every thread.
 unsafe impl Send for Shared {}
-// SAFETY: as above; shared references hand out nothing but segments.
+// SAFETY: as above; shared references only return segments.
 unsafe impl Sync for Shared {}
 
 impl Shared {
@@ -315,7 +315,7 @@ impl Shared {
         Segment { address: self.start.wrapping_add(at), bytes }
     }
 
-    /// Takes all pages out, as a balloon would.
+    /// Removes all pages, as a balloon would.
     fn punch(&self) {
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.file, flags, 0, self.bytes as u64).unwrap();
@@ -335,13 +335,13 @@ impl Drop for Shared {
     }
 }
 
-/// Four blocks, each read into so many pieces of its own, from the page cache by the ring.
+/// Reads four blocks from the page cache through the ring, each into several segments.
 fn read_four(transfers: &mut Transfers, file: &Arc<Backing>, to: &Shared, pieces: usize) {
     file.add_io_hints(READ_TRIES);
     for block in 0..4usize {
         let bytes = 4096 / pieces;
         let pieces: Vec<_> = (0..pieces).map(|piece| to.piece(8192 * block + piece * 2 * bytes, bytes)).collect();
-        // With a gap, so that each is a transfer of its own.
+        // With a gap, so that blocks are not merged.
         let at = 8192 * block as u64;
         // SAFETY: `to` outlives the run.
         unsafe { transfers.queue(block as u64, Operation::Read, Arc::clone(file), at, pieces) };
@@ -351,7 +351,7 @@ fn read_four(transfers: &mut Transfers, file: &Arc<Backing>, to: &Shared, pieces
 }
 
 #[test]
-fn registered_memory_is_used_until_it_is_let_go() {
+fn registered_memory_is_used_until_it_is_unregistered() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     std::fs::write(&path, vec![9; 1 << 16]).unwrap();
@@ -367,7 +367,7 @@ fn registered_memory_is_used_until_it_is_let_go() {
         assert!(filled(shared), "several pieces, as far as the kernel knows how");
         read_four(&mut transfers, &file, shared, 1);
         assert!(filled(shared));
-        // The kernel goes on with the pages that it was shown. So this is how we know that it uses them.
+        // The kernel keeps using the registered pages, so replaced pages show that it uses them.
         shared.punch();
         read_four(&mut transfers, &file, shared, 1);
         assert!(!filled(shared), "the memory was looked up again");
@@ -377,7 +377,7 @@ fn registered_memory_is_used_until_it_is_let_go() {
     read_four(&mut transfers, &file, &first, 1);
     assert!(filled(&first), "what is not registered any more is looked up again");
     read_four(&mut transfers, &file, &second, 1);
-    assert!(!filled(&second), "what stayed registered was not shown anew");
+    assert!(!filled(&second), "memory that stayed registered was not registered again");
     let again = Shared::new(1 << 15);
     // SAFETY: as above.
     unsafe { transfers.register_memory([second.whole(), again.whole()]) }.unwrap();
@@ -391,29 +391,29 @@ fn registered_memory_is_used_until_it_is_let_go() {
 }
 
 #[test]
-fn memory_that_cannot_be_registered_is_used_all_the_same() {
+fn memory_that_cannot_be_registered_still_works() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     std::fs::write(&path, vec![9; 1 << 16]).unwrap();
     let file = backing(File::open(&path).unwrap());
     let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
     let good = Shared::new(1 << 15);
-    // Nothing is mapped at the end of what belongs to user space.
+    // Nothing is mapped at the end of user space.
     let bad = Segment { address: std::ptr::without_provenance_mut(0x7fff_ffff_0000), bytes: 4096 };
     let keeper: crate::MemoryOwner = Arc::new(());
-    // SAFETY: the kernel refuses what is not mapped; no transfer is about it.
+    // SAFETY: the kernel refuses unmapped memory; no transfer uses it.
     unsafe { transfers.register_memory([good.whole(), (bad, keeper)]) }.unwrap_err();
     good.punch();
     read_four(&mut transfers, &file, &good, 1);
     assert_eq!(good.bytes()[..512], [9; 512]);
-    // And by halves it is not registered either.
+    // Nor is part of it registered.
     assert_eq!(Arc::strong_count(&good), 1);
     // SAFETY: the keeper is the mapping.
     unsafe { transfers.register_memory([good.whole()]) }.unwrap();
 }
 
 #[test]
-fn lasting_files_are_registered_as_long_as_there_is_room() {
+fn long_lived_files_are_registered_up_to_a_limit() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     std::fs::write(&path, vec![9; 1 << 16]).unwrap();
@@ -433,7 +433,7 @@ fn lasting_files_are_registered_as_long_as_there_is_room() {
 }
 
 #[test]
-fn a_sleep_that_hopes_for_several_ends_with_one() {
+fn a_sleep_for_several_completions_ends_with_one() {
     let mut bytes = [0u8; 2 * BUSY_FROM];
     let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
@@ -458,7 +458,7 @@ fn a_sleep_that_hopes_for_several_ends_with_one() {
 }
 
 #[test]
-fn what_only_copies_is_made_many_at_once() {
+fn inline_transfers_run_as_a_batch() {
     for parent in [Path::new("/dev/shm"), &std::env::temp_dir()] {
         let dir = tempfile::tempdir_in(parent).unwrap();
         let path = dir.path().join("file");
@@ -467,7 +467,7 @@ fn what_only_copies_is_made_many_at_once() {
         file.add_io_hints(io_hints::WRITE_CANNOT_TRY | io_hints::READ_CANNOT_TRY);
         let read_only = open(&path, OFlags::RDONLY);
         read_only.add_io_hints(io_hints::WRITE_CANNOT_TRY);
-        // More than one call takes, in several pieces each, with gaps; some of them cannot be.
+        // More than one call takes, in several segments each, with gaps; some of them fail.
         let mut source: Vec<u8> = (0..150 * 512u32).map(|n| (n % 251) as u8).collect();
         for (index, piece) in source.chunks_mut(512).enumerate() {
             let to = if index % 10 == 9 { &read_only } else { &file };
@@ -494,7 +494,7 @@ fn what_only_copies_is_made_many_at_once() {
     }
 }
 
-/// Has `io_uring_enter` fail whenever it is to wait, in this thread.
+/// Makes `io_uring_enter` fail on this thread whenever it would wait.
 fn forbid_waiting(errno: libc::c_int) {
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
@@ -513,13 +513,13 @@ fn forbid_waiting(errno: libc::c_int) {
     let program = libc::sock_fprog { len: 6, filter: steps.as_mut_ptr() };
     // SAFETY: no memory is involved.
     assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
-    // SAFETY: the program and its steps are read during the call.
+    // SAFETY: the program and its instructions are only read during the call.
     let outcome = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
     assert_eq!(outcome, 0, "{}", io::Error::last_os_error());
 }
 
 #[test]
-fn what_the_kernel_has_no_memory_for_now_is_asked_for_again() {
+fn transfers_are_retried_when_the_kernel_is_short_of_memory() {
     for errno in [libc::EAGAIN, libc::EBUSY, libc::ENOMEM, libc::EBADF] {
         let asked = move || {
             let mut transfers = Transfers::new(IoMode::Uring, 64).unwrap();
@@ -528,7 +528,7 @@ fn what_the_kernel_has_no_memory_for_now_is_asked_for_again() {
             forbid_waiting(errno);
             (0..3).map(|_| transfers.sleep().is_ok()).collect::<Vec<_>>()
         };
-        // A thread of its own, for a filter stays.
+        // A separate thread, because a filter cannot be removed.
         let slept = std::thread::spawn(asked).join().unwrap();
         assert_eq!(slept, [errno != libc::EBADF; 3], "errno {errno}");
     }

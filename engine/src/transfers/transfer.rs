@@ -1,4 +1,4 @@
-//! One transfer: beginning it by its route, making it, and taking in its results.
+//! A single transfer: choosing its route, running it, and recording results.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -14,11 +14,11 @@ use crate::memory::copy_mapped;
 use crate::privileges::Privileges;
 use crate::ring::SEGMENTS_MAX;
 
-/// What became of a transfer that was to begin.
+/// The outcome of beginning a transfer.
 pub(crate) enum Begun {
     /// It has ended.
     Ended(io::Result<usize>),
-    /// It only copies: the caller makes it now.
+    /// It only copies: the caller runs it now.
     Inline,
     /// The caller leaves it to its ring.
     Ring,
@@ -26,7 +26,7 @@ pub(crate) enum Begun {
     Pool,
 }
 
-/// A transfer between a file and memory. Exports that move one piece of memory per request need no list of them.
+/// A transfer between a file and memory. Exports with one segment per request need no list of segments.
 #[derive(Debug)]
 pub struct Transfer<S = [Segment; 1]> {
     operation: Operation,
@@ -38,17 +38,17 @@ pub struct Transfer<S = [Segment; 1]> {
     done: usize,
     wanted: usize,
     calls: u64,
-    /// It stands for several, which are made one by one if it does not move all its bytes at the first try.
+    /// It stands for several, which are run one by one if the first attempt does not move all bytes.
     is_merged: bool,
 }
 
-// SAFETY: segments are addresses, and whoever makes the transfer answers for the memory there (`Transfer::run`).
+// SAFETY: segments are addresses; the caller of `Transfer::run` guarantees the memory.
 unsafe impl Send for Transfer<[Segment; 1]> {}
 // SAFETY: as above.
 unsafe impl Send for Transfer<Vec<Segment>> {}
 
 impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
-    /// Describes a transfer between `file`, from `offset` on, and the memory of `segments`.
+    /// Describes a transfer between `file` at `offset` and the memory of `segments`.
     pub fn new(operation: Operation, file: Arc<Backing>, offset: u64, segments: S) -> Self {
         let wanted = segments.as_ref().iter().map(|segment| segment.bytes).sum();
         Self { operation, file, offset, segments, first: 0, done: 0, wanted, calls: 0, is_merged: false }
@@ -69,64 +69,66 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         &self.file
     }
 
-    /// Where it begins in the file.
+    /// Returns its offset in the file, in bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How many bytes it is to move in all.
+    /// Returns its total length in bytes.
     pub fn bytes(&self) -> usize {
         self.wanted
     }
 
-    /// System calls made for it on threads of the caller's.
+    /// Returns the number of system calls on the caller's threads.
     pub fn calls(&self) -> u64 {
         self.calls
     }
 
-    /// Makes the transfer on this thread, however long that takes.
+    /// Runs the transfer on this thread; may block.
     ///
     /// # Errors
+    ///
     /// Those of the transfer.
     ///
     /// # Safety
-    /// The memory of the segments is valid, and every other access to it volatile, until this returns.
+    ///
+    /// Until this returns, the memory of the segments is valid, and every other access to it volatile.
     pub unsafe fn run(&mut self) -> io::Result<usize> {
         let mut privileges = Privileges::default();
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         match unsafe { self.begin(Means::default(), &mut privileges) } {
             Begun::Ended(outcome) => outcome,
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             Begun::Inline | Begun::Ring | Begun::Pool => unsafe { self.run_inline(&mut privileges) },
         }
     }
 
-    /// Makes the transfer on this thread unless it has to wait. `None`: the caller leaves it to its ring.
+    /// Runs the transfer on this thread unless it has to wait. `None`: the caller leaves it to its ring.
     ///
     /// # Safety
     /// As for [`Self::run`].
     pub unsafe fn try_now(&mut self) -> Option<io::Result<usize>> {
         let mut privileges = Privileges::default();
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         match unsafe { self.begin(Means { ring: true, pool: false, batch: 1 }, &mut privileges) } {
             Begun::Ended(outcome) => Some(outcome),
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             Begun::Inline => Some(unsafe { self.run_inline(&mut privileges) }),
             Begun::Ring | Begun::Pool => None,
         }
     }
 
-    /// Begins the transfer by its route, and ends it if this thread is to make it.
+    /// Chooses the route of the transfer, and runs it if this thread is the route.
     ///
     /// # Safety
     /// As for [`Self::run`].
     pub(crate) unsafe fn begin(&mut self, means: Means, privileges: &mut Privileges) -> Begun {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         if let Some(outcome) = unsafe { copy_mapped(self.operation, &self.file, self.offset, self.segments.as_ref()) } {
             return Begun::Ended(outcome);
         }
         let route = match route(&self.file, self.operation, means) {
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             Route::Try => match unsafe { self.try_without_waiting(means, privileges) } {
                 Ok(outcome) => return Begun::Ended(outcome),
                 Err(route) => route,
@@ -138,12 +140,12 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
             Route::Inline => Begun::Inline,
             Route::Ring | Route::Try => Begun::Ring,
             Route::Pool => Begun::Pool,
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             Route::Blocking => Begun::Ended(unsafe { self.run_inline(privileges) }),
         }
     }
 
-    /// Returns the outcome, or the route to take because the transfer has to wait or cannot be tried.
+    /// Returns the result, or the route to take because the transfer has to wait or cannot be tried.
     ///
     /// # Safety
     /// As for [`Self::run`].
@@ -157,7 +159,7 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         }
         let (tries, _) = self.operation.hints();
         loop {
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             let outcome = unsafe { self.call(libc::RWF_NOWAIT) };
             match outcome.as_ref().map_err(io::Error::raw_os_error) {
                 Err(Some(libc::EAGAIN)) => {
@@ -176,14 +178,14 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         }
     }
 
-    /// Makes what is left of the transfer by plain calls.
+    /// Runs the rest of the transfer by plain calls.
     ///
     /// # Safety
     /// As for [`Self::run`].
     pub(crate) unsafe fn run_inline(&mut self, privileges: &mut Privileges) -> io::Result<usize> {
         privileges.set_for(self.operation)?;
         loop {
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             let outcome = unsafe { self.call(0) };
             if let Some(outcome) = self.advance(outcome) {
                 return outcome;
@@ -191,13 +193,13 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         }
     }
 
-    /// Takes in one result. Returns the transfer's outcome, or `None` if there is more to do.
+    /// Records one result. Returns the transfer's outcome, or `None` if bytes are left.
     pub fn advance(&mut self, result: io::Result<usize>) -> Option<io::Result<usize>> {
         let outcome = match result {
             Ok(count) => {
                 self.done += count;
-                // A short read may be the end of the file or a failure in the middle, a short write a full disk or what
-                // could be done without waiting: only the next call tells.
+                // A short read may mean end of file or a failure in between, a short write a full disk or a partial
+                // attempt without waiting. Only the next call shows which.
                 if count > 0 && self.done < self.wanted && !self.is_merged {
                     self.skip(count);
                     return None;
@@ -206,7 +208,7 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
             }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR | libc::EAGAIN) => return None,
-                // The client meets the error where it asks for the rest.
+                // The client gets the error when it requests the rest.
                 _ if self.done > 0 && !self.is_read() && !self.is_merged => Ok(self.done),
                 _ => Err(error),
             },
@@ -240,8 +242,8 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         };
         let moved = match self.operation {
-            // SAFETY: `self.file` keeps the descriptor open, the caller the memory valid, and `Segment` is laid out as
-            // `iovec`.
+            // SAFETY: `self.file` keeps the descriptor open, the caller keeps the memory valid, and `Segment` has the
+            // layout of `iovec`.
             Operation::Read => unsafe { libc::preadv2(fd, iov, count, offset, flags) },
             // SAFETY: as above.
             Operation::Write { .. } => unsafe { libc::pwritev2(fd, iov, count, offset, flags) },
@@ -253,27 +255,28 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
         usize::try_from(moved).map_err(|_| io::Error::last_os_error())
     }
 
-    /// The segments that one call is to go on with.
+    /// Returns the remaining segments.
     pub(crate) fn left(&self) -> &[Segment] {
         let left = self.segments.as_ref().get(self.first..).unwrap_or_default();
         &left[..left.len().min(SEGMENTS_MAX)]
     }
 
-    /// Where it goes on in the file.
+    /// Returns the file offset of the remaining bytes.
     pub(crate) fn offset_left(&self) -> u64 {
         self.offset.saturating_add(self.done as u64)
     }
 
-    /// What is left of the transfer as a submission of a ring, which names the file by its descriptor. `unprivileged`: the
-    /// ring's credentials without `CAP_FSETID`.
+    /// Returns the rest of the transfer as a submission entry, with the file's descriptor. `unprivileged`: the ring's
+    /// credentials without `CAP_FSETID`.
     ///
     /// # Errors
-    /// There are no such credentials, and the transfer needs them.
+    ///
+    /// The transfer needs such credentials and there are none.
     pub fn entry(&self, unprivileged: Option<u16>) -> io::Result<squeue::Entry> {
         self.entry_for(types::Fd(self.file.as_fd().as_raw_fd()), None, unprivileged)
     }
 
-    /// The same with the file called `fd`. `buffer`: all segments lie in this piece of registered memory.
+    /// As [`Self::entry`], with the file named by `fd`. `buffer`: the registered buffer that contains all segments.
     pub(crate) fn entry_for(
         &self,
         fd: types::Fd,
@@ -292,7 +295,7 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
 }
 
 impl Transfer<Vec<Segment>> {
-    /// Lets it stand for one more transfer, whose bytes follow on. Returns how many bytes and segments those are.
+    /// Merges another transfer, whose bytes follow. Returns its bytes and segments.
     pub(super) fn merge(&mut self, segments: impl IntoIterator<Item = Segment>) -> (usize, usize) {
         let before = self.segments.len();
         self.segments.extend(segments);
@@ -307,13 +310,13 @@ impl Transfer<Vec<Segment>> {
         &self.segments
     }
 
-    /// The list of segments, for another transfer.
+    /// Returns the list of segments for reuse.
     pub(super) fn into_segments(self) -> Vec<Segment> {
         self.segments
     }
 }
 
-/// An operation as a ring takes it.
+/// Returns the submission entry of an operation.
 fn entry(operation: Operation, fd: types::Fd, offset: u64, segments: &[Segment], buffer: Option<u16>) -> squeue::Entry {
     let count = u32::try_from(segments.len()).unwrap_or(0);
     let single = |segment: &Segment| u32::try_from(segment.bytes).ok().map(|bytes| (segment.address, bytes));
@@ -360,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn files_in_memory_are_read_at_once_and_never_synced() {
+    fn files_in_memory_are_read_inline_and_never_synced() {
         let mut file = std::fs::File::from(rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.write_all(b"some bytes").unwrap();
         let mut buffer = [0_u8; 20];
