@@ -151,7 +151,9 @@ impl Drop for BlockingPool {
         let left = self.close(PATIENCE);
         if left > 0 {
             // Their threads only use data that the calls own.
-            tracing::warn!("{left} calls are still blocked in the source, or queued behind such calls; they are abandoned");
+            tracing::warn!(
+                "{left} calls are still blocked in the source, or queued behind such calls; they are abandoned"
+            );
         }
     }
 }

@@ -230,13 +230,13 @@ impl MonitorLoop {
             if is_certain {
                 std::thread::park();
             } else {
-                Takes over new workers.
+                std::thread::park_timeout(SLEEP_MAX);
             }
         }
         !self.shared.sleeps.swap(false, Ordering::Relaxed)
     }
 
-    /// Takes in posts that are new.
+    /// Takes over new workers.
     fn add_new_workers(&mut self, now: Instant) {
         let mut new = std::mem::take(&mut *self.shared.workers.lock().unwrap_or_else(PoisonError::into_inner));
         self.seen.extend(new.drain(..).filter_map(|post| {

@@ -7,7 +7,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use crate::{Error, Result};
 
-/// What it takes to give files the owners, modes and kinds that clients ask for.
+/// The capabilities for creating files with the owners, modes and types that clients request.
 const OF_SERVER: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::FOWNER)
@@ -17,7 +17,7 @@ const OF_SERVER: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::MKNOD)
     .union(CapabilitySet::SETFCAP);
 
-/// The capabilities that a server keeps.
+/// A set of capabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities(CapabilitySet);
 
@@ -25,25 +25,25 @@ impl Capabilities {
     /// None at all.
     pub const NONE: Self = Self(CapabilitySet::empty());
 
-    /// Those that a server of directories needs; with file handles, also the one to open them by.
+    /// Returns those of a server of directories; with file handles, including the one to open them.
     #[must_use]
     pub const fn of_server(file_handles: bool) -> Self {
         Self(if file_handles { OF_SERVER.union(CapabilitySet::DAC_READ_SEARCH) } else { OF_SERVER })
     }
 
-    /// What it takes to remove files in other users' folders.
+    /// Returns those for removing files in other users' directories.
     #[must_use]
     pub const fn of_keeper() -> Self {
         Self(CapabilitySet::DAC_OVERRIDE)
     }
 
-    /// What it takes to read files whosever they are, as root can.
+    /// Returns those for reading files of all users, as root can.
     #[must_use]
     pub const fn of_reader() -> Self {
         Self(CapabilitySet::DAC_OVERRIDE)
     }
 
-    /// These, and the one to have more memory locked than the limit says.
+    /// Adds the capability to exceed the limit of locked memory.
     #[must_use]
     pub const fn and_lock_memory(self) -> Self {
         Self(self.0.union(CapabilitySet::IPC_LOCK))
@@ -52,16 +52,18 @@ impl Capabilities {
     /// What this thread has.
     ///
     /// # Errors
+    ///
     /// [`Error::Capabilities`]: those of capget(2).
     pub fn of_thread() -> Result<Self> {
         rustix::thread::capabilities(None).map(|sets| Self(sets.effective)).map_err(Error::Capabilities)
     }
 
-    /// Changed by a list: `+NAME` is kept, too, `-NAME` is not, with colons between; names as in capabilities(7), in any
-    /// case, with or without `cap_`.
+    /// Applies a list of changes, separated by colons: `+NAME` keeps a capability, `-NAME` drops one. Names are those
+    /// of capabilities(7), in any case, with or without `cap_`.
     ///
     /// # Errors
-    /// [`Error::NoCapability`]: the word that is none.
+    ///
+    /// [`Error::NoCapability`]: the invalid word.
     pub fn modified(mut self, list: &str) -> Result<Self> {
         for word in list.split(':') {
             let wrong = || Error::NoCapability(word.into());
@@ -77,16 +79,16 @@ impl Capabilities {
         Ok(self)
     }
 
-    /// What it takes to make mounts and to change the root directory.
+    /// The capabilities for creating mounts and changing the root directory.
     pub const PLACES: Self = Self(CapabilitySet::SYS_ADMIN.union(CapabilitySet::SYS_CHROOT));
 
-    /// Whether there is what it takes to make namespaces and mounts.
+    /// Returns whether the set allows creating namespaces and mounts.
     #[must_use]
     pub const fn can_mount(self) -> bool {
         self.0.contains(CapabilitySet::SYS_ADMIN)
     }
 
-    /// Whether there is what it takes to make files that belong to other users.
+    /// Returns whether the set allows creating files of other users.
     #[must_use]
     pub const fn can_act_as_others(self) -> bool {
         self.0.contains(CapabilitySet::SETUID.union(CapabilitySet::SETGID))
@@ -98,35 +100,36 @@ impl Capabilities {
         Self(self.0 & other.0)
     }
 
-    /// Whether there is what it takes to change the root directory.
+    /// Returns whether the set allows changing the root directory.
     #[must_use]
     pub const fn can_change_root(self) -> bool {
         self.0.contains(CapabilitySet::SYS_CHROOT)
     }
 
-    /// Whether there is what it takes to open files by their handles.
+    /// Returns whether the set allows opening files by handle.
     #[must_use]
     pub const fn can_open_handles(self) -> bool {
         self.0.contains(CapabilitySet::DAC_READ_SEARCH)
     }
 
-    /// Drops all others from this thread, for good: they leave the bounding set, too, where this thread may change it.
-    /// Those that it does not have it does not get. `meanwhile` are not dropped yet: another call does that.
+    /// Drops all other capabilities of this thread permanently, also from the bounding set if the thread may change it.
+    /// It adds none that the thread lacks. Those in `meanwhile` stay until a later call.
     ///
     /// # Errors
+    ///
     /// [`Error::Capabilities`]: those of prctl(2) and capset(2).
     pub fn limit(self, meanwhile: Self) -> Result<()> {
         let now = rustix::thread::capabilities(None).map_err(Error::Capabilities)?;
         let has_bounds = now.effective.contains(CapabilitySet::SETPCAP);
         for capability in CapabilitySet::all().iter().filter(|one| has_bounds && !self.0.contains(*one)) {
             match rustix::thread::remove_capability_from_bounding_set(capability) {
-                // One that this kernel does not know.
+                // This kernel does not have the capability.
                 Ok(()) | Err(Errno::INVAL) => {}
                 Err(errno) => return Err(Error::Capabilities(errno)),
             }
         }
         match rustix::thread::clear_ambient_capability_set() {
-            // Before Linux 4.3 there is no such set.
+            // Linux before 4.3 has no ambient set.
             Ok(()) | Err(Errno::INVAL) => {}
             Err(errno) => return Err(Error::Capabilities(errno)),
         }
@@ -157,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read() {
+    fn lists_of_capabilities_are_parsed() {
         let server = Capabilities::of_server(false);
         for (list, expected) in [
             ("+sys_admin:+sys_chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
@@ -184,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_dropped_is_gone_and_nothing_is_gained() {
+    fn dropped_capabilities_are_gone_and_none_are_gained() {
         let left = std::thread::spawn(|| {
             let had = Capabilities::of_thread().expect("capget");
             let kept = Capabilities::of_server(false);

@@ -10,36 +10,38 @@ use rustix::fs::FileType;
 
 use crate::{Error, Result};
 
-/// The rules that this was written and tested with; kernels with fewer keep fewer of them.
+/// The newest Landlock version that is used and tested; older kernels enforce a subset.
 const KNOWN: ABI = ABI::V6;
 
 /// What stays inside the fence.
 #[derive(Clone, Copy, Debug)]
 pub enum LandlockRules<'a> {
-    /// Only these files and what is below these directories; `true`: only for reading. Nothing is executed, no device is given
-    /// commands.
+    /// Only these files and the contents of these directories; `true`: read-only. Execution and device ioctls are
+    /// forbidden.
     Below(&'a [(BorrowedFd<'a>, bool)]),
-    /// All files: for servers that open files by handles. The kernel cannot tell in which directory such a file is, and so
-    /// would refuse it.
+    /// All files, for servers that open files by handle. The kernel does not know the directory of such a file and
+    /// would refuse access.
     AllFiles,
 }
 
-/// How much of the fence there is.
+/// How much of the ruleset the kernel enforces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LandlockStatus {
-    /// All that was asked for.
+    /// All of it.
     Wholly,
-    /// What this kernel knows of it.
+    /// The part that this kernel supports.
     Partly,
-    /// This kernel has no Landlock, or it is not turned on.
+    /// Nothing: this kernel has no Landlock, or it is disabled.
     Not,
 }
 
-/// Keeps this thread, and all that it starts, from everything else: files, if some are named, TCP ports and connections (but to
-/// these ports, of whatever host), abstract sockets and signals to processes outside. It also gives up new privileges. Descriptors that are open are not concerned.
+/// Restricts this thread and its future children. Forbidden are other files than those of the rules, TCP except to the
+/// given ports, abstract sockets, and signals to outside processes. Also sets no_new_privs. Open descriptors are not
+/// affected.
 ///
 /// # Errors
-/// [`Error::Landlock`]: the kernel refused, which it does not do where it has Landlock or none.
+///
+/// [`Error::Landlock`]: the kernel refused the ruleset. A kernel without Landlock is not an error.
 pub fn restrict_landlock(fence: LandlockRules<'_>, ports: &[u16]) -> Result<LandlockStatus> {
     let made = make(fence, ports).map_err(|error| Error::Landlock(error.to_string()))?;
     Ok(match made {
@@ -63,7 +65,7 @@ fn make(fence: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<RulesetS
     };
     let mut rules = rules.create()?;
     for (place, read_only) in beneath {
-        // Of files the kernel takes no rule about what is done in directories.
+        // The kernel accepts no directory rights for a file.
         let is_file = rustix::fs::fstat(place).is_ok_and(|found| !FileType::from_raw_mode(found.st_mode).is_dir());
         let access = if is_file { AccessFs::from_file(KNOWN) } else { AccessFs::from_all(KNOWN) };
         rules = rules.add_rule(PathBeneath::new(place, allowed(*read_only) & access))?;

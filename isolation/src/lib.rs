@@ -1,18 +1,18 @@
-//! The sandbox of a server of files or disks: an attacker who exploits a bug in the server reaches nothing else.
+//! The sandbox of a server of files or disks: an exploited server can reach nothing but what it serves.
 //!
 //! From outside in:
 //!
-//! 1. **Namespaces** ([`split`]): of mounts, processes and networks, and of users where that is the price. The server is
-//!    process 1 of its own, and its root is an empty, read-only folder with the shared directories and its own
-//!    `/proc/self/fd` in it. Outside stays a process that passes signals on and waits ([`Supervisor`]). Threads that connect to
-//!    servers stay in the host's network; all others leave it ([`leave_network`]).
-//! 2. **Capabilities** ([`Capabilities`]): those that carrying files needs, also in the bounding set.
-//! 3. **Landlock** ([`restrict_landlock`]): files below the shared directories alone, no TCP but to some ports, no abstract sockets, no
-//!    signals to others.
-//! 4. **seccomp** ([`Filter`]): the system calls of each [`Role`], and no others.
+//! 1. **Namespaces** ([`split`]): of mounts, processes and networks, and of users if the process is unprivileged. The
+//!    server is process 1 of its namespace. Its root is an empty, read-only directory with the shared directories and
+//!    its own `/proc/self/fd`. A process outside forwards signals and waits for it ([`Supervisor`]). Threads that
+//!    connect to servers stay in the host's network; all others leave it ([`leave_network`]).
+//! 2. **Capabilities** ([`Capabilities`]): only those for serving files, also in the bounding set.
+//! 3. **Landlock** ([`restrict_landlock`]): only files below the shared directories, no TCP except to given ports, no
+//!    abstract sockets, no signals to other processes.
+//! 4. **seccomp** ([`Filter`]): only the system calls of each [`Role`].
 //!
-//! All of them are inherited by threads and can be put on by a thread for itself only: so they are for a process that has
-//! one thread yet. Each is usable without the others.
+//! Each layer applies to the calling thread, and threads inherit it. So a process enters the sandbox while it has one
+//! thread. Each layer works without the others.
 //!
 //! ```
 //! use ferry_isolation::{Action, Capabilities, Filter, Role};
@@ -41,10 +41,10 @@ pub use syscalls::{Action, Filter, Role};
 
 use rustix::io::Errno;
 
-/// Why a part of the sandbox is not available.
+/// Why a layer of the sandbox is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The kernel refused a step of making namespaces.
+    /// The kernel refused a step of creating namespaces.
     #[error("{step}: {errno}")]
     Namespaces {
         /// What was tried, in words.
@@ -52,19 +52,19 @@ pub enum Error {
         /// What the kernel said.
         errno: Errno,
     },
-    /// Somebody else has told why.
+    /// Another process reported the reason.
     #[error("{0}")]
     Told(String),
-    /// Walls are for processes of one thread.
+    /// Only a process with one thread can enter the sandbox.
     #[error("this process has {0} threads already")]
     Threads(usize),
-    /// A list of capabilities that is none.
-    #[error("{0:?} is no list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod")]
+    /// An invalid list of capabilities.
+    #[error("{0:?} is not a list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod")]
     NoCapability(String),
     /// The kernel refused to change capabilities.
     #[error("capabilities cannot be dropped: {0}")]
     Capabilities(Errno),
-    /// New privileges cannot be given up.
+    /// no_new_privs cannot be set.
     #[error("no_new_privs cannot be set: {0}")]
     NoNewPrivileges(Errno),
     /// Landlock.
@@ -78,9 +78,10 @@ pub enum Error {
 /// A result with this crate's errors.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Gives up, for good, that programs with set-user-id or file capabilities give this thread more than it has.
+/// Sets no_new_privs permanently: executing set-user-id programs or programs with file capabilities adds no privileges.
 ///
 /// # Errors
+///
 /// [`Error::NoNewPrivileges`]: Linux before 3.5.
 pub fn no_new_privileges() -> Result<()> {
     rustix::thread::set_no_new_privs(true).map_err(Error::NoNewPrivileges)

@@ -14,23 +14,25 @@ use crate::root::{View, step};
 use crate::supervisor::{BlockedSignals, Child, End, Supervisor};
 use crate::{Capabilities, Error, Result, root};
 
-/// Which of the two processes this is.
+/// The process in which [`split`] returned.
 #[derive(Debug)]
 pub enum Side {
-    /// The one that was there before, and that others know.
+    /// The original process.
     Outside(Supervisor),
-    /// The server, process 1 of its namespace, in a root directory that has only what is shared: where each is now.
+    /// The server, process 1 of its namespace, with the shared directories' new paths.
     Inside(Vec<PathBuf>),
 }
 
-/// Splits this process. The child is in namespaces of mounts, processes and networks (but for a view with the host's network); without `CAP_SYS_ADMIN` in one of users,
-/// too, in which this user has its own number and everybody else is nobody.
+/// Splits this process. The child has its own namespaces of mounts, processes and networks (unless the view keeps the
+/// host's network). Without `CAP_SYS_ADMIN` it also has a user namespace, which maps only this user; files of other
+/// users belong to nobody there.
 ///
-/// Only sockets that are bound before are any of the host's; open descriptors stay open in both.
+/// Sockets that were bound before the split stay on the host's network. Open descriptors stay open in both processes.
 ///
 /// # Errors
-/// The step that failed. On this side the process may then have lost the right to make children: a process that wants to go
-/// on without namespaces asks [`is_possible`] first.
+///
+/// The step that failed. This process may then be unable to create children. A process that can run without namespaces
+/// calls [`is_possible`] first.
 pub fn split(view: &View) -> Result<Side> {
     has_one_thread()?;
     let mut flags = UnshareFlags::NEWPID;
@@ -59,10 +61,11 @@ pub fn split(view: &View) -> Result<Side> {
     }
 }
 
-/// Begins a child of this process, which has one thread. The child gets `None`.
+/// Creates a child of this process, which must have one thread. Returns `None` in the child.
 ///
 /// # Errors
-/// [`Error::Threads`], or there can be no more processes.
+///
+/// [`Error::Threads`], or the limit of processes is reached.
 pub fn begin_child() -> Result<Option<Child>> {
     has_one_thread()?;
     fork_child()
@@ -75,7 +78,7 @@ fn has_one_thread() -> Result<()> {
     }
 }
 
-/// Begins a child that does not outlive this process.
+/// Creates a child that does not outlive this process.
 fn fork_child() -> Result<Option<Child>> {
     let (lives_here, lives) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
     if let Some(child) = fork()? {
@@ -85,39 +88,42 @@ fn fork_child() -> Result<Option<Child>> {
     step(rustix::process::set_parent_process_death_signal(Some(Signal::KILL)), || {
         "the end of the process outside cannot be learnt".into()
     })?;
-    // It may have gone before that.
+    // The parent may have ended before that.
     let mut polled = [PollFd::new(&lives_here, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
-        return Err(Error::Told("the process outside has gone".into()));
+        return Err(Error::Told("the supervisor has ended".into()));
     }
     Ok(None)
 }
 
-/// Has this thread, and those that it begins from now on, be in a network of their own in which there is nobody. Threads that it has
-/// begun before stay where they are.
+/// Moves this thread, and the threads that it starts later, to an empty network namespace. Threads that it started
+/// before stay in theirs.
 ///
 /// # Errors
-/// [`Error::Namespaces`]: this thread may not make namespaces (any more).
+///
+/// [`Error::Namespaces`]: this thread may not create namespaces.
 pub fn leave_network() -> Result<()> {
     step(unshare(UnshareFlags::NEWNET), || "no namespace of networks can be had".into())
 }
 
-/// Has this thread, and those that it begins from now on, do without directories of [`split`]'s, in a namespace of mounts of their own.
-/// Threads that it has begun before see them on.
+/// Hides directories of [`split`] from this thread and the threads that it starts later, in a new mount namespace.
+/// Threads that it started before still see them.
 ///
 /// # Errors
-/// [`Error::Namespaces`]: this thread may not make namespaces (any more), or there is nothing mounted at one of the places.
+///
+/// [`Error::Namespaces`]: this thread may not create namespaces, or a path is not a mount point.
 pub fn hide_directories(places: &[&Path]) -> Result<()> {
     step(unshare(UnshareFlags::NEWNS), || "no second namespace of mounts can be had".into())?;
     let leave = |place: &&Path| rustix::mount::unmount(*place, UnmountFlags::DETACH);
     places.iter().try_for_each(|place| step(leave(place), || format!("{} cannot be left", place.display())))
 }
 
-/// Whether [`split`], and leaving the network, would work here, tried by a child that ends at once.
+/// Tests in a short-lived child whether [`split`] and leaving the network work here.
 ///
 /// # Errors
-/// Why not: the step that failed.
+///
+/// The step that failed.
 pub fn is_possible(view: &View) -> Result<()> {
     let (reader, writer) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
     if let Some(child) = fork()? {
@@ -129,7 +135,7 @@ pub fn is_possible(view: &View) -> Result<()> {
         return match told {
             Ok(_) if well && why.is_empty() => Ok(()),
             _ if !why.is_empty() => Err(Error::Told(why)),
-            _ => Err(Error::Told("a process that tried namespaces did not end well".into())),
+            _ => Err(Error::Told("a process that tested namespaces failed".into())),
         };
     }
     let tried = BlockedSignals::hold().and_then(|held| Ok((split(view)?, held)));
@@ -137,7 +143,7 @@ pub fn is_possible(view: &View) -> Result<()> {
         Ok((Side::Inside(_), _)) => leave_network(),
         Ok((Side::Outside(outside), held)) => match outside.wait(&held) {
             Ok(End::Status(status)) => exit(status),
-            Ok(end) => Err(Error::Told(format!("a process that tried namespaces ended by {end}"))),
+            Ok(end) => Err(Error::Told(format!("a process that tested namespaces ended by {end}"))),
             Err(error) => Err(error),
         },
         Err(error) => Err(error),
@@ -149,40 +155,41 @@ pub fn is_possible(view: &View) -> Result<()> {
     exit(u8::from(said.is_err()))
 }
 
-/// Changes the root directory to one that is shared, as `chroot` does. Descriptors of directories outside of it still lead out.
+/// Changes the root directory with `chroot`. Descriptors of directories outside still give access to them.
 ///
 /// # Errors
-/// The step that failed: `CAP_SYS_CHROOT` is needed.
+///
+/// The step that failed; `CAP_SYS_CHROOT` is required.
 pub fn change_root(dir: &Path) -> Result<()> {
     step(rustix::process::chdir(dir), || format!("{} cannot be entered", dir.display()))?;
-    step(rustix::process::chroot("."), || format!("{} cannot be made the root directory", dir.display()))
+    step(rustix::process::chroot("."), || format!("{} cannot become the root directory", dir.display()))
 }
 
-/// A number for itself.
+/// Returns a map of an id to itself.
 fn one(id: u32) -> String {
     format!("{id} {id} 1")
 }
 
 fn unshare(flags: UnshareFlags) -> rustix::io::Result<()> {
-    // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
+    // SAFETY: unshare_unsafe is unsafe only for CLONE_FILES, which no caller passes.
     unsafe { rustix::thread::unshare_unsafe(flags) }
 }
 
-/// fork(2), for a process that has one thread. The child is `None`.
+/// Calls fork(2) in a process with one thread. Returns `None` in the child.
 fn fork() -> Result<Option<Pid>> {
-    // SAFETY: fork leaves a child that may do whatever it likes if no other thread held a lock at that moment, and there is
-    // no other thread: `split` and `begin_child` have counted, and `is_possible` comes before `split`.
+    // SAFETY: the child of a process with one thread inherits no lock of another thread. `split` and `begin_child`
+    // count the threads, and `is_possible` runs before `split`.
     let pid = unsafe { libc::fork() };
     if pid < 0 {
         let errno = rustix::io::Errno::from_io_error(&std::io::Error::last_os_error());
-        return step(Err(errno.unwrap_or(rustix::io::Errno::AGAIN)), || "no process can be made".into());
+        return step(Err(errno.unwrap_or(rustix::io::Errno::AGAIN)), || "cannot create a process".into());
     }
     Ok(Pid::from_raw(pid))
 }
 
-/// Ends a process that shares everything else with its parent, without running what is registered to run at exit.
+/// Ends a forked process without running exit handlers.
 fn exit(status: u8) -> ! {
-    // SAFETY: _exit does nothing but end the process.
+    // SAFETY: _exit only ends the process.
     unsafe { libc::_exit(i32::from(status)) }
 }
 
@@ -192,7 +199,7 @@ mod tests {
 
     #[test]
     fn processes_with_threads_are_not_split() {
-        // The test harness has one thread for each test and one that waits.
+        // The test harness has one thread per test and one that waits.
         let error = split(&View::default()).expect_err("threads").to_string();
         assert!(error.contains("threads already"), "{error}");
     }

@@ -1,4 +1,4 @@
-//! The root directory of a server: an empty directory that contains the shared trees only.
+//! The root directory of a server: an empty directory with only the shared trees.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use crate::{Error, Result};
 
 /// Where shared directories are.
 const SHARES: &str = "share";
-/// How a server reaches its own descriptors; `..` of it is in the same folder.
+/// How a server accesses its own descriptors.
 const FDS: &str = "proc/self/fd";
-/// Which numbers of users there are.
+/// The user id map of this process.
 const MAP: &str = "proc/self/uid_map";
 
-/// What a directory stays visible for.
+/// The access to a visible directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Its files are used.
     ReadWrite,
-    /// Its files are read; nobody may change anything below it.
+    /// Read files; everything below is read-only.
     ReadOnly,
-    /// Sockets in it are connected to; nobody may change or execute anything below it.
+    /// Connect to sockets; everything below is read-only and not executable.
     Sockets,
 }
 
@@ -38,34 +38,35 @@ pub struct Root {
     pub access: Access,
 }
 
-/// What of the host is there for a server in namespaces of its own.
+/// The part of the host that a server sees in its namespaces.
 #[derive(Clone, Debug, Default)]
 pub struct View {
-    /// Directories, each of which has another place inside.
+    /// Directories with their paths inside.
     pub roots: Vec<Root>,
-    /// Files that keep their places, by absolute paths: as they are now, to be read. One that is replaced by another file of the same
-    /// name stays what it was.
+    /// Files that keep their absolute paths, read-only. If such a file is replaced later, the server still sees the old
+    /// one.
     pub files: Vec<PathBuf>,
-    /// The host's network is kept for now, for threads that connect to servers; the others leave it ([`leave_network`](crate::leave_network)).
+    /// Keep the host's network for threads that connect to servers; other threads leave it
+    /// ([`leave_network`](crate::leave_network)).
     pub network: bool,
 }
 
-/// A step of the way, with the kernel's word on it.
+/// Adds the name of a step to the kernel's error.
 pub(crate) fn step<T>(outcome: rustix::io::Result<T>, words: impl FnOnce() -> String) -> Result<T> {
     outcome.map_err(|errno| Error::Namespaces { step: words(), errno })
 }
 
-/// Makes the new root and goes there. Needs a namespace of mounts of this process's own. Returns where the directories
-/// are now, in their order.
+/// Creates the new root and enters it. Requires a mount namespace of this process. Returns the paths of the directories
+/// inside, in order.
 pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
-    // Mounts of the host go on to come in, none of ours goes out.
+    // Mounts of the host still propagate in, but none propagate out.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
-    step(rustix::mount::mount_change("/", slave), || "the host's mounts cannot be kept apart".into())?;
+    step(rustix::mount::mount_change("/", slave), || "the mounts cannot be separated from the host's".into())?;
     let cloned = roots.iter().map(|root| clone(&root.path, true)).collect::<Result<Vec<_>>>()?;
     let copies = files.iter().map(|path| clone(path, false)).collect::<Result<Vec<_>>>()?;
     let (fds, map) = (clone(Path::new("/proc/self/fd"), false)?, clone(Path::new("/proc/self/uid_map"), false)?);
     let new = empty()?;
-    // /proc is always there; it is only a place to be attached at, and gone with all the rest below.
+    // /proc always exists. It serves only as a mount point and disappears with the old root.
     let move_here = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     step(rustix::mount::move_mount(&new, "", CWD, "/proc", move_here), || "an empty folder cannot be mounted".into())?;
     let mut inside = Vec::new();
@@ -95,7 +96,7 @@ pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
         for above in above.into_iter().rev() {
             match rustix::fs::mkdirat(&new, above, Mode::from_raw_mode(0o755)) {
                 Ok(()) | Err(Errno::EXIST) => {}
-                Err(errno) => step(Err(errno), || format!("/{} cannot be made", above.display()))?,
+                Err(errno) => step(Err(errno), || format!("cannot create /{}", above.display()))?,
             }
         }
         let name = name.to_string_lossy();
@@ -103,11 +104,11 @@ pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
         attach(copy.as_fd(), new.as_fd(), &name)?;
         let flags = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
         let made = set_flags(copy.as_fd(), flags | libc::MOUNT_ATTR_RDONLY, false);
-        step(made, || format!("{} cannot be made read-only", path.display()))?;
+        step(made, || format!("{} cannot become read-only", path.display()))?;
     }
-    step(set_flags(new.as_fd(), libc::MOUNT_ATTR_RDONLY, false), || "the new root cannot be made read-only".into())?;
+    step(set_flags(new.as_fd(), libc::MOUNT_ATTR_RDONLY, false), || "the new root cannot become read-only".into())?;
     step(rustix::process::fchdir(&new), || "the new root cannot be entered".into())?;
-    // The old root comes to lie on the new one, and goes: pivot_root(2), "pivot_root(".", ".")".
+    // The old root is mounted over the new one and then unmounted: pivot_root(2), "pivot_root(".", ".")".
     step(rustix::process::pivot_root(".", "."), || "the root cannot be changed".into())?;
     let gone = rustix::mount::unmount(".", UnmountFlags::DETACH);
     step(gone, || "the host's mounts cannot be let go of".into())?;
@@ -115,7 +116,7 @@ pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
     Ok(inside)
 }
 
-/// A tree of mounts that is attached nowhere.
+/// Clones a mount tree, detached.
 fn clone(path: &Path, recursive: bool) -> Result<OwnedFd> {
     let mut flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     flags.set(OpenTreeFlags::AT_RECURSIVE, recursive);
@@ -127,11 +128,11 @@ fn attach(tree: BorrowedFd<'_>, root: BorrowedFd<'_>, name: &str) -> Result<()> 
     step(rustix::mount::move_mount(tree, "", root, name, flags), || format!("/{name} cannot be mounted"))
 }
 
-/// A small memory file system, which is attached nowhere yet.
+/// Creates a small tmpfs, detached.
 fn empty() -> Result<OwnedFd> {
     let make = || {
         let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-        // Folders and files without contents, and not much more: it is read-only in the end.
+        // It only holds directories and empty files, and becomes read-only.
         for (key, value) in [("mode", "0755"), ("size", "64k"), ("nr_inodes", "1k")] {
             rustix::mount::fsconfig_set_string(&fs, key, value)?;
         }
@@ -140,28 +141,27 @@ fn empty() -> Result<OwnedFd> {
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, flags)
     };
-    step(make(), || "an empty folder cannot be made (tmpfs)".into())
+    step(make(), || "cannot create an empty directory (tmpfs)".into())
 }
 
 fn folder(root: BorrowedFd<'_>, name: &str) -> Result<()> {
-    step(rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755)), || format!("/{name} cannot be made"))
+    step(rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755)), || format!("cannot create /{name}"))
 }
 
-/// A file without contents, to mount another one on.
+/// Creates an empty file as a mount point.
 fn file(root: BorrowedFd<'_>, name: &str) -> Result<()> {
     let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC;
-    step(rustix::fs::openat(root, name, flags, Mode::RUSR).map(drop), || format!("/{name} cannot be made"))
+    step(rustix::fs::openat(root, name, flags, Mode::RUSR).map(drop), || format!("cannot create /{name}"))
 }
 
-/// mount_setattr(2), which the library does not have.
+/// Calls mount_setattr(2), which the library lacks.
 fn set_flags(mount: BorrowedFd<'_>, flags: u64, recursive: bool) -> rustix::io::Result<()> {
     let attributes = libc::mount_attr { attr_set: flags, attr_clr: 0, propagation: 0, userns_fd: 0 };
     let mut how = AtFlags::EMPTY_PATH.bits();
     if recursive {
         how |= libc::AT_RECURSIVE.unsigned_abs();
     }
-    // SAFETY: mount_setattr reads a path, which ends with NUL, and a structure of the length that it is told; both live for
-    // the call.
+    // SAFETY: mount_setattr reads a path that ends with NUL and a structure of the given length; both outlive the call.
     let outcome = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,

@@ -9,14 +9,14 @@ use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
 use crate::{Error, Result};
 
-/// Signals that mean the server, and reach the process that everybody knows.
+/// Signals to the known process that are meant for the server.
 const PASSED_ON: [Signal; 5] = [Signal::TERM, Signal::INT, Signal::QUIT, Signal::USR1, Signal::USR2];
 
 /// A child of this process, which does not outlive it.
 #[derive(Debug)]
 pub struct Child {
     pid: Pid,
-    /// Open as long as this process lives: how the child knows.
+    /// Open as long as this process lives; the child polls the other end.
     _lives: OwnedFd,
 }
 
@@ -25,15 +25,16 @@ impl Child {
         Self { pid, _lives: lives }
     }
 
-    /// Sends it a signal. It may be gone, which [`Self::end`] says.
+    /// Sends it a signal. If it has ended already, [`Self::end`] reports that.
     pub fn signal(&self, signal: Signal) {
         let _ = rustix::process::kill_process(self.pid, signal);
     }
 
-    /// How it ended, if it has; once.
+    /// Returns how it ended, once, or `None` while it runs.
     ///
     /// # Errors
-    /// [`Error::Told`]: that was returned before.
+    ///
+    /// [`Error::Told`]: the end was returned before.
     pub fn end(&self) -> Result<Option<End>> {
         match waitpid(Some(self.pid), WaitOptions::NOHANG) {
             Ok(Some((_, status))) => Ok(match (status.terminating_signal(), status.exit_status()) {
@@ -42,12 +43,12 @@ impl Child {
                 (None, None) => None,
             }),
             Ok(None) | Err(rustix::io::Errno::INTR) => Ok(None),
-            Err(errno) => Err(Error::Told(format!("a server cannot be waited for: {errno}"))),
+            Err(errno) => Err(Error::Told(format!("cannot wait for the server: {errno}"))),
         }
     }
 }
 
-/// What stays outside of the namespaces: this process, with the server as its only child, which does not outlive it.
+/// The process outside of the namespaces, with the server as its only child, which does not outlive it.
 #[derive(Debug)]
 pub struct Supervisor(Child);
 
@@ -61,7 +62,7 @@ pub enum End {
 }
 
 impl End {
-    /// The status for whoever waits for this process, as shells have it.
+    /// Returns the exit status in the convention of shells.
     #[must_use]
     pub fn status(self) -> u8 {
         match self {
@@ -75,7 +76,7 @@ impl fmt::Display for End {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Status(status) => write!(f, "status {status}"),
-            Self::Signal(libc::SIGSYS) => f.write_str("SIGSYS: it made a system call that its seccomp filter forbids"),
+            Self::Signal(libc::SIGSYS) => f.write_str("SIGSYS: its seccomp filter forbids a system call that it made"),
             Self::Signal(signal) => write!(f, "signal {signal}"),
         }
     }
@@ -86,17 +87,18 @@ impl Supervisor {
         Self(child)
     }
 
-    /// The server's process, as this side sees it.
+    /// Returns the server's process id in this namespace.
     #[must_use]
     pub fn server(&self) -> Pid {
         self.0.pid
     }
 
-    /// Passes signals on until the server has ended; they were blocked before the split. A terminal sends its signals to both processes:
-    /// those are not passed on.
+    /// Forwards signals until the server has ended; they were blocked before the split. A terminal sends its signals to
+    /// both processes, so those are not forwarded.
     ///
     /// # Errors
-    /// The system's: signals cannot be caught.
+    ///
+    /// Those of the system: signals cannot be received.
     pub fn wait(self, signals: &BlockedSignals) -> Result<End> {
         loop {
             if let Some(end) = self.0.end()? {
@@ -143,11 +145,11 @@ impl Supervisor {
 pub struct Arrival {
     /// Which one.
     pub signal: Signal,
-    /// A terminal has sent it, to all processes of the group.
+    /// A terminal has sent it to all processes of the group.
     pub from_terminal: bool,
 }
 
-/// Signals that are kept waiting, so that none is lost while a process begins or is split in two.
+/// Blocked signals, so that none is lost while a process starts or splits.
 #[derive(Clone, Copy)]
 pub struct BlockedSignals {
     held: libc::sigset_t,
@@ -161,10 +163,11 @@ impl std::fmt::Debug for BlockedSignals {
 }
 
 impl BlockedSignals {
-    /// Keeps those waiting that a server is ended with, in this thread, the only one.
+    /// Blocks the signals that end a server in this thread, the only one.
     ///
     /// # Errors
-    /// [`Error::Told`]: none that is known.
+    ///
+    /// [`Error::Told`]: none is known.
     pub fn hold() -> Result<Self> {
         // SAFETY: a sigset_t is plain integers, for which zeros are valid; sigemptyset, sigaddset and sigprocmask are given
         // pointers to such that live for the call.
@@ -177,27 +180,29 @@ impl BlockedSignals {
             }
             match libc::sigprocmask(libc::SIG_BLOCK, &raw const held, &raw mut before) {
                 0 => Ok(Self { held, before }),
-                _ => Err(Error::Told(format!("signals cannot be held: {}", std::io::Error::last_os_error()))),
+                _ => Err(Error::Told(format!("cannot block signals: {}", std::io::Error::last_os_error()))),
             }
         }
     }
 
-    /// Lets them come, once they are caught.
+    /// Unblocks the signals, once they are handled.
     ///
     /// # Errors
-    /// [`Error::Told`]: none that is known.
+    ///
+    /// [`Error::Told`]: none is known.
     pub fn release(self) -> Result<()> {
         // SAFETY: sigprocmask is given a pointer to a set that lives for the call.
         match unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) } {
             0 => Ok(()),
-            _ => Err(Error::Told(format!("signals cannot be let go of: {}", std::io::Error::last_os_error()))),
+            _ => Err(Error::Told(format!("cannot unblock signals: {}", std::io::Error::last_os_error()))),
         }
     }
 
     /// Waits; returns the signal if it is for a server.
     ///
     /// # Errors
-    /// [`Error::Told`]: none that is known.
+    ///
+    /// [`Error::Told`]: none is known.
     pub fn next(&self) -> Result<Option<Arrival>> {
         // SAFETY: a siginfo_t is plain data, for which zeros are valid, and sigwaitinfo is given pointers to it and to a set
         // that live for the call.
@@ -209,26 +214,27 @@ impl BlockedSignals {
             let error = std::io::Error::last_os_error();
             return match error.kind() {
                 std::io::ErrorKind::Interrupted => Ok(None),
-                _ => Err(Error::Told(format!("signals cannot be waited for: {error}"))),
+                _ => Err(Error::Told(format!("cannot wait for signals: {error}"))),
             };
         }
-        // A terminal's come from the kernel, to the whole group.
+        // Those of a terminal come from the kernel and go to the whole group.
         let from_terminal = info.si_code == libc::SI_KERNEL;
         let signal = PASSED_ON.into_iter().find(|signal| signal.as_raw() == number);
         Ok(signal.map(|signal| Arrival { signal, from_terminal }))
     }
 
-    /// A descriptor that is ready to be read, to be polled, when [`Self::next`] would not wait.
+    /// Returns a descriptor for poll(2), readable when [`Self::next`] would not block.
     ///
     /// # Errors
-    /// [`Error::Told`]: there is no descriptor left.
+    ///
+    /// [`Error::Told`]: no descriptor is left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         // SAFETY: signalfd is given a pointer to a set that lives for the call.
         let fd = unsafe { libc::signalfd(-1, &raw const self.held, libc::SFD_CLOEXEC) };
         if fd < 0 {
-            return Err(Error::Told(format!("signals cannot be polled: {}", std::io::Error::last_os_error())));
+            return Err(Error::Told(format!("cannot poll signals: {}", std::io::Error::last_os_error())));
         }
-        // SAFETY: the descriptor was just made, and nothing else owns it.
+        // SAFETY: the descriptor is new, and nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
@@ -238,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_are_told_as_shells_do() {
+    fn ends_become_the_statuses_of_shells() {
         assert_eq!((End::Status(3).status(), End::Signal(9).status()), (3, 137));
         assert!(End::Signal(libc::SIGSYS).to_string().contains("seccomp"));
         assert_eq!(End::Signal(9).to_string(), "signal 9");

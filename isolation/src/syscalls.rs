@@ -17,14 +17,14 @@ use roles::{
     OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
 };
 
-/// What becomes of a server that makes a system call that is not its own.
+/// What happens to a server that makes a forbidden system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// The kernel ends it.
     Kill,
-    /// The kernel notes it in its log, and makes the call.
+    /// The kernel logs the call and carries it out.
     Log,
-    /// It gets SIGSYS, for which debuggers can wait.
+    /// The server gets SIGSYS, which a debugger can catch.
     Trap,
 }
 
@@ -36,12 +36,12 @@ impl FromStr for Action {
             "kill" => Ok(Self::Kill),
             "log" => Ok(Self::Log),
             "trap" => Ok(Self::Trap),
-            _ => Err(Error::Seccomp(format!("{word:?} is no action; write kill, log or trap"))),
+            _ => Err(Error::Seccomp(format!("{word:?} is not an action; write kill, log or trap"))),
         }
     }
 }
 
-/// Of Linux 6.13, the same on all architectures.
+/// Linux 6.13; the same number on all architectures.
 const SYS_SETXATTRAT: libc::c_long = 463;
 const SYS_GETXATTRAT: libc::c_long = 464;
 const SYS_LISTXATTRAT: libc::c_long = 465;
@@ -53,7 +53,7 @@ const SYS_IO_PGETEVENTS: libc::c_long = 333;
 #[cfg(not(target_arch = "x86_64"))]
 const SYS_IO_PGETEVENTS: libc::c_long = 292;
 
-/// Made whatever their arguments are.
+/// Allowed with any arguments.
 const PLAIN: &[libc::c_long] = &[
     // Data.
     libc::SYS_read,
@@ -90,7 +90,7 @@ const PLAIN: &[libc::c_long] = &[
     SYS_IO_PGETEVENTS,
     libc::SYS_io_cancel,
     libc::SYS_io_destroy,
-    // Files, and what they are called.
+    // Files and their names.
     libc::SYS_openat,
     libc::SYS_openat2,
     libc::SYS_open_by_handle_at,
@@ -143,7 +143,7 @@ const PLAIN: &[libc::c_long] = &[
     libc::SYS_chdir,
     libc::SYS_fchdir,
     libc::SYS_getcwd,
-    // As whom: without capabilities these give nothing.
+    // User ids: these have no effect without capabilities.
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_setgroups,
@@ -187,7 +187,7 @@ const PLAIN: &[libc::c_long] = &[
     libc::SYS_clock_getres,
     libc::SYS_gettimeofday,
     libc::SYS_restart_syscall,
-    // Sockets that are there, or come by accepting; none is made.
+    // Existing and accepted sockets; none is created.
     libc::SYS_accept,
     libc::SYS_accept4,
     libc::SYS_sendto,
@@ -200,7 +200,7 @@ const PLAIN: &[libc::c_long] = &[
     libc::SYS_getsockopt,
     libc::SYS_setsockopt,
     libc::SYS_socketpair,
-    // Threads, signals, and ending. Signals reach nobody outside the namespace of processes.
+    // Threads, signals, and exit. Signals only reach processes of this PID namespace.
     libc::SYS_set_robust_list,
     libc::SYS_get_robust_list,
     libc::SYS_rseq,
@@ -234,7 +234,7 @@ const PLAIN: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Older names of the same, which newer architectures do without.
+/// Older forms of these calls, which newer architectures lack.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[libc::c_long] = &[
     libc::SYS_open,
@@ -265,7 +265,7 @@ const OLDER: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: &[libc::c_long] = &[];
 
-/// What prctl(2) may be asked for: names of threads and mappings, and what a thread may do at most.
+/// The allowed operations of prctl(2): names of threads and mappings, and restrictions of a thread.
 const PRCTL: [libc::c_int; 8] = [
     libc::PR_SET_NAME,
     libc::PR_GET_NAME,
@@ -277,10 +277,10 @@ const PRCTL: [libc::c_int; 8] = [
     libc::PR_SET_TIMERSLACK,
 ];
 
-/// Commands to a terminal that type on its user's behalf.
+/// Ioctls that insert input into a terminal.
 const TYPING: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
 
-/// Flags of clone(2) with which it makes a thread of this process, in its namespaces.
+/// Flags of clone(2) that create a thread of this process, in its namespaces.
 const THREAD: libc::c_int = libc::CLONE_THREAD;
 const NEW: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWUSER
@@ -291,10 +291,10 @@ const NEW: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP
     | libc::CLONE_PTRACE;
 
-/// The system calls of a server, ready to be put in force.
+/// The filter of a role, ready to be applied.
 #[derive(Clone)]
 pub struct Filter {
-    /// In this order: the last one forbids the first one's own system calls in some mode.
+    /// Applied in this order: the last program may forbid the calls that apply the first.
     programs: Vec<BpfProgram>,
 }
 
@@ -305,10 +305,11 @@ impl std::fmt::Debug for Filter {
 }
 
 impl Filter {
-    /// The filter of a process, or of a thread of a server, which has that of the server already.
+    /// Returns the filter of a process, or of a thread of a server, which inherits the server's filter, too.
     ///
     /// # Errors
-    /// [`Error::Seccomp`]: there is none for this architecture.
+    ///
+    /// [`Error::Seccomp`]: the architecture is not supported.
     pub fn of(role: Role, action: Action) -> Result<Self> {
         let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
         let action = match action {
@@ -325,8 +326,8 @@ impl Filter {
         };
         let mut programs = Vec::new();
         if !matches!(role, Role::Worker | Role::Disk | Role::Mapper) {
-            // clone3's flags are in memory, where no filter can look. Who is told that there is no such call takes clone. Threads of a
-            // server have that from it.
+            // The flags of clone3 are in memory, which a filter cannot read. ENOSYS makes the C library use clone.
+            // Threads of a server inherit that from the server's filter.
             programs.push(answered(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?);
         }
         if role == Role::Connector {
@@ -336,9 +337,10 @@ impl Filter {
         Ok(Self { programs })
     }
 
-    /// Puts it in force for this thread and all that it starts, for good. It also gives up new privileges.
+    /// Applies the filter permanently to this thread and its future children. Also sets no_new_privs.
     ///
     /// # Errors
+    ///
     /// [`Error::Seccomp`]: the kernel refused.
     pub fn apply(&self) -> Result<()> {
         self.programs.iter().try_for_each(|program| seccompiler::apply_filter(program).map_err(wrong))
@@ -349,7 +351,7 @@ fn wrong(error: impl std::fmt::Display) -> Error {
     Error::Seccomp(error.to_string())
 }
 
-/// A rule of conditions on arguments: number, comparison, value.
+/// Returns a rule with conditions on arguments: number, comparison, value.
 fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Result<SeccompRule> {
     let conditions = conditions.iter().map(|(argument, operator, value)| {
         SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
@@ -361,7 +363,7 @@ fn bits(flags: libc::c_int) -> u64 {
     u64::from(flags.cast_unsigned())
 }
 
-/// Of mmap(2) and mprotect(2): no memory becomes code.
+/// Returns the rule of mmap(2) and mprotect(2): no executable memory.
 fn no_code() -> Result<SeccompRule> {
     rule(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])
 }
@@ -384,7 +386,7 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
         Role::Mapper => without(&[NAMES_AND_USERS, NOT_OF_MAPPER]),
         Role::Connector => {
             let mut rules: BTreeMap<_, _> = without(&[NAMES_AND_USERS, NOT_OF_CONNECTOR])?;
-            // Of these, [`refused_of_connector`] has what is not allowed.
+            // [`refused_of_connector`] restricts these.
             let some = [libc::SYS_mmap, libc::SYS_mprotect];
             rules.extend(OF_CONNECTOR.iter().chain(&some).map(|call| (*call, Vec::new())));
             Ok(rules)
@@ -394,23 +396,23 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     }
 }
 
-/// What libraries ask for where names are looked up, and can do without: they are told no, and go on. Sockets of kinds that
-/// speak with no server, a kernel's above all, and memory that becomes code, as libraries that are loaded have it.
+/// Returns the calls that libraries try during name lookup but do not require; they fail with an error. Those are
+/// sockets of families without servers (netlink above all), and executable memory for loaded libraries.
 fn refused_of_connector() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
     let others: Vec<_> = families.iter().map(|family| (0, SeccompCmpOp::Ne, bits(*family))).collect();
-    // SOCK_STREAM is 1, SOCK_DGRAM 2, and what stands above these four bits are flags.
+    // SOCK_STREAM is 1, SOCK_DGRAM 2; the bits above these four are flags.
     let kinds =
         [(0x4, 0x4), (0x8, 0x8), (0xf, 0x3), (0xf, 0)].map(|(mask, kind)| (1, SeccompCmpOp::MaskedEq(mask), kind));
     let mut sockets = vec![rule(&others)?];
     for kind in kinds {
         sockets.push(rule(&[kind])?);
     }
-    // Landlock knows TCP, and not those that take its place (MPTCP).
+    // Landlock restricts TCP but not its replacements (MPTCP).
     sockets.push(rule(&[(2, SeccompCmpOp::Ne, 0)])?);
     let with =
         |argument, flag| rule(&[(argument, SeccompCmpOp::MaskedEq(bits(flag)), bits(flag))]).map(|rule| vec![rule]);
-    // Sending can connect as well (TCP Fast Open), which Landlock does not see.
+    // Sending can connect as well (TCP Fast Open), which Landlock does not check.
     let fast_open = libc::MSG_FASTOPEN;
     Ok(BTreeMap::from([
         (libc::SYS_socket, sockets),
@@ -425,11 +427,11 @@ fn refused_of_connector() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
 fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
-    // Refused by the other filter, without an end to the server.
+    // The other filter refuses it without ending the server.
     rules.insert(libc::SYS_clone3, Vec::new());
     let thread = SeccompCmpOp::MaskedEq(bits(THREAD | NEW));
     rules.insert(libc::SYS_clone, vec![rule(&[(0, thread, bits(THREAD))])?]);
-    // A working directory and umask of a thread's own.
+    // Only the thread's own working directory and umask.
     rules.insert(libc::SYS_unshare, vec![rule(&[(0, SeccompCmpOp::Eq, bits(libc::CLONE_FS))])?]);
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![no_code()?]);
@@ -438,7 +440,7 @@ fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     rules.insert(libc::SYS_ioctl, vec![rule(&not)?]);
     let asked = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
     rules.insert(libc::SYS_prctl, asked.collect::<Result<_>>()?);
-    // Copies within its own memory, where that may not be there (a window of mapped files).
+    // Copies within this process, in which the memory may be missing (a window of mapped files).
     let own = u64::from(std::process::id());
     for call in [libc::SYS_process_vm_readv, libc::SYS_process_vm_writev] {
         rules.insert(call, vec![rule(&[(0, SeccompCmpOp::Eq, own)])?]);
@@ -465,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_out_is_not_among_them() {
+    fn calls_that_escape_the_sandbox_are_not_allowed() {
         let rules = rules(Role::Server).expect("sound rules");
         for call in [
             libc::SYS_execve,
@@ -513,7 +515,7 @@ mod tests {
         }
     }
     #[test]
-    fn threads_may_do_less_and_never_more() {
+    fn threads_are_allowed_less_than_their_server() {
         let calls = |role| rules(role).expect("sound rules").into_keys().collect::<std::collections::BTreeSet<_>>();
         let server = calls(Role::Server);
         let threads = [
@@ -527,7 +529,7 @@ mod tests {
         for (role, not) in threads {
             let calls = calls(role);
             assert!(calls.is_subset(&server), "{role:?}");
-            // A name that the server's list does not have would be a mistake.
+            // A call that the server's list lacks would be a mistake.
             assert!(not.iter().all(|call| server.contains(call)), "{role:?}");
             assert!(not.iter().all(|call| !calls.contains(call)), "{role:?}");
         }

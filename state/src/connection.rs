@@ -1,10 +1,9 @@
-//! The connection to a front end, which no end of a server closes.
+//! The connection to a front end, which outlives the server.
 //!
-//! The keeper has the socket, and of the front end's messages those that say what the next server must know: the records. It
-//! is also who takes messages from the socket and answers them. A server only looks at a message (`MSG_PEEK`), acts, and
-//! commits with one packet what came of it: that the message is taken, the reply, and what is to be recorded. So
-//! a message is either acted upon again by the next server, from the state before it, or it is taken, recorded and answered,
-//! once.
+//! The keeper owns the socket and stores the front end's messages that the next server needs: the records. Only the
+//! keeper takes messages from the socket and sends replies. A server peeks at a message (`MSG_PEEK`), acts, and then
+//! commits the outcome in one packet: the message is taken, the reply, and the record. So the next server either
+//! repeats a message from the state before it, or finds it taken, recorded and answered exactly once.
 //!
 //! ```text
 //! commit:  taken bytes | key | record bytes | record's descriptors | reply bytes | keys to drop   (6 words)
@@ -21,7 +20,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlag
 
 use crate::keeper::Packet;
 
-/// Descriptors of a message and of its reply: as many as vhost-user allows, and one.
+/// The maximum number of descriptors of a message and its reply: the limit of vhost-user, and one.
 pub const FILES_MAX: usize = 33;
 const NUMBERS: usize = 6;
 /// The longest message and reply.
@@ -30,27 +29,27 @@ const MESSAGE_BYTES_MAX: usize = 12 + 4096;
 /// Messages by key; the next server reads them in the order of their keys.
 pub type Records = BTreeMap<u64, (Vec<u8>, Vec<OwnedFd>)>;
 
-/// A connection that the server before has left.
+/// A connection that the previous server left.
 #[derive(Debug)]
 pub struct LeftConnection {
     /// The socket.
     pub socket: OwnedFd,
-    /// What is to be known of what the front end said.
+    /// The recorded messages of the front end.
     pub records: Records,
 }
 
 /// What came of a message.
 #[derive(Debug, Default)]
 pub struct Commit<'a> {
-    /// The length of the message, which is taken from the socket.
+    /// The length of the message to take from the socket, in bytes.
     pub taken_bytes: usize,
-    /// What is recorded, and under which key; in the place of what was recorded under it before.
+    /// The key and contents of the record, which replaces a previous one with this key.
     pub record: Option<(u64, &'a [u8], &'a [OwnedFd])>,
     /// What is recorded no more.
     pub drops: &'a [u64],
-    /// What the front end is answered; empty: it is not.
+    /// The reply to the front end; empty: none.
     pub reply: &'a [u8],
-    /// Descriptors that go with the reply.
+    /// The descriptors of the reply.
     pub reply_files: &'a [OwnedFd],
 }
 
@@ -59,7 +58,7 @@ impl<'a> Commit<'a> {
         self.record.map_or(&[], |(_, bytes, _)| bytes)
     }
 
-    /// The numbers before the bytes, and the descriptors.
+    /// Returns the packet: numbers and bytes, and the descriptors.
     pub(crate) fn encode(&self) -> (Vec<u8>, Vec<BorrowedFd<'a>>) {
         let (key, _, record_files) = self.record.unwrap_or((0, &[], &[]));
         let lengths = [self.record_bytes().len(), record_files.len(), self.reply.len(), self.drops.len()];
@@ -69,7 +68,7 @@ impl<'a> Commit<'a> {
     }
 }
 
-/// What a packet says, as far as it makes sense.
+/// A decoded commit packet.
 #[derive(Debug)]
 struct DecodedStep {
     taken_bytes: usize,
@@ -107,16 +106,17 @@ pub(crate) fn execute_step(packet: Packet, socket: BorrowedFd<'_>, records: &mut
     if let Some((key, bytes, files)) = record {
         records.insert(key, (bytes, files));
     }
-    // The front end may have gone: the server will notice.
+    // If the front end is gone, the server notices.
     let _ = take(socket, taken_bytes);
     let _ = answer(socket, &reply, &reply_files);
     Ok(())
 }
 
-/// Takes so many bytes from a front end's socket, without waiting for them, and closes what came with them.
+/// Takes this many bytes from a front end's socket without blocking, and closes their descriptors.
 ///
 /// # Errors
-/// They are not there.
+///
+/// There are fewer bytes.
 pub fn take(socket: BorrowedFd<'_>, mut bytes: usize) -> Result<(), Errno> {
     let mut buffer = [0; 512];
     while bytes > 0 {
@@ -131,10 +131,11 @@ pub fn take(socket: BorrowedFd<'_>, mut bytes: usize) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Answers a front end, without waiting for it: one that does not read its answers gets none.
+/// Replies to a front end without blocking: one that does not read its replies gets none.
 ///
 /// # Errors
-/// It has gone, or does not read.
+///
+/// The front end is gone or does not read.
 pub fn answer(socket: BorrowedFd<'_>, reply: &[u8], files: &[OwnedFd]) -> Result<(), Errno> {
     if reply.is_empty() {
         return Ok(());
@@ -153,7 +154,7 @@ pub fn answer(socket: BorrowedFd<'_>, reply: &[u8], files: &[OwnedFd]) -> Result
     };
     match sent {
         Ok(sent) if sent == reply.len() => Ok(()),
-        // A part of an answer is none, and what follows would be taken for the rest.
+        // A partial reply is useless, and the next one would be taken for its rest.
         other => {
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
             other.and(Err(Errno::AGAIN))
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_is_read_as_it_was_written() {
+    fn a_commit_round_trips() {
         let (mine, replys) = (files(2), files(1));
         let commit = Commit {
             taken_bytes: 20,
@@ -188,14 +189,14 @@ mod tests {
         let (key, bytes, record_files) = step.record.expect("there is one");
         assert_eq!((step.taken_bytes, key, &bytes[..], record_files.len()), (20, 7, &b"record"[..], 2));
         assert_eq!((&step.drops[..], &step.reply[..], step.reply_files.len()), (&[3, 4][..], &b"reply"[..], 1));
-        // With a byte, or a descriptor, too few.
+        // With one byte, or one descriptor, too few.
         assert!(decode(&body[..body.len() - 1], files(3)).is_none());
         assert!(decode(&body, files(1)).is_none());
     }
 
     proptest! {
         #[test]
-        fn any_packet_is_read_without_a_panic(words in proptest::collection::vec(any::<u64>(), 0..12), small in any::<u64>()) {
+        fn any_packet_is_decoded_without_a_panic(words in proptest::collection::vec(any::<u64>(), 0..12), small in any::<u64>()) {
             let body: Vec<u8> = words.iter().flat_map(|word| (word & small).to_le_bytes()).collect();
             let _ = decode(&body, files(1));
         }

@@ -1,5 +1,6 @@
-//! The folder with the keeper's socket. A user who can create names there could pose as the keeper, and would get the guest's memory
-//! and the connection to its VMM. So the folder must belong to this user alone, and its path is resolved once.
+//! The directory of the keeper's socket. A user who can create names there could impersonate the keeper and get the
+//! guest's memory and the VMM's connection. So the directory must belong to this user alone, and its path is resolved
+//! once.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -18,30 +19,30 @@ const MODE: u32 = 0o700;
 /// The same for the socket.
 const SOCKET_MODE: Mode = Mode::from_raw_mode(0o600);
 
-/// Why a folder cannot hold a keeper's socket.
+/// Why a directory cannot hold a keeper's socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FolderError {
-    /// It cannot be made.
-    #[error("the folder cannot be made: {0}")]
+    /// It cannot be created.
+    #[error("cannot create the folder: {0}")]
     Make(io::Error),
     /// It cannot be opened.
-    #[error("the folder cannot be opened: {0}")]
+    #[error("cannot open the folder: {0}")]
     Open(Errno),
-    /// It is a link, or no folder.
-    #[error("that is a symbolic link or no folder; name the folder itself")]
+    /// It is a symbolic link, or not a directory.
+    #[error("the path is a symbolic link or not a folder; name the folder itself")]
     NotAFolder,
-    /// It belongs to somebody else.
+    /// It belongs to another user.
     #[error(
         "the folder belongs to user {owner}, and this server runs as user {user}; name a folder of user {user}'s own"
     )]
     Owner {
         /// Whose it is.
         owner: u32,
-        /// Who this is.
+        /// The user of this process.
         user: u32,
     },
-    /// Others may enter it.
+    /// Other users have access.
     #[error("others may enter the folder, which has mode {0:04o}; it must be this user's alone: chmod 0700")]
     Mode(u32),
 }
@@ -51,9 +52,10 @@ pub enum FolderError {
 pub struct Folder(OwnedFd);
 
 impl Folder {
-    /// Opens a folder, which is made if it is not there.
+    /// Opens a directory; creates it if necessary.
     ///
     /// # Errors
+    ///
     /// [`FolderError`]: another user could create names in it.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
         DirBuilder::new().recursive(true).mode(MODE).create(path).map_err(|error| match error.kind() {
@@ -76,23 +78,24 @@ impl Folder {
         Ok(Self(folder))
     }
 
-    /// The address of the keeper's socket, through this process's descriptor of the folder.
+    /// Returns the address of the keeper's socket, through this process's descriptor of the directory.
     pub(crate) fn address(&self) -> rustix::io::Result<SocketAddrUnix> {
         let path = PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()));
         SocketAddrUnix::new(path.join(SOCKET))
     }
 
-    /// Makes the socket there, for this user alone.
+    /// Creates the socket, accessible to this user only.
     pub(crate) fn bind(&self, socket: &OwnedFd) -> rustix::io::Result<()> {
         bind(socket, &self.address()?)?;
-        // Only this user can create names here, so this is the socket.
+        // Only this user can create names here, so the name is the socket's.
         chmodat(&self.0, SOCKET, SOCKET_MODE, AtFlags::empty())
     }
 
-    /// Removes the socket that a keeper has left.
+    /// Removes the socket that a keeper left.
     ///
     /// # Errors
-    /// It cannot be removed. One that is not there is no error.
+    ///
+    /// It cannot be removed. A missing socket is not an error.
     pub fn clear(&self) -> io::Result<()> {
         match unlinkat(&self.0, SOCKET, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),

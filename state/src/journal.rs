@@ -1,9 +1,8 @@
 //! The journal of non-idempotent requests.
 //!
-//! A request that is under way when a server is killed is served again by the next one. For those that would then fail,
-//! or do something else, it is written down that they begin, with a note by which the next server knows what they are about,
-//! and what was answered. Each worker has a ring of entries: far more than it serves before the client sees the answers of the
-//! first.
+//! A request in flight when a server is killed is served again by the next server. Some requests would then fail or
+//! have another effect. For those the journal records their begin, with a note that describes them, and their reply.
+//! Each worker has a ring of entries, far more than it serves before the client sees the replies to the first.
 //!
 //! ```text
 //! entry, 32 words:  state (epoch 32 | 0 | bytes 16 | kind 8) | unique | number in order | bytes, 29 words
@@ -21,27 +20,27 @@ const STATE: usize = 0;
 const UNIQUE: usize = 1;
 const NUMBER: usize = 2;
 const BYTES: usize = 3;
-/// The longest answer that is kept: that to CREATE has 160 bytes.
+/// The maximum length of a stored reply in bytes; the reply to CREATE has 160 bytes.
 const BYTES_MAX: usize = (WORDS - BYTES) * 8;
 
 const BEGUN: u64 = 1;
 const DONE: u64 = 2;
 
-/// What an earlier server has done about a request.
+/// What the previous server did with a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JournalEntry {
-    /// It has begun with it, and left this note; whether anything has happened is not known.
+    /// It began the request and left this note; whether the request had an effect is unknown.
     Begun(Vec<u8>),
-    /// It has carried it out, with this answer.
+    /// It carried out the request, with this reply.
     Done(Vec<u8>),
 }
 
-/// Who uses which entries of a worker's ring.
+/// The use of the entries of a worker's ring.
 #[derive(Debug, Default)]
 pub(crate) struct EntryUse {
-    /// Counts the entries; tells the order, and the place in the ring.
+    /// The sequence number of the next entry, which determines its place in the ring.
     number: u64,
-    /// The numbers of requests that are being served.
+    /// The sequence numbers of requests in progress.
     begun: Vec<u64>,
 }
 
@@ -50,7 +49,7 @@ pub(crate) struct EntryUse {
 pub struct Journal {
     kept: Arc<SessionStore>,
     worker: usize,
-    /// The entry that was begun last; 0: none.
+    /// The current entry; 0: none.
     number: u64,
     epoch: u32,
 }
@@ -77,7 +76,7 @@ impl Journal {
         ring.get(at..at + WORDS).unwrap_or_default()
     }
 
-    /// Gives up the entry that was begun last, and takes the next one that nobody uses.
+    /// Ends the current entry and takes the next free one.
     fn next(&mut self) {
         let entries = self.kept.geometry().entries.max(1) as u64;
         let Some(mut places) = self.kept.places(self.worker) else { return };
@@ -95,14 +94,14 @@ impl Journal {
         places.begun.push(self.number);
     }
 
-    /// The entry that was begun last need not be spared any more.
+    /// Allows reuse of the current entry.
     fn end(&self) {
         if let Some(mut places) = self.kept.places(self.worker) {
             places.begun.retain(|begun| *begun != self.number);
         }
     }
 
-    /// A request is about to be carried out. Of the note, no more is kept than of answers.
+    /// Records that a request begins. The note is cut to the maximum length of a reply.
     pub fn begin(&mut self, unique: u64, note: &[u8]) {
         self.next();
         self.epoch = self.kept.epoch();
@@ -116,7 +115,7 @@ impl Journal {
         self.write(note, BEGUN);
     }
 
-    /// The request that was begun last is done, and this is what the client is going to be told.
+    /// Records that the current request is done, with its reply.
     pub fn done(&mut self, answer: &[u8]) {
         self.write(answer, DONE);
         self.end();
@@ -142,7 +141,7 @@ impl Drop for Journal {
     }
 }
 
-/// All that the journals say of an epoch, by the requests' numbers.
+/// Returns all entries of an epoch, by request number.
 pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, JournalEntry> {
     let mut all = HashMap::new();
     for entry in memory.chunks_exact(WORDS) {
@@ -159,7 +158,7 @@ pub(crate) fn load(memory: &[AtomicU64], epoch: u32) -> HashMap<u64, JournalEntr
             bytes
         };
         match state & 0xff {
-            // One that was answered, and begun again by the server after: the answer counts.
+            // A later server may have begun a completed request again; the completed entry counts.
             BEGUN => drop(all.entry(unique).or_insert_with(|| JournalEntry::Begun(bytes()))),
             DONE => drop(all.insert(unique, JournalEntry::Done(bytes()))),
             _ => {}

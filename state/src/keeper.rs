@@ -1,10 +1,10 @@
-//! The keeper: a process that holds descriptors across restarts, and the protocol to it.
+//! The keeper: a process that holds descriptors across restarts, and its protocol.
 //!
-//! Messages are packets: a verb and a key, 8 bytes each, some with descriptors, some with bytes. To the keeper: put, drop,
-//! clear, and what `connection.rs` says. From it, to whoever has connected: a put for each descriptor, a record for each
-//! message of the front end's, and an end. It serves one at a time; the next one's connection waits until
-//! the one before is closed, and that is when nothing of its process is left: also what the kernel still did for it
-//! (`SessionStore::line` is registered with every ring).
+//! Messages are packets: a verb and a key of 8 bytes each, some with descriptors, some with bytes. A server sends put,
+//! drop, clear, and the commits of `connection.rs`. The keeper sends a put per descriptor, a record per message of the
+//! front end, and an end. It serves one server at a time. The connection of the next one waits until the previous one
+//! is closed: that is when no operation of that process is left, not even in the kernel (`SessionStore::line` is
+//! registered with every ring).
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -32,58 +32,58 @@ const COMMIT: u64 = 6;
 const DONE: u64 = 7;
 const HANG_UP: u64 = 8;
 const HEAD_BYTES: usize = 16;
-/// The longest packet: a commit with a message and a reply of the length that vhost-user allows, and what it drops.
+/// The maximum length of a packet in bytes: a commit with a message and a reply of the maximum length of vhost-user.
 const PACKET_BYTES_MAX: usize = 16 << 10;
 
 /// The key of the connection to the front end.
 pub(crate) const CONNECTION: u64 = 2;
-/// Keys from here on are a client's, and cleared with it.
+/// Keys from this one belong to a client and are cleared with it.
 const CLEARED_FROM: u64 = crate::session_store::FILES;
-/// How long a server that was killed may take to go, with all that the kernel does for it.
+/// How long the previous, killed server may take to end, including its operations in the kernel.
 const BEFORE_MAX: Duration = Duration::from_secs(60);
-/// How long descriptors are held for a server that does not come, while the guest is there.
+/// How long descriptors are kept without a server, while the guest is connected.
 pub const SERVER_AWAITED: Duration = Duration::from_secs(10 * 60);
-/// How long a guest's files and locks are held once its front end has hung up. One that connects again does so after a second or
-/// so; of one whose guest has ended they are in the way of others.
+/// How long a guest's files and locks are kept after its front end has hung up. A front end that reconnects does so
+/// after about a second; files and locks of a guest that has ended block others.
 pub const FRONT_END_AWAITED: Duration = Duration::from_secs(5);
 
-/// How long to wait for descriptors or memory, before the next try.
+/// The delay between tries to get descriptors or memory.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// Why the keeper cannot be reached.
+/// Why the keeper is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum KeeperError {
-    /// Nobody is there.
-    #[error("the keeper of the state cannot be reached: {0}")]
+    /// There is no keeper.
+    #[error("cannot reach the keeper of the state: {0}")]
     Connect(Errno),
-    /// Another user's process listens there.
+    /// A process of another user listens there.
     #[error("what listens there belongs to user {peer}, not to user {user}; name another --state")]
     Stranger {
-        /// Who does.
+        /// The listener's user.
         peer: u32,
-        /// Who this is.
+        /// The user of this process.
         user: u32,
     },
-    /// The one before is still there.
-    #[error("the state is in use by another server; end that first, or name another --state")]
+    /// The previous server is still running.
+    #[error("the state is in use by another server; stop it first, or name another --state")]
     InUse,
     /// It is gone.
     #[error("the keeper of the state is gone: {0}")]
     Gone(Errno),
-    /// There is no room here for what it has.
+    /// This process cannot hold all its descriptors.
     #[error(
         "this process may not have as many files open as the keeper of the state holds; raise its limit (ulimit -n)"
     )]
     NoRoom,
-    /// It has no room for what the next server would need.
+    /// The keeper has no room for the state of the next server.
     #[error("the keeper of the state has no descriptors left")]
     Full,
     /// It says what cannot be.
-    #[error("the keeper of the state speaks another language; end the process ferry-keeper, and start the guest anew")]
+    #[error("the keeper of the state speaks another protocol version; end the process ferry-keeper, and restart the guest")]
     Nonsense,
 }
 
-/// A connection to the keeper, with what it holds.
+/// A connection to the keeper, with the descriptors that it holds.
 #[derive(Debug)]
 pub struct KeeperConnection {
     socket: OwnedFd,
@@ -98,7 +98,7 @@ pub(crate) struct Packet {
     pub(crate) key: u64,
     pub(crate) body: Vec<u8>,
     pub(crate) files: Vec<OwnedFd>,
-    /// There was no room for some of its descriptors.
+    /// Some of its descriptors were lost for lack of room.
     pub(crate) is_cut: bool,
 }
 
@@ -124,7 +124,7 @@ fn send(
     }
 }
 
-/// The next packet; `None` at the end.
+/// Receives the next packet; `None` at the end.
 fn receive(socket: BorrowedFd<'_>) -> Result<Option<Packet>, Errno> {
     let mut bytes = vec![0; PACKET_BYTES_MAX];
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
@@ -168,32 +168,34 @@ fn stream() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
-/// Whether a peer is this user.
+/// Checks that the peer is this user.
 fn is_ours(socket: &OwnedFd) -> Result<(), KeeperError> {
-    // A peer in another PID namespace has number 0 here, which rustix's type excludes.
+    // A peer in another PID namespace has id 0 here, which rustix's type excludes.
     let peer = nix::sys::socket::getsockopt(socket, nix::sys::socket::sockopt::PeerCredentials);
     let peer = peer.map_err(|error| KeeperError::Gone(Errno::from_raw_os_error(error as i32)))?.uid();
     let user = rustix::process::geteuid().as_raw();
     if peer == user { Ok(()) } else { Err(KeeperError::Stranger { peer, user }) }
 }
 
-/// Makes the socket on which a keeper is reached.
+/// Creates the keeper's listening socket.
 ///
 /// # Errors
-/// `EADDRINUSE` when there is one.
+///
+/// `EADDRINUSE` if there is a keeper already.
 pub fn listen(folder: &Folder) -> io::Result<OwnedFd> {
     let socket = stream()?;
     folder.bind(&socket)?;
-    // The one that is served, the one that comes after, and one that is there by mistake.
+    // The current server, the next one, and a mistaken one.
     rustix::net::listen(&socket, 4)?;
     Ok(socket)
 }
 
 impl KeeperConnection {
-    /// Connects to the keeper of a folder, and takes what it has, as soon as the server before is gone.
+    /// Connects to the keeper of a directory and receives its descriptors once the previous server has ended.
     ///
     /// # Errors
-    /// [`KeeperError::Connect`]: there is no keeper; the others.
+    ///
+    /// [`KeeperError::Connect`]: there is no keeper; or another [`KeeperError`].
     pub fn reach(folder: &Folder) -> Result<Self, KeeperError> {
         let reach = || {
             let socket = stream()?;
@@ -215,7 +217,7 @@ impl KeeperConnection {
                 (PUT, key, 1) => held.extend(packet.files.into_iter().map(|file| (key, file))),
                 (RECORD, key, _) => drop(records.insert(key, (packet.body, packet.files))),
                 (END, count, 0) if count == (held.len() + records.len()) as u64 => {
-                    // One of an older version does not say who it is.
+                    // A keeper of an older version does not send its process id.
                     let keeper = packet.body.try_into().ok().map(u32::from_le_bytes);
                     return Ok(Self { socket, held, records, keeper });
                 }
@@ -224,7 +226,7 @@ impl KeeperConnection {
         }
     }
 
-    /// The number of the keeper's process, if it tells.
+    /// Returns the keeper's process id, if it sent one.
     pub(crate) fn keeper(&self) -> Option<u32> {
         self.keeper
     }
@@ -243,17 +245,17 @@ impl KeeperConnection {
         send(line, (DROP, key), &[], &[]).map_err(KeeperError::Gone)
     }
 
-    /// Has all files of the client closed, because there is none any more, or another one.
+    /// Closes all files of the client, because it has ended or another one has replaced it.
     pub(crate) fn clear(line: BorrowedFd<'_>, is_another: bool) -> Result<(), KeeperError> {
         send(line, (CLEAR, is_another.into()), &[], &[]).map_err(KeeperError::Gone)
     }
 
-    /// Has the connection and what it was told forgotten.
+    /// Makes the keeper forget the connection and its records.
     pub(crate) fn forget_connection(line: BorrowedFd<'_>) -> Result<(), KeeperError> {
         send(line, (HANG_UP, 0), &[], &[]).map_err(KeeperError::Gone)
     }
 
-    /// Has a step of the connection made, and waits until it is. One thread at a time.
+    /// Commits a step of the connection, and waits until it is done. One thread at a time.
     pub(crate) fn commit(line: BorrowedFd<'_>, commit: &Commit<'_>) -> Result<(), KeeperError> {
         let (numbers, files) = commit.encode();
         let parts = [&numbers[..], commit.record_bytes(), commit.reply];
@@ -268,12 +270,13 @@ impl KeeperConnection {
     }
 }
 
-/// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another, until one ends that has no client,
-/// or none has come for [`SERVER_AWAITED`], or for [`FRONT_END_AWAITED`] after the front end has hung up, or until there is something
-/// to read from `end`.
+/// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another. Returns when a server
+/// without a client ends, when no server has come for [`SERVER_AWAITED`], or for [`FRONT_END_AWAITED`] after the front
+/// end has hung up, or when `end` is readable.
 ///
 /// # Errors
-/// The socket is lost.
+///
+/// The socket is unusable.
 pub fn keep(listener: &OwnedFd, end: &OwnedFd) -> io::Result<()> {
     let mut held = HeldDescriptors::default();
     while wait_for_server(listener, end, held.files.get(&CONNECTION))? {
@@ -281,14 +284,14 @@ pub fn keep(listener: &OwnedFd, end: &OwnedFd) -> io::Result<()> {
             Ok(server) => server,
             Err(Errno::INTR | Errno::CONNABORTED) => continue,
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                // That passes, and whoever waits there still does then.
+                // The failure is temporary, and waiting servers stay queued.
                 let _ = poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&PAUSE));
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
         if is_ours(&server).is_ok() {
-            // Whatever ends it, the next one is served.
+            // However this server ends, the next one is served.
             let _ = serve(server.as_fd(), end, &mut held);
             if !held.has_client && !held.files.contains_key(&CONNECTION) {
                 break;
@@ -307,7 +310,7 @@ fn wait_for_server(listener: &OwnedFd, end: &OwnedFd, connection: Option<&OwnedF
         let left = last.saturating_duration_since(Instant::now());
         let timeout = Timespec::try_from(left).map_err(|_| Errno::INVAL)?;
         let mut fds = vec![PollFd::new(end, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
-        // Messages stay where they are for the next server.
+        // Messages stay in the socket for the next server.
         let connection = connection.filter(|_| hung_up.is_none());
         fds.extend(connection.map(|socket| PollFd::new(socket, PollFlags::RDHUP)));
         match poll(&mut fds, Some(&timeout)) {
@@ -332,7 +335,7 @@ struct HeldDescriptors {
     has_client: bool,
 }
 
-/// The next packet of a server; `None` when it is gone, or it is time to end.
+/// Receives the next packet of a server; `None` when it is gone, or it is time to end.
 fn next(server: BorrowedFd<'_>, end: &OwnedFd) -> Result<Option<Packet>, Errno> {
     let mut fds = [PollFd::new(end, PollFlags::IN), PollFd::from_borrowed_fd(server, PollFlags::IN)];
     loop {
@@ -357,7 +360,7 @@ fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut HeldDescriptors) -> R
     send(server, (END, (held.files.len() + held.records.len()) as u64), &[&own], &[])?;
     while let Some(mut packet) = next(server, end)? {
         match packet.verb {
-            // Where there was no room for it here, what was under this key before is not it.
+            // If its descriptor was lost for lack of room, the previous one under this key is outdated.
             PUT => match packet.files.pop() {
                 Some(file) => drop(held.files.insert(packet.key, file)),
                 None => drop(held.files.remove(&packet.key)),
@@ -372,7 +375,7 @@ fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut HeldDescriptors) -> R
                 held.records.clear();
             }
             COMMIT => {
-                // There may have been no room for the connection, or for what came with this.
+                // The descriptor of the connection, or those of this packet, may be lost for lack of room.
                 let socket = held.files.get(&CONNECTION).filter(|_| !packet.is_cut);
                 let is_done = socket.is_some();
                 if let Some(socket) = socket {

@@ -1,12 +1,12 @@
-//! What a share's client holds (inodes, open files, locks, answers that it may not have seen), where a server's end does not
-//! reach it, so that the next server goes on as if nothing had happened.
+//! The state of a share's client (inodes, open files, locks, recent replies), stored where it survives the end of a
+//! server, so that the next server continues the session.
 //!
-//! * [`SessionStore`] is a table in shared memory: a server writes down what it hands out with plain stores, without a system
-//!   call. Open files are descriptors; each is passed to the keeper when it is opened: one `sendmsg`.
-//! * The [`keep`]er is a process that does nothing but hold descriptors: that memory, and the files. It hands them to the
-//!   next server, and to one server at a time: to that only when the one before is gone for good. One of the descriptors is the
-//!   connection to the front end ([`Commit`]), so that no end of a server closes that.
-//! * [`Saved`] is the same as plain data, and its form on the wire between two hosts.
+//! * [`SessionStore`] is a table in shared memory: a server records what it hands out with plain stores, without a
+//!   system call. It passes the descriptor of each opened file to the keeper: one `sendmsg`.
+//! * The [`keep`]er is a process that only holds descriptors: of that memory, and of the files. It passes them to one
+//!   server at a time, after the previous one has ended completely. One of the descriptors is the connection to the
+//!   front end ([`Commit`]), so the end of a server does not close it.
+//! * [`Saved`] is the same state as plain data, with its encoding for migration between hosts.
 //!
 //! ```
 //! use ferry_state::{Init, Saved};

@@ -11,20 +11,20 @@ use std::sync::atomic::AtomicU64;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A mapping; it reads as a slice of numbers that anybody who has the file may change at any time.
+/// A mapping, read as a slice of numbers that other processes with the file may change at any time.
 #[derive(Debug)]
 pub(crate) struct Memory {
     start: NonNull<AtomicU64>,
     words: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and is only reached as atomics.
+// SAFETY: the mapping is valid on every thread and is only accessed as atomics.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// A file of so many words, all zero. It takes memory where something was written only, and cannot be made shorter, which
-/// would be fatal to whoever has it mapped.
+/// Creates a file of this many words, all zero. Only written pages take memory. The file cannot shrink, because that
+/// would kill processes that have it mapped.
 pub(crate) fn make(words: usize) -> io::Result<File> {
     let fd = memfd_create("ferry-state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, (words * size_of::<u64>()) as u64)?;
@@ -33,14 +33,14 @@ pub(crate) fn make(words: usize) -> io::Result<File> {
 }
 
 impl Memory {
-    /// Maps a file of [`make`]'s: exactly so many words.
+    /// Maps a file of [`make`] with exactly this many words.
     pub(crate) fn map(file: &File, words: usize) -> io::Result<Self> {
         let bytes = words * size_of::<u64>();
         let is_sealed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if !is_sealed || words == 0 || file.metadata()?.len() != bytes as u64 {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        // SAFETY: the kernel chooses the place, so nothing is mapped over; the descriptor is open.
+        // SAFETY: the kernel chooses the address, so no other mapping is replaced; the descriptor is open.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -60,8 +60,8 @@ impl Deref for Memory {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: so many words are mapped there until `drop`, the file cannot shrink under them, a mapping is aligned to
-        // pages, every bit pattern is a number, and all who have the file mapped reach it by atomics.
+        // SAFETY: this many words are mapped until `drop`, the file cannot shrink, a mapping is page-aligned, every bit
+        // pattern is valid, and all processes access it by atomics.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
     }
 }
@@ -70,7 +70,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: it was mapped by `map`, this is its only owner, and no slice outlives it.
         if let Err(error) = unsafe { munmap(self.start.as_ptr().cast(), self.words * size_of::<u64>()) } {
-            tracing::debug!("memory stays mapped: {error}");
+            tracing::debug!("cannot unmap memory: {error}");
         }
     }
 }

@@ -8,8 +8,8 @@
 //!   lock  (3):  inode 8 | handle 8 | owner 8 | process 4 | kind 1 | flock 1 | start 8 | end 8
 //! ```
 //!
-//! All numbers are little-endian. Bytes come from another host: whatever they are, decoding them ends with an error or with
-//! data of about their own size.
+//! All numbers are little-endian. The bytes come from another host; decoding any input ends with an error or with data
+//! of about the input's size.
 
 use ferry_vfs::{Handle, Ino, LockKind};
 
@@ -19,10 +19,10 @@ const END: u8 = 0;
 pub(crate) const NODE: u8 = 1;
 pub(crate) const OPEN: u8 = 2;
 pub(crate) const LOCK: u8 = 3;
-/// The longest identity: a path as long as Linux takes one, and what is beside it.
+/// The maximum length of an identity in bytes: a path of Linux's maximum length, and other fields.
 const IDENTITY_BYTES_MAX: usize = 4096 + 64;
 
-/// What INIT said, and what was agreed on.
+/// The client's INIT and the outcome of the negotiation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Init {
     /// The client's minor version.
@@ -31,48 +31,48 @@ pub struct Init {
     pub max_readahead_bytes: u32,
     /// The flags that it offered.
     pub offered: u64,
-    /// The flags that were agreed on.
+    /// The negotiated flags.
     pub agreed: u64,
 }
 
-/// An inode that the client knows.
+/// An inode that the client references.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     /// Its number.
     pub ino: Ino,
-    /// How many references the client has.
+    /// The number of the client's references.
     pub references: u64,
     /// How its source finds it again ([`ferry_vfs::Migrate::identify`]).
     pub identity: Vec<u8>,
 }
 
-/// A file or directory that the client has open.
+/// An open file or directory of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OpenFile {
     /// The inode.
     pub ino: Ino,
-    /// The number by which it is open.
+    /// The handle.
     pub handle: Handle,
-    /// The flags that it was opened with.
+    /// The flags of the open call.
     pub flags: u32,
     /// It is a directory.
     pub is_dir: bool,
 }
 
-/// A lock that the client has.
+/// A lock of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SavedLock {
     /// The inode.
     pub ino: Ino,
-    /// The handle that it was taken through.
+    /// The handle that acquired it.
     pub handle: Handle,
     /// The owner's number.
     pub owner: u64,
-    /// The process, as the client sees it.
+    /// The process in the client's numbering.
     pub pid: u32,
     /// Shared or not.
     pub kind: LockKind,
-    /// Of the whole file, by `flock`.
+    /// A lock of the whole file by `flock`.
     pub flock: bool,
     /// The first byte.
     pub start: u64,
@@ -97,16 +97,16 @@ pub struct Saved {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     /// Something else.
-    #[error("it is not the state of a virtio-fs share of ferry's; the server on the other side must be ferry, too")]
+    #[error("this is not the state of a virtio-fs share of ferry; the other server must be ferry, too")]
     Magic,
-    /// Of another time.
-    #[error("it has version {0}, not {VERSION}; both sides must run the same version of ferry")]
+    /// The state of another version.
+    #[error("the state has version {0}, not {VERSION}; both sides must run the same version of ferry")]
     Version(u32),
     /// It does not end.
-    #[error("it ends after {0} bytes, in the middle of a record")]
+    #[error("the state ends after {0} bytes, in the middle of a record")]
     Short(usize),
     /// It cannot be.
-    #[error("there is a record at byte {0} that makes no sense")]
+    #[error("the state has an invalid record at byte {0}")]
     Record(usize),
 }
 
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn it_comes_back_and_no_part_of_it_does() {
+    fn a_state_round_trips_and_a_truncated_one_is_refused() {
         let (saved, mut bytes) = (sample(), Vec::new());
         saved.encode(&mut bytes);
         assert_eq!(Saved::decode(&bytes).as_ref(), Ok(&saved));
@@ -307,7 +307,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn changed_bytes_are_a_state_or_an_error(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+        fn changed_bytes_decode_or_are_an_error(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
             let mut bytes = Vec::new();
             sample().encode(&mut bytes);
             for (at, byte) in changes {

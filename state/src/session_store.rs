@@ -1,4 +1,4 @@
-//! The session store: shared memory and the descriptors that belong to it.
+//! The session store: shared memory with its descriptors.
 //!
 //! ```text
 //! head, 64 words:  magic | epoch | slots used | session there | minor | read-ahead | offered | agreed | workers | entries
@@ -21,7 +21,7 @@ use crate::memory::{self, Memory};
 use crate::saved::{Init, LOCK, NODE, Node, OPEN, OpenFile, Saved, SavedLock};
 use crate::slots::{self, Slot, Slots};
 
-/// The memory's form: another one is another's.
+/// The version of the memory's format.
 const MAGIC: u64 = u64::from_le_bytes(*b"FERRYST\x03");
 const HEAD_WORDS: usize = 64;
 const EPOCH: usize = 1;
@@ -30,20 +30,20 @@ const THERE: usize = 3;
 const INIT: usize = 4;
 const WORKERS: usize = 8;
 const ENTRIES: usize = 9;
-/// Inodes, open files and locks in all: 512 MiB of memory if all of them are in use.
+/// The maximum number of inodes, open files and locks together: 512 MiB of memory if all are in use.
 const SLOTS_MAX: usize = 1 << 22;
 
-/// Kinds of records beside those of [`crate::saved`]: an inode that the client uses its window for, and something that is mapped there.
+/// Record types besides those of [`crate::saved`]: an inode that uses the client's window, and a mapping in it.
 const NODE_IN_WINDOW: u8 = 4;
 const MAPPED: u8 = 5;
 
 /// The keys of descriptors.
 const MEMORY: u64 = 0;
 const IN_FLIGHT: u64 = 1;
-/// Those of open files: this, and the number of the slot.
+/// Keys of open files: this plus the slot's index.
 pub(crate) const FILES: u64 = 16;
 
-/// How much is written down of requests: both numbers are of the server's making, and the same for all servers of a share.
+/// The size of the journals. The server chooses both numbers, the same for all servers of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Workers that write journals.
@@ -69,9 +69,9 @@ pub enum StoreError {
     #[error(transparent)]
     Line(#[from] KeeperError),
     /// The memory.
-    #[error("memory for the state cannot be had: {0}")]
+    #[error("cannot allocate memory for the state: {0}")]
     Memory(std::io::Error),
-    /// Another version's, or other options.
+    /// The stored state is of another version or has other options.
     #[error(
         "what was kept is of another version of ferry, or of a server with another number of queues; start it as it was \
          started before, or end the guest first"
@@ -88,21 +88,21 @@ pub struct SessionStore {
     /// Of each worker's journal.
     places: Vec<Mutex<EntryUse>>,
     epoch: AtomicU64,
-    /// The way to the keeper; the last thing of this process to go.
+    /// The connection to the keeper, the last descriptor of this process that closes.
     line: Arc<Backing>,
     in_flight: Mutex<Option<File>>,
-    /// What the server before has left.
+    /// The state that the previous server left.
     left: Mutex<Option<Leftover>>,
     left_connection: Mutex<Option<LeftConnection>>,
-    /// The keeper has the connection of a front end.
+    /// The keeper holds the connection of a front end.
     has_connection: AtomicBool,
-    /// The number of the keeper's process, if it tells.
+    /// The keeper's process id, if it sent one.
     keeper: Option<u32>,
-    /// A lack of room was said.
+    /// A lack of room was logged.
     said: AtomicBool,
 }
 
-/// What the server before has left.
+/// The state that the previous server left.
 #[derive(Debug, Default)]
 pub(crate) struct Leftover {
     saved: Saved,
@@ -115,12 +115,12 @@ pub(crate) struct Leftover {
     journal_entries: HashMap<u64, JournalEntry>,
 }
 
-/// What belongs to a client's window, as the server before has written it down.
+/// A mapping in a client's window, as recorded by the previous server.
 #[derive(Debug)]
 pub struct MappedFile {
     /// Where it is written down.
     pub slot: Slot,
-    /// The number that was noted last.
+    /// The state number that was recorded last.
     pub state: u64,
     /// What it is.
     pub bytes: Vec<u8>,
@@ -128,24 +128,24 @@ pub struct MappedFile {
     pub file: Option<OwnedFd>,
 }
 
-/// What [`SessionStore::take_left`] answers.
+/// The outcome of [`SessionStore::take_left`].
 #[derive(Debug)]
 pub struct PreviousSession {
     /// What the client holds.
     pub saved: Saved,
-    /// Where its inodes are written down.
+    /// The slots of its inodes.
     pub node_slots: HashMap<Ino, Slot>,
-    /// Where its open files are written down.
+    /// The slots of its open files.
     pub open_slots: HashMap<OpenFile, Slot>,
-    /// Where its locks are written down.
+    /// The slots of its locks.
     pub lock_slots: Vec<Slot>,
     /// The descriptors of its open files.
     pub files: HashMap<OpenFile, OwnedFd>,
-    /// The inodes that it uses its window for.
+    /// The inodes that use its window.
     pub in_window: HashSet<Ino>,
     /// What is in its window.
     pub mapped: Vec<MappedFile>,
-    /// Requests that were begun, and the last ones that were answered.
+    /// Requests in progress, and the last completed ones.
     pub journal_entries: HashMap<u64, JournalEntry>,
 }
 
@@ -154,7 +154,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl SessionStore {
-    /// Takes up what the keeper has, or begins.
+    /// Takes over the keeper's state, or begins a new one.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -215,7 +215,7 @@ impl SessionStore {
             if is_in_window {
                 one.kind = NODE;
             }
-            // What makes no sense was written by a server in its last moment, or by nobody.
+            // An invalid record was written by a server while it was killed.
             if left.saved.add(one.kind, one.count, &one.bytes).is_err() {
                 continue;
             }
@@ -238,13 +238,13 @@ impl SessionStore {
                 }
             };
         }
-        // Those of files that were closed in the server's last moment.
+        // These belong to files that were closed while the server was killed.
         files.keys().try_for_each(|key| KeeperConnection::drop_key(self.line.as_fd(), *key))?;
         left.journal_entries = journal::load(self.journals(), self.epoch());
         Ok(self.has_client().then_some(left))
     }
 
-    /// What the server before has left, once. `None`: there was none, or it had no client.
+    /// Returns the state that the previous server left, once. `None`: there was no server, or it had no client.
     pub fn take_left(&self) -> Option<PreviousSession> {
         let Leftover { saved, node_slots, open_slots, lock_slots, mut files, in_window, mapped, journal_entries } =
             lock(&self.left).take()?;
@@ -268,58 +268,61 @@ impl SessionStore {
         &self.memory[HEAD_WORDS + self.geometry.journal_words()..]
     }
 
-    /// Which client it is; another one has another number.
+    /// Returns the number of the client; every client has another one.
     #[inline]
     pub fn epoch(&self) -> u32 {
         u32::try_from(self.epoch.load(Ordering::Acquire)).unwrap_or(0)
     }
 
-    /// What must go after all that this process has under way: the keeper waits for it.
+    /// Returns the descriptor that must outlive all operations of this process: the keeper waits for its close.
     pub fn line(&self) -> &Arc<Backing> {
         &self.line
     }
 
-    /// Memory of requests in flight, if there is some.
+    /// Returns the memory of requests in flight, if any is stored.
     ///
     /// # Errors
-    /// There are no descriptors left.
+    ///
+    /// No descriptors are left.
     pub fn in_flight(&self) -> std::io::Result<Option<File>> {
         lock(&self.in_flight).as_ref().map(File::try_clone).transpose()
     }
 
-    /// Keeps memory of requests in flight.
+    /// Stores memory of requests in flight.
     ///
     /// # Errors
-    /// The keeper is gone, or there are no descriptors left.
+    ///
+    /// The keeper is gone, or no descriptors are left.
     pub fn keep_in_flight(&self, file: &File) -> Result<(), StoreError> {
         KeeperConnection::put(self.line.as_fd(), IN_FLIGHT, file.as_fd())?;
         *lock(&self.in_flight) = Some(file.try_clone().map_err(StoreError::Memory)?);
         Ok(())
     }
 
-    /// Whether there is a client, between INIT and its end.
+    /// Returns whether there is a client, from INIT to its end.
     pub fn has_client(&self) -> bool {
         self.memory[THERE].load(Ordering::Acquire) == 1
     }
 
-    /// Whether the keeper stays when this server ends: there is somebody for whom the next one would go on.
+    /// Returns whether the keeper outlives this server, because there is a client or a connection to continue.
     pub fn outlives_server(&self) -> bool {
         self.has_client() || self.has_connection.load(Ordering::Relaxed)
     }
 
-    /// The number of the keeper's process, if it tells.
+    /// Returns the keeper's process id, if it sent one.
     pub fn keeper(&self) -> Option<u32> {
         self.keeper
     }
 
-    /// The connection that the server before has left, once.
+    /// Returns the connection that the previous server left, once.
     pub fn take_connection(&self) -> Option<LeftConnection> {
         lock(&self.left_connection).take()
     }
 
-    /// Keeps a connection that was just made.
+    /// Stores a new connection.
     ///
     /// # Errors
+    ///
     /// The keeper is gone.
     pub fn keep_connection(&self, socket: BorrowedFd<'_>) -> Result<(), KeeperError> {
         KeeperConnection::put(self.line.as_fd(), CONNECTION, socket)?;
@@ -327,27 +330,28 @@ impl SessionStore {
         Ok(())
     }
 
-    /// Has a message of the connection taken, recorded and answered. The connection's thread alone may ask for that.
+    /// Takes, records and answers a message of the connection. Only the connection's thread may call this.
     ///
     /// # Errors
-    /// [`KeeperError::Full`]: nothing was done. [`KeeperError::Gone`]: nobody knows, but no more will be done.
+    ///
+    /// [`KeeperError::Full`]: nothing was done. [`KeeperError::Gone`]: it is unknown what was done.
     pub fn commit(&self, commit: &Commit<'_>) -> Result<(), KeeperError> {
         KeeperConnection::commit(self.line.as_fd(), commit)
     }
 
-    /// Forgets the connection: the front end is gone, or nobody listens to it any more.
+    /// Forgets the connection: the front end is gone, or the server stops listening to it.
     pub fn end_connection(&self) {
         drop(self.take_connection());
         self.has_connection.store(false, Ordering::Relaxed);
         self.forget_client(KeeperConnection::forget_connection(self.line.as_fd()));
     }
 
-    /// A worker's journal, for one of its threads.
+    /// Returns a worker's journal, for one of its threads.
     pub fn journal(self: &Arc<Self>, worker: usize) -> Journal {
         Journal::new(Arc::clone(self), worker)
     }
 
-    /// Forgets everything; `init` begins with another client. Returns its number.
+    /// Clears the state and begins another client, with its `init`. Returns its number.
     pub fn begin(&self, init: Option<Init>) -> u32 {
         let epoch = (self.epoch.load(Ordering::Relaxed) + 1) & u64::from(u32::MAX);
         self.memory[THERE].store(0, Ordering::Release);
@@ -395,23 +399,24 @@ impl SessionStore {
         Some(slot)
     }
 
-    /// The client knows an inode, and uses its window for it or not.
+    /// Records an inode that the client references, and whether it uses the window.
     pub fn node(&self, epoch: u32, ino: Ino, identity: &[u8], in_window: bool) -> Option<Slot> {
         let kind = if in_window { NODE_IN_WINDOW } else { NODE };
         self.put(epoch, kind, &Node::to_bytes(ino, identity), 1, None)
     }
 
-    /// Something is in the client's window: what it is, a number that [`Self::mapping`] changes, and a descriptor.
+    /// Records a mapping in the client's window: its description, a state number that [`Self::mapping`] changes, and a
+    /// descriptor.
     pub fn mapped(&self, bytes: &[u8], state: u64, file: Option<BorrowedFd<'_>>) -> Option<Slot> {
         self.put(self.epoch(), MAPPED, bytes, state, file)
     }
 
-    /// The number of what is in the client's window is another one.
+    /// Changes the state number of a mapping.
     pub fn mapping(&self, slot: Slot, state: u64) {
         self.references(slot, state);
     }
 
-    /// The client has another number of references.
+    /// Records the number of the client's references.
     #[inline]
     pub fn references(&self, slot: Slot, count: u64) {
         if slot.epoch == self.epoch() {
@@ -424,7 +429,7 @@ impl SessionStore {
         self.put(epoch, OPEN, &open.to_bytes(), 1, file)
     }
 
-    /// The client has closed something, or has it in its window no more.
+    /// Records that the client has closed a file or unmapped a mapping.
     pub fn close_file(&self, slot: Slot, had_file: bool) {
         if had_file && slot.epoch == self.epoch() {
             self.forget_client(KeeperConnection::drop_key(self.line.as_fd(), FILES + u64::from(slot.index)));

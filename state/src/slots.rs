@@ -4,8 +4,8 @@
 //! slot, 16 words:  state (epoch 32 | bytes 16 | kind 8 | 0) | next slot + 1 | count | bytes, 13 words
 //! ```
 //!
-//! A record longer than a slot goes on in others. Its state is stored last, and taken away first, so that whoever reads
-//! finds it wholly or not at all, wherever the writer ended.
+//! A long record continues in further slots. Its state is stored last and cleared first, so a reader finds it
+//! completely or not at all, wherever the writer was killed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -16,25 +16,25 @@ const STATE: usize = 0;
 const NEXT: usize = 1;
 const COUNT: usize = 2;
 const BYTES: usize = 3;
-/// Bytes of a record that each slot holds.
+/// Bytes of a record per slot.
 const BYTES_EACH: usize = (WORDS - BYTES) * 8;
-/// The longest record: an inode with the longest name, and then some.
+/// The maximum length of a record in bytes: more than an inode with the longest name.
 pub(crate) const BYTES_MAX: usize = 8 * BYTES_EACH;
-/// The kind of slots in which another goes on.
+/// The type of slots that continue a record.
 const CONTINUED: u8 = 255;
 
-/// A record that is kept. Its memory is used again when everything was forgotten meanwhile: then this finds nothing.
+/// A stored record. After its epoch has ended the memory may be reused; the slot is then invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     pub(crate) index: u32,
     pub(crate) epoch: u32,
 }
 
-/// What is free, as only the writer knows.
+/// The free slots, known only to the writer.
 #[derive(Debug, Default)]
 struct Free {
     slots: Vec<u32>,
-    /// Slots from here on were never used.
+    /// Slots from this index were never used.
     fresh: u32,
     epoch: u32,
 }
@@ -43,7 +43,7 @@ struct Free {
 #[derive(Debug, Default)]
 pub(crate) struct Slots(Mutex<Free>);
 
-/// A record as it is found.
+/// A record that was read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct FoundRecord {
     pub(crate) slot: Slot,
@@ -66,7 +66,7 @@ impl Slots {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many slots are in use or were.
+    /// Returns the number of slots ever used.
     pub(crate) fn high_water(&self) -> u32 {
         self.free().fresh
     }
@@ -76,7 +76,7 @@ impl Slots {
         *self.free() = Free { epoch, ..Free::default() };
     }
 
-    /// Takes the slots that a record of so many bytes needs; `None` if there is no room, or the epoch is over.
+    /// Takes the slots for a record of this length; `None` if there is no room, or the epoch has ended.
     fn take(&self, epoch: u32, bytes: usize, slots_max: usize) -> Option<Vec<u32>> {
         let needed = bytes.div_ceil(BYTES_EACH).max(1);
         let mut free = self.free();
@@ -95,7 +95,7 @@ impl Slots {
         Some(taken)
     }
 
-    /// Writes a record, but for its state: [`Self::commit`] makes it be there.
+    /// Writes a record without its state: [`Self::commit`] makes it valid.
     pub(crate) fn prepare(&self, memory: &[AtomicU64], epoch: u32, bytes: &[u8], count: u64) -> Option<Slot> {
         let taken = self.take(epoch, bytes.len(), memory.len() / WORDS)?;
         for (number, index) in taken.iter().enumerate() {
@@ -117,7 +117,7 @@ impl Slots {
         Some(Slot { index: taken[0], epoch })
     }
 
-    /// From now on the record is there.
+    /// Makes the record valid.
     pub(crate) fn commit(memory: &[AtomicU64], at: Slot, kind: u8, bytes: usize) {
         slot(memory, at.index)[STATE].store(state(kind, bytes, at.epoch), Ordering::Release);
     }
@@ -125,7 +125,7 @@ impl Slots {
     /// Changes a record's count.
     #[inline]
     pub(crate) fn count(memory: &[AtomicU64], at: Slot, count: u64) {
-        // A slot of an epoch that is over may be another's by now.
+        // After the end of its epoch a slot may belong to another record.
         let words = slot(memory, at.index);
         if words[STATE].load(Ordering::Relaxed) >> 32 == u64::from(at.epoch) {
             words[COUNT].store(count, Ordering::Release);
@@ -147,8 +147,8 @@ impl Slots {
         }
     }
 
-    /// Finds the records of an epoch among the first `high_water` slots, and goes on writing after them. What makes no sense
-    /// is not there.
+    /// Reads the records of an epoch among the first `high_water` slots, and continues to write after them. Invalid
+    /// records are skipped.
     pub(crate) fn load(&self, memory: &[AtomicU64], epoch: u32, high_water: u32) -> Vec<FoundRecord> {
         let slots_max = u32::try_from(memory.len() / WORDS).unwrap_or(u32::MAX);
         let high_water = high_water.min(slots_max);
@@ -175,7 +175,7 @@ impl Slots {
     }
 }
 
-/// The bytes of a record, and the slots that it takes.
+/// Returns the bytes of a record, and its slots.
 fn read(memory: &[AtomicU64], first: u32, length: usize, high_water: u32) -> Option<(Vec<u8>, Vec<u32>)> {
     let (mut bytes, mut parts, mut at) = (Vec::with_capacity(length + 8), Vec::new(), first);
     loop {
@@ -215,7 +215,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_put_and_not_removed_is_found(steps in proptest::collection::vec((0..3u8, 0..400usize, any::<u8>()), 0..200)) {
+        fn records_are_found_until_they_are_removed(steps in proptest::collection::vec((0..3u8, 0..400usize, any::<u8>()), 0..200)) {
             let (memory, mut slots) = (memory(), Slots::default());
             slots.begin(1);
             let mut model: Vec<(Slot, Vec<u8>, u64)> = Vec::new();
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_another_epoch_are_neither_found_nor_touched() {
+    fn slots_of_another_epoch_are_ignored() {
         let (memory, slots) = (memory(), Slots::default());
         slots.begin(1);
         let old = put(&slots, &memory, b"old", 1).expect("there is room");
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_is_full_says_so() {
+    fn a_full_table_returns_none() {
         let (memory, slots) = (memory(), Slots::default());
         slots.begin(1);
         let put: Vec<_> = (0..=SLOTS).map(|_| put(&slots, &memory, b"x", 1)).collect();

@@ -1,31 +1,32 @@
-//! Which role makes which system calls.
+//! The system calls of each role.
 
-/// What a process or a thread is there for.
+/// The role of a process or thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A server of files: all of the process, whatever else its threads are.
+    /// A server of files: the whole process.
     Server,
-    /// A thread of it that serves requests of a guest, and those that it starts for calls that take long. It is the one that
-    /// reads what a guest says; it has no business with whoever started it, the VMM, and whoever asks for the log.
+    /// A thread of the server that serves a guest's requests, and threads that it starts for slow calls. It parses
+    /// untrusted data, so it has no access to the VMM's connection and the control socket.
     Worker,
-    /// A thread of it that serves requests of a guest to a disk, and those that it starts: a worker that has no business with
-    /// what files are called, whose they are, and who else there is.
+    /// A thread of the server that serves a guest's disk requests, and threads that it starts. It needs no calls about
+    /// file names, owners or other processes.
     Disk,
-    /// The thread of it that has files mapped in a guest's window: it speaks with the VMM, opens files, and writes to them. It makes
-    /// and removes no names, acts for no other user, and starts no threads.
+    /// The thread of the server that maps files in a guest's window. It talks to the VMM, and opens and writes files.
+    /// It does not change names or user ids, and starts no threads.
     Mapper,
-    /// The thread of a source that connects to its server, again whenever the connection is lost, and those that it starts: they read
-    /// what the server says, and look up its name. No thread of a server's process has it from there: it begins before.
+    /// The thread of a source that connects and reconnects to its server, and threads that it starts: they read the
+    /// server's messages and resolve its name. It starts before the server's filter applies, so no thread of the server
+    /// has its calls.
     Connector,
-    /// The process that stays outside, to wait, to pass signals on, and to remove the files of sockets.
+    /// The process outside, which waits, forwards signals, and removes socket files.
     Outside,
     /// The process that holds descriptors for one server after another, and opens nothing.
     Holder,
 }
 
-/// Of a server's, those that a worker does without: to take connections and what comes over them (descriptors, above all), and to
-/// change what holds for the whole process. It does send: descriptors with `--state`, requests to a 9P server, whose connection it ends if that
-/// fails, and what it logs; and makes files in memory, for `mem` without privileges.
+/// The server's calls that a worker lacks: accepting connections, receiving (descriptors above all), and changing
+/// properties of the process. A worker may send: descriptors with `--state`, requests to a 9P server, and log lines. It
+/// may also create files in memory, for `mem` without privileges.
 pub(super) const NOT_OF_WORKER: &[libc::c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -48,8 +49,7 @@ pub(super) const NOT_OF_WORKER: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Of a server's, those that are about what files are called and whose they are, and that act for others: threads that only move the bytes of
-/// open files do without them.
+/// The server's calls about file names, owners and user ids. Threads that only transfer data of open files lack them.
 pub(super) const NAMES_AND_USERS: &[libc::c_long] = &[
     libc::SYS_fchdir,
     libc::SYS_umask,
@@ -79,8 +79,8 @@ pub(super) const NAMES_AND_USERS: &[libc::c_long] = &[
     libc::SYS_unshare,
 ];
 
-/// Of a worker's, those that one of a disk does without besides: its files are open, and all that it does to them is to move, free and
-/// flush bytes. It may ask for files that are not there, as libraries do now and then to learn of the machine.
+/// The calls that a disk worker lacks besides: its files are open, and it only transfers, frees and flushes data. It
+/// may try to open missing files, as libraries do to examine the machine.
 pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
     libc::SYS_shutdown,
     libc::SYS_splice,
@@ -96,7 +96,7 @@ pub(super) const NOT_OF_DISK: &[libc::c_long] = &[
     libc::SYS_memfd_create,
 ];
 
-/// Of a server's, those that the thread of a window does without besides.
+/// The calls that the thread of a window lacks besides.
 pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -118,8 +118,8 @@ pub(super) const NOT_OF_MAPPER: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Of a server's, those that a thread which connects to a 9P server does without besides. It opens a few files, to look up names, and wakes
-/// others; no descriptors come over its sockets, it waits for nobody who connects, and starts no transfer.
+/// The server's calls that a connecting thread of a 9P source lacks besides. It opens a few files to resolve names, and
+/// wakes other threads. It receives no descriptors, accepts no connections, and starts no transfers.
 pub(super) const NOT_OF_CONNECTOR: &[libc::c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -157,18 +157,19 @@ pub(super) const NOT_OF_CONNECTOR: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// What it does that nobody else may. Which sockets, [`refused_of_connector`](super::refused_of_connector) says.
+/// The calls of the connector that no other role has. [`refused_of_connector`](super::refused_of_connector) restricts
+/// the sockets.
 pub(super) const OF_CONNECTOR: &[libc::c_long] = &[
     libc::SYS_socket,
     libc::SYS_connect,
     // Questions to a name server.
     libc::SYS_sendmmsg,
-    // Some C libraries open `/etc/hosts` by it.
+    // Some C libraries open `/etc/hosts` with it.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_open,
 ];
 
-/// The older names of the same, and of what none of these threads does by them.
+/// Older forms of these, and of calls that none of these threads makes.
 #[cfg(target_arch = "x86_64")]
 pub(super) const OLDER_NOT_OF_THREADS: &[libc::c_long] = &[
     libc::SYS_open,
@@ -187,7 +188,7 @@ pub(super) const OLDER_NOT_OF_THREADS: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) const OLDER_NOT_OF_THREADS: &[libc::c_long] = &[];
 
-/// Those of both processes beside the server: memory, signals that ended it would have, an end.
+/// The calls of both helper processes: memory, blocked signals, exit.
 pub(super) const OF_HELPERS: &[libc::c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigaction,
@@ -213,7 +214,7 @@ pub(super) const OF_HELPERS: &[libc::c_long] = &[
     libc::SYS_clock_gettime,
 ];
 
-/// Besides, of the one that stays outside. It opens no files.
+/// The additional calls of the supervisor. It opens no files.
 pub(super) const OF_OUTSIDE: &[libc::c_long] = &[
     libc::SYS_wait4,
     libc::SYS_waitid,
@@ -226,8 +227,8 @@ pub(super) const OF_OUTSIDE: &[libc::c_long] = &[
     libc::SYS_signalfd4,
 ];
 
-/// Besides, of the one that holds descriptors: to be connected to, to be handed some, and to take messages of a VMM from its
-/// connection, answer them there, and end it.
+/// The additional calls of the keeper: accepting connections, receiving descriptors, and reading, answering and closing
+/// the VMM's connection.
 pub(super) const OF_HOLDER: &[libc::c_long] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,

@@ -1,4 +1,4 @@
-//! The keeper, with servers that come and go, and a front end that stays.
+//! The keeper, with consecutive servers and a permanent front end.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 struct Keeper {
     state: Folder,
     thread: JoinHandle<()>,
-    /// Ends it once something is written there.
+    /// Ends the keeper when it becomes readable.
     end: OwnedFd,
     _folder: tempfile::TempDir,
 }
@@ -45,7 +45,7 @@ fn read(socket: &mut UnixStream, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn messages_are_taken_recorded_and_answered_by_one_step() {
+fn a_commit_takes_records_and_answers_a_message() {
     let keeper = Keeper::new();
     let first = keeper.server();
     assert!(first.take_connection().is_none());
@@ -59,7 +59,7 @@ fn messages_are_taken_recorded_and_answered_by_one_step() {
     assert_eq!(read(&mut front_end, 3), b"yes");
     drop((ours, first));
 
-    // The connection is open, what was taken is gone, and what was recorded is in the order of its keys.
+    // The connection is open, the message is gone, and the records are in the order of their keys.
     let second = keeper.server();
     let left = second.take_connection().unwrap();
     let recorded: Vec<_> = left.records.iter().map(|(key, (bytes, files))| (*key, &bytes[..], files.len())).collect();
@@ -72,7 +72,7 @@ fn messages_are_taken_recorded_and_answered_by_one_step() {
     let records = third.take_connection().unwrap().records;
     assert_eq!(records.into_iter().map(|(key, (bytes, _))| (key, bytes)).collect::<Vec<_>>(), [(5, b"other".to_vec())]);
 
-    // Once it is over, nothing of it is left, and nobody is waited for.
+    // After the end nothing is left, and the keeper does not wait.
     third.end_connection();
     assert_eq!(front_end.read(&mut [0]).unwrap(), 0);
     assert!(third.commit(&Commit::default()).is_err());
@@ -100,7 +100,7 @@ fn the_keeper_stays_for_a_connection_or_a_client() {
     drop(front_end);
 }
 
-/// A server that has a client, with its connection.
+/// Returns a server with a client and its connection.
 fn with_client(keeper: &Keeper) -> (Arc<SessionStore>, UnixStream) {
     let server = keeper.server();
     let (front_end, ours) = UnixStream::pair().unwrap();
@@ -115,7 +115,7 @@ fn the_keeper_ends_soon_after_the_front_end_where_there_is_no_server() {
     let keeper = Keeper::new();
     let (server, front_end) = with_client(&keeper);
     drop(server);
-    // What the front end says is the next server's, and no reason to look at it again and again.
+    // Bytes of the front end are for the next server and must not make the keeper spin.
     (&front_end).write_all(b"for the next server").unwrap();
     std::thread::sleep(FRONT_END_AWAITED / 10);
     assert!(!keeper.thread.is_finished());
@@ -127,7 +127,7 @@ fn the_keeper_ends_soon_after_the_front_end_where_there_is_no_server() {
 }
 
 #[test]
-fn the_keeper_ends_when_it_is_told_to() {
+fn the_keeper_ends_on_request() {
     for has_server in [false, true] {
         let keeper = Keeper::new();
         let (server, mut front_end) = with_client(&keeper);

@@ -1,4 +1,4 @@
-//! Whose folder a keeper is in, and who it and a server speak with.
+//! The owner of a keeper's directory, and the users that a keeper and a server accept.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -7,14 +7,14 @@ use std::process::{Command, Stdio};
 use ferry_state::{Folder, FolderError, KeeperConnection, KeeperError};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A user that nobody is.
+/// A user id that does not exist.
 const STRANGER: u32 = 64_321;
 
 #[test]
 fn a_folder_that_others_may_enter_or_that_is_a_link_is_refused() {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
-    // It is made, as its folder is.
+    // It is created with its parent.
     Folder::open(&at("a/b")).unwrap();
     for made in ["a", "a/b"] {
         assert_eq!(fs::metadata(at(made)).unwrap().permissions().mode() & 0o777, 0o700, "{made}");
@@ -42,7 +42,7 @@ fn a_folder_that_others_may_enter_or_that_is_a_link_is_refused() {
     }
 }
 
-/// Listens as another user where a keeper is expected, or connects where a server is: this program once more.
+/// Listens as another user where a keeper is expected, or connects to a keeper: this program again.
 #[test]
 fn strangers_are_neither_keepers_nor_servers() {
     if let Some(path) = std::env::var_os("FERRY_TEST_STRANGER") {
@@ -60,7 +60,7 @@ fn strangers_are_neither_keepers_nor_servers() {
         command.args(ids).arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture"]);
         command.env("FERRY_TEST_STRANGER", format!("{what} {}", path.display())).stdout(Stdio::piped()).spawn().unwrap()
     };
-    // One listens in a folder that was everybody's before it was ours.
+    // One listens in a directory that others could enter before.
     let place = tempfile::tempdir().unwrap();
     fs::set_permissions(place.path(), Permissions::from_mode(0o777)).unwrap();
     let mut listening = start("listen", &place.path().join("keeper"));
@@ -75,7 +75,7 @@ fn strangers_are_neither_keepers_nor_servers() {
     let error = refused.unwrap_err();
     assert!(matches!(error, KeeperError::Stranger { peer: STRANGER, user: 0 }), "{error}");
 
-    // One connects to the keeper, whose folder was left open.
+    // One connects to a keeper in an accessible directory.
     let place = tempfile::tempdir().unwrap();
     fs::set_permissions(place.path(), Permissions::from_mode(0o700)).unwrap();
     let folder = Folder::open(place.path()).unwrap();
@@ -85,11 +85,11 @@ fn strangers_are_neither_keepers_nor_servers() {
     fs::set_permissions(place.path().join("keeper"), Permissions::from_mode(0o666)).unwrap();
     let output = start("connect", &place.path().join("keeper")).wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    // Who is ours is still served.
+    // The right user is still served.
     KeeperConnection::reach(&folder).unwrap();
 }
 
-/// What the other user does.
+/// Runs as the other user.
 fn stranger(what: &str) {
     use rustix::net::{
         AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect, listen, recv,
@@ -107,7 +107,7 @@ fn stranger(what: &str) {
         std::thread::sleep(std::time::Duration::from_secs(60));
     } else {
         connect(&socket, &address).unwrap();
-        // Not one packet: it is hung up on.
+        // Not one packet: the keeper hangs up.
         let came = recv(&socket, &mut [0_u8; 64][..], RecvFlags::empty());
         assert!(matches!(came, Err(_) | Ok((_, 0))), "{came:?}");
     }

@@ -1,4 +1,4 @@
-//! A keeper that has no descriptors left when a server comes. Alone in its process, whose limit it changes.
+//! A keeper without free descriptors when a server comes. Alone in its process, whose limit it changes.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -39,7 +39,7 @@ fn a_keeper_without_descriptors_waits_until_there_are_some() {
     drop(left);
     setrlimit(Resource::Nofile, usual).unwrap();
     let (_, bytes) = recv(&socket, &mut [0u8; 64][..], RecvFlags::empty()).unwrap();
-    assert!(bytes > 0, "it tells what it has");
+    assert!(bytes > 0, "it sends what it has");
     drop(socket);
 
     let second = server();

@@ -1,4 +1,5 @@
-//! A server that may have fewer files open than the keeper holds. Alone in its process, whose limit it changes.
+//! A server whose limit of open files is below the number that the keeper holds. Alone in its process, whose limit it
+//! changes.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +12,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 const RECORDS: u64 = 60;
 
 #[test]
-fn what_does_not_fit_into_one_server_is_there_for_the_next() {
+fn descriptors_that_one_server_cannot_hold_are_kept_for_the_next() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -32,7 +33,7 @@ fn what_does_not_fit_into_one_server_is_there_for_the_next() {
     drop((first, ours));
 
     let usual = getrlimit(Resource::Nofile);
-    // Descriptors below the limit, which counts their numbers.
+    // Descriptors below the limit, which applies to their numbers.
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(open + RECORDS / 4), ..usual }).unwrap();
     let refused = KeeperConnection::reach(&state);
