@@ -79,7 +79,9 @@ pub enum KeeperError {
     #[error("the keeper of the state has no descriptors left")]
     Full,
     /// It says what cannot be.
-    #[error("the keeper of the state speaks another protocol version; end the process ferry-keeper, and restart the guest")]
+    #[error(
+        "the keeper of the state speaks another protocol version; end the process ferry-keeper, and restart the guest"
+    )]
     Nonsense,
 }
 
