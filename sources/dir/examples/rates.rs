@@ -1,4 +1,4 @@
-//! How fast the source answers, without any export: `cargo run --release -p ferry-dir --example rates [DIRECTORY]`.
+//! Measures the source without any export: `cargo run --release -p ferry-dir --example rates [DIRECTORY]`.
 #![allow(clippy::unwrap_used, reason = "a measurement, not a program")]
 
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ impl DirOutput for Count {
     }
 }
 
-/// Runs `step` (which does `per` things) for a while and prints the rate.
+/// Runs `step` (`per` operations) for a while and prints the rate.
 fn rate(mode: &str, what: &str, per: usize, mut step: impl FnMut(usize)) {
     let start = Instant::now();
     let mut done = 0;

@@ -1,4 +1,4 @@
-//! Attributes of inodes and totals of file systems.
+//! Attributes of inodes and statistics of file systems.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::table::Inode;
 const S_ISGID: u32 = 0o2000;
 const S_IXGRP: u32 = 0o010;
 
-/// Whether a mode has sgid without group execution: a mark for mandatory locks, and no privilege.
+/// Returns whether a mode has sgid without group execution, the mark of mandatory locking, which is no privilege.
 pub(crate) fn is_sgid_mark(mode: u32) -> bool {
     mode & (S_ISGID | S_IXGRP) == S_ISGID
 }
@@ -34,11 +34,11 @@ impl Dir {
         Ok(self.attr(&inode, &st))
     }
 
-    /// Size, owner, mode, times: in the order in which none undoes another.
+    /// Changes size, owner, mode and times, in an order in which no step undoes an earlier one.
     pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         self.writable()?;
         let open = handle.map(|handle| self.handles.get(cx.session, ino, handle)).transpose()?;
-        // A directory's or file's own handle serves as well as an O_PATH descriptor.
+        // An open handle of a directory or file serves as well as an O_PATH descriptor.
         let path;
         let (inode, fd): (&Arc<Inode>, BorrowedFd<'_>) = match &open {
             Some(open) => (&open.inode, open.file.as_fd()),
@@ -48,7 +48,7 @@ impl Dir {
             }
         };
         let outcome = self.set_attributes(cx, inode, (open.as_deref(), fd), set);
-        // Also where one step failed: those before it are done.
+        // Also if one step failed, because earlier steps have taken effect.
         match set.size {
             Some(size) => {
                 self.changes.publish(cx.session, || Change::Data { ino: inode.ino, offset: size, len: u64::MAX });
@@ -74,12 +74,12 @@ impl Dir {
             if set.uid == Some(u32::MAX) || set.gid == Some(u32::MAX) {
                 return Err(Errno::INVAL);
             }
-            // The host lets this server keep what is only a mark, whose group it may be in; suid goes in any case.
+            // The host lets this server keep the sgid mark, although its group may differ; suid is cleared in any case.
             if !cx.is_root_or_unknown() {
                 self.keeps_sgid_mark(cx, inode, fd)?;
             }
             let (uid, gid) = (set.uid.map(Uid::from_raw), set.gid.map(Gid::from_raw));
-            // The client's kernel knows the user or group; where this one's user namespace does not, nobody may give it a file.
+            // The user or group may exist on the client but not in this user namespace, so no file can belong to it.
             let unknown = |errno| if errno == Errno::INVAL { Errno::PERM } else { errno };
             rustix::fs::chownat(fd, "", uid, gid, AtFlags::EMPTY_PATH).map_err(unknown)?;
         } else if set.clear_privileges && set.size.is_none() && set.mode.is_none() {
@@ -95,12 +95,12 @@ impl Dir {
         Ok(())
     }
 
-    /// To be held while the file is made as short as that; see [`Windows::shortening`].
+    /// Returns a guard for shortening a file to `size`; see [`Windows::shortening`].
     pub(crate) fn shortening(by: SessionId, inode: &Inode, size: u64) -> Shortening {
         Windows::of_process().shortening(by, || Some(inode.found.key.file_id()), size)
     }
 
-    /// Sets the size, through a descriptor that is open for writing or a new one.
+    /// Sets the size, through a writable descriptor of the client or a new one.
     fn truncate(
         &self,
         (cx, inode): (&Caller<'_>, &Inode),
@@ -126,12 +126,12 @@ impl Dir {
             }
         };
         let _shortening = Self::shortening(cx.session, inode, size);
-        // File capabilities the kernel always removes.
+        // The kernel always removes file capabilities.
         let _guard = if clear_privileges { self.lose_privileges(cx, inode, file)? } else { None };
         rustix::fs::ftruncate(file, size)
     }
 
-    /// Sets the permission bits of what a descriptor, `O_PATH` or not, is of.
+    /// Sets the permission bits of the file of a descriptor, `O_PATH` or not.
     pub(crate) fn chmod(&self, inode: &Inode, fd: BorrowedFd<'_>, mode: u32) -> Result<()> {
         if inode.found.kind == FileType::Symlink {
             return Err(Errno::OPNOTSUPP);
@@ -140,7 +140,7 @@ impl Dir {
         rustix::fs::chmodat(&self.proc_fds, DecInt::from_fd(fd), mode, AtFlags::empty())
     }
 
-    /// Clears suid and sgid where they are set, as far as the caller may not keep them.
+    /// Clears suid and sgid, as far as the caller may not keep them.
     fn clear_privileges(&self, cx: &Caller<'_>, inode: &Inode, fd: BorrowedFd<'_>) -> Result<()> {
         if inode.found.kind != FileType::RegularFile {
             return Ok(());
@@ -154,11 +154,11 @@ impl Dir {
         if kept == mode { Ok(()) } else { self.chmod(inode, fd, kept) }
     }
 
-    /// To be called before a file is changed for a caller who may not keep suid and sgid, and held until it is changed.
+    /// Prepares a change of a file by a caller who may not keep suid and sgid; held until the change is done.
     ///
-    /// The host's kernel clears both in the change itself, for a thread without `CAP_FSETID`. But of sgid without group execution it
-    /// asks whether this thread is in the group; so that is decided here, for the caller. If it stays, the thread keeps the
-    /// capability.
+    /// For a thread without `CAP_FSETID` the host's kernel clears both in the change itself. For sgid without group
+    /// execution it checks this thread's groups, so this function decides for the caller. If sgid stays, the thread
+    /// keeps the capability.
     pub(crate) fn lose_privileges(
         &self,
         cx: &Caller<'_>,
@@ -168,8 +168,8 @@ impl Dir {
         if self.keeps_sgid_mark(cx, inode, fd)? { Ok(None) } else { Creds::drop_fsetid().map(Some) }
     }
 
-    /// If a file has sgid without group execution: clears that for a caller outside of the group, and for others only suid.
-    /// Returns whether it stays.
+    /// Handles sgid without group execution: clears it for a caller outside of the group, otherwise clears suid only.
+    /// Returns whether sgid stays.
     fn keeps_sgid_mark(&self, cx: &Caller<'_>, inode: &Inode, fd: BorrowedFd<'_>) -> Result<bool> {
         let st = statx(fd, b"")?;
         if inode.found.kind != FileType::RegularFile || !is_sgid_mark(st.stx_mode.into()) {
@@ -203,7 +203,7 @@ impl Dir {
         })
     }
 
-    /// Asks the host, as the caller: for protocols whose client does not check on its own.
+    /// Checks access on the host as the caller, for protocols whose client does not check.
     pub(crate) fn check_access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         let (_, fd) = self.path(ino)?;
         let access = Access::from_bits(mask).ok_or(Errno::INVAL)?;
@@ -219,7 +219,7 @@ fn time(set: Option<SetTime>) -> Result<Timespec> {
     Ok(match set {
         None => Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
         Some(SetTime::Now) => Timespec { tv_sec: 0, tv_nsec: UTIME_NOW },
-        // A greater number would be a command to the kernel, not a time.
+        // A larger value is a command to the kernel, not a time.
         Some(SetTime::At(at)) if at.nsec < 1_000_000_000 => Timespec { tv_sec: at.sec, tv_nsec: at.nsec.into() },
         Some(SetTime::At(_)) => return Err(Errno::INVAL),
     })

@@ -13,55 +13,55 @@ use rustix::process::Resource;
 
 use crate::table::{Inode, PathFd, Table, lock};
 
-/// Descriptors kept for open files, sockets, guest memory and whatever else the process has, as a part of all.
+/// The fraction of descriptors reserved for open files, sockets and guest memory.
 const RESERVE_PART: u64 = 4;
-/// With file handles a descriptor only saves a system call: past this many it is not worth the kernel's memory.
+/// The maximum with file handles, where a descriptor only saves a system call and is not worth more kernel memory.
 const KEPT_MAX: u64 = 65_536;
-/// At least so many are kept, whatever the limits say: a few lookups in flight.
+/// The minimum, whatever the limits: a few lookups in flight.
 const KEPT_MIN: usize = 16;
-/// Descriptors that clients' open files leave free, so that names can still be looked up when they have all others.
+/// Descriptors that clients' open files leave free for lookups.
 const FREE_MAX: u64 = 64;
-/// Numbers beyond that which the requests in flight may have taken meanwhile.
+/// Further descriptor numbers that requests in flight may have taken.
 const IN_FLIGHT: RawFd = 8;
-/// How far the clock's hand moves to make room for one descriptor, so that one request never pays for many.
+/// The maximum number of steps of the clock per descriptor, so that one request never pays for many.
 const STEPS_MAX: usize = 128;
-/// How many descriptors are given up at once when the host has no more.
+/// The number of descriptors to evict at once when the host has no more.
 const BATCH: usize = 64;
-/// How often an open is tried again after descriptors were given up.
+/// The number of retries of an open after eviction.
 const TRIES_MAX: usize = 4;
-/// Entries of the clock beyond the descriptors in use that are tolerated before it is swept.
+/// The maximum number of stale clock entries before a sweep.
 const SLACK: usize = 1024;
-/// How often those are looked for that nothing has used since. One that was used but once goes with the next turn, another file's with the second, a
-/// directory's with the fourth.
+/// The interval of idle eviction. A descriptor used once goes with the next turn, a file's used more often with the
+/// second, a directory's with the fourth.
 const TURN: Duration = Duration::from_secs(5);
 
-/// The inodes that hold a descriptor, by number, so that nothing is kept alive by it; some are gone already.
+/// The numbers of inodes that hold a descriptor. Numbers keep no inode alive, so some are stale.
 #[derive(Debug, Default)]
 struct Clock {
     inos: VecDeque<Ino>,
-    /// It was empty when it was looked at, and somebody waits for it not to be.
+    /// It was found empty, and a thread waits for an entry.
     is_awaited: bool,
-    /// Nobody is to wait for it any more.
+    /// The cache is being dropped.
     is_over: bool,
 }
 
-/// The clock of kept descriptors.
+/// The clock of cached descriptors.
 #[derive(Debug)]
 pub(crate) struct Cache {
     budget: usize,
-    /// A client's file with a greater descriptor number is refused: the kernel gives the lowest number that is free,
-    /// so the number tells how many are in use.
+    /// The maximum descriptor number of a client's file. The kernel assigns the lowest free number, so the number shows
+    /// how many are in use.
     number_max: RawFd,
-    /// The last file for a client had to go beyond that.
+    /// The last client file exceeded that.
     tight: AtomicBool,
     open: Arc<AtomicUsize>,
     clock: Mutex<Clock>,
-    /// There is something in the clock, or it is over.
+    /// Signals that the clock has entries, or the cache is being dropped.
     wound: Condvar,
 }
 
 impl Cache {
-    /// A cache of at most `descriptors_max` descriptors, or of what the process's limit allows.
+    /// Creates a cache of at most `descriptors_max` descriptors, or of what the process's limit allows.
     pub(crate) fn new(descriptors_max: Option<usize>) -> Self {
         let limit = raise_limit();
         let budget = descriptors_max
@@ -87,12 +87,12 @@ impl Cache {
         self.budget
     }
 
-    /// Wraps a descriptor, so that it counts.
+    /// Wraps a descriptor, so that it is counted.
     pub(crate) fn wrap(&self, fd: OwnedFd) -> Arc<PathFd> {
         Arc::new(PathFd::new(fd, &self.open))
     }
 
-    /// Gives an inode a descriptor to keep, and answers the one that it keeps.
+    /// Stores a descriptor in an inode unless it has one; returns the stored one.
     pub(crate) fn keep(&self, table: &Table, inode: &Inode, fd: Arc<PathFd>) -> Arc<PathFd> {
         let (fd, new) = inode.hold(fd);
         if new && inode.ino != Ino::ROOT {
@@ -112,11 +112,11 @@ impl Cache {
         fd
     }
 
-    /// Moves the clock's hand on, turn after turn, until [`Self::end`], and sleeps while nothing is held.
+    /// Runs the clock, turn after turn, until [`Self::end`]; sleeps while the clock is empty.
     pub(crate) fn run_clock(&self, table: &Table) {
         loop {
             let clock = lock(&self.clock);
-            // Each time, for what woke us may have been given up by others already.
+            // Checked again, because other threads may have evicted the entries.
             let clock = self.wound.wait_while(clock, |clock| {
                 clock.is_awaited = clock.inos.is_empty() && !clock.is_over;
                 clock.is_awaited
@@ -130,7 +130,7 @@ impl Cache {
             let mut left = clock.inos.len();
             drop(clock);
             while left > 0 {
-                // Others wait for the lock meanwhile.
+                // Other threads wait for the lock meanwhile.
                 let steps = left.min(STEPS_MAX);
                 self.evict(table, steps, steps, Inode::evict_idle);
                 left -= steps;
@@ -144,7 +144,7 @@ impl Cache {
         self.wound.notify_all();
     }
 
-    /// Moves the clock's hand at most `steps` inodes on, to give up `count` descriptors.
+    /// Moves the clock at most `steps` inodes on, to evict `count` descriptors.
     fn evict(&self, table: &Table, count: usize, steps: usize, give_up: fn(&Inode) -> Option<Arc<PathFd>>) {
         let mut victims = Vec::new();
         {
@@ -161,12 +161,12 @@ impl Cache {
                 }
             }
         }
-        // Closed only now, with no lock held.
+        // Closed without the lock.
         drop(victims);
     }
 
-    /// As [`Self::retry_with_room`], for a descriptor that a client will keep open. What is left for lookups is not given
-    /// away: then the answer is `MFILE`, as if it were the client's own limit.
+    /// As [`Self::retry_with_room`], for a descriptor that a client keeps open. It leaves descriptors for lookups:
+    /// beyond that it returns `MFILE`, as if the client had reached its own limit.
     pub(crate) fn retry_with_room_to_keep(
         &self,
         table: &Table,
@@ -174,7 +174,7 @@ impl Cache {
     ) -> Result<OwnedFd> {
         if self.tight.load(Ordering::Relaxed) {
             self.evict(table, BATCH, STEPS_MAX, Inode::evict);
-            // A duplicate shows which number is next, before anything is made that would have to be unmade.
+            // A duplicate shows the next number before anything is created that would have to be undone.
             let number =
                 self.retry_with_room(table, || rustix::io::fcntl_dupfd_cloexec(open_root(table)?, 0))?.as_raw_fd();
             if number > self.number_max + IN_FLIGHT {
@@ -189,14 +189,14 @@ impl Cache {
         Ok(fd)
     }
 
-    /// Runs a call that opens a descriptor; when the process or the host has no more, gives some up and tries again.
+    /// Runs a call that opens a descriptor. If the process or the host has no more, evicts some and retries.
     pub(crate) fn retry_with_room<T>(&self, table: &Table, mut open: impl FnMut() -> Result<T>) -> Result<T> {
         let mut tries = 0;
         loop {
             match open() {
                 Err(Errno::MFILE | Errno::NFILE) if tries < TRIES_MAX && self.open() > 1 => {
                     tries += 1;
-                    // Descriptors in use have credit: several rounds may be needed.
+                    // Descriptors in use have credit, so several rounds may be needed.
                     let steps = lock(&self.clock).inos.len() * 4;
                     self.evict(table, BATCH << tries, steps, Inode::evict);
                 }
@@ -206,7 +206,7 @@ impl Cache {
     }
 }
 
-/// The thread that closes idle descriptors, until dropped.
+/// The thread that closes idle descriptors; ends when dropped.
 #[derive(Debug)]
 pub(crate) struct IdleEvictor {
     cache: Arc<Cache>,
@@ -230,12 +230,12 @@ impl Drop for IdleEvictor {
     }
 }
 
-/// The descriptor of the root, which is always held.
+/// Returns the descriptor of the root, which is always held.
 fn open_root(table: &Table) -> Result<Arc<PathFd>> {
     table.peek(Ino::ROOT).and_then(|root| root.fd()).ok_or(Errno::STALE)
 }
 
-/// Raises the limit of open descriptors as far as the process may; returns it.
+/// Raises the limit of open descriptors as far as allowed; returns it.
 fn raise_limit() -> u64 {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {

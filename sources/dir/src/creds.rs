@@ -1,7 +1,7 @@
-//! Acting as the caller: user, groups and umask of this thread while it makes a new inode.
+//! Acting as the caller: user, groups and umask of this thread while it creates an inode.
 //!
-//! Linux keeps these per thread; the raw system calls change the calling thread only. A thread remembers what it
-//! has, so a caller who is the server's own user costs nothing. Whatever a guard changed, its drop changes back.
+//! Linux keeps these per thread; the raw system calls change the calling thread only. Each thread caches its ids, so a
+//! caller with the server's own ids costs nothing. Dropping a guard restores what it changed.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -12,43 +12,43 @@ use rustix::thread::{CapabilitiesSecureBits, CapabilitySet, CapabilitySets};
 
 use crate::sys;
 
-/// Capabilities that creating as somebody else must not have: with them the kernel would not clear sgid of a file
-/// whose group the caller is no member of (CVE-2018-13405 and CVE-2022-0358 are this mistake), or would let the
-/// file's maker do what only its owner may. What stays (DAC_OVERRIDE, MKNOD) the client's kernel has checked.
+/// Capabilities to drop while acting as another user. With them the kernel would not clear sgid of a file whose group
+/// excludes the caller (CVE-2018-13405, CVE-2022-0358), or would grant the creator what only the owner may do. The
+/// client's kernel has checked the remaining ones (DAC_OVERRIDE, MKNOD).
 const NOT_AS_CALLER: CapabilitySet = CapabilitySet::FSETID
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::CHOWN)
     .union(CapabilitySet::LINUX_IMMUTABLE);
 
-/// Capabilities that let their holder do what permissions forbid.
+/// Capabilities that override permissions.
 const OVERRIDES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH);
 
-/// Linux's number for a group that the user namespace cannot name (`/proc/sys/kernel/overflowgid`).
+/// The id that Linux shows for groups without a mapping in the user namespace (`/proc/sys/kernel/overflowgid`).
 const UNNAMED: u32 = 65_534;
 
-/// What this process may do, found out once.
+/// The privileges of this process, determined once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Creds {
     uid: u32,
     gid: u32,
-    /// May take on other users' ids.
+    /// The process can act as other users.
     pub(crate) switches: bool,
     /// May do what permissions forbid.
     overrides: bool,
-    /// The user namespace may lack some ids, so that `setfsuid` may silently fail.
+    /// The user namespace may lack some ids, so that `setfsuid` may fail silently.
     partial_map: bool,
 }
 
-/// What this thread has at the moment.
+/// The current state of this thread.
 #[derive(Debug, Default)]
 struct Thread {
-    /// `Some(true)` once the umask and working directory are this thread's own; `Some(false)` where that fails.
+    /// `Some(true)` if the thread has its own umask and working directory; `Some(false)` if that failed.
     unshared: Option<bool>,
     umask: Option<u32>,
     /// The supplementary groups, once known.
     groups: Option<Vec<u32>>,
     caps: Option<CapabilitySets>,
-    /// The kernel does not give capabilities back when the user id becomes 0 again.
+    /// The kernel does not restore capabilities when the user id becomes 0 again.
     no_fixup: bool,
 }
 
@@ -71,10 +71,10 @@ impl Creds {
         }
     }
 
-    /// Takes on the caller's ids until the guard goes, to make something that the client's kernel has allowed.
+    /// Acts as the caller until the guard is dropped, to create something that the client's kernel has allowed.
     ///
-    /// Without the privilege for it, what a plain user's server makes is that user's. Root's server makes nothing for
-    /// others then: their set-user-id programs would be root's.
+    /// Without the privilege, files created by a plain user's server belong to that user. Root's server then refuses to
+    /// create files for others, because their set-user-id programs would be root's.
     pub(crate) fn enter(&self, cx: &Caller<'_>) -> Result<AsCaller> {
         if !self.switches {
             return if self.uid == 0 && cx.uid != 0 { Err(Errno::PERM) } else { Ok(self.as_server()) };
@@ -85,10 +85,11 @@ impl Creds {
         self.enter_without(cx, NOT_AS_CALLER)
     }
 
-    /// Takes on the caller's ids until the guard goes, and has no right that the caller has not.
+    /// Acts as the caller until the guard is dropped, with no more rights than the caller.
     ///
     /// # Errors
-    /// `PERM`: without the privilege for it, the server has rights that the caller has not.
+    ///
+    /// `PERM`: without the privilege, the server has rights that the caller lacks.
     pub(crate) fn enter_plain(&self, cx: &Caller<'_>) -> Result<AsCaller> {
         if !self.switches {
             return if self.has_no_more_than(cx)? { Ok(self.as_server()) } else { Err(Errno::PERM) };
@@ -99,18 +100,19 @@ impl Creds {
         self.enter_without(cx, NOT_AS_CALLER | OVERRIDES)
     }
 
-    /// The thread stays what it is.
+    /// Returns a guard that changes nothing.
     fn as_server(&self) -> AsCaller {
         AsCaller { base: *self, uid: false, gid: false, groups: false, only_here: PhantomData }
     }
 
-    /// Whether this process, as it is, may do nothing to files that the caller may not.
+    /// Returns whether this process has no more access to files than the caller.
     fn has_no_more_than(&self, cx: &Caller<'_>) -> Result<bool> {
         if cx.uid != self.uid || cx.gid != self.gid || (self.overrides && cx.uid != 0) {
             return Ok(false);
         }
         let groups = rustix::process::getgroups()?;
-        // In a user namespace groups have no number here; the owner of the server has compared them before it was entered.
+        // Groups without a mapping cannot be compared here; the server's owner compared them before it entered the
+        // namespace.
         let is_unnamed = |gid: u32| self.partial_map && gid == UNNAMED && !cx.groups.is_empty();
         let may_have = |gid: u32| gid == cx.gid || cx.groups.contains(&gid) || is_unnamed(gid);
         Ok(groups.iter().all(|gid| may_have(gid.as_raw())))
@@ -134,7 +136,7 @@ impl Creds {
                     return Err(Errno::OVERFLOW);
                 }
             }
-            // A server that is no root has the caller's capabilities taken away even where the ids are the same.
+            // A server that is not root drops the caller's capabilities even if the ids are equal.
             if cx.uid != self.uid || self.uid != 0 {
                 let caps = thread.caps()?;
                 guard.uid = true;
@@ -149,7 +151,7 @@ impl Creds {
         Ok(guard)
     }
 
-    /// Gives up `CAP_FSETID` until the guard goes, so that the kernel clears suid and sgid as for an ordinary user.
+    /// Drops `CAP_FSETID` until the guard is dropped, so that the kernel clears suid and sgid as for an ordinary user.
     pub(crate) fn drop_fsetid() -> Result<WithoutFsetid> {
         THREAD.with_borrow_mut(|thread| {
             let caps = thread.caps()?;
@@ -163,7 +165,7 @@ impl Creds {
 }
 
 impl Thread {
-    /// The thread's own capabilities (not what a guard left of them).
+    /// Returns the thread's own capabilities, without the changes of a guard.
     fn caps(&mut self) -> Result<CapabilitySets> {
         match self.caps {
             Some(caps) => Ok(caps),
@@ -177,8 +179,8 @@ impl Thread {
         }
     }
 
-    /// The server's own supplementary groups are given up for good, on each thread that ever creates for somebody:
-    /// a member of them is not who the caller is, and a privileged server has no use for them.
+    /// Permanently drops the server's supplementary groups on each thread that creates files for another user. The
+    /// caller is not a member of them, and a privileged server does not need them.
     fn drop_groups(&mut self) -> Result<()> {
         if self.groups.is_none() {
             sys::setgroups(&[])?;
@@ -188,7 +190,7 @@ impl Thread {
     }
 }
 
-/// Sets this thread's effective capabilities; what it must not have any more since a sandbox took it is left out.
+/// Sets this thread's effective capabilities, without those that a sandbox has removed meanwhile.
 fn set_effective(thread: &mut Thread, effective: CapabilitySet) -> Result<()> {
     let Some(caps) = thread.caps else { return Err(Errno::PERM) };
     match rustix::thread::set_capabilities(None, CapabilitySets { effective, ..caps }) {
@@ -202,7 +204,7 @@ fn set_effective(thread: &mut Thread, effective: CapabilitySet) -> Result<()> {
     }
 }
 
-/// This thread acts as a caller until this goes.
+/// A guard: this thread acts as a caller until it is dropped.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct AsCaller {
@@ -210,7 +212,7 @@ pub(crate) struct AsCaller {
     uid: bool,
     gid: bool,
     groups: bool,
-    /// Belongs to the thread that made it.
+    /// Not `Send`: it belongs to the thread that created it.
     only_here: PhantomData<*const ()>,
 }
 
@@ -219,10 +221,10 @@ impl Drop for AsCaller {
         if self.uid {
             sys::setfsuid(self.base.uid);
             THREAD.with_borrow_mut(|thread| {
-                // Becoming user 0 gives the file-system capabilities back by itself.
+                // The kernel restores file-system capabilities when the user id becomes 0.
                 if let Some(caps) = thread.caps.filter(|_| self.base.uid != 0 || thread.no_fixup) {
                     let restored = set_effective(thread, caps.effective);
-                    debug_assert_eq!(restored, Ok(()), "a permitted capability can be made effective");
+                    debug_assert_eq!(restored, Ok(()), "a permitted capability can become effective");
                 }
             });
         }
@@ -231,12 +233,12 @@ impl Drop for AsCaller {
         }
         if self.groups {
             let restored = sys::setgroups(&[]);
-            debug_assert_eq!(restored, Ok(()), "who could set groups can clear them");
+            debug_assert_eq!(restored, Ok(()), "a thread that could set groups can clear them");
         }
     }
 }
 
-/// This thread has no `CAP_FSETID` until this goes.
+/// A guard: this thread lacks `CAP_FSETID` until it is dropped.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct WithoutFsetid {
@@ -250,17 +252,17 @@ impl Drop for WithoutFsetid {
             THREAD.with_borrow_mut(|thread| {
                 if let Some(caps) = thread.caps {
                     let restored = set_effective(thread, caps.effective);
-                    debug_assert_eq!(restored, Ok(()), "a permitted capability can be made effective");
+                    debug_assert_eq!(restored, Ok(()), "a permitted capability can become effective");
                 }
             });
         }
     }
 }
 
-/// Makes the umask of this thread `umask`, and answers the permission bits to create with.
+/// Sets the umask of this thread, and returns the permission bits for the create call.
 ///
-/// The umask must be the kernel's to apply, because a default ACL of the directory overrides it. It is a
-/// property of the process unless the thread unshares it, which happens at the first call.
+/// The kernel must apply the umask, because a default ACL of the directory overrides it. The umask belongs to the
+/// process unless the thread unshares it, which happens at the first call.
 pub(crate) fn mode_under_umask(mode: u32, umask: u32) -> Mode {
     let umask = umask & 0o777;
     THREAD.with_borrow_mut(|thread| {
@@ -276,12 +278,12 @@ pub(crate) fn mode_under_umask(mode: u32, umask: u32) -> Mode {
     })
 }
 
-/// Whether this thread has a umask and a working directory of its own by now.
+/// Returns whether this thread has its own umask and working directory; unshares them at the first call.
 fn own_fs(thread: &mut Thread) -> bool {
     *thread.unshared.get_or_insert_with(|| sys::unshare_fs().is_ok())
 }
 
-/// Runs `f` in a thread whose working directory is its own, or not at all.
+/// Runs `f` on a thread with its own working directory, or fails.
 pub(crate) fn with_own_directory<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     if THREAD.with_borrow_mut(own_fs) { f() } else { Err(Errno::NOSYS) }
 }
@@ -295,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_leaves_nothing_behind() {
+    fn a_dropped_guard_restores_everything() {
         let creds = Creds::detect();
         if !creds.switches {
             return;

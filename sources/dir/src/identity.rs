@@ -1,8 +1,8 @@
 //! Identifies inodes and open files for another process that shares the same directory (migration, restart).
 //!
-//! On this host an inode is found by its file handle, if it has one, and else by its directory and name: what this crate
-//! remembers of it anyway. Neither takes a system call until somebody wants the inode. Elsewhere it is found by its path,
-//! name after name from the root on, so nothing is ever reached that lookups would not reach.
+//! On this host an identity is the file handle, or without one the directory and name, which this crate stores anyway.
+//! Encoding an identity takes no system call until it is requested. On other hosts it is the path from the root,
+//! resolved name by name, so it reaches only what lookups reach.
 //!
 //! ```text
 //! version 1 | flags 1 | mode 4 | device 8 | number 8
@@ -11,10 +11,10 @@
 //! version 1 | flags 1 (FAR and HANDLE) | mode 4 | handle
 //! ```
 //!
-//! Hosts that share one file system may also find inodes by their handles ([`IdentityScope::Handles`]), or make sure by them that what is
-//! at a path is the same file ([`IdentityScope::CheckedPaths`]). A handle says nothing of where its file is: who takes one from others
-//! trusts them with the whole file system. So the first form is for processes of this host, whose identities no client can write,
-//! and from elsewhere the last one is taken only by who says so ([`IdentityScope::Handles`]).
+//! Hosts that share a file system may also use file handles ([`IdentityScope::Handles`]), or verify with them that a
+//! path leads to the same file ([`IdentityScope::CheckedPaths`]). A handle does not show where its file is, so
+//! accepting one from another host trusts it with the whole file system. Processes of this host accept handles, because
+//! clients cannot write their identities. From other hosts they are accepted only with [`IdentityScope::Handles`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::table::{FoundInode, Inode, Key};
 
 const VERSION: u8 = 1;
 
-/// The parts that an identity has.
+/// Flags for the parts of an identity.
 const ON_ROOT_MOUNT: u8 = 1;
 const BIRTH: u8 = 2;
 const HANDLE: u8 = 4;
@@ -41,7 +41,7 @@ const PATH: u8 = 32;
 const FAR: u8 = 64;
 const ALL: u8 = 127;
 
-/// What bytes say of an inode.
+/// A decoded identity.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Identity<'a> {
     flags: u8,
@@ -54,7 +54,7 @@ struct Identity<'a> {
     path: Option<&'a [u8]>,
 }
 
-/// Takes numbers and bytes off the front of what nobody vouches for.
+/// Decodes numbers and bytes from untrusted input.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -118,7 +118,7 @@ impl<'a> Identity<'a> {
         if reader.0.is_empty() { Ok(identity) } else { Err(Errno::INVAL) }
     }
 
-    /// Whether whoever is within these bounds may say so where an inode is.
+    /// Returns whether an identity of this kind is acceptable in this scope.
     fn is_for(&self, within: IdentityScope) -> bool {
         match within {
             IdentityScope::Host => self.flags & (PATH | FAR) == 0,
@@ -202,7 +202,7 @@ impl Dir {
         self.identify_at(inode, &self.path_of(inode)?, within)
     }
 
-    /// The identity of an inode that is at this path.
+    /// Returns the identity of an inode at this path.
     pub(crate) fn identify_at(&self, inode: &Arc<Inode>, path: &[u8], within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
         let handle = match within {
@@ -214,8 +214,8 @@ impl Dir {
         Identity { flags, mode, handle, path: Some(path), ..Identity::default() }.encode()
     }
 
-    /// A handle by which other hosts know what a descriptor is of. What is mounted below the share they have as another mount:
-    /// there, only a path leads to it.
+    /// Returns a handle that identifies the file on other hosts. Mounts below the share are different mounts there, so
+    /// only a path leads to their files.
     fn host_independent_handle(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Option<HostHandle> {
         if inode.found.mount.id != self.root.found.mount.id {
             return None;
@@ -223,7 +223,7 @@ impl Dir {
         sys::name_to_handle(fd, b"").ok()
     }
 
-    /// Where an inode is below the root, as far as one place can be told: the kernel knows one of a file's names.
+    /// Returns the path of an inode below the root. If it has several names, the kernel returns one of them.
     fn path_of(&self, inode: &Arc<Inode>) -> Result<Vec<u8>> {
         let seen = |fd: BorrowedFd<'_>| rustix::fs::readlinkat(&self.proc_fds, DecInt::from_fd(fd), Vec::new());
         let (root, fd) = (self.path_fd(&self.root)?, self.path_fd(inode)?);
@@ -231,13 +231,13 @@ impl Dir {
         // Of "/" nothing is left.
         let root = root.as_bytes().strip_suffix(b"/").unwrap_or(root.as_bytes());
         let path = path.as_bytes().strip_prefix(root).and_then(|path| path.strip_prefix(b"/")).ok_or(Errno::STALE)?;
-        // It may say where the file was before it was unlinked.
+        // The path may be that of a file that is now unlinked.
         let again = self.walk(path)?;
         let same = resolve::key(&statx(again.as_fd(), b"")?) == inode.found.key;
         if same { Ok(path.to_vec()) } else { Err(Errno::STALE) }
     }
 
-    /// What a path leads to, name after name from the root on.
+    /// Resolves a path name by name from the root.
     fn walk(&self, path: &[u8]) -> Result<OwnedFd> {
         let root = self.path_fd(&self.root)?;
         let mut at: Option<OwnedFd> = None;
@@ -268,12 +268,12 @@ impl Dir {
         }
         if st.stx_nlink > 0 {
             match self.adopt_identity(ino, references, &identity) {
-                // Somebody has renamed it behind our back.
+                // The host has renamed it.
                 Err(Errno::STALE | Errno::NOENT) => {}
                 other => return other,
             }
         }
-        // Seen through the mounts of the other process, which are not ours: nothing can be linked from there.
+        // Seen through the mounts of the other process, which are not ours: linkat fails from there.
         let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
         let by_handle = match (&handle, self.root.found.mount.handles()) {
             (Some(handle), Some(mount)) => sys::open_by_handle(mount, handle, resolve::PATH_FLAGS).ok(),
@@ -306,7 +306,7 @@ impl Dir {
             None => None,
         };
         if let (Some(dir), Some((_, name)), true) = (&dir, identity.place, identity.flags & MOUNT_ROOT != 0) {
-            // Only its place tells which mount that is.
+            // Only its path shows which mount it is.
             let dir = self.path_fd(dir)?;
             let fd = self.open_path(dir.as_fd(), Name::new(name)?.as_bytes())?;
             return self.adopt_descriptor(ino, references, fd, identity);
@@ -326,7 +326,7 @@ impl Dir {
             mount,
             handle,
             mount_root: false,
-            // Whoever wants it looks at what is found.
+            // Verified when it is used.
             verified: false,
         };
         let inode = self.table.adopt(ino, references, found)?;
@@ -336,11 +336,11 @@ impl Dir {
         Ok(())
     }
 
-    /// Adopts the inode that a descriptor pins, if it is what the identity says, as far as that can be compared.
+    /// Adopts the inode of a descriptor if it matches the identity, as far as the two can be compared.
     fn adopt_descriptor(&self, ino: Ino, references: u64, fd: OwnedFd, identity: &Identity<'_>) -> Result<()> {
         let st = statx(fd.as_fd(), b"")?;
         let kind = resolve::kind(&st);
-        // Numbers of devices are a host's own.
+        // Device numbers are specific to a host.
         let is_far = identity.flags & (PATH | FAR) != 0;
         let same = is_far || (resolve::key(&st).dev, resolve::key(&st).ino) == (identity.dev, identity.ino);
         if kind != FileType::from_raw_mode(identity.mode) || !same {
@@ -370,7 +370,7 @@ impl Dir {
         let handle = mount.handles().and_then(|_| sys::name_to_handle(fd, b"").ok());
         let mount_root = resolve::is_mount_root(st);
         let (kind, btime) = (resolve::kind(st), resolve::btime(st));
-        // The descriptor may have been opened by way of another process's mount.
+        // The descriptor may have been opened through another process's mount.
         let key = Key { mount: mount.id, ..resolve::key(st) };
         FoundInode { key, kind, btime, mount, handle, mount_root, verified: true }
     }
@@ -402,7 +402,7 @@ impl Dir {
                 self.open_data(&inode, flags)?
             }
         };
-        // The flags may have been changed since it was opened; the descriptor knows.
+        // The flags may have changed since the open; the descriptor has the current ones.
         let now = rustix::fs::fcntl_getfl(&file)?;
         let changed = OFlags::APPEND | OFlags::DIRECT;
         let open = Self::opened(inode, file, (flags - changed) | (now & changed));
@@ -452,7 +452,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identities_for_other_hosts_come_back() {
+    fn identities_for_other_hosts_round_trip() {
         let handle = Some((-11, &b"handle"[..]));
         let far = |flags, handle, path| Identity { flags, mode: 0o100_000, handle, path, ..Identity::default() };
         for identity in [
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_come_back() {
+    fn identities_round_trip() {
         let identity = Identity {
             flags: ON_ROOT_MOUNT | BIRTH | HANDLE | PLACE,
             mode: 0o100_000,

@@ -17,12 +17,12 @@ use crate::readdir::Stream;
 use crate::sys;
 use crate::table::Inode;
 
-/// The most that one copy moves: a worker is held up meanwhile, and clients go on where it stopped.
+/// The maximum size of one copy in bytes: it blocks a worker, and clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
-/// What this crate writes itself goes in pieces of this size, in memory that `O_DIRECT` takes.
+/// The size of writes by this crate in bytes, in memory aligned for `O_DIRECT`.
 const PIECE_BYTES: usize = 128 << 10;
 const PIECE_ALIGN: usize = 4096;
-/// The open flags that mean something to the host, beside the access mode.
+/// The open flags that are passed to the host, besides the access mode.
 const HOST_FLAGS: OFlags =
     OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
 
@@ -31,14 +31,14 @@ const HOST_FLAGS: OFlags =
 pub(crate) struct Open {
     pub(crate) inode: Arc<Inode>,
     pub(crate) file: Arc<Backing>,
-    /// The flags that the descriptor has.
+    /// The descriptor's current flags.
     pub(crate) flags: AtomicU32,
     /// The listing, of a directory.
     pub(crate) stream: Option<Mutex<Stream>>,
 }
 
 impl Dir {
-    /// The flags to open a file on the host with, for a client that opens it with these.
+    /// Returns the host's open flags for a client's open flags.
     pub(crate) fn host_flags(&self, flags: OFlags) -> Result<OFlags> {
         let mut access = flags & OFlags::ACCMODE;
         if access == OFlags::ACCMODE {
@@ -49,7 +49,8 @@ impl Dir {
             keep |= OFlags::DIRECT;
         }
         if self.options.writeback {
-            // The client's cache reads the rest of a page that is partly written, and says itself where the end is.
+            // To write part of a page, the client's cache reads the rest of it. With such a cache the client also
+            // places appended data itself.
             if access == OFlags::WRONLY {
                 access = OFlags::RDWR;
             }
@@ -85,7 +86,7 @@ impl Dir {
         self.add_handle(cx, inode, file, host - OFlags::TRUNC)
     }
 
-    /// Gives an open inode its handle.
+    /// Creates the handle of an open inode.
     pub(crate) fn add_handle(
         &self,
         cx: &Caller<'_>,
@@ -97,14 +98,13 @@ impl Dir {
         self.handles.insert(cx.session, ino, Self::opened(inode, file, flags))
     }
 
-    /// What is kept of an open inode.
+    /// Returns the state of an open inode.
     pub(crate) fn opened(inode: Arc<Inode>, file: OwnedFd, flags: OFlags) -> Open {
         let stream = inode.is_dir().then(Mutex::default);
         Open { inode, file: Arc::new(Backing::new(file)), flags: AtomicU32::new(flags.bits()), stream }
     }
 
-    /// Opens a regular file. That it is one was seen on the very inode, so nothing is opened that could block or
-    /// do something else by being opened.
+    /// Opens a regular file. Its type was checked on the same inode, so the open cannot block or have side effects.
     pub(crate) fn open_data(&self, inode: &Arc<Inode>, flags: OFlags) -> Result<OwnedFd> {
         if let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles())
             && inode.is_verified()
@@ -128,7 +128,7 @@ impl Dir {
         self.add_handle(cx, inode, file, OFlags::RDONLY)
     }
 
-    /// Opens a regular file to be mapped.
+    /// Opens a regular file for mapping.
     pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         let inode = self.table.get(ino)?;
         openable(inode.found.kind)?;
@@ -139,7 +139,7 @@ impl Dir {
         self.open_data(&inode, access).map(|file| Arc::new(Backing::new(file)))
     }
 
-    /// Where the bytes of a read or write are: in the handle's descriptor, at the same offset.
+    /// Returns the location of the bytes of a read or write: the handle's descriptor, at the same offset.
     pub(crate) fn extent(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Data> {
         self.handles.with(cx.session, at.ino, at.handle, |open| {
             if open.stream.is_some() {
@@ -150,8 +150,8 @@ impl Dir {
         })
     }
 
-    /// As [`Self::extent`], for a write. Whoever moves the bytes of an extent has the host's kernel clear suid and sgid as for a
-    /// user who is in none of the file's groups; where that is not so, they are written here.
+    /// As [`Self::extent`], for a write. A transfer of an extent lets the host's kernel clear suid and sgid as for a
+    /// user outside of the file's groups. If that is wrong for this caller, this function writes the bytes itself.
     pub(crate) fn write_file(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
         if at.clear_privileges {
@@ -166,7 +166,7 @@ impl Dir {
         self.extent(cx, at)
     }
 
-    /// The client may have changed its file's flags (`fcntl`): the descriptor follows.
+    /// Copies flags that the client has changed (`fcntl`) to the descriptor.
     fn follow_flags(&self, open: &Open, flags: OFlags) -> Result<()> {
         let mut mask = OFlags::empty();
         if !self.options.writeback {
@@ -188,7 +188,7 @@ impl Dir {
         let open = self.handles.get(cx.session, ino, handle)?;
         self.locks.table.drop_owner(ino, cx.session, owner);
         if open.inode.found.mount.flushes {
-            // Closing a duplicate is what makes the file system tell what went wrong.
+            // Closing a duplicate makes the file system report errors.
             let copy = self.retry_with_room(|| rustix::io::fcntl_dupfd_cloexec(open.file.as_fd(), 0))?;
             return sys::close(copy);
         }
@@ -209,14 +209,14 @@ impl Dir {
     pub(crate) fn sync_mount(&self, ino: Ino) -> Result<()> {
         let inode = self.table.get(ino)?;
         if inode.ino == Ino::ROOT {
-            // The client means all that it sees.
+            // The client means all mounts that it sees.
             return self.mounts.for_each(|mount| mount.real().map_or(Ok(()), rustix::fs::syncfs));
         }
         inode.found.mount.real().map_or(Ok(()), rustix::fs::syncfs)
     }
 
-    /// To be held during a change of which the protocol does not say whether the caller may keep suid and sgid. A Linux client
-    /// that allows idmapped mounts does not name the caller, so there even root's fallocate clears them.
+    /// Returns a guard for a change for which the protocol does not say whether the caller may keep suid and sgid. A
+    /// Linux client with idmapped mounts does not send the caller, and its fallocate clears them even for root.
     fn as_writer(&self, cx: &Caller<'_>, open: &Open) -> Result<Option<WithoutFsetid>> {
         if cx.uid == 0 { Ok(None) } else { self.lose_privileges(cx, &open.inode, open.file.as_fd()) }
     }
@@ -249,7 +249,7 @@ impl Dir {
             }
             _ => change(flags, offset, len)?,
         }
-        // Collapsing and inserting move all that follows.
+        // Collapsing and inserting move all data behind the range.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
         self.changes.publish(cx.session, || Change::Data { ino, offset, len });
@@ -292,7 +292,7 @@ impl Dir {
     }
 }
 
-/// Writes what `input` has to where it belongs; returns how many bytes that were.
+/// Writes the bytes of `input` at the range's offset; returns how many.
 fn write_all(file: BorrowedFd<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
     let mut room = vec![0; PIECE_BYTES + PIECE_ALIGN];
     let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);
@@ -306,7 +306,7 @@ fn write_all(file: BorrowedFd<'_>, at: &IoRange, input: &mut dyn Input) -> Resul
                 Ok(count) if count > 0 => written += count,
                 Err(Errno::INTR) => {}
                 Err(errno) if done + written == 0 => return Err(errno),
-                // What was written is told; what was not will be tried again, and tell the error.
+                // The written part is reported; the client retries the rest and gets the error then.
                 Ok(_) | Err(_) => return Ok(done + written),
             }
         }

@@ -1,14 +1,14 @@
-//! The file flags and extended flags of inodes: the only ioctls that reach the host.
+//! The file flags and extended flags of inodes, the only ioctls that reach the host.
 //!
-//! | ioctl | who may |
+//! | ioctl | allowed for |
 //! | --- | --- |
-//! | `FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR` | everybody who has the file open |
-//! | `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR` | the file's owner and user 0, also by a descriptor that only reads |
+//! | `FS_IOC_GETFLAGS`, `FS_IOC_FSGETXATTR` | everyone who has the file open |
+//! | `FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR` | the file's owner and user 0, also through a read-only descriptor |
 //! | the same, if they change immutable, append-only or ext4's data journal | user 0 |
 //!
-//! These are Linux's rules (`vfs_fileattr_set`), which the client's kernel applies, too: but not before Linux 5.13, and
-//! not for the numbers of 32-bit programs (`FS_IOC32_*`) that a 64-bit program uses. So those numbers are unknown here, and the rules are applied here
-//! again. A caller whose user is unknown (`u32::MAX`) owns nothing.
+//! These are Linux's rules (`vfs_fileattr_set`). The client's kernel applies them only since Linux 5.13, and not to the
+//! numbers of 32-bit programs (`FS_IOC32_*`) in a 64-bit program. So this module refuses those numbers and checks the
+//! rules again. A caller whose user is unknown (`u32::MAX`) owns nothing.
 
 use std::os::fd::AsFd;
 
@@ -19,7 +19,8 @@ use crate::io::Open;
 use crate::resolve::statx;
 use crate::sys::{self, FileIoctl, IOCTL_BYTES_MAX};
 
-/// The commands, as a 64-bit kernel numbers them. The kernel takes an `int` for the flags, though the numbers say `long`.
+/// The commands with the numbers of a 64-bit kernel. The kernel takes an `int` for the flags, although the numbers say
+/// `long`.
 const COMMANDS: [(u32, FileIoctl); 4] = [
     (0x8008_6601, FileIoctl::GetFlags),
     (0x4008_6602, FileIoctl::SetFlags),
@@ -61,10 +62,10 @@ impl Dir {
                 }
                 fill(&mut argument, input);
                 may_set(cx, &open, *known, &argument)?;
-                // The host's kernel applies the same rules, at the moment of the change.
+                // The host's kernel applies the same rules at the moment of the change.
                 let _guard = self.creds.enter(cx)?;
                 sys::file_ioctl(open.file.as_fd(), *known, &mut argument)?;
-                // Told to the client that asks, too: its kernel keeps the time of the last change.
+                // Published to the calling client, too, because its kernel caches the change time.
                 self.attr_changed(SessionId::default(), &open.inode);
                 Ok(Vec::new())
             }
@@ -80,7 +81,7 @@ impl Dir {
     }
 }
 
-/// Whether the caller may set these flags: see the module.
+/// Returns whether the caller may set these flags; see the module.
 fn may_set(cx: &Caller<'_>, open: &Open, command: FileIoctl, argument: &Argument) -> Result<()> {
     if cx.uid == 0 {
         return Ok(());
@@ -97,7 +98,7 @@ fn may_set(cx: &Caller<'_>, open: &Open, command: FileIoctl, argument: &Argument
     if (flags(&now) ^ flags(argument)) & root_only == 0 { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// The flags are the first 32 bits of either argument.
+/// Returns the flags: the first 32 bits of either argument.
 fn flags(argument: &Argument) -> u32 {
     let [b0, b1, b2, b3, ..] = argument[0].to_ne_bytes();
     u32::from_ne_bytes([b0, b1, b2, b3])

@@ -15,31 +15,31 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What leads to an inode
+//! # How inodes are found
 //!
-//! A name is looked up with `statx` relative to an `O_PATH` descriptor of its directory: one component, no link
-//! followed, so nothing outside the share is ever reached, whatever the host or a client renames meanwhile.
+//! A name is looked up with `statx` relative to an `O_PATH` descriptor of its directory: one component, without
+//! following links. So no lookup leaves the share, whatever the host or a client renames meanwhile.
 //!
-//! * On file systems with **file handles** (and with the privilege to use them: `CAP_DAC_READ_SEARCH`) an inode is
-//!   remembered by its handle; a descriptor is opened when something needs one, and kept within a budget for as long as it is used
-//!   ([`Dir::begin`]).
-//! * Elsewhere an inode is remembered by an `O_PATH` descriptor, and past the budget by its directory and name; what
-//!   is found there again must be the same inode, or the answer is `ESTALE`.
+//! * On file systems with **file handles** (and with the privilege to use them: `CAP_DAC_READ_SEARCH`) the source
+//!   stores an inode's handle. It opens a descriptor when an operation needs one, and caches it within a budget while
+//!   it is used ([`Dir::begin`]).
+//! * Elsewhere the source stores an `O_PATH` descriptor, and beyond the budget the directory and name. The inode found
+//!   there must be the same, otherwise the operation fails with `ESTALE`.
 //!
-//! On ext4, XFS, btrfs, tmpfs and others whose handles are of the same form, an inode's number is its handle, enciphered: it is found
-//! by that ([`FileSystem::lookup_self`]) also after all references to it were given back. That holds for inodes of the share's own
-//! file system, on XFS up to 512 GiB of it.
+//! On ext4, XFS, btrfs, tmpfs and others with handles of the same form, an inode's number is its encrypted handle. So
+//! the inode is found by number ([`FileSystem::lookup_self`]) even after its last reference was released. This holds
+//! for inodes of the share's own file system, on XFS up to 512 GiB.
 //!
-//! When the process or the host runs out of descriptors, kept ones are given up and the call is tried again: our own
-//! limits never make a name vanish. An inode that loses its last name while a client knows it is pinned.
+//! When the process or the host runs out of descriptors, cached ones are evicted and the call is retried: the limits
+//! never make a name vanish. An inode that loses its last name while a client references it is pinned.
 //!
-//! Device nodes, FIFOs and sockets are made and shown, never opened. Regular files are opened only through a
-//! descriptor or a handle whose type was seen before, so an open never blocks on something else.
+//! Device nodes, FIFOs and sockets are created and listed, never opened. Regular files are opened only through a
+//! descriptor or a handle whose type was checked, so an open never blocks on another type.
 //!
 //! # System calls
 //!
 //! Per operation, with file handles and without (`tests/it/syscalls.rs` counts them under strace). "Held" is an inode
-//! with a kept descriptor; what an operation opens first, the next finds held.
+//! with a cached descriptor; an operation that opens one caches it for the next.
 //!
 //! | operation | handles | path |
 //! | --- | --- | --- |
@@ -61,10 +61,10 @@
 //!
 //! # Threads
 //!
-//! A thread that makes inodes is given a umask (and working directory) of its own with `unshare(CLONE_FS)`, and one
-//! that makes them for somebody else loses the server's supplementary groups; apart from that the ids and
-//! capabilities that a call changes are restored before it returns. `/proc/self/fd` is opened once, in
-//! [`Dir::open`]: a process that forks must open its shares afterwards.
+//! A thread that creates inodes gets its own umask and working directory with `unshare(CLONE_FS)`. A thread that
+//! creates them for another user drops the server's supplementary groups. All other ids and capabilities are restored
+//! before a call returns. [`Dir::open`] opens `/proc/self/fd` once: a process that forks must open its shares
+//! afterwards.
 #![deny(unsafe_code)]
 
 mod attrs;
@@ -115,16 +115,16 @@ pub use crate::watch::{OwnChanges, WatchError};
 pub struct Options {
     /// Refuse every change.
     pub read_only: bool,
-    /// Tell clients where other host file systems are mounted below the directory ([`Attr::submount`]), so that
-    /// inode numbers stay unique within each.
+    /// Report other host file systems below the directory as submounts ([`Attr::submount`]), so that inode numbers are
+    /// unique within each.
     pub submounts: bool,
-    /// Pass `O_DIRECT` on to the host. Without it, it only means that the client does not cache.
+    /// Pass `O_DIRECT` on to the host. Without it, the flag only disables the client's cache.
     pub direct_io: bool,
-    /// The client caches writes: files that it writes must be readable too, and it places appended data itself.
+    /// The client caches writes: files that it writes must be readable, too, and it places appended data itself.
     pub writeback: bool,
     /// Use host file handles where they work.
     pub file_handles: bool,
-    /// At most about so many descriptors are kept for inodes; `None` takes what the process's limit allows.
+    /// The maximum number of descriptors for inodes; `None` derives it from the process's limit.
     pub descriptors_max: Option<usize>,
 }
 
@@ -145,37 +145,37 @@ impl Default for Options {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// There is nothing at the path.
+    /// The path does not exist.
     #[error("cannot share {path}: there is no such directory", path = .0.display())]
     Missing(PathBuf),
-    /// There is something else at the path.
+    /// The path is not a directory.
     #[error("cannot share {path}: it is not a directory", path = .0.display())]
     NotADirectory(PathBuf),
     /// The server may not read the directory.
     #[error("cannot share {path}: this user may not read it", path = .0.display())]
     Permission(PathBuf),
     /// /proc is needed to open files of the share.
-    #[error("cannot share {path}: /proc/self/fd cannot be opened; is /proc mounted?", path = .0.display())]
+    #[error("cannot share {path}: cannot open /proc/self/fd; is /proc mounted?", path = .0.display())]
     Proc(PathBuf, #[source] Errno),
-    /// Anything else that the host says.
+    /// Another error of the host.
     #[error("cannot share {path}", path = .0.display())]
     Host(PathBuf, #[source] Errno),
 }
 
-/// How much a [`Dir`] holds at the moment.
+/// The resources that a [`Dir`] currently holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Inodes that clients hold references to.
+    /// Inodes that clients reference.
     pub inodes: usize,
     /// Open files and directories.
     pub handles: usize,
     /// `O_PATH` descriptors of inodes.
     pub descriptors: usize,
-    /// How many of these are kept at most, apart from unlinked inodes that clients still use.
+    /// The maximum number of these, besides unlinked inodes that clients still use.
     pub descriptors_max: usize,
 }
 
-/// A host directory. See the crate's front page.
+/// A host directory. See the crate documentation.
 #[derive(Debug)]
 pub struct Dir {
     options: Options,
@@ -192,19 +192,20 @@ pub struct Dir {
     proc_fds: OwnedFd,
     watch: OnceLock<Watch>,
     idle_evictor: OnceLock<Option<IdleEvictor>>,
-    /// A client goes by modes without ACLs. See [`Dir::look_for_acl`].
+    /// A client checks modes without ACLs. See [`Dir::look_for_acl`].
     looks_for_acls: AtomicBool,
 }
 
 impl Dir {
-    /// Whether inodes of the directory's own file system are remembered by file handles.
+    /// Returns whether inodes of the directory's own file system are found by file handles.
     pub fn has_file_handles(&self) -> bool {
         self.root.found.mount.handles().is_some()
     }
 
-    /// Opens a directory to be shared. Raises the process's limit of open files as far as it may.
+    /// Opens a directory to be shared. Raises the process's limit of open files as far as allowed.
     ///
     /// # Errors
+    ///
     /// [`OpenError`] says in one sentence what is wrong with the path.
     pub fn open(path: impl AsRef<Path>, options: Options) -> std::result::Result<Self, OpenError> {
         let path = path.as_ref();
@@ -218,7 +219,7 @@ impl Dir {
         let proc_fds = rustix::fs::open("/proc/self/fd", flags | OFlags::PATH, Mode::empty())
             .map_err(|errno| OpenError::Proc(path.into(), errno))?;
         let fd = rustix::fs::open(path, flags | OFlags::PATH, Mode::empty()).map_err(wrong)?;
-        // Sharing what cannot be listed is surely a mistake.
+        // Sharing a directory that cannot be listed is probably a mistake.
         rustix::fs::openat(&fd, ".", flags | OFlags::RDONLY, Mode::empty()).map_err(wrong)?;
         let st = resolve::statx(fd.as_fd(), b"").map_err(wrong)?;
         let key = resolve::key(&st);
@@ -264,9 +265,10 @@ impl Dir {
         Ok(dir)
     }
 
-    /// Starts the thread that gives descriptors up which nothing has used for a while (a file's after 10 seconds at the latest, a directory's
-    /// after 20), so that what others delete on the host takes no room there any more, unless a client has it open. Only where the directory itself has
-    /// file handles that last, and of inodes that surely are found by theirs: to others a descriptor is the only way. A second call does nothing.
+    /// Starts the thread that closes idle descriptors: of files after at most 10 seconds, of directories after 20. So
+    /// files that others delete on the host release their space, unless a client has them open. It has no effect unless
+    /// the directory has persistent file handles, and only closes descriptors of inodes that their handles find again.
+    /// Further calls have no effect.
     pub fn begin(&self) {
         if !(self.has_file_handles() && self.root.found.mount.lasting) {
             return;
@@ -282,7 +284,7 @@ impl Dir {
         });
     }
 
-    /// How much is held at the moment, to be watched and tested.
+    /// Returns the current use of resources, for monitoring and tests.
     pub fn usage(&self) -> Usage {
         Usage {
             inodes: self.table.len(),

@@ -1,9 +1,8 @@
-//! POSIX and flock locks that are also visible to processes of the host.
+//! POSIX and flock locks that are visible to processes of the host, too.
 //!
-//! The table of locks ([`ferry_vfs::Locks`]) is every source's; what is the host's is here. A POSIX lock is an
-//! open-file-description lock on a descriptor that is opened per inode and owner; a flock lock is on the handle's own
-//! descriptor. What waits is tried again from time to time for the sake of locks that host processes hold, which nobody
-//! tells us about.
+//! The lock table ([`ferry_vfs::Locks`]) is common to all sources; this module adds the host's locks. A POSIX lock is
+//! an open-file-description lock on a descriptor per inode and owner; a flock lock is on the handle's descriptor. The
+//! kernel does not report when host processes release locks, so waiting requests are retried periodically.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -21,13 +20,13 @@ use crate::io::Open;
 use crate::sys::{self, RawLock};
 use crate::table::lock;
 
-/// How soon and how seldom a lock held by a host process is tried again.
+/// The minimum and maximum delay before a retry of a lock that a host process holds.
 const RETRY_MIN: Duration = Duration::from_millis(10);
 const RETRY_MAX: Duration = Duration::from_millis(100);
-/// The end of the file, wherever that is.
+/// The end of the file.
 const END: u64 = i64::MAX as u64;
 
-/// All locks that were taken through a share.
+/// All locks of a share.
 #[derive(Debug, Default)]
 pub(crate) struct HostLocks {
     pub(crate) table: Arc<Locks<Open>>,
@@ -44,13 +43,13 @@ struct Timer {
 #[derive(Debug, Default)]
 struct TimerState {
     running: bool,
-    /// A request was parked since the last look.
+    /// A request has begun to wait since the last retry.
     fresh: bool,
     ended: bool,
 }
 
 impl Lockable for Open {
-    /// The descriptor that carries the locks.
+    /// The descriptor that holds an owner's locks.
     type Owner = OwnedFd;
 
     fn flags(&self) -> OFlags {
@@ -61,8 +60,8 @@ impl Lockable for Open {
         self.inode.is_dir()
     }
 
-    /// When an owner ends, its locks are given up by this: closing the descriptor would not do, for a process that this
-    /// one has forked, and that has not reached its exec yet, has a copy.
+    /// Sets a POSIX lock. It also releases an owner's locks at its end: closing the descriptor is not enough, because a
+    /// forked child before its exec has a copy.
     fn set_posix(owner: &OwnedFd, lock: &Lock) -> Result<()> {
         let result = sys::ofd_set(owner.as_fd(), &raw(lock)).map_err(|error| match error {
             Errno::ACCESS => Errno::AGAIN,
@@ -73,7 +72,8 @@ impl Lockable for Open {
         told(result, lock.kind, "unlock")
     }
 
-    /// flock never tells who is in the way, and a failed conversion loses the lock that was held, as it does locally.
+    /// Sets a flock lock. As on Linux, flock does not report the conflicting owner, and a failed conversion loses the
+    /// held lock.
     fn set_flock(&self, kind: LockKind) -> Result<()> {
         let operation = match kind {
             LockKind::Read => FlockOperation::NonBlockingLockShared,
@@ -84,20 +84,20 @@ impl Lockable for Open {
     }
 
     fn get_posix(&self, owner: Option<&OwnedFd>, lock: &Lock) -> Result<Option<Lock>> {
-        // Its own locks are no conflict only if the kernel is asked through the descriptor that has them.
+        // The kernel ignores the owner's own locks only when asked through the owner's descriptor.
         let found = sys::ofd_get(owner.map_or(self.file.as_fd(), AsFd::as_fd), &raw(lock))?;
         Ok(found.map(|found| {
             let start = found.start.cast_unsigned();
             let end = if found.len == 0 { END } else { start.saturating_add(found.len.cast_unsigned()) - 1 };
             let kind = if found.kind == libc::F_RDLCK { LockKind::Read } else { LockKind::Write };
-            // A process of the host: it has no number that the client could know.
+            // The lock of a host process, whose process id has no meaning on the client.
             let owner = LockOwner { session: SessionId::default(), id: 0 };
             Lock { kind, owner, start, end, pid: 0, flock: false }
         }))
     }
 }
 
-/// Writes down what should never happen, and what often nobody is there to be told of.
+/// Logs an error that is unexpected and often has no caller to receive it.
 fn told(result: Result<()>, kind: LockKind, call: &str) -> Result<()> {
     result.inspect_err(|error| {
         if kind == LockKind::Unlock {
@@ -113,7 +113,7 @@ fn raw(lock: &Lock) -> RawLock {
         LockKind::Unlock => libc::F_UNLCK,
     };
     let len = if lock.end >= END { 0 } else { lock.end - lock.start + 1 };
-    // Both are at most i64::MAX: the table saw to it.
+    // Both are at most i64::MAX, which the table guarantees.
     RawLock { kind, start: lock.start.cast_signed(), len: len.cast_signed() }
 }
 
@@ -125,7 +125,7 @@ impl Drop for HostLocks {
 }
 
 impl HostLocks {
-    /// Starts the thread that tries again, or lets it know.
+    /// Starts the thread that retries, or wakes it.
     fn watch(&self) {
         let mut state = lock(&self.timer.state);
         state.fresh = true;
@@ -135,7 +135,7 @@ impl HostLocks {
         }
         let (table, timer) = (Arc::downgrade(&self.table), Arc::clone(&self.timer));
         let spawned = std::thread::Builder::new().name("ferry-locks".into()).spawn(move || {
-            // The worker that it was started from may give way to its clients; others wait for this thread.
+            // The calling worker may run at SCHED_IDLE, but other clients wait for this thread.
             if let Err(error) = sys::compete() {
                 tracing::debug!(%error, "the thread that watches locks may be slow");
             }
@@ -173,7 +173,7 @@ impl Timer {
 }
 
 impl Dir {
-    /// The descriptor that carries an owner's POSIX locks on a file.
+    /// Opens the descriptor for an owner's POSIX locks on a file.
     fn open_lock_file(&self, open: &Open) -> Result<OwnedFd> {
         let read = |errno| match errno {
             // Read locks are still possible.

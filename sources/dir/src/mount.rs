@@ -1,4 +1,4 @@
-//! The host mounts that a share spans, and what each can do.
+//! The host mounts within a share, and their features.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,25 +12,25 @@ use crate::sys;
 use crate::table::lock;
 use crate::watch::Group;
 
-/// A mount: one file system, at one place of the host.
+/// A mount: one file system at one mount point of the host.
 #[derive(Debug)]
 pub(crate) struct Mount {
     pub(crate) id: u64,
-    /// A descriptor that is open for real, for the calls that take no `O_PATH`.
+    /// An open (not `O_PATH`) descriptor, for calls that require one.
     real: Option<OwnedFd>,
-    /// File handles work: they can be made, and opened again.
+    /// File handles can be created and opened.
     handles: bool,
-    /// They lead to inodes that the kernel has given up meanwhile, too.
+    /// Handles also lead to inodes that the kernel has evicted.
     pub(crate) lasting: bool,
-    /// Closing a file may tell an error of an earlier write.
+    /// Closing a file may report an error of an earlier write.
     pub(crate) flushes: bool,
-    /// Timestamps are multigrain: a change gets a time of its own if the time of the change before was read. This holds for inodes with a
-    /// time of birth. The small inodes of ext2 and ext4 have none, and store seconds.
+    /// Timestamps are multigrain: a change gets a distinct change time if the previous one was queried. This applies to
+    /// inodes with a birth time. The small inodes of ext2 and ext4 have none, and store seconds.
     pub(crate) multigrain: bool,
 }
 
-/// File systems whose files have nothing to do when they are closed (`f_type`): ext2 to ext4, XFS, btrfs, tmpfs,
-/// f2fs, EROFS, squashfs, bcachefs, ZFS.
+/// File systems without a flush operation at close (`f_type`): ext2 to ext4, XFS, btrfs, tmpfs, f2fs, EROFS, squashfs,
+/// bcachefs, ZFS.
 const NO_FLUSH: [u32; 9] =
     [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0xe0f5_e1e2, 0x7371_7368, 0xca45_1a4e, 0x2fc1_2fc1];
 
@@ -46,12 +46,12 @@ static HAS_MULTIGRAIN: LazyLock<bool> = LazyLock::new(|| {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= MULTIGRAIN_SINCE
 });
 
-/// File systems that find an inode by its handle only as long as the kernel keeps it (`f_type`): FUSE, unless its server says otherwise, and
-/// FAT, unless it is mounted with `nfs=nostale_ro`.
+/// File systems that find an inode by its handle only while the kernel caches it (`f_type`): FUSE, unless its server
+/// says otherwise, and FAT, unless it is mounted with `nfs=nostale_ro`.
 const FORGETFUL: [u32; 2] = [0x6573_5546, 0x4d44];
 
 impl Mount {
-    /// Looks at the mount that `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
+    /// Examines the mount of `path_fd`, an `O_PATH` descriptor of an inode of this type.
     fn probe(id: u64, kind: FileType, path_fd: BorrowedFd<'_>, proc_fds: BorrowedFd<'_>, handles: bool) -> Self {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
         let real = match kind {
@@ -74,33 +74,33 @@ impl Mount {
         Self { id, real, handles, lasting, flushes, multigrain }
     }
 
-    /// The descriptor to open file handles on, where the mount has them.
+    /// Returns the descriptor for opening file handles, if the mount has them.
     pub(crate) fn handles(&self) -> Option<BorrowedFd<'_>> {
         self.real.as_ref().filter(|_| self.handles).map(AsFd::as_fd)
     }
 
-    /// A descriptor that is open for real.
+    /// Returns an open (not `O_PATH`) descriptor.
     pub(crate) fn real(&self) -> Option<BorrowedFd<'_>> {
         self.real.as_ref().map(AsFd::as_fd)
     }
 }
 
-/// The mounts that inodes in use are on.
+/// The mounts of inodes in use.
 #[derive(Debug)]
 pub(crate) struct Mounts {
     handles: bool,
     known: Mutex<HashMap<u64, Weak<Mount>>>,
-    /// Who wants to hear of changes on them.
+    /// The fanotify group that watches them.
     watching: OnceLock<Arc<Group>>,
 }
 
 impl Mounts {
-    /// `handles`: use file handles where they work.
+    /// Creates an empty set. `handles`: use file handles where they work.
     pub(crate) fn new(handles: bool) -> Self {
         Self { handles, known: Mutex::default(), watching: OnceLock::new() }
     }
 
-    /// The mount with this id, which `path_fd`, an `O_PATH` descriptor of an inode of this kind, is on.
+    /// Returns the mount with this id, on which `path_fd`, an `O_PATH` descriptor of an inode of this type, is.
     pub(crate) fn get(&self, id: u64, kind: FileType, path_fd: BorrowedFd<'_>, proc_fds: BorrowedFd<'_>) -> Arc<Mount> {
         if let Some(mount) = self.known(id) {
             return mount;
@@ -116,23 +116,23 @@ impl Mounts {
         if let Some(group) = self.watching.get()
             && let Err(error) = group.add(&mount)
         {
-            // Once for each mount that is met.
-            tracing::warn!(id, "changes on a file system that is mounted below the share are not noticed: {error}");
+            // Once per mount.
+            tracing::warn!(id, "cannot watch for changes on a file system that is mounted below the share: {error}");
         }
         mount
     }
 
-    /// Has those that are met from now on watched, too.
+    /// Watches these mounts and later ones.
     pub(crate) fn watch(&self, group: Arc<Group>) {
         let _ = self.watching.set(group);
     }
 
-    /// The mount with this id, if an inode of it is in use.
+    /// Returns the mount with this id, if an inode of it is in use.
     pub(crate) fn known(&self, id: u64) -> Option<Arc<Mount>> {
         lock(&self.known).get(&id).and_then(Weak::upgrade)
     }
 
-    /// A mount in use of the file system with this device number.
+    /// Returns a mount in use with this device number.
     pub(crate) fn of_device(&self, dev: u64) -> Option<Arc<Mount>> {
         let mounts: Vec<_> = lock(&self.known).values().filter_map(Weak::upgrade).collect();
         let is_it = |mount: &Arc<Mount>| {

@@ -15,7 +15,7 @@ use crate::resolve::{self, At, has_name, key, statx};
 use crate::sys;
 use crate::table::{Inode, PathFd};
 
-/// How far up a directory may lie: see [`Dir::lookup_dotdot`].
+/// The maximum depth of a directory; see [`Dir::lookup_dotdot`].
 const DEPTH_MAX: usize = 65_536;
 
 impl Dir {
@@ -29,7 +29,7 @@ impl Dir {
         self.changes.publish(by, || Change::Attr { ino: inode.ino });
     }
 
-    /// Refuses a change of a share that is read-only.
+    /// Returns an error if the share is read-only.
     pub(crate) fn writable(&self) -> Result<()> {
         if self.options.read_only { Err(Errno::ROFS) } else { Ok(()) }
     }
@@ -40,8 +40,8 @@ impl Dir {
         Ok(self.entry(&inode, &st))
     }
 
-    /// The inode with a number, which the client need not have a reference to; for file handles of clients that are trusted to
-    /// name what they were told of ([`ferry_vfs::ByNumber::Host`]).
+    /// Returns the inode with a number, even without a reference of the client; for file handles of trusted clients
+    /// ([`ferry_vfs::ByNumber::Host`]).
     pub(crate) fn lookup_number(&self, ino: Ino) -> Result<Entry> {
         let (inode, fd) = match self.table.find_numbered(ino) {
             Some(inode) => (inode, None),
@@ -63,7 +63,7 @@ impl Dir {
         }
     }
 
-    /// The inode whose handle a number was made of, with a new reference.
+    /// Returns the inode whose handle is encoded in a number, with a new reference.
     fn find_forgotten(&self, ino: Ino) -> Result<(Arc<Inode>, Arc<PathFd>)> {
         let mount = &self.root.found.mount;
         let (handle, real) = self.table.handle_of(ino).zip(mount.handles()).ok_or(Errno::STALE)?;
@@ -74,8 +74,8 @@ impl Dir {
         Ok((inode, fd))
     }
 
-    /// The parent of a directory, as long as that is within the share: all its ancestors up to the share's root
-    /// are looked at, because the host may have moved the directory out of the share.
+    /// Returns the parent of a directory within the share. It checks all ancestors up to the share's root, because the
+    /// host may have moved the directory out of the share.
     pub(crate) fn lookup_dotdot(&self, dir: Ino) -> Result<Entry> {
         let (dir, fd) = self.path(dir)?;
         if !dir.is_dir() {
@@ -96,7 +96,7 @@ impl Dir {
             let next = self.open_path(above.as_ref().map_or(parent.as_fd(), AsFd::as_fd), b"..")?;
             let st = statx(next.as_fd(), b"")?;
             if key(&st) == root {
-                // From the parent's own point of view, so that a new inode's mount and place are right.
+                // Looked up from the parent, so that a new inode's mount and location are right.
                 let (inode, st) = self.find_dir(&parent)?;
                 return Ok(self.entry(&inode, &st));
             }
@@ -109,21 +109,21 @@ impl Dir {
         Err(Errno::STALE)
     }
 
-    /// The inode of a directory that was reached by descriptor.
+    /// Returns the inode of a directory that was reached by descriptor.
     fn find_dir(&self, fd: &OwnedFd) -> Result<(Arc<Inode>, rustix::fs::Statx)> {
         let dir_fd = self.reopen(fd.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY)?;
         let (inode, st) = self.find_open(&self.root, At::Elsewhere, dir_fd.as_fd())?;
         Ok((inode, st))
     }
 
-    /// Runs `make` as the caller, with the mode that the kernel is to apply the caller's umask to.
+    /// Runs `make` as the caller, with the mode to which the kernel applies the caller's umask.
     fn as_caller<T>(&self, cx: &Caller<'_>, new: &CreateArgs, make: impl FnOnce(Mode) -> Result<T>) -> Result<T> {
         let mode = mode_under_umask(new.mode, new.umask);
         let _guard = self.creds.enter(cx)?;
         make(mode)
     }
 
-    /// Makes a name with `make`, and looks it up.
+    /// Creates a name with `make`, and looks it up.
     fn make(
         &self,
         by: SessionId,
@@ -141,7 +141,7 @@ impl Dir {
 
     pub(crate) fn make_node(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
-            // `mknod` of a mode without a type makes a regular file.
+            // `mknod` with a mode without a type creates a regular file.
             FileType::Unknown if new.mode & 0o170_000 == 0 => FileType::RegularFile,
             FileType::Directory | FileType::Symlink | FileType::Unknown => return Err(Errno::INVAL),
             kind => kind,
@@ -171,8 +171,8 @@ impl Dir {
             return Err(Errno::PERM);
         }
         let entry = self.make(cx.session, (dir, name), |dir_fd| {
-            // The magic link leads to the very inode, also to a symbolic link and to a file without a name;
-            // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH.
+            // The magic link leads to the inode itself, also for a symbolic link and an unnamed file; AT_EMPTY_PATH
+            // would require CAP_DAC_READ_SEARCH.
             let from = DecInt::from_fd(fd.as_fd());
             rustix::fs::linkat(&self.proc_fds, from, dir_fd, name.as_bytes(), AtFlags::SYMLINK_FOLLOW)
         })?;
@@ -194,7 +194,7 @@ impl Dir {
                 let (dir, ino) = (dir.ino, pinned.inode.ino);
                 self.changes.publish(cx.session, || Change::Removed { dir, name: name.to_buf(), ino });
             }
-            // Nobody was told of the inode, or only of another that had the name before.
+            // No client knows the inode, or clients only know another one that had the name before.
             (Ok(()), None) => self.entry_changed(cx.session, &dir, name),
             (Err(_), Some(pinned)) => pinned.undo(),
             (Err(_), None) => {}
@@ -217,7 +217,7 @@ impl Dir {
         let (old, new) = (from.1.as_bytes(), to.1.as_bytes());
         let result = rustix::fs::renameat_with(from_fd.as_fd(), old, to_fd.as_fd(), new, flags);
         match (&result, &victim) {
-            // Two names of one inode: nothing happened.
+            // The two names are links of one inode: nothing happened.
             (Ok(()), Some(victim)) => self.attr_changed(cx.session, &victim.inode),
             (Err(_), Some(victim)) => victim.undo(),
             (_, None) => {}
@@ -232,7 +232,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Remembers the new place of an inode that has no file handle.
+    /// Records the new location of an inode without a file handle.
     fn moved(&self, dir: &Arc<Inode>, fd: &PathFd, name: &[u8]) {
         if dir.found.mount.handles().is_some() {
             return;
@@ -253,7 +253,7 @@ impl Dir {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let host = self.host_flags(flags)? - OFlags::TRUNC;
-        // What is there already is never opened: the caller's own kernel decides whether it may be.
+        // An existing file is never opened here: the caller's kernel decides whether it may be.
         let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         let file = self.as_caller(cx, new, |mode| {
             self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), name.as_bytes(), exclusive, mode))
@@ -264,7 +264,7 @@ impl Dir {
         Ok(made)
     }
 
-    /// Adds the handle of a file that was made; gives the reference back if that fails.
+    /// Adds the handle of a created file; releases the reference if that fails.
     fn add_open(
         &self,
         cx: &Caller<'_>,

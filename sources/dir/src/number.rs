@@ -1,11 +1,11 @@
 //! Inode numbers that encode an encrypted host file handle.
 //!
-//! A client that has given its references back may come again with a number alone (LOOKUP of `.`, for `open_by_handle_at(2)` and NFS
-//! servers). A table of all inodes ever seen has no bound; the number itself has room for what varies in the handles of one file
-//! system: an inode number and a generation. They are enciphered with a key of this process, for a handle leads anywhere on its file
-//! system: nobody can make a number of a file that is not shared.
+//! A client that has released its references may come back with a number only (LOOKUP of `.`, for
+//! `open_by_handle_at(2)` and NFS servers). A table of all inodes ever seen would be unbounded. The number itself has
+//! room for the parts of a handle that vary within a file system: an inode number and a generation. They are encrypted
+//! with a key of this process, so that no client can construct the number of a file outside of the share.
 //!
-//! Numbers made of handles have the top bit set; those that are counted ([`crate::table::Table`]) do not.
+//! Numbers that encode handles have the top bit set; counted ones ([`crate::table::Table`]) do not.
 
 use std::hash::{BuildHasher, RandomState};
 use std::os::fd::BorrowedFd;
@@ -15,22 +15,22 @@ use ferry_vfs::Ino;
 use crate::mount::Mount;
 use crate::sys::{self, HostHandle};
 
-/// Set in numbers that are made of handles.
+/// Set in numbers that encode handles.
 const OF_HANDLE: u64 = 1 << 63;
-/// Bits of a number for an inode number; the generation has 32, and the top bit is [`OF_HANDLE`].
+/// Bits for an inode number; the generation has 32, and the top bit is [`OF_HANDLE`].
 const INO_BITS: u32 = 31;
-/// The smallest inode of XFS, which numbers them by where they lie, in bytes.
+/// The minimum inode size of XFS in bytes. XFS derives inode numbers from disk locations.
 const XFS_INODE_BYTES: u64 = 512;
-/// Rounds of the cipher: four make a permutation as good as random of a random function.
+/// Rounds of the cipher; four are enough for a pseudorandom permutation.
 const ROUNDS: u8 = 4;
-/// Where the lower half of a 64-bit number is, in words of 32 bits.
+/// The index of the lower half of a 64-bit number, in words of 32 bits.
 const LOW: usize = if cfg!(target_endian = "big") { 1 } else { 0 };
 
 /// Handles of one type and length, as words of 32 bits.
 struct Layout {
     kind: i32,
     words: usize,
-    /// Which word is the inode number, or its lower half.
+    /// The index of the inode number, or of its lower half.
     ino: usize,
     generation: usize,
 }
@@ -44,13 +44,13 @@ const LAYOUTS: [Layout; 4] = [
 ];
 const XFS: i32 = 0x81;
 
-/// Makes numbers of the handles of the file system that a share's root is on, and handles of numbers.
+/// Converts between handles of the root's file system and numbers.
 #[derive(Debug)]
 pub(crate) struct HandleNumbers {
     /// The mount whose inodes have such numbers.
     mount: u64,
     kind: i32,
-    /// The root's handle. All others differ in two words only.
+    /// The root's handle; all others differ in two words only.
     root: Vec<u32>,
     ino: usize,
     generation: usize,
@@ -62,14 +62,14 @@ fn words(handle: &HostHandle) -> Option<Vec<u32>> {
     rest.is_empty().then(|| words.iter().map(|word| u32::from_ne_bytes(*word)).collect())
 }
 
-/// Whether a number is made of a handle, by whichever process.
+/// Returns whether a number encodes a handle, of any process.
 pub(crate) fn is_of_handle(ino: Ino) -> bool {
     ino.0 & OF_HANDLE != 0
 }
 
 impl HandleNumbers {
-    /// `None` where handles do not last, or are of another form, or inode numbers may be too large: the root's inodes are not found
-    /// by their numbers then.
+    /// Returns `None` if handles are not persistent, have another form, or inode numbers may be too large. The root's
+    /// inodes are then not found by number.
     pub(crate) fn new(root: BorrowedFd<'_>, mount: &Mount) -> Option<Self> {
         if !mount.lasting || mount.handles().is_none() {
             return None;
@@ -78,7 +78,7 @@ impl HandleNumbers {
         let numbers = Self::of_root(mount.id, &handle)?;
         let statfs = rustix::fs::fstatfs(root).ok()?;
         let inodes_max = match numbers.kind {
-            // The number of an allocation group takes whole bits, so up to half of the numbers are left out.
+            // The number of an allocation group takes whole bits, so up to half of the numbers are unused.
             XFS => statfs.f_blocks.saturating_mul(statfs.f_bsize.unsigned_abs()) / XFS_INODE_BYTES * 2,
             _ => statfs.f_files,
         };
@@ -94,12 +94,12 @@ impl HandleNumbers {
         Some(Self { mount, kind, root, ino, generation, key: RandomState::new() })
     }
 
-    /// Whether inodes on this mount have such numbers.
+    /// Returns whether inodes on this mount have such numbers.
     pub(crate) fn is_of(&self, mount: &Mount) -> bool {
         mount.id == self.mount
     }
 
-    /// The number of a handle; `None` if the handle says more than a number has room for.
+    /// Returns the number of a handle; `None` if it does not fit.
     pub(crate) fn number(&self, handle: &HostHandle) -> Option<Ino> {
         let mut words =
             words(handle).filter(|words| handle.parts().0 == self.kind && words.len() == self.root.len())?;
@@ -109,7 +109,7 @@ impl HandleNumbers {
             return None;
         }
         let mut number = OF_HANDLE | u64::from(generation) << INO_BITS | u64::from(ino);
-        // Until it is such a number again: a permutation of those numbers, then.
+        // Repeats until the result is in range again, which gives a permutation of the range.
         loop {
             number = (0..ROUNDS).fold(number, |number, round| {
                 let (left, right) = halves(number);
@@ -121,7 +121,7 @@ impl HandleNumbers {
         }
     }
 
-    /// The handle of a number. Of a number that this did not make it leads nowhere, in all likelihood.
+    /// Returns the handle of a number. A forged number leads, in all likelihood, to no file.
     pub(crate) fn handle(&self, ino: Ino) -> Option<HostHandle> {
         let mut number = is_of_handle(ino).then_some(ino.0)?;
         loop {
@@ -171,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn handles_come_back_from_their_numbers(ino in 0..1_u32 << INO_BITS, generation: u32) {
+        fn handles_round_trip_through_numbers(ino in 0..1_u32 << INO_BITS, generation: u32) {
             for (kind, root, other) in [
                 (1, vec![2, 0], vec![ino, generation]),
                 (1, vec![7, 1, 0], vec![generation, ino, 0]),
@@ -182,14 +182,14 @@ mod tests {
                 let number = numbers.number(&handle(kind, &other)).expect("it has room");
                 prop_assert!(is_of_handle(number));
                 prop_assert_eq!(numbers.handle(number), Some(handle(kind, &other)));
-                // Another process cannot tell.
+                // Another process cannot decode it.
                 prop_assert_ne!(of_root(kind, &root).handle(number), Some(handle(kind, &other)));
             }
         }
     }
 
     #[test]
-    fn what_has_no_room_has_no_number() {
+    fn handles_that_do_not_fit_have_no_number() {
         let numbers = of_root(0x4d, &[256, 0, 5, 0, 1]);
         for (kind, other) in [
             (0x4d, vec![1 << INO_BITS, 0, 5, 0, 1]),

@@ -12,19 +12,19 @@ use crate::resolve::kind;
 use crate::sys;
 use crate::table::lock;
 
-/// What one getdents64 reads: libc's own choice, about a thousand names.
+/// The buffer of one getdents64 in bytes: libc's own choice, about a thousand names.
 const BUFFER_BYTES: usize = 32 * 1024;
 /// `struct linux_dirent64` up to its name: ino, offset, length, type.
 const HEADER_BYTES: usize = 19;
 
-/// How far a directory handle has been listed. Offsets are the host's own (`d_off`), which stay good while other
-/// names come and go; names that were read but not yet delivered wait in the buffer.
+/// The position of a directory handle. Offsets are the host's (`d_off`), which stay valid while other names come and
+/// go. Names that were read but not delivered stay in the buffer.
 #[derive(Debug, Default)]
 pub(crate) struct Stream {
     buffer: Vec<u8>,
     at: usize,
     len: usize,
-    /// The offset that the next name in the buffer, or the descriptor, is at.
+    /// The offset of the next name in the buffer, or of the descriptor.
     next: u64,
 }
 
@@ -65,7 +65,7 @@ impl<'a> Dirent<'a> {
     }
 }
 
-/// The names in a directory, from where its descriptor is on.
+/// The names in a directory, from its descriptor's position.
 #[derive(Debug, Default)]
 pub(crate) struct Names {
     buffer: Vec<u8>,
@@ -74,7 +74,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// The next one, with its number and type.
+    /// Returns the next name, with its number and type.
     pub(crate) fn next(&mut self, dir: BorrowedFd<'_>) -> Result<Option<(u64, FileType, &[u8])>> {
         if self.at == self.len {
             self.buffer.resize(BUFFER_BYTES, 0);
@@ -90,7 +90,7 @@ impl Names {
 }
 
 impl Stream {
-    /// Goes to an offset that was delivered earlier.
+    /// Seeks to an offset that was delivered earlier.
     fn seek(&mut self, open: &Open, offset: u64) -> Result<()> {
         if offset != self.next {
             rustix::fs::seek(open.file.as_fd(), SeekFrom::Start(offset))?;
@@ -99,7 +99,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The next name, without going past it.
+    /// Returns the next name without advancing.
     fn peek(&mut self, open: &Open) -> Result<Option<Dirent<'_>>> {
         if self.at == self.len {
             self.buffer.resize(BUFFER_BYTES, 0);
@@ -124,7 +124,7 @@ impl Dir {
             let dirent = match stream.peek(&open) {
                 Ok(Some(dirent)) => dirent,
                 Ok(None) => break,
-                // What was pushed carries references: the error comes with the next call.
+                // Delivered entries carry references, so the error comes with the next call.
                 Err(_) if pushed => break,
                 Err(error) => return Err(error),
             };
@@ -139,7 +139,7 @@ impl Dir {
         Ok(())
     }
 
-    /// Delivers one name; returns whether it was still there.
+    /// Delivers one name; returns false if it is gone.
     fn push(
         &self,
         open: &Open,
@@ -149,7 +149,7 @@ impl Dir {
     ) -> bool {
         let mut item = DirItem { ino: dirent.ino, next: dirent.next, kind: dirent.kind, name: dirent.name };
         if dirent.name == b".." && open.inode.ino == ferry_vfs::Ino::ROOT {
-            // What is above the share is none of the client's business.
+            // The client must not see what is above the share.
             item.ino = open.inode.found.key.ino;
         }
         let is_wanted = fd.is_some() && !matches!(dirent.name, b"." | b"..") && out.wants(dirent.name, dirent.kind);
@@ -163,9 +163,9 @@ impl Dir {
                 item.kind = kind(&st);
                 out.push(&item, Some(&self.entry(&inode, &st)));
             }
-            // Gone since the directory was read.
+            // Removed since the directory was read.
             Err(Errno::NOENT) => return false,
-            // The name is there, whatever is wrong with the inode: the client will ask for it and be told.
+            // The name exists, so it is listed. The client looks it up and gets the error then.
             Err(error) => {
                 tracing::debug!(name = %dirent.name.escape_ascii(), %error, "readdirplus");
                 out.push(&item, None);

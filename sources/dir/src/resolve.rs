@@ -15,15 +15,15 @@ use crate::table::{FoundInode, Inode, Key, PathFd};
 
 /// `STATX_MNT_ID_UNIQUE` (Linux 6.8): unlike the plain id, never given to another mount.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
-/// How an object is pinned without being opened.
+/// The flags that pin an object without opening it.
 pub(crate) const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-/// How often a lookup starts again when the host changes the name meanwhile.
+/// The number of attempts of a lookup when the host changes the name meanwhile.
 const TRIES_MAX: usize = 8;
-/// Directories that are opened one after the other to find an inode again, at most. No real tree is as deep; host
-/// renames behind our back could make the remembered places a ring.
+/// The maximum number of directories that are opened to find an inode again. No real tree is as deep, but host renames
+/// could turn the recorded locations into a cycle.
 const DEPTH_MAX: usize = 65_536;
 
-/// One statx with all that this crate uses.
+/// One statx with all fields that this crate uses.
 pub(crate) fn statx(dir: BorrowedFd<'_>, name: &[u8]) -> Result<Statx> {
     let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
     let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID | MNT_ID_UNIQUE;
@@ -34,17 +34,17 @@ fn time(time: StatxTimestamp) -> Timespec {
     Timespec { sec: time.tv_sec, nsec: time.tv_nsec }
 }
 
-/// The time of birth, where the host knows it.
+/// Returns the birth time, if the host has it.
 pub(crate) fn btime(st: &Statx) -> Option<Timespec> {
     (st.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(st.stx_btime))
 }
 
-/// The time of the last change.
+/// Returns the change time.
 pub(crate) fn ctime(st: &Statx) -> Timespec {
     time(st.stx_ctime)
 }
 
-/// Whether an inode still has a name.
+/// Returns whether an inode still has a name.
 pub(crate) fn has_name(fd: BorrowedFd<'_>) -> bool {
     statx(fd, b"").is_ok_and(|st| st.stx_nlink > 0)
 }
@@ -59,26 +59,26 @@ pub(crate) fn is_mount_root(st: &Statx) -> bool {
     st.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
 }
 
-/// Where the host has the inode.
+/// Returns the host's identification of the inode.
 pub(crate) fn key(st: &Statx) -> Key {
     let dev = (u64::from(st.stx_dev_major) << 32) | u64::from(st.stx_dev_minor);
     let has_mount = st.stx_mask & (StatxFlags::MNT_ID | MNT_ID_UNIQUE).bits() != 0;
     Key { dev, ino: st.stx_ino, mount: if has_mount { st.stx_mnt_id } else { 0 } }
 }
 
-/// Where an inode that was reached by descriptor is.
+/// The location of an inode that was reached by descriptor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum At<'a> {
-    /// In the directory, by this name.
+    /// In the directory, with this name.
     Name(&'a [u8]),
-    /// Nowhere (`O_TMPFILE`): it must stay pinned to stay reachable.
+    /// Unnamed (`O_TMPFILE`): it is only reachable while pinned.
     NoName,
     /// Somewhere.
     Elsewhere,
 }
 
 impl Dir {
-    /// The attributes in `st`, which is of `inode`.
+    /// Returns the attributes in `st`, the status of `inode`.
     pub(crate) fn attr(&self, inode: &Inode, st: &Statx) -> Attr {
         let (major, minor) = (st.stx_rdev_major, st.stx_rdev_minor);
         inode.set_sgid_mark(is_sgid_mark(st.stx_mode.into()));
@@ -101,44 +101,44 @@ impl Dir {
     }
 
     pub(crate) fn entry(&self, inode: &Inode, st: &Statx) -> Entry {
-        // No number is given to two inodes, so there is only one generation.
+        // No number is reused, so the generation is constant.
         Entry { ino: inode.ino, generation: 0, attr: self.attr(inode, st) }
     }
 
-    /// Runs a call that opens a descriptor, making room if there is none.
+    /// Runs a call that opens a descriptor; evicts others if necessary.
     pub(crate) fn retry_with_room<T>(&self, open: impl FnMut() -> Result<T>) -> Result<T> {
         self.cache.retry_with_room(&self.table, open)
     }
 
-    /// Runs a call that opens a descriptor for a client to keep, making room if there is none.
+    /// Runs a call that opens a descriptor for a client to keep; evicts others if necessary.
     pub(crate) fn retry_with_room_to_keep(&self, open: impl FnMut() -> Result<OwnedFd>) -> Result<OwnedFd> {
         self.cache.retry_with_room_to_keep(&self.table, open)
     }
 
-    /// Pins what a name in a directory means, without opening it.
+    /// Pins the inode of a name in a directory without opening it.
     pub(crate) fn open_path(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd> {
         self.retry_with_room(|| rustix::fs::openat(dir, name, PATH_FLAGS, Mode::empty()))
     }
 
-    /// Opens what a descriptor pins, of which the caller knows that it is a regular file or directory.
+    /// Opens the inode of a descriptor; the caller knows that it is a regular file or directory.
     pub(crate) fn reopen(&self, fd: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
         self.retry_with_room(|| rustix::fs::openat(&self.proc_fds, DecInt::from_fd(fd), flags, Mode::empty()))
     }
 
-    /// An inode and an `O_PATH` descriptor of it.
+    /// Returns an inode and its `O_PATH` descriptor.
     pub(crate) fn path(&self, ino: Ino) -> Result<(Arc<Inode>, Arc<PathFd>)> {
         let inode = self.table.get(ino)?;
         let fd = self.path_fd(&inode)?;
         Ok((inode, fd))
     }
 
-    /// An `O_PATH` descriptor of an inode: the one it holds, or a new one that it holds from now on.
+    /// Returns an `O_PATH` descriptor of an inode: the cached one, or a new one that is cached from now on.
     pub(crate) fn path_fd(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
         Ok(self.reach(inode)?.0)
     }
 
-    /// What the host says of an inode now.
+    /// Returns the host's current status of an inode.
     pub(crate) fn stat(&self, ino: Ino) -> Result<(Arc<Inode>, Statx)> {
         let inode = self.table.get(ino)?;
         let st = match self.reach(&inode)? {
@@ -148,7 +148,7 @@ impl Dir {
         Ok((inode, st))
     }
 
-    /// A descriptor, as [`Self::path_fd`], and what the host said of the inode, if it had to be asked.
+    /// Returns a descriptor, as [`Self::path_fd`], and the host's status of the inode if it was queried.
     fn reach(&self, inode: &Arc<Inode>) -> Result<(Arc<PathFd>, Option<Statx>)> {
         if let Some(fd) = inode.fd() {
             let seen = self.verify(inode, fd.as_fd())?;
@@ -162,7 +162,7 @@ impl Dir {
         Ok((self.cache.keep(&self.table, inode, self.cache.wrap(fd)), seen))
     }
 
-    /// Finds an inode without a file handle again, by walking down from the nearest directory that is held.
+    /// Finds an inode without a file handle again, by descending from the nearest directory with a descriptor.
     fn path_fd_by_place(&self, inode: &Arc<Inode>) -> Result<Arc<PathFd>> {
         let mut names = Vec::new();
         let mut at = Arc::clone(inode);
@@ -178,7 +178,7 @@ impl Dir {
         };
         for (inode, name) in names.into_iter().rev() {
             let next = self.open_path(fd.as_fd(), &name).map_err(|error| match error {
-                // It is not where it was, and nobody told us where it went.
+                // It is not at its recorded location, and its new one is unknown.
                 Errno::NOENT | Errno::NOTDIR => Errno::STALE,
                 other => other,
             })?;
@@ -188,8 +188,8 @@ impl Dir {
         Ok(fd)
     }
 
-    /// Makes sure, once, that a descriptor that was opened by the inode's handle is of the inode with its key: the
-    /// handle was read by name, after the attributes, and the name may have changed in between. Answers what was seen, if it was looked at.
+    /// Verifies once that a descriptor opened by the inode's handle belongs to the inode's key. The handle was read by
+    /// name after the attributes, and the name may have changed in between. Returns the status if it was queried.
     fn verify(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Option<Statx>> {
         if inode.is_verified() {
             return Ok(None);
@@ -199,7 +199,7 @@ impl Dir {
         Ok(Some(seen))
     }
 
-    /// Whether a descriptor is of this inode.
+    /// Returns an error unless the descriptor belongs to this inode.
     pub(crate) fn check(&self, inode: &Inode, fd: BorrowedFd<'_>) -> Result<Statx> {
         let st = statx(fd, b"")?;
         let same = key(&st) == inode.found.key
@@ -208,7 +208,7 @@ impl Dir {
         if same { Ok(st) } else { Err(Errno::STALE) }
     }
 
-    /// The mount that an inode below `dir` is on; `fd` is only opened when it is not the directory's own.
+    /// Returns the mount of an inode below `dir`; opens `fd` only if it differs from the directory's.
     fn mount_of(&self, dir: &Inode, st: &Statx, fd: impl FnOnce() -> Result<OwnedFd>) -> Result<Arc<Mount>> {
         let id = key(st).mount;
         if id == dir.found.mount.id {
@@ -225,14 +225,14 @@ impl Dir {
         Ok(self.mounts.get(id, kind(&now), fd.as_fd(), self.proc_fds.as_fd()))
     }
 
-    /// Finds a name in a directory. The inode that it answers has one reference more.
+    /// Finds a name in a directory. The returned inode has a new reference.
     ///
-    /// System calls: 1 for an inode that is held, 2 with file handles, 3 to meet a new inode without them.
+    /// System calls: 1 for an inode with a descriptor, 2 with file handles, 3 for a new inode without them.
     pub(crate) fn find(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<(Arc<Inode>, Statx)> {
         for _ in 0..TRIES_MAX {
             let st = statx(dir_fd, name)?;
             match self.find_at(dir, dir_fd, name, st) {
-                // The name means something else by now, or was away for a moment.
+                // The name now refers to another inode, or was missing for a moment.
                 Err(Errno::STALE | Errno::NOENT) => {}
                 other => return other,
             }
@@ -285,7 +285,7 @@ impl Dir {
         FoundInode { key: key(st), kind: kind(st), btime: btime(st), mount, handle, mount_root, verified }
     }
 
-    /// The inode that is open as `file`. It has one reference more.
+    /// Returns the inode that is open as `file`, with a new reference.
     pub(crate) fn find_open(&self, dir: &Arc<Inode>, at: At<'_>, file: BorrowedFd<'_>) -> Result<(Arc<Inode>, Statx)> {
         let st = statx(file, b"")?;
         let path = || self.reopen(file, OFlags::PATH);
@@ -308,8 +308,8 @@ impl Dir {
         Ok((inode, st))
     }
 
-    /// The inode that is about to lose this name, if a client knows it. It is pinned when this is its last name:
-    /// afterwards neither name nor file handle would lead to it.
+    /// Returns the inode that is about to lose this name, if a client references it. It is pinned if this is its last
+    /// name, because neither name nor file handle leads to it afterwards.
     pub(crate) fn pin(&self, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Option<Pinned> {
         let st = statx(dir_fd, name).ok()?;
         let inode = self.table.at(&key(&st))?;
@@ -322,13 +322,13 @@ impl Dir {
             };
             if !inode.pin() && hold().is_err() {
                 inode.set_pinned(false);
-                tracing::debug!(ino = inode.ino.0, "an unlinked inode could not be pinned");
+                tracing::debug!(ino = inode.ino.0, "cannot pin an unlinked inode");
             }
         }
         Some(Pinned { inode, newly })
     }
 
-    /// Without the check, which can wait until somebody wants the inode again.
+    /// Without the check, which can wait until the inode is used again.
     fn hold_by_handle(&self, inode: &Inode) -> Result<()> {
         let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
             return Err(Errno::STALE);
@@ -353,7 +353,7 @@ pub(crate) struct Pinned {
 }
 
 impl Pinned {
-    /// The name stayed after all, unless somebody else has removed it.
+    /// Unpins the inode if it still has a name.
     pub(crate) fn undo(&self) {
         if self.newly && self.inode.fd().is_none_or(|fd| has_name(fd.as_fd())) {
             self.inode.set_pinned(false);

@@ -14,28 +14,28 @@ use crate::resolve::{self, statx};
 use crate::sys;
 use crate::table::{Inode, Key};
 
-/// The longest path that is looked at: Linux takes no longer ones, and an identity has room for no longer one.
+/// The maximum path length in bytes: Linux accepts no longer ones, and an identity has no room for more.
 const PATH_BYTES_MAX: usize = 4096;
 
-/// How long it is looked for inodes at most: their guest stands still meanwhile, and so does whoever moves it.
+/// The maximum duration of a search: the guest is paused meanwhile, and the migration waits.
 const SEARCH_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// A directory that was not looked through yet: the one that it is in, its name, and its path from the root on.
+/// A directory to search: its parent, its name, and its path from the root.
 struct PendingDir {
     parent: Arc<OwnedFd>,
     name: Vec<u8>,
     path: Vec<u8>,
 }
 
-/// What is looked for, and what was found.
+/// The inodes to find, and those found.
 struct Search<'a> {
     dir: &'a Dir,
     within: IdentityScope,
     wanted: HashMap<Key, Arc<Inode>>,
-    /// The host's numbers of these: of most files nothing else is asked.
+    /// The host's inode numbers of these: most files are excluded by number.
     numbers: HashSet<u64>,
     found: Vec<(Ino, Vec<u8>)>,
-    /// When it ends, whatever was found.
+    /// When the search ends.
     until: Instant,
 }
 
@@ -44,7 +44,7 @@ impl Dir {
         self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
     }
 
-    /// Whether an inode may have a name: what surely has none is not looked for in the whole tree.
+    /// Returns whether an inode may have a name; inodes without one are not searched for.
     fn is_somewhere(&self, inode: &Inode) -> bool {
         match self.stat(inode.ino) {
             Ok((_, st)) => st.stx_nlink > 0,
@@ -60,7 +60,7 @@ impl Dir {
         let root = self.path_fd(&self.root).and_then(|root| self.reopen(root.as_fd(), OFlags::PATH));
         let Ok(root) = root else { return Vec::new() };
         let mut ahead = vec![PendingDir { parent: Arc::new(root), name: b".".to_vec(), path: Vec::new() }];
-        // The last one first: so few directories are open at a time.
+        // Depth first, so that few directories are open at a time.
         while let Some(next) = ahead.pop().filter(|_| !search.wanted.is_empty()) {
             if search.is_over() {
                 let (count, limit_s) = (search.wanted.len(), SEARCH_TIME_MAX.as_secs());
@@ -70,7 +70,7 @@ impl Dir {
                 break;
             }
             if let Err(error) = search.scan_directory(&next, &mut ahead) {
-                tracing::debug!(path = %next.path.escape_ascii(), %error, "a directory is not looked through");
+                tracing::debug!(path = %next.path.escape_ascii(), %error, "cannot search a directory");
             }
         }
         search.found
@@ -89,7 +89,7 @@ impl Search<'_> {
         let mut names = Names::default();
         while let Some((number, kind, name)) = names.next(fd.as_fd())? {
             if self.is_over() {
-                // Another turn of the loop above is to tell of it.
+                // The next iteration of the loop reports the error.
                 ahead.push(PendingDir { parent: Arc::clone(&fd), name: b".".to_vec(), path: at.path.clone() });
                 break;
             }
@@ -97,7 +97,7 @@ impl Search<'_> {
             if matches!(name, b"." | b"..") || path.len() > PATH_BYTES_MAX {
                 continue;
             }
-            // What is mounted on a directory has another number.
+            // A mount point's directory has another number in the listing.
             let mut is_dir = kind == FileType::Directory;
             if is_dir || kind == FileType::Unknown || self.numbers.contains(&number) {
                 let Ok(st) = statx(fd.as_fd(), name) else { continue };
@@ -113,7 +113,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Something with the number of an inode that is looked for.
+    /// Checks a file with the number of a wanted inode.
     fn check_candidate(&mut self, inode: &Arc<Inode>, dir: BorrowedFd<'_>, name: &[u8], path: &[u8]) {
         if self.is(inode, dir, name).unwrap_or(false)
             && let Ok(identity) = self.dir.identify_at(inode, path, self.within)
@@ -126,7 +126,7 @@ impl Search<'_> {
     fn is(&self, inode: &Inode, dir: BorrowedFd<'_>, name: &[u8]) -> Result<bool> {
         let fd = self.dir.open_path(dir, name)?;
         self.dir.check(inode, fd.as_fd())?;
-        // The number may have been given to another file since.
+        // The number may belong to another file by now.
         Ok(match &inode.found.handle {
             Some(handle) => sys::name_to_handle(fd.as_fd(), b"")?.parts() == handle.parts(),
             None => true,
@@ -143,8 +143,8 @@ mod tests {
 
     #[test]
     fn a_search_ends_in_time() {
-        let folder = tempfile::tempdir().expect("folders can be made");
-        std::fs::write(folder.path().join("file"), "").expect("files can be made");
+        let folder = tempfile::tempdir().expect("the directory is created");
+        std::fs::write(folder.path().join("file"), "").expect("the file is created");
         let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
         let name = Name::new(b"file").expect("a name");
         let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
@@ -152,13 +152,13 @@ mod tests {
         assert!(dir.search_until(&[ino], IdentityScope::Paths, Instant::now()).is_empty());
     }
 
-    /// Whether a descriptor of it is held, or was given up.
+    /// With its descriptor cached and with it evicted.
     #[test]
-    fn what_the_host_has_deleted_is_nowhere() {
-        let folder = tempfile::tempdir().expect("folders can be made");
+    fn files_that_the_host_deleted_are_not_found() {
+        let folder = tempfile::tempdir().expect("the directory is created");
         let dir = Dir::open(folder.path(), Options::default()).expect("it can be shared");
         let [held, given_up, there] = ["held", "given-up", "there"].map(|name| {
-            std::fs::write(folder.path().join(name), "").expect("files can be made");
+            std::fs::write(folder.path().join(name), "").expect("the file is created");
             let name = Name::new(name.as_bytes()).expect("a name");
             let ino = dir.lookup(&Caller::default(), Ino::ROOT, name).expect("it is there").ino;
             dir.getattr(&Caller::default(), ino, None).expect("it is there");

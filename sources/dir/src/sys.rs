@@ -1,5 +1,5 @@
-//! The system calls that rustix does not have. All `unsafe` of this crate is here; every function is safe to call
-//! with any argument.
+//! The system calls that rustix lacks. All `unsafe` of this crate is here; every function is safe to call with any
+//! argument.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::ffi::{CStr, c_int, c_long, c_uint, c_void};
@@ -7,14 +7,14 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use ferry_vfs::{Errno, OFlags, Result};
 
-/// The longest host file handle that Linux hands out (`MAX_HANDLE_SZ`).
+/// The maximum length of a host file handle in bytes (`MAX_HANDLE_SZ`).
 const HANDLE_BYTES_MAX: usize = 128;
 const HANDLE_BYTES_ROOM: c_uint = 128;
 const _: () = assert!(HANDLE_BYTES_ROOM as usize == HANDLE_BYTES_MAX);
-/// Handles of the usual local file systems (ext4 8 bytes, XFS 12, btrfs 20) fit without an allocation.
+/// Handles of common local file systems (ext4 8 bytes, XFS 12, btrfs 20) fit without an allocation.
 const HANDLE_BYTES_INLINE: usize = 24;
 
-/// A host file handle (`name_to_handle_at`): names an inode of one file system for as long as it exists.
+/// A host file handle (`name_to_handle_at`): identifies an inode of one file system during its lifetime.
 #[derive(Clone, Debug)]
 pub(crate) enum HostHandle {
     /// Held in place.
@@ -35,7 +35,7 @@ impl HostHandle {
         }
     }
 
-    /// A handle that was taken apart before. `None`: no handle is as long.
+    /// Creates a handle from its parts. `None`: the bytes are too long.
     pub(crate) fn from_parts(kind: i32, bytes: &[u8]) -> Option<Self> {
         (bytes.len() <= HANDLE_BYTES_MAX).then(|| Self::new(kind, bytes))
     }
@@ -85,8 +85,8 @@ pub(crate) const FOLLOW_LINK: libc::c_int = 0;
 const SYS_LISTXATTRAT: c_long = 465;
 const SYS_REMOVEXATTRAT: c_long = 466;
 
-/// A new fanotify group, whose events name inodes by their handles, entries by their directories' handles, and both
-/// where there are both. Reads do not block.
+/// Creates a fanotify group. Its events identify inodes by their handles, names by the directory's handle, and contain
+/// both where possible. Reads do not block.
 pub(crate) fn fanotify_group() -> Result<OwnedFd> {
     let flags = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK | libc::FAN_REPORT_DFID_NAME_TARGET;
     // SAFETY: no pointers.
@@ -94,15 +94,15 @@ pub(crate) fn fanotify_group() -> Result<OwnedFd> {
     owned(check(fd.into())?)
 }
 
-/// Has a fanotify group hear of events on all of the file system that `on` is open on.
+/// Subscribes a fanotify group to events of the whole file system of `on`.
 pub(crate) fn fanotify_mark_file_system(group: BorrowedFd<'_>, on: BorrowedFd<'_>, mask: u64) -> Result<()> {
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_FILESYSTEM;
-    // SAFETY: the path may be null: `on` itself is meant then.
+    // SAFETY: the path may be null, which means `on` itself.
     let result = unsafe { libc::fanotify_mark(group.as_raw_fd(), flags, mask, on.as_raw_fd(), std::ptr::null()) };
     check(result.into()).map(drop)
 }
 
-/// A path of one component, ended by NUL, on the stack.
+/// A path of one component with a NUL, on the stack.
 struct Component([u8; 257]);
 
 impl Component {
@@ -128,7 +128,8 @@ fn check(result: c_long) -> Result<usize> {
     usize::try_from(result).map_err(|_| errno())
 }
 
-/// `name_to_handle_at` of a name in a directory (no link is followed), or of the descriptor itself for an empty name.
+/// Calls `name_to_handle_at` for a name in a directory (no link is followed), or for the descriptor itself if the name
+/// is empty.
 pub(crate) fn name_to_handle(dir: BorrowedFd<'_>, name: &[u8]) -> Result<HostHandle> {
     let path = Component::new(name)?;
     let mut raw = RawHandle { handle_bytes: HANDLE_BYTES_ROOM, handle_type: 0, f_handle: [0; HANDLE_BYTES_MAX] };
@@ -150,7 +151,7 @@ pub(crate) fn name_to_handle(dir: BorrowedFd<'_>, name: &[u8]) -> Result<HostHan
     Ok(HostHandle::new(raw.handle_type, bytes))
 }
 
-/// `open_by_handle_at`; `mount` is any real descriptor on the file system.
+/// Calls `open_by_handle_at`; `mount` is any open descriptor on the file system.
 pub(crate) fn open_by_handle(mount: BorrowedFd<'_>, handle: &HostHandle, flags: OFlags) -> Result<OwnedFd> {
     let (kind, bytes) = handle.parts();
     let mut raw = RawHandle { handle_bytes: 0, handle_type: kind, f_handle: [0; HANDLE_BYTES_MAX] };
@@ -165,23 +166,23 @@ pub(crate) fn open_by_handle(mount: BorrowedFd<'_>, handle: &HostHandle, flags: 
 
 fn owned(fd: usize) -> Result<OwnedFd> {
     let fd = c_int::try_from(fd).map_err(|_| Errno::BADF)?;
-    // SAFETY: the kernel just returned this descriptor to us and nobody else knows it.
+    // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Closes a descriptor and tells its error, which dropping it does not.
+/// Closes a descriptor and returns its error, which dropping it does not.
 pub(crate) fn close(fd: OwnedFd) -> Result<()> {
     // SAFETY: the descriptor is ours to close, exactly once: `into_raw_fd` gives it up.
     check(unsafe { libc::close(fd.into_raw_fd()) }.into()).map(drop)
 }
 
-/// `getdents64`: fills `buffer`, answers how many bytes; 0 at the end.
+/// Calls `getdents64`; returns the number of bytes in `buffer`, 0 at the end.
 pub(crate) fn getdents(dir: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize> {
     // SAFETY: the kernel writes at most `buffer.len()` bytes to `buffer`.
     check(unsafe { libc::syscall(libc::SYS_getdents64, dir.as_raw_fd(), buffer.as_mut_ptr(), buffer.len()) })
 }
 
-/// `setfsuid` of this thread; answers the former one. It cannot tell failure.
+/// Calls `setfsuid` for this thread; returns the previous id. Failure is not reported.
 pub(crate) fn setfsuid(uid: u32) -> u32 {
     // SAFETY: no pointers. The raw call changes this thread only.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a uid_t in a long")]
@@ -190,7 +191,7 @@ pub(crate) fn setfsuid(uid: u32) -> u32 {
     }
 }
 
-/// `setfsgid` of this thread; answers the former one. It cannot tell failure.
+/// Calls `setfsgid` for this thread; returns the previous id. Failure is not reported.
 pub(crate) fn setfsgid(gid: u32) -> u32 {
     // SAFETY: no pointers. The raw call changes this thread only.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a gid_t in a long")]
@@ -199,13 +200,13 @@ pub(crate) fn setfsgid(gid: u32) -> u32 {
     }
 }
 
-/// The supplementary groups of this thread (not of the process, as libc's `setgroups` would).
+/// Sets the supplementary groups of this thread (libc's `setgroups` sets those of the process).
 pub(crate) fn setgroups(groups: &[u32]) -> Result<()> {
     // SAFETY: the kernel reads `groups.len()` group ids from `groups`.
     check(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) }).map(drop)
 }
 
-/// Has the calling thread compete for CPUs as usual, if it gives way to all others (`SCHED_IDLE`).
+/// Restores normal scheduling of the calling thread if it runs at `SCHED_IDLE`.
 pub(crate) fn compete() -> Result<()> {
     let param = libc::sched_param { sched_priority: 0 };
     // SAFETY: the first call touches no memory; `param` outlives the second, which only reads it.
@@ -218,7 +219,7 @@ pub(crate) fn compete() -> Result<()> {
     if result == 0 { Ok(()) } else { Err(errno()) }
 }
 
-/// Gives this thread a umask and a working directory of its own.
+/// Gives this thread its own umask and working directory.
 pub(crate) fn unshare_fs() -> Result<()> {
     // SAFETY: no pointers; CLONE_FS leaves descriptors and memory shared.
     check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_FS) }).map(drop)
@@ -246,7 +247,7 @@ fn raw_flock(lock: &RawLock) -> libc::flock {
     }
 }
 
-/// `F_OFD_SETLK`: takes, changes or gives up a lock of the open file description; never waits.
+/// `F_OFD_SETLK`: acquires, converts or releases a lock of the open file description; never waits.
 pub(crate) fn ofd_set(fd: BorrowedFd<'_>, lock: &RawLock) -> Result<()> {
     let raw = raw_flock(lock);
     // SAFETY: `raw` is a `struct flock` that lives through the call.
@@ -264,7 +265,7 @@ pub(crate) fn ofd_get(fd: BorrowedFd<'_>, lock: &RawLock) -> Result<Option<RawLo
     Ok((kind != libc::F_UNLCK).then_some(RawLock { kind, start: raw.l_start, len: raw.l_len }))
 }
 
-/// The argument of the file-flag ioctls: at most 28 bytes (`struct fsxattr`).
+/// The size of the argument buffer of the file-flag ioctls, which use at most 28 bytes (`struct fsxattr`).
 pub(crate) const IOCTL_BYTES_MAX: usize = 32;
 
 /// The ioctls whose argument is at most [`IOCTL_BYTES_MAX`] bytes of plain data.

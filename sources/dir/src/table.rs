@@ -1,5 +1,5 @@
-//! The inodes that clients hold references to, by our number and by the host's. Both tables are sharded;
-//! no lock is shared by all requests.
+//! The inodes that clients reference, by the source's number and by the host's. Both tables are sharded, so requests
+//! share no single lock.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
@@ -14,20 +14,21 @@ use crate::number::{self, HandleNumbers};
 use crate::sys::HostHandle;
 use crate::watch::HandleIndex;
 
-/// So many that workers on as many CPUs seldom meet; a power of two.
+/// Enough that workers on as many CPUs rarely contend; a power of two.
 const SHARDS: usize = 64;
 
-/// Entries that a shard keeps room for, whatever it holds.
+/// The minimum capacity of a shard.
 const ROOM_MIN: usize = 1024;
-/// One that could hold so many times what it holds gives room back: a walk over millions of files leaves none of it behind.
+/// A shard with this many times the needed capacity shrinks, so that a walk over millions of files leaves no unused
+/// memory.
 const ROOM_PART: usize = 8;
 
-/// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
+/// Locks, even after a panic: no critical section of this crate leaves inconsistent data.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Mixes integers: the keys are numbers that the kernel or this crate chose.
+/// Hashes integers chosen by the kernel or this crate.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct IntHasher(u64);
 
@@ -54,7 +55,7 @@ impl Hasher for IntHasher {
 /// Builds [`IntHasher`].
 pub(crate) type BuildIntHasher = BuildHasherDefault<IntHasher>;
 
-/// Where the host has an inode: unique among the inodes that exist at one time.
+/// The host's identification of an inode, unique among existing inodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     pub(crate) dev: u64,
@@ -63,7 +64,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// As `stat` has it, for what other parts of the process know of the file.
+    /// Returns the device and inode number as `stat` shows them, for other parts of the process.
     pub(crate) fn file_id(&self) -> FileId {
         #[allow(clippy::cast_possible_truncation, reason = "two numbers of 32 bits were put together")]
         let dev = rustix::fs::makedev((self.dev >> 32) as u32, self.dev as u32);
@@ -74,12 +75,12 @@ impl Key {
     fn shard(&self) -> usize {
         let mut mix = IntHasher::default();
         self.hash(&mut mix);
-        // The upper bits: the maps use the lower ones.
+        // The upper bits, because the maps use the lower ones.
         ((mix.finish() >> 48) % SHARDS as u64) as usize
     }
 }
 
-/// An `O_PATH` descriptor of an inode, counted as long as anybody uses it.
+/// An `O_PATH` descriptor of an inode, counted while it is in use.
 #[derive(Debug)]
 pub(crate) struct PathFd {
     fd: OwnedFd,
@@ -105,7 +106,7 @@ impl Drop for PathFd {
     }
 }
 
-/// A directory and a name that led to an inode: how to find it again where there are no file handles.
+/// A directory and a name: how to find an inode again without file handles.
 pub(crate) type PlaceInDir = (Arc<Inode>, Box<[u8]>);
 
 /// What of an inode changes.
@@ -115,7 +116,7 @@ struct State {
     place: Option<Box<PlaceInDir>>,
 }
 
-/// What is known of an inode when it is first met.
+/// An inode as it was found.
 #[derive(Debug)]
 pub(crate) struct FoundInode {
     pub(crate) key: Key,
@@ -125,7 +126,7 @@ pub(crate) struct FoundInode {
     pub(crate) handle: Option<HostHandle>,
     /// The root of a mount below the share's root.
     pub(crate) mount_root: bool,
-    /// Key and handle were read from one descriptor, so they surely belong together.
+    /// Key and handle were read from one descriptor, so they belong together.
     pub(crate) verified: bool,
 }
 
@@ -136,27 +137,27 @@ pub(crate) struct Inode {
     pub(crate) found: FoundInode,
     refs: AtomicU64,
     verified: AtomicBool,
-    /// A descriptor is held, so that the host cannot give this inode's number to another.
+    /// A descriptor is held, so the host cannot reuse the inode's number.
     held: AtomicBool,
-    /// Unlinked, or about to be: the descriptor is the only way left to it.
+    /// Unlinked, or about to be: the descriptor is the only access to it.
     pinned: AtomicBool,
-    /// Rounds of the eviction clock that this inode's descriptor survives without use.
+    /// Rounds of the clock that the unused descriptor survives.
     credit: AtomicU8,
-    /// When it was looked at last, it had sgid without group execution; see [`crate::Dir::lose_privileges`].
+    /// At the last check it had sgid without group execution; see [`crate::Dir::lose_privileges`].
     sgid_mark: AtomicBool,
-    /// Of which change it was found that no ACL takes anything away from the mode: its time, in nanoseconds, or 0.
+    /// The change time in nanoseconds at which no ACL restricted the mode, or 0.
     plain: AtomicU64,
     state: Mutex<State>,
 }
 
-/// The greatest number that is adopted and not made of a handle: it leaves more numbers than anybody will ever use.
+/// The maximum adopted number that encodes no handle; enough numbers are left above it.
 const ADOPTED_MAX: u64 = 1 << 62;
 
-/// Directories lead to other inodes: their descriptors stay longer.
+/// Directories lead to other inodes, so their descriptors stay longer.
 const CREDIT_DIRECTORY: u8 = 3;
 const CREDIT_OTHER: u8 = 1;
 
-/// A time as one number, which no other of six centuries has.
+/// Returns a time as one number, unique within six centuries.
 fn nanoseconds(time: Timespec) -> u64 {
     time.sec.cast_unsigned().wrapping_mul(1_000_000_000).wrapping_add(time.nsec.into())
 }
@@ -199,13 +200,13 @@ impl Inode {
         self.verified.store(true, Ordering::Release);
     }
 
-    /// Whether this is the change of which [`Self::set_known_without_acl`] was told.
+    /// Returns whether [`Self::set_known_without_acl`] was called for this change time.
     pub(crate) fn is_known_without_acl(&self, changed: Timespec) -> bool {
         let stamp = nanoseconds(changed);
         stamp != 0 && self.plain.load(Ordering::Relaxed) == stamp
     }
 
-    /// As it was changed last, no ACL takes anything away from the mode.
+    /// Records that no ACL restricts the mode as of this change.
     pub(crate) fn set_known_without_acl(&self, changed: Timespec) {
         self.plain.store(nanoseconds(changed), Ordering::Relaxed);
     }
@@ -222,14 +223,14 @@ impl Inode {
         self.pinned.store(pinned, Ordering::Release);
     }
 
-    /// Pins it, so that nobody gives up the descriptor that it holds, or is given next; returns whether it holds one.
+    /// Pins the current or next descriptor, which is then never evicted; returns whether there is one.
     pub(crate) fn pin(&self) -> bool {
         let state = lock(&self.state);
         self.set_pinned(true);
         state.fd.is_some()
     }
 
-    /// The descriptor, if one is held.
+    /// Returns the descriptor, if one is held.
     pub(crate) fn fd(&self) -> Option<Arc<PathFd>> {
         let fd = lock(&self.state).fd.clone();
         if fd.is_some() {
@@ -241,7 +242,7 @@ impl Inode {
         fd
     }
 
-    /// Keeps a descriptor, unless there is one; returns the one that is kept, and whether it is this one.
+    /// Stores a descriptor unless there is one; returns the stored one, and whether it is the new one.
     pub(crate) fn hold(&self, fd: Arc<PathFd>) -> (Arc<PathFd>, bool) {
         let mut state = lock(&self.state);
         if let Some(there) = &state.fd {
@@ -252,7 +253,7 @@ impl Inode {
         (fd, true)
     }
 
-    /// Gives the descriptor up, unless it was used lately or is the only way to the inode.
+    /// Evicts the descriptor, unless it was used lately or is the only access to the inode.
     pub(crate) fn evict(&self) -> Option<Arc<PathFd>> {
         let mut state = lock(&self.state);
         if self.is_pinned() {
@@ -263,7 +264,7 @@ impl Inode {
             self.credit.store(credit - 1, Ordering::Relaxed);
             return None;
         }
-        // Without a handle or a place there is no other way to the inode.
+        // Without a handle or a location there is no other access to the inode.
         if self.found.handle.is_none() && state.place.is_none() {
             return None;
         }
@@ -271,12 +272,12 @@ impl Inode {
         state.fd.take()
     }
 
-    /// Whether a file handle leads to the inode, whatever becomes of its name, for as long as it has one.
+    /// Returns whether a file handle leads to the inode as long as it has any name.
     pub(crate) fn has_persistent_handle(&self) -> bool {
         self.found.handle.is_some() && self.found.mount.lasting
     }
 
-    /// As [`Self::evict`], if the descriptor can surely be had again.
+    /// As [`Self::evict`], if the descriptor can certainly be reopened.
     pub(crate) fn evict_idle(&self) -> Option<Arc<PathFd>> {
         if self.has_persistent_handle() { self.evict() } else { None }
     }
@@ -285,9 +286,9 @@ impl Inode {
         lock(&self.state).place.as_deref().cloned()
     }
 
-    /// Remembers where the inode was found last, where that is the way to find it again.
+    /// Records the last location of the inode, if it is needed to find the inode again.
     pub(crate) fn set_place(&self, dir: &Arc<Inode>, name: &[u8]) {
-        // Where a mount's root is, is also how a server that takes over finds the mount.
+        // A server that takes over finds a mount by the location of its root.
         if self.found.handle.is_some() && !self.found.mount_root {
             return;
         }
@@ -298,16 +299,16 @@ impl Inode {
                 place => place.replace(Box::new((Arc::clone(dir), name.into()))),
             }
         };
-        // Dropped only now: it may be the last reference to a directory.
+        // Dropped without the lock: it may be the last reference to a directory.
         drop(former);
     }
 
-    /// Whether `found` is this inode, found again.
+    /// Returns whether `found` is this inode.
     fn is(&self, found: &FoundInode) -> bool {
         match (&self.found.handle, &found.handle) {
             (Some(a), Some(b)) => a == b,
-            // A held inode keeps its number. One that is not held is told from a later one with the same number
-            // by its birth.
+            // An inode with a descriptor keeps its number. Otherwise the birth time distinguishes it from a later inode
+            // with the same number.
             (None, None) => self.is_held() || (self.found.btime == found.btime && self.found.kind == found.kind),
             _ => false,
         }
@@ -316,7 +317,7 @@ impl Inode {
 
 impl Drop for Inode {
     fn drop(&mut self) {
-        // A chain of directories must not be dropped by recursion: clients decide how deep it is.
+        // A chain of directories must not be dropped recursively: clients decide its depth.
         let mut next = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).place.take();
         while let Some(place) = next {
             next = Arc::into_inner(place.0)
@@ -328,7 +329,7 @@ impl Drop for Inode {
 type ByIno = RwLock<HashMap<u64, Arc<Inode>, BuildIntHasher>>;
 type ByKey = Mutex<HashMap<Key, Arc<Inode>, BuildIntHasher>>;
 
-/// Each time a quarter stays, so that removing takes no longer on the whole.
+/// A quarter stays each time, so that the amortized cost of removal is constant.
 fn shrink_tables<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildIntHasher>) {
     if map.capacity() > ROOM_MIN && map.len() < map.capacity() / ROOM_PART {
         map.shrink_to((map.len() * 2).max(ROOM_MIN));
@@ -340,16 +341,16 @@ fn shrink_tables<K: Eq + Hash, V>(map: &mut HashMap<K, V, BuildIntHasher>) {
 pub(crate) struct Table {
     by_ino: Box<[ByIno]>,
     by_key: Box<[ByKey]>,
-    /// The next number of an inode that has none by its handle.
+    /// The next number of an inode without one from its handle.
     next: AtomicU64,
-    /// What numbers inodes of the root's own mount, where those can be found by them.
+    /// Assigns numbers to inodes of the root's own mount, if they can be found by number.
     numbers: Option<HandleNumbers>,
-    /// The same inodes by their handles, while the host's changes are watched.
+    /// The same inodes by handle, while the host's changes are watched.
     watched: OnceLock<Arc<HandleIndex>>,
 }
 
 impl Table {
-    /// A table that holds the root.
+    /// Creates a table with the root.
     pub(crate) fn new(root: FoundInode, numbers: Option<HandleNumbers>) -> (Self, Arc<Inode>) {
         let table = Self {
             by_ino: (0..SHARDS).map(|_| ByIno::default()).collect(),
@@ -363,7 +364,7 @@ impl Table {
         (table, root)
     }
 
-    /// Has inodes entered into an index of those that are watched from now on; those that are there already, too. Once.
+    /// Enters all current and future inodes into the index of watched ones. Call it once.
     pub(crate) fn watch(&self, known: Arc<HandleIndex>) {
         if self.watched.set(Arc::clone(&known)).is_err() {
             return;
@@ -380,26 +381,26 @@ impl Table {
         &self.by_ino[(ino.0 % SHARDS as u64) as usize]
     }
 
-    /// The inode with this number of ours.
+    /// Returns the inode with this number of the source.
     pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Inode>> {
         self.peek(ino).ok_or(Errno::STALE)
     }
 
-    /// The inode with this number of ours, if it has references.
+    /// Returns the inode with this number of the source, if it has references.
     pub(crate) fn peek(&self, ino: Ino) -> Option<Arc<Inode>> {
         self.shard(ino).read().unwrap_or_else(PoisonError::into_inner).get(&ino.0).cloned()
     }
 
-    /// The inode at this place of the host, without a new reference.
+    /// Returns the inode with this host identification, without a new reference.
     pub(crate) fn at(&self, key: &Key) -> Option<Arc<Inode>> {
         lock(&self.by_key[key.shard()]).get(key).cloned()
     }
 
-    /// The inode with this number of ours, with a new reference, if it has any.
+    /// Returns the inode with this number of the source, with a new reference, if it has any.
     pub(crate) fn find_numbered(&self, ino: Ino) -> Option<Arc<Inode>> {
         let inode = self.peek(ino)?;
         let _shard = lock(&self.by_key[inode.found.key.shard()]);
-        // The last one is given back under the shard's lock.
+        // The last reference is released under the shard's lock.
         if inode.refs.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -407,7 +408,8 @@ impl Table {
         Some(Arc::clone(&inode))
     }
 
-    /// The inode at this place of the host, with a new reference, if a descriptor proves that it is still that one.
+    /// Returns the inode with this host identification, with a new reference, if a descriptor proves that it is the
+    /// same.
     pub(crate) fn find_by_descriptor(&self, key: &Key) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
         let inode = shard.get(key).filter(|inode| inode.is_held() && inode.is_verified())?;
@@ -415,7 +417,7 @@ impl Table {
         Some(Arc::clone(inode))
     }
 
-    /// The inode at this place of the host, with a new reference, if it was born then.
+    /// Returns the inode with this host identification, with a new reference, if its birth time matches.
     pub(crate) fn find_by_btime(&self, key: &Key, kind: FileType, btime: Option<Timespec>) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
         let inode = shard
@@ -425,7 +427,7 @@ impl Table {
         Some(Arc::clone(inode))
     }
 
-    /// The inode that was found, with a new reference, and whether it is new to the table.
+    /// Returns the inode that was found, with a new reference, and whether it is new to the table.
     pub(crate) fn insert(&self, found: FoundInode) -> (Arc<Inode>, bool) {
         let mut shard = lock(&self.by_key[found.key.shard()]);
         if let Some(inode) = shard.get(&found.key).filter(|inode| inode.is(&found)) {
@@ -437,21 +439,22 @@ impl Table {
         }
         let key = found.key;
         let inode = self.enter(found);
-        // An older inode that had this number on the host stays known by our number until it is forgotten.
+        // An older inode with this host number stays known by the source's number until it is forgotten.
         let former = shard.insert(key, Arc::clone(&inode));
         drop(shard);
         drop(former);
         (inode, true)
     }
 
-    /// Gives a new inode its number, and enters it by that.
+    /// Assigns a number to a new inode, and enters it.
     fn enter(&self, found: FoundInode) -> Arc<Inode> {
         let by_handle = self.numbers.as_ref().filter(|numbers| numbers.is_of(&found.mount)).zip(found.handle.as_ref());
         let by_handle = by_handle.and_then(|(numbers, handle)| numbers.number(handle));
         let counted = || Ino(self.next.fetch_add(1, Ordering::Relaxed));
         let mut ino = by_handle.unwrap_or_else(counted);
         let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
-        // An inode that had its attributes and handle read of two files may have it, or one that was adopted.
+        // The number may be taken, by an inode whose attributes and handle were read from two files, or by an adopted
+        // one.
         while by_ino.contains_key(&ino.0) {
             drop(by_ino);
             ino = counted();
@@ -465,12 +468,12 @@ impl Table {
         inode
     }
 
-    /// The handle of an inode that is not known any more; `None` if its number was not made of one.
+    /// Returns the handle of an inode that is no longer known; `None` if its number encodes none.
     pub(crate) fn handle_of(&self, ino: Ino) -> Option<HostHandle> {
         self.numbers.as_ref()?.handle(ino)
     }
 
-    /// Lets an inode be known by a number that it had in another process, with so many references.
+    /// Enters an inode with its number and references from another process.
     pub(crate) fn adopt(&self, ino: Ino, references: u64, found: FoundInode) -> Result<Arc<Inode>> {
         let is_counted = !number::is_of_handle(ino);
         if ino.0 <= Ino::ROOT.0 || is_counted && ino.0 > ADOPTED_MAX || references == 0 {
@@ -504,7 +507,7 @@ impl Table {
         }
         let Some(inode) = self.peek(ino) else { return };
         let mut shard = lock(&self.by_key[inode.found.key.shard()]);
-        // Only changed under the shard's lock, so that nobody finds an inode that is about to go.
+        // Only changed under the shard's lock, so that no lookup finds an inode that is being removed.
         let left = inode.refs.load(Ordering::Relaxed).saturating_sub(count);
         inode.refs.store(left, Ordering::Relaxed);
         if left > 0 {
@@ -515,7 +518,7 @@ impl Table {
             former = shard.remove(&inode.found.key);
             shrink_tables(&mut shard);
         }
-        // Under the shard's lock as well: the same inode may come back, by the same number.
+        // Under the shard's lock as well: the same inode may come back with the same number.
         let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
         let removed = by_ino.remove(&ino.0);
         shrink_tables(&mut by_ino);
@@ -524,7 +527,7 @@ impl Table {
         }
         drop(by_ino);
         drop(shard);
-        // Both go, and with them perhaps a descriptor, with no lock held.
+        // Dropping either may close a descriptor, so it happens without a lock.
         drop((former, removed));
     }
 
@@ -539,7 +542,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_forgotten_takes_no_room() {
+    fn forgotten_inodes_release_their_memory() {
         let mut map: HashMap<u64, u64, BuildIntHasher> = (0..100_000).map(|number| (number, number)).collect();
         for number in 10..100_000 {
             map.remove(&number);

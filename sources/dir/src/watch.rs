@@ -1,13 +1,13 @@
 //! Watches for changes by other processes of the host with fanotify, and publishes them.
 //!
-//! Events name inodes by file handles, and the index [`HandleIndex`] finds those that clients know among them; all others are
-//! passed over. A group hears of whole file systems, for nothing smaller tells of everything below a directory.
+//! Events identify inodes by file handles, and the index [`HandleIndex`] finds those that clients reference; all others
+//! are ignored. A group watches whole file systems, because no smaller watch covers everything below a directory.
 //!
-//! Each change is told twice: at once, and between one and two seconds later. A client may have asked just before the
-//! change, and its answer been under way when it was told to forget.
+//! Each change is published twice: at once, and one to two seconds later. A reply from just before the change may still
+//! be in flight when the client receives the first notification.
 //!
-//! Not heard of at once, for the kernel has no events for it: what is stored through shared mappings and written by
-//! `io_submit` (the close of the file is, and all is told then), and changes on other hosts of a network file system.
+//! The kernel has no events for stores to shared mappings and for writes by `io_submit`. Those are published when the
+//! file is closed. Changes on other hosts of a network file system are not noticed.
 
 mod events;
 
@@ -28,18 +28,19 @@ use crate::sys;
 use crate::table::{Inode, IntHasher, lock};
 use events::{Event, events};
 
-/// So many that the workers that meet inodes seldom wait for each other; a power of two.
+/// Enough that workers that find inodes rarely contend; a power of two.
 const SHARDS: usize = 64;
-/// What is read at a time: a few hundred events. The longest has about 600 bytes.
+/// The size of a read in bytes: a few hundred events of at most about 600 bytes.
 const READ_BYTES: usize = 64 << 10;
-/// Changes that are kept to be told again. Past it all may have changed.
+/// The maximum number of changes to publish again. Beyond it everything counts as changed.
 const AGAIN_MAX: usize = 1 << 16;
-/// When changes are told again: after one to two of these. Longer than an answer is under way on a loaded machine.
+/// Changes are published again after one to two of these, longer than a reply is in flight on a loaded machine.
 const AGAIN: Duration = Duration::from_secs(1);
-/// After an error of the kernel's, so that one that stays takes no CPU.
+/// The pause after an error of the kernel, so that a permanent one takes no CPU.
 const REST: Duration = Duration::from_secs(1);
 
-/// What is heard of: all that clients keep. A file that was open for writing is closed also after a mapping of it.
+/// The watched events: all changes of what clients cache. A file that was open for writing is closed after its
+/// mappings.
 const MASK: u64 = libc::FAN_MODIFY
     | libc::FAN_CLOSE_WRITE
     | libc::FAN_ATTRIB
@@ -49,30 +50,30 @@ const MASK: u64 = libc::FAN_MODIFY
     | libc::FAN_MOVED_TO
     | libc::FAN_ONDIR;
 
-/// What to do about changes that this process makes itself.
+/// The handling of changes that this process makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnChanges {
-    /// Pass over them: they are published by whoever makes them, as all that goes through one [`Dir`] is.
+    /// Ignore them: the code that makes them publishes them, as all operations of one [`Dir`] do.
     Skip,
     /// Publish them, too: other sources of this process change the same files.
     Tell,
 }
 
-/// Why changes on the host cannot be watched.
+/// Why the host cannot be watched for changes.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WatchError {
-    /// Only `CAP_SYS_ADMIN` hears of changes on a file system.
-    #[error("only root hears of changes on the host (CAP_SYS_ADMIN)")]
+    /// Watching a file system requires `CAP_SYS_ADMIN`.
+    #[error("only root can watch for changes on the host (CAP_SYS_ADMIN)")]
     Permission,
     /// Events name files by handles.
-    #[error("files are not remembered by file handles, by which changes on the host are told")]
+    #[error("the share does not use file handles, which changes on the host are reported by")]
     NoHandles,
-    /// The kernel or the file system cannot.
-    #[error("this kernel or file system does not tell of changes (fanotify with names and targets: Linux 5.17)")]
+    /// The kernel or the file system does not support it.
+    #[error("this kernel or file system does not report changes (fanotify with names and targets: Linux 5.17)")]
     Unsupported,
-    /// Anything else that the host says.
-    #[error("changes on the host cannot be watched")]
+    /// Another error of the host.
+    #[error("cannot watch for changes on the host")]
     Host(#[source] Errno),
 }
 
@@ -91,19 +92,19 @@ impl From<Errno> for WatchError {
 pub(crate) struct Group(OwnedFd);
 
 impl Group {
-    /// Hears of changes on this mount's file system, too.
+    /// Watches this mount's file system, too.
     pub(crate) fn add(&self, mount: &Mount) -> std::result::Result<(), WatchError> {
         let real = mount.handles().ok_or(WatchError::NoHandles)?;
         Ok(sys::fanotify_mark_file_system(self.0.as_fd(), real, MASK)?)
     }
 }
 
-/// Hashes of handles, and the inodes with such a handle.
+/// Hashes of handles with the inodes.
 type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
 
-/// The inodes that clients know, by the hash of their handles.
+/// The inodes that clients reference, by the hash of their handles.
 ///
-/// Handles that have one hash, as those of two file systems may, are told together: that costs a question too many.
+/// Handles with equal hashes, as on two file systems, are published together, which costs an unnecessary revalidation.
 pub(crate) struct HandleIndex(Box<[Hashed]>);
 
 impl fmt::Debug for HandleIndex {
@@ -134,14 +135,14 @@ impl HandleIndex {
         lock(self.shard(hash)).insert((hash, ino));
     }
 
-    /// A client was told of an inode.
+    /// Adds an inode that a client references.
     pub(crate) fn add(&self, inode: &Inode) {
         if let Some(handle) = &inode.found.handle {
             self.add_by(handle, inode.ino);
         }
     }
 
-    /// No client knows an inode any more.
+    /// Removes an inode that no client references.
     pub(crate) fn remove(&self, inode: &Inode) {
         if let Some(handle) = &inode.found.handle {
             let (kind, bytes) = handle.parts();
@@ -150,14 +151,14 @@ impl HandleIndex {
         }
     }
 
-    /// Those with this handle: one for each mount that it was met on, as a rule one or none.
+    /// Returns the inodes with this handle: one per mount through which it was found, usually one or none.
     fn find(&self, (kind, bytes): (i32, &[u8])) -> Vec<Ino> {
         let hash = hash(kind, bytes);
         lock(self.shard(hash)).range((hash, Ino(0))..=(hash, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
     }
 }
 
-/// What is to be told once more.
+/// The changes to publish again.
 #[derive(Debug, Default)]
 struct Republished {
     attributes: HashSet<Ino>,
@@ -216,7 +217,7 @@ struct Watcher {
     changes: Changes,
     ours: OwnChanges,
     stop: Arc<OwnedFd>,
-    /// What was told since the last time that something was told again, and what was told before that.
+    /// The changes published since the last repetition, and those before it.
     republished: [Republished; 2],
 }
 
@@ -250,7 +251,7 @@ impl Watcher {
                     if !waits {
                         next = Instant::now() + AGAIN;
                     }
-                    // Never more than there is room for.
+                    // `len` never exceeds the buffer.
                     events(buffer.get(..len).unwrap_or_default(), |event| self.heard(&event));
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
@@ -272,7 +273,7 @@ impl Watcher {
 
     fn heard(&mut self, event: &Event<'_>) {
         if event.mask & libc::FAN_Q_OVERFLOW != 0 {
-            tracing::debug!("more changes on the host than can be heard of: clients are to forget everything");
+            tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
             return self.tell(Change::All);
         }
         if self.ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
@@ -299,13 +300,13 @@ impl Watcher {
     }
 }
 
-/// What happened to a name. The kernel merges what happens to one name: events may be several at once.
+/// Returns the changes of a name. The kernel merges events of one name, so several may have happened.
 fn names(mask: u64, dir: Ino, name: &NameBuf, targets: &[Ino]) -> Vec<Change> {
     let [is_new, was_removed, came, went] =
         [libc::FAN_CREATE, libc::FAN_DELETE, libc::FAN_MOVED_TO, libc::FAN_MOVED_FROM].map(|kind| mask & kind != 0);
     let name = name.clone();
     match targets {
-        // Who has found it already is not disturbed.
+        // Clients that found the new name already need no notification.
         _ if is_new && !(was_removed || came || went) => vec![Change::Unsure { dir, name }],
         [ino] if was_removed && !(is_new || came) => vec![Change::Removed { dir, name, ino: *ino }],
         _ => vec![Change::Entry { dir, name }],
@@ -321,7 +322,7 @@ pub(crate) struct Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // Cannot fail: the number is far below what an eventfd holds.
+        // Cannot fail: the value is far below the maximum of an eventfd.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -330,14 +331,15 @@ impl Drop for Watch {
 }
 
 impl Dir {
-    /// Watches for changes that others make on the host, and publishes them as nobody's, until the directory is dropped.
+    /// Watches for changes by other processes of the host until the directory is dropped, and publishes them without a
+    /// session.
     ///
-    /// Each change of any file on the file system is looked at, whether it is in the directory or not. When more come
-    /// than the kernel keeps (`fs.fanotify.max_queued_events`), [`Change::All`] is published. A second call does
-    /// nothing.
+    /// Every change of any file on the file system is examined, inside the directory or not. When the kernel's queue
+    /// overflows (`fs.fanotify.max_queued_events`), [`Change::All`] is published. Further calls have no effect.
     ///
     /// # Errors
-    /// [`WatchError`] says in one sentence why not.
+    ///
+    /// [`WatchError`] says in one sentence why the host cannot be watched.
     pub fn watch(&self, ours: OwnChanges) -> std::result::Result<(), WatchError> {
         if self.watch.get().is_some() {
             return Ok(());
@@ -349,7 +351,7 @@ impl Dir {
         let group = Arc::new(Group(sys::fanotify_group()?));
         group.add(mount)?;
         let known = Arc::new(HandleIndex::new());
-        // The root is found by its descriptor, and therefore has no handle in the table.
+        // The root is found by its descriptor, so the table has no handle for it.
         let root = self.path_fd(&self.root)?;
         known.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);

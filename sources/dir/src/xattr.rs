@@ -1,8 +1,8 @@
-//! Extended attributes, also of objects that are never opened (symbolic links, device nodes).
+//! Extended attributes, also of files that are never opened (symbolic links, device nodes).
 //!
-//! The calls that take a descriptor refuse `O_PATH`; those that take a path go through the magic links of
-//! /proc/self/fd, relative to a descriptor of that directory (`*xattrat`, Linux 6.13) or, before that, to a working
-//! directory of the thread's own.
+//! Calls that take a descriptor refuse `O_PATH`. Calls that take a path use the magic links of /proc/self/fd: relative
+//! to a descriptor of that directory (`*xattrat`, Linux 6.13), or before that, relative to the thread's own working
+//! directory.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString};
@@ -19,17 +19,17 @@ use crate::resolve::{ctime, key, statx};
 use crate::sys;
 use crate::table::Inode;
 
-/// The largest value, and the largest list of names (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+/// The maximum size of a value, and of a list of names (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const BYTES_MAX: usize = 65_536;
-/// Room for nearly every value; the kernel allocates and clears as much as it is offered.
+/// Enough for nearly every value; the kernel allocates and clears a buffer of the given size.
 const BYTES_USUAL: usize = 512;
 /// The longest name (`XATTR_NAME_MAX`).
 const NAME_BYTES_MAX: usize = 255;
 const S_ISGID: u32 = 0o2000;
-/// Without multigrain timestamps two changes may have one time, within a tick of the clock (10 ms) and as far as a file server's clock is from ours.
-/// What was changed longer ago than this, in seconds, gets another time by its next change.
+/// Without multigrain timestamps two changes within a clock tick (10 ms), or within the clock skew of a file server,
+/// may have equal times. After this many seconds the next change has another time.
 const SETTLED_S: i64 = 2;
-/// What an ACL can take away from a mode.
+/// The permissions that an ACL can restrict.
 const GROUP_AND_OTHERS: u32 = 0o077;
 const ACCESS_ACL: &CStr = c"system.posix_acl_access";
 
@@ -59,14 +59,14 @@ fn grow(mut read: impl FnMut(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
     })
 }
 
-/// Whether each later change of an inode gets another time than `changed`, which statx has returned.
+/// Returns whether each later change of an inode gets another time than `changed`, which statx returned.
 fn changes_show(inode: &Inode, changed: Timespec) -> bool {
     let is_multigrain = inode.found.mount.multigrain && inode.found.btime.is_some();
     is_multigrain || Timespec::now().sec.saturating_sub(changed.sec) > SETTLED_S
 }
 
 impl Dir {
-    /// Runs `new`, or `old` where the kernel lacks the former, on the path by which /proc/self/fd knows `fd`.
+    /// Runs `new`, or `old` if the kernel lacks the former, on the path of `fd` in /proc/self/fd.
     fn by_magic<T>(
         &self,
         fd: BorrowedFd<'_>,
@@ -99,8 +99,8 @@ impl Dir {
         })
     }
 
-    /// Looks for an ACL also where the root's own file system has none: one that is mounted below may have. Whoever sets an ACL
-    /// changes the time of the last change, so an inode without one is looked at once.
+    /// Looks for an ACL even if the root's own file system has none, because a mount below may have them. Setting an
+    /// ACL changes the change time, so an inode without one is checked once.
     pub(crate) fn mode_without_acl_of(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         self.looks_for_acls.store(true, Ordering::Relaxed);
         let inode = self.table.get(ino).ok();
@@ -114,9 +114,9 @@ impl Dir {
         mode
     }
 
-    /// Notes an inode that has no ACL when it is first found by a name, for clients that go by modes without ACLs. The attribute is read by
-    /// the name, so the inode need not be opened. The name may lead to another inode meanwhile, but renaming an inode away and back
-    /// changes its time of change, which is compared afterwards.
+    /// Records an inode without an ACL when it is first found by name, for clients that check modes without ACLs. The
+    /// attribute is read by name, so the inode need not be opened. If the name refers to another inode meanwhile, the
+    /// rename changes the inode's change time, which is compared afterwards.
     pub(crate) fn look_for_acl(&self, inode: &Inode, (dir, name): (BorrowedFd<'_>, &[u8]), seen: &Statx) {
         let changed = ctime(seen);
         let is_in_question = self.looks_for_acls.load(Ordering::Relaxed)
@@ -138,7 +138,7 @@ impl Dir {
         }
     }
 
-    /// Notes an open inode that has no ACL.
+    /// Records an open inode without an ACL.
     pub(crate) fn look_for_acl_of(&self, inode: &Inode, file: BorrowedFd<'_>, seen: &Statx) {
         let changed = ctime(seen);
         if self.looks_for_acls.load(Ordering::Relaxed)

@@ -316,7 +316,7 @@ fn who_may_not_watch_is_told() {
     command.args(drop).arg(ferry_tests::mounts::program()).arg("mount").arg(shared.path().join("below"));
     let output = command.arg(&mountpoint).args(["--foreground", "--watch", "always"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("only root hears of changes on the host"), "{said}");
+    assert!(!output.status.success() && said.contains("only root can watch for changes on the host"), "{said}");
     let mut command = ferry(["share", "mem", "--mount"]);
     let output = command.arg(&mountpoint).args(["--watch", "always"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);

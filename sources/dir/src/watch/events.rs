@@ -1,10 +1,10 @@
-//! What fanotify answers to a read: events, each with the handles and the name that it is about (fanotify(7)).
+//! The result of a read from fanotify: events with handles and a name (fanotify(7)).
 
 use ferry_vfs::{Name, NameBuf};
 
 /// `struct fanotify_event_metadata`.
 const HEAD_BYTES: usize = 24;
-/// What each further record begins with: type, padding, length.
+/// The header of each information record: type, padding, length.
 const RECORD_BYTES: usize = 4;
 /// The identifier of the file system, before a handle.
 const FSID_BYTES: usize = 8;
@@ -17,11 +17,11 @@ pub(super) type Handle<'a> = (i32, &'a [u8]);
 /// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Event<'a> {
-    /// What happened (`FAN_MODIFY` and so on): several things at once, where they were merged.
+    /// The events (`FAN_MODIFY` and so on); several if they were merged.
     pub(super) mask: u64,
     /// The process that did it.
     pub(super) pid: i32,
-    /// The inode that it happened to, or that a name means.
+    /// The changed inode, or the one that a name refers to.
     pub(super) target: Option<Handle<'a>>,
     /// A directory and a name in it.
     pub(super) entry: Option<(Handle<'a>, NameBuf)>,
@@ -31,8 +31,7 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at.checked_add(N)?)?.try_into().ok()
 }
 
-/// Calls `f` with each event. What does not hold together ends the walk: the kernel is believed, but not to the point of
-/// a panic.
+/// Calls `f` with each event. Malformed data ends the iteration without a panic.
 pub(super) fn events<'a>(mut bytes: &'a [u8], mut f: impl FnMut(Event<'a>)) {
     while let Some((event, rest)) = split(bytes) {
         if let Some(event) = parse(event) {
@@ -42,7 +41,7 @@ pub(super) fn events<'a>(mut bytes: &'a [u8], mut f: impl FnMut(Event<'a>)) {
     }
 }
 
-/// The first event's bytes, and those behind.
+/// Returns the first event's bytes, and the rest.
 fn split(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = u32::from_ne_bytes(number(bytes, 0)?) as usize;
     if len < HEAD_BYTES { None } else { bytes.split_at_checked(len) }
@@ -70,7 +69,7 @@ fn record_of<'a>(event: &mut Event<'a>, kind: u8, record: &'a [u8]) -> Option<()
     let at = RECORD_BYTES + FSID_BYTES;
     match kind {
         libc::FAN_EVENT_INFO_TYPE_FID | libc::FAN_EVENT_INFO_TYPE_DFID | libc::FAN_EVENT_INFO_TYPE_DFID_NAME => {}
-        // Records of other kinds were not asked for.
+        // Other record types were not requested.
         _ => return Some(()),
     }
     let len = u32::from_ne_bytes(number(record, at)?) as usize;
@@ -151,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_or_changed_is_passed_over() {
+    fn truncated_or_changed_events_are_ignored() {
         let entry = record(libc::FAN_EVENT_INFO_TYPE_DFID_NAME, b"dir-dir-", Some(b"name"));
         let target = record(libc::FAN_EVENT_INFO_TYPE_FID, b"file", None);
         let bytes = event(libc::FAN_CREATE, 7, &[entry, target]);

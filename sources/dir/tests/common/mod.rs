@@ -1,4 +1,4 @@
-//! What the tests share: a shared directory, a caller, and short names for the contract's verbs.
+//! Shared by the tests: a shared directory, a caller, and short names for the operations.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses some of it")]
 
 #[path = "../../../tests/common.rs"]
@@ -26,8 +26,7 @@ pub fn tempdir() -> tempfile::TempDir {
     }
 }
 
-/// Tells a test that it has a process of its own, for what it does to all of it; without that, `--include-ignored` runs
-/// it among others.
+/// Set in a test's own process. Without it, `--include-ignored` would run such a test among others.
 pub const ALONE: &str = "FERRY_TEST_ALONE";
 
 pub fn is_alone() -> bool {
@@ -38,7 +37,7 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Both ways to remember an inode.
+/// With file handles and without.
 pub fn both_modes() -> [Options; 2] {
     [Options::default(), Options { file_handles: false, ..Options::default() }]
 }

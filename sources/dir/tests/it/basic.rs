@@ -14,7 +14,7 @@ use ferry_dir::{Dir, OpenError, Options};
 use ferry_vfs::*;
 
 #[test]
-fn files_are_made_written_read_and_removed() {
+fn files_are_created_written_read_and_removed() {
     for options in both_modes() {
         let share = Share::new(options);
         let (entry, handle) = share.create(Ino::ROOT, "file", OFlags::RDWR).unwrap();
@@ -39,7 +39,7 @@ fn files_are_made_written_read_and_removed() {
 }
 
 #[test]
-fn every_kind_of_inode_is_made_and_shown() {
+fn every_type_of_inode_is_created_and_listed() {
     for options in both_modes() {
         let share = Share::new(options);
         let Share { dir, cx, .. } = &share;
@@ -66,7 +66,7 @@ fn every_kind_of_inode_is_made_and_shown() {
             let host = fs::metadata(share.path("d/b")).unwrap().rdev();
             assert_eq!((rustix::fs::major(host), rustix::fs::minor(host)), (8, 0x12345));
         }
-        // Made and shown, never opened.
+        // Created and listed, never opened.
         for (file, error) in [("p", Errno::NXIO), ("k", Errno::NXIO), ("s", Errno::LOOP), ("", Errno::ISDIR)] {
             assert_eq!(share.open(&format!("d/{file}"), OFlags::RDONLY).unwrap_err(), error, "{file}");
             assert_eq!(share.open(&format!("d/{file}"), OFlags::RDWR).unwrap_err(), error, "{file}");
@@ -85,7 +85,7 @@ fn every_kind_of_inode_is_made_and_shown() {
 }
 
 #[test]
-fn what_is_there_is_never_opened_instead_of_made() {
+fn create_never_opens_an_existing_file() {
     for options in both_modes() {
         let share = Share::new(options);
         fs::write(share.path("old"), "content").unwrap();
@@ -149,7 +149,7 @@ fn links_and_renames() {
 #[test]
 fn unlinked_inodes_stay_usable_by_number_and_by_handle() {
     for options in both_modes() {
-        // Without a budget worth the name, so that descriptors are given up as early as they may.
+        // With a minimal budget, so that descriptors are evicted as early as possible.
         let share = Share::new(Options { descriptors_max: Some(1), ..options });
         let Share { dir, cx, .. } = &share;
         fs::write(share.path("f"), "data").unwrap();
@@ -181,7 +181,7 @@ fn unlinked_inodes_stay_usable_by_number_and_by_handle() {
         let (tmp, _) = dir.tmpfile(cx, Ino::ROOT, &new(0o600), OFlags::RDWR | OFlags::EXCL).unwrap();
         assert_eq!(dir.link(cx, tmp.ino, Ino::ROOT, name("n")).unwrap_err(), Errno::NOENT);
         assert_eq!(dir.tmpfile(cx, Ino::ROOT, &new(0o600), OFlags::RDONLY).unwrap_err(), Errno::INVAL);
-        // Unlinked by the host: an honest error, or still there because it was held.
+        // Unlinked by the host: an error, or still there because its descriptor was held.
         let gone = share.ino("x0");
         fs::remove_file(share.path("x0")).unwrap();
         assert!(matches!(dir.getattr(cx, gone, None), Err(Errno::STALE) | Ok(Attr { nlink: 0, .. })));
@@ -189,7 +189,7 @@ fn unlinked_inodes_stay_usable_by_number_and_by_handle() {
 }
 
 #[test]
-fn a_number_that_the_host_uses_again_is_another_inode() {
+fn a_reused_host_inode_number_is_another_inode() {
     for options in both_modes() {
         let share = Share::new(options);
         for _ in 0..100 {
@@ -335,7 +335,7 @@ fn names_that_stay_are_listed_once_while_others_come_and_go() {
 }
 
 #[test]
-fn parents_are_found_up_to_the_root_and_no_further() {
+fn parents_are_found_up_to_the_root_only() {
     for options in both_modes() {
         let share = Share::new(options);
         let Share { dir, cx, .. } = &share;
@@ -395,7 +395,7 @@ fn descriptors_follow_the_flags_of_the_clients_file() {
     share.write_flags(at, 0, b"X", OFlags::RDWR).unwrap();
     share.write_flags(at, 0, b"g", append).unwrap();
     assert_eq!(fs::read(share.path("f")).unwrap(), b"Xbcdefg");
-    // Flags that the host would choke on never get there.
+    // Flags that the host would refuse are not passed on.
     let (ino, handle) = share.open("f", OFlags::WRONLY | OFlags::DIRECT | OFlags::SYNC | OFlags::NOATIME).unwrap();
     assert_eq!(share.write((ino, handle), 3, b"-"), Ok(1));
     let share = Share::new(Options { writeback: true, ..Options::default() });
@@ -533,9 +533,9 @@ fn make(share: &Share, file: &str, bytes: &str, acl: Option<&[u8]>) {
     }
 }
 
-/// An inode is looked at by its name where it is met first, by a look-up or a listing, once a client goes by modes without ACLs.
+/// An inode is checked by name when a look-up or a listing first finds it, once a client checks modes without ACLs.
 #[test]
-fn an_acl_that_is_there_when_a_file_is_first_met_is_seen() {
+fn an_acl_is_seen_when_a_file_is_first_found() {
     let share = Share::new(Options::default());
     let Share { dir, cx, .. } = &share;
     if !dir.features().posix_acl {
@@ -553,7 +553,7 @@ fn an_acl_that_is_there_when_a_file_is_first_met_is_seen() {
         dir.forget(entry.ino, 1);
         (entry.attr.mode & 0o777, shown)
     };
-    // From the first one on a client is known to ask.
+    // From the first one on the client is known to check.
     assert_eq!(look("first"), (0o660, 0o660));
     assert_eq!(look("plain"), (0o660, 0o660));
     assert_eq!(look("acl"), (0o660, 0o600));
@@ -566,7 +566,7 @@ fn an_acl_that_is_there_when_a_file_is_first_met_is_seen() {
     assert_eq!(listed, expected.map(|(name, mode)| (name.to_owned(), mode)));
 }
 
-/// Somebody on the host exchanges a file that has an ACL and one that has none, again and again, while a client looks.
+/// The host repeatedly exchanges a file with an ACL and one without, while a client looks.
 #[test]
 fn no_exchange_of_names_hides_an_acl() {
     const LOOKS: usize = 5_000;
@@ -590,7 +590,7 @@ fn no_exchange_of_names_hides_an_acl() {
             }
         });
         for _ in 0..LOOKS {
-            // Renamed more often than a look-up is willing to look.
+            // Renamed more often than a look-up retries.
             let Ok(entry) = dir.lookup(cx, Ino::ROOT, name("a")) else { continue };
             let shown = dir.mode_without_acl(cx, entry.ino, &entry.attr) & 0o777;
             dir.forget(entry.ino, 1);
@@ -609,7 +609,7 @@ fn no_exchange_of_names_hides_an_acl() {
     assert!(with > 0 && without > 0, "{with} {without}");
 }
 
-/// For clients that check no ACLs. What was looked at once is not looked at again, unless it changes.
+/// For clients that check no ACLs. An inode is not checked again unless it changes.
 #[test]
 fn modes_without_acls_follow_every_change_of_an_acl() {
     let share = Share::new(Options::default());
@@ -716,7 +716,7 @@ fn changes_are_published() {
     let _subscription = {
         let (seen, session) = (Arc::clone(&seen), cx.session);
         dir.changes().unwrap().subscribe(move |change, by| {
-            assert_eq!(by, session, "whoever asked for it");
+            assert_eq!(by, session, "the session that made the change");
             seen.lock().unwrap().push(change.clone());
         })
     };
@@ -757,7 +757,7 @@ fn changes_are_published() {
 }
 
 #[test]
-fn what_cannot_be_shared_is_said_in_one_sentence() {
+fn an_unusable_path_is_one_sentence() {
     let tmp = tempdir();
     fs::write(tmp.path().join("file"), "").unwrap();
     let open = |path: &str| Dir::open(tmp.path().join(path), Options::default()).unwrap_err();
@@ -774,7 +774,7 @@ fn what_cannot_be_shared_is_said_in_one_sentence() {
     }
 }
 
-/// All of the above once more, as an ordinary user: no file handles, no ids but its own.
+/// All of the above, as an ordinary user: without file handles or other ids.
 #[test]
 fn everything_works_without_privileges() {
     use std::os::unix::process::CommandExt;
@@ -786,7 +786,7 @@ fn everything_works_without_privileges() {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["basic::", "--skip", "everything_works_without_privileges", "--test-threads=1"])
         .env("FERRY_TEST_DIR", tmp.path())
-        // What needs root is skipped there, and was run here.
+        // Tests that need root are skipped there; they ran here.
         .env_remove("CI")
         .env_remove("FERRY_SKIPPED")
         .current_dir("/")

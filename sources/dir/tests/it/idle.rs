@@ -1,5 +1,5 @@
-//! Descriptors that nothing uses are given up, and with them the room of what others delete. Needs root and a file system with file
-//! handles; otherwise passes idly.
+//! Idle descriptors are closed, so that files deleted by others release their space. Needs root and a file system with
+//! file handles; otherwise skipped.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -47,7 +47,7 @@ fn share() -> Option<Share> {
 }
 
 #[test]
-fn what_the_host_deletes_takes_no_room_and_all_else_stays_known() {
+fn deleted_files_release_their_space_and_others_stay_known() {
     let Some(share) = share() else { return };
     let Share { dir, cx, .. } = &share;
     dir.begin();
@@ -84,7 +84,7 @@ fn what_the_host_deletes_takes_no_room_and_all_else_stays_known() {
 }
 
 #[test]
-fn who_had_nothing_to_do_begins_again() {
+fn an_idle_evictor_resumes() {
     let Some(share) = share() else { return };
     let Share { dir, cx, .. } = &share;
     dir.begin();
@@ -97,7 +97,7 @@ fn who_had_nothing_to_do_begins_again() {
 }
 
 #[test]
-fn what_is_used_stays_open() {
+fn descriptors_in_use_stay_open() {
     let Some(share) = share() else { return };
     let Share { dir, cx, .. } = &share;
     dir.begin();
@@ -117,7 +117,7 @@ fn what_is_used_stays_open() {
 }
 
 #[test]
-fn one_that_is_dropped_waits_for_nothing() {
+fn dropping_the_source_does_not_wait() {
     let Some(share) = share() else { return };
     share.dir.begin();
     fs::write(share.path("file"), "").unwrap();

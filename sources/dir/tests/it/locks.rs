@@ -194,7 +194,7 @@ fn waiting_requests_are_served_in_order() {
 }
 
 #[test]
-fn a_wait_that_would_never_end_is_refused() {
+fn a_deadlock_is_refused() {
     let f = Fixture::new();
     let (other, other_handle) = f.share.create(Ino::ROOT, "g", OFlags::RDWR).unwrap();
     let set_other = |lock: &Lock, wait| f.share.dir.set_lock(&f.share.cx, other.ino, other_handle, lock, wait);
@@ -332,7 +332,7 @@ fn an_owner_takes_a_descriptor_only_while_it_has_locks_or_waits() {
 }
 
 #[test]
-fn nonsense_is_refused() {
+fn invalid_locks_are_refused() {
     let f = Fixture::new();
     assert_eq!(f.set(&lock(LockKind::Write, 1, 10, 9)), Err(Errno::INVAL));
     assert_eq!(f.set(&lock(LockKind::Write, 1, u64::MAX, u64::MAX)), Err(Errno::INVAL));
@@ -350,7 +350,7 @@ fn nonsense_is_refused() {
     assert!(receiver.try_recv().is_err(), "a refused request does not call its waiter");
 }
 
-/// Many threads take turns; no wake-up is lost and nobody is let in twice.
+/// Many threads take turns; no wake-up is lost and no two hold the lock.
 #[test]
 fn locks_exclude_under_load() {
     let f = Fixture::new();

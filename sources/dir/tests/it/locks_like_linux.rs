@@ -1,4 +1,4 @@
-//! The table of locks beside the kernel's own: the same requests to both, at a file of the host.
+//! Compares the lock table with the kernel's: the same requests to both, on a file of the host.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -93,7 +93,7 @@ fn random(seed: &mut u64) -> u64 {
 
 /// Ranges are split, joined, upgraded, downgraded and refused alike.
 #[test]
-fn grants_and_finds_what_the_kernel_does() {
+fn locks_are_granted_and_found_as_by_the_kernel() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -187,7 +187,7 @@ fn alike(path: &std::path::Path, steps: impl Iterator<Item = Lock>) -> usize {
 }
 
 #[test]
-fn waits_are_refused_that_the_kernel_refuses() {
+fn waits_are_refused_as_by_the_kernel() {
     if !ferry_alone::in_own_process() {
         return;
     }

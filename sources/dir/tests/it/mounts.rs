@@ -1,4 +1,4 @@
-//! Other file systems mounted within the share. Needs root and the program `unshare`; otherwise passes idly.
+//! Other file systems mounted within the share. Needs root and the program `unshare`; otherwise skipped.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;

@@ -37,7 +37,7 @@ fn open_with(path: &Path) -> OFlags {
 }
 
 #[test]
-fn direct_opens_are_the_hosts_where_that_is_allowed() {
+fn direct_io_is_passed_to_the_host_where_allowed() {
     let direct = OFlags::RDWR | OFlags::DIRECT;
     for direct_io in [false, true] {
         for options in both_modes() {
@@ -65,7 +65,7 @@ fn direct_opens_are_the_hosts_where_that_is_allowed() {
 }
 
 #[test]
-fn times_of_access_stay_where_that_is_asked_for() {
+fn noatime_keeps_access_times() {
     for options in both_modes() {
         let share = Share::new(options);
         fs::write(share.path("f"), "x").unwrap();
@@ -89,7 +89,7 @@ fn times_of_access_stay_where_that_is_asked_for() {
 }
 
 #[test]
-fn who_may_not_keep_times_of_access_opens_all_the_same() {
+fn noatime_without_permission_still_opens() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }

@@ -1,4 +1,4 @@
-//! Whose files are made, and which privileges of files go when. Needs root; otherwise every test passes idly.
+//! The owners of created files, and when files lose privileges. Needs root; otherwise every test is skipped.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -20,7 +20,7 @@ fn owner(share: &Share, path: &str) -> (u32, u32, u32) {
 }
 
 #[test]
-fn what_is_made_belongs_to_the_caller() {
+fn created_files_belong_to_the_caller() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -57,7 +57,7 @@ fn what_is_made_belongs_to_the_caller() {
 }
 
 #[test]
-fn setgid_directories_know_their_members() {
+fn setgid_directories_check_group_membership() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -117,7 +117,7 @@ fn privileged_file(share: &Share, file: &str) -> Ino {
 }
 
 #[test]
-fn privileges_of_files_go_as_they_do_locally() {
+fn files_lose_privileges_as_on_a_local_file_system() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -180,7 +180,7 @@ fn privileges_of_files_go_as_they_do_locally() {
 }
 
 #[test]
-fn access_is_the_callers() {
+fn access_is_checked_for_the_caller() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -230,7 +230,7 @@ impl Flags<'_> {
 
 /// Linux's rules, applied here again: a client's kernel before 5.13 applies none.
 #[test]
-fn flags_of_files_are_set_by_their_owner_and_by_root() {
+fn file_flags_are_set_by_owner_and_root_only() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -275,7 +275,7 @@ fn flags_of_files_are_set_by_their_owner_and_by_root() {
 
 /// A user namespace lacks most users; the client has them.
 #[test]
-fn nobody_is_made_owner_whom_the_user_namespace_lacks() {
+fn an_owner_without_a_mapping_is_refused() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -313,7 +313,7 @@ fn with_one_user() {
 
 /// Without group execution sgid is only a mark, which members of the group keep; the host would ask who this server is.
 #[test]
-fn sgid_that_is_no_privilege_stays_for_members_of_the_group() {
+fn sgid_without_group_execution_stays_for_members() {
     if !is_root() {
         ferry_skip::skip!("needs root");
         return;

@@ -1,4 +1,4 @@
-//! The host, or another client, swaps directories and symbolic links under our hands: nothing outside is reached.
+//! The host, or another client, swaps directories and symbolic links during operations: nothing outside is reached.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -35,7 +35,7 @@ impl Ends {
 }
 
 #[test]
-fn symbolic_links_swapped_in_never_lead_outside() {
+fn swapped_in_symbolic_links_never_lead_outside() {
     for options in both_modes() {
         swap(options);
     }

@@ -1,4 +1,4 @@
-//! Inodes that are not where they were, named to another host.
+//! Inodes that were moved, identified for another host.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -10,7 +10,7 @@ use ferry_dir::Dir;
 use ferry_vfs::*;
 
 #[test]
-fn what_was_moved_behind_our_back_is_found_wherever_it_is() {
+fn inodes_that_the_host_moved_are_found() {
     for options in both_modes() {
         let share = Share::new(options.clone());
         fs::create_dir_all(share.path("a/b/c")).unwrap();

@@ -1,5 +1,5 @@
-//! How many system calls each operation makes, as the crate's front page says. Needs `strace`, root and a file
-//! system with file handles; otherwise passes idly.
+//! The number of system calls per operation, as in the crate documentation. Needs `strace`, root and a file system with
+//! file handles; otherwise skipped.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -44,7 +44,7 @@ const EXPECTED: &[(&str, usize, usize)] = &[
 ];
 
 #[test]
-fn operations_cost_what_the_front_page_says() {
+fn operations_make_the_documented_number_of_system_calls() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }

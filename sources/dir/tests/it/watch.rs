@@ -1,4 +1,4 @@
-//! Changes that others make on the host are heard of. As root, on a file system with file handles.
+//! Changes by other processes of the host are noticed. Needs root and a file system with file handles.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
@@ -71,7 +71,7 @@ fn sh(share: &Share, script: &str) {
 }
 
 #[test]
-fn what_others_do_is_heard_of() {
+fn changes_by_others_are_published() {
     let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "for file in a b c d file; do echo 1 >$file; done; mkdir folder; echo 1 >folder/inside");
     // One file for each kind of change of a file: changes are told twice.
@@ -105,7 +105,7 @@ fn what_others_do_is_heard_of() {
 
 /// The kernel keeps the order of events, so that those of ours would have come before the mark.
 #[test]
-fn what_we_do_is_not_heard_again() {
+fn own_changes_are_skipped() {
     let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "echo 1 >file");
     let file = share.ino("file");
@@ -124,7 +124,7 @@ fn what_we_do_is_not_heard_again() {
 }
 
 #[test]
-fn what_we_do_is_heard_where_that_is_wanted() {
+fn own_changes_are_published_on_request() {
     let Some((share, heard)) = watched(OwnChanges::Tell) else { return };
     fs::write(share.path("file"), "one").unwrap();
     heard.wait_for(&Change::Unsure { dir: Ino::ROOT, name: name("file").to_buf() });
@@ -135,7 +135,7 @@ fn what_we_do_is_heard_where_that_is_wanted() {
 
 /// Each is told at once, and again for those whose answers were under way.
 #[test]
-fn changes_are_told_twice() {
+fn changes_are_published_twice() {
     let Some((share, heard)) = watched(OwnChanges::Skip) else { return };
     sh(&share, "echo 1 >new");
     let change = Change::Unsure { dir: Ino::ROOT, name: name("new").to_buf() };
@@ -146,7 +146,7 @@ fn changes_are_told_twice() {
 
 /// While the one who listens is held up, more happens than the kernel keeps.
 #[test]
-fn too_many_changes_are_one() {
+fn too_many_changes_become_one() {
     /// More than that a machine is not to be troubled with.
     const MANY: usize = 200_000;
     let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap_or_default();
@@ -175,7 +175,7 @@ fn too_many_changes_are_one() {
 
 /// Handles are what events name files by.
 #[test]
-fn without_file_handles_it_says_so() {
+fn watching_requires_file_handles() {
     let share = Share::new(Options { file_handles: false, ..Options::default() });
     assert!(matches!(share.dir.watch(OwnChanges::Skip), Err(WatchError::NoHandles)));
 }
