@@ -346,7 +346,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let missing = Syslog::connect_to(&path, "ferry", std::process::id).unwrap_err().to_string();
-        assert!(missing.contains("--syslog: no log of the system at /"), "{missing}");
+        assert!(missing.contains("--syslog: no system log at /"), "{missing}");
         let log = UnixDatagram::bind(&path).unwrap();
         let writer = Writer {
             listeners: Listeners::default(),

@@ -60,7 +60,7 @@ pub enum Error {
     Threads(usize),
     /// An invalid list of capabilities.
     #[error(
-        "{0:?} is not a list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod"
+        "{0:?} is no list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod"
     )]
     NoCapability(String),
     /// The kernel refused to change capabilities.

@@ -1,5 +1,5 @@
-//! The memory file system, volatile ([`Mem`]) and persistent: full POSIX behaviour, with each file's bytes where the
-//! client's kernel can reach them without a copy by us.
+//! The memory file system, volatile ([`Mem`]) and persistent: full POSIX behaviour. Each file's bytes are where the
+//! client's kernel can access them without a copy by this process.
 //!
 //! ```
 //! use ferry_mem::{Mem, Options};
@@ -15,22 +15,22 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # How it is put together
+//! # Structure
 //!
-//! [`Tree`] has names, inodes and attributes, in memory, for both kinds. Below it a [`store::Store`] has the bytes, and takes
-//! down every change as a [`store::Record`] before it is made. The volatile store ([`Tmpfs`]) keeps bytes in a private
-//! tmpfs and takes nothing down.
+//! [`Tree`] has names, inodes and attributes, in memory, for both kinds. Below it a [`store::Store`] has the bytes, and
+//! logs every change as a [`store::Record`] before it is applied. The volatile store ([`Tmpfs`]) keeps bytes in a
+//! private tmpfs and logs nothing.
 //!
 //! # Threads
 //!
-//! Inodes are in a sharded table, each with a lock of its own; reads and writes take it shared, for as long as it takes to
-//! answer where the bytes are. Nothing is allocated by a lookup, read or write.
+//! Inodes are in a sharded table, each with its own lock. Reads and writes hold it shared while they determine where
+//! the bytes are. Lookups, reads and writes do not allocate memory.
 //!
 //! # Times
 //!
-//! While an inode has data, access and modification time are those of its data file, because bytes move there without our
-//! knowledge; times that somebody sets are set there too. A change of the modification time that we did not make moves
-//! ctime along.
+//! While an inode has data, its data file has the access and modification time, because bytes are transferred without
+//! the tree's knowledge. Times set by a client are set there, too. When the modification time has changed without the
+//! tree, ctime changes with it.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code, reason = "three calls of the C library")]
@@ -50,15 +50,15 @@ pub use tree::{Limits, Replay, ReplayError, Snapshot, Tree, TreeUsage};
 /// The volatile memory file system.
 pub type Mem = Tree<Tmpfs>;
 
-/// What a memory file system is to be like.
+/// Options of a memory file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The most that files' data may take, rounded up to whole pages; `None` for half of the machine's memory, as tmpfs
-    /// does.
+    /// The maximum size of all file data in bytes, rounded up to whole pages; `None` for half of the machine's memory,
+    /// as tmpfs does.
     pub size_bytes: Option<u64>,
-    /// The most inodes; `None` for one for each two pages of memory, as tmpfs does, but no more than one for each KiB of the size.
-    /// Names after the first, long targets of symbolic links and extended attributes count, too, by 1024 bytes to an inode, as
-    /// in tmpfs: so all of these together take no more than the data may.
+    /// The maximum number of inodes. `None` for one per two pages of memory, as in tmpfs, but at most one per KiB of
+    /// the size. Further names, long targets of symbolic links and extended attributes count as one inode per 1024
+    /// bytes, as in tmpfs. So all of these together take no more memory than the data may.
     pub inodes_max: Option<u64>,
     /// Use huge pages where a file is large enough for one.
     pub huge: bool,
@@ -66,7 +66,7 @@ pub struct Options {
     pub swap: bool,
     /// Refuse every change.
     pub read_only: bool,
-    /// Keep data in memfds even where a private tmpfs is possible.
+    /// Keep data in memfds even if a private tmpfs is possible.
     pub memfds: bool,
 }
 
@@ -76,17 +76,17 @@ impl Default for Options {
     }
 }
 
-/// Why there is no memory file system.
+/// Why a memory file system cannot be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The size is too small or too large.
-    #[error("a memory file system cannot have {0} bytes; give it from 4096 bytes to {max} bytes", max = i64::MAX)]
+    /// The size is out of range.
+    #[error("a memory file system cannot have {0} bytes; choose a size from 4096 to {max} bytes", max = i64::MAX)]
     Size(u64),
-    /// There must be room for the root at least.
-    #[error("a memory file system cannot have {0} inodes; give it at least 2, of which the root is one")]
+    /// There must be room for the root.
+    #[error("a memory file system cannot have {0} inodes; choose at least 2, including the root")]
     Inodes(u64),
-    /// The private tmpfs cannot be made.
+    /// The private tmpfs cannot be created.
     #[error("the private tmpfs that holds the data cannot be made ({what})")]
     Mount {
         /// The step that failed.
@@ -98,15 +98,15 @@ pub enum Error {
     /// No huge pages.
     #[error("this kernel has no huge pages for tmpfs; leave out the option for huge pages")]
     Huge(#[source] Errno),
-    /// No way to keep data from being swapped.
+    /// Swapping of data cannot be prevented.
     #[error("this kernel's tmpfs cannot do without swap (Linux 6.4 or later can); allow swap")]
     NoSwap(#[source] Errno),
-    /// Options that only a mount has.
+    /// Options that require a mount.
     #[error(
         "huge pages and doing without swap need a private tmpfs, which this user may not mount; run as root, or leave these options out"
     )]
     NeedsMount(#[source] Errno),
-    /// The tree cannot be made.
+    /// The tree cannot be created.
     #[error("the empty tree cannot be made")]
     Tree(#[source] ReplayError),
 }
@@ -115,9 +115,10 @@ const SIZE_BYTES_MIN: u64 = 4096;
 const INODES_MIN: u64 = 2;
 
 impl Tree<Tmpfs> {
-    /// Makes an empty memory file system. It is gone when it is dropped.
+    /// Creates an empty memory file system. Its contents are lost when it is dropped.
     ///
     /// # Errors
+    ///
     /// [`Error`] says in one sentence what is wrong with the options or the machine.
     pub fn new(options: &Options) -> Result<Self, Error> {
         let info = rustix::system::sysinfo();

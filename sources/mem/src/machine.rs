@@ -1,5 +1,5 @@
-//! The clock, the number of the CPU and the heap, by the C library: rustix's forms end the program where the vDSO lacks a call,
-//! as in User-mode Linux.
+//! The clock, the current CPU and the heap, through the C library: rustix's functions abort the program if the vDSO
+//! lacks a call, as in User-mode Linux.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -16,18 +16,19 @@ pub(crate) fn coarse_time() -> Timespec {
     Timespec { sec: now.tv_sec, nsec: u32::try_from(now.tv_nsec).unwrap_or_default() }
 }
 
-/// The latest time of a data file that anybody was shown.
+/// The latest time of a data file that a client has seen.
 static SHOWN_NS: AtomicI64 = AtomicI64::new(i64::MIN);
 
-/// The kernel's coarse clock, but never before the time of a data file that somebody has seen: Linux since 6.13 stamps a file
-/// that was looked at by its fine clock (`Documentation/filesystems/multigrain-ts.rst`), and keeps such a floor itself.
+/// Returns the kernel's coarse clock, but at least the latest time of a data file that a client has seen. Since 6.13
+/// Linux stamps a file whose time was queried from its fine clock (`Documentation/filesystems/multigrain-ts.rst`), and
+/// keeps such a floor itself.
 pub(crate) fn kernel_time() -> Timespec {
     let now = coarse_time();
     let shown = SHOWN_NS.load(Ordering::Relaxed);
     if shown > nanoseconds(now) && !is_ahead(nanoseconds(now), shown) { timespec(shown) } else { now }
 }
 
-/// Somebody is shown the time of a data file, of which the next change anywhere is not to seem older.
+/// Records the time of a data file that a client sees; later changes must not be older.
 pub(crate) fn show(time: Timespec) {
     let time = nanoseconds(time);
     if time <= SHOWN_NS.load(Ordering::Relaxed) {
@@ -35,41 +36,41 @@ pub(crate) fn show(time: Timespec) {
     }
     let now = nanoseconds(coarse_time());
     let moves = |shown: i64| (!is_ahead(now, time) && (shown < time || is_ahead(now, shown))).then_some(time);
-    // Somebody else has shown a later one, or the file's time was set.
+    // Another thread has recorded a later one, or the file's time was set.
     let _ = SHOWN_NS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, moves);
 }
 
-/// How far the kernel's coarse clock may lag: a tick at 100 Hz.
+/// The maximum lag of the kernel's coarse clock: a tick at 100 Hz.
 const TICK_NS: i64 = 10_000_000;
 
-/// Whether a time lies further ahead than a change that just happened can: somebody set it, or the clock.
+/// Returns whether a time is further ahead than a change that just happened can be: it, or the clock, was set.
 pub(crate) fn is_ahead(now: i64, time: i64) -> bool {
     time.saturating_sub(now) >= TICK_NS
 }
 
-/// The time of a change now of what changed last at `last`, in nanoseconds. Where the clock stands still, or stood behind the
-/// finer one that the kernel stamps data files with, it is the next nanosecond. What lies further ahead gives way.
+/// Returns the time of a change now, after one at `last`, in nanoseconds. If the clock has not advanced, or lags behind
+/// the finer clock of data files, it is the next nanosecond. A `last` further ahead is ignored.
 pub(crate) fn later(now: i64, last: i64) -> i64 {
     if last < now || is_ahead(now, last) { now } else { last.saturating_add(1) }
 }
 
-/// Nanoseconds since the epoch; the last or first there are for times that have no such number.
+/// Returns the nanoseconds since the epoch, clamped to the range of the type.
 pub(crate) fn nanoseconds(time: Timespec) -> i64 {
     time.sec.saturating_mul(NS_PER_S).saturating_add(time.nsec.into())
 }
 
-/// The time that is so many nanoseconds after the epoch.
+/// Returns the time of these nanoseconds since the epoch.
 pub(crate) fn timespec(ns: i64) -> Timespec {
     Timespec { sec: ns.div_euclid(NS_PER_S), nsec: u32::try_from(ns.rem_euclid(NS_PER_S)).unwrap_or_default() }
 }
 
-/// The CPU that this thread is on, or was a moment ago; 0 where that cannot be told.
+/// Returns the current CPU of this thread; 0 if unknown.
 pub(crate) fn cpu() -> usize {
     // SAFETY: the call has no preconditions.
     usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or_default()
 }
 
-/// Gives memory that was freed back to the kernel: the C library keeps what lies between pieces that are in use.
+/// Returns freed memory to the kernel: the C library keeps free memory between allocations in use.
 pub(crate) fn release_free_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: the call has no preconditions, and moves nothing that is in use.

@@ -1,25 +1,24 @@
-//! The tree's lower edge: where the bytes of files live, and where its changes are written down.
+//! The interface of the tree to its store, which holds the bytes of files and logs changes.
 //!
 //! The tree (names, attributes, extended attributes) is in memory for every store. A [`Store`] has two duties:
 //!
-//! * **Data**: each regular file may have a [`Store::File`], made when the first byte is about to be written and
-//!   removed when the inode ends. Empty files have none. The store is the authority on what [`Usage`] holds.
+//! * **Data**: each regular file may have a [`Store::File`], created before the first write and removed when the inode
+//!   ends. Empty files have none. The store is authoritative for the fields of [`Usage`].
 //! * **Journal**: every change of the tree is described by one [`Record`] and given to [`Store::log`].
 //!
 //! # The order of records
 //!
-//! A record is logged **before** its change is applied and **with the locks of all inodes that it changes held**.
-//! If `log` fails, nothing is applied and the caller gets the error; if it succeeds, applying cannot fail. So the order
-//! of the calls of `log` is the order of the changes, wherever two changes touch the same inode, and replaying the
-//! records in the order in which `log` was called gives the same tree. A record is atomic: either all of it is replayed
-//! or nothing.
+//! A record is logged **before** its change is applied and **with the locks of all changed inodes held**. If `log`
+//! fails, nothing is applied and the caller gets the error; if it succeeds, applying cannot fail. So the order of `log`
+//! calls is the order of changes to each inode, and replaying the records in that order gives the same tree. A record
+//! is atomic: it is replayed completely or not at all.
 //!
-//! `log` is called from many threads and must neither call back into the tree nor wait for another call of the tree.
-//! What needs the whole tree at rest (a checkpoint) is done in [`Store::admit`], which is called before every change
-//! while the thread holds no lock: there [`Tree::checkpoint`](crate::Tree::checkpoint) may be called.
+//! Many threads call `log`; it must neither call back into the tree nor wait for another call of the tree. A checkpoint
+//! needs the whole tree at rest, so it is done in [`Store::admit`], which is called before every change while the
+//! thread holds no lock: it may call [`Tree::checkpoint`](crate::Tree::checkpoint).
 //!
-//! Data and records are not ordered by the tree. Times that a write moves are logged when a handle is flushed, synced or
-//! released, not at each write.
+//! The tree does not order data and records. Times changed by a write are logged when a handle is flushed, synced or
+//! released.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -29,7 +28,7 @@ use ferry_vfs::{Backing, Data, FallocateFlags, FileId, Ino, Input, Name, Output,
 use crate::machine::kernel_time;
 use crate::tree::Tree;
 
-/// The attributes of an inode that are the tree's to keep (size and blocks are the store's).
+/// The attributes of an inode that the tree keeps (the store keeps size and blocks).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Meta {
     /// File type and permission bits.
@@ -50,7 +49,7 @@ pub struct Meta {
     pub btime: Timespec,
 }
 
-/// A place in the tree: a directory and a name in it.
+/// A location in the tree: a directory and a name in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct At<'a> {
     /// The directory.
@@ -68,12 +67,12 @@ pub struct Xattr<'a> {
     pub value: &'a [u8],
 }
 
-/// One change of the tree. `time` is the new mtime and ctime of the directories whose names change, and the new ctime
-/// of the inodes whose number of names changes.
+/// One change of the tree. `time` is the new mtime and ctime of the changed directories, and the new ctime of the
+/// inodes whose link count changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Record<'a> {
-    /// An inode was made, with all that it has from its birth. The directory's time becomes `meta.ctime`. The number is
-    /// new, except [`Ino::ROOT`], whose record (without a place) gives the root its attributes.
+    /// An inode was created, with its initial state. The directory's time becomes `meta.ctime`. The number is new,
+    /// except [`Ino::ROOT`], whose record (without a location) sets the root's attributes.
     Make {
         /// The inode.
         ino: Ino,
@@ -86,7 +85,7 @@ pub enum Record<'a> {
         /// Its first name; `None` for a temporary file, which ends with its last handle unless it is linked.
         at: Option<At<'a>>,
     },
-    /// An inode that is no directory got one more name.
+    /// An inode that is not a directory got another name.
     Link {
         /// The inode.
         ino: Ino,
@@ -95,28 +94,27 @@ pub enum Record<'a> {
         /// When.
         time: Timespec,
     },
-    /// A name went (unlink and rmdir). An inode without names lives on until its [`Record::Free`].
+    /// A name was removed (unlink and rmdir). An inode without names exists until its [`Record::Free`].
     Unlink {
         /// The name.
         at: At<'a>,
         /// When.
         time: Timespec,
     },
-    /// A name was moved. What `to` meant before loses that name.
+    /// A name was moved. The previous inode of `to` loses that name.
     Rename {
         /// The old name.
         from: At<'a>,
         /// The new name.
         to: At<'a>,
-        /// The two names change places instead.
+        /// The two names are exchanged.
         exchange: bool,
-        /// The inode, made by this very record, of a whiteout (character device 0:0) that is left at `from`, with its
-        /// attributes.
+        /// The inode, created by this record, of a whiteout (character device 0:0) at `from`, with its attributes.
         whiteout: Option<(Ino, Meta)>,
         /// When.
         time: Timespec,
     },
-    /// The attributes of an inode are these now.
+    /// The attributes of an inode changed.
     Attr {
         /// The inode.
         ino: Ino,
@@ -131,44 +129,44 @@ pub enum Record<'a> {
         name: &'a [u8],
         /// The value; `None` when it was removed.
         value: Option<&'a [u8]>,
-        /// All attributes of the inode after it (an ACL may change the mode).
+        /// All attributes of the inode afterwards (an ACL may change the mode).
         meta: Meta,
     },
-    /// An inode without names lost its last user; its data are removed after this. An inode that has no name at the
-    /// end of a replay is freed too: [`crate::Replay::finish`] logs this record for it.
+    /// An inode without names lost its last user; its data are removed afterwards. An inode without a name at the end
+    /// of a replay is freed, too: [`crate::Replay::finish`] logs this record for it.
     Free {
         /// The inode.
         ino: Ino,
     },
 }
 
-/// What the store knows of a file's data.
+/// The store's attributes of a file's data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Size in bytes.
     pub size: u64,
     /// Allocated space, in units of 512 bytes.
     pub blocks: u64,
-    /// Access and modification time where the store keeps them (because bytes move without the tree's knowledge):
-    /// they then win over the tree's, which are told by [`Store::set_times`] when somebody sets them.
-    /// With `None` the tree moves the times itself whenever [`Store::read`] or [`Store::write`] is called.
+    /// Access and modification time, if the store keeps them because bytes are transferred without the tree's
+    /// knowledge. They then override the tree's, and [`Store::set_times`] sets them. With `None` the tree updates the
+    /// times at each [`Store::read`] and [`Store::write`].
     pub times: Option<(Timespec, Timespec)>,
 }
 
-/// How a write is to be done.
+/// How to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteAt {
-    /// Offset of the first byte; does not matter when appending.
+    /// Offset of the first byte; ignored when appending.
     pub offset: u64,
     /// Length in bytes.
     pub len: u32,
     /// Write at the end of the file (`O_APPEND`).
     pub append: bool,
-    /// The bytes must be durable when the call (or the transfer to the extent) ends: `O_SYNC` or `O_DSYNC`.
+    /// The bytes must be durable when the call, or the transfer to the extent, ends: `O_SYNC` or `O_DSYNC`.
     pub sync: bool,
 }
 
-/// Totals of a store, in bytes.
+/// Statistics of a store, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Space {
     /// All that data can take.
@@ -179,65 +177,67 @@ pub struct Space {
 
 /// See the module's documentation.
 ///
-/// All methods are called from many threads. Those that change the size or the allocation of a file are called with the
-/// inode's lock held exclusively, reads and writes with it held shared.
+/// Many threads call the methods. Calls that change the size or the allocation of a file hold the inode's lock
+/// exclusively, reads and writes hold it shared.
 pub trait Store: Sized + Send + Sync + Debug + 'static {
-    /// The data of an inode, open: one for all handles of an inode, dropped with the last handle.
+    /// The open data of an inode: one for all its handles, dropped with the last handle.
     type File: Send + Sync + Debug;
 
-    /// Whether [`Self::log`] does anything. Where it does not, no record is ever built.
+    /// Whether [`Self::log`] has an effect. If not, no records are created.
     const JOURNALED: bool;
 
-    /// Whether [`Usage::times`] always are the store's.
+    /// Whether [`Usage::times`] are always `Some`.
     const KEEPS_TIMES: bool = false;
 
-    /// The clock that changes of the tree are stamped by. Where the kernel stamps data files it is the kernel's, or times of one tree
-    /// would run backwards from one change to the next; elsewhere it is the finest there is, so that a change is never before
-    /// a clock that was read before it, nor before a change of another inode.
+    /// Returns the time stamp for changes of the tree. If the kernel stamps data files, it is the kernel's clock, so
+    /// that the times of one tree never run backwards. Otherwise it is the finest clock, so that a change is never
+    /// older than a time read before it, or than an earlier change of another inode.
     fn now() -> Timespec {
         if Self::KEEPS_TIMES { kernel_time() } else { Timespec::now() }
     }
 
-    /// Takes down a change that is about to be made. An error (`NOSPC`, `IO`) refuses it.
+    /// Logs a change before it is applied. An error (`NOSPC`, `IO`) refuses the change.
     ///
     /// # Errors
     /// `NOSPC` when the journal is full, `IO` when it cannot be written.
     fn log(&self, record: &Record<'_>) -> Result<()>;
 
-    /// Called before each change, with no lock held: the place for a checkpoint.
+    /// Called before each change without any lock: the place for a checkpoint.
     ///
     /// # Errors
-    /// What the caller of the change is to be told instead.
+    ///
+    /// The error for the caller of the change.
     fn admit(&self, _tree: &Tree<Self>) -> Result<()> {
         Ok(())
     }
 
-    /// Opens the data of an inode, making them (empty) if there are none. New data have these times.
+    /// Opens the data of an inode; creates empty data with these times if there are none.
     ///
     /// # Errors
     /// `NOSPC`, `NFILE`, `IO`.
     fn open(&self, ino: Ino, times: (Timespec, Timespec)) -> Result<Self::File>;
 
-    /// The last handle of an inode is closed, and its file about to be dropped. The inode's lock is held exclusively.
+    /// Called when the last handle of an inode is closed, before its file is dropped. The inode's lock is held
+    /// exclusively.
     fn closing(&self, _file: &Self::File) {}
 
-    /// Size and blocks of an inode's data, all zero if it has none. `file` is given when it is open.
+    /// Returns size and blocks of an inode's data, all zero if it has none. `file` is given when it is open.
     ///
     /// # Errors
     /// `IO`.
     fn usage(&self, ino: Ino, file: Option<&Self::File>) -> Result<Usage>;
 
-    /// Whether [`Self::backing`] answers.
+    /// Returns whether [`Self::backing`] returns descriptors.
     fn has_backing(&self) -> bool {
         false
     }
 
-    /// The descriptor that the file is, as a whole.
+    /// Returns a descriptor of the whole file.
     fn backing(&self, _file: &Self::File) -> Option<Arc<Backing>> {
         None
     }
 
-    /// Which file of the host an inode's data are, for stores that have [`Self::backing`]; `None` if it has none.
+    /// Returns the host file of an inode's data, for stores with [`Self::backing`]; `None` if it has none.
     fn file_id(&self, _ino: Ino) -> Option<FileId> {
         None
     }
@@ -263,7 +263,8 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// Allocates, punches and so on.
     ///
     /// # Errors
-    /// `OPNOTSUPP` for a mode that it has not, `NOSPC`, `INVAL`, `IO`.
+    ///
+    /// `OPNOTSUPP` for an unsupported mode, `NOSPC`, `INVAL`, `IO`.
     fn fallocate(&self, file: &Self::File, offset: u64, len: u64, flags: FallocateFlags) -> Result<()>;
 
     /// The next data or hole.
@@ -272,14 +273,14 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// `NXIO` beyond the end.
     fn seek(&self, file: &Self::File, offset: u64, seek: Seek) -> Result<u64>;
 
-    /// Copies between files, or within one; returns how many bytes, possibly less than asked.
+    /// Copies between files, or within one; returns the number of bytes, which may be less than requested.
     ///
     /// # Errors
     /// `INVAL` when the ranges of one file overlap, `NOSPC`, `IO`.
     fn copy(&self, from: (&Self::File, u64), to: (&Self::File, u64), len: u64) -> Result<u64>;
 
-    /// Somebody set access and modification time; only called where [`Usage::times`] are the store's. `file` is given
-    /// when it is open.
+    /// Sets access and modification time; only called if [`Usage::times`] are the store's. `file` is given when it is
+    /// open.
     ///
     /// # Errors
     /// `IO`.
@@ -287,8 +288,8 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
         Ok(())
     }
 
-    /// Makes an inode's data durable and, unless `data_only`, all records logged for it: see
-    /// [`ferry_vfs::FileSystem::fsync`]. Also called for directories, without a file.
+    /// Makes an inode's data durable and, unless `data_only`, all its records: see [`ferry_vfs::FileSystem::fsync`].
+    /// Also called for directories, without a file.
     ///
     /// # Errors
     /// `IO`, `NOSPC`.

@@ -1,7 +1,7 @@
 //! The block allocator of a tier.
 //!
-//! The tier is cut into shards, each with its own lock. A writer begins with the shard of the CPU it runs on, so that
-//! writers on different CPUs do not meet; one that needs more takes from the other shards too.
+//! The tier is divided into shards, each with its own lock. A writer begins with the shard of its CPU, so that writers
+//! on different CPUs do not contend; if it needs more, it takes from other shards, too.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -10,9 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::extents::Run;
 
-/// The least blocks of a shard, 16 MiB: smaller shards would only break large files into pieces.
+/// The minimum size of a shard, 16 MiB: smaller shards would only fragment large files.
 const SHARD_BLOCKS_MIN: u64 = 4096;
-/// The most shards; more CPUs than this share them.
+/// The maximum number of shards; more CPUs share them.
 const SHARDS_MAX: u64 = 64;
 
 /// The free blocks of one tier.
@@ -29,12 +29,12 @@ pub(crate) struct Allocator {
 #[derive(Debug, Default)]
 struct Shard {
     runs: BTreeMap<u64, u64>,
-    /// Where the last allocation ended: the next one goes on there.
+    /// The end of the last allocation, where the next one continues.
     next: u64,
 }
 
 impl Allocator {
-    /// A tier of so many blocks, numbered from `first` on, all of them free.
+    /// Creates a tier of `blocks` free blocks, numbered from `first`.
     pub(crate) fn new(first: u64, blocks: u64, cpus: usize) -> Self {
         let wanted = (cpus as u64).clamp(1, SHARDS_MAX).min((blocks / SHARD_BLOCKS_MIN).max(1));
         let shard_blocks = blocks.div_ceil(wanted).max(1);
@@ -57,15 +57,15 @@ impl Allocator {
         self.free.load(Ordering::Relaxed)
     }
 
-    /// Whether a run lies within this tier.
+    /// Returns whether a run is within this tier.
     pub(crate) fn contains(&self, run: Run) -> bool {
         run.block >= self.first && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
     }
 
-    /// Takes `count` blocks in as few runs as there are, beginning at `goal` if that is free and else in the shard of
+    /// Takes `count` blocks in as few runs as possible, beginning at `goal` if that is free, otherwise in the shard of
     /// `cpu`. All or nothing.
     pub(crate) fn take(&self, count: u64, goal: Option<u64>, cpu: usize) -> Option<Vec<Run>> {
-        // Reserving the number first makes the search below certain to succeed in the end.
+        // Reserving the number first guarantees that the search below succeeds.
         self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
         let mut taken: Vec<Run> = Vec::new();
         let mut missing = count;
@@ -90,7 +90,7 @@ impl Allocator {
             }
         }
         if missing > 0 {
-            // Somebody is between taking his number and his blocks, or between returning blocks and their number.
+            // Another thread is between its reservation and taking or returning its blocks.
             self.put_back(&taken);
             self.free.fetch_add(count, Ordering::AcqRel);
             return None;
@@ -98,7 +98,7 @@ impl Allocator {
         Some(taken)
     }
 
-    /// Takes this very run, for a mount; `false` if any of it is not free (or not there).
+    /// Takes exactly this run, for a mount; returns `false` if any of it is not free or does not exist.
     #[must_use]
     pub(crate) fn take_exactly(&self, run: Run) -> bool {
         if run.count == 0 || !self.contains(run) {
@@ -107,7 +107,7 @@ impl Allocator {
         let mut done = 0;
         while done < run.count {
             let at = run.block + done;
-            // Not in the match itself: that would hold the shard while its blocks are put back.
+            // Not inside the match, which would hold the shard's lock while its blocks are returned.
             let part = self.shard(self.index(at)).take_at(at, run.count - done);
             match part {
                 Some(part) => done += part.count,
@@ -150,7 +150,7 @@ impl Allocator {
 }
 
 impl Shard {
-    /// Takes up to `max` free blocks that begin at `block`.
+    /// Takes up to `max` free blocks from `block`.
     fn take_at(&mut self, block: u64, max: u64) -> Option<Run> {
         let (&start, &count) =
             self.runs.range(..=block).next_back().filter(|(start, count)| *start + *count > block)?;
@@ -178,7 +178,7 @@ impl Shard {
 
     fn put(&mut self, mut run: Run) {
         if let Some((&start, &count)) = self.runs.range(..run.block).next_back() {
-            debug_assert!(start + count <= run.block, "a block was given back twice");
+            debug_assert!(start + count <= run.block, "a block was freed twice");
             if start + count == run.block {
                 run = Run { block: start, count: count + run.count };
             }
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn takes_all_or_nothing_and_gives_back() {
+    fn allocations_are_all_or_nothing_and_can_be_freed() {
         let allocator = Allocator::new(1000, 20_000, 4);
         assert_eq!(allocator.shards.len(), 4);
         let most = allocator.take(15_000, None, 1).unwrap();
@@ -217,18 +217,18 @@ mod tests {
     }
 
     #[test]
-    fn writers_on_other_cpus_do_not_meet() {
+    fn writers_on_different_cpus_do_not_contend() {
         const CPUS: usize = 4;
         let allocator = Allocator::new(1000, 20_000, CPUS);
         let shard_of = |run: &Run| (run.block - 1000) / 5_000;
-        // In turn, so that a common place to go on at would show.
+        // In turn, so that a common position would show.
         for _ in 0..50 {
             for cpu in 0..CPUS {
                 let runs = allocator.take(20, None, cpu).unwrap();
                 assert!(runs.iter().all(|run| shard_of(run) == cpu as u64), "{cpu}: {runs:?}");
             }
         }
-        // Past the number of shards they are shared; and what one has not, another gives.
+        // More CPUs than shards share them, and an empty shard takes from others.
         assert_eq!(shard_of(&allocator.take(1, None, CPUS + 2).unwrap()[0]), 2);
         let rest = allocator.take(4_500, None, 3).unwrap();
         assert!(rest.iter().any(|run| shard_of(run) == 3) && rest.iter().any(|run| shard_of(run) != 3), "{rest:?}");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn goes_on_at_the_goal() {
+    fn allocation_continues_at_the_goal() {
         let allocator = Allocator::new(0, 100, 1);
         assert_eq!(allocator.take(2, None, 0), Some(vec![Run { block: 0, count: 2 }]));
         assert_eq!(allocator.take(3, Some(50), 0), Some(vec![Run { block: 50, count: 3 }]));

@@ -11,12 +11,12 @@ use super::error::DamageError;
 use super::load::LoadedImage;
 use crate::store::{At, Record};
 
-/// Names and inodes, as the records have them.
+/// Names and inodes, from the records.
 #[derive(Clone, Debug, Default)]
 struct Audit {
-    /// What each name of each directory means.
+    /// The inode of each name of each directory.
     dirs: BTreeMap<Ino, HashMap<Box<[u8]>, Ino>>,
-    /// By number, as they are mostly made: neighbours are then neighbours in memory.
+    /// Ordered by number, in which they are usually created, for locality.
     inodes: BTreeMap<Ino, Inode>,
 }
 
@@ -24,12 +24,11 @@ struct Audit {
 struct Inode {
     /// By its mode.
     kind: FileType,
-    /// The names that can be reached, with a directory's own.
+    /// The number of reachable names, including a directory's own.
     links: u32,
 }
 
-/// Compares a tree with the log that it was made from, in which there was no damage; returns what is wrong, in
-/// sentences.
+/// Compares a tree with the undamaged log that it was loaded from; returns the differences, as sentences.
 pub(crate) fn compare(tree: &PMem, log: &LoadedImage<'_>) -> Vec<String> {
     let mut audit = Audit::default();
     audit.make(Ino::ROOT, FileType::Directory.as_raw_mode());
@@ -93,7 +92,7 @@ impl Audit {
         self.dirs.get_mut(&at.dir)?.remove(at.name.as_bytes())
     }
 
-    /// Counts the links of everything that can be reached from the root.
+    /// Counts the links of everything reachable from the root.
     fn count(&mut self) -> Vec<String> {
         let mut wrong = Vec::new();
         let mut waiting = vec![Ino::ROOT];
@@ -102,7 +101,7 @@ impl Audit {
             for (name, ino) in self.dirs.remove(&dir).into_iter().flatten() {
                 match self.inodes.get(&ino).map(|inode| (inode.kind, inode.links)) {
                     Some((FileType::Directory, 0)) => {
-                        // `.` and the name; `..` is a link of the directory above.
+                        // `.` and the name; `..` is a link of the parent.
                         self.add_links(ino, 2);
                         self.add_links(dir, 1);
                         waiting.push(ino);
@@ -125,7 +124,7 @@ impl Audit {
         }
     }
 
-    /// Goes from the root to everything that has a name, and compares each inode with what the tree says of it.
+    /// Visits everything reachable from the root, and compares each inode with the tree's.
     fn check(mut self, attr: impl Fn(Ino) -> Option<Attr>, inodes: u64) -> Vec<String> {
         let mut wrong = self.count();
         let mut reached = 0;
@@ -163,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_counted_and_differences_told() {
+    fn links_are_counted_and_differences_reported() {
         let time = Timespec::default();
         let mut audit = Audit::default();
         audit.make(Ino::ROOT, FileType::Directory.as_raw_mode());

@@ -1,5 +1,5 @@
-//! Log payloads: items one after the other, each a kind (u8) and its fields, all little-endian, bytes with a u32 length
-//! in front.
+//! Log payloads: a sequence of items, each a kind (u8) and its fields. Numbers are little-endian, and bytes have a u32
+//! length in front.
 //!
 //! | kind | item | fields |
 //! | --- | --- | --- |
@@ -23,7 +23,7 @@ use crate::store::{At, Meta, Record, Xattr};
 
 /// Marks a piece without data.
 const UNWRITTEN: u64 = 1 << 63;
-/// The least bytes of a piece, and of an xattr, in a payload; bounds how many a payload can claim.
+/// The minimum size of a piece or xattr in a payload, which bounds their number.
 const PIECE_BYTES: usize = 24;
 const XATTR_BYTES_MIN: usize = 8;
 
@@ -33,10 +33,10 @@ pub enum CodecError {
     /// It ends within an item.
     #[error("a log record ends in the middle of an item")]
     Short,
-    /// No such kind.
+    /// An unknown kind of item.
     #[error("a log record has an item of the unknown kind {0}")]
     Kind(u8),
-    /// A value that the field cannot have.
+    /// An invalid value of a field.
     #[error("a log record has a {field} that no program writes")]
     Value {
         /// The field.
@@ -44,13 +44,13 @@ pub enum CodecError {
     },
 }
 
-/// What the store itself writes down: the size of a file, and where a range of its blocks is.
+/// A record of the store: the size of a file, and the location of a range of its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Map {
     pub(crate) ino: Ino,
     /// Size in bytes.
     pub(crate) size: u64,
-    /// Logical blocks: whatever was there is replaced by the pieces.
+    /// Logical blocks: the pieces replace the previous ones.
     pub(crate) from: u64,
     pub(crate) to: u64,
     pub(crate) pieces: Vec<Piece>,
@@ -140,10 +140,11 @@ pub(crate) fn map_bytes(pieces: usize) -> usize {
     1 + 4 * 8 + 4 + pieces * PIECE_BYTES
 }
 
-/// Parses a payload, item by item.
+/// Decodes a payload, item by item.
 ///
 /// # Errors
-/// The payload's, or the first that `each` answers.
+///
+/// The payload's, or the first one that `each` returns.
 pub(crate) fn for_each<E: From<CodecError>>(
     payload: &[u8],
     mut each: impl FnMut(&Item<'_>) -> Result<(), E>,
@@ -152,7 +153,7 @@ pub(crate) fn for_each<E: From<CodecError>>(
     while let Some((&kind, rest)) = input.0.split_first() {
         input.0 = rest;
         if kind == 1 {
-            // A record borrows its attributes, so they live in a vector of this very round.
+            // A record borrows its attributes, so their vector belongs to this iteration.
             let mut xattrs = Vec::new();
             let (ino, meta, target, at) = input.make(&mut xattrs)?;
             each(&Item::Tree(Record::Make { ino, meta, target, xattrs: &xattrs, at }))?;
@@ -201,7 +202,7 @@ impl<'a> Reader<'a> {
         self.take(bytes)
     }
 
-    /// A count of things of at least so many bytes each, so that no memory is taken for what cannot be there.
+    /// Takes a count of elements of this minimum size, which limits the memory for them.
     fn count(&mut self, bytes_each: usize) -> Result<usize, CodecError> {
         let count = self.u32()? as usize;
         if count > self.0.len() / bytes_each { Err(CodecError::Short) } else { Ok(count) }
@@ -231,7 +232,7 @@ impl<'a> Reader<'a> {
         Ok(At { dir, name })
     }
 
-    /// All of a make but its extended attributes, which go to `xattrs`.
+    /// Takes all fields of a make except the extended attributes, which it adds to `xattrs`.
     #[allow(clippy::type_complexity, reason = "the fields of a record, taken apart at once")]
     fn make(&mut self, xattrs: &mut Vec<Xattr<'a>>) -> Result<(Ino, Meta, &'a [u8], Option<At<'a>>), CodecError> {
         let (ino, meta, target) = (self.ino()?, self.meta()?, self.bytes()?);
@@ -361,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn every_item_comes_back() {
+    fn every_item_round_trips() {
         assert_eq!(again(&all()), Ok(all()));
         let mut count = 0;
         for_each(&all(), |_| {
@@ -373,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_is_noticed_or_lies_between_items() {
+    fn truncations_are_detected_except_between_items() {
         let all = all();
         for end in 0..all.len() {
             if let Ok(short) = again(&all[..end]) {

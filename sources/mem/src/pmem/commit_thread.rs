@@ -21,7 +21,7 @@ impl CommitThread {
         let run = move || {
             while !wait(&stopped, every) {
                 if let Err(error) = disk.sync_log() {
-                    // The failure itself is in the log already, once; nothing gets better by trying again.
+                    // The log has reported the failure, and a retry does not help.
                     tracing::debug!("the regular commit failed: {error}");
                     continue;
                 }
@@ -30,13 +30,13 @@ impl CommitThread {
         };
         let thread = std::thread::Builder::new().name("pmem-keeper".into()).spawn(run);
         let thread = thread.inspect_err(|error| {
-            tracing::error!("no thread for regular commits ({error}): changes become durable by fsync only");
+            tracing::error!("cannot start the thread for regular commits ({error}): only fsync makes changes durable");
         });
         Self { stop, thread: thread.ok() }
     }
 }
 
-/// Waits for the time to pass; `true` when it is time to stop.
+/// Waits for this time; returns `true` when the thread must stop.
 fn wait((stop, changed): &(Mutex<bool>, Condvar), every: Duration) -> bool {
     let guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
     let waited = changed.wait_timeout_while(guard, every, |stop| !*stop);

@@ -1,15 +1,15 @@
 //! Writing CPU caches back to persistent memory.
 
-/// Whether this CPU can write caches back by address; without it, a DAX mapping cannot be made durable from here.
+/// Returns whether this CPU can write back cache lines by address, without which a DAX mapping cannot become durable.
 pub(super) fn is_supported() -> bool {
     cfg!(target_arch = "x86_64")
 }
 
-/// Bytes of a cache line on every CPU with persistent memory.
+/// The size of a cache line in bytes, on every CPU with persistent memory.
 #[cfg(target_arch = "x86_64")]
 const LINE_BYTES: usize = 64;
 
-/// Writes back every cache line of a range; durable after [`fence`].
+/// Writes back every cache line of a range; it is durable after [`fence`].
 #[cfg(target_arch = "x86_64")]
 pub(super) fn write_back(bytes: &[u8]) {
     use std::arch::asm;
@@ -20,9 +20,9 @@ pub(super) fn write_back(bytes: &[u8]) {
     enum FlushInstruction {
         /// Keeps the line in the cache.
         Clwb,
-        /// Drops the line, many at once.
+        /// Evicts the line; unordered.
         Clflushopt,
-        /// Drops the line, one after the other; every x86-64 has it.
+        /// Evicts the line; ordered. Every x86-64 has it.
         Clflush,
     }
     /// Bits of CPUID leaf 7, register EBX (Intel SDM, volume 2A, CPUID).
@@ -54,7 +54,7 @@ pub(super) fn write_back(bytes: &[u8]) {
     }
 }
 
-/// Waits until everything written back is durable.
+/// Waits until all write-backs are durable.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn fence() {
     use std::arch::x86_64::_mm_sfence;

@@ -1,7 +1,7 @@
-//! A file or block device, read and written by system calls: what most images, and all second tiers, are.
+//! A file or block device, accessed by system calls: most images, and all second tiers.
 //!
-//! Not by a mapping: a page that cannot be read, or that is gone because somebody cut the file short, would end the
-//! program with SIGBUS. Here it is an error of the one call.
+//! It is not mapped, because a page that cannot be read, or is beyond the end of a truncated file, would kill the
+//! program with SIGBUS. A system call returns an error.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, FileType};
 use super::mapped::Flusher;
 use super::medium::Medium;
 
-/// The longest buffer that a thread keeps; longer ones are made for the one call.
+/// The maximum length of a thread's reusable buffer in bytes; longer ones are allocated per call.
 const SCRATCH_BYTES_MAX: usize = 1 << 20;
 
 /// See the module's documentation.
@@ -23,13 +23,13 @@ const SCRATCH_BYTES_MAX: usize = 1 << 20;
 pub(crate) struct Device {
     file: File,
     bytes: u64,
-    /// Files can shrink; devices cannot, and have no size to ask for.
+    /// Files can shrink; devices cannot, and have no size in their metadata.
     is_file: bool,
-    /// Makes a range durable without the rest of the file.
+    /// Syncs a range without the rest of the file.
     flusher: Option<Flusher>,
 }
 
-/// The size of a file, block device or DAX device.
+/// Returns the size of a file, block device or DAX device in bytes.
 pub(crate) fn size_of(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstat(file)?;
     match FileType::from_raw_mode(stat.st_mode) {
@@ -44,7 +44,7 @@ pub(crate) fn size_of(file: &File) -> io::Result<u64> {
     }
 }
 
-/// Gives a new file its size, with all its blocks: "disk full" is to be told now, and not at some later write.
+/// Allocates all blocks of a new file, so that "disk full" is reported now and not by a later write.
 pub(crate) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(bytes),
@@ -52,7 +52,7 @@ pub(crate) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Lends a buffer whose contents do not matter.
+/// Calls `work` with a buffer of undefined contents.
 fn with_scratch<T>(bytes: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     thread_local!(static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
     SCRATCH.with(|scratch| match scratch.try_borrow_mut() {
@@ -67,7 +67,7 @@ fn with_scratch<T>(bytes: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
 }
 
 impl Device {
-    /// Takes a file as it is.
+    /// Creates a medium on a file of the current size.
     pub(crate) fn new(file: File) -> io::Result<Self> {
         let bytes = size_of(&file)?;
         let is_file = file.metadata()?.is_file();
@@ -82,10 +82,10 @@ impl Device {
         }
     }
 
-    /// Refuses to write to a file that was cut short: it would grow again, with holes for what was there.
+    /// Refuses to write to a truncated file: it would grow again, with holes in place of its data.
     fn check_whole(&self) -> io::Result<()> {
         if self.is_file && size_of(&self.file)? < self.bytes {
-            return Err(io::Error::other("it was cut short while in use; restore it from a copy"));
+            return Err(io::Error::other("the image was truncated while in use; restore it from a copy"));
         }
         Ok(())
     }
@@ -129,7 +129,7 @@ impl Medium for Device {
         match (ranges, &self.flusher) {
             ([], _) => return Ok(()),
             ([range], Some(flusher)) => flusher.flush(range)?,
-            // Each flush of a range ends with the disk's own: one call for all of them is cheaper.
+            // Each sync of a range ends with a flush of the disk, so one call for all of them is cheaper.
             _ => self.file.sync_data()?,
         }
         self.check_whole()
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_cut_short_is_an_error_and_stays_short() {
+    fn a_truncated_file_is_an_error_and_stays_truncated() {
         let (file, device) = device(1 << 20);
         file.set_len(4096).unwrap();
         assert!(device.look(0, 4096, &mut |_| {}).is_ok());

@@ -20,10 +20,10 @@ use super::medium::{Medium, Ranges};
 /// Shards of the table of files.
 const TABLE_SHARDS: usize = 16;
 
-/// The most pieces in one record of a file's blocks, well below what fits into a payload.
+/// The maximum number of pieces in one record of a file's blocks, well below the limit of a payload.
 pub(crate) const MAP_PIECES_MAX: usize = 32_768;
 
-/// A tier: where its blocks are, and which of them are free.
+/// A tier: the location of its blocks, and which of them are free.
 #[derive(Debug)]
 pub(crate) struct Tier {
     pub(crate) medium: Arc<dyn Medium>,
@@ -35,28 +35,28 @@ pub(crate) struct Tier {
 }
 
 impl Tier {
-    /// The first tier of an image.
+    /// Creates the first tier of an image.
     pub(crate) fn first(medium: Arc<dyn Medium>, layout: Layout, cpus: usize) -> Self {
         let blocks = Allocator::new(0, layout.data_blocks, cpus);
         Self { medium, blocks, offset: layout.data_offset(), first: 0 }
     }
 
-    /// The second tier, with so many blocks. Only one thread moves data there: one shard.
+    /// Creates the second tier with this number of blocks. Only one thread moves data there, so it has one shard.
     pub(crate) fn second(medium: Arc<dyn Medium>, blocks: u64) -> Self {
         Self { medium, blocks: Allocator::new(TIER2_FIRST, blocks, 1), offset: BLOCK_BYTES, first: TIER2_FIRST }
     }
 
-    /// Whether it is the first tier.
+    /// Returns whether it is the first tier.
     pub(crate) fn is_first(&self) -> bool {
         self.first == 0
     }
 
-    /// Offset of a block in the medium.
+    /// Returns the offset of a block in the medium.
     pub(crate) fn at(&self, block: u64) -> u64 {
         self.offset + (block - self.first) * BLOCK_BYTES
     }
 
-    /// Range of a run in the medium.
+    /// Returns the range of a run in the medium.
     pub(crate) fn range(&self, run: Run) -> Range<u64> {
         self.at(run.block)..self.at(run.block + run.count)
     }
@@ -67,13 +67,13 @@ impl Tier {
 pub(crate) struct File {
     pub(crate) ino: Ino,
     state: RwLock<State>,
-    /// Ranges of the first tier's medium that were written in place and are not durable.
+    /// Ranges of the first tier's medium that were overwritten and are not durable.
     dirty: Mutex<Ranges>,
-    /// Held while dirty ranges are made durable: who finds none left waits for him who took them.
+    /// Held while dirty ranges are synced, so that a thread that finds none waits for the one that took them.
     syncing: Mutex<()>,
-    /// It was read or written since somebody last looked.
+    /// Read or written since the last check.
     used: AtomicBool,
-    /// It waits to come back from the second tier.
+    /// Queued to move back from the second tier.
     pub(crate) is_warm: AtomicBool,
 }
 
@@ -84,14 +84,14 @@ pub(crate) struct State {
     pub(crate) extents: Extents,
     /// The last record about size or blocks.
     pub(crate) ticket: Ticket,
-    /// Counts all changes of bytes and blocks, for who copies without the lock.
+    /// Counts all changes of bytes and blocks, for copies without the lock.
     pub(crate) version: u64,
     /// The inode ended.
     pub(crate) removed: bool,
 }
 
 impl File {
-    /// A file with this size and these blocks.
+    /// Creates a file with this size and these blocks.
     pub(crate) fn new(ino: Ino, size: u64, extents: Extents) -> Self {
         let state = State { size, extents, ..State::default() };
         Self {
@@ -116,12 +116,12 @@ impl File {
         self.dirty.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note that it is used.
+    /// Marks the file as used.
     pub(crate) fn touch(&self) {
         self.used.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it was used since the last call.
+    /// Returns whether it was used since the last call.
     pub(crate) fn cool(&self) -> bool {
         self.used.swap(false, Ordering::Relaxed)
     }
@@ -135,11 +135,11 @@ pub(crate) struct Disk {
     pub(crate) log: Log,
     pub(crate) grace: Grace,
     pub(crate) read_only: bool,
-    /// In order, so that going through all of them goes through memory as they were made.
+    /// Ordered, so that iteration follows the order of creation in memory.
     files: Vec<RwLock<BTreeMap<Ino, Arc<File>>>>,
-    /// Held shared by whoever changes blocks and sizes, exclusively for a snapshot.
+    /// Held shared while blocks and sizes change, exclusively for a snapshot.
     gate: RwLock<()>,
-    /// Filled only if there is a second tier.
+    /// Empty without a second tier.
     pub(crate) heat: Heat,
 }
 
@@ -150,7 +150,7 @@ impl Disk {
         Self { tier1, tier2, log, grace, read_only, files, gate: RwLock::new(()), heat: Heat::default() }
     }
 
-    /// The tier that a block is in, and that tier's number counted from 0.
+    /// Returns the tier of a block, and the tier's number from 0.
     pub(crate) fn tier(&self, block: u64) -> Result<(&Tier, usize)> {
         match &self.tier2 {
             _ if block < TIER2_FIRST => Ok((&self.tier1, 0)),
@@ -163,12 +163,12 @@ impl Disk {
         &self.files[usize::try_from(ino.0 % TABLE_SHARDS as u64).unwrap_or(0)]
     }
 
-    /// The file of an inode, if it has any data or was opened.
+    /// Returns the file of an inode, if it has data or was opened.
     pub(crate) fn file(&self, ino: Ino) -> Option<Arc<File>> {
         self.shard(ino).read().unwrap_or_else(PoisonError::into_inner).get(&ino).cloned()
     }
 
-    /// The file of an inode, made if there is none.
+    /// Returns the file of an inode; creates it if necessary.
     pub(crate) fn file_or_new(&self, ino: Ino) -> Arc<File> {
         if let Some(file) = self.file(ino) {
             return file;
@@ -181,7 +181,7 @@ impl Disk {
         Arc::clone(shard.entry(ino).or_insert_with(make))
     }
 
-    /// Puts a file into the table, at a mount.
+    /// Adds a file to the table, during a mount.
     pub(crate) fn insert(&self, file: File) {
         self.enter(file.ino);
         let mut shard = self.shard(file.ino).write().unwrap_or_else(PoisonError::into_inner);
@@ -194,27 +194,27 @@ impl Disk {
         }
     }
 
-    /// All files, at one moment for each shard.
+    /// Returns all files; each shard is consistent.
     pub(crate) fn files(&self) -> Vec<Arc<File>> {
         let shards = self.files.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner));
         shards.flat_map(|shard| shard.values().cloned().collect::<Vec<_>>()).collect()
     }
 
-    /// Takes note that a file is used.
+    /// Marks a file as used.
     pub(crate) fn touch(&self, file: &File) {
         if self.tier2.is_some() {
             file.touch();
         }
     }
 
-    /// Blocks of both tiers, in all and free (those counted that are as good as free).
+    /// Returns the total and the free blocks of both tiers, including those about to be freed.
     pub(crate) fn space(&self) -> (u64, u64) {
         let second = self.tier2.as_ref().map_or((0, 0), |tier| (tier.blocks.blocks(), tier.blocks.free_blocks()));
         let free = self.tier1.blocks.free_blocks() + self.grace.blocks() + self.log.freed_blocks();
         (self.tier1.blocks.blocks() + second.0, free + second.1)
     }
 
-    /// What must be held to change blocks or sizes.
+    /// Returns the guard to hold while blocks or sizes change.
     pub(crate) fn change(&self) -> RwLockReadGuard<'_, ()> {
         self.gate.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -224,13 +224,13 @@ impl Disk {
         self.gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes blocks of the first tier.
+    /// Allocates blocks of the first tier.
     pub(crate) fn allocate(&self, count: u64, goal: Option<u64>) -> Result<Vec<Run>> {
         let cpu = crate::machine::cpu();
         self.tier1.blocks.take(count, goal, cpu).ok_or(Errno::NOSPC)
     }
 
-    /// Gives blocks back that no record ever mentioned.
+    /// Frees blocks that no record has mentioned.
     pub(crate) fn give_back(&self, runs: &[Run]) {
         for run in runs {
             match &self.tier2 {
@@ -240,12 +240,12 @@ impl Disk {
         }
     }
 
-    /// Takes room in the log for a record about so many pieces.
+    /// Reserves room in the log for a record with this many pieces.
     pub(crate) fn reserve(&self, pieces: usize, growth: Growth) -> Result<Reservation> {
         self.log.reserve(map_bytes(pieces), growth)
     }
 
-    /// Writes down the size of a file and where a range of its blocks is now.
+    /// Logs the size of a file and the location of a range of its blocks.
     pub(crate) fn record(
         &self,
         (file, state): (&File, &mut State),
@@ -261,7 +261,7 @@ impl Disk {
         state.version += 1;
     }
 
-    /// Makes a file's bytes durable, and then, unless it is not needed to find them, the log.
+    /// Syncs a file's bytes and then the log, unless the log is not needed to find the bytes.
     pub(crate) fn sync_file(&self, file: &File, data_only: bool) -> Result<()> {
         let _syncing = file.syncing.lock().unwrap_or_else(PoisonError::into_inner);
         self.log.check()?;
@@ -271,7 +271,7 @@ impl Disk {
             if !dirty.is_empty() {
                 self.tier1.medium.persist(&dirty.into_sorted()).map_err(|error| self.log.fail(&error))?;
             }
-            // Some of the file's may be on the way with those of all files.
+            // Some of the file's ranges may be part of a flush of all files.
             return self.log.sync_along();
         }
         self.log.flush_along(dirty);
@@ -289,19 +289,19 @@ impl Disk {
     pub(crate) fn sync_all(&self) -> Result<()> {
         for file in self.files() {
             let mut dirty = file.dirty();
-            // Under the lock: who syncs the file finds them there, or in the log.
+            // Under the lock: a sync of the file finds the ranges either in the file or in the log.
             self.log.flush_along(std::mem::take(&mut *dirty));
         }
         self.sync_log()
     }
 
-    /// Gives freed blocks to the allocators as far as nobody reads them any more.
+    /// Returns freed blocks to the allocators once no reader uses them.
     pub(crate) fn collect(&self) {
         self.grace.reclaim(self.log.take_released(), |runs| self.give_back(runs));
     }
 
-    /// Forgets a file that ended; its blocks are free when the record that said so is durable, or, where there was no
-    /// room for one, the next snapshot.
+    /// Removes a file that ended. Its blocks become free when the record of that is durable, or, if there was no room
+    /// for a record, the next snapshot.
     pub(crate) fn remove(&self, ino: Ino, by_snapshot: bool) {
         let file = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner).remove(&ino);
         if let Some(file) = file {
@@ -313,13 +313,13 @@ impl Disk {
         }
     }
 
-    /// Shows a part of a block run, wherever it is.
+    /// Calls a function with a part of a block run, in either tier.
     pub(crate) fn look(&self, block: u64, skip: u64, bytes: usize, seen: &mut dyn FnMut(&[u8])) -> Result<()> {
         let (tier, _) = self.tier(block)?;
         tier.medium.look(tier.at(block) + skip, bytes, seen).map_err(|error| io_error(&error))
     }
 
-    /// What a snapshot says of a file's data, if it has any: records of at most [`MAP_PIECES_MAX`] pieces each.
+    /// Returns a snapshot's records of a file's data, if it has any: at most [`MAP_PIECES_MAX`] pieces each.
     pub(crate) fn for_each_map(&self, ino: Ino, mut each: impl FnMut(&Map) -> Result<()>) -> Result<()> {
         let Some(file) = self.file(ino) else { return Ok(()) };
         let state = file.read();
@@ -337,24 +337,24 @@ impl Disk {
     }
 }
 
-/// The pieces in parts, or one empty part: a file of holes only has a size to be written down.
+/// Returns the pieces in chunks, or one empty chunk: a file of holes only has a size to log.
 fn chunks_or_one(all: &[Piece]) -> impl Iterator<Item = &[Piece]> {
     let empty = all.is_empty().then_some(all);
     all.chunks(MAP_PIECES_MAX).chain(empty)
 }
 
-/// What a caller is told of a failure of the medium.
+/// Returns the error for a caller after a failure of the medium.
 pub(crate) fn io_error(error: &io::Error) -> Errno {
     tracing::error!("the image failed: {error}");
     Errno::IO
 }
 
-/// The logical block that holds a byte.
+/// Returns the logical block of a byte.
 pub(crate) fn block_of(offset: u64) -> u64 {
     offset / BLOCK_BYTES
 }
 
-/// Part of a block before a byte.
+/// Returns the offset of a byte in its block.
 pub(crate) fn skip_of(offset: u64) -> usize {
     usize::try_from(offset % BLOCK_BYTES).unwrap_or(0) & (BLOCK - 1)
 }

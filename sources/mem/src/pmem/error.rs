@@ -21,7 +21,7 @@ pub enum OpenError {
         /// Why not.
         source: io::Error,
     },
-    /// Somebody has it open.
+    /// Another process has it open.
     #[error("{path} is in use; unmount it there first (`fuser {path}` shows by whom)")]
     Busy {
         /// The file.
@@ -32,15 +32,15 @@ pub enum OpenError {
     Foreign {
         /// The file.
         path: PathBuf,
-        /// How that was seen.
+        /// What shows that.
         reason: FormatError,
     },
-    /// There is nothing, and no size to make something of.
+    /// It is empty, and no size for a new image is given.
     #[error("{path} is empty; to make an image of it, give its size (for example {option} 8G)")]
     NoSize {
         /// The file.
         path: PathBuf,
-        /// The program's option that says it.
+        /// The program's option for it.
         option: &'static str,
     },
     /// There is no file.
@@ -48,7 +48,7 @@ pub enum OpenError {
     Missing {
         /// The file.
         path: PathBuf,
-        /// The program's option that says it.
+        /// The program's option for it.
         option: &'static str,
     },
     /// Too small a size.
@@ -79,7 +79,7 @@ pub enum OpenError {
         /// The second copy's.
         second: FormatError,
     },
-    /// What it says makes no sense.
+    /// Its contents are inconsistent.
     #[error("{path} is damaged; `ferry fsck` tells more")]
     Damaged {
         /// The file.
@@ -87,7 +87,7 @@ pub enum OpenError {
         /// What was found.
         source: DamageError,
     },
-    /// The second tier is missing, or somebody else's.
+    /// The second tier is missing, or belongs to another image.
     #[error("{path}: {reason}")]
     Tier2 {
         /// The second tier, or the image if none was given.
@@ -97,11 +97,11 @@ pub enum OpenError {
     },
 }
 
-/// What is wrong inside an image.
+/// What is damaged inside an image.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DamageError {
-    /// The part of the log without which nothing makes sense.
+    /// The part of the log that is required.
     #[error("the log has {found} good records and begins with a snapshot of {expected}")]
     Snapshot {
         /// Records that check.
@@ -109,7 +109,7 @@ pub enum DamageError {
         /// Records of the snapshot.
         expected: u64,
     },
-    /// What is used in its place.
+    /// What is used instead.
     #[error(
         "names and files are taken from the log before it, of {records} records: newer changes are lost, and files that \
          changed since may hold bytes of other files"
@@ -118,7 +118,7 @@ pub enum DamageError {
         /// Records of that log.
         records: u64,
     },
-    /// A record that checks, but does not parse.
+    /// A record with a valid checksum that does not parse.
     #[error("record {index} of the log: {source}")]
     Record {
         /// Which one.
@@ -126,7 +126,7 @@ pub enum DamageError {
         /// Why not.
         source: CodecError,
     },
-    /// A record that parses, but does not fit.
+    /// A record that parses but contradicts the tree.
     #[error("record {index} of the log: {source}")]
     Replay {
         /// Which one.
@@ -134,7 +134,7 @@ pub enum DamageError {
         /// Why not.
         source: ReplayError,
     },
-    /// Blocks that are not there, or that two files have.
+    /// Blocks outside of the image, or blocks that two files have.
     #[error("inode {ino} has {count} blocks from block {block} on, which are outside the image or another file's, too")]
     Blocks {
         /// The inode.
@@ -144,7 +144,7 @@ pub enum DamageError {
         /// How many.
         count: u64,
     },
-    /// Blocks of something that is no regular file.
+    /// Blocks of an inode that is not a regular file.
     #[error("inode {ino} has data but is no regular file")]
     NoFile {
         /// The inode.

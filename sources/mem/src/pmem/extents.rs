@@ -1,4 +1,4 @@
-//! Where a file's blocks are: runs of blocks by logical block.
+//! The location of a file's blocks: runs of blocks by logical block.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ pub(crate) struct Run {
     pub(crate) count: u64,
 }
 
-/// Consecutive blocks of a file that are consecutive blocks of a tier.
+/// Consecutive blocks of a file that are consecutive in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     /// The first block within the file.
@@ -22,7 +22,7 @@ pub(crate) struct Piece {
     pub(crate) block: u64,
     /// How many.
     pub(crate) count: u64,
-    /// Whether there is data; else the blocks are only reserved and read as zeros.
+    /// Whether there is data; otherwise the blocks are reserved and read as zeros.
     pub(crate) written: bool,
 }
 
@@ -35,7 +35,7 @@ impl Piece {
         Run { block: self.block, count: self.count }
     }
 
-    /// The part of this piece within a range that it overlaps.
+    /// Returns the part of this piece within an overlapping range.
     fn within(&self, range: &Range<u64>) -> Self {
         let logical = self.logical.max(range.start);
         let count = self.end().min(range.end) - logical;
@@ -47,7 +47,7 @@ impl Piece {
     }
 }
 
-/// Pieces by their first logical block. Nearly all files have one or none: a map for each would be half of what a file takes.
+/// Pieces by their first logical block. Nearly all files have at most one: a map per file would double its memory.
 #[derive(Clone, Debug)]
 enum Pieces {
     One(Option<Piece>),
@@ -73,7 +73,7 @@ impl Pieces {
         self.starting_in(0..u64::MAX)
     }
 
-    /// The pieces whose first block is in a range.
+    /// Returns the pieces whose first block is in a range.
     fn starting_in(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
         let (one, many) = match self {
             Self::One(piece) => (piece.filter(|piece| range.contains(&piece.logical)), None),
@@ -82,7 +82,7 @@ impl Pieces {
         one.into_iter().chain(many.into_iter().flatten().map(|(_, piece)| *piece))
     }
 
-    /// The last piece that begins at a block or before it.
+    /// Returns the last piece that begins at or before a block.
     fn last_up_to(&self, logical: u64) -> Option<Piece> {
         match self {
             Self::One(piece) => piece.filter(|piece| piece.logical <= logical),
@@ -90,7 +90,7 @@ impl Pieces {
         }
     }
 
-    /// The first piece that begins at a block or behind it.
+    /// Returns the first piece that begins at or after a block.
     fn first_from(&self, logical: u64) -> Option<Piece> {
         self.starting_in(logical..u64::MAX).next()
     }
@@ -118,7 +118,7 @@ impl Pieces {
     }
 }
 
-/// The blocks of one file. Pieces never overlap, and neighbours that can be one are one.
+/// The blocks of one file. Pieces never overlap, and adjacent ones are merged where possible.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extents {
     pieces: Pieces,
@@ -131,12 +131,12 @@ impl Extents {
         self.blocks
     }
 
-    /// The pieces within a range of logical blocks, cut to it.
+    /// Returns the pieces within a range of logical blocks, cut to it.
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
         self.touched(range.clone()).map(move |piece| piece.within(&range))
     }
 
-    /// The pieces that a range of logical blocks has a part of.
+    /// Returns the pieces that overlap a range of logical blocks.
     fn touched(&self, range: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
         let first = self.pieces.last_up_to(range.start).map_or(range.start, |piece| piece.logical);
         let pieces = self.pieces.starting_in(first..range.end.max(first));
@@ -148,18 +148,18 @@ impl Extents {
         self.pieces.all()
     }
 
-    /// The piece that holds a logical block, from that block on.
+    /// Returns the piece with a logical block, from that block.
     pub(crate) fn at(&self, logical: u64) -> Option<Piece> {
         let piece = self.pieces.last_up_to(logical)?;
         (piece.end() > logical).then(|| piece.within(&(logical..piece.end())))
     }
 
-    /// The first logical block at or after this one that has a piece.
+    /// Returns the first logical block at or after this one that has a piece.
     pub(crate) fn next_from(&self, logical: u64) -> Option<Piece> {
         self.at(logical).or_else(|| self.pieces.first_from(logical))
     }
 
-    /// The ranges of logical blocks that have no piece, within a range.
+    /// Returns the ranges without a piece within a range of logical blocks.
     pub(crate) fn holes(&self, range: Range<u64>) -> Vec<Range<u64>> {
         let mut holes = Vec::new();
         let mut from = range.start;
@@ -175,7 +175,7 @@ impl Extents {
         holes
     }
 
-    /// Takes a range out; answers what was there.
+    /// Removes a range; returns its former pieces.
     pub(crate) fn remove(&mut self, range: Range<u64>) -> Vec<Piece> {
         let removed: Vec<Piece> = self.within(range.clone()).collect();
         if removed.is_empty() {
@@ -197,7 +197,7 @@ impl Extents {
         removed
     }
 
-    /// Puts a piece where nothing is.
+    /// Inserts a piece into a hole.
     pub(crate) fn insert(&mut self, mut piece: Piece) {
         debug_assert!(piece.count > 0 && self.within(piece.logical..piece.end()).next().is_none());
         self.blocks += piece.count;
@@ -215,7 +215,7 @@ impl Extents {
         self.pieces.insert(piece);
     }
 
-    /// Puts a piece, in place of whatever was there.
+    /// Inserts a piece; returns the pieces that it replaces.
     pub(crate) fn replace(&mut self, piece: Piece) -> Vec<Piece> {
         let removed = self.remove(piece.logical..piece.end());
         self.insert(piece);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_become_one_and_ranges_cut_pieces() {
+    fn adjacent_pieces_are_merged_and_ranges_cut_pieces() {
         let mut extents = Extents::default();
         extents.insert(piece(0, 100, 2));
         extents.insert(piece(4, 104, 2));

@@ -1,8 +1,8 @@
 //! Reading and writing files.
 //!
-//! Written blocks are overwritten in place. Holes get new blocks, reserved (unwritten) blocks become written, and blocks
-//! of the second tier come back to the first; in each case the bytes are in place before the record that says so, and
-//! the log keeps that order on the medium.
+//! Written blocks are overwritten in place. Holes get new blocks, reserved (unwritten) blocks become written, and
+//! blocks of the second tier move back to the first. In each case the bytes are in place before their record, and the
+//! log keeps that order on the medium.
 
 use std::ops::Range;
 
@@ -15,9 +15,9 @@ use super::log::{Effects, Growth};
 use super::medium::Ranges;
 use crate::store::WriteAt;
 
-/// Reads from here on are answered as an extent: what a transfer takes besides costs more than copying less.
+/// Reads of at least this size return an extent; below, the overhead of a transfer exceeds the cost of a copy.
 const EXTENT_BYTES_MIN: u64 = 16 << 10;
-/// What holes read as, a piece at a time.
+/// The contents of holes, a chunk at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 impl Disk {
@@ -71,9 +71,9 @@ impl Disk {
         Ok(usize::try_from(at - offset).unwrap_or(0))
     }
 
-    /// The range as an extent, if it is all there, in one place that has a descriptor.
+    /// Returns the range as an extent, if it is allocated contiguously in a tier with a descriptor.
     fn extent(&self, state: &State, offset: u64, end: u64, len: u32) -> Option<Extent> {
-        // An extent stands for all that was asked for: at the end of the file the answer must be shorter.
+        // An extent covers the whole request; a read across the end of the file must be shorter.
         if end.checked_sub(offset) != Some(len.into()) || u64::from(len) < EXTENT_BYTES_MIN {
             return None;
         }
@@ -106,7 +106,7 @@ impl Disk {
         Ok(Data::Bytes(count))
     }
 
-    /// Overwrites, if the whole range is there and in one place.
+    /// Overwrites, if the whole range is allocated contiguously.
     fn write_in_place(&self, file: &File, at: WriteAt, input: &mut dyn Input) -> Result<Option<usize>> {
         let mut state = file.write();
         let end = at.offset + u64::from(at.len);
@@ -124,7 +124,7 @@ impl Disk {
         Ok(Some(count))
     }
 
-    /// Writes bytes at an offset, or at the end. Makes room if it must.
+    /// Writes bytes at an offset, or at the end; makes room if necessary.
     pub(crate) fn write_bytes(&self, file: &File, offset: Option<u64>, bytes: &[u8]) -> Result<()> {
         self.with_room(|| {
             let _change = self.change();
@@ -137,7 +137,7 @@ impl Disk {
         })
     }
 
-    /// Tries again after making room, as long as that finds any.
+    /// Retries after making room, as long as that succeeds.
     pub(crate) fn with_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match attempt() {
@@ -147,7 +147,7 @@ impl Disk {
         }
     }
 
-    /// Puts bytes where they belong, the file's size becoming at least `end`. What was `cleared` must be durable before
+    /// Writes the bytes, after which the file's size is at least `end`. The `cleared` ranges must be durable before
     /// that.
     fn put(
         &self,
@@ -170,7 +170,7 @@ impl Disk {
         let filled = new.iter().try_for_each(|piece| self.fill(state, piece, offset, bytes));
         let overwritten = filled.and_then(|()| self.overwrite(file, state, &in_place, offset, bytes));
         let mut before = match overwritten {
-            // What lies beyond the old end is as new as a new block: first the bytes, then the size.
+            // Blocks beyond the old end count as new: the bytes must be durable before the size.
             Ok(ranges) if size > state.size => ranges,
             Ok(_) => Ranges::default(),
             Err(error) => {
@@ -191,8 +191,8 @@ impl Disk {
         Ok(())
     }
 
-    /// The pieces that a write to these blocks makes: new blocks for holes and for what is in the second tier, and
-    /// reserved blocks that become written. The new blocks are taken.
+    /// Plans and allocates the pieces for a write to these blocks: new blocks for holes and for data of the second
+    /// tier, and reserved blocks that become written.
     fn plan(&self, state: &State, blocks: Range<u64>) -> Result<Vec<Piece>> {
         let mut missing = state.extents.holes(blocks.clone());
         let mut new = Vec::new();
@@ -214,7 +214,7 @@ impl Disk {
         Ok(new)
     }
 
-    /// Writes the blocks of a new piece: the bytes that fall into it, and around them what was there before.
+    /// Writes the blocks of a new piece: the new bytes, and the previous contents around them.
     fn fill(&self, state: &State, piece: &Piece, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, end) = (piece.logical * BLOCK_BYTES, piece.end() * BLOCK_BYTES);
         let (from, to) = (offset.clamp(start, end), (offset + bytes.len() as u64).clamp(start, end));
@@ -247,7 +247,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Overwrites the parts of a range that fall into these pieces; returns where on the medium that was.
+    /// Overwrites the parts of a range that are in these pieces; returns the ranges of the medium.
     fn overwrite(&self, file: &File, state: &mut State, pieces: &[Piece], offset: u64, bytes: &[u8]) -> Result<Ranges> {
         let end = offset + bytes.len() as u64;
         let mut ranges = Ranges::default();
@@ -265,8 +265,8 @@ impl Disk {
         Ok(ranges)
     }
 
-    /// Before a file grows past its end: what its last block holds beyond the end becomes zeros. Returns where on the
-    /// medium, to be made durable before the new size.
+    /// Zeroes the rest of the last block before a file grows. Returns the ranges of the medium, which must be durable
+    /// before the new size.
     fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<Ranges> {
         let (size, tail) = (state.size, skip_of(state.size));
         let written = || state.extents.at(block_of(size)).is_some_and(|piece| piece.written);
@@ -274,7 +274,7 @@ impl Disk {
             return Ok(Ranges::default());
         }
         let count = (BLOCK - tail).min(usize::try_from(until - size).unwrap_or(BLOCK));
-        // The bytes may be those of a longer file, as which a crash would bring it back.
+        // The rest may hold the bytes of a longer file, to which a crash would revert.
         if !self.log.is_durable(state.ticket) {
             self.log.sync(state.ticket)?;
         }
@@ -283,7 +283,7 @@ impl Disk {
             Some(piece) if is_settled(&piece) => {
                 self.overwrite(file, state, &[Piece { count: 1, ..piece }], size, &ZEROS[..count])
             }
-            // In the second tier: the block comes back.
+            // In the second tier: the block moves back.
             _ => self.put((file, state), size, &ZEROS[..count], size, Ranges::default()).map(|()| Ranges::default()),
         }
     }
@@ -320,7 +320,7 @@ impl Disk {
         }
     }
 
-    /// Makes a range a hole: whole blocks go, parts of blocks become zeros.
+    /// Punches a hole: whole blocks are freed, parts of blocks become zeros.
     fn punch(&self, file: &File, range: Range<u64>) -> Result<()> {
         let (first, last) = (range.start.div_ceil(BLOCK_BYTES), block_of(range.end));
         let edges = match first <= last {
@@ -366,7 +366,7 @@ impl Disk {
             let pieces = new.len() + state.extents.within(blocks.clone()).count();
             let reserved = match pieces {
                 0..=MAP_PIECES_MAX => self.reserve(pieces, Growth::Grows),
-                // Room in so many places is as good as none.
+                // Too many fragments count as no room.
                 _ => Err(Errno::NOSPC),
             };
             let reservation = reserved.inspect_err(|_| self.give_back(&runs))?;
@@ -401,18 +401,18 @@ impl Disk {
     }
 }
 
-/// Whether a write to this piece may go where it is.
+/// Returns whether a write to this piece may go in place.
 fn is_settled(piece: &Piece) -> bool {
     piece.written && piece.block < TIER2_FIRST
 }
 
-/// The blocks of planned pieces that the file did not have yet.
+/// Returns the blocks of planned pieces that are new to the file.
 fn fresh_runs(state: &State, new: &[Piece]) -> Vec<Run> {
     let has = |piece: &&Piece| state.extents.at(piece.logical).is_none_or(|old| old.block != piece.block);
     new.iter().filter(has).map(Piece::run).collect()
 }
 
-/// Gives logical ranges the blocks of runs, in order; both are equally long in all.
+/// Assigns the blocks of runs to logical ranges, in order; the total lengths are equal.
 pub(crate) fn lay_out(ranges: &[Range<u64>], runs: &[Run], written: bool) -> Vec<Piece> {
     let mut pieces = Vec::new();
     let mut runs = runs.iter().copied();

@@ -1,4 +1,4 @@
-//! What an image looks like: the superblock, the layout that follows from it, and the frame of a log record.
+//! The format of an image: the superblock, the layout that it defines, and the frame of a log record.
 //!
 //! ```text
 //! block 0   superblock, first copy          ]  4 KiB each; the copy with the higher generation counts,
@@ -24,14 +24,14 @@
 //!  96  zero to the end of the block
 //! ```
 //!
-//! All numbers are little-endian. The salt is new for every snapshot, so that records of an earlier use of the area,
-//! or of an attempt that a crash ended, never pass for records of this one.
+//! All numbers are little-endian. Every snapshot has a new salt, so that stale records in the area, of earlier use or
+//! an interrupted attempt, are never valid.
 #![forbid(unsafe_code)]
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of a block, the unit of allocation: a page, so that a block can be mapped.
+/// The size of a block in bytes, the unit of allocation: a page, so that a block can be mapped.
 pub const BLOCK_BYTES: u64 = 4096;
 /// [`BLOCK_BYTES`] for buffers.
 pub(crate) const BLOCK: usize = 4096;
@@ -43,21 +43,21 @@ pub const TIER2_MAGIC: [u8; 8] = *b"FERRYT2\n";
 /// The version written and understood.
 pub const VERSION: u32 = 1;
 
-/// The least image: two superblocks, two log areas of the least size and some data.
+/// The minimum size of an image in bytes: two superblocks, two minimal log areas, and some data.
 pub const IMAGE_BYTES_MIN: u64 = 1 << 20;
-/// The least log area: a snapshot of some hundred files and room to log beside it.
+/// The minimum size of a log area: a snapshot of some hundred files, and room to log.
 const LOG_BLOCKS_MIN: u64 = 32;
-/// Share of an image that one log area gets: metadata of about 170 k files for each GiB.
+/// The divisor for the size of a log area: metadata of about 170 k files per GiB.
 const LOG_SHARE: u64 = 32;
-/// The largest log area, 1 GiB: an index keeps within 32 bits and a snapshot takes about a second.
+/// The maximum size of a log area, 1 GiB: indexes fit into 32 bits, and a snapshot takes about a second.
 const LOG_BLOCKS_MAX: u64 = 1 << 18;
-/// The longest payload of one record; a reader needs no more memory than this to check it.
+/// The maximum length of one record's payload in bytes, which bounds a reader's memory.
 pub(crate) const PAYLOAD_BYTES_MAX: usize = 1 << 20;
 
-/// Generations, and records of a log, stay below this, so that both fit into one sequence number.
+/// The limit of generations and of records of a log, so that both fit into one sequence number.
 const COUNTER_END: u64 = 1 << 32;
 
-/// Bytes that the superblock's checksum is over.
+/// The number of bytes that the superblock's checksum covers.
 const SUMMED_BYTES: usize = 92;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -97,20 +97,20 @@ struct RawRecord {
     checksum: U32,
     sequence: U64,
 }
-/// Bytes in front of a record's payload.
+/// The length of a record's header in bytes.
 pub(crate) const RECORD_HEAD_BYTES: usize = size_of::<RawRecord>();
 const _: () = assert!(RECORD_HEAD_BYTES == 16);
 
-/// Why a block is no superblock.
+/// Why a block is not a superblock.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// Some other file.
+    /// Another type of file.
     #[error("it does not begin with the mark of a pmem image")]
     Magic,
-    /// The medium gave an error, in its words; what is there is not known.
+    /// The medium returned an error; the contents are unknown.
     #[error("it cannot be read ({0})")]
     Unreadable(String),
-    /// Made by another version of this program.
+    /// Another version of the format.
     #[error("its format is version {0}; this program knows version {VERSION}")]
     Version(u32),
     /// Damaged.
@@ -121,7 +121,7 @@ pub enum FormatError {
         /// Of the block.
         expected: u32,
     },
-    /// Counters that cannot be: a snapshot every second would take a century to get there.
+    /// Impossible counters: a snapshot per second would take a century to reach them.
     #[error("it counts {generation} snapshots, the last of {records} records, which cannot be")]
     Counters {
         /// The generation.
@@ -129,7 +129,7 @@ pub enum FormatError {
         /// Records of the snapshot.
         records: u64,
     },
-    /// The numbers do not fit together.
+    /// The numbers contradict each other.
     #[error(
         "it says {image_bytes} bytes with {log_blocks} blocks for each log and {data_blocks} for data, which do not add up"
     )]
@@ -153,7 +153,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Divides an image of so many bytes; `None` if that is too few.
+    /// Returns the layout of an image of this size in bytes; `None` if it is too small.
     pub fn for_bytes(image_bytes: u64) -> Option<Self> {
         let blocks = image_bytes / BLOCK_BYTES;
         if image_bytes < IMAGE_BYTES_MIN {
@@ -163,7 +163,7 @@ impl Layout {
         Some(Self { log_blocks, data_blocks: blocks - 2 - 2 * log_blocks })
     }
 
-    /// First byte of a log area.
+    /// Returns the first byte of a log area.
     pub fn log_offset(&self, generation: u64) -> u64 {
         (2 + generation % 2 * self.log_blocks) * BLOCK_BYTES
     }
@@ -173,7 +173,7 @@ impl Layout {
         self.log_blocks * BLOCK_BYTES
     }
 
-    /// First byte of the data area.
+    /// Returns the first byte of the data area.
     pub fn data_offset(&self) -> u64 {
         (2 + 2 * self.log_blocks) * BLOCK_BYTES
     }
@@ -189,22 +189,22 @@ impl Layout {
 /// The superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// Mixed into every checksum of the log in use.
+    /// Part of every checksum of the active log.
     pub salt: u32,
-    /// Tells images apart.
+    /// The image's identifier.
     pub uuid: [u8; 16],
-    /// Counts snapshots; says which log area is in use.
+    /// The number of snapshots; selects the active log area.
     pub generation: u64,
     /// Bytes of the image.
     pub image_bytes: u64,
     /// Where is what.
     pub layout: Layout,
-    /// Records that the log in use begins with and without which nothing makes sense.
+    /// The number of records of the snapshot at the start of the active log, all of which are required.
     pub snapshot_records: u64,
     /// Data blocks of the second tier, 0 without one.
     pub tier2_blocks: u64,
-    /// What the log in the other area begins with: it is good as long as no newer one is written there, and all that is
-    /// left if this one is damaged.
+    /// The number of snapshot records in the other log. That log is valid until a newer one overwrites it, and is the
+    /// fallback if this one is damaged.
     pub previous_records: u64,
     /// The salt of that log.
     pub previous_salt: u32,
@@ -237,7 +237,8 @@ impl Superblock {
     /// Parses a block.
     ///
     /// # Errors
-    /// Every way in which it can be wrong.
+    ///
+    /// [`FormatError`]: what is wrong with the block.
     pub fn decode(block: &[u8]) -> Result<Self, FormatError> {
         let (raw, _) = RawSuperblock::read_from_prefix(block).map_err(|_| FormatError::Magic)?;
         if raw.magic != MAGIC {
@@ -274,23 +275,23 @@ impl Superblock {
         })
     }
 
-    /// What the superblock was before the snapshot that it tells of, if there was one.
+    /// Returns the superblock before its snapshot, if there was one.
     pub(crate) fn previous(&self) -> Option<Self> {
         let Self { previous_salt: salt, previous_records: snapshot_records, .. } = *self;
         let generation = self.generation.checked_sub(1).filter(|generation| *generation > 0)?;
         (snapshot_records > 0).then_some(Self { salt, snapshot_records, generation, ..*self })
     }
 
-    /// The sequence number of a record of the log in use.
+    /// Returns the sequence number of a record of the active log.
     pub(crate) fn sequence(&self, index: u64) -> u64 {
         self.generation << 32 | index
     }
 }
 
-/// Number of the first block of the second tier: tiers share one space of block numbers.
+/// The number of the second tier's first block: tiers share one space of block numbers.
 pub const TIER2_FIRST: u64 = 1 << 40;
 
-/// The first block of a second tier that belongs to the image `uuid`.
+/// Returns the first block of a second tier that belongs to the image `uuid`.
 pub fn encode_tier2(uuid: [u8; 16], blocks: u64) -> Vec<u8> {
     let mut raw =
         RawTier2 { magic: TIER2_MAGIC, version: VERSION.into(), checksum: 0.into(), uuid, blocks: blocks.into() };
@@ -300,10 +301,11 @@ pub fn encode_tier2(uuid: [u8; 16], blocks: u64) -> Vec<u8> {
     block
 }
 
-/// Parses the first block of a second tier: the image it belongs to, and its data blocks.
+/// Decodes the first block of a second tier: the uuid of its image, and the number of data blocks.
 ///
 /// # Errors
-/// It is none, or damaged.
+///
+/// It is not the start of a second tier, or it is damaged.
 pub fn decode_tier2(block: &[u8]) -> Result<([u8; 16], u64), FormatError> {
     let (mut raw, _) = RawTier2::read_from_prefix(block).map_err(|_| FormatError::Magic)?;
     if raw.magic != TIER2_MAGIC {
@@ -319,7 +321,7 @@ pub fn decode_tier2(block: &[u8]) -> Result<([u8; 16], u64), FormatError> {
     }
 }
 
-/// Bytes that a record with such a payload takes in the log.
+/// Returns the length of a record with such a payload in the log.
 pub(crate) fn record_bytes(payload_bytes: usize) -> usize {
     RECORD_HEAD_BYTES + payload_bytes.next_multiple_of(8)
 }
@@ -335,15 +337,15 @@ pub(crate) fn push_record(log: &mut Vec<u8>, salt: u32, sequence: u64, payload: 
     log.resize(log.len().next_multiple_of(8), 0);
 }
 
-/// Bytes that the record at the beginning of `log` says it takes, if that is the record `sequence` and its head is complete.
+/// Returns the length of the record at the start of `log`, if it has this sequence number and its header is complete.
 pub(crate) fn record_length(log: &[u8], sequence: u64) -> Option<usize> {
     let (head, _) = RawRecord::read_from_prefix(log).ok()?;
     let bytes = head.bytes.get() as usize;
     (bytes <= PAYLOAD_BYTES_MAX && head.sequence.get() == sequence).then(|| record_bytes(bytes))
 }
 
-/// The payload of the record at the beginning of `log` and the bytes that the record takes, if it is the record
-/// `sequence`, complete and undamaged.
+/// Returns the payload and the length of the record at the start of `log`, if it has this sequence number and is
+/// complete and undamaged.
 pub(crate) fn take_record(log: &[u8], salt: u32, sequence: u64) -> Option<(&[u8], usize)> {
     let bytes = record_length(log, sequence)?;
     let (head, rest) = RawRecord::read_from_prefix(log).ok()?;
@@ -376,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn superblocks_come_back_and_no_damaged_byte_is_missed() {
+    fn superblocks_round_trip_and_any_damaged_byte_is_detected() {
         let good = superblock().encode();
         assert_eq!(Superblock::decode(&good), Ok(superblock()));
         for at in 0..96 {
@@ -402,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn second_tiers_come_back() {
+    fn second_tiers_round_trip() {
         let good = encode_tier2([9; 16], 77);
         assert_eq!(decode_tier2(&good), Ok(([9; 16], 77)));
         for at in 0..40 {

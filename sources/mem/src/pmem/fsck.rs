@@ -13,13 +13,13 @@ use super::open::{Media, Options, assemble, open_image, open_tier2};
 pub enum Severity {
     /// Worth knowing; nothing is lost.
     Note,
-    /// Something is damaged, and nothing is lost.
+    /// Damage without loss of data.
     Warning,
     /// Something is damaged or lost.
     Error,
 }
 
-/// Something that was found, in a sentence.
+/// A finding, as a sentence.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Finding {
     /// How bad.
@@ -31,7 +31,7 @@ pub struct Finding {
 /// What [`fsck`] found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Report {
-    /// What is wrong, or worth knowing.
+    /// Damage and other findings.
     pub findings: Vec<Finding>,
     /// Inodes.
     pub inodes: u64,
@@ -57,12 +57,13 @@ impl Report {
 }
 
 /// Checks the image in a file or device, which must not be mounted: superblocks, log, tree (links and reachability are
-/// counted again from the records), blocks. With `repair`, writes back what could be read: damaged copies of the
-/// superblock are renewed, records that do not fit and blocks that belong elsewhere are dropped. A snapshot that is
-/// damaged is replaced by the one before it, if that one is whole.
+/// recounted from the records), blocks. With `repair`, writes back what could be read: damaged copies of the superblock
+/// are rewritten, invalid records and conflicting blocks are dropped. A damaged snapshot is replaced by the previous
+/// one, if that is intact.
 ///
 /// # Errors
-/// The image cannot be looked at at all: [`OpenError`].
+///
+/// The image cannot be checked at all: [`OpenError`].
 pub fn fsck(path: &Path, tier2: Option<&Path>, repair: bool) -> Result<Report, OpenError> {
     let options = Options { read_only: !repair, ..Options::default() };
     let tier2_medium = tier2.map(|tier2| open_tier2(tier2, &options)).transpose()?.map(|(medium, _)| medium);

@@ -1,8 +1,8 @@
 //! The grace period before a freed block is reused.
 //!
-//! A reader may have been answered an extent ("these bytes live in that descriptor") and still be transferring when the
-//! file is truncated. So every extent of an epoch holds that epoch's descriptor, each batch of freed blocks ends
-//! the epoch, and the batch waits until nobody holds the descriptors of that epoch and of those before it.
+//! A reader may have received an extent and still be transferring when the file is truncated. So every extent of an
+//! epoch holds that epoch's descriptor, and each batch of freed blocks ends the epoch. The batch waits until the
+//! descriptors of that epoch and of earlier ones are released.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -28,7 +28,7 @@ pub(crate) struct Grace {
 #[derive(Debug, Default)]
 struct PendingFree {
     epochs: VecDeque<(Epoch, Vec<Run>)>,
-    /// Freed when there was no descriptor left for a new epoch: they go with the next batch.
+    /// Blocks freed when no descriptor was left for a new epoch: they join the next batch.
     late: Vec<Run>,
 }
 
@@ -37,7 +37,7 @@ impl Epoch {
         self.0.iter().flatten().all(|backing| Arc::strong_count(backing) == 1)
     }
 
-    /// The same files, through new descriptors.
+    /// Returns a new epoch with duplicated descriptors.
     fn next(&self) -> Option<Self> {
         let mut next = Self::default();
         for (new, old) in next.0.iter_mut().zip(&self.0) {
@@ -52,13 +52,14 @@ impl Epoch {
 }
 
 impl Grace {
-    /// For tiers with these descriptors, as far as they have any.
+    /// Creates the state for tiers with these descriptors, if they have any.
     pub(crate) fn new(backings: [Option<Backing>; 2]) -> Self {
         let epoch = RwLock::new(Epoch(backings.map(|backing| backing.map(Arc::new))));
         Self { epoch, waiting: Mutex::default(), blocks: AtomicU64::new(0) }
     }
 
-    /// The descriptor for an extent in a tier. Call it with the inode's lock held under which the block was found.
+    /// Returns the descriptor for an extent in a tier. Call it with the inode's lock held under which the block was
+    /// found.
     pub(crate) fn backing(&self, tier: usize) -> Option<Arc<Backing>> {
         self.epoch.read().unwrap_or_else(PoisonError::into_inner).0[tier].clone()
     }
@@ -68,7 +69,7 @@ impl Grace {
         self.blocks.load(Ordering::Relaxed)
     }
 
-    /// Takes in freed blocks and gives those to `free` that nobody can be reading any more.
+    /// Adds freed blocks, and calls `free` with those that no reader can use any more.
     pub(crate) fn reclaim(&self, runs: Vec<Run>, mut free: impl FnMut(&[Run])) {
         let mut guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let PendingFree { epochs, late } = &mut *guard;
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_wait_for_the_readers_of_their_time_and_before() {
+    fn blocks_wait_for_readers_of_their_epoch_and_earlier() {
         let backing = Backing::new(std::fs::File::open("/proc/self/exe").unwrap().into());
         let grace = Grace::new([Some(backing), None]);
         let freed = Mutex::new(Vec::new());

@@ -1,7 +1,7 @@
-//! Tracks which files are cold and which are in use again, to choose what moves between tiers.
+//! Tracks cold and warm files, to choose what moves between tiers.
 //!
-//! Files stand in a ring, and a hand goes round (the clock algorithm): a file that was used since the hand last passed is
-//! spared once, another one is cold. So finding cold files takes a few steps each time, however many files there are.
+//! Files are in a ring with a hand (the clock algorithm): a file that was used since the hand last passed is skipped
+//! once, others are cold. Finding cold files takes a few steps, whatever the number of files.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -12,7 +12,7 @@ use ferry_vfs::Ino;
 
 use super::disk::File;
 
-/// Files that wait to come back; more are not remembered, and wait for their next use.
+/// The maximum number of queued warm files; others wait for their next use.
 const WARM_MAX: usize = 4096;
 
 /// See the module's documentation.
@@ -27,20 +27,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Heat {
-    /// Puts a new file into the ring.
+    /// Adds a new file to the ring.
     pub(crate) fn add(&self, ino: Ino) {
         lock(&self.ring).push_back(ino);
     }
 
-    /// Files in the ring, and some that are gone.
+    /// Returns the length of the ring, which includes some removed files.
     pub(crate) fn files(&self) -> usize {
         lock(&self.ring).len()
     }
 
-    /// The file that the hand points at; the hand moves on. `find` knows the files that there still are.
+    /// Returns the file at the hand, and advances the hand. `find` returns existing files.
     pub(crate) fn next(&self, find: impl Fn(Ino) -> Option<Arc<File>>) -> Option<Arc<File>> {
         loop {
-            // `find` takes a lock that is held where files are added: the ring's must not be held meanwhile.
+            // `find` takes a lock that is held while files are added, so the ring's lock must not be held.
             let ino = lock(&self.ring).pop_front()?;
             if let Some(file) = find(ino) {
                 lock(&self.ring).push_back(ino);
@@ -49,7 +49,7 @@ impl Heat {
         }
     }
 
-    /// Takes note that data of a file were read from the second tier.
+    /// Records that data of a file were read from the second tier.
     pub(crate) fn warm_up(&self, file: &File) {
         if !file.is_warm.swap(true, Ordering::Relaxed) {
             let mut warm = lock(&self.warm);
@@ -61,7 +61,7 @@ impl Heat {
         }
     }
 
-    /// The next file that is to come back.
+    /// Returns the next file to move back.
     pub(crate) fn next_warm(&self, find: impl Fn(Ino) -> Option<Arc<File>>) -> Option<Arc<File>> {
         loop {
             let ino = lock(&self.warm).pop_front()?;
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_is_spared_once_and_what_is_gone_is_passed_over() {
+    fn used_files_are_skipped_once_and_removed_ones_always() {
         let (heat, files) = (Heat::default(), files(4));
         files.iter().for_each(|file| heat.add(file.ino));
         let find = |ino: Ino| files.iter().find(|file| file.ino == ino && ino != Ino(2)).cloned();
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warm_file_waits_once() {
+    fn a_warm_file_is_queued_once() {
         let (heat, files) = (Heat::default(), files(3));
         for index in [1, 0, 1, 2] {
             heat.warm_up(&files[index]);

@@ -13,8 +13,8 @@ use super::format::{BLOCK, BLOCK_BYTES, FormatError, RECORD_HEAD_BYTES, Superblo
 use super::medium::Medium;
 use super::open::OnDamage;
 
-/// Bytes of the log that are read at a time. Disks are not faster with more, and what an image takes to mount does not depend
-/// on the length of its log.
+/// The read size for the log in bytes. Disks are not faster with more, and a small buffer keeps the memory of a mount
+/// independent of the log's length.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// The two copies of the superblock.
@@ -37,15 +37,15 @@ impl SuperblockCopies {
     }
 }
 
-/// The records of a log area, in order, up to the first that does not check.
+/// The records of a log area, in order, up to the first invalid one.
 struct Records<'a> {
     medium: &'a dyn Medium,
     superblock: Superblock,
-    /// The part of the area that is read last.
+    /// The part of the area that was read last.
     window: Vec<u8>,
-    /// Bytes of the area before the window.
+    /// The offset of the window in the area.
     before: u64,
-    /// Where the next record begins in the window.
+    /// The offset of the next record in the window.
     at: usize,
     /// The index of the next record.
     index: u64,
@@ -56,7 +56,7 @@ impl<'a> Records<'a> {
         Self { medium, superblock, window: Vec::new(), before: 0, at: 0, index: 0 }
     }
 
-    /// The payload of the next record; `None` at the end of the log.
+    /// Returns the payload of the next record; `None` at the end of the log.
     fn next(&mut self) -> Result<Option<&[u8]>, DamageError> {
         let sequence = self.superblock.sequence(self.index);
         self.fill(RECORD_HEAD_BYTES)?;
@@ -69,7 +69,7 @@ impl<'a> Records<'a> {
         Ok(Some(payload))
     }
 
-    /// Bytes of the area that the records so far take.
+    /// Returns the length of the records so far, in bytes.
     fn bytes(&self) -> u64 {
         self.before + self.at as u64
     }
@@ -78,7 +78,7 @@ impl<'a> Records<'a> {
         self.window.get(self.at..).unwrap_or_default()
     }
 
-    /// Reads on until the window has so many bytes from the next record on, or all that the area has.
+    /// Reads until the window has this many bytes from the next record, or the rest of the area.
     fn fill(&mut self, bytes: usize) -> Result<(), DamageError> {
         let missing = bytes.saturating_sub(self.rest().len());
         if missing == 0 {
@@ -97,18 +97,18 @@ impl<'a> Records<'a> {
     }
 }
 
-/// A log as it was found. Its records are read from the medium each time that somebody goes through them.
+/// A log as found. Its records are read from the medium on every iteration.
 pub(crate) struct LoadedImage<'a> {
     medium: &'a dyn Medium,
     superblock: Superblock,
     records: u64,
-    /// Bytes of the area that records take.
+    /// The length of the records in bytes.
     pub(crate) bytes: u64,
 }
 
 impl<'a> LoadedImage<'a> {
-    /// Finds the log in use. If its snapshot is damaged, and that is no reason to stop, the log before it if that one is
-    /// whole. Returns also the superblock to go on from.
+    /// Finds the active log. If its snapshot is damaged, and `on_damage` continues, falls back to the previous log if
+    /// that is intact. Also returns the superblock to continue from.
     pub(crate) fn find(
         medium: &'a dyn Medium,
         superblock: &Superblock,
@@ -124,14 +124,14 @@ impl<'a> LoadedImage<'a> {
             let older = Self::find_end(medium, previous)?;
             if older.len() >= previous.snapshot_records {
                 on_damage(DamageError::Older { records: older.len() })?;
-                // The next snapshot goes to the area of the damaged one: the older one stays until it is complete.
+                // The next snapshot overwrites the damaged one; the older one stays until it is complete.
                 return Ok((older, Superblock { generation: superblock.generation + 1, ..*superblock }));
             }
         }
         Ok((latest, *superblock))
     }
 
-    /// Reads the log of a superblock up to the first record that does not check.
+    /// Reads the log of a superblock up to the first invalid record.
     fn find_end(medium: &'a dyn Medium, superblock: Superblock) -> Result<Self, DamageError> {
         let mut records = Records::new(medium, superblock);
         while records.next()?.is_some() {}
@@ -143,7 +143,8 @@ impl<'a> LoadedImage<'a> {
         self.records
     }
 
-    /// Every item of every record, in order. What does not parse is damage, and the rest of its record is left out.
+    /// Calls `each` with every item of every record, in order. An item that does not parse is damage, and the rest of
+    /// its record is skipped.
     pub(crate) fn for_each(
         &self,
         on_damage: &mut OnDamage<'_>,
@@ -168,13 +169,13 @@ impl<'a> LoadedImage<'a> {
     }
 }
 
-/// Size and blocks of the files that records tell of, by inode: files that are made one after the other have their blocks one
-/// after the other.
+/// Size and blocks of the files in the records, ordered by inode: files created in sequence have their blocks in
+/// sequence.
 #[derive(Debug, Default)]
 pub(crate) struct Files(BTreeMap<Ino, (u64, Extents)>);
 
 impl Files {
-    /// Does what record `index` says of a file that exists.
+    /// Applies a map of record `index` to an existing file.
     pub(crate) fn apply(&mut self, index: u64, map: &Map) -> Result<(), DamageError> {
         if !is_possible(map) {
             return Err(DamageError::Record { index, source: CodecError::Value { field: "piece" } });
@@ -201,7 +202,7 @@ impl IntoIterator for Files {
     }
 }
 
-/// The last logical block that a file can have, plus one.
+/// The limit of logical blocks of a file.
 const LOGICAL_END: u64 = 1 << 51;
 
 fn is_possible(map: &Map) -> bool {

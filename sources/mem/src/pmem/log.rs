@@ -1,8 +1,8 @@
-//! The log: records wait in memory and reach the medium together.
+//! The log: records are buffered in memory and written together.
 //!
-//! A flush makes the bytes of newly allocated blocks durable first, then the records that make those blocks reachable,
-//! so a crash never shows what a block held before. Callers of [`Log::sync`] that come while another flush runs wait for
-//! it, and one of them flushes for all (group commit).
+//! A flush first syncs the bytes of newly allocated blocks, then the records that make those blocks reachable, so a
+//! crash never exposes previous contents of a block. Callers of [`Log::sync`] during a flush wait for it, and then one
+//! of them flushes for all (group commit).
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -15,16 +15,17 @@ use super::extents::Run;
 use super::format::{BLOCK, BLOCK_BYTES, PAYLOAD_BYTES_MAX, Superblock, push_record, record_bytes};
 use super::medium::{Medium, Ranges};
 
-/// Records waiting in memory are written from this many bytes on, without being durable for it.
+/// Buffered records of at least this size are written, but not synced.
 const PENDING_BYTES_MAX: usize = 1 << 20;
 
-/// Records of a snapshot are about this long: long enough that their heads do not matter.
+/// The approximate length of a snapshot's records: long enough to make their headers negligible.
 const SNAPSHOT_PAYLOAD_BYTES: usize = PAYLOAD_BYTES_MAX / 4;
 
-/// Metadata with less room than this to grow is full: the record of a large write needs about as much.
+/// Metadata with less room than this for growth counts as full, in bytes: the record of a large write needs about as
+/// much.
 const FULL_BYTES: u64 = 8 << 10;
 
-/// How many records were appended since the mount, up to and including one of them.
+/// The number of records appended since the mount, up to and including one of them.
 pub(crate) type Ticket = u64;
 
 /// The log of a mounted image.
@@ -35,11 +36,11 @@ pub(crate) struct Log {
     /// Held for the length of a flush.
     writer: Mutex<Writer>,
     durable: AtomicU64,
-    /// Free once a snapshot without them is durable: the record that would free them found no room.
+    /// Free once a snapshot without them is durable: there was no room for their record.
     released_by_snapshot: Mutex<Vec<Run>>,
-    /// Blocks that became free and that nobody took yet.
+    /// Blocks that became free and were not collected yet.
     released: Mutex<Vec<Run>>,
-    /// After an error nobody knows what is durable: everything that would need to know fails from then on.
+    /// After an error it is unknown what is durable, so every operation that depends on it fails.
     failed: AtomicBool,
 }
 
@@ -48,7 +49,7 @@ struct Pending {
     superblock: Superblock,
     bytes: Vec<u8>,
     next_index: u64,
-    /// What a crash left is behind the last good record: nothing is written there before a new log begins.
+    /// Stale data follow the last valid record, so nothing is appended before a new log begins.
     is_mounting: bool,
     appended: Ticket,
     /// Bytes of the area that are written, pending or reserved.
@@ -68,33 +69,33 @@ struct Writer {
     position: u64,
 }
 
-/// Room in the log for one record to come.
+/// Room in the log for one future record.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Reservation(u64);
 
-/// What goes along with a record.
+/// Effects of a record.
 #[derive(Debug, Default)]
 pub(crate) struct Effects {
     /// Newly allocated blocks that it makes reachable, as ranges of the medium.
     pub(crate) before: Ranges,
-    /// Blocks that it lets go of.
+    /// Blocks that it frees.
     pub(crate) freed: Vec<Run>,
-    /// Bytes that a snapshot takes for it beyond its own length.
+    /// Bytes that a snapshot needs for it beyond its own length.
     pub(crate) more: u64,
 }
 
-/// What a record does to the size of the next snapshot.
+/// The effect of a record on the size of the next snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Growth {
-    /// It makes it longer: refused when metadata takes three quarters of the area.
+    /// It makes the snapshot longer: refused when metadata takes three quarters of the area.
     Grows,
-    /// It does not: may use the rest too, so that a full file system can be tidied up.
+    /// It does not: it may use the rest, so that files can be removed from a full file system.
     Keeps,
 }
 
 impl Log {
-    /// A log that goes on where the last one ended: at this record and this byte of the area.
+    /// Continues an existing log at this record and this byte of the area.
     pub(crate) fn new(medium: Arc<dyn Medium>, superblock: Superblock, next_index: u64, position: u64) -> Self {
         let pending = Pending {
             superblock,
@@ -119,7 +120,7 @@ impl Log {
         }
     }
 
-    /// Takes room for a record with a payload of at most so many bytes.
+    /// Reserves room for a record with a payload of at most this length.
     pub(crate) fn reserve(&self, payload_bytes: usize, growth: Growth) -> Result<Reservation> {
         if payload_bytes > PAYLOAD_BYTES_MAX {
             return Err(Errno::NOSPC);
@@ -136,7 +137,7 @@ impl Log {
         Ok(Reservation(bytes))
     }
 
-    /// Appends a record for which there is room.
+    /// Appends a record with reserved room.
     pub(crate) fn append(&self, reservation: Reservation, payload: &[u8], effects: Effects) -> Ticket {
         let mut guard = self.pending();
         let pending = &mut *guard;
@@ -151,7 +152,7 @@ impl Log {
         let (ticket, full) = (pending.appended, pending.bytes.len() >= PENDING_BYTES_MAX && !pending.is_mounting);
         drop(guard);
         if full {
-            // The error is told to whoever asks for durability next.
+            // The next caller that requires durability gets the error.
             let _ = self.sync(ticket);
         }
         ticket
@@ -162,42 +163,42 @@ impl Log {
         self.pending().used -= reservation.0;
     }
 
-    /// Takes note of blocks that are free once everything appended so far is durable.
+    /// Adds blocks that become free once everything appended so far is durable.
     pub(crate) fn free(&self, runs: impl IntoIterator<Item = Run>) {
         self.pending().freed.extend(runs);
     }
 
-    /// Blocks that wait for the next flush.
+    /// Returns the number of blocks that wait for the next flush.
     pub(crate) fn freed_blocks(&self) -> u64 {
         self.pending().freed.iter().map(|run| run.count).sum()
     }
 
-    /// Takes note of blocks that only the next snapshot frees.
+    /// Adds blocks that only the next snapshot frees.
     pub(crate) fn free_by_snapshot(&self, runs: impl IntoIterator<Item = Run>) {
         self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner).extend(runs);
     }
 
-    /// Whether records that make metadata grow are refused.
+    /// Returns whether records that make metadata grow are refused.
     pub(crate) fn is_full(&self) -> bool {
         let pending = self.pending();
         pending.used + FULL_BYTES > pending.superblock.layout.log_bytes() / 4 * 3
     }
 
-    /// Takes note of ranges of the medium to make durable with the next flush.
+    /// Adds ranges of the medium to sync with the next flush.
     pub(crate) fn flush_along(&self, ranges: Ranges) {
         self.pending().along.add_all(ranges);
     }
 
-    /// Makes all ranges durable that were noted with [`Self::flush_along`], also those that another thread is flushing.
+    /// Syncs all ranges of [`Self::flush_along`], including those that another thread is flushing.
     pub(crate) fn sync_along(&self) -> Result<()> {
-        // Whoever flushes has it until all is durable.
+        // A flush holds it until all is durable.
         let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let nothing = self.pending().along.is_empty();
         drop(writer);
         if nothing { self.check() } else { self.sync(self.last()) }
     }
 
-    /// The ticket of the last record.
+    /// Returns the ticket of the last record.
     pub(crate) fn last(&self) -> Ticket {
         self.pending().appended
     }
@@ -207,29 +208,29 @@ impl Log {
         self.durable.load(Ordering::Acquire) >= ticket
     }
 
-    /// Whether the log is so full that a snapshot is due, and one would help.
+    /// Returns whether the log is so full that a snapshot is due and would help.
     pub(crate) fn wants_snapshot(&self) -> bool {
         let pending = self.pending();
         let capacity = pending.superblock.layout.log_bytes();
         pending.used > capacity / 8 * 5 && pending.used - pending.used_by_snapshot >= capacity / 16
     }
 
-    /// Records in the log in use.
+    /// Returns the number of records in the active log.
     pub(crate) fn records(&self) -> u64 {
         self.pending().next_index
     }
 
-    /// Says whether an earlier error made the log useless.
+    /// Returns an error if the log has failed.
     pub(crate) fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { Err(Errno::IO) } else { Ok(()) }
     }
 
-    /// The blocks that became free since the last call.
+    /// Returns the blocks that became free since the last call.
     pub(crate) fn take_released(&self) -> Vec<Run> {
         std::mem::take(&mut *self.released.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Makes everything durable that was appended up to `ticket`, and all ranges noted so far.
+    /// Syncs everything appended up to `ticket`, and all ranges added so far.
     pub(crate) fn sync(&self, ticket: Ticket) -> Result<()> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         self.check()?;
@@ -261,8 +262,9 @@ impl Log {
         Ok(())
     }
 
-    /// Begins a new log in the other area with what `fill` puts there, which says everything: also what records say that
-    /// are not written yet, and never will be. No record may be appended meanwhile. After an error the log goes on as it is.
+    /// Begins a new log in the other area with the complete snapshot that `fill` writes. It includes the changes of
+    /// pending records, which are then dropped. No record may be appended meanwhile. After an error the old log
+    /// continues.
     pub(crate) fn restart(&self, fill: impl FnOnce(&mut SnapshotWriter<'_>) -> Result<()>) -> Result<()> {
         self.check()?;
         // Without a lock: only this call changes the superblock, and the area is not in use.
@@ -297,7 +299,7 @@ impl Log {
         Ok(())
     }
 
-    /// Takes note that the medium failed.
+    /// Records that the medium failed.
     pub(crate) fn fail(&self, error: &io::Error) -> Errno {
         if !self.failed.swap(true, Ordering::AcqRel) {
             tracing::error!(
@@ -312,13 +314,13 @@ impl Log {
     }
 }
 
-/// Writes a snapshot to the log area that is not in use, a piece at a time.
+/// Writes a snapshot to the inactive log area, a chunk at a time.
 #[derive(Debug)]
 pub(crate) struct SnapshotWriter<'a> {
     log: &'a Log,
     /// Counts the records.
     next: Superblock,
-    /// Items of the record that is not complete.
+    /// Items of the incomplete record.
     payload: Vec<u8>,
     /// Complete records that are not written.
     records: Vec<u8>,
@@ -371,7 +373,7 @@ impl<'a> SnapshotWriter<'a> {
         Ok(())
     }
 
-    /// Makes all that was put durable. Returns the superblock that makes it count, and the bytes of the area that are used.
+    /// Syncs the snapshot. Returns the superblock that activates it, and the used bytes of the area.
     fn finish(mut self) -> Result<(Superblock, u64)> {
         if !self.payload.is_empty() {
             self.end_record()?;
@@ -395,7 +397,7 @@ pub(crate) fn write_superblocks(medium: &dyn Medium, superblock: &Superblock) ->
     Ok(())
 }
 
-/// A number that nobody can guess, from the seeds of the standard library's hash maps.
+/// Returns an unpredictable number, from the seeds of the standard library's hash maps.
 pub(crate) fn random_u32() -> u32 {
     use std::hash::{BuildHasher, Hasher};
     let bytes = std::hash::RandomState::new().build_hasher().finish().to_le_bytes();

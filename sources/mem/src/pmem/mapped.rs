@@ -1,9 +1,8 @@
 //! Persistent memory, mapped: a file on a file system mounted with `-o dax`, or a device of `/dev/dax*`.
 //!
-//! The memory is the medium, and durable means written back from the CPU's caches. There is no page cache in between,
-//! so nothing else could be read or written by system calls any cheaper. Two things are beyond what a mapping can report as an error:
-//! somebody who cuts the file short while it is mapped, and a memory cell that fails. Both end the program with
-//! SIGBUS; the image is then as after a crash.
+//! The memory is the medium, and durable means written back from the CPU's caches. There is no page cache, so system
+//! calls would not be cheaper. A mapping cannot report two errors: truncation of the file while it is mapped, and a
+//! failing memory cell. Both kill the program with SIGBUS; the image is then as after a crash.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +16,7 @@ use super::dax;
 use super::device::size_of;
 use super::medium::Medium;
 
-/// Address ranges given to `msync` begin at pages.
+/// The alignment of `msync` addresses, in bytes.
 const PAGE_BYTES: u64 = 4096;
 
 /// All of a file, mapped and shared.
@@ -27,10 +26,10 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to this value until it is dropped, and does not depend on the thread.
+// SAFETY: this value owns the mapping, which is valid on every thread.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; that a range is not edited while it is looked at is up to the file system above, which locks
-// each inode, and blocks belong to one inode at a time.
+// SAFETY: as above; the file system above locks each inode, and a block belongs to one inode, so no range is read while
+// it is edited.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -61,13 +60,13 @@ impl Drop for Mapping {
     }
 }
 
-/// Makes ranges of a file durable, and no others: of all system calls only `msync` does that. The mapping is never
-/// touched, so it needs no memory and cannot fault.
+/// Syncs ranges of a file, and no others: only the system call `msync` does that. The mapping is never accessed, so it
+/// needs no memory and cannot fault.
 #[derive(Debug)]
 pub(crate) struct Flusher(Mapping);
 
 impl Flusher {
-    /// For a file of so many bytes.
+    /// Creates a flusher for a file of this length.
     pub(crate) fn new(file: &File, bytes: u64) -> io::Result<Self> {
         Mapping::new(file, bytes, ProtFlags::empty(), MapFlags::SHARED).map(Self)
     }
@@ -90,7 +89,7 @@ pub(crate) struct MappedMemory {
     _file: File,
 }
 
-/// How a file is to be mapped.
+/// How a file is mapped.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MapOptions {
     /// Only for looking at.
@@ -100,13 +99,13 @@ pub(crate) struct MapOptions {
 }
 
 impl MappedMemory {
-    /// Maps all of a file or device; `None` if it is no persistent memory.
+    /// Maps all of a file or device; `None` if it is not persistent memory.
     pub(crate) fn new(file: &File, options: MapOptions) -> io::Result<Option<Self>> {
         let device = FileType::from_raw_mode(rustix::fs::fstat(file)?.st_mode) == FileType::CharacterDevice;
         match dax::is_supported() {
             true => match Self::with(file, options, MapFlags::SHARED_VALIDATE | MapFlags::SYNC) {
                 Ok(mapped) => Ok(Some(mapped)),
-                // A DAX device has no system calls to fall back on.
+                // A DAX device cannot be accessed by read and write.
                 Err(error) if device => Err(error),
                 Err(_) => Ok(None),
             },
@@ -165,7 +164,7 @@ mod tests {
     use super::*;
     use crate::pmem::device::reserve;
 
-    /// An ordinary file, mapped as persistent memory is.
+    /// Maps an ordinary file as if it were persistent memory.
     fn mapped(bytes: u64) -> MappedMemory {
         let file = tempfile::tempfile().unwrap();
         reserve(&file, bytes).unwrap();

@@ -5,22 +5,22 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-/// Bytes that survive: a file or device, mapped persistent memory, or a test's recording of one.
+/// Persistent bytes: a file or device, mapped persistent memory, or a test's recording of one.
 ///
-/// A write may become durable at any time and in any order, in units of 8 bytes; after [`Self::persist`] it is.
-/// Offsets outside the medium are an error (`InvalidInput`), for the callers' numbers come from checked images.
+/// A write may become durable at any time and in any order, in units of 8 bytes; [`Self::persist`] makes it durable.
+/// Offsets outside the medium are an error (`InvalidInput`), because callers use offsets of checked images.
 pub trait Medium: Send + Sync + Debug {
     /// Size in bytes.
     fn bytes(&self) -> u64;
 
-    /// Shows a range, without copying it where the medium is memory.
+    /// Calls `seen` with a range, without a copy if the medium is memory.
     ///
     /// # Errors
     /// Those of the medium.
     fn look(&self, offset: u64, bytes: usize, seen: &mut dyn FnMut(&[u8])) -> io::Result<()>;
 
-    /// Lets `fill` make the bytes of a range; it answers how many of them, from the first on, and the others stay. What
-    /// it finds there may be anything.
+    /// Calls `fill` to write a range. It returns how many bytes it wrote from the start; the others keep their values.
+    /// The initial contents of the buffer are undefined.
     ///
     /// # Errors
     /// Those of the medium.
@@ -29,11 +29,11 @@ pub trait Medium: Send + Sync + Debug {
     /// Makes all writes to these ranges durable.
     ///
     /// # Errors
-    /// Those of the medium; what is durable is then unknown.
+    ///
+    /// Those of the medium; it is then unknown what is durable.
     fn persist(&self, ranges: &[Range<u64>]) -> io::Result<()>;
 
-    /// A new descriptor of the same bytes at the same offsets that agrees with this medium at all times, if there can
-    /// be one.
+    /// Returns a new descriptor of the same bytes at the same offsets, always consistent with this medium, if possible.
     fn descriptor(&self) -> Option<OwnedFd> {
         None
     }
@@ -59,11 +59,11 @@ pub trait Medium: Send + Sync + Debug {
     }
 }
 
-/// A set of byte ranges, kept few: what is dirty.
+/// A small set of byte ranges: the dirty ones.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ranges(Vec<Range<u64>>);
 
-/// More ranges than this become one that covers them all.
+/// More ranges than this are merged into one that covers them all.
 const RANGES_MAX: usize = 64;
 
 impl Ranges {
@@ -72,7 +72,7 @@ impl Ranges {
         if range.is_empty() {
             return;
         }
-        // Writers mostly go on where they were, or write the same place again.
+        // Most writes continue the last one, or repeat it.
         if let Some(last) = self.0.last_mut()
             && range.start <= last.end
             && last.start <= range.end
@@ -96,7 +96,7 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// The ranges, in order and apart.
+    /// Returns the ranges, sorted and disjoint.
     pub(crate) fn into_sorted(mut self) -> Vec<Range<u64>> {
         self.sort();
         self.0

@@ -1,22 +1,23 @@
 //! `pmem`: the memory file system, persistent, in a file, a block device or persistent memory (DAX).
 //!
-//! The tree is in memory as for [`crate::Mem`]; every change of it is a record in a log with checksums, and file data live
-//! in 4 KiB blocks of the image, read and written in place. [`mod@format`] has the byte diagram of the image.
+//! The tree is in memory as for [`crate::Mem`]. Every change is a record in a log with checksums. File data are in 4
+//! KiB blocks of the image, read and written in place. [`mod@format`] has the byte diagram of the image.
 //!
 //! # What survives a crash
 //!
-//! * After `fsync` of a file: its bytes, size and attributes, and all names made before. After `fsync` of a directory
-//!   or `syncfs`: all names and attributes (`syncfs`: all bytes, too). After a write with `O_SYNC` or `O_DSYNC`: it.
-//! * Everything else as of some moment in the last [`COMMIT_INTERVAL`], each operation as a whole: a rename has happened or
-//!   not. Bytes that were overwritten in place are old or new, 8 by 8. Punching a hole is several operations.
+//! * After `fsync` of a file: its bytes, size and attributes, and all names created before. After `fsync` of a
+//!   directory or `syncfs`: all names and attributes (`syncfs`: all bytes, too). After a write with `O_SYNC` or
+//!   `O_DSYNC`: that write.
+//! * Everything else as of some moment in the last [`COMMIT_INTERVAL`], each operation as a whole: a rename has
+//!   happened or not. Overwritten bytes are old or new, in units of 8. Punching a hole is several operations.
 //! * Never the bytes of another file: new blocks are durable before the record that makes them reachable, and freed
-//!   blocks are used again only after the record that freed them is durable.
+//!   blocks are reused only after the record that freed them is durable.
 //!
 //! # Placement
 //!
-//! Blocks are taken from a part of the image that depends on the CPU that writes, so writers do not meet. Which NUMA
-//! node a block belongs to is the medium's to decide: pages of a page cache come from the node of the CPU that first
-//! writes them, and persistent memory of several nodes is several devices.
+//! Blocks come from a part of the image that depends on the writer's CPU, so writers do not contend. The medium
+//! determines the NUMA node of a block: pages of a page cache come from the node of the CPU that first writes them, and
+//! each persistent memory device belongs to one node.
 
 mod alloc;
 mod audit;
@@ -35,7 +36,7 @@ mod grace;
 mod heat;
 mod load;
 mod log;
-#[allow(unsafe_code, reason = "a mapping is memory that somebody else made")]
+#[allow(unsafe_code, reason = "a mapping is memory from the kernel")]
 mod mapped;
 mod medium;
 mod open;

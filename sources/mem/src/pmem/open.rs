@@ -27,42 +27,42 @@ use crate::machine::release_free_memory;
 use crate::store::Record;
 use crate::tree::{Limits, Replay, Tree};
 
-/// How long a change may stay in memory when nobody asks for more: as ext4's `commit=`.
+/// The maximum time a change stays in memory without a sync: as ext4's `commit=`.
 pub const COMMIT_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How much of the beginning must be zero for a file or device to count as empty: no file system, partition table or
-/// archive leaves so much blank.
+/// How many bytes at the start must be zero for a file or device to count as empty: no file system, partition table or
+/// archive leaves as many blank.
 const BLANK_BYTES: u64 = 1 << 20;
-/// The least that the log needs for an inode; bounds how many there can be.
+/// The minimum log space of an inode in bytes, which bounds the number of inodes.
 const INODE_BYTES_MIN: u64 = 96;
 
-/// The program's options about the sizes of new files.
+/// The program's options for the sizes of new files.
 const SIZE: &str = "--size";
 const TIER2_SIZE: &str = "--tier2-size";
 
-/// How long an image may be in use before that is an error, and the time between two looks.
+/// How long to wait for an image that is in use, and the time between two attempts.
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How an image is to be opened.
+/// How to open an image.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The size of a new image; `None` if there must be one, or the file already has its size.
+    /// The size of a new image in bytes; `None` if the image must exist, or the file already has its size.
     pub size_bytes: Option<u64>,
     /// File or device of the second tier.
     pub tier2: Option<PathBuf>,
-    /// The size of a new second tier.
+    /// The size of a new second tier in bytes.
     pub tier2_bytes: Option<u64>,
     /// Change nothing.
     pub read_only: bool,
-    /// Map an image on persistent memory with huge pages where they are to be had. Others are read and written by system calls,
-    /// where it changes nothing: that is said once, in the log.
+    /// Map an image on persistent memory with huge pages where available. It has no effect on other media, which is
+    /// logged once.
     pub huge: bool,
-    /// Commit changes every so often; `None` for [`COMMIT_INTERVAL`], zero for only when asked.
+    /// The interval of commits; `None` for [`COMMIT_INTERVAL`], zero to commit only on request.
     pub commit: Option<Duration>,
 }
 
-/// Where an image is, for who brings a medium of his own.
+/// The media of an image, for callers with their own [`Medium`].
 #[derive(Clone, Debug)]
 pub struct Media {
     /// The image.
@@ -71,7 +71,7 @@ pub struct Media {
     pub tier2: Option<Arc<dyn Medium>>,
 }
 
-/// Files and devices of an image that are open and locked, and that nobody has looked at yet.
+/// Opened and locked files and devices of an image, before it is read.
 #[derive(Debug)]
 pub struct Opened {
     path: PathBuf,
@@ -79,13 +79,14 @@ pub struct Opened {
     made: Vec<Made>,
 }
 
-/// A file that was made, and a descriptor that holds its lock.
+/// A created file, and a descriptor that holds its lock.
 pub type Made = (PathBuf, File);
 
-/// Opens the image in a file or device. An empty one is given `size_bytes` and made an image.
+/// Opens the image in a file or device. An empty one gets `size_bytes` and becomes an image.
 ///
 /// # Errors
-/// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been renewed.
+///
+/// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been rewritten.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
     let mut opened = open_files(path, options)?;
     let made = opened.take_made();
@@ -95,11 +96,12 @@ pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
     Ok(tree)
 }
 
-/// Opens the files and devices of an image, for a process that will not be able to afterwards. Another process that it becomes may
-/// load the image in its place, if this one only drops what it has here.
+/// Opens the files and devices of an image, for a process that cannot open them afterwards. A forked process may load
+/// the image instead, if this one only drops what it has.
 ///
 /// # Errors
-/// [`OpenError`]: they cannot be opened, or somebody else has them.
+///
+/// [`OpenError`]: they cannot be opened, or are in use.
 pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
     let (image, made_image) = open_image(path, options)?;
     let mut new = NewFile(made_image.as_ref().map(|_| path));
@@ -116,13 +118,13 @@ pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
 }
 
 impl Opened {
-    /// The files that were made, for a caller that removes them if something else fails. As long as it has their descriptors nobody
-    /// else can open them.
+    /// Returns the created files, for a caller that removes them if a later step fails. While it holds their
+    /// descriptors no other process can open them.
     pub fn take_made(&mut self) -> Vec<Made> {
         std::mem::take(&mut self.made)
     }
 
-    /// Opens the image that is in them, with the same options.
+    /// Loads the image in them, with the same options.
     ///
     /// # Errors
     /// As for [`open`].
@@ -131,7 +133,7 @@ impl Opened {
     }
 }
 
-/// Opens the image on a medium; one that begins with zeros is made an image.
+/// Opens the image on a medium; one that begins with zeros becomes an image.
 ///
 /// # Errors
 /// As for [`open`].
@@ -143,7 +145,7 @@ fn io_error(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> OpenEr
     move |source| OpenError::Io { path: path.into(), what, source }
 }
 
-/// A file that is locked and was empty. It is removed unless it is kept.
+/// A locked file that was empty. It is removed when dropped, unless it is kept.
 struct NewFile<'a>(Option<&'a Path>);
 
 impl NewFile<'_> {
@@ -155,16 +157,16 @@ impl NewFile<'_> {
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
         if let Some(path) = self.0 {
-            // Nobody else has it.
+            // No other process has it open.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// The size for a new file, and the program's option that says it.
+/// The size of a new file, and the program's option for it.
 type Size = (Option<u64>, &'static str);
 
-/// Opens and locks a file, and gives it a size if it has none. Returns also a second descriptor if it was made.
+/// Opens and locks a file, and sets its size if it has none. Also returns a second descriptor if the file was created.
 fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Result<(File, Option<File>), OpenError> {
     let fail = |what| io_error(path, what);
     let creates = !read_only && size_bytes.is_some();
@@ -179,16 +181,16 @@ fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Resu
         lock(&file, path, read_only).map(|()| file)
     };
     let mut file = open()?;
-    // Who had it locked may have removed it.
+    // The previous holder of the lock may have removed it.
     while !is_at(path, &file) {
         file = open()?;
     }
     let kind = file.metadata().map_err(fail("look at"))?.file_type();
     if !(kind.is_file() || kind.is_block_device() || kind.is_char_device()) {
-        return Err(fail("use")(io::Error::other("it is neither a file nor a device")));
+        return Err(fail("use")(io::Error::other("the path is neither a file nor a device")));
     }
     let is_empty = size_of(&file).map_err(fail("measure"))? == 0;
-    // Only now it is nobody else's who makes the same image.
+    // Only now no other process can create the same image.
     let is_new = !existed && is_empty;
     let mut new = NewFile(is_new.then_some(path));
     if is_empty {
@@ -210,7 +212,7 @@ fn open_locked(path: &Path, read_only: bool, (size_bytes, option): Size) -> Resu
     Ok((file, made))
 }
 
-/// Whether a path leads to this file.
+/// Returns whether a path leads to this file.
 fn is_at(path: &Path, file: &File) -> bool {
     let identity = |found: Metadata| (found.dev(), found.ino());
     match (path.metadata(), file.metadata()) {
@@ -220,12 +222,12 @@ fn is_at(path: &Path, file: &File) -> bool {
     }
 }
 
-/// Locks a file, exclusively if it is to be written.
+/// Locks a file, exclusively if it will be written.
 fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
     let lock = if read_only { FlockOperation::NonBlockingLockShared } else { FlockOperation::NonBlockingLockExclusive };
     let begun = Instant::now();
     let mut outcome = rustix::fs::flock(file, lock);
-    // A mount is gone before its server has let go of everything.
+    // A mount disappears before its server has released everything.
     while outcome == Err(Errno::WOULDBLOCK) && begun.elapsed() < PATIENCE {
         std::thread::sleep(PAUSE);
         outcome = rustix::fs::flock(file, lock);
@@ -237,8 +239,8 @@ fn lock(file: &File, path: &Path, read_only: bool) -> Result<(), OpenError> {
     }
 }
 
-/// Opens what an image is on: memory itself where that can be mapped, or else a file or device. Returns also a second descriptor if it
-/// was made.
+/// Opens the medium of an image: mapped memory if possible, otherwise a file or device. Also returns a second
+/// descriptor if the file was created.
 pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, Option<File>), OpenError> {
     let (file, made) = open_locked(path, options.read_only, (options.size_bytes, SIZE))?;
     let map = MapOptions { read_only: options.read_only, huge: options.huge };
@@ -259,7 +261,7 @@ pub(super) fn open_image(path: &Path, options: &Options) -> Result<(Arc<dyn Medi
     }
 }
 
-/// The same for a second tier.
+/// As [`open_image`], for a second tier.
 pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<(Arc<dyn Medium>, Option<File>), OpenError> {
     let (file, made) = open_locked(path, options.read_only, (options.tier2_bytes, TIER2_SIZE))?;
     if file.metadata().is_ok_and(|meta| meta.file_type().is_char_device()) {
@@ -269,10 +271,10 @@ pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<(Arc<dyn Medi
     Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), made))
 }
 
-/// What to do about damage: refuse (`Err`), or take note and go on without what is damaged.
+/// Called on damage: returns an error to refuse, or `Ok` to continue without the damaged part.
 pub(super) type OnDamage<'a> = dyn FnMut(DamageError) -> Result<(), DamageError> + 'a;
 
-/// From media to a mounted image.
+/// Assembles a mounted image from its media.
 pub(super) fn assemble(
     path: &Path,
     media: &Media,
@@ -300,7 +302,7 @@ pub(super) fn assemble(
     Ok(tree)
 }
 
-/// Reads the log, and makes the tree and the files that it tells of.
+/// Reads the log, and creates its tree and files.
 fn load(
     media: &Media,
     options: &Options,
@@ -314,7 +316,7 @@ fn load(
     let keeps = !options.read_only && !commit.is_zero();
     let store = PStore::new(Arc::clone(&disk), keeps.then_some(commit));
     let inodes_max = superblock.layout.log_bytes() / INODE_BYTES_MIN;
-    // What the log has room for is the bound of all that.
+    // The size of the log bounds them all.
     let limits = Limits { inodes_max, metadata_bytes_max: u64::MAX, read_only: options.read_only };
     let mut replay = Replay::new(store, limits);
     let mut files = Files::default();
@@ -338,7 +340,7 @@ fn load(
     replay.finish().map_err(|source| DamageError::Replay { index: found.len(), source })
 }
 
-/// The media of an image with all blocks free.
+/// Returns the disk of an image with all blocks free.
 fn empty_disk(media: &Media, options: &Options, superblock: &Superblock, log: Log) -> Disk {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let tier1 = Tier::first(Arc::clone(&media.image), superblock.layout, cpus);
@@ -348,7 +350,7 @@ fn empty_disk(media: &Media, options: &Options, superblock: &Superblock, log: Lo
     Disk::new(tier1, tier2, log, grace, options.read_only)
 }
 
-/// Takes the blocks of a file; returns those that are there and nobody else's.
+/// Takes the blocks of a file; returns those that exist and belong to no other file.
 fn take_blocks(disk: &Disk, ino: Ino, extents: Extents, on_damage: &mut OnDamage<'_>) -> Result<Extents, DamageError> {
     let mut owned = Extents::default();
     for piece in extents.all() {
@@ -361,25 +363,25 @@ fn take_blocks(disk: &Disk, ino: Ino, extents: Extents, on_damage: &mut OnDamage
     Ok(owned)
 }
 
-/// Makes both copies of the superblock the one that counts. A copy that a crash left behind tells of the log area that
-/// the next snapshot goes to: it must not count any more when the other copy is damaged in turn.
+/// Writes both copies of the superblock. A stale copy refers to the log area that the next snapshot overwrites, so it
+/// must not become active when the other copy is damaged.
 fn renew_superblocks(image: &dyn Medium, superblock: &Superblock) -> io::Result<()> {
     for (copy, at) in SuperblockCopies::read(image).0.iter().zip([0, BLOCK_BYTES]) {
         if copy.as_ref() != Ok(superblock) {
             image.write(at, &superblock.encode())?;
         }
     }
-    // The good copy, too: after a program's end without a power cut it may be no further than the page cache.
+    // Syncs the good copy, too: after a crash of the program it may only be in the page cache.
     image.persist(std::slice::from_ref(&(0..2 * BLOCK_BYTES)))
 }
 
-/// Each mount begins a new log: what a crash left behind the last good record is never appended to.
+/// Each mount begins a new log, because stale data may follow the last valid record.
 fn restart(path: &Path, tree: &Tree<PStore>) -> Result<(), OpenError> {
     let done = tree.checkpoint(|snapshot| tree.store().compact(snapshot));
     done.map_err(|error| io_error(path, "write a snapshot to")(error.into()))
 }
 
-/// The superblock that counts; `None` if the medium is blank.
+/// Returns the active superblock; `None` if the medium is blank.
 fn superblock(path: &Path, image: &dyn Medium) -> Result<Option<Superblock>, OpenError> {
     let path = || path.to_path_buf();
     let copies = SuperblockCopies::read(image);
@@ -423,7 +425,7 @@ fn format(path: &Path, media: &Media, options: &Options) -> Result<Superblock, O
         let (wrong, bytes) =
             (|reason: &str| OpenError::Tier2 { path: name.into(), reason: reason.into() }, tier2.bytes());
         if !is_blank(&**tier2) {
-            return Err(wrong("it is not empty, and the image is new; empty it first (truncate -s 0)"));
+            return Err(wrong("it is not empty, but the image is new; empty it first (truncate -s 0)"));
         }
         tier2_blocks = (bytes / BLOCK_BYTES).saturating_sub(1);
         if tier2_blocks == 0 {
@@ -459,7 +461,7 @@ fn check_tier2(path: &Path, media: &Media, options: &Options, superblock: &Super
             let mut block = [0; BLOCK];
             tier2.read(0, &mut block).map_err(io_error(name, "read"))?;
             match decode_tier2(&block) {
-                Err(error) => wrong(format!("it is no second tier: {error}")),
+                Err(error) => wrong(format!("it is not a second tier: {error}")),
                 Ok((uuid, _)) if uuid != superblock.uuid => wrong("it belongs to another image".into()),
                 Ok((_, found)) if found != blocks || tier2.bytes() / BLOCK_BYTES <= blocks => {
                     wrong(format!("it has {} bytes and should have {} blocks and a header", tier2.bytes(), blocks))

@@ -1,4 +1,4 @@
-//! The store of a tree that is an image.
+//! The store of a tree in an image.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +14,7 @@ use super::log::{Effects, Growth, SnapshotWriter};
 use crate::store::{Record, Space, Store, Usage, WriteAt};
 use crate::tree::{Snapshot, Tree};
 
-/// What a snapshot says of a directory or of one more name beyond the record that made it: its attributes again.
+/// The size of the additional attribute record of a directory or further name in a snapshot.
 const ATTR_BYTES: u64 = 96;
 /// Bytes that one copy moves at a time.
 const COPY_BYTES: usize = 1 << 20;
@@ -23,9 +23,10 @@ const COPY_BYTES: usize = 1 << 20;
 #[derive(Debug)]
 pub struct PStore {
     pub(crate) disk: Arc<Disk>,
-    /// Inodes whose end found no room in the log.
+    /// Inodes for whose end the log had no room.
     unfreed: Mutex<HashSet<Ino>>,
-    /// Commits now and then, and moves data between tiers. None in a read-only store, and where a test does it.
+    /// Commits periodically, and moves data between tiers. `None` in a read-only store, and in tests that do it
+    /// themselves.
     commit_thread: Option<CommitThread>,
 }
 
@@ -34,7 +35,7 @@ pub struct PStore {
 pub struct PFile(pub(crate) Arc<File>);
 
 impl PStore {
-    /// A store whose log is committed every `commit`, if ever.
+    /// Creates a store whose log is committed at this interval, if any.
     pub(crate) fn new(disk: Arc<Disk>, commit: Option<Duration>) -> Self {
         let commit_thread = commit.map(|every| CommitThread::start(Arc::clone(&disk), every));
         Self { disk, unfreed: Mutex::default(), commit_thread }
@@ -56,8 +57,8 @@ impl PStore {
         Ok(())
     }
 
-    /// Moves up to so many blocks to the second tier now, those of the coldest files first; returns how many. Happens
-    /// on its own as the first tier fills up.
+    /// Moves up to this many blocks of the coldest files to the second tier; returns how many. It happens automatically
+    /// as the first tier fills up.
     ///
     /// # Errors
     /// `IO`.
@@ -65,8 +66,8 @@ impl PStore {
         self.disk.demote(blocks, self.disk.heat.files().saturating_mul(2))
     }
 
-    /// Moves up to so many blocks back to the first tier now, of files that were read from the second; returns how
-    /// many. Happens on its own while the first tier has room.
+    /// Moves up to this many blocks of files that were read in the second tier back to the first; returns how many. It
+    /// happens automatically while the first tier has room.
     ///
     /// # Errors
     /// `IO`.
@@ -79,7 +80,7 @@ impl PStore {
     }
 }
 
-/// Writes a record of the tree to a snapshot. Attributes may be long: each is an item of its own.
+/// Writes a record of the tree to a snapshot. Attributes may be long, so each is a separate item.
 fn put_in_snapshot(log: &mut SnapshotWriter<'_>, record: &Record<'_>) -> Result<()> {
     let Record::Make { ino, meta, target, xattrs, at } = *record else {
         return log.put(|to| put_record(to, record));
@@ -92,11 +93,11 @@ fn put_in_snapshot(log: &mut SnapshotWriter<'_>, record: &Record<'_>) -> Result<
     Ok(())
 }
 
-/// How a record changes the next snapshot, and by how many bytes more than its own.
+/// Returns the effect of a record on the next snapshot, and the additional bytes.
 fn growth(record: &Record<'_>) -> (Growth, u64) {
     let is_dir = |mode: u32| ferry_vfs::FileType::from_raw_mode(mode) == ferry_vfs::FileType::Directory;
     match record {
-        // Attributes become records of their own, each with the inode's.
+        // Attributes become separate records, each with the inode's attributes.
         Record::Make { meta, xattrs, .. } => {
             let attrs = xattrs.len() as u64 + u64::from(is_dir(meta.mode));
             (Growth::Grows, attrs * ATTR_BYTES)
@@ -130,10 +131,10 @@ impl Store for PStore {
         if self.disk.log.wants_snapshot() {
             let done = tree.checkpoint(|snapshot| match self.disk.log.wants_snapshot() {
                 true => self.compact(snapshot),
-                // Somebody else was faster.
+                // Another thread was faster.
                 false => Ok(()),
             });
-            // Where a snapshot does not fit, removing may still fit into the rest of the log.
+            // If a snapshot does not fit, a removal may still fit into the rest of the log.
             done.or_else(|error| if error == Errno::NOSPC { Ok(()) } else { Err(error) })?;
         }
         Ok(())
@@ -226,7 +227,7 @@ impl Drop for PStore {
         if !self.disk.read_only
             && let Err(error) = self.disk.sync_all()
         {
-            tracing::error!("the last changes could not be made durable: {error}");
+            tracing::error!("cannot make the last changes durable: {error}");
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Moving data between the tiers.
 //!
-//! To the second tier go files that were not used for a while (see `heat`), when the first is fuller than [`HIGH_PERCENT`] or
-//! a writer finds no room. A file that was read there comes back as long as the first tier stays below
-//! [`LOW_PERCENT`]; what is written comes back at once, for writes only go to the first tier. Bytes are copied without
-//! the file's lock and made durable, then the record is logged, unless the file changed meanwhile; the old blocks are
-//! free when that record is durable.
+//! Files that were not used for a while (see `heat`) move to the second tier when the first is fuller than
+//! [`HIGH_PERCENT`], or a writer finds no room. A file that is read there moves back while the first tier is below
+//! [`LOW_PERCENT`]; a written part moves back at once, because writes only go to the first tier. Bytes are copied
+//! without the file's lock and synced. Then the record is logged, unless the file changed meanwhile. The old blocks
+//! become free when that record is durable.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,22 +20,22 @@ use super::format::{BLOCK, TIER2_FIRST};
 use super::log::{Effects, Growth};
 use super::medium::Ranges;
 
-/// From this fill of the first tier on, cold data go to the second.
+/// From this fill level of the first tier, cold data move to the second.
 const HIGH_PERCENT: u64 = 80;
-/// Up to this fill of the first tier, used data come back.
+/// Up to this fill level of the first tier, used data move back.
 const LOW_PERCENT: u64 = 60;
-/// The blocks that are moved in one go, 4 MiB: memory for them is taken, and a writer may wait for them.
+/// The blocks of one batch, 4 MiB: a batch takes memory, and a writer may wait for it.
 const BATCH_BLOCKS: u64 = 1024;
-/// Batches that one round of [`Disk::balance`] moves in each direction, 64 MiB: commits must not wait for longer.
+/// The batches per round of [`Disk::balance`] in each direction, 64 MiB: commits must not wait longer.
 const ROUND_BATCHES: u64 = 16;
-/// Files that one batch of a round looks at: with many small or hot ones, the next round goes on.
+/// The maximum number of files that a batch examines; the next round continues.
 const VISITS_MAX: usize = 4096;
-/// The blocks of one transfer, 1 MiB: from there on longer ones are not faster.
+/// The blocks of one transfer, 1 MiB: longer ones are not faster.
 const TRANSFER_BLOCKS: u64 = 256;
 /// Transfers in flight.
 const TRANSFERS_MAX: u32 = 16;
 
-/// A part of a file on its way.
+/// A part of a file being moved.
 struct Part {
     from: Piece,
     bytes: Vec<u8>,
@@ -50,7 +50,7 @@ enum Direction {
 }
 
 impl Disk {
-    /// Finds free blocks; `false` when there are no more to be had.
+    /// Frees blocks; returns `false` if no more can be freed.
     pub(crate) fn make_room(&self) -> Result<bool> {
         if self.log.is_full() {
             return Ok(false);
@@ -60,7 +60,7 @@ impl Disk {
         if self.tier1.blocks.free_blocks() > before {
             return Ok(true);
         }
-        // Once round to find out who is used, and once more.
+        // Once around the ring to find out what is used, and once more.
         let moved = self.demote(BATCH_BLOCKS, self.heat.files().saturating_mul(2))?;
         if moved > 0 {
             self.sync_log()?;
@@ -68,7 +68,7 @@ impl Disk {
         Ok(self.tier1.blocks.free_blocks() > before)
     }
 
-    /// Moves what is cold out and what was read in the second tier back, some of it.
+    /// Moves some cold data out, and some warm data back.
     pub(crate) fn balance(&self) {
         if self.tier2.is_none() {
             return;
@@ -85,14 +85,15 @@ impl Disk {
                 Ok(0) => break,
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!("moving data between the tiers: {error}");
+                    tracing::warn!("cannot move data between the tiers: {error}");
                     break;
                 }
             }
         }
     }
 
-    /// Moves up to so many blocks of cold files to the second tier, looking at so many files; returns how many blocks.
+    /// Moves up to this many blocks of cold files to the second tier, examining up to `visits_max` files; returns how
+    /// many blocks.
     pub(crate) fn demote(&self, blocks: u64, visits_max: usize) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
         let mut moved = 0;
@@ -108,7 +109,7 @@ impl Disk {
         Ok(moved)
     }
 
-    /// Moves up to so many blocks of files that were read in the second tier back; returns how many.
+    /// Moves up to this many blocks of warm files back; returns how many.
     pub(crate) fn promote(&self, blocks: u64) -> Result<u64> {
         let mut moved = 0;
         while moved < blocks {
@@ -116,14 +117,14 @@ impl Disk {
             let now = self.move_file(&file, blocks - moved, Direction::Back)?;
             moved += now;
             if now > 0 && moved >= blocks {
-                // There may be more of it.
+                // The file may have more.
                 self.heat.warm_up(&file);
             }
         }
         Ok(moved)
     }
 
-    /// Moves up to so many blocks of a file; returns how many.
+    /// Moves up to this many blocks of a file; returns how many.
     fn move_file(&self, file: &File, blocks: u64, direction: Direction) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
         let target = if direction == Direction::Out { tier2 } else { &self.tier1 };
@@ -145,7 +146,7 @@ impl Disk {
         moved
     }
 
-    /// Copies of what can be moved, and the file's version that they are copies of.
+    /// Returns copies of what can be moved, and the file's version.
     fn pick(&self, file: &File, blocks: u64, direction: Direction) -> Result<(Vec<Part>, u64)> {
         let state = file.read();
         let mut parts = Vec::new();
@@ -170,7 +171,7 @@ impl Disk {
         Ok((parts, state.version))
     }
 
-    /// Lets the file's blocks be the copies, if it did not change.
+    /// Switches the file to the copies, if it has not changed.
     fn switch(&self, file: &File, version: u64, target: &Tier, parts: &[Part]) -> Result<u64> {
         let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return Ok(0) };
         let _change = self.change();
@@ -200,7 +201,7 @@ impl Disk {
     }
 }
 
-/// Writes the parts to their new places. In the second tier they are durable then, in the first the log sees to it.
+/// Writes the parts to their new location. In the second tier it syncs them, in the first the log does.
 fn copy(target: &Tier, parts: &[Part]) -> io::Result<()> {
     if parts.is_empty() {
         return Ok(());
@@ -228,7 +229,7 @@ fn copy(target: &Tier, parts: &[Part]) -> io::Result<()> {
     }
 }
 
-/// Writes and syncs by io_uring, many at once.
+/// Writes and syncs through io_uring, many at once.
 fn transfer(file: Arc<Backing>, writes: &BTreeMap<u64, &[u8]>) -> io::Result<()> {
     const FSYNC: u64 = u64::MAX;
     let mut transfers = Transfers::new(IoMode::Auto, TRANSFERS_MAX).map_err(io::Error::other)?;

@@ -16,16 +16,16 @@ pub struct File {
     pub(super) ino: Ino,
     /// For everything at an offset.
     pub(super) plain: Arc<Backing>,
-    /// For `O_APPEND`, opened when it is first asked for: appending is a flag of a descriptor.
+    /// For `O_APPEND`, opened at its first use: appending is a flag of a descriptor.
     pub(super) append: OnceLock<Arc<Backing>>,
-    /// For bytes at an offset without a system call; memfds go without.
+    /// For transfers without a system call; memfds have none.
     mapped: Option<Arc<MappedFile>>,
-    /// All bytes below this are allocated; only memfds look at it, and hold it while they change what is allocated.
+    /// All bytes below this are allocated. Only memfds use it, and hold it while they change the allocation.
     pub(super) dense_to: Mutex<u64>,
 }
 
 impl File {
-    /// A file of which nobody but us can take pages away. Its mtime was shown as this one.
+    /// Creates a file whose pages only this process can remove. Clients have seen this mtime.
     pub(super) fn new(ino: Ino, fd: OwnedFd, mtime: Timespec) -> Self {
         let mapped = Arc::new(MappedFile::new(mtime));
         let plain = Backing::with_memory(fd, Arc::clone(&mapped) as Arc<dyn Memory>);
@@ -73,18 +73,18 @@ impl File {
         }
     }
 
-    /// The last handle is closed. What still comes through an extent that was answered before is left to the
-    /// descriptor: the next one who opens the file may take pages away, and does not know of us.
+    /// Called when the last handle is closed. Transfers through earlier extents then use the descriptor: the next
+    /// opener may remove pages and does not know this mapping.
     pub(super) fn closing(&self) {
         let Some(mapped) = &self.mapped else { return };
         mapped.end(|| {
             if let Err(error) = self.keep_times(mapped) {
-                tracing::warn!(ino = self.ino.0, %error, "the times of the last read and write are lost");
+                tracing::warn!(ino = self.ino.0, %error, "cannot store the times of the last read and write");
             }
         });
     }
 
-    /// Gives the data file the times of what the kernel did not see.
+    /// Sets the data file's times to those of transfers that the kernel did not see.
     fn keep_times(&self, mapped: &MappedFile) -> Result<()> {
         let Some(known) = usage(&rustix::fs::fstat(self.as_fd())?).times else { return Ok(()) };
         let all = mapped.times(known);
@@ -98,7 +98,7 @@ impl AsFd for File {
     }
 }
 
-/// What `stat` says of a data file.
+/// Converts the `stat` of a data file.
 #[allow(clippy::useless_conversion, clippy::unnecessary_fallible_conversions, reason = "types differ by architecture")]
 pub(super) fn usage(stat: &Stat) -> Usage {
     let time = |sec, nsec| Timespec { sec, nsec: u32::try_from(nsec).unwrap_or_default() };

@@ -1,23 +1,22 @@
 //! Reads and writes of a data file without a system call.
 //!
-//! A shared mapping of a tmpfs file has two traps: a page beyond the end of the file, and a page that is not allocated
-//! when the file system is full, both kill the program that touches it (SIGBUS), and even a read allocates. So bytes are
-//! only ever copied where
+//! A shared mapping of a tmpfs file has two traps. Access to a page beyond the end of the file, or to an unallocated
+//! page when the file system is full, kills the program (SIGBUS). Even a read allocates. So bytes are only copied under
+//! two conditions:
 //!
-//! * all pages are **known to be allocated**: they were written through the descriptor, or the kernel told that they are
-//!   there (`mincore`); and they lie **below a size that the file is known to have**;
-//! * neither can be taken away meanwhile: copies hold the lock shared, and everything that takes pages away (truncate,
-//!   punch) is a request to us, and holds it exclusively. What clients do through a descriptor that was handed to them
-//!   (passthrough) only adds.
+//! * all pages are **known to be allocated**, because they were written through the descriptor, or `mincore` reports
+//!   them; and they are **below a known minimum size** of the file;
+//! * neither can change meanwhile: copies hold the lock shared, and every operation that removes pages (truncate,
+//!   punch) goes through this process and holds it exclusively. Clients with a passthrough descriptor only add pages.
 //!
-//! All else goes by the descriptor, which allocates, grows the file, and fails with an error where there is no room.
+//! All other transfers use the descriptor, which allocates, grows the file, and returns an error without room.
 //!
 //! # Times
 //!
-//! The kernel does not see such a write, so its time is kept here and the file's mtime is the later of both. It is later than
-//! each that was shown before the bytes were there (`written`): so who sees the same time twice has seen the same
-//! bytes. After somebody set the times, the next write goes by the descriptor, for one that was set in the future gives way
-//! to the kernel's. Reads move atime by the rule of `relatime`, as the kernel does for those that it sees.
+//! The kernel does not see such a write, so its time is kept here, and the file's mtime is the later of both. It is
+//! later than each mtime that was shown before the bytes changed (`written`): two equal times mean equal bytes. After
+//! the times were set, the next write uses the descriptor, because the kernel's time must replace one in the future.
+//! Reads update atime by the rule of `relatime`, as the kernel does.
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -32,38 +31,39 @@ use super::pages::{PAGE_BYTES, Pages, bits, touched, words};
 use crate::machine::{coarse_time, is_ahead, later, nanoseconds, timespec};
 use crate::store::Usage;
 
-/// Transfers that a file sees before it is mapped: mapping costs as much as some of them, and most files are written
-/// once and closed.
+/// The number of transfers before a file is mapped: mapping costs as much as several transfers, and most files are
+/// written once and closed.
 const USES_BEFORE: u32 = 8;
-/// The longest copy. Beyond, a system call costs little by comparison, and the kernel need not fault pages in.
+/// The maximum copy in bytes. Beyond it, a system call is comparatively cheap and avoids page faults.
 const COPY_BYTES_MAX: usize = 128 << 10;
-/// The shortest mapping; longer ones double, so that growing files are seldom mapped again.
+/// The minimum mapping in bytes; longer ones double, so that growing files are rarely remapped.
 const MAPPED_BYTES_MIN: u64 = 1 << 20;
-/// Files are mapped up to here. It bounds what a client gets us to remember by one write far out: a bit per page, 2 MiB.
+/// The maximum mapping in bytes. It bounds the memory for the set of pages (a bit per page, 2 MiB) after a write at a
+/// large offset.
 const MAPPED_BYTES_MAX: u64 = 64 << 30;
-/// `relatime` moves atime once a day whatever else happens.
+/// `relatime` updates atime at least once a day.
 const DAY_S: i64 = 24 * 60 * 60;
-/// The most pieces of memory that one call of the kernel takes (`IOV_MAX`).
+/// The maximum number of segments per system call (`IOV_MAX`).
 const SEGMENTS_MAX: usize = 1024;
 
 /// The memory of one open data file.
 #[derive(Debug)]
 pub(super) struct MappedFile {
     map: RwLock<Map>,
-    /// How often it was asked for, up to [`USES_BEFORE`].
+    /// The number of transfers, up to [`USES_BEFORE`].
     uses: AtomicU32,
-    /// When bytes were last copied in, in nanoseconds since the epoch; 0 for never since times were set.
+    /// The time of the last copy in, in nanoseconds since the epoch; 0: none since times were set.
     wrote_ns: AtomicI64,
-    /// When a copy out last moved atime; likewise.
+    /// The time when a copy out last updated atime; likewise.
     read_ns: AtomicI64,
-    /// A read saw to atime, and nothing happened since that may have made it old.
+    /// A read has updated atime, and nothing has happened since that requires another update.
     was_read: AtomicBool,
-    /// The file's mtime lies ahead, or may: the next write is to go by the descriptor.
+    /// The file's mtime is, or may be, in the future: the next write must use the descriptor.
     is_ahead: AtomicBool,
-    /// The mtime that was shown may be that of now: it is to move with the next write.
+    /// The mtime that was shown may equal the current time: the next write must advance it.
     was_shown: AtomicBool,
-    /// The mtime that was shown last, in nanoseconds since the epoch. Its lock is taken to show times, and by the first write
-    /// after that.
+    /// The mtime that was shown last, in nanoseconds since the epoch. Its lock is taken to show times, and by the first
+    /// write afterwards.
     shown_ns: Mutex<i64>,
 }
 
@@ -72,9 +72,9 @@ pub(super) struct MappedFile {
 struct Map {
     mapping: Option<Mapping>,
     pages: Pages,
-    /// The file is at least this long.
+    /// The minimum size of the file in bytes.
     size: AtomicU64,
-    /// It cannot be mapped, or not any more.
+    /// It cannot be mapped, or no longer.
     refused: bool,
 }
 
@@ -84,13 +84,13 @@ impl Map {
         self.mapping.as_ref().is_some_and(|mapping| bytes.end <= mapping.bytes() as u64)
     }
 
-    /// The mapping, if these bytes can be copied from or to it as long as the lock is held.
+    /// Returns the mapping, if these bytes can be copied while the lock is held.
     fn holds(&self, bytes: &Range<u64>) -> Option<&Mapping> {
         let there = bytes.end <= self.size.load(Ordering::Relaxed) && self.pages.has(&touched(bytes));
         self.mapping.as_ref().filter(|mapping| there && bytes.end <= mapping.bytes() as u64)
     }
 
-    /// Maps the file at least up to `end`; answers whether it is.
+    /// Maps the file at least up to `end`; returns whether it is mapped.
     fn extend(&mut self, file: BorrowedFd<'_>, end: u64) -> bool {
         if self.refused {
             return false;
@@ -112,13 +112,13 @@ impl Map {
         mapped
     }
 
-    /// Asks the kernel whether pages are allocated; answers the mapping if all are.
+    /// Queries whether pages are allocated; returns the mapping if all are.
     fn learn(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<&Mapping> {
         let size = rustix::fs::fstat(file).ok().and_then(|stat| u64::try_from(stat.st_size).ok())?;
         let mapping = self.mapping.as_ref().filter(|_| bytes.end <= size)?;
-        // It does not shrink as long as the lock is held.
+        // It does not shrink while the lock is held.
         self.size.fetch_max(size, Ordering::Relaxed);
-        // The kernel may take pages beyond the end away by itself (of huge pages).
+        // The kernel may remove pages beyond the end (of huge pages).
         let below_end = touched(&(0..size));
         for word in words(&touched(bytes)) {
             self.pages.add(word, mapping.present(word) & bits(word, &below_end));
@@ -126,12 +126,12 @@ impl Map {
         self.holds(bytes)
     }
 
-    /// The same where nothing is known yet; later on, each write through the descriptor tells something.
+    /// As [`Self::learn`], but only where nothing is known yet; later, writes through the descriptor add pages.
     fn learn_once(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<&Mapping> {
         if self.pages.is_blank(bytes.start / PAGE_BYTES) { self.learn(file, bytes) } else { None }
     }
 
-    /// Bytes were written through the descriptor while the lock is held.
+    /// Records a write through the descriptor while the lock is held.
     fn written(&self, bytes: Range<u64>) {
         self.size.fetch_max(bytes.end, Ordering::Relaxed);
         let pages = touched(&bytes);
@@ -139,7 +139,7 @@ impl Map {
     }
 }
 
-/// The bytes that a transfer is about, if it is one for us.
+/// Returns the bytes of a transfer, if it is small enough.
 fn range(offset: u64, segments: &[Segment]) -> Option<(Range<u64>, usize)> {
     let bytes = segments.iter().try_fold(0_usize, |sum, segment| sum.checked_add(segment.bytes))?;
     let end = offset.checked_add(bytes as u64)?;
@@ -148,11 +148,11 @@ fn range(offset: u64, segments: &[Segment]) -> Option<(Range<u64>, usize)> {
 
 /// A place in a mapping.
 fn place(bytes: &Range<u64>) -> usize {
-    usize::try_from(bytes.start).expect("what is mapped has an address")
+    usize::try_from(bytes.start).expect("a mapped offset fits an address")
 }
 
 impl MappedFile {
-    /// Of a file whose mtime is known to be this.
+    /// Creates the state of a file with this known mtime.
     pub(super) fn new(mtime: Timespec) -> Self {
         Self {
             map: RwLock::default(),
@@ -170,7 +170,7 @@ impl MappedFile {
         self.map.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The map, kept as it is, with these bytes mapped.
+    /// Returns the map with the lock held, with these bytes mapped.
     fn ready(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<RwLockReadGuard<'_, Map>> {
         if bytes.end > MAPPED_BYTES_MAX {
             return None;
@@ -191,14 +191,14 @@ impl MappedFile {
         Some(lock()).filter(|map| map.covers(bytes))
     }
 
-    /// Makes a change that takes pages away from these bytes on, while nobody copies.
+    /// Makes a change that removes pages of these bytes, without concurrent copies.
     pub(super) fn removing<T>(&self, bytes: Range<u64>, change: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut map = self.write_lock();
         map.pages.remove(&touched(&bytes));
         change()
     }
 
-    /// Makes a change of the size, while nobody copies.
+    /// Makes a change of the size, without concurrent copies.
     pub(super) fn resizing<T>(&self, size: u64, change: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut map = self.write_lock();
         let known = map.size.get_mut();
@@ -207,9 +207,9 @@ impl MappedFile {
         change()
     }
 
-    /// Sets times, to which all writes until now do not matter any more.
+    /// Sets times, which override all earlier writes.
     pub(super) fn setting_times<T>(&self, set: impl FnOnce() -> Result<T>) -> Result<T> {
-        // A copy that is under way notes its time before the lock is given.
+        // A concurrent copy records its time before it releases the lock.
         let _map = self.write_lock();
         self.wrote_ns.store(0, Ordering::Relaxed);
         self.read_ns.store(0, Ordering::Relaxed);
@@ -218,11 +218,11 @@ impl MappedFile {
         set()
     }
 
-    /// What is to be shown of the file, of which the kernel tells this.
+    /// Returns the attributes to show, from those of the kernel.
     pub(super) fn show(&self, look: impl FnOnce() -> Result<Usage>) -> Result<Usage> {
         let mut shown_ns = self.shown_ns.lock().unwrap_or_else(PoisonError::into_inner);
         self.was_shown.store(true, Ordering::Relaxed);
-        // Either a write sees that its time is about to be shown, or its bytes and its time are seen here.
+        // Either a write sees that its time is about to be shown, or its bytes and its time are visible here.
         fence(Ordering::SeqCst);
         let known = look()?;
         let times = known.times.map(|times| self.times(times));
@@ -235,7 +235,7 @@ impl MappedFile {
         Ok(Usage { times, ..known })
     }
 
-    /// The file's times, of which the kernel knows these.
+    /// Returns the file's times, from those of the kernel.
     pub(super) fn times(&self, (atime, mtime): (Timespec, Timespec)) -> (Timespec, Timespec) {
         let later = |known: Timespec, noted: &AtomicI64| match noted.load(Ordering::Relaxed) {
             0 => known,
@@ -244,23 +244,24 @@ impl MappedFile {
         (later(atime, &self.read_ns), later(mtime, &self.wrote_ns))
     }
 
-    /// Ends it: from now on everything goes by the descriptor. `keep` is called first, while nobody copies.
+    /// Ends the mapping: from now on all transfers use the descriptor. `keep` is called first, without concurrent
+    /// copies.
     pub(super) fn end(&self, keep: impl FnOnce()) {
         let mut map = self.write_lock();
         keep();
         *map = Map { refused: true, ..Map::default() };
     }
 
-    /// Notes a copy that the kernel did not see.
+    /// Records a write that the kernel did not see.
     fn note_write(&self) {
         let now = nanoseconds(coarse_time());
-        // The clock ticks seldom: mostly the line stays shared between CPUs.
+        // The clock ticks rarely, so the cache line usually stays shared between CPUs.
         if self.wrote_ns.load(Ordering::Relaxed) != now {
             self.note_time(now);
         }
     }
 
-    /// Notes a time of writing, unless a later one is noted that does not lie too far ahead.
+    /// Records a time of writing, unless a later one is recorded that is not too far ahead.
     fn note_time(&self, time: i64) {
         let moves = |noted: i64| (noted < time || is_ahead(time, noted)).then_some(time);
         if self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, moves).is_ok() {
@@ -322,8 +323,8 @@ impl Memory for MappedFile {
         Some(outcome)
     }
 
-    /// The kernel stamps a write before its bytes are there, and by the tick where it has no multigrain times (before Linux
-    /// 6.13). So where its time may have been shown already, another one is given now.
+    /// The kernel stamps a write before its bytes are visible, and with tick granularity without multigrain times
+    /// (before Linux 6.13). If its time may have been shown already, a later one is recorded.
     fn written(&self) {
         fence(Ordering::SeqCst);
         if !self.was_shown.load(Ordering::Relaxed) {
@@ -362,9 +363,9 @@ unsafe fn write_through(file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> 
 mod tests {
     use super::*;
 
-    /// The kernel of before Linux 6.13, whose clock stands still.
+    /// The kernel before Linux 6.13, with a clock that does not advance.
     #[test]
-    fn who_looks_in_between_sees_another_time() {
+    fn a_write_after_a_look_changes_the_time() {
         let known = coarse_time();
         let mapped = MappedFile::new(known);
         let show = || {
@@ -379,11 +380,11 @@ mod tests {
             assert_eq!(show(), now, "nothing was written");
             last = now;
         }
-        // Nobody looks: nothing moves but the clock.
+        // Without a look only the clock changes the time.
         (0..10).for_each(|_| mapped.written());
         assert!(show() > last);
         assert!(nanoseconds(show()) - nanoseconds(coarse_time()) < 10_000_000);
-        // A time that was set long ago, or lies far ahead, is left by the next write.
+        // A time in the past, or far ahead, is replaced by the next write.
         for set in [Timespec { sec: 5, nsec: 5 }, Timespec { sec: 1 << 33, nsec: 5 }] {
             mapped.setting_times(|| Ok(())).expect("nothing fails");
             let look = || Ok(Usage { times: Some((set, set)), ..Usage::default() });

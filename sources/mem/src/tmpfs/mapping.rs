@@ -1,4 +1,4 @@
-//! A data file in our address space.
+//! A mapping of a data file.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -9,22 +9,22 @@ use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
 
 use super::pages::{PAGE_BYTES, WORD_PAGES};
 
-/// All mappings of this process together, in bytes: far below the 128 TiB of an address space, and so little that what is
-/// known of their pages takes 32 MiB at most.
+/// The maximum total length of mappings in this process, in bytes: far below the 128 TiB of an address space, and the
+/// sets of pages take at most 32 MiB.
 const BYTES_MAX: u64 = 1 << 40;
-/// All mappings of this process: a quarter of what the kernel allows by default (`vm.max_map_count`).
+/// The maximum number of mappings in this process: a quarter of the kernel's default limit (`vm.max_map_count`).
 const COUNT_MAX: u64 = 16_000;
 
 static BYTES: AtomicU64 = AtomicU64::new(0);
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
-/// Takes some of what all share, unless that is too much.
+/// Adds to a shared total, unless that would exceed its maximum.
 fn take(shared: &AtomicU64, more: u64, max: u64) -> bool {
     let taken = |now: u64| now.checked_add(more).filter(|sum| *sum <= max);
     shared.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).is_ok()
 }
 
-/// A shared mapping of a file from its beginning on. It may be longer than the file.
+/// A shared mapping of a file from its start. It may be longer than the file.
 #[derive(Debug)]
 pub(super) struct Mapping {
     address: NonNull<u8>,
@@ -38,11 +38,11 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `bytes` of a file. `None` if that is too much, or the kernel will not.
+    /// Maps the first `bytes` of a file. `None` if the limits are exceeded, or the kernel refuses.
     pub(super) fn new(file: BorrowedFd<'_>, bytes: usize) -> Option<Self> {
         // SAFETY: the call has no preconditions.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        // What the kernel tells of pages is told by its own size.
+        // mincore reports pages of the kernel's size.
         if u64::try_from(page_bytes) != Ok(PAGE_BYTES) || !take(&COUNT, 1, COUNT_MAX) {
             return None;
         }
@@ -70,7 +70,7 @@ impl Mapping {
         self.bytes
     }
 
-    /// Makes it longer; returns whether that worked.
+    /// Makes the mapping longer; returns whether that succeeded.
     pub(super) fn grow(&mut self, bytes: usize) -> bool {
         let Some(more) = bytes.checked_sub(self.bytes) else { return true };
         if !take(&BYTES, more as u64, BYTES_MAX) {
@@ -91,7 +91,7 @@ impl Mapping {
         }
     }
 
-    /// Which of the pages of a word are in memory; those that are swapped out are not told.
+    /// Returns which pages of a word are in memory; swapped-out pages are not reported.
     pub(super) fn present(&self, word: u64) -> u64 {
         let word_bytes = WORD_PAGES * PAGE_BYTES;
         let Some(start) = word.checked_mul(word_bytes).and_then(|start| usize::try_from(start).ok()) else { return 0 };
@@ -111,8 +111,9 @@ impl Mapping {
     /// Copies the segments to `offset`.
     ///
     /// # Safety
-    /// The segments are valid for reads. The bytes there are in pages that are allocated, below the end of the file, and
-    /// stay both until this returns: else the kernel would end the program (SIGBUS).
+    ///
+    /// The segments are valid for reads. Until this returns, the bytes of the mapping are in allocated pages below the
+    /// end of the file; otherwise the kernel would kill the program (SIGBUS).
     pub(super) unsafe fn copy_in(&self, offset: usize, from: &[Segment]) {
         let mut at = offset;
         for segment in from {
@@ -124,7 +125,7 @@ impl Mapping {
         }
     }
 
-    /// Copies from `offset` on to the segments.
+    /// Copies from `offset` to the segments.
     ///
     /// # Safety
     /// The segments are valid for writes; the rest as for [`Self::copy_in`].

@@ -1,4 +1,4 @@
-//! Files as memfds, with a limit that is kept by allocating before anything is written.
+//! Files as memfds, with a limit that is enforced by allocating before each write.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -33,8 +33,8 @@ fn allocated(file: &File) -> Result<u64> {
     Ok(file.usage()?.blocks * BLOCK_BYTES)
 }
 
-/// The bytes of the pages from `start` to `end` that may be holes. Pages that were allocated and never written look like
-/// holes too; they are counted twice for a moment, so that the last of the room may be refused to a write there.
+/// Returns the number of bytes of pages from `start` to `end` that may be holes. Allocated but unwritten pages also
+/// look like holes; they are counted twice for a moment, so a write there may be refused when little room is left.
 fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
     let size = file.usage()?.size;
     let mut missing = 0;
@@ -42,7 +42,7 @@ fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
     while at < end {
         let data = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
             Ok(data) => data.min(end),
-            // Nothing more up to the end of the file.
+            // No data follow before the end of the file.
             Err(Errno::NXIO) => end,
             Err(error) => return Err(error),
         };
@@ -52,7 +52,7 @@ fn missing(file: &File, start: u64, end: u64) -> Result<u64> {
         }
         at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(data)) {
             Ok(hole) if hole < size => hole,
-            // The end of the file is a hole to seek, but the rest of its page is there.
+            // SEEK_HOLE reports the end of the file, but the rest of its page is allocated.
             Ok(_) | Err(Errno::NXIO) => size.next_multiple_of(PAGE_BYTES),
             Err(error) => return Err(error),
         };
@@ -96,7 +96,7 @@ impl Memfds {
         let _ = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
 
-    /// Allocates a range, so that writing there can neither fail nor pass the limit.
+    /// Allocates a range, so that a write there can neither fail nor exceed the limit.
     pub(super) fn reserve(&self, file: &File, offset: u64, len: u64) -> Result<()> {
         self.reserve_locked(file, &mut lock(&file.dense_to), offset, len)
     }
@@ -121,7 +121,7 @@ impl Memfds {
         Ok(())
     }
 
-    /// Runs what gives memory back from `offset` on.
+    /// Runs a change that frees memory from `offset`.
     pub(super) fn shrinking(&self, file: &File, offset: u64, change: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut dense_to = lock(&file.dense_to);
         *dense_to = (*dense_to).min(offset / PAGE_BYTES * PAGE_BYTES);
@@ -131,7 +131,7 @@ impl Memfds {
         done
     }
 
-    /// Writes at the end, where only the one who holds the file's lock knows it to be.
+    /// Writes at the end, which only the holder of the file's lock knows.
     pub(super) fn append(&self, file: &File, len: u32, input: &mut dyn Input) -> Result<usize> {
         let mut dense_to = lock(&file.dense_to);
         let mut buffer = [0; APPEND_BYTES];

@@ -1,19 +1,18 @@
-//! The volatile store: each file's bytes are a file of their own in memory, which clients' kernels and transfers reach
-//! without us.
+//! The volatile store: each file's bytes are in a separate file in memory, which clients' kernels and transfers access
+//! directly.
 //!
-//! * With `CAP_SYS_ADMIN`: a **private tmpfs**, mounted nowhere, of which only this process has the root. Files are named by
-//!   inode number and open only while their inode is. The kernel keeps the size limit, also for what is written through
-//!   descriptors that were handed out, and places each page on the NUMA node of the CPU that writes it first: the client's
-//!   own where files are passed through, and by io_uring, whose workers are bound to their clients' CPUs; a reader of /dev/fuse
-//!   may be elsewhere. (That is the kernel's doing, and was not tried on a machine with two nodes.) Files that are used more than a few
-//!   times while they are open are mapped too, so that most reads and writes need no system call ([`mapped`]).
-//! * Without: **memfds**, one for each file that is not empty, open as long as the file exists. The limit is kept by us,
-//!   which is only possible where every write is asked for, so nothing is handed out for passthrough.
+//! * With `CAP_SYS_ADMIN`: a **private, detached tmpfs**, whose root only this process has. Files are named by inode
+//!   number and open only while their inode is. The kernel enforces the size limit, also for writes through passed
+//!   descriptors, and places each page on the NUMA node of the CPU that first writes it. With passthrough that is the
+//!   client's CPU, and with io_uring, too, because its workers are bound to their clients' CPUs. Files with several
+//!   transfers are mapped, so that most reads and writes need no system call ([`mapped`]).
+//! * Without: **memfds**, one per non-empty file, open as long as the file exists. This process enforces the limit, so
+//!   every write must go through it, and no descriptor is passed to clients.
 
 mod file;
 #[allow(unsafe_code, reason = "transfers are about addresses")]
 mod mapped;
-#[allow(unsafe_code, reason = "a mapping is made of addresses")]
+#[allow(unsafe_code, reason = "a mapping is accessed by address")]
 mod mapping;
 mod memfds;
 mod pages;
@@ -46,7 +45,7 @@ enum Place {
 /// The flags of every data file.
 const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
 
-/// What a user who may not mount is told by the kernel, or by a sandbox.
+/// Returns whether an error means that the kernel or a sandbox forbids mounting.
 fn is_refusal(errno: Errno) -> bool {
     matches!(errno, Errno::PERM | Errno::ACCESS | Errno::NOSYS)
 }
@@ -59,7 +58,7 @@ fn mount(options: &Options, size_bytes: u64) -> std::result::Result<OwnedFd, Err
     let set = |key: &'static str, value: &str| fsconfig_set_string(config.as_fd(), key, value).map_err(wrong(key));
     set("size", &size_bytes.to_string())?;
     set("mode", "0700")?;
-    // Inodes are limited by the tree, which has more of them than the mount has files.
+    // The tree limits inodes, and it has more of them than the mount has files.
     set("nr_inodes", "0")?;
     if options.huge {
         // Not "always", which takes a huge page for the smallest file.
@@ -91,7 +90,7 @@ impl Tmpfs {
         Ok(Self(Place::Memfds(Memfds::new(size_bytes))))
     }
 
-    /// Whether the kernel keeps the limit, so that descriptors can be handed out.
+    /// Returns whether the kernel enforces the limit, so that descriptors can be passed to clients.
     pub fn is_mount(&self) -> bool {
         matches!(self.0, Place::Mount(_))
     }
@@ -102,7 +101,7 @@ impl Tmpfs {
         rustix::fs::openat(root, DecInt::new(ino.0), FLAGS | flags, mode)
     }
 
-    /// The descriptor that appends, of a file of which somebody may write elsewhere at the same time.
+    /// Returns the appending descriptor of a file, which others may write at the same time.
     fn append<'a>(&self, file: &'a File) -> Result<&'a Arc<Backing>> {
         if let Some(append) = file.append.get() {
             return Ok(append);
@@ -206,7 +205,7 @@ impl Store for Tmpfs {
             return Err(Errno::OPNOTSUPP);
         }
         if zeroes || flags.contains(FallocateFlags::PUNCH_HOLE) {
-            // tmpfs has no mode that zeroes: a hole is zero, and filled again it is allocated.
+            // tmpfs cannot zero a range: it is punched and then allocated.
             let flags = if zeroes { punch } else { flags };
             match &self.0 {
                 Place::Mount(_) => file.removing(offset..offset.saturating_add(len), || change(flags))?,
@@ -272,7 +271,7 @@ impl Store for Tmpfs {
             Place::Memfds(memfds) => memfds.remove(ino),
             Place::Mount(root) => match rustix::fs::unlinkat(root, DecInt::new(ino.0), AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
-                Err(error) => tracing::warn!(ino = ino.0, %error, "the data of a file that ended"),
+                Err(error) => tracing::warn!(ino = ino.0, %error, "cannot remove the data of a deleted file"),
             },
         }
     }

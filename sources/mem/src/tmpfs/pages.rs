@@ -3,27 +3,27 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The granularity of what is known; the kernel's pages are no smaller.
+/// The granularity in bytes; the kernel's pages are no smaller.
 pub(super) const PAGE_BYTES: u64 = 4096;
 /// Pages in a word of the set.
 pub(super) const WORD_PAGES: u64 = u64::BITS as u64;
 
-/// A set of pages, for whose members no access can fail for want of memory. Pages are added by many at a time, and
-/// removed by one who has the set for itself.
+/// A set of pages that are allocated, so that accesses cannot fail. Many threads may add pages; removal requires
+/// exclusive access.
 #[derive(Debug, Default)]
 pub(super) struct Pages(Vec<AtomicU64>);
 
-/// The pages that a range of bytes touches.
+/// Returns the pages that a range of bytes touches.
 pub(super) fn touched(bytes: &Range<u64>) -> Range<u64> {
     bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES)
 }
 
-/// The words that hold these pages.
+/// Returns the words that hold these pages.
 pub(super) fn words(pages: &Range<u64>) -> Range<u64> {
     pages.start / WORD_PAGES..pages.end.div_ceil(WORD_PAGES)
 }
 
-/// The bits of a word that stand for pages of the range.
+/// Returns the bits of a word for pages of the range.
 pub(super) fn bits(word: u64, pages: &Range<u64>) -> u64 {
     let first = word * WORD_PAGES;
     let start = pages.start.clamp(first, first + WORD_PAGES) - first;
@@ -45,7 +45,7 @@ impl Pages {
         self.0.get(usize::try_from(word).ok()?)
     }
 
-    /// Whether all of these are in the set.
+    /// Returns whether all of these are in the set.
     pub(super) fn has(&self, pages: &Range<u64>) -> bool {
         words(pages).all(|word| {
             let wanted = bits(word, pages);
@@ -53,12 +53,12 @@ impl Pages {
         })
     }
 
-    /// Whether nothing is known of the surroundings of a page.
+    /// Returns whether nothing is known around a page.
     pub(super) fn is_blank(&self, page: u64) -> bool {
         self.word(page / WORD_PAGES).is_some_and(|has| has.load(Ordering::Relaxed) == 0)
     }
 
-    /// Adds the pages that the bits of a word stand for, as far as there is room.
+    /// Adds the pages of a word's bits, within the capacity.
     pub(super) fn add(&self, word: u64, bits: u64) {
         if let Some(has) = self.word(word)
             && has.load(Ordering::Relaxed) & bits != bits
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_touch_pages_and_pages_have_bits() {
+    fn byte_ranges_convert_to_pages_and_bits() {
         for (bytes, pages) in [(0..1, 0..1), (0..4096, 0..1), (4095..4097, 0..2), (8192..8192, 2..2)] {
             assert_eq!(touched(&bytes), pages, "{bytes:?}");
         }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_agrees_with_a_plain_one() {
+    fn the_set_agrees_with_a_plain_set() {
         let mut pages = Pages::default();
         let mut plain = std::collections::BTreeSet::new();
         pages.grow(200);

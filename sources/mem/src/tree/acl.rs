@@ -1,4 +1,4 @@
-//! POSIX ACLs as Linux keeps them in `system.posix_acl_access` and `system.posix_acl_default`: version 2, little endian,
+//! POSIX ACLs in the format of `system.posix_acl_access` and `system.posix_acl_default`: version 2, little-endian,
 //! entries of tag (2 bytes), permissions (2) and id (4). The rules are those of Linux's fs/posix_acl.c.
 
 pub(crate) use ferry_vfs::acl::{ACCESS, DEFAULT};
@@ -18,7 +18,7 @@ struct AclEntry {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Acl(Vec<AclEntry>);
 
-/// The three permission bits of one class of a mode, to restrict an entry, and the reverse.
+/// Restricts an entry to the three permission bits of one class of a mode, and the reverse.
 fn restrict(perm: &mut u16, mode: &mut u32, shift: u32) {
     let class = u16::try_from((*mode >> shift) & 7).expect("three bits");
     *perm &= class;
@@ -26,7 +26,7 @@ fn restrict(perm: &mut u16, mode: &mut u32, shift: u32) {
 }
 
 impl Acl {
-    /// Parses the attribute's value; `None` for one without entries, which stands for no ACL.
+    /// Parses the attribute's value; `None` for one without entries, which means no ACL.
     pub(crate) fn parse(value: &[u8]) -> Result<Option<Self>> {
         let Some((header, rest)) = value.split_first_chunk::<HEADER_BYTES>() else {
             return if value.is_empty() { Ok(None) } else { Err(Errno::INVAL) };
@@ -47,7 +47,8 @@ impl Acl {
         if acl.is_valid() { Ok(Some(acl)) } else { Err(Errno::INVAL) }
     }
 
-    /// Owner, users, group, groups, mask, others, in this order; a mask wherever somebody is named.
+    /// Checks the order (owner, users, group, groups, mask, others), and that there is a mask if users or groups are
+    /// named.
     fn is_valid(&self) -> bool {
         let mut last = 0;
         let mut named = false;
@@ -85,12 +86,12 @@ impl Acl {
         self.0.iter().find(|entry| entry.tag == tag).map(|entry| entry.perm.into())
     }
 
-    /// Whether it says more than the permission bits of a mode can.
+    /// Returns whether the ACL cannot be expressed by the permission bits of a mode.
     pub(crate) fn is_extended(&self) -> bool {
         self.0.iter().any(|entry| matches!(entry.tag, USER | GROUP | MASK))
     }
 
-    /// The mode with the permission bits that this access ACL gives it: the group's are the mask's.
+    /// Returns the mode with the permission bits of this access ACL; the group's bits are those of the mask.
     pub(crate) fn mode(&self, mode: u32) -> u32 {
         let group = self.perm(MASK).or(self.perm(GROUP_OBJ)).unwrap_or_default();
         let (user, other) = (self.perm(USER_OBJ).unwrap_or_default(), self.perm(OTHER).unwrap_or_default());
@@ -108,8 +109,7 @@ impl Acl {
         }
     }
 
-    /// Makes a directory's default ACL the access ACL of something that is made in it with `mode`; answers the new
-    /// mode.
+    /// Turns a directory's default ACL into the access ACL of a file created in it with `mode`; returns the new mode.
     pub(crate) fn restrict_to(&mut self, mut mode: u32) -> u32 {
         let group = if self.perm(MASK).is_some() { MASK } else { GROUP_OBJ };
         for (tag, shift) in [(USER_OBJ, 6), (group, 3), (OTHER, 0)] {
@@ -120,7 +120,7 @@ impl Acl {
         mode
     }
 
-    /// Whether somebody who neither owns the file nor is root may do all of `want` (rwx bits).
+    /// Returns whether a user who is neither the owner nor root has all permissions of `want` (rwx bits).
     pub(crate) fn allows(&self, want: u32, uid: u32, in_group: impl Fn(u32) -> bool, owning_group: u32) -> bool {
         let mask = self.perm(MASK).unwrap_or(7);
         if let Some(user) = self.0.iter().find(|entry| entry.tag == USER && entry.id == uid) {
@@ -156,7 +156,7 @@ pub(crate) mod tests {
     const NOBODY: u32 = u32::MAX;
 
     #[test]
-    fn takes_exactly_what_linux_takes() {
+    fn accepts_exactly_what_linux_accepts() {
         let minimal = [(USER_OBJ, 6, NOBODY), (GROUP_OBJ, 4, NOBODY), (OTHER, 4, NOBODY)];
         let named = [(USER_OBJ, 6, 0), (USER, 7, 9), (USER, 5, 8), (GROUP_OBJ, 4, 0), (MASK, 5, 0), (OTHER, 0, 0)];
         for good in [&minimal[..], &named] {

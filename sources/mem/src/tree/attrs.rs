@@ -1,4 +1,4 @@
-//! Attributes: shown, changed, and kept in step with what the store knows.
+//! Attributes: reading, changing, and combining them with the store's.
 
 use std::sync::Arc;
 
@@ -19,22 +19,22 @@ pub(crate) const S_ISUID: u32 = 0o4000;
 pub(crate) const S_ISGID: u32 = 0o2000;
 pub(crate) const S_IXGRP: u32 = 0o010;
 
-/// What `stat` tells as the preferred size of a transfer.
+/// The preferred size of a transfer in `stat`, in bytes.
 const BLOCK_BYTES: u32 = 4096;
 const DAY_S: i64 = 24 * 60 * 60;
 
-/// The time of a change of what changed at these times before: later than each of them, so that no two states of an inode
-/// have the same times, however fast one follows the other. (9P's `qid.version` is made of them.)
+/// Returns the time of a change after changes at these times: later than each of them, so that no two states of an
+/// inode have equal times. (9P's `qid.version` is derived from them.)
 pub(crate) fn now_after<S: Store>(lasts: impl IntoIterator<Item = Timespec>) -> Timespec {
     timespec(after(nanoseconds(S::now()), lasts))
 }
 
-/// The same at the time `now`, in nanoseconds.
+/// As [`now_after`] at the time `now`, in nanoseconds.
 pub(crate) fn after(now: i64, lasts: impl IntoIterator<Item = Timespec>) -> i64 {
     lasts.into_iter().map(|last| later(now, nanoseconds(last))).fold(now, i64::max)
 }
 
-/// Lays what the store knows over what the tree knows. Where data moved unseen, so did ctime.
+/// Overlays the store's attributes on the tree's. If data changed without the tree's knowledge, so did ctime.
 fn overlay(meta: &mut Meta, usage: &Usage, noted_write: Option<Timespec>) {
     let mtime = match usage.times {
         Some((atime, mtime)) => {
@@ -51,7 +51,7 @@ fn overlay(meta: &mut Meta, usage: &Usage, noted_write: Option<Timespec>) {
 }
 
 impl<S: Store> Tree<S> {
-    /// Brings the state up to date with the store, without a word to the journal.
+    /// Refreshes the state from the store, without logging.
     fn refresh(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let Body::File(body) = &mut state.body else { return Ok(()) };
         if body.is_live() {
@@ -66,8 +66,8 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// Brings the state up to date, and the journal with it: records that do not have all attributes would lose what was
-    /// only noted before.
+    /// Refreshes the state and logs it, because records with some of the attributes would lose times that are only
+    /// noted.
     pub(crate) fn sync_attr(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let before = state.meta;
         self.refresh(node, state)?;
@@ -78,7 +78,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// The attributes that the tree keeps, as they are now, with size and blocks.
+    /// Returns the tree's current attributes, with size and blocks.
     pub(crate) fn present(&self, node: &Node<S>, state: &State<S>) -> Result<(Meta, u64, u64)> {
         let mut meta = state.meta;
         let (size, blocks) = match &state.body {
@@ -116,7 +116,7 @@ impl<S: Store> Tree<S> {
         })
     }
 
-    /// What a name led to; the reference was taken by the caller and is given back on an error.
+    /// Returns the entry of an inode; the caller took the reference, which is released on an error.
     pub(crate) fn entry(&self, node: &Arc<Node<S>>) -> Result<Entry> {
         let attr = self.attr(node, &node.read());
         match attr {
@@ -135,7 +135,7 @@ impl<S: Store> Tree<S> {
     }
 
     pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
-        // Before anything is locked: who has the file mapped may be about to map more of it.
+        // Before any lock: a client that has the file mapped may be about to map more of it.
         let _shortening = set.size.map(|size| self.shortening(cx.session, ino, size));
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
@@ -155,7 +155,7 @@ impl<S: Store> Tree<S> {
         Ok(attr)
     }
 
-    /// To be held while a file is made as short as that; see [`Windows::shortening`].
+    /// Returns a guard for shortening a file to `size`; see [`Windows::shortening`].
     pub(crate) fn shortening(&self, by: SessionId, ino: Ino, size: u64) -> Shortening {
         Windows::of_process().shortening(by, || self.store.file_id(ino), size)
     }
@@ -205,7 +205,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// Tells the store about times that somebody set.
+    /// Passes times set by a client to the store.
     fn tell_times(&self, node: &Node<S>, state: &State<S>, times: (Timespec, Timespec)) -> Result<()> {
         node.forget_write();
         match &state.body {
@@ -214,8 +214,8 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    /// Clears file capabilities before a write, and the suid and sgid that this caller may not keep (`None`: all stay); answers
-    /// whether there was anything to clear.
+    /// Clears file capabilities before a write, and suid and sgid unless this caller may keep them (`None`: all stay);
+    /// returns whether there was anything to clear.
     pub(crate) fn clear_privileges(
         &self,
         node: &Node<S>,
@@ -240,8 +240,7 @@ impl<S: Store> Tree<S> {
         Ok(true)
     }
 
-    /// Moves the access time of something that was just read, as `relatime` does: when it is older than a change, or than
-    /// a day.
+    /// Updates the access time after a read, as `relatime` does: when it is older than a change, or than a day.
     pub(crate) fn accessed(&self, node: &Node<S>) {
         let now = S::now();
         let is_old = |meta: &Meta| {
@@ -249,7 +248,7 @@ impl<S: Store> Tree<S> {
         };
         let old = |meta: &Meta| is_old(meta) && meta.atime < now;
         if !self.limits.read_only && old(&node.read().meta) {
-            // Not logged: it goes along with the next record, and is nothing to keep a journal busy for.
+            // Not logged separately: the next record includes it.
             node.write().meta.atime = now;
         }
     }
@@ -264,7 +263,7 @@ impl<S: Store> Tree<S> {
         }
         let in_group = |group: u32| cx.gid == group || cx.groups.contains(&group);
         let granted = if cx.uid == 0 {
-            // Root may execute only what somebody may.
+            // Root may only execute files that have an execute bit.
             want & 1 == 0 || node.is_dir() || mode & 0o111 != 0
         } else if cx.uid == uid {
             (mode >> 6) & want == want

@@ -14,12 +14,12 @@ use crate::store::Store;
 pub(crate) const COOKIE_DOT: u64 = 1;
 pub(crate) const COOKIE_DOTDOT: u64 = 2;
 
-/// A name and what it means.
+/// A name and its inode.
 #[derive(Debug)]
 pub(crate) struct Link<S: Store> {
     pub(crate) name: NameBuf,
-    /// Its place in listings. Cookies only grow and none is used twice, so an offset stays good whatever comes and
-    /// goes: a listing goes on after it.
+    /// Its position in listings. Cookies only grow and are never reused, so an offset stays valid while names come and
+    /// go.
     pub(crate) cookie: u64,
     pub(crate) node: Arc<Node<S>>,
 }
@@ -68,7 +68,7 @@ impl<S: Store> Dir<S> {
         self.by_name.get(name.as_bytes()).map(|link| &link.0.node)
     }
 
-    /// Adds a name that is not there yet.
+    /// Adds a new name.
     pub(crate) fn insert(&mut self, name: Name<'_>, node: Arc<Node<S>>) {
         let link = Arc::new(Link { name: name.to_buf(), cookie: self.next, node });
         self.next += 1;
@@ -77,8 +77,8 @@ impl<S: Store> Dir<S> {
         debug_assert!(new, "the caller looked the name up under the same lock");
     }
 
-    /// Gives a name that is there another inode; returns the one that it had. The name keeps its cookie, so that a listing which
-    /// has not come to it yet finds it.
+    /// Replaces the inode of a name; returns the previous one. The name keeps its cookie, so that a concurrent listing
+    /// finds it.
     pub(crate) fn replace(&mut self, name: Name<'_>, node: Arc<Node<S>>) -> Option<Arc<Node<S>>> {
         let old = self.by_name.take(name.as_bytes())?.0;
         let link = Arc::new(Link { name: name.to_buf(), cookie: old.cookie, node });
@@ -91,7 +91,7 @@ impl<S: Store> Dir<S> {
     pub(crate) fn remove(&mut self, name: Name<'_>) -> Option<Arc<Node<S>>> {
         let link = self.by_name.take(name.as_bytes())?;
         self.by_cookie.remove(&link.0.cookie);
-        // A directory that was once large gives its memory back.
+        // A directory that was once large releases its memory.
         if is_sparse(self.by_name.len(), self.by_name.capacity()) {
             let len = self.by_name.len();
             self.by_name.shrink_to(2 * len);
@@ -108,18 +108,18 @@ impl<S: Store> Dir<S> {
         self.by_name.len()
     }
 
-    /// The cookie of the next name that is added: all names that are there have smaller ones.
+    /// Returns the cookie of the next new name: all existing names have smaller ones.
     pub(crate) fn end(&self) -> u64 {
         self.next
     }
 
-    /// The names after a cookie and before `end`, in the order in which they came.
+    /// Returns the names after a cookie and before `end`, in order of creation.
     pub(crate) fn between(&self, cookie: u64, end: u64) -> impl Iterator<Item = &Link<S>> {
         let from = cookie.saturating_add(1);
         self.by_cookie.range(from..end.max(from)).map(|(_, link)| &**link)
     }
 
-    /// Takes all names away at once.
+    /// Removes all names.
     pub(crate) fn clear(&mut self) {
         self.by_name = HashSet::default();
         self.by_cookie = BTreeMap::new();

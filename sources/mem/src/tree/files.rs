@@ -14,19 +14,19 @@ use super::xattr::CAPABILITY;
 use super::{Tree, log};
 use crate::store::{Meta, Record, Store, WriteAt};
 
-/// The largest size of a file (`MAX_LFS_FILESIZE`).
+/// The maximum size of a file in bytes (`MAX_LFS_FILESIZE`).
 const FILE_BYTES_MAX: u64 = i64::MAX as u64;
-/// The most that one copy moves: a worker is held up meanwhile, and clients go on where it stopped.
+/// The maximum size of one copy in bytes: it blocks a worker, and clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
 
 /// An open file or directory.
 #[derive(Debug)]
 pub(super) struct Open<S: Store> {
     pub(super) node: Arc<Node<S>>,
-    /// The flags that it was opened with.
+    /// The flags of the open call.
     flags: OFlags,
-    /// Where a listing of the directory ends ([`Dir::end`](super::dir::Dir::end)): names that are added later are left out, or one that
-    /// is renamed again and again would be listed without an end.
+    /// The end of a listing of the directory ([`Dir::end`](super::dir::Dir::end)). It excludes names that are added
+    /// later; otherwise repeated renames would make a listing endless.
     pub(super) list_end: Arc<AtomicU64>,
 }
 
@@ -42,13 +42,13 @@ impl<S: Store> Lockable for Open<S> {
     }
 }
 
-/// Whether such an open may change the file.
+/// Returns whether an open with these flags may change the file.
 fn writes(flags: OFlags) -> bool {
     flags.intersects(OFlags::WRONLY | OFlags::RDWR)
 }
 
 impl<S: Store> Tree<S> {
-    /// The open data of a file, made if there are none; kept only while there are handles.
+    /// Returns the open data of a file, created if necessary; kept only while there are handles.
     pub(crate) fn data(&self, node: &Node<S>, state: &mut State<S>) -> Result<Arc<S::File>> {
         let times = (state.meta.atime, state.meta.mtime);
         let body = state.file_mut()?;
@@ -63,7 +63,7 @@ impl<S: Store> Tree<S> {
         Ok(file)
     }
 
-    /// Sets the size of a file; the attributes are the caller's to change.
+    /// Sets the size of a file; the caller changes the attributes.
     pub(crate) fn truncate(&self, node: &Node<S>, state: &mut State<S>, size: u64) -> Result<()> {
         let body = state.file()?;
         if size > FILE_BYTES_MAX {
@@ -85,7 +85,7 @@ impl<S: Store> Tree<S> {
         self.open_node(cx, &node, flags)
     }
 
-    /// Opens an inode that the caller knows to live.
+    /// Opens an existing inode.
     pub(crate) fn open_node(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<Handle> {
         openable(node.kind)?;
         if flags & OFlags::ACCMODE == OFlags::ACCMODE {
@@ -95,7 +95,7 @@ impl<S: Store> Tree<S> {
         if self.limits.read_only && (truncates || writes(flags)) {
             return Err(Errno::ROFS);
         }
-        // Before anything is locked, as for SETATTR.
+        // Before any lock, as for SETATTR.
         let shortening = truncates.then(|| self.shortening(cx.session, node.ino, 0));
         let change = if truncates { Some(self.begin()?) } else { None };
         let mut state = node.write();
@@ -131,7 +131,7 @@ impl<S: Store> Tree<S> {
         self.change_meta(cx, (node, state), &set, now)
     }
 
-    /// Gives an open inode, which is held for it, its handle.
+    /// Creates the handle of an open inode, which is held for it.
     fn add_handle(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<Handle> {
         let open = Open { node: Arc::clone(node), flags, list_end: Arc::new(AtomicU64::new(u64::MAX)) };
         self.handles.insert(cx.session, node.ino, open).inspect_err(|_| self.close(node))
@@ -144,7 +144,7 @@ impl<S: Store> Tree<S> {
             let gate = self.gate();
             let mut state = node.write();
             if let Err(error) = self.sync_attr(node, &mut state) {
-                tracing::warn!(ino = node.ino.0, %error, "attributes of a closed file");
+                tracing::warn!(ino = node.ino.0, %error, "cannot log the attributes of a closed file");
             }
             if let Body::File(body) = &mut state.body {
                 body.opens -= 1;
@@ -173,7 +173,7 @@ impl<S: Store> Tree<S> {
         self.open_made(cx, &node, flags)
     }
 
-    /// Opens a file that was just made, and held for the answer.
+    /// Opens a new file, which is held for the reply.
     fn open_made(&self, cx: &Caller<'_>, node: &Arc<Node<S>>, flags: OFlags) -> Result<(Entry, Handle)> {
         let attr = {
             let mut state = node.write();
@@ -229,7 +229,7 @@ impl<S: Store> Tree<S> {
         }
         let open = self.handles.get(cx.session, ino, handle).ok()?;
         let mut state = open.node.write();
-        // Writes that we do not see cannot clear what a write must clear.
+        // Writes by the client's kernel do not clear suid and sgid here, so such files get no backing.
         let Meta { mode, .. } = state.meta;
         let privileged = mode & S_ISUID != 0 || mode & (S_ISGID | S_IXGRP) == S_ISGID | S_IXGRP;
         let passed = state.file().is_ok_and(|body| body.passed && body.opens > 1);
@@ -242,7 +242,7 @@ impl<S: Store> Tree<S> {
         Some(backing)
     }
 
-    /// The file that holds an inode's bytes, to be mapped.
+    /// Returns the file with an inode's bytes, for mapping.
     pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         let node = self.table.get(ino)?;
         openable(node.kind)?;
@@ -304,7 +304,7 @@ impl<S: Store> Tree<S> {
         Ok(done)
     }
 
-    /// What a write needs done first and the inode's lock exclusively for. The caller began the change.
+    /// Does the part of a write that needs the inode's lock exclusively. The caller began the change.
     fn prepare_write(&self, cx: &Caller<'_>, node: &Node<S>, clear: bool) -> Result<()> {
         let mut state = node.write();
         self.data(node, &mut state)?;
@@ -385,7 +385,7 @@ impl<S: Store> Tree<S> {
                 |flags, part| self.store.fallocate(file, part.start, part.end - part.start, flags),
             )
         })?;
-        // Collapsing and inserting move all that follows.
+        // Collapsing and inserting move all data behind the range.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
         self.changes.publish(cx.session, || Change::Data { ino: at.0, offset, len });
@@ -412,7 +412,7 @@ impl<S: Store> Tree<S> {
         if from_offset > FILE_BYTES_MAX - len || to_offset > FILE_BYTES_MAX - len {
             return Err(Errno::FBIG);
         }
-        // Not under the lock of the inode that is written, so that no two are ever held: the data stay open meanwhile.
+        // Without the lock of the target inode, so that no two are ever held: the data stay open meanwhile.
         let Some(source) = from.node.read().file()?.file.clone() else { return Ok(0) };
         let count = self.change_data(cx, (to_ino, to_handle), |file| {
             self.store.copy((&source, from_offset), (file, to_offset), len)
@@ -434,7 +434,7 @@ impl<S: Store> Tree<S> {
 }
 
 impl<S: Store> State<S> {
-    /// Whether a write must clear something first.
+    /// Returns whether a write must clear privileges first.
     fn needs_clearing(&self, ids_too: bool) -> bool {
         let ids = self.meta.mode & (S_ISUID | S_ISGID) != 0;
         (ids_too && ids) || self.xattr(CAPABILITY).is_some()

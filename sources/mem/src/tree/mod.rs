@@ -1,7 +1,7 @@
-//! The tree: names, inodes and attributes in memory, over a [`Store`] that has the bytes and the journal.
+//! The tree: names, inodes and attributes in memory, over a [`Store`] with the bytes and the journal.
 //!
-//! An inode lives while it has a name, a reference of a client or an open handle ([`node`]). The order of locks is told in
-//! [`rename`].
+//! An inode exists while it has a name, a reference of a client or an open handle ([`node`]). [`rename`] documents the
+//! order of locks.
 
 mod acl;
 mod attrs;
@@ -35,16 +35,16 @@ const BLOCK_BYTES: u32 = 4096;
 /// What a tree may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The most inodes, the root among them.
+    /// The maximum number of inodes, including the root.
     pub inodes_max: u64,
-    /// The most that inodes, names, targets of symbolic links and extended attributes may take. Each counts as in Linux's
-    /// tmpfs (`tree/space.rs`).
+    /// The maximum size of inodes, names, targets of symbolic links and extended attributes in bytes. Each counts as in
+    /// Linux's tmpfs (`tree/space.rs`).
     pub metadata_bytes_max: u64,
     /// Refuse every change.
     pub read_only: bool,
 }
 
-/// A file system whose tree is in memory and whose data are in a store. See the crate's front page.
+/// A file system with its tree in memory and its data in a store. See the crate documentation.
 #[derive(Debug)]
 pub struct Tree<S: Store> {
     store: S,
@@ -53,20 +53,20 @@ pub struct Tree<S: Store> {
     handles: Handles<Open<S>>,
     locks: Locks<Open<S>>,
     changes: Changes,
-    /// Held by whoever moves something between directories.
+    /// Held while a name moves between directories.
     renames: Mutex<()>,
-    /// Held shared by every change where the store keeps a journal, exclusively by a checkpoint.
+    /// Held shared by every change if the store keeps a journal, exclusively by a checkpoint.
     gate: RwLock<()>,
     next_ino: AtomicU64,
     taken: UsedSpace,
 }
 
-/// Writes a record down, where the store does that at all.
+/// Logs a record, if the store keeps a journal.
 fn log<'a, S: Store>(store: &S, record: impl FnOnce() -> Record<'a>) -> Result<()> {
     if S::JOURNALED { store.log(&record()) } else { Ok(()) }
 }
 
-/// How much a tree holds at the moment.
+/// The resources that a tree currently holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TreeUsage {
     /// Inodes, the root among them.
@@ -90,7 +90,7 @@ impl<S: Store> Tree<S> {
             taken: UsedSpace::default(),
         };
         let root = Arc::new(Node::new(Ino::ROOT, Ino::ROOT, root));
-        // The root is never given up, and neither is what it takes.
+        // The root is never removed, nor is its space.
         tree.taken.add(SpaceAmount { inodes: 1, bytes: space::INODE_BYTES });
         root.hold();
         tree.table.insert(root);
@@ -102,12 +102,12 @@ impl<S: Store> Tree<S> {
         &self.store
     }
 
-    /// How much is held at the moment, to be watched and tested.
+    /// Returns the current use of resources, for monitoring and tests.
     pub fn usage(&self) -> TreeUsage {
         TreeUsage { inodes: self.taken.inodes(), handles: self.handles.len() }
     }
 
-    /// Keeps checkpoints out until the guard is dropped. Never taken twice by a thread.
+    /// Excludes checkpoints until the guard is dropped. A thread must not take it twice.
     fn gate(&self) -> Option<RwLockReadGuard<'_, ()>> {
         S::JOURNALED.then(|| self.gate.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -121,13 +121,13 @@ impl<S: Store> Tree<S> {
         Ok(self.gate())
     }
 
-    /// Takes what something needs that is about to be made; `NOSPC` where there is not as much left.
+    /// Reserves space for a new object; `NOSPC` if there is not enough.
     fn reserve(&self, amount: SpaceAmount) -> Result<Reservation<'_>> {
         let max = SpaceAmount { inodes: self.limits.inodes_max, bytes: self.limits.metadata_bytes_max };
         self.taken.reserve(amount, max)
     }
 
-    /// Takes holds away, and ends the inode if that was what kept it.
+    /// Releases holds, and ends the inode if they were the last.
     fn release_hold(&self, node: &Arc<Node<S>>, count: u64) {
         if node.ino == Ino::ROOT {
             return;
@@ -138,17 +138,17 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    /// Ends an inode that has neither names nor users. The caller holds the gate.
+    /// Ends an inode without names or users. The caller holds the gate.
     fn end_if_unused(&self, node: &Arc<Node<S>>, mut state: RwLockWriteGuard<'_, State<S>>) {
         if state.nlink > 0 || state.ended || node.is_held() || node.ino == Ino::ROOT {
             return;
         }
         state.ended = true;
         let (ino, amount) = (node.ino, SpaceAmount { inodes: 1, bytes: state.metadata_bytes() });
-        // A read-only tree keeps its orphans for the next start.
+        // A read-only tree keeps its orphans until the next mount.
         if !self.limits.read_only {
             if let Err(error) = log(&self.store, || Record::Free { ino }) {
-                tracing::warn!(ino = ino.0, %error, "the end of an inode; it is found at the next start");
+                tracing::warn!(ino = ino.0, %error, "cannot remove an inode; the next mount removes it");
             }
             if let Body::File(body) = &state.body
                 && (body.has_data || body.unknown)
@@ -181,7 +181,7 @@ impl<S: Store> Tree<S> {
 }
 
 impl<S: Store> Drop for Tree<S> {
-    /// Takes the tree apart name by name: dropping a deep one as a whole would need a stack as deep.
+    /// Removes names one by one: a recursive drop of a deep tree would overflow the stack.
     fn drop(&mut self) {
         for node in &self.table.drain() {
             if let Body::Dir(names) = &mut node.write().body {

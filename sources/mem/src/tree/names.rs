@@ -13,12 +13,12 @@ use super::space::{INODE_BYTES, SpaceAmount, target_bytes, xattr_bytes};
 use super::{Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
-/// The most names that an inode may have (as XFS): the count fits everywhere as a signed number.
+/// The maximum number of names of an inode (as XFS): the count fits into a signed number everywhere.
 pub(crate) const LINKS_MAX: u32 = i32::MAX as u32;
-/// The longest target of a symbolic link (`PATH_MAX`, which counts the NUL).
+/// The longest target of a symbolic link in bytes (`PATH_MAX`, which counts the NUL).
 const TARGET_BYTES_MAX: usize = 4095;
 
-/// What is about to be made.
+/// The parameters of a new inode.
 struct NewInode<S: Store> {
     mode: u32,
     umask: u32,
@@ -32,7 +32,7 @@ impl<S: Store> Tree<S> {
         let dir = self.table.get(dir)?;
         let state = dir.read();
         let node = state.dir()?.get(name).ok_or(Errno::NOENT)?;
-        // With the directory's lock: nobody can take the last name away in between.
+        // With the directory's lock, so that the last name cannot be removed in between.
         node.hold();
         Ok(Arc::clone(node))
     }
@@ -63,7 +63,7 @@ impl<S: Store> Tree<S> {
         self.entry(&node)
     }
 
-    /// Gives a new inode its attributes and ACLs by its directory, logs it, and puts it into the table, held once.
+    /// Derives a new inode's attributes and ACLs from its directory, logs it, and adds it to the table, held once.
     fn make(
         &self,
         cx: &Caller<'_>,
@@ -82,7 +82,7 @@ impl<S: Store> Tree<S> {
             } else if mode & (S_ISGID | S_IXGRP) == S_ISGID | S_IXGRP
                 && !(cx.uid == 0 || cx.gid == gid || cx.groups.contains(&gid))
             {
-                // Who is no member of the group may not make programs that run as the group.
+                // A caller outside of the group must not create programs that run as the group.
                 mode &= !S_ISGID;
             }
         }
@@ -139,14 +139,14 @@ impl<S: Store> Tree<S> {
         Ok(made)
     }
 
-    /// Makes a regular file, held for the caller.
+    /// Creates a regular file, held for the caller.
     pub(crate) fn make_file(&self, cx: &Caller<'_>, at: (Ino, Name<'_>), new: &CreateArgs) -> Result<Arc<Node<S>>> {
         let mode = FileType::RegularFile.as_raw_mode() | (new.mode & !S_IFMT);
         let body = Body::File(FileBody::default());
         self.make_named(cx, at, NewInode { mode, umask: new.umask, rdev: 0, body })
     }
 
-    /// Makes a regular file without a name, held for the caller.
+    /// Creates a regular file without a name, held for the caller.
     pub(crate) fn make_unnamed(
         &self,
         cx: &Caller<'_>,
@@ -189,7 +189,7 @@ impl<S: Store> Tree<S> {
         (dir, name): (Ino, Name<'_>),
         new: &CreateArgs,
     ) -> Result<Entry> {
-        // As Linux does: suid and sgid mean nothing to mkdir.
+        // As in Linux, mkdir ignores suid and sgid.
         let mode = FileType::Directory.as_raw_mode() | (new.mode & 0o1777);
         let draft = NewInode { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };
         self.entry(&self.make_named(cx, (dir, name), draft)?)
@@ -237,7 +237,7 @@ impl<S: Store> Tree<S> {
         if state.nlink >= LINKS_MAX {
             return Err(Errno::MLINK);
         }
-        // The first name of what had none yet came with it.
+        // The first name is included in the inode's own space.
         let bytes = if state.nlink == 0 { 0 } else { INODE_BYTES };
         let reserved = self.reserve(SpaceAmount { inodes: 0, bytes })?;
         self.sync_attr(&node, &mut state)?;
@@ -294,7 +294,7 @@ impl<S: Store> Tree<S> {
 }
 
 impl<S: Store> State<S> {
-    /// One name less; a directory has only one. Returns what the name took: the last one goes with its inode.
+    /// Removes one name; a directory has only one. Returns the space of the name; the last name's belongs to the inode.
     pub(crate) fn drop_link(&mut self, time: ferry_vfs::Timespec) -> SpaceAmount {
         let before = self.metadata_bytes();
         self.nlink = if matches!(self.body, Body::Dir(_)) { 0 } else { self.nlink.saturating_sub(1) };
@@ -305,7 +305,7 @@ impl<S: Store> State<S> {
 
 type Value = Option<Vec<u8>>;
 
-/// The mode, access ACL and default ACL of what is made in a directory.
+/// Returns the mode, access ACL and default ACL of a new file in a directory.
 fn inherit<S: Store>(dir: &State<S>, kind: FileType, mode: u32, umask: u32) -> (u32, Value, Value) {
     if kind == FileType::Symlink {
         return (mode, None, None);

@@ -13,17 +13,17 @@ use super::xattr::Xattrs;
 use crate::machine::{later, nanoseconds, timespec};
 use crate::store::{Meta, Store};
 
-/// An inode. It lives in the table while it has a name or a hold.
+/// An inode. It stays in the table while it has a name or a hold.
 #[derive(Debug)]
 pub(crate) struct Node<S: Store> {
     pub(crate) ino: Ino,
     pub(crate) kind: FileType,
     /// References of clients and open handles.
     holds: AtomicU64,
-    /// The directory that a directory is in; changes only under [`super::Tree`]'s rename lock.
+    /// The parent of a directory; changes only under [`super::Tree`]'s rename lock.
     pub(crate) parent: AtomicU64,
-    /// When bytes were last written without the state's lock held exclusively, in nanoseconds since the epoch; 0 for
-    /// never since the state was last brought up to date. Only counts where the store keeps no times.
+    /// The time of the last write without the exclusive lock, in nanoseconds since the epoch; 0: none since the state
+    /// was refreshed. Only used if the store keeps no times.
     wrote_ns: AtomicI64,
     state: RwLock<State<S>>,
 }
@@ -33,7 +33,7 @@ pub(crate) struct Node<S: Store> {
 pub(crate) struct State<S: Store> {
     pub(crate) meta: Meta,
     pub(crate) nlink: u32,
-    /// It is out of the table, for good.
+    /// It was removed from the table.
     pub(crate) ended: bool,
     /// It has no name yet but may get one (`O_TMPFILE` without `O_EXCL`).
     pub(crate) linkable: bool,
@@ -54,18 +54,18 @@ pub(crate) enum Body<S: Store> {
 /// A regular file's data.
 #[derive(Debug)]
 pub(crate) struct FileBody<S: Store> {
-    /// As the store said last; see [`Self::is_live`].
+    /// The last size from the store; see [`Self::is_live`].
     pub(crate) size: u64,
     pub(crate) blocks: u64,
     /// The open data, while there are handles.
     pub(crate) file: Option<Arc<S::File>>,
     /// Open handles.
     pub(crate) opens: u32,
-    /// The store has data of it.
+    /// The store has data for it.
     pub(crate) has_data: bool,
-    /// The descriptor was handed out for passthrough: a mapping may change bytes even after the last close.
+    /// The descriptor was passed to a client: a mapping may change bytes even after the last close.
     pub(crate) passed: bool,
-    /// The store was not asked yet since a replay.
+    /// The store was not queried since a replay.
     pub(crate) unknown: bool,
 }
 
@@ -76,7 +76,7 @@ impl<S: Store> Default for FileBody<S> {
 }
 
 impl<S: Store> FileBody<S> {
-    /// Whether only the store knows size, blocks and times now.
+    /// Returns whether only the store has the current size, blocks and times.
     pub(crate) fn is_live(&self) -> bool {
         self.file.is_some() || self.passed || self.unknown
     }
@@ -95,7 +95,7 @@ impl<S: Store> State<S> {
         }
     }
 
-    /// The names of a directory that is to be changed; a removed one takes no names any more.
+    /// Returns the names of a directory for a change; a removed directory accepts no names.
     pub(crate) fn dir_mut(&mut self) -> Result<&mut Dir<S>> {
         match &mut self.body {
             Body::Dir(_) if self.nlink == 0 => Err(Errno::NOENT),
@@ -113,7 +113,7 @@ impl<S: Store> State<S> {
         }
     }
 
-    /// The regular file's data, to be changed.
+    /// Returns a regular file's data for a change.
     pub(crate) fn file_mut(&mut self) -> Result<&mut FileBody<S>> {
         match &mut self.body {
             Body::File(file) => Ok(file),
@@ -139,8 +139,8 @@ impl<S: Store> Node<S> {
         self.kind == FileType::Directory
     }
 
-    /// The state, shared. A panic elsewhere does not make it unusable: each change is logged before it is made, and
-    /// made in steps that cannot fail.
+    /// Locks the state shared. A panic elsewhere does not poison it: each change is logged before it is applied, in
+    /// steps that cannot fail.
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, State<S>> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -150,16 +150,16 @@ impl<S: Store> Node<S> {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a reference or a handle. The caller knows that the inode lives: it has one, or the lock of a directory
-    /// that has a name of it.
+    /// Adds a reference or a handle. The caller knows that the inode exists: it has a hold, or the lock of a directory
+    /// with a name of it.
     pub(crate) fn hold(&self) {
         self.holds.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes references or a handle away; never more than there are. Returns whether none is left.
+    /// Releases references or a handle, at most the existing ones. Returns whether none is left.
     pub(crate) fn release_hold(&self, count: u64) -> bool {
         let less = |holds: u64| Some(holds.saturating_sub(count));
-        // Release and acquire: who frees the inode sees all that other users did.
+        // Release and acquire: the thread that frees the inode sees all changes of other users.
         let before = self.holds.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).unwrap_or_default();
         before <= count
     }
@@ -168,31 +168,31 @@ impl<S: Store> Node<S> {
         self.holds.load(Ordering::Acquire) != 0
     }
 
-    /// Notes a write that was made with the state's lock held shared: at a time later than each that was shown before.
+    /// Records a write with the state's lock held shared, at a time later than every time that was shown before.
     pub(crate) fn note_write(&self, meta: &Meta) {
         let now = nanoseconds(S::now());
-        // It always moves: what is noted may have been shown.
+        // It always advances, because the recorded time may have been shown.
         let next = |noted: i64| Some(if noted == 0 { after(now, [meta.mtime, meta.ctime]) } else { later(now, noted) });
         let _ = self.wrote_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
     }
 
-    /// The last write that was noted and not forgotten since.
+    /// Returns the last recorded write.
     pub(crate) fn noted_write(&self) -> Option<Timespec> {
         let ns = self.wrote_ns.load(Ordering::Relaxed);
         (ns != 0).then(|| timespec(ns))
     }
 
-    /// The state knows the noted write now.
+    /// The state includes the recorded write now.
     pub(crate) fn forget_write(&self) {
         self.wrote_ns.store(0, Ordering::Relaxed);
     }
 }
 
-/// So many that threads seldom meet in one; a power of two.
+/// Enough that threads rarely contend; a power of two.
 const SHARDS: usize = 64;
 const SHARDS_LOG2: u32 = SHARDS.trailing_zeros();
 
-/// Spreads inode numbers, which are ours and count up, over all bits.
+/// Spreads inode numbers, which are sequential, over all bits.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct InoHasher(u64);
 
@@ -208,13 +208,13 @@ impl Hasher for InoHasher {
     }
 
     fn write_u64(&mut self, number: u64) {
-        // 2^64 divided by the golden ratio: neighbours end up far from each other.
+        // 2^64 divided by the golden ratio: adjacent numbers are hashed far apart.
         self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
     }
 }
 
-/// Whether a hash table has so much more room than it needs that it is to give memory back. Tables of fewer than 64 are not
-/// worth it, and a table that was made half full is not copied again soon.
+/// Returns whether a hash table is so sparse that it should shrink. Tables of fewer than 64 are not worth it, and a
+/// table that was just shrunk to half full is not copied again soon.
 pub(crate) fn is_sparse(len: usize, capacity: usize) -> bool {
     capacity >= 64 && len < capacity / 8
 }
@@ -236,7 +236,7 @@ impl<S: Store> Table<S> {
         (&self.0[index], ino.0 >> SHARDS_LOG2)
     }
 
-    /// The inode of this number; `STALE` if there is none (any more).
+    /// Returns the inode of this number; `STALE` if there is none.
     pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Node<S>>> {
         let (shard, key) = self.shard(ino);
         shard.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned().ok_or(Errno::STALE)
@@ -256,15 +256,15 @@ impl<S: Store> Table<S> {
             shard.shrink_to(2 * len);
         }
         drop(shard);
-        // Only now, without the shard's lock: dropping may take a while.
+        // Dropped without the shard's lock, because it may take a while.
         drop(removed);
     }
 
-    /// The inodes at the moment that are `wanted`, by number.
+    /// Returns the current inodes that are `wanted`, by number.
     pub(crate) fn select(&self, wanted: impl Fn(&Node<S>) -> bool) -> Vec<Arc<Node<S>>> {
         let mut found = Vec::new();
         for shard in &self.0 {
-            // Not with the shard's lock: who has an inode's may wait for that one.
+            // Without the shard's lock: a thread with an inode's lock may wait for the shard's.
             let all: Vec<_> = shard.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
             found.extend(all.into_iter().filter(|node| wanted(node)));
         }
@@ -272,14 +272,14 @@ impl<S: Store> Table<S> {
         found
     }
 
-    /// Takes all inodes out, by number: mostly as they lie in memory, which is much faster to free in order.
+    /// Removes all inodes, ordered by number: usually their order in memory, in which freeing is much faster.
     pub(crate) fn drain(&mut self) -> Vec<Arc<Node<S>>> {
         let mut all = Vec::new();
         for (shard, index) in self.0.iter_mut().zip(0_u64..) {
             let shard = std::mem::take(shard.get_mut().unwrap_or_else(PoisonError::into_inner));
             all.extend(shard.into_iter().map(|(key, node)| (key << SHARDS_LOG2 | index, node)));
         }
-        // The numbers are here, so that sorting does not look at inodes.
+        // The numbers are in the vector, so sorting does not access the inodes.
         all.sort_unstable_by_key(|(ino, _)| *ino);
         all.into_iter().map(|(_, node)| node).collect()
     }

@@ -17,7 +17,7 @@ impl<S: Store> Tree<S> {
         {
             let state = node.read();
             let names = state.dir()?;
-            // A listing that begins goes as far as the directory does now; so does one that goes on with another handle.
+            // A new listing ends at the directory's current end, as does one that continues with another handle.
             if at.offset == 0 || list_end.load(Ordering::Relaxed) == u64::MAX {
                 list_end.store(names.end(), Ordering::Relaxed);
             }
@@ -43,7 +43,7 @@ impl<S: Store> Tree<S> {
                     link.node.hold();
                     out.push(&item, Some(&Entry { ino: link.node.ino, generation: 0, attr }));
                 } else {
-                    // Its attributes cannot be had now; its name can.
+                    // Its attributes are not available now, but its name is.
                     out.push(&item, None);
                 }
             }

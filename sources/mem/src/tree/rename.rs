@@ -1,16 +1,16 @@
-//! Renames: the one change that has several directories, and so the one that the order of locks is about.
+//! Renames: the only change with several directories, and so the reason for the order of locks.
 //!
 //! # The order of locks
 //!
 //! 1. The gate (shared), where the store keeps a journal.
-//! 2. [`Tree::renames`]: whoever moves something between two directories. While it is held no directory changes its
-//!    parent, so what is above what stays true.
-//! 3. Directories, those above before those below; directories of which none is above the other, by number. Everybody else
-//!    locks a directory and then at most one thing in it.
+//! 2. [`Tree::renames`], to move a name between two directories. While it is held no directory changes its parent, so
+//!    ancestor relations are stable.
+//! 3. Directories, ancestors before descendants; unrelated directories by number. All other operations lock one
+//!    directory and then at most one inode in it.
 //! 4. Everything else, by number.
 //!
-//! Nothing waits for a thing of a lower number while it holds one of a higher: shards of the table and of the handles, and
-//! the locks' shards, come after all of these and nothing is locked inside them but by the store.
+//! No thread waits for an inode of a lower number while it holds one of a higher number. The locks of the shards of the
+//! tables come after all of these, and only the store takes locks inside them.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, RwLockWriteGuard};
@@ -26,7 +26,7 @@ use crate::store::{At, Meta, Record, Store};
 
 type Guard<'a, S> = RwLockWriteGuard<'a, State<S>>;
 
-/// The two directories of a rename, locked; the second is `None` when they are one.
+/// The two directories of a rename, locked; the second is `None` if they are equal.
 struct Dirs<'a, S: Store> {
     from: Guard<'a, S>,
     to: Option<Guard<'a, S>>,
@@ -38,7 +38,7 @@ impl<S: Store> Dirs<'_, S> {
     }
 }
 
-/// What a rename is about, all looked up.
+/// The inodes of a rename, looked up.
 struct Move<'a, S: Store> {
     from: (&'a Arc<Node<S>>, Name<'a>),
     to: (&'a Arc<Node<S>>, Name<'a>),
@@ -48,7 +48,7 @@ struct Move<'a, S: Store> {
 }
 
 impl<S: Store> Tree<S> {
-    /// Whether `above` is `below` or a directory above it. Only true for long while no directory moves.
+    /// Returns whether `above` is `below` or an ancestor of it. The result is stable only while no directory moves.
     pub(super) fn is_above(&self, above: &Node<S>, below: &Node<S>) -> bool {
         let mut at = below.ino;
         loop {
@@ -118,7 +118,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// Nothing may come to lie within itself.
+    /// Refuses to move a directory into itself.
     fn refuse_loops(&self, step: &Move<'_, S>) -> Result<()> {
         if step.source.is_dir() && self.is_above(&step.source, step.to.0) {
             return Err(Errno::INVAL);
@@ -131,7 +131,8 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    /// Checks, logs and does the rename. Answers `None` when there was nothing to do, else what lost a name by it.
+    /// Checks, logs and applies the rename. Returns `None` if there is nothing to do, otherwise the inode that lost a
+    /// name.
     #[allow(clippy::type_complexity, reason = "the two questions are not one")]
     fn apply_rename(
         &self,
@@ -142,7 +143,7 @@ impl<S: Store> Tree<S> {
         let exchange = step.flags.contains(RenameFlags::EXCHANGE);
         if let Some(target) = &step.target {
             if Arc::ptr_eq(target, &step.source) {
-                // Two names of one inode: POSIX wants nothing to happen.
+                // Two names of one inode: POSIX requires no effect.
                 return Ok(None);
             }
             match (step.source.is_dir(), target.is_dir()) {
@@ -196,7 +197,7 @@ impl<S: Store> Tree<S> {
         Ok(Some(step.target.clone().filter(|_| !exchange)))
     }
 
-    /// The inode that a rename leaves behind, if it is asked to.
+    /// Prepares the whiteout that a rename leaves, if requested.
     fn draft_whiteout(
         &self,
         cx: &Caller<'_>,
@@ -233,7 +234,7 @@ impl<S: Store> Tree<S> {
     }
 }
 
-/// Moves the names, whose inodes are no longer locked: the directories are.
+/// Moves the names. The directories are locked, their inodes no longer.
 fn move_names<S: Store>(step: &Move<'_, S>, dirs: &mut Dirs<'_, S>, time: Timespec) {
     let exchange = step.flags.contains(RenameFlags::EXCHANGE);
     let removed = "both directories were checked under the locks that are still held";
@@ -258,7 +259,7 @@ fn move_names<S: Store>(step: &Move<'_, S>, dirs: &mut Dirs<'_, S>, time: Timesp
     }
 }
 
-/// Locks what is moved and what is in its way: directories first, then by number.
+/// Locks the moved inode and the replaced one: directories first, then by number.
 fn lock_pair<'a, S: Store>(
     source: &'a Arc<Node<S>>,
     target: Option<&'a Arc<Node<S>>>,

@@ -13,20 +13,20 @@ use super::space::SpaceAmount;
 use super::{Limits, Tree, log};
 use crate::store::{At, Meta, Record, Store, Xattr};
 
-/// Inode numbers stay below this, so that counting on from the highest cannot come to an end.
+/// The limit of inode numbers, so that the counter cannot overflow.
 const INO_END: u64 = 1 << 63;
 
-/// Why a record cannot be replayed. The tree is as it was before the record.
+/// Why a record cannot be replayed. The tree is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplayError {
-    /// It names an inode that there is not.
+    /// It refers to a missing inode.
     #[error("the record names inode {0}, which does not exist")]
     NoInode(u64),
-    /// It makes an inode that there is already, or with a number that cannot be.
-    #[error("the record makes inode {0}, which exists already or is no valid number")]
+    /// It creates an existing inode, or one with an invalid number.
+    #[error("the record creates inode {0}, which exists already or is not a valid number")]
     BadNumber(u64),
-    /// It makes or changes an inode to a file type that does not fit.
+    /// It gives an inode an unsuitable file type.
     #[error("the record gives inode {ino} the mode {mode:o}, whose file type does not fit")]
     BadMode {
         /// The inode.
@@ -34,32 +34,32 @@ pub enum ReplayError {
         /// The mode.
         mode: u32,
     },
-    /// It names a place in something that is no directory, or a removed one.
+    /// It refers to a location in an inode that is not a directory, or is removed.
     #[error("the record names an entry of inode {0}, which is not a directory with a name")]
     NoDirectory(u64),
-    /// It names an entry that there is not.
+    /// It refers to a missing entry.
     #[error("the record names an entry of directory {0} that does not exist")]
     NoEntry(u64),
-    /// It makes an entry that there is already.
-    #[error("the record makes an entry of directory {0} that exists already")]
+    /// It creates an existing entry.
+    #[error("the record creates an entry of directory {0} that exists already")]
     EntryExists(u64),
-    /// It links a directory, removes a full one, moves one into itself, or frees an inode that has names.
-    #[error("the record does with inode {0} what cannot be done with such an inode")]
+    /// It links a directory, removes a full one, moves one into itself, or frees an inode with names.
+    #[error("the record changes inode {0} in a way that is not possible for it")]
     Impossible(u64),
-    /// There are more inodes than the limits allow.
-    #[error("the records make more than {0} inodes; raise the limit of inodes")]
+    /// The number of inodes exceeds the limit.
+    #[error("the records create more than {0} inodes; raise the limit of inodes")]
     TooMany(u64),
-    /// The store refused what the end of the replay needed.
+    /// The store refused the end of the replay.
     #[error("the replayed tree cannot be completed")]
     Store(#[source] Errno),
 }
 
-/// A directory, and what a name in it means.
+/// A directory, and the inode of a name in it.
 type Place<S> = (Arc<Node<S>>, Option<Arc<Node<S>>>);
 
 type Replayed<T> = std::result::Result<T, ReplayError>;
 
-/// A tree that is being built from records.
+/// A tree under construction from records.
 #[derive(Debug)]
 pub struct Replay<S: Store> {
     tree: Tree<S>,
@@ -76,10 +76,11 @@ impl<S: Store> Replay<S> {
         Self { tree: Tree::empty(store, limits, root), has_root: false }
     }
 
-    /// Does what a record says. Records may come from anywhere: what they say is checked.
+    /// Applies a record. Records are untrusted, so their contents are checked.
     ///
     /// # Errors
-    /// A [`ReplayError`]; nothing has changed then.
+    ///
+    /// A [`ReplayError`]; the tree is then unchanged.
     pub fn apply(&mut self, record: &Record<'_>) -> Replayed<()> {
         match *record {
             Record::Make { ino: Ino::ROOT, meta, xattrs, at: None, .. } => {
@@ -102,15 +103,16 @@ impl<S: Store> Replay<S> {
         }
     }
 
-    /// Whether there is a regular file with this number.
+    /// Returns whether there is a regular file with this number.
     pub fn is_file(&self, ino: Ino) -> bool {
         self.tree.table.get(ino).is_ok_and(|node| node.kind == FileType::RegularFile)
     }
 
-    /// The finished tree. What has no name is freed.
+    /// Returns the finished tree. Inodes without names are freed.
     ///
     /// # Errors
-    /// [`ReplayError::Store`] when the store refuses the first record of an empty tree.
+    ///
+    /// [`ReplayError::Store`] if the store refuses the first record of an empty tree.
     pub fn finish(self) -> Replayed<Tree<S>> {
         let tree = self.tree;
         if !self.has_root && !tree.limits.read_only {
@@ -128,7 +130,7 @@ impl<S: Store> Replay<S> {
         self.tree.table.get(ino).map_err(|_| ReplayError::NoInode(ino.0))
     }
 
-    /// The directory of a place, and what the place means.
+    /// Returns the directory of a location, and its inode.
     fn place(&self, at: At<'_>) -> Replayed<Place<S>> {
         let dir = self.node(at.dir)?;
         let found = match dir.write().dir_mut() {
@@ -145,7 +147,7 @@ impl<S: Store> Replay<S> {
         }
     }
 
-    /// Adds a name to a directory that was found to have none like it.
+    /// Adds a new name to a directory.
     fn add_name(dir: &Node<S>, name: Name<'_>, node: &Arc<Node<S>>, time: Timespec) {
         let mut state = dir.write();
         if let Ok(names) = state.dir_mut() {
@@ -254,7 +256,7 @@ impl<S: Store> Replay<S> {
         Ok(())
     }
 
-    /// Takes the count of a name from an inode; a directory must be empty for that.
+    /// Removes the count of a name from an inode; a directory must be empty.
     fn unname(&self, node: &Node<S>, time: Timespec) -> Replayed<()> {
         let mut state = node.write();
         if state.dir().is_ok_and(|names| !names.is_empty()) {
@@ -312,7 +314,7 @@ impl<S: Store> Replay<S> {
         Ok(())
     }
 
-    /// Takes an inode back that was added by a record that cannot be replayed.
+    /// Removes an inode that was added by an invalid record.
     fn drop_node(&self, ino: Option<Ino>) {
         if let Some(node) = ino.and_then(|ino| self.tree.table.get(ino).ok()) {
             let bytes = node.read().metadata_bytes();
@@ -334,22 +336,23 @@ impl<S: Store> Replay<S> {
 #[derive(Debug)]
 pub struct Snapshot<'a, S: Store>(&'a Tree<S>);
 
-/// The extended attributes of an inode as a record has them.
+/// Calls `f` with the extended attributes of an inode in the form of a record.
 fn with_xattrs<S: Store, T>(state: &State<S>, f: impl FnOnce(&[Xattr<'_>]) -> T) -> T {
     let all = state.xattrs.iter().flat_map(|xattrs| xattrs.iter());
     f(&all.map(|(name, value)| Xattr { name, value }).collect::<Vec<_>>())
 }
 
 impl<S: Store> Snapshot<'_, S> {
-    /// Gives `sink` records that make this tree from an empty one, about one for each name and one more for each
+    /// Calls `sink` with records that create this tree from an empty one: about one per name and one more per
     /// directory.
     ///
     /// # Errors
-    /// Those of `sink`, at the first.
+    ///
+    /// The first one of `sink`.
     pub fn for_each(&self, sink: &mut dyn FnMut(&Record<'_>) -> Result<()>) -> Result<()> {
         let root = self.0.table.get(Ino::ROOT)?;
         self.make(&root, None, sink)?;
-        // Of these the first name is there.
+        // Inodes with several names of which the first is written.
         let mut linked = HashSet::new();
         let mut queue = VecDeque::from([root]);
         while let Some(dir) = queue.pop_front() {
@@ -366,7 +369,7 @@ impl<S: Store> Snapshot<'_, S> {
                     queue.push_back(Arc::clone(&link.node));
                 }
             }
-            // What was made in it moved its times.
+            // Creating its entries changed its times.
             sink(&Record::Attr { ino: dir.ino, meta: state.meta })?;
         }
         for ino in linked {
@@ -385,14 +388,14 @@ impl<S: Store> Snapshot<'_, S> {
         let state = node.read();
         let target: &[u8] = if let Body::Symlink(target) = &state.body { target } else { &[] };
         let ino = node.ino;
-        // Also what was written and is not logged yet.
+        // Includes unlogged changes.
         let (meta, ..) = self.0.present(node, &state)?;
         with_xattrs(&state, |xattrs| sink(&Record::Make { ino, meta, target, xattrs, at }))
     }
 }
 
 impl<S: Store> Tree<S> {
-    /// Calls `f` while no change is under way and none can begin. Not to be called from within a change.
+    /// Calls `f` while no change is in progress and none can begin. Must not be called from within a change.
     pub fn checkpoint<T>(&self, f: impl FnOnce(&Snapshot<'_, S>) -> T) -> T {
         let _gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
         f(&Snapshot(self))

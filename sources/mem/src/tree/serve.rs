@@ -21,7 +21,7 @@ impl<S: Store> FileSystem for Tree<S> {
             backing: self.store.has_backing(),
             waits: false,
             direct: false,
-            // What persists may give the number of an inode that is gone to another one after a restart.
+            // A persistent store may reuse the number of a removed inode after a restart.
             by_number: if S::JOURNALED { ByNumber::Host } else { ByNumber::Any },
             constant: false,
         }

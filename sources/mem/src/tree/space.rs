@@ -1,8 +1,8 @@
-//! What the tree itself takes: inodes, names, targets of symbolic links and extended attributes.
+//! The space of the tree itself: inodes, names, targets of symbolic links and extended attributes.
 //!
-//! Linux's tmpfs counts them apart from files' data: it has 1024 bytes for each inode that there may be, of which an inode and each
-//! name after its first take 1024, and an extended attribute what it is long. It is the same here, so that the memory for all this, which the
-//! limit of the data says nothing about, has a limit, too.
+//! Linux's tmpfs limits it separately from file data: 1024 bytes per possible inode. An inode and each further name
+//! take 1024, and an extended attribute takes its length. This module does the same, because the limit of the data does
+//! not bound this memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,14 +11,14 @@ use ferry_vfs::{Errno, Result};
 use super::node::{Body, State};
 use crate::store::Store;
 
-/// What an inode with its first name takes, and what each further name takes (tmpfs: `BOGO_INODE_SIZE`).
+/// The space of an inode with its first name, and of each further name, in bytes (tmpfs: `BOGO_INODE_SIZE`).
 pub const INODE_BYTES: u64 = 1024;
-/// Targets of symbolic links of fewer bytes are part of the inode (tmpfs: `SHORT_SYMLINK_LEN`).
+/// Shorter targets of symbolic links are part of the inode (tmpfs: `SHORT_SYMLINK_LEN`).
 const SHORT_TARGET_BYTES: usize = 128;
-/// What an extended attribute takes beside name and value.
+/// The space of an extended attribute besides name and value, in bytes.
 const XATTR_BYTES: u64 = 64;
 
-/// So much of what is limited.
+/// An amount of limited space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SpaceAmount {
     pub(crate) inodes: u64,
@@ -32,7 +32,7 @@ pub(crate) struct UsedSpace {
     bytes: AtomicU64,
 }
 
-/// What was taken for something before it is made; given back unless it is kept.
+/// Space reserved for a new object; released unless it is kept.
 #[derive(Debug)]
 pub(crate) struct Reservation<'a> {
     taken: &'a UsedSpace,
@@ -51,7 +51,7 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// Adds to a count that is not to pass a limit. What does not fit is refused, what adds nothing never.
+/// Adds to a count up to a limit. Returns an error if it does not fit; adding nothing always succeeds.
 fn add_up_to(count: &AtomicU64, more: u64, max: u64) -> Result<()> {
     let sum = |count: u64| count.checked_add(more).filter(|sum| more == 0 || *sum <= max);
     count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).map(drop).map_err(|_| Errno::NOSPC)
@@ -87,7 +87,7 @@ impl UsedSpace {
     }
 }
 
-/// What the target of a symbolic link takes.
+/// Returns the space of the target of a symbolic link.
 pub(crate) fn target_bytes(target: &[u8]) -> u64 {
     if target.len() < SHORT_TARGET_BYTES { 0 } else { target.len() as u64 }
 }
@@ -98,7 +98,7 @@ pub(crate) fn xattr_bytes(name: &[u8], value: &[u8]) -> u64 {
 }
 
 impl<S: Store> State<S> {
-    /// What the inode takes, with all of its names.
+    /// Returns the space of the inode with all of its names.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         let target = if let Body::Symlink(target) = &self.body { target_bytes(target) } else { 0 };
         let xattrs = self.xattrs.iter().flat_map(|xattrs| xattrs.iter()).map(|(name, value)| xattr_bytes(name, value));

@@ -13,9 +13,9 @@ use crate::store::{Meta, Record, Store};
 const NAME_BYTES_MAX: usize = 255;
 /// The largest value (`XATTR_SIZE_MAX`).
 const VALUE_BYTES_MAX: usize = 64 << 10;
-/// The longest list of names that a client can ask for (`XATTR_LIST_MAX`).
+/// The longest list of names that a client can request, in bytes (`XATTR_LIST_MAX`).
 const LIST_BYTES_MAX: usize = 64 << 10;
-/// All names and values of an inode: as much as 16 of the largest values.
+/// The maximum total of names and values of an inode in bytes: 16 of the largest values.
 const INODE_BYTES_MAX: usize = 1 << 20;
 
 pub(crate) const CAPABILITY: &[u8] = b"security.capability";
@@ -52,7 +52,7 @@ impl Xattrs {
         }
     }
 
-    /// Whether a value of this length has room under this name.
+    /// Returns whether a value of this length fits under this name.
     fn has_room(&self, name: &[u8], value_bytes: usize) -> bool {
         let others = || self.iter().filter(|(known, _)| *known != name);
         let names: usize = others().map(|(name, _)| name.len() + 1).sum();
@@ -62,7 +62,7 @@ impl Xattrs {
     }
 }
 
-/// What may be done with an attribute of this name.
+/// The operations allowed for an attribute of this name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     AccessAcl,
@@ -89,7 +89,7 @@ fn class(name: &[u8], kind: FileType) -> Result<Class> {
     }
 }
 
-/// Users' attributes are for files and directories: elsewhere their space would belong to nobody.
+/// User attributes are allowed for files and directories only, as on Linux.
 fn takes(name: &[u8], kind: FileType) -> bool {
     !name.starts_with(b"user.") || matches!(kind, FileType::RegularFile | FileType::Directory)
 }
@@ -114,7 +114,7 @@ impl<S: Store> State<S> {
         }
     }
 
-    /// The access ACL; what is stored was parsed before.
+    /// Returns the access ACL; stored values were parsed before.
     pub(crate) fn access_acl(&self) -> Option<Acl> {
         self.xattr(acl::ACCESS).and_then(|value| Acl::parse(value).ok().flatten())
     }
@@ -204,7 +204,7 @@ impl<S: Store> Tree<S> {
                         meta.mode &= !S_ISGID;
                     }
                 }
-                // One that says no more than the mode is kept in the mode.
+                // An ACL that is equivalent to a mode is stored as the mode.
                 acl.filter(Acl::is_extended).map(|_| value)
             }
         };
@@ -220,7 +220,7 @@ impl<S: Store> Tree<S> {
         let class = class(name, node.kind)?;
         let mut state = node.write();
         if state.xattr(name).is_none() {
-            // Removing an ACL that is not there is no error on Linux.
+            // On Linux, removing a missing ACL is not an error.
             return if class == Class::Plain { Err(Errno::NODATA) } else { Ok(()) };
         }
         self.sync_attr(&node, &mut state)?;

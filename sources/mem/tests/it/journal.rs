@@ -1,4 +1,4 @@
-//! What is logged is what happens: a tree that is replayed from the records, and one from a snapshot, are the same tree.
+//! The log matches the changes: a tree replayed from the records, and one from a snapshot, equal the original.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
@@ -268,7 +268,7 @@ fn make(ino: u64, mode: u32, at: Option<(u64, &'static str)>) -> Record<'static>
 }
 
 #[test]
-fn refuses_records_that_cannot_be() {
+fn invalid_records_are_refused() {
     let time = Timespec::default();
     let at = |dir, word| At { dir: Ino(dir), name: name(word) };
     let rename = |from, to, exchange, whiteout| Record::Rename { from, to, exchange, whiteout, time };

@@ -22,7 +22,7 @@ fn fill(share: &Share, open: (Ino, Handle)) -> u64 {
 }
 
 #[test]
-fn a_full_file_system_says_so_and_recovers() {
+fn a_full_file_system_is_an_error_and_recovers() {
     // A process that another test starts has copies of the open files until it runs its program.
     if !ferry_alone::in_own_process() {
         return;
@@ -63,7 +63,7 @@ fn a_full_file_system_says_so_and_recovers() {
 }
 
 #[test]
-fn inodes_run_out_and_come_back() {
+fn inodes_are_limited_and_can_be_freed() {
     let share = Share::new(Options { inodes_max: Some(10), ..Options::default() });
     let (fs, cx) = (&share.fs, &share.cx);
     for index in 0..9 {

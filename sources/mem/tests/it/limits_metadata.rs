@@ -101,7 +101,7 @@ fn empty(share: &Share) {
 }
 
 #[test]
-fn as_many_of_everything_fit_as_into_tmpfs_and_all_room_comes_back() {
+fn limits_match_tmpfs_and_all_space_is_freed() {
     let share = share();
     let free = || share.fs.statfs(&share.cx, Ino::ROOT).unwrap().ffree;
     let all = free();
@@ -124,7 +124,7 @@ fn as_many_of_everything_fit_as_into_tmpfs_and_all_room_comes_back() {
 }
 
 #[test]
-fn attributes_targets_and_names_that_are_moved_over_are_counted() {
+fn attributes_targets_and_replaced_names_are_counted() {
     let share = share();
     let (fs, cx) = (&share.fs, &share.cx);
     let free = || fs.statfs(cx, Ino::ROOT).unwrap().ffree;

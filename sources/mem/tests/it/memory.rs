@@ -1,4 +1,4 @@
-//! Files whose bytes are moved in memory: the same as by the descriptor, and never a signal.
+//! Files with data transferred in memory: the same results as through the descriptor, and never a signal.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 
@@ -93,7 +93,7 @@ fn descriptor_and_memory_show_the_same_bytes() {
 }
 
 #[test]
-fn what_another_descriptor_wrote_is_found() {
+fn writes_through_another_descriptor_are_read() {
     let Some(share) = share(1024) else { return };
     let open = mapped(&share, "f", 1);
     let backing = share.fs.backing(&share.cx, open.0, open.1).unwrap();
@@ -142,7 +142,7 @@ fn a_full_file_system_says_so() {
 }
 
 #[test]
-fn what_comes_after_the_last_close_goes_by_the_descriptor() {
+fn transfers_after_the_last_close_use_the_descriptor() {
     let Some(share) = share(64) else { return };
     let open = mapped(&share, "f", 8);
     let late = extent(&share, open, 4 * PAGE);
@@ -199,7 +199,7 @@ fn times_move_as_if_the_kernel_had_seen_it() {
 }
 
 #[test]
-fn nothing_kills_those_who_copy_while_pages_go() {
+fn copies_survive_the_removal_of_pages() {
     const PAGES: usize = 48;
     let Some(share) = share(64) else { return };
     let share = Arc::new(share);
@@ -260,7 +260,7 @@ fn nothing_kills_those_who_copy_while_pages_go() {
 }
 
 #[test]
-fn many_large_files_share_what_may_be_mapped() {
+fn many_large_files_share_the_mapping_limit() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -303,7 +303,7 @@ fn unit(share: &Share, open: Open) -> u64 {
 /// In huge pages, which the kernel splits, takes away beyond the end and cannot have where room is short, everything is as in
 /// small ones: by memory and by the descriptor, and nobody is killed.
 #[test]
-fn huge_pages_are_as_small_ones() {
+fn huge_pages_behave_as_small_ones() {
     const FILE: usize = (12 << 20) + 5000;
     let options = Options { size_bytes: Some(32 << 20), huge: true, ..Options::default() };
     let fs = match ferry_mem::Mem::new(&options) {

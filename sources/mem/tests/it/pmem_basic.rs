@@ -1,4 +1,4 @@
-//! Images on real files: what is written is there at the next mount, what is wrong with one is told in a sentence.
+//! Images on real files: writes persist until the next mount, and errors are sentences.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test fails by panicking")]
 
 use crate::pmem_common;
@@ -55,7 +55,7 @@ fn write(fs: &PMem, ino: Ino, handle: ferry_vfs::Handle, offset: u64, mut bytes:
 }
 
 #[test]
-fn everything_is_there_at_the_next_mount() {
+fn everything_persists_until_the_next_mount() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let (ino, handle) = put(&fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
@@ -144,7 +144,7 @@ fn holes_and_data_are_found() {
 }
 
 #[test]
-fn a_full_image_says_so_and_has_room_again() {
+fn a_full_image_is_an_error_and_recovers() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
@@ -176,7 +176,7 @@ fn a_full_image_says_so_and_has_room_again() {
 }
 
 #[test]
-fn full_metadata_says_so_and_has_room_again() {
+fn full_metadata_is_an_error_and_recovers() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let new = CreateArgs { mode: 0o755, ..CreateArgs::default() };
@@ -200,7 +200,7 @@ fn full_metadata_says_so_and_has_room_again() {
 }
 
 #[test]
-fn an_extent_stays_what_it_was_until_it_is_let_go() {
+fn an_extent_keeps_its_bytes_until_it_is_released() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &vec![7; 1 << 20]).unwrap();
@@ -225,7 +225,7 @@ fn an_extent_stays_what_it_was_until_it_is_let_go() {
 }
 
 #[test]
-fn an_unlinked_open_file_is_gone_at_the_next_mount() {
+fn an_unlinked_open_file_is_removed_at_the_next_mount() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let free = fs.statfs(&cx(), Ino::ROOT).unwrap().bfree;
@@ -261,7 +261,7 @@ fn a_new_image_needs_a_size_and_a_mistake_leaves_no_file() {
 }
 
 #[test]
-fn each_way_to_be_no_image_has_its_sentence() {
+fn each_invalid_image_has_its_error() {
     let (dir, path) = image();
     assert!(sentence(&path, &Options { read_only: true, ..Options::default() }).contains("No such file"));
     std::fs::write(&path, b"").unwrap();
@@ -297,7 +297,7 @@ fn each_way_to_be_no_image_has_its_sentence() {
 }
 
 #[test]
-fn fsck_tells_and_repairs() {
+fn fsck_reports_and_repairs() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let (ino, handle) = put(&fs, Ino::ROOT, b"file", 0, &[1; 100_000]).unwrap();
@@ -323,7 +323,7 @@ fn fsck_tells_and_repairs() {
 }
 
 #[test]
-fn a_second_tier_takes_what_the_first_has_no_room_for() {
+fn a_second_tier_takes_what_does_not_fit_the_first() {
     let (dir, path) = image();
     let tier2 = dir.path().join("tier2");
     let options = Options { tier2: Some(tier2.clone()), tier2_bytes: Some(32 << 20), ..sized() };
@@ -389,7 +389,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn what_nobody_syncs_is_committed_now_and_then() {
+fn unsynced_changes_are_committed_periodically() {
     let (_dir, path) = image();
     let make = |fs: &PMem| {
         let (ino, handle) = put(fs, Ino::ROOT, b"file", 5000, &[1; 100_000]).unwrap();
@@ -419,7 +419,7 @@ fn place_of(fs: &PMem, ino: Ino, handle: ferry_vfs::Handle) -> u64 {
 }
 
 #[test]
-fn data_move_between_the_tiers_by_themselves() {
+fn data_move_between_the_tiers_automatically() {
     const BLOCK: usize = 4096;
     const FILE_BLOCKS: u64 = 256;
     let (dir, path) = image();
@@ -524,7 +524,7 @@ fn writers_on_different_cpus_write_to_different_parts() {
 
 /// As xfstests' generic/423 wants it.
 #[test]
-fn no_time_is_before_one_of_an_earlier_change_or_a_clock_read_before_it() {
+fn times_never_precede_earlier_changes_or_clock_readings() {
     let (_dir, path) = image();
     let fs = open(&path, &sized()).unwrap();
     let new = CreateArgs { mode: 0o644, ..CreateArgs::default() };

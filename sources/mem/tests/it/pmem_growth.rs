@@ -215,12 +215,12 @@ fn gives_memory_back(files: u64, bytes: u64) {
 }
 
 #[test]
-fn what_was_removed_takes_no_memory_at_the_next_mount() {
+fn removed_files_take_no_memory_at_the_next_mount() {
     gives_memory_back(30_000, 1 << 30);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn half_a_million_files_that_were_removed_take_no_memory_at_the_next_mount() {
+fn half_a_million_removed_files_take_no_memory_at_the_next_mount() {
     gives_memory_back(500_000, 8 << 30);
 }

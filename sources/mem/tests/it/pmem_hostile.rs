@@ -1,4 +1,4 @@
-//! Images that somebody forged: opening one ends, with a mount or an error, and never with a panic.
+//! Forged images: opening one ends with a mount or an error, never with a panic.
 use crate::pmem_common;
 
 use std::sync::{Arc, LazyLock};
@@ -75,7 +75,7 @@ fn survive(image: Vec<u8>) {
 }
 
 #[test]
-fn the_image_itself_is_sound() {
+fn the_unchanged_image_is_sound() {
     let media = media(forge(&[]));
     assert!(fsck_medium(&media, false).unwrap().is_clean());
     assert_eq!(walk(&open_media(&media, &options()).unwrap()).len(), 3);
@@ -84,7 +84,7 @@ fn the_image_itself_is_sound() {
 /// Where a changed bit must be noticed: both superblocks and the snapshot. What follows the snapshot ends there, as after a
 /// crash.
 #[test]
-fn every_kind_of_flipped_bit_is_noticed_and_repaired() {
+fn every_kind_of_flipped_bit_is_detected_and_repaired() {
     let superblock = Superblock::decode(&IMAGE).unwrap();
     let start = usize::try_from(superblock.layout.log_offset(superblock.generation)).unwrap();
     let copies = (0..92).step_by(5).chain(4096..4188);
@@ -158,7 +158,7 @@ impl Medium for Dead {
 
 /// An image that cannot be read is not taken for something else, which one could empty.
 #[test]
-fn what_cannot_be_read_is_left_alone_and_named() {
+fn unreadable_parts_are_reported_and_left_unchanged() {
     let media = Media { image: Arc::new(Dead), tier2: None };
     for error in [fsck_medium(&media, true).unwrap_err(), open_media(&media, &options()).unwrap_err()] {
         let text = error.to_string();

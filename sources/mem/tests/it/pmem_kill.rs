@@ -1,5 +1,5 @@
-//! kill -9: a child process works on an image and says what was acknowledged; it is killed at a random moment, again and
-//! again on the same image, and everything acknowledged must be there.
+//! kill -9: a child process works on an image and reports what was acknowledged. It is killed at random moments,
+//! repeatedly on the same image, and everything acknowledged must persist.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test fails by panicking")]
 
 use crate::pmem_common;

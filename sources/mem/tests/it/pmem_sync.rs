@@ -56,7 +56,7 @@ impl Medium for Gated {
 }
 
 #[test]
-fn fdatasync_waits_for_bytes_that_somebody_else_is_making_durable() {
+fn fdatasync_waits_for_bytes_that_another_thread_is_syncing() {
     let inner = Recording::new(vec![0; 8 << 20], 0, None);
     let medium = Arc::new(Gated { inner, gate: Mutex::default(), changed: Condvar::new() });
     let image: Arc<dyn Medium> = Arc::clone(&medium) as _;

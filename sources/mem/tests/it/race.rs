@@ -1,4 +1,4 @@
-//! Threads that make, move and remove under one tree: no deadlock, and a sound tree at the end.
+//! Threads that create, move and remove files in one tree: no deadlock, and a consistent tree at the end.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that cannot go on ends")]
 

@@ -52,7 +52,7 @@ fn privileges_are_cleared_as_linux_does() {
 }
 
 #[test]
-fn writes_clear_privileges_when_they_are_told_to() {
+fn writes_clear_privileges_on_request() {
     for share in both() {
         let open = share.create(Ino::ROOT, "f", 0o6755);
         share.fs.setxattr(&share.cx, open.0, b"security.capability", b"all", XattrFlags::empty(), false).unwrap();
@@ -66,7 +66,7 @@ fn writes_clear_privileges_when_they_are_told_to() {
 }
 
 #[test]
-fn what_is_made_takes_after_its_directory() {
+fn new_files_inherit_from_their_directory() {
     let share = Share::new(Options::default());
     let fs = &share.fs;
     let dir = share.mkdir(Ino::ROOT, "dir");
@@ -213,7 +213,7 @@ fn an_unlinked_file_lives_while_it_is_used() {
 }
 
 #[test]
-fn temporary_files_can_be_named_unless_they_were_made_not_to() {
+fn temporary_files_can_be_linked_unless_exclusive() {
     for share in both() {
         let (fs, cx) = (&share.fs, &share.cx);
         for (word, flags, outcome) in
@@ -233,7 +233,7 @@ fn temporary_files_can_be_named_unless_they_were_made_not_to() {
 }
 
 #[test]
-fn a_removed_directory_takes_no_names() {
+fn a_removed_directory_accepts_no_names() {
     let share = Share::new(Options::default());
     let (fs, cx) = (&share.fs, &share.cx);
     let dir = fs.mkdir(cx, Ino::ROOT, name("d"), &new(0o755)).unwrap().ino;
@@ -341,7 +341,7 @@ fn a_listing_ends_while_its_names_are_renamed() {
 }
 
 #[test]
-fn times_follow_what_happens_to_the_data() {
+fn times_follow_changes_of_the_data() {
     for share in both() {
         let (fs, cx) = (&share.fs, &share.cx);
         let open = share.create(Ino::ROOT, "f", 0o644);
@@ -369,7 +369,7 @@ fn times_follow_what_happens_to_the_data() {
 }
 
 #[test]
-fn what_is_written_through_a_backing_descriptor_shows() {
+fn writes_through_a_backing_descriptor_are_visible() {
     let share = Share::new(Options::default());
     let (fs, cx) = (&share.fs, &share.cx);
     if !fs.features().backing {
@@ -393,7 +393,7 @@ fn what_is_written_through_a_backing_descriptor_shows() {
 }
 
 #[test]
-fn fallocate_does_what_it_can() {
+fn fallocate_supports_its_modes() {
     for share in both() {
         let (fs, cx) = (&share.fs, &share.cx);
         let open = share.create(Ino::ROOT, "f", 0o644);
@@ -438,7 +438,7 @@ fn posix(kind: LockKind, owner: u64, start: u64, end: u64) -> Lock {
 }
 
 #[test]
-fn locks_wait_are_granted_and_never_close_a_ring() {
+fn locks_wait_are_granted_and_never_deadlock() {
     let share = Share::new(Options::default());
     let (fs, cx) = (&share.fs, &share.cx);
     let (a, b) = (share.create(Ino::ROOT, "a", 0o644), share.create(Ino::ROOT, "b", 0o644));
@@ -480,7 +480,7 @@ fn locks_wait_are_granted_and_never_close_a_ring() {
 }
 
 #[test]
-fn changes_are_published_with_who_made_them() {
+fn changes_are_published_with_their_session() {
     let share = Share::new(Options::default());
     let (fs, cx) = (&share.fs, &share.cx);
     let seen = Arc::new(Mutex::new(Vec::new()));
@@ -532,15 +532,15 @@ fn a_read_only_file_system_refuses_every_change() {
 }
 
 #[test]
-fn options_that_cannot_be_are_told_in_a_sentence() {
+fn invalid_options_have_one_sentence() {
     for (options, text) in [
         (
             Options { size_bytes: Some(10), ..Options::default() },
-            "a memory file system cannot have 10 bytes; give it from 4096 bytes to 9223372036854775807 bytes",
+            "a memory file system cannot have 10 bytes; choose a size from 4096 to 9223372036854775807 bytes",
         ),
         (
             Options { inodes_max: Some(1), ..Options::default() },
-            "a memory file system cannot have 1 inodes; give it at least 2, of which the root is one",
+            "a memory file system cannot have 1 inodes; choose at least 2, including the root",
         ),
         (
             Options { memfds: true, huge: true, ..Options::default() },
@@ -554,7 +554,7 @@ fn options_that_cannot_be_are_told_in_a_sentence() {
 }
 
 #[test]
-fn what_is_there_is_never_opened_instead_of_made() {
+fn create_never_opens_an_existing_file() {
     for share in both() {
         let (fs, cx) = (&share.fs, &share.cx);
         let ino = share.file(Ino::ROOT, "f", b"secret");

@@ -173,7 +173,7 @@ fn many_power_cuts() {
 }
 
 #[test]
-fn a_byte_that_never_was_is_noticed() {
+fn a_wrong_byte_is_detected() {
     let events = Events::default();
     let media = recordings(vec![vec![0; IMAGE_BYTES]], Some(&events));
     let fs = open_media(&as_media(&media), &options()).unwrap();
