@@ -1,6 +1,6 @@
-//! One file with a greeting: about the least that a file system can be.
+//! One file with a greeting: nearly the smallest possible file system.
 //!
-//! `hello mount DIR` shows it on this host, `hello virtiofs SOCKET` to a virtual machine.
+//! `hello mount DIR` mounts it on this host, `hello virtiofs SOCKET` shares it with a virtual machine.
 
 use std::process::ExitCode;
 

@@ -1,11 +1,11 @@
-//! A complete small file system in memory, to copy and to change.
+//! A complete small file system in memory, as a starting point.
 //!
-//! `toyfs mount DIR` shows it on this host, `toyfs virtiofs SOCKET` to a virtual machine; when it ends, all is gone. It
-//! has files, directories, links of both kinds, device nodes, extended attributes, an ioctl, and a limit on its size.
-//! Left out is what a client's kernel does well enough on its own (locks within one client, SEEK_HOLE where every byte
-//! is data, copy_file_range, fsync where nothing is durable), and access times, ACLs, capabilities and RENAME_EXCHANGE.
+//! `toyfs mount DIR` mounts it on this host, `toyfs virtiofs SOCKET` shares it with a virtual machine; its contents are
+//! lost at exit. It has files, directories, hard and symbolic links, device nodes, extended attributes, an ioctl, and a
+//! limit on its size. It leaves to the client's kernel: locks within one client, SEEK_HOLE without holes,
+//! copy_file_range, and fsync without durability. It has no access times, ACLs, capabilities and RENAME_EXCHANGE.
 //!
-//! [`State`] is all there is; `impl FileSystem for Toy` is what clients ask of it.
+//! [`State`] holds everything; `impl FileSystem for Toy` implements the clients' requests.
 
 use std::collections::{BTreeMap, HashMap};
 use std::process::ExitCode;
@@ -17,13 +17,13 @@ use ferry_fs::{
     XattrFlags,
 };
 
-/// What all files together may hold: enough for a toy, and no client can use up the host's memory.
+/// The maximum size of all files together in bytes, so that no client can exhaust the host's memory.
 const BYTES_MAX: u64 = 256 << 20;
 const BLOCK_BYTES: u32 = 4096;
-/// The toy's own ioctl, `_IOR('t', 1, u64)`: how many bytes all files hold.
+/// The toy's own ioctl, `_IOR('t', 1, u64)`: the total size of all files.
 const TOYFS_IOC_USED: u32 = 0x8008_7401;
 
-/// The file system. One lock for everything keeps it simple, and will do where nothing under it is slow.
+/// The file system. One lock for everything keeps it simple, and is enough because nothing under it is slow.
 struct Toy {
     state: Mutex<State>,
     changes: Changes,
@@ -31,7 +31,7 @@ struct Toy {
 
 struct State {
     inodes: HashMap<Ino, Inode>,
-    /// How often clients were told of an inode that they have not forgotten yet.
+    /// The number of references that clients hold per inode.
     references: HashMap<Ino, u64>,
     last_ino: u64,
     /// Bytes in all files.
@@ -51,7 +51,7 @@ enum Body {
         names: Names<Ino>,
     },
     Symlink(Vec<u8>),
-    /// A device node, FIFO or socket: the client's kernel knows what to do with those.
+    /// A device node, FIFO or socket, which the client's kernel implements.
     Special,
 }
 
@@ -60,7 +60,7 @@ impl Inode {
         matches!(self.body, Body::Directory { .. })
     }
 
-    /// Whether a rename or removal may take the inode away from its name.
+    /// Checks whether a rename or removal may take the inode's name.
     fn check_removable(&self, as_dir: bool) -> Result<()> {
         match &self.body {
             Body::Directory { .. } if !as_dir => Err(Errno::ISDIR),
@@ -71,12 +71,12 @@ impl Inode {
         }
     }
 
-    /// Something about the inode was changed.
+    /// Updates ctime after a change of the inode.
     fn changed(&mut self) {
         self.attr.ctime = Timespec::now();
     }
 
-    /// The bytes or names in it were changed.
+    /// Updates the times after a change of its bytes or names.
     fn modified(&mut self) {
         self.changed();
         self.attr.mtime = self.attr.ctime;
@@ -99,7 +99,7 @@ impl State {
         }
     }
 
-    /// The names of a directory, to change them.
+    /// Returns the names of a directory for a change.
     fn names_mut(&mut self, dir: Ino) -> Result<&mut Names<Ino>> {
         let inode = self.inode_mut(dir)?;
         inode.modified();
@@ -137,14 +137,14 @@ impl State {
         Ok(())
     }
 
-    /// What a client is told of an inode, which it then holds until it forgets it.
+    /// Returns the entry for a client, which then holds a reference until it forgets the inode.
     fn entry(&mut self, ino: Ino) -> Result<Entry> {
         let attr = self.inode(ino)?.attr;
         *self.references.entry(ino).or_insert(0) += 1;
         Ok(Entry::new(ino, attr))
     }
 
-    /// Refuses a new name that is taken, or in a directory that was removed.
+    /// Refuses an existing name, and names in a removed directory.
     fn check_free(&self, dir: Ino, name: Name) -> Result<()> {
         match self.names(dir)?.get(name) {
             Some(_) => Err(Errno::EXIST),
@@ -153,7 +153,7 @@ impl State {
         }
     }
 
-    /// Makes an inode, without a name as yet.
+    /// Creates an inode without a name.
     fn make(&mut self, cx: &Caller, dir: Ino, new: &CreateArgs, body: Body) -> Result<Ino> {
         self.last_ino += 1;
         let ino = Ino(self.last_ino);
@@ -165,7 +165,7 @@ impl State {
         Ok(ino)
     }
 
-    /// Lets a name mean an inode, which may be coming from another directory.
+    /// Links an inode to a name; it may come from another directory.
     fn place(&mut self, dir: Ino, name: Name, ino: Ino) -> Result<()> {
         self.names_mut(dir)?.insert(name, ino);
         let inode = self.inode_mut(ino)?;
@@ -178,7 +178,7 @@ impl State {
         Ok(())
     }
 
-    /// An inode has lost its name in a directory. A directory had two: that one, and its own `.`.
+    /// Removes an inode's name in a directory. A directory had two links: that one, and its own `.`.
     fn unlinked(&mut self, dir: Ino, ino: Ino) -> Result<()> {
         let inode = self.inode_mut(ino)?;
         inode.changed();
@@ -192,7 +192,7 @@ impl State {
         Ok(())
     }
 
-    /// Drops an inode that has no name and that no client holds; whoever has a file open holds it.
+    /// Drops an inode without names and references; open files count as references.
     fn drop_unused(&mut self, ino: Ino) {
         if self.inode(ino).is_ok_and(|inode| inode.attr.nlink == 0) && !self.references.contains_key(&ino) {
             self.used -= self.bytes(ino).map_or(0, |bytes| bytes.len() as u64);
@@ -200,7 +200,7 @@ impl State {
         }
     }
 
-    /// Whether `ino` is `above`, or somewhere below it.
+    /// Returns whether `ino` is `above`, or below it.
     fn is_within(&self, mut ino: Ino, above: Ino) -> Result<bool> {
         while ino != above && ino != Ino::ROOT {
             match self.inode(ino)?.body {
@@ -224,14 +224,14 @@ impl Toy {
         Self { state: Mutex::new(state), changes: Changes::default() }
     }
 
-    /// A handler that panics answers EIO. That must not take the file system away from everybody else, as a poisoned
-    /// lock would.
+    /// Locks the state. A handler that panics returns EIO to its caller; a poisoned lock would make all later calls
+    /// fail.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the other clients; the one that made the change knows of it. The lock is not held here, so whoever is
-    /// told finds the change done.
+    /// Notifies the other clients; the caller knows its own change. The lock is not held, so that clients then see the
+    /// change.
     fn publish(&self, cx: &Caller, change: Change) {
         self.changes.publish(cx.session, || change);
     }
@@ -240,7 +240,7 @@ impl Toy {
         self.publish(cx, Change::Entry { dir, name: name.to_buf() });
     }
 
-    /// Changes something about an inode but not its contents.
+    /// Changes attributes of an inode but not its contents.
     fn change(&self, cx: &Caller, ino: Ino, change: impl FnOnce(&mut Inode) -> Result<()>) -> Result<()> {
         let mut state = self.state();
         let inode = state.inode_mut(ino)?;
@@ -251,13 +251,13 @@ impl Toy {
         Ok(())
     }
 
-    /// Makes an inode with a name.
+    /// Creates an inode with a name.
     fn add(&self, cx: &Caller, dir: Ino, name: Name, new: &CreateArgs, body: Body) -> Result<Entry> {
         let mut state = self.state();
         state.check_free(dir, name)?;
         let ino = state.make(cx, dir, new, body)?;
         if state.inode(ino)?.is_dir() {
-            // For its `..`; `place` takes one away from where a directory comes from, which is here too.
+            // For its `..`; `place` subtracts one from the previous directory, which is this one, too.
             state.inode_mut(dir)?.attr.nlink += 1;
         }
         state.place(dir, name, ino)?;
@@ -375,7 +375,7 @@ impl FileSystem for Toy {
         let ino = state.child(from.0, from.1)?;
         let replaced = state.names(to.0)?.get(to.1).copied();
         match replaced {
-            // A directory must not end up below itself.
+            // A directory must not be moved into itself.
             _ if !RenameFlags::NOREPLACE.contains(flags) || state.is_within(to.0, ino)? => return Err(Errno::INVAL),
             _ if state.inode(to.0)?.attr.nlink == 0 => return Err(Errno::NOENT),
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => return Err(Errno::EXIST),
@@ -398,7 +398,7 @@ impl FileSystem for Toy {
         if flags.contains(OFlags::TRUNC) {
             self.setattr(cx, ino, None, &SetAttr { size: Some(0), ..SetAttr::default() })?;
         }
-        // Nothing is kept for an open file, so its inode is handle enough.
+        // Open files have no state, so the inode number is the handle.
         Ok(Handle(ino.0))
     }
 
@@ -428,7 +428,7 @@ impl FileSystem for Toy {
         }
         inode.modified();
         match &mut inode.body {
-            // The export tells other clients of this change.
+            // The export notifies other clients of this change.
             Body::File(bytes) => at.write_to(bytes, input, BYTES_MAX),
             _ => Err(Errno::INVAL),
         }

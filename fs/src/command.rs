@@ -1,4 +1,4 @@
-//! The command line that every file system provides.
+//! The command line of every file system program.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,9 +8,9 @@ use ferry_vfs::FileSystem;
 
 use crate::serve;
 
-/// Makes a program of a file system: does what the command line says, returns the status.
+/// Runs a file system as a program: parses the command line, serves, and returns the exit status.
 ///
-/// Ends the process for `--help` and for a command line that makes no sense.
+/// Ends the process for `--help` and for an invalid command line.
 #[must_use = "this is the program's status"]
 pub fn run(fs: impl FileSystem + 'static) -> ExitCode {
     <Cli as clap::Parser>::parse().command.run(fs)
@@ -24,12 +24,12 @@ struct Cli {
     command: Command,
 }
 
-/// Where a file system is mounted or shared: a subcommand for a [`clap`] parser.
+/// How to mount or share a file system: a subcommand for a [`clap`] parser.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Command {
-    /// Mount on a directory of this host, until it is unmounted or a signal comes.
+    /// Mount on a directory of this host, until it is unmounted or a signal arrives.
     Mount(MountArgs),
-    /// Be a virtio-fs device for a virtual machine, until a signal comes.
+    /// Serve a virtio-fs device for a virtual machine, until a signal arrives.
     ///
     /// The machine's memory must be shared with this process. For QEMU:
     ///   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
@@ -52,15 +52,15 @@ pub struct MountArgs {
     #[command(flatten)]
     pub place: Place,
 
-    /// How requests travel between the kernel and this program.
+    /// The transport of requests between the kernel and this program.
     #[arg(long, value_name = "PATH", default_value = "auto", value_parser = ["auto", "uring", "devfuse"])]
     pub path: String,
 
-    /// Let users other than the one who mounts in.
+    /// Allow access by users other than the one who mounts.
     #[arg(long)]
     pub allow_other: bool,
 
-    /// Say which way requests travel, and why no better one.
+    /// Print the transport of requests, and why no faster one is used.
     #[arg(long)]
     pub explain: bool,
 }
@@ -80,15 +80,15 @@ pub struct VirtiofsArgs {
 /// The flags of every command.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Place {
-    /// What it is called: in the host's table of mounts [default: the program's name], or in the guest, where it is the word to mount
+    /// Its name: in the host's mount table [default: the program's name], or in the guest, where mount takes it
     /// [default: none].
     ///
-    /// User-mode Linux and crosvm ask the device for it, and mount nothing without it; QEMU has it on its own command line, and QEMU 7.1
-    /// to 8.0 fails with a device that tells it: leave the flag out there.
+    /// User-mode Linux and crosvm read it from the device, and cannot mount without it. QEMU has it on its own command
+    /// line, and QEMU 7.1 to 8.0 fails with a device that offers it: omit the flag there.
     #[arg(long, value_name = "NAME")]
     pub tag: Option<String>,
 
-    /// What clients may keep in their caches.
+    /// What clients may cache.
     #[arg(long, value_name = "MODE", default_value_t, value_enum)]
     pub cache: Cache,
 
@@ -101,15 +101,15 @@ pub struct Place {
     pub log: String,
 }
 
-/// How long clients may cache what they have seen.
+/// How long clients may cache names, attributes and data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Cache {
-    /// Not at all: every look-up, attribute and read is asked for.
+    /// Not at all: every look-up, getattr and read is a request.
     None,
-    /// Names and attributes for a second, data until a file is opened again or seen to have changed.
+    /// Names and attributes for a second, data until the next open or a visible change.
     #[default]
     Auto,
-    /// Until told otherwise: the file system publishes whatever changes behind its clients' backs.
+    /// Until a notification: the file system publishes every change that its clients did not make.
     Always,
 }
 
@@ -124,8 +124,8 @@ impl From<Cache> for ferry_fuse::Cache {
 }
 
 impl Command {
-    /// Shows the file system until it is unmounted or SIGINT, SIGTERM or SIGHUP comes; answers the program's status.
-    /// A second signal ends the process at once. What goes wrong is said on standard error.
+    /// Serves the file system until it is unmounted or SIGINT, SIGTERM or SIGHUP arrives; returns the exit status. A
+    /// second signal ends the process at once. Errors are printed on standard error.
     #[must_use = "this is the program's status"]
     pub fn run(self, fs: impl FileSystem + 'static) -> ExitCode {
         match serve::serve_until_signal(&self, Arc::new(fs)) {
@@ -152,12 +152,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_of_flags_is_sound() {
+    fn the_table_of_flags_is_valid() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn lines_to_copy_are_whole() {
+    fn example_lines_are_not_wrapped() {
         for columns in [80, 100] {
             let table = Cli::command().term_width(columns);
             let error = table.try_get_matches_from(["hello", "virtiofs", "--help"]).unwrap_err();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn one_word_tells_the_host_from_the_guest() {
+    fn the_subcommand_selects_host_or_guest() {
         for word in ["mount", "virtiofs"] {
             let line = ["hello", word, "/mnt/x", "--tag", "greeting", "--cache", "always", "--read-only"];
             let command = Cli::try_parse_from(line).unwrap().command;
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_refused() {
+    fn invalid_command_lines_are_refused() {
         for line in [&["hello"][..], &["hello", "mount"], &["hello", "mount", "/x", "--path", "fast"]] {
             assert_eq!(Cli::try_parse_from(line).unwrap_err().exit_code(), 2, "{line:?}");
         }

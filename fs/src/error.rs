@@ -2,14 +2,14 @@
 
 use std::io;
 
-/// Why a file system cannot be shown.
+/// Why a file system cannot be served.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The mount.
     #[error(transparent)]
     Mount(#[from] ferry_fuse::Error),
-    /// The socket that virtual machines connect to.
+    /// The socket for virtual machines.
     #[error(transparent)]
     Socket(#[from] ferry_vhost::SocketError),
     /// The virtio-fs device.

@@ -1,17 +1,17 @@
-//! Write a file system as one Rust type; show it on this host and to virtual machines.
+//! Write a file system as one Rust type; mount it on this host and share it with virtual machines.
 //!
-//! A file system is a type that implements [`FileSystem`]. Its methods are the verbs of the kernel (look up a name,
-//! read, rename), take plain values and return plain values; what is not written answers `ENOSYS`. [`run`] makes a
-//! program of it that knows two words:
+//! A file system is a type that implements [`FileSystem`]. Its methods are the kernel's operations (look up a name,
+//! read, rename), with plain values as parameters and results. Methods without an implementation return `ENOSYS`.
+//! [`run`] turns it into a program with two subcommands:
 //!
 //! ```sh
 //! hello mount /mnt/hello           # on this host, by FUSE
 //! hello virtiofs /run/hello.sock   # in a virtual machine, by virtio-fs
 //! ```
 //!
-//! Which way requests travel is not the author's concern: on the host by io_uring, one ring for each CPU, where the
-//! kernel allows it, and by /dev/fuse where not; files that have a descriptor of their own are passed through to the
-//! kernel; in a guest by virtqueues in shared memory.
+//! The transport is chosen automatically. On the host it is io_uring, one ring per CPU, where the kernel allows it, and
+//! otherwise /dev/fuse. Files with a descriptor of their own are passed through to the kernel. In a guest it is
+//! virtqueues in shared memory.
 //!
 //! # One file with a greeting
 //!

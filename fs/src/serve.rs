@@ -11,10 +11,10 @@ use crate::command::{Command, MountArgs, VirtiofsArgs};
 use crate::shutdown::ShutdownSignals;
 use crate::{Error, fuse, virtiofs};
 
-/// Shows the file system until a signal comes or it is unmounted.
+/// Serves the file system until a signal arrives or it is unmounted.
 pub(crate) fn serve_until_signal(command: &Command, fs: Arc<dyn FileSystem>) -> Result<(), Error> {
     let logging = start_log(&command.place().log)?;
-    // Before anything is there that would have to be cleaned up.
+    // Before anything exists that a signal would leave behind.
     let mut signals = ShutdownSignals::catch(&ShutdownSignals::ALL).map_err(Error::Signals)?;
     match command {
         Command::Mount(args) => mount(args, fs, &mut signals, logging),
@@ -22,16 +22,16 @@ pub(crate) fn serve_until_signal(command: &Command, fs: Arc<dyn FileSystem>) -> 
     }
 }
 
-/// What the program is called: the name of a mount, unless the user has one, and the beginning of messages.
+/// Returns the program's name: the default name of a mount, and the prefix of messages.
 pub(crate) fn program() -> String {
     let path = std::env::args_os().next().unwrap_or_default();
     let name = Path::new(&path).file_name().unwrap_or_default().to_string_lossy();
     if name.is_empty() { "ferry-fs".into() } else { name.into_owned() }
 }
 
-/// Lets `ferry log` show and change what is logged, where the log is ours.
+/// Lets `ferry log` show and change the log settings, if this process has installed the logger.
 fn control(logging: Option<Logging>, served: ServedShare) -> Option<Control> {
-    // Where there is nothing to show, no socket is made either.
+    // Without a logger there is nothing to control, so no socket is created.
     let logging = logging?;
     Control::start(Control::bind(), vec![served].into(), logging, Owner::default())
 }
@@ -53,7 +53,7 @@ fn mount(
         subtype: name,
         ..fuse::Options::default()
     };
-    // Before it is covered, and in the words of the table of mounts.
+    // Before the mount covers it, and in the form of the mount table.
     let dir = args.dir.canonicalize().unwrap_or_else(|_| args.dir.clone());
     let export = Arc::new(fuse::Export::mount(&dir, Arc::clone(&fs), options)?);
     let shown = ShareStatus { source: source.clone(), read_only: args.place.read_only, ..ShareStatus::default() };
@@ -118,18 +118,18 @@ fn offer(
     Ok(())
 }
 
-/// Tells whoever started the program that clients may come. That standard output is closed is no reason to end.
+/// Reports on standard output that clients may connect. A closed standard output is not an error.
 fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{}: {text}", program()).and_then(|()| out.flush());
 }
 
-/// An author who has started a log already keeps it: then there is none of ours.
+/// An author's own logger takes precedence.
 fn start_log(level: &str) -> Result<Option<Logging>, Error> {
     match Logging::start(level, false, None) {
         Ok(logging) => Ok(Some(logging)),
         Err(ferry_control::Error::Start(_)) => {
-            tracing::debug!("ferry log cannot be used: the program has a log of its own");
+            tracing::debug!("ferry log is not available: the program has its own logger");
             Ok(None)
         }
         Err(error) => Err(Error::Log(error)),

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use signal_hook::iterator::{Handle, Signals};
 
-/// The signals that ask a program to end. From the second one on they end it at once.
+/// The signals that end a program. A second one ends it at once.
 ///
 /// ```no_run
 /// # fn mounted() -> ferry_fs::fuse::Export { unimplemented!() }
@@ -28,29 +28,30 @@ use signal_hook::iterator::{Handle, Signals};
 pub struct ShutdownSignals(Signals);
 
 impl ShutdownSignals {
-    /// SIGINT, SIGTERM, and SIGHUP, which comes when the terminal goes.
+    /// SIGINT, SIGTERM, and SIGHUP, which is sent when the terminal closes.
     pub const ALL: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
 
     /// Begins to catch signals.
     ///
     /// # Errors
-    /// The system's: a number that is no signal, or no descriptor left.
+    ///
+    /// Those of the system: an invalid signal number, or no descriptor left.
     pub fn catch(signals: &[i32]) -> io::Result<Self> {
         let asked = Arc::new(AtomicBool::new(false));
         for &signal in signals {
-            // The order matters: a signal first looks whether one came before it, then leaves its mark.
+            // The order matters: a signal first checks whether one came before it, and then sets its flag.
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&asked))?;
             signal_hook::flag::register(signal, Arc::clone(&asked))?;
         }
         Ok(Self(Signals::new(signals)?))
     }
 
-    /// Waits for a signal and answers its number; `None` if there is no more reason to wait.
+    /// Waits for a signal and returns its number; `None` after [`ShutdownHandle::say`].
     pub fn wait(&mut self) -> Option<i32> {
         self.0.forever().next()
     }
 
-    /// For whoever knows that there is no more reason to wait.
+    /// Returns a handle that ends the wait.
     #[must_use]
     pub fn over(&self) -> ShutdownHandle {
         ShutdownHandle(self.0.handle())
@@ -62,7 +63,7 @@ impl ShutdownSignals {
 pub struct ShutdownHandle(Handle);
 
 impl ShutdownHandle {
-    /// There is no more reason to wait.
+    /// Ends the wait.
     pub fn say(&self) {
         self.0.close();
     }
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_is_told() {
+    fn a_signal_is_returned() {
         let mut signals = ShutdownSignals::catch(&[signal_hook::consts::SIGUSR2]).expect("a signal");
         signal_hook::low_level::raise(signal_hook::consts::SIGUSR2).expect("our own process");
         assert_eq!(signals.wait(), Some(signal_hook::consts::SIGUSR2));

@@ -9,15 +9,15 @@ use crate::handler::{Handler, Reply};
 use crate::state::State;
 use crate::{Options, QUEUES_MAX};
 
-/// The most pieces of memory in a request: what fits, with header and status, into the queues of 128 entries that VMMs
-/// make unless told otherwise.
+/// The maximum number of data segments in a request: with header and status they fit into queues of 128 entries, the
+/// usual default of VMMs.
 const SEGMENTS_MAX: u32 = 126;
 
 /// A disk as a device.
 pub(crate) struct Blk {
     state: Arc<State>,
     options: Options,
-    /// One for each queue, but no more than there are CPUs for them to run on.
+    /// One per queue, but no more than there are CPUs.
     workers: usize,
 }
 

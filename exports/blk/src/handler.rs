@@ -1,4 +1,4 @@
-//! From descriptor chains to the disk and back.
+//! Handles requests: from descriptor chains to the disk and back.
 
 use std::io;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use ferry_wire::blk::{
 use crate::slow::{self, Job};
 use crate::state::{CopyPermit, State};
 
-/// The most that is filled for a request that failed. Linux makes no larger ones, and whoever does is not to keep us busy
-/// for nothing.
+/// The maximum number of bytes that are zeroed for a failed request. Linux sends no larger requests, and a hostile
+/// guest must not keep a worker busy.
 const FILLED_BYTES_MAX: usize = 4 << 20;
 
-/// What is carried out at once of a request that there is no room for.
+/// The chunk in bytes of a request that exceeds the copy budget.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// The most that a request may move on a disk that makes the guest wait: it may have to be carried out here, and holds up others
-/// and the end of the device until then. Linux makes requests of some MiB unless it is told to make larger ones.
+/// The maximum length in bytes of a request to a slow disk: the worker may have to carry it out, which delays other
+/// requests and the end of the device. Linux sends requests of some MiB by default.
 const SLOW_BYTES_MAX: usize = 1 << 30;
 
 static ZEROS: [u8; 4096] = [0; 4096];
 
-/// How a request that was served elsewhere ended.
+/// The outcome of a request served on another thread.
 pub(crate) struct Reply {
     pub(crate) status: Status,
-    /// What the driver is to read.
+    /// The data for the driver.
     pub(crate) data: Vec<u8>,
-    /// The room that the data takes, given back with it.
+    /// The permit for the data's memory.
     pub(crate) room: Option<CopyPermit>,
 }
 
@@ -45,7 +45,7 @@ impl Reply {
 /// A transfer under way.
 #[derive(Clone, Copy, Default)]
 struct PendingTransfer {
-    /// How much it has to move to have succeeded.
+    /// The number of bytes to transfer for success.
     bytes: usize,
     is_read: bool,
 }
@@ -74,7 +74,7 @@ impl Output for ReadBuffer<'_> {
     }
 }
 
-/// The part of a chain that is to be written.
+/// The part of a chain that a write sends.
 struct WriteBuffer<'a> {
     chain: &'a Chain,
     taken: usize,
@@ -189,9 +189,9 @@ impl Handler {
         Answer::Later
     }
 
-    /// Carries out here, piece by piece, what there is no room for elsewhere: that holds up what comes after it, and takes no
-    /// more memory, however much the guest asks for. `piece` is told which, and how far it is from the first byte; all of them
-    /// fill so much of the chain.
+    /// Carries out a request in chunks on this thread, when the copy budget is exhausted. This delays later requests
+    /// but bounds the memory, whatever the guest requests. `piece` gets each chunk with its distance from the first
+    /// byte.
     fn in_pieces(
         &self,
         chain: &Chain,
@@ -224,7 +224,7 @@ impl Handler {
     }
 
     fn refuse(&self, chain: &Chain, refusal: Refusal) -> Answer {
-        self.state.ratelimited_log.warn(format_args!("the guest sent what makes no sense: {refusal}"));
+        self.state.ratelimited_log.warn(format_args!("the guest sent an invalid request: {refusal}"));
         Answer::Done(end(chain, refusal.status(), 0))
     }
 
@@ -234,20 +234,20 @@ impl Handler {
     }
 }
 
-/// Tokens are small numbers in their low half.
+/// Returns the low half of a token, a small number.
 fn low_half(token: u64) -> usize {
     usize::try_from(token & u64::from(u32::MAX)).expect("a number of 32 bits")
 }
 
-/// What divides every address and length.
+/// Returns the largest power of two that divides every address and length.
 fn alignment(segments: impl Iterator<Item = ferry_engine::Segment>) -> usize {
     let bits = segments.fold(0, |bits, segment| bits | segment.address.addr() | segment.bytes);
     1 << bits.trailing_zeros().min(usize::BITS - 1)
 }
 
-/// Ends a request: the status is the last byte that the device may write (5.2.6), and drivers look for it only if the
-/// length in the used ring covers it. That length promises everything before it, too (2.7.8.2), so what was not written
-/// is made zeros.
+/// Ends a request. The status is the last byte that the device may write (section 5.2.6), and drivers only look for it
+/// if the length in the used ring covers it. That length also covers everything before it (section 2.7.8.2), so
+/// unwritten bytes are zeroed.
 fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
     let Some(room) = chain.writable_bytes().checked_sub(1) else { return 0 };
     chain.write_at(room, &[status as u8]);
@@ -257,7 +257,7 @@ fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
     let mut at = data_bytes;
     while at < room {
         match chain.write_at(at, &ZEROS[..ZEROS.len().min(room - at)]) {
-            // Its memory is not there any more. What was written is, and the driver does not look for a status.
+            // The guest has removed the memory of the status, so the driver does not look for it.
             0 => return u32::try_from(at).unwrap_or(u32::MAX),
             count => at += count,
         }

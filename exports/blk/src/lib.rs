@@ -1,13 +1,13 @@
 //! The `blk` export: a [`Disk`] as a virtio-blk device for a virtual machine.
 //!
-//! The device is that of VIRTIO 1.3, section 5.2, over vhost-user. One worker serves each queue: it takes all requests
-//! that wait, asks the disk where their bytes live, has those that are adjacent made as one transfer (sequential
-//! requests of 512 bytes are), submits all transfers with one system call, and signals once.
+//! The device is that of VIRTIO 1.3, section 5.2, over vhost-user. One worker serves each queue. It takes all waiting
+//! requests, asks the disk for the location of their bytes, and merges adjacent transfers (such as sequential requests
+//! of 512 bytes). It submits all transfers with one system call, and signals once.
 //!
-//! Offered: up to 16 queues, flush, a cache that the driver can turn off (`CONFIG_WCE`), read-only disks, block sizes
-//! and topology, discard and write-zeroes of several ranges, serial numbers, changes of the size.
-//! Not offered: secure erase, which files cannot keep the promise of, and zones, which only zoned devices have
-//! (Linux's `BLKREPORTZONE` and its kin would have to be passed on request by request).
+//! Offered: up to 16 queues, flush, a write cache that the driver can switch off (`CONFIG_WCE`), read-only disks, block
+//! sizes and topology, discard and write-zeroes of several ranges, serial numbers, changes of the size. Not offered:
+//! secure erase, which files cannot guarantee, and zones, which would need pass-through of `BLKREPORTZONE` and related
+//! ioctls.
 //!
 //! ```no_run
 //! # fn disk() -> std::sync::Arc<dyn ferry_vfs::Disk> { unimplemented!() }
@@ -39,37 +39,37 @@ use crate::device::Blk;
 use crate::state::State;
 use crate::watch::Watch;
 
-/// As many as a guest of ordinary size has CPUs; Linux makes one for each.
+/// As many as a guest of ordinary size has CPUs; Linux uses one per CPU.
 pub const QUEUES_MAX: usize = 16;
 
-/// The longest that [`Options::poll`] is by default: a little more than it takes a guest to get on with the next
-/// request of a series, and far less than a time slice.
+/// The default of [`Options::poll`]: a little more than the time between consecutive requests of a guest, and far less
+/// than a time slice.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
-/// How an export is to behave.
+/// Options of an export.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Queues, each with a worker as long as there are CPUs; the guest may use fewer.
+    /// The number of queues; the guest may use fewer. Each has a worker, up to the number of CPUs.
     pub queues: usize,
-    /// The longest that a worker looks for work before it sleeps.
+    /// The maximum time that a worker polls before it sleeps.
     pub poll: Duration,
-    /// Writes may be held in a cache until the guest flushes. Otherwise each write ends when it is durable, and the
+    /// Writes may stay in a cache until the guest flushes. Otherwise each write completes when it is durable, and the
     /// guest cannot change that.
     pub writeback: bool,
     /// How data is moved.
     pub io: IoMode,
-    /// Register the guest's memory with io_uring, so that transfers need not have it looked up each time. All of it is
-    /// allocated then, and **pinned**: not for guests that give memory back (a balloon, free page reporting,
-    /// virtio-mem), for what they get again would not be what is written to.
+    /// Register the guest's memory with io_uring, so that transfers skip the page lookup. All of it is then allocated
+    /// and **pinned**. Not for guests that return memory (a balloon, free page reporting, virtio-mem): the ring would
+    /// keep using the old pages.
     pub pin_memory: bool,
-    /// What each worker calls before its first request, as [`ferry_vhost::WorkerOptions::begun`].
+    /// Called by each worker before its first request, as [`ferry_vhost::WorkerOptions::begun`].
     pub begun: Option<fn()>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
-            // QEMU asks for one per CPU of the guest. Those that it does not start have neither a worker nor memory.
+            // QEMU requests one per CPU of the guest. Unused queues have neither a worker nor memory.
             queues: QUEUES_MAX,
             poll: POLL_DEFAULT,
             writeback: true,
@@ -94,7 +94,7 @@ pub enum Error {
     Queues(usize),
 }
 
-/// A disk being offered on a socket.
+/// A disk that is exported on a socket.
 pub struct Export {
     server: Arc<Server>,
     watch: Watch,
@@ -108,7 +108,7 @@ impl std::fmt::Debug for Export {
 }
 
 impl Export {
-    /// Serves a disk on threads of its own, to one front end after another.
+    /// Serves a disk on separate threads, to one front end after another.
     ///
     /// # Errors
     /// [`Error`].
@@ -123,17 +123,17 @@ impl Export {
         Ok(Self { server, watch, disk })
     }
 
-    /// Takes no more requests, ends those under way, and makes everything durable.
+    /// Stops accepting requests, completes those in flight, and makes everything durable.
     pub fn stop(self) {
         let Self { server, watch, disk } = self;
         watch.stop();
-        // The watch had the only other reference: the server stops here.
+        // The watch held the only other reference: the server stops here.
         drop(server);
         let durable = disk.flush().and_then(|file| file.map_or(Ok(()), rustix::fs::fdatasync));
         if let Err(error) = durable
             && error != Errno::ROFS
         {
-            tracing::error!("what the guest wrote may not be on disk: {error}");
+            tracing::error!("cannot sync the disk, so writes of the guest may be lost: {error}");
         }
     }
 }

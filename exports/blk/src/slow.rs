@@ -1,4 +1,4 @@
-//! Requests that wait for something, on threads of their own.
+//! Requests that may block, on separate threads.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use ferry_wire::blk::{Range, Request, Status};
 use crate::handler::Reply;
 use crate::state::{CopyPermit, State};
 
-/// A request with all that it needs, apart from the guest's memory.
+/// A request with all its data, independent of the guest's memory.
 pub(crate) enum Job {
     Read(BlockRange),
     Write { at: BlockRange, durable: bool, bytes: Vec<u8> },
@@ -18,9 +18,9 @@ pub(crate) enum Job {
     WriteZeroes { ranges: Vec<Range>, durable: bool },
 }
 
-/// Carries a job out on the lane, and hands the reply to `tell`. What it copies has this room.
+/// Runs a job on the pool, and passes the reply to `tell`. `room` is the permit for its copies.
 pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<CopyPermit>, tell: impl FnOnce(Reply) + Send + 'static) {
-    // Not the whole state: dropping the lane waits for its threads, which they must not do themselves.
+    // Not the whole state: dropping the pool waits for its threads, so a thread must not drop it.
     let (disk, ratelimited_log) = (Arc::clone(&state.disk), Arc::clone(&state.ratelimited_log));
     state.blocking_pool.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
@@ -36,7 +36,7 @@ pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<CopyPermit>, tell: 
 }
 
 impl Job {
-    /// Returns what the driver is to read.
+    /// Returns the data for the driver.
     pub(crate) fn carry_out(self, disk: &dyn Disk) -> Result<Vec<u8>, Errno> {
         match self {
             Self::Read(at) => {
@@ -64,7 +64,7 @@ impl Job {
         Ok(Vec::new())
     }
 
-    /// The job of a request that has ranges.
+    /// Returns the job of a request with ranges.
     pub(crate) fn of_ranges(request: Request, ranges: Vec<Range>, durable: bool) -> Self {
         match request {
             Request::Discard { .. } => Self::Discard(ranges),

@@ -1,4 +1,4 @@
-//! What all workers of a device share.
+//! The shared state of all workers of a device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -7,20 +7,20 @@ use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
-/// How much is copied at once for calls that may wait: enough to have two hundred of the requests that Linux makes under way, and no more,
-/// however many queues the guest fills with large ones.
+/// The maximum number of bytes copied at once for calls that may block: enough for two hundred of Linux's usual
+/// requests in flight, whatever the guest sends.
 const COPIED_BYTES_MAX: usize = 256 << 20;
 
 /// Counts what is copied.
 #[derive(Debug, Default)]
 pub(crate) struct CopyBudget(Arc<AtomicUsize>);
 
-/// A part of it, given back when this is dropped.
+/// A part of the budget, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct CopyPermit(Arc<AtomicUsize>, usize);
 
 impl CopyBudget {
-    /// Takes room for so many bytes, if there is some.
+    /// Takes this many bytes of the budget, if available.
     pub(crate) fn take(&self, bytes: usize) -> Option<CopyPermit> {
         let more = |taken: usize| taken.checked_add(bytes).filter(|taken| *taken <= COPIED_BYTES_MAX);
         let taken = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
@@ -34,22 +34,22 @@ impl Drop for CopyPermit {
     }
 }
 
-/// A disk, and what the one guest that has it made of it. A second front end waits until the first is gone.
+/// A disk, and the settings of its guest. A second front end waits until the first one has disconnected.
 pub(crate) struct State {
     pub(crate) disk: Arc<dyn Disk>,
     pub(crate) features: DiskFeatures,
-    /// Where calls are made that may wait.
+    /// Runs calls that may block.
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
-    /// For what is copied between the guest and calls that may wait.
+    /// The budget for copies between the guest and calls that may block.
     pub(crate) budget: CopyBudget,
-    /// The cache is offered at all.
+    /// The write cache is offered.
     may_cache: bool,
-    /// The size as last seen: asking the disk may mean waiting for a lock.
+    /// The last known size: querying the disk may block on a lock.
     bytes: AtomicU64,
     /// The driver wants the cache.
     wants_cache: AtomicBool,
-    /// The driver knows how to flush it.
+    /// The driver supports FLUSH.
     can_flush: AtomicBool,
 }
 
@@ -82,7 +82,7 @@ impl State {
         }
     }
 
-    /// Takes over the disk's size. Returns whether it is another one.
+    /// Updates the disk's size. Returns whether it has changed.
     pub(crate) fn refresh_geometry(&self) -> bool {
         if let Err(error) = self.disk.refresh_geometry() {
             self.ratelimited_log.warn(format_args!("the size of the disk cannot be found: {error}"));
@@ -90,7 +90,7 @@ impl State {
         let now = self.disk.geometry().bytes;
         let before = self.bytes.swap(now, Ordering::Relaxed);
         if before != now {
-            tracing::info!(before, now, "the disk has another size");
+            tracing::info!(before, now, "the size of the disk has changed");
         }
         before != now
     }
@@ -99,29 +99,29 @@ impl State {
         self.may_cache
     }
 
-    /// Whether writes may end before they are durable (5.2.6.2).
+    /// Returns whether writes may complete before they are durable (section 5.2.6.2).
     pub(crate) fn is_writeback(&self) -> bool {
         self.may_cache && self.wants_cache() && self.can_flush.load(Ordering::Relaxed)
     }
 
-    /// Whether the driver wants the cache, should there be one.
+    /// Returns whether the driver has the write cache switched on.
     pub(crate) fn wants_cache(&self) -> bool {
         self.wants_cache.load(Ordering::Relaxed)
     }
 
-    /// The driver turns the cache on or off.
+    /// Sets the driver's choice of the write cache.
     pub(crate) fn set_writeback(&self, on: bool) {
         self.wants_cache.store(on, Ordering::Relaxed);
     }
 
-    /// The driver has chosen features: one that cannot flush must have every write durable, unless it can at least turn
-    /// the cache on and off.
+    /// Applies the negotiated features: with a driver that cannot flush, every write is durable, unless the driver can
+    /// at least switch the cache.
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
         let can_flush = features.contains(DeviceFeatures::FLUSH) || features.contains(DeviceFeatures::CONFIG_WCE);
         self.can_flush.store(can_flush, Ordering::Relaxed);
     }
 
-    /// Another guest, or the same one again.
+    /// Resets the state for another guest, or after a reset.
     pub(crate) fn reset(&self) {
         self.wants_cache.store(true, Ordering::Relaxed);
         self.can_flush.store(true, Ordering::Relaxed);

@@ -13,13 +13,13 @@ use crate::state::{CopyBudget, State};
 
 const BYTES: usize = 64 << 10;
 
-/// A disk in memory, with places that fail.
+/// A disk in memory with faulty sectors.
 struct Mem {
     bytes: Mutex<Vec<u8>>,
     features: DiskFeatures,
 }
 
-/// Where a read fails, ends early, or panics.
+/// The offset at which a read fails, ends early, or panics.
 const BROKEN: u64 = 4096;
 const SHORT: u64 = 8192;
 const PANICS: u64 = 12288;
@@ -79,7 +79,7 @@ fn run(state: &Arc<State>, job: Job) -> (Status, Vec<u8>) {
 }
 
 #[test]
-fn slow_requests_are_answered_whatever_happens_to_them() {
+fn slow_requests_always_get_a_reply() {
     let disk = Mem::new(DiskFeatures { slow: true, ..DiskFeatures::default() });
     let state = Arc::new(State::new(disk.clone(), true));
     let at = |offset| BlockRange { offset, bytes: 512, alignment: 512 };
@@ -99,7 +99,7 @@ fn slow_requests_are_answered_whatever_happens_to_them() {
 }
 
 #[test]
-fn the_cache_is_what_both_sides_agreed_on() {
+fn the_cache_mode_is_the_negotiated_one() {
     let flush = DeviceFeatures::FLUSH;
     let wce = DeviceFeatures::CONFIG_WCE;
     for (may_cache, negotiated, wanted, writeback) in [
@@ -120,7 +120,7 @@ fn the_cache_is_what_both_sides_agreed_on() {
 }
 
 #[test]
-fn what_is_offered_is_what_the_disk_can() {
+fn the_offered_features_are_those_of_the_disk() {
     let device = |features, writeback| {
         let state = Arc::new(State::new(Mem::new(features), writeback));
         Blk::new(state, Options { queues: 3, writeback, ..Options::default() })
@@ -149,7 +149,7 @@ fn what_is_offered_is_what_the_disk_can() {
 }
 
 #[test]
-fn a_size_that_changes_is_noticed_once() {
+fn a_changed_size_is_reported_once() {
     let disk = Mem::new(DiskFeatures::default());
     let state = State::new(disk.clone(), true);
     assert!(!state.refresh_geometry());
@@ -160,7 +160,7 @@ fn a_size_that_changes_is_noticed_once() {
 }
 
 #[test]
-fn room_for_copies_is_given_back() {
+fn the_copy_budget_is_returned() {
     let budget = CopyBudget::default();
     let (first, second) = (budget.take(200 << 20), budget.take(56 << 20));
     assert!(first.is_some() && second.is_some());

@@ -1,4 +1,4 @@
-//! Notices that a disk has got another size.
+//! Detects changes of a disk's size.
 
 use std::io;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use ferry_vhost::Server;
 
 use crate::state::State;
 
-/// How often to look: soon enough for whoever grows a disk by hand, and rarely enough to cost nothing.
-/// (inotify would tell at once, but also of every single write of ours.)
+/// The interval of checks: soon enough for an administrator, and rare enough to cost nothing. inotify would also report
+/// every write of this process.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A thread that looks at the size of a disk now and then.
+/// A thread that checks the size of a disk periodically.
 pub(crate) struct Watch {
     end: Sender<()>,
     thread: JoinHandle<()>,

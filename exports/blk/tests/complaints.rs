@@ -1,4 +1,4 @@
-//! What a guest can have logged.
+//! The rate limit of log lines that a guest can cause.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -28,7 +28,7 @@ impl io::Write for Log {
 }
 
 #[test]
-fn kicks_in_vain_fill_no_disk() {
+fn useless_kicks_are_logged_a_few_times_only() {
     tracing_subscriber::fmt().with_ansi(false).with_writer(|| Log).init();
     let disk = Offered::new(8, Cache::Writeback, options(Duration::ZERO));
     let mut driver = connect(&disk, Config { queue_size: 64, ..Config::default() });
@@ -37,7 +37,7 @@ fn kicks_in_vain_fill_no_disk() {
     for _ in 0..60 {
         for _ in 0..12 {
             queue.kick();
-            // For the worker to have gone to sleep again.
+            // For the worker to sleep again.
             std::thread::sleep(Duration::from_millis(1));
         }
         room.read(0);

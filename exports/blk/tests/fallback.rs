@@ -1,4 +1,4 @@
-//! A kernel that lets nobody use io_uring.
+//! A kernel that forbids io_uring.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -13,7 +13,7 @@ use ferry_blk::{IoMode, Options};
 use ferry_disk::Cache;
 use ferry_driver::{Config, Driver};
 
-/// A block that no read is about.
+/// A block that no read uses.
 const WRITTEN: u64 = 40;
 
 static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
@@ -31,7 +31,7 @@ impl io::Write for Log {
     }
 }
 
-/// Has `io_uring_setup` fail as it does where `kernel.io_uring_disabled` is 2, in this thread and those that it starts.
+/// Makes `io_uring_setup` fail, as with `kernel.io_uring_disabled` 2, on this thread and those that it starts.
 fn forbid_io_uring() {
     let load_number = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
@@ -56,7 +56,7 @@ fn options(io: IoMode) -> Options {
 }
 
 #[test]
-fn without_io_uring_everything_works_and_one_line_says_so() {
+fn without_io_uring_everything_works_and_one_line_reports_it() {
     tracing_subscriber::fmt().with_ansi(false).with_writer(|| Log).init();
     forbid_io_uring();
     for cache in [Cache::None, Cache::Writeback, Cache::Writethrough] {

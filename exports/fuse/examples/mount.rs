@@ -1,10 +1,11 @@
-//! Mounts a directory, memory, or a file system that forgets everything, for measurements by hand:
+//! Mounts a directory, memory, or a null file system, for manual measurements:
 //!
 //! ```text
 //! cargo run --release -p ferry-fuse --example mount -- null|mem|DIR MOUNTPOINT [auto|uring|devfuse] [KEY=VALUE ...]
 //! ```
 //!
-//! Keys: `depth`, `threads`, `passthrough`, `cache`, `write` (bytes of the longest WRITE). Ends when it is unmounted, and says what was counted.
+//! Keys: `depth`, `threads`, `passthrough`, `cache`, `write` (maximum bytes of a WRITE). Ends when it is unmounted, and
+//! prints the counters.
 
 #[path = "../tests/common/sources.rs"]
 mod sources;

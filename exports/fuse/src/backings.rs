@@ -1,4 +1,4 @@
-//! Files that the kernel reads and writes on its own (FUSE passthrough).
+//! Files that the kernel reads and writes directly (FUSE passthrough).
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -23,7 +23,7 @@ impl DeviceBackings {
 
 impl Backings for DeviceBackings {
     fn register(&self, file: BorrowedFd<'_>) -> io::Result<i32> {
-        // The kernel will write with the credentials of this moment: without the capability it clears suid and sgid.
+        // The kernel writes with the current credentials: without the capability it clears suid and sgid.
         let _without = WithoutFsetid::enter()?;
         self.device.backing_open(file).map_err(|error| match error.raw_os_error() {
             Some(libc::ELOOP) => io::Error::other(

@@ -1,4 +1,4 @@
-//! State that all workers of one mount share.
+//! The shared state of all workers of one mount.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ pub(crate) struct Connection {
     pub(crate) interrupted: Arc<Interrupted>,
     pub(crate) monitor_handle: MonitorHandle,
     pub(crate) payload_bytes: usize,
-    /// Of an entry of a ring.
+    /// The payload size of a ring entry, in bytes.
     pub(crate) ring_payload_bytes: usize,
     pub(crate) end: Arc<ConnectionEnd>,
 }
@@ -35,7 +35,7 @@ impl Connection {
     }
 }
 
-/// Whether the connection has ended, and how many threads still serve it.
+/// The end of the connection, and the number of threads that still serve it.
 #[derive(Default)]
 pub(crate) struct ConnectionEnd {
     ended: AtomicBool,
@@ -50,16 +50,16 @@ impl std::fmt::Debug for ConnectionEnd {
     }
 }
 
-/// A thread that serves; the count goes down when it is dropped, which is to be the last that the thread does: whoever
-/// waits for it finds its descriptors closed.
+/// A serving thread. Dropping it decrements the count. It must be the thread's last action, so that its descriptors are
+/// closed for a thread that waits for the count.
 #[derive(Debug)]
 pub(crate) struct ServingThread(Arc<ConnectionEnd>);
 
 impl ConnectionEnd {
-    /// The kernel says that it is over, or we do.
+    /// Marks the connection as ended, by the kernel or by the export.
     pub(crate) fn mark_ended(&self) {
         self.ended.store(true, Ordering::Release);
-        // Under the lock, so that nobody misses it between looking and waiting.
+        // Under the lock, so that no waiter misses it between its check and its wait.
         let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         self.changed.notify_all();
         drop(threads);
@@ -91,7 +91,7 @@ impl ConnectionEnd {
         }
     }
 
-    /// Waits for so long; returns whether it has ended.
+    /// Waits for this long; returns whether the connection has ended.
     pub(crate) fn wait_for(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,7 +104,7 @@ impl ConnectionEnd {
         }
     }
 
-    /// Waits until no thread serves any more; returns how many still do after `patience`.
+    /// Waits until no thread serves; returns how many still do after `patience`.
     pub(crate) fn wait_for_threads(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);

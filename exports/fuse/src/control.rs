@@ -1,5 +1,5 @@
-//! The kernel's controls of a connection: the file system `fusectl`, usually at `/sys/fs/fuse/connections`, and what
-//! `/sys/class/bdi` has of the mount.
+//! The kernel's controls of a connection: the file system `fusectl`, usually at `/sys/fs/fuse/connections`, and the
+//! mount's entry in `/sys/class/bdi`.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,29 +7,32 @@ use std::io::{self, Write};
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 
-/// Where the controls are, where they are mounted.
+/// The usual mount point of the controls.
 const PLACE: &str = "/sys/fs/fuse/connections";
 
-/// Lets the kernel read up to so much of a mount ahead, and so ask for as much at once, where it would ask for 128 KiB
+/// Sets the read-ahead of a mount in bytes, and with it the size of a request, from the default of 128 KiB
 /// (`read_ahead_kb`, Documentation/ABI/testing/sysfs-class-bdi in Linux).
 ///
 /// # Errors
-/// Those of `open(2)` and `write(2)`: sysfs is not there, or not for us to write.
+///
+/// Those of `open(2)` and `write(2)`: sysfs is missing or not writable.
 pub(crate) fn read_ahead(number: u32, bytes: u32) -> io::Result<()> {
     let file = File::options().write(true).open(format!("/sys/class/bdi/0:{number}/read_ahead_kb"));
     file?.write_all((bytes >> 10).to_string().as_bytes())
 }
 
-/// What ends a connection, whoever uses it and whatever its server does. It belongs to this one connection: once that is
-/// over it does nothing, even if a later connection gets the same number.
+/// Ends a connection, whatever its users and its server do. It belongs to this connection: after its end it has no
+/// effect, even if a later connection gets the same number.
 #[derive(Debug)]
 pub struct AbortSwitch(File);
 
 impl AbortSwitch {
-    /// The switch of a connection that is mounted.
+    /// Opens the switch of a mounted connection.
     ///
     /// # Errors
-    /// The connection is over, or belongs to another user; or the controls are not mounted and we may not mount them.
+    ///
+    /// The connection has ended, or belongs to another user; or the controls are not mounted and this process may not
+    /// mount them.
     pub(crate) fn of(number: u32) -> io::Result<Self> {
         match File::options().write(true).open(format!("{PLACE}/{number}/abort")) {
             Ok(file) => Ok(Self(file)),
@@ -40,7 +43,7 @@ impl AbortSwitch {
         }
     }
 
-    /// As [`Self::of`], from a mount of the controls that nobody else sees, as containers need it.
+    /// As [`Self::of`], from a private mount of the controls, for containers.
     fn from_private_mount(number: u32) -> io::Result<Self> {
         let context = fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
         fsconfig_create(&context)?;
@@ -54,16 +57,17 @@ impl AbortSwitch {
         self.0.try_clone().map(Self)
     }
 
-    /// Ends the connection: who waits for it gets an error, and so does everybody who comes later.
+    /// Ends the connection: current and later requests fail.
     ///
     /// # Errors
-    /// Those of `write(2)`; that the connection is over is none.
+    ///
+    /// Those of `write(2)`. A connection that has ended is not an error.
     pub fn abort(&self) -> io::Result<()> {
         (&self.0).write_all(b"1")
     }
 }
 
-/// For a process that is to throw the switch: any byte written to the file does.
+/// For a process that will use the switch: writing any byte to the file ends the connection.
 impl From<AbortSwitch> for File {
     fn from(switch: AbortSwitch) -> Self {
         switch.0

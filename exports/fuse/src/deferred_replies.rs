@@ -1,7 +1,7 @@
-//! Requests that another thread answers (COPY_FILE_RANGE, SYNCFS).
+//! Requests that another thread replies to (COPY_FILE_RANGE, SYNCFS).
 //!
-//! Their handlers have come back, so no worker is blocked by them; but their callers are to be told as well when they take
-//! too long, or were interrupted.
+//! Their handlers have returned, so they block no worker. But their callers must get a reply as well when they take too
+//! long or are interrupted.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,16 +9,16 @@ use std::time::Instant;
 
 use ferry_wire::fuse::Opcode;
 
-/// What was asked for.
+/// A deferred request.
 #[derive(Debug)]
 struct DeferredRequest<P> {
     place: P,
     since: Instant,
-    /// Its caller was told an error.
+    /// Its caller got an error.
     is_given_up: bool,
 }
 
-/// The requests of one post that will be answered later, each with the place that it is answered from.
+/// The deferred requests of one worker, each with the place that sends its reply.
 #[derive(Debug)]
 pub(crate) struct DeferredReplies<P>(Mutex<HashMap<u64, DeferredRequest<P>>>);
 
@@ -28,7 +28,7 @@ impl<P> Default for DeferredReplies<P> {
     }
 }
 
-/// Whether a request may be given up. A lock that its caller was told he has not, but has, would be nobody's.
+/// Returns whether a request may be aborted. An aborted lock request could leave a lock that no process knows of.
 pub(crate) fn may_be_abandoned(opcode: u32) -> bool {
     opcode != Opcode::Setlk.as_raw() && opcode != Opcode::Setlkw.as_raw()
 }
@@ -38,23 +38,23 @@ impl<P> DeferredReplies<P> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Somebody else will answer a request.
+    /// Records that another thread will reply to a request.
     pub(crate) fn begin(&self, unique: u64, place: P) {
         self.lock().insert(unique, DeferredRequest { place, since: Instant::now(), is_given_up: false });
     }
 
-    /// A request needs to be looked after no more; returns whether it was given up.
+    /// Removes a request; returns whether it was aborted.
     pub(crate) fn end(&self, unique: u64) -> bool {
         self.lock().remove(&unique).is_some_and(|asked| asked.is_given_up)
     }
 
-    /// Those that were given up and are not answered yet.
+    /// Returns the number of aborted requests that have not ended.
     pub(crate) fn given_up(&self) -> usize {
         self.lock().values().filter(|asked| asked.is_given_up).count()
     }
 
-    /// Asks `give_up` about each, which answers nothing while it may go on, and otherwise whether its caller was told
-    /// an error. Returns whether there are any that may go on.
+    /// Calls `give_up` for each request. It returns `None` if the request may continue, otherwise whether its caller
+    /// got an error. Returns whether any may continue.
     pub(crate) fn apply_policy(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
         let mut goes_on = false;
         for (unique, asked) in self.lock().iter_mut().filter(|(_, asked)| !asked.is_given_up) {
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_told_an_error_is_not_told_again() {
+    fn an_aborted_request_gets_no_second_reply() {
         let later = DeferredReplies::default();
         (0..3).for_each(|unique| later.begin(unique, unique + 10));
         assert!(!later.end(0), "it was answered");

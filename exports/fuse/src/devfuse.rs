@@ -1,4 +1,4 @@
-//! Requests by /dev/fuse: threads that read one, serve it, and write the reply.
+//! Requests through /dev/fuse: threads that read one, serve it, and write the reply.
 
 mod carrier;
 mod cpu_affinity;
@@ -29,7 +29,7 @@ use cpu_affinity::AffinityThread;
 pub(crate) use readers::Readers;
 use splice::{Loaded, Spliced};
 
-/// One thread that reads, as others see it.
+/// A reader thread, as other threads see it.
 #[derive(Debug)]
 struct Reader {
     readers: Arc<Readers>,
@@ -37,7 +37,7 @@ struct Reader {
     watch: Watch,
     unique: AtomicU64,
     generation_cell: GenerationCell,
-    /// Its thread, once there is one.
+    /// Its thread, once it has started.
     thread: OnceLock<Pid>,
     way: OnceLock<SchedIdle>,
 }
@@ -56,10 +56,11 @@ impl Reader {
     }
 }
 
-/// Serves the first messages, on this thread, until INIT was answered; `look_at` sees each before it is served.
+/// Serves the first messages on this thread until the reply to INIT; `look_at` gets each one before it is served.
 ///
 /// # Errors
-/// The kernel sends nothing, or nothing that can be agreed on.
+///
+/// The kernel sends nothing, or the negotiation fails.
 pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(&[u8])) -> io::Result<Negotiated> {
     let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
     let mut work = Work::new(&reader);
@@ -93,7 +94,7 @@ impl MonitoredWorker for Reader {
 
     fn replace_worker(self: Arc<Self>, _: CallSnapshot) -> Replacement {
         self.readers.replace_blocked();
-        // If it was in vain, the next look at any reader finds that requests wait.
+        // If no thread was available, the next check of any reader finds the waiting requests.
         Replacement::Found
     }
 
@@ -125,11 +126,11 @@ impl MonitoredWorker for Reader {
     }
 }
 
-/// Tells an error in place of a handler. The caller may be gone.
+/// Sends an error in place of a handler. The caller may be gone.
 fn answer_error(channel: &OwnedFd, unique: u64, errno: Errno) {
     let reply = encode_error(unique, errno);
     if let Err(error) = send(channel.as_fd(), &[io::IoSlice::new(&reply)]) {
-        tracing::debug!("nobody waits for the error of request {unique} any more: {error}");
+        tracing::debug!("cannot send the error of request {unique}, whose caller may be gone: {error}");
     }
 }
 
@@ -142,7 +143,7 @@ struct Work<'a> {
     counters: Arc<Counters>,
 }
 
-/// A reply that is to be sent: so many bytes of the memory, or what lies in the pipe.
+/// A reply to send: this many bytes of the memory, or the contents of the pipe.
 enum ToSend {
     Bytes(usize),
     Loaded(Loaded),
@@ -184,14 +185,14 @@ impl<'a> Work<'a> {
                     connection.monitor_handle.ring();
                     let reply = self.serve();
                     self.counters.message_bytes.add((bytes + reply.bytes()) as u64);
-                    // A reader is helped, never replaced: its thread has its own buffers.
+                    // A reader is assisted, never replaced: its thread has its own buffers.
                     let _ = reader.watch.leave(&mut owner);
                     self.send(reply);
                 }
                 Ok(Received::Nothing) => {}
                 Ok(Received::Unmounted) => break connection.end.mark_ended(),
                 Err(error) => {
-                    tracing::error!("/dev/fuse cannot be read, the mount ends: {error}");
+                    tracing::error!("cannot read /dev/fuse, so the mount ends: {error}");
                     break connection.end.mark_ended();
                 }
             }
@@ -202,7 +203,7 @@ impl<'a> Work<'a> {
         self.server.batch_end();
     }
 
-    /// An INTERRUPT also concerns the monitor.
+    /// Wakes the monitor for an INTERRUPT.
     fn note_interrupt(&self) {
         let Some((header, rest)) = self.memory.request().split_first_chunk::<IN_HEADER_BYTES>() else { return };
         if peek(header).opcode == Opcode::Interrupt.as_raw()
@@ -212,7 +213,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Answers the reply that is to be sent; nothing if somebody else answers, later or already, or nobody does.
+    /// Serves a request and returns the reply to send; none if another thread sends it, or there is no reply.
     fn serve(&mut self) -> ToSend {
         let Self { reader, server, memory, spliced, counters } = self;
         let generation = reader.generation_cell.current();

@@ -25,15 +25,15 @@ const fn iow(number: usize, bytes: usize) -> libc::Ioctl {
     ((1 << 30) | (bytes << 16) | (MAGIC << 8) | number) as libc::Ioctl
 }
 
-/// The descriptor that the mount was made with.
+/// The descriptor of the mount call.
 #[derive(Debug)]
 pub(crate) struct Device(OwnedFd);
 
-/// What became of a try to read a request.
+/// The result of reading a request.
 pub(crate) enum Received {
-    /// A request of so many bytes.
+    /// A request of this length in bytes.
     Request(usize),
-    /// None this time: interrupted, or whoever asked has given up.
+    /// None this time: interrupted, or the caller has aborted it.
     Nothing,
     /// The file system is unmounted, or the connection was aborted.
     Unmounted,
@@ -44,10 +44,11 @@ impl Device {
         Self(fd)
     }
 
-    /// One more descriptor of the same connection, with a queue of its own for requests that are being served, so
-    /// that replies do not meet on one lock.
+    /// Returns another descriptor of the same connection, with its own queue of requests being served, so that replies
+    /// do not contend for one lock.
     ///
     /// # Errors
+    ///
     /// No descriptor is left, or /dev/fuse cannot be opened (a mount by fusermount3 in a container).
     pub(crate) fn channel(&self) -> io::Result<OwnedFd> {
         let fd = rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
@@ -59,10 +60,11 @@ impl Device {
         }
     }
 
-    /// Makes a file known to the kernel as one that reads and writes may be passed through to.
+    /// Registers a file as a backing file for passthrough.
     ///
     /// # Errors
-    /// `EPERM` without `CAP_SYS_ADMIN`, `ELOOP` for a file on too many layers of file systems, and others.
+    ///
+    /// `EPERM` without `CAP_SYS_ADMIN`, `ELOOP` for a file on too many stacked file systems, and others.
     pub(crate) fn backing_open(&self, file: BorrowedFd<'_>) -> io::Result<i32> {
         let map = BackingMap { fd: file.as_raw_fd(), flags: 0, padding: 0 };
         // SAFETY: the command reads one `fuse_backing_map`, which lives until the call returns.
@@ -73,7 +75,7 @@ impl Device {
         }
     }
 
-    /// The reverse of [`Self::backing_open`]. Files that are open stay passed through.
+    /// The reverse of [`Self::backing_open`]. Open files keep using passthrough.
     pub(crate) fn backing_close(&self, id: i32) -> io::Result<()> {
         // SAFETY: the command reads one u32, which lives until the call returns.
         match unsafe { libc::ioctl(self.0.as_raw_fd(), IOC_BACKING_CLOSE, &raw const id) } {
@@ -98,7 +100,8 @@ impl AsRawFd for Device {
 /// Waits for a request.
 ///
 /// # Errors
-/// The connection cannot be used any more.
+///
+/// The connection is unusable.
 pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Received> {
     match rustix::io::read(channel, buffer) {
         Ok(bytes) => Ok(Received::Request(bytes)),
@@ -108,7 +111,7 @@ pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<
     }
 }
 
-/// Sends a reply or a notification: all of it, in one call. A reply whose caller has gone (`ENOENT`) is no error.
+/// Sends a whole reply or notification in one call. A reply whose caller is gone (`ENOENT`) is not an error.
 pub(crate) fn send(channel: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
     loop {
         match rustix::io::writev(channel, parts) {

@@ -1,15 +1,15 @@
-//! Reports which path requests and data take, and why no better one is used.
+//! Reports the transport of requests and data, and why a faster one is not used.
 
 use std::fmt;
 
 use crate::Path;
 
-/// Whether something is used, and if not, why.
+/// Whether a feature is used, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Verdict {
     /// It is used.
     pub used: bool,
-    /// Why not, and what would help.
+    /// Why not, and how to enable it.
     pub reason: Option<String>,
 }
 
@@ -23,24 +23,24 @@ impl Verdict {
     }
 }
 
-/// Which way the requests and the data of a mount go.
+/// The transport of a mount's requests and data.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Explanation {
-    /// How requests travel: [`Path::Uring`] or [`Path::Devfuse`].
+    /// The transport of requests: [`Path::Uring`] or [`Path::Devfuse`].
     pub path: Path,
     /// FUSE-over-io_uring.
     pub uring: Verdict,
     /// Passthrough of whole files.
     pub passthrough: Verdict,
-    /// Telling the kernel of changes that are made elsewhere.
+    /// Notifications of the kernel about changes made elsewhere.
     pub notifications: Verdict,
-    /// Rings, one for each possible CPU; 0 without io_uring.
+    /// The number of rings, one per possible CPU; 0 without io_uring.
     pub rings: usize,
     /// Entries of each ring.
     pub ring_depth: usize,
-    /// Threads that read /dev/fuse at least.
+    /// The minimum number of threads that read /dev/fuse.
     pub readers: usize,
-    /// Bytes of the longest READ and WRITE.
+    /// The maximum READ and WRITE in bytes.
     pub max_write_bytes: u32,
 }
 
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn says_what_is_missing_and_what_would_help() {
+    fn reports_what_is_missing_and_the_remedy() {
         let mut explanation = Explanation {
             path: Path::Devfuse,
             uring: Verdict::not(crate::machine::NoUring::Parameter),

@@ -23,35 +23,35 @@ use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
 use ferry_engine::{Monitor, MonitorHandle};
 
-/// With io_uring, /dev/fuse carries FORGET and INTERRUPT only; another reader is started if this one is blocked.
+/// With io_uring, /dev/fuse only carries FORGET and INTERRUPT; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;
 
-/// Descriptors that must be left for files when all of the mount is there.
+/// Descriptors that must be left for files once the mount is complete.
 const DESCRIPTORS_SPARE: usize = 4;
 
-/// How long those who still use files of a mount that is being stopped have to finish.
+/// How long users of open files have to finish when a mount is stopped.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How often it is tried meanwhile.
+/// The interval of unmount attempts meanwhile.
 const STOP_AGAIN: Duration = Duration::from_millis(20);
 
-/// How long threads have to come back when the connection has ended. One that is blocked in the source may never.
+/// How long threads have to return after the end of the connection. A thread blocked in the source may never return.
 const THREADS_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Why a source is not mounted.
+/// Why a source cannot be mounted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The mount point, or the right to mount.
+    /// An error of the mount point, or missing permission to mount.
     #[error(transparent)]
     Mount(#[from] MountError),
-    /// [`Path::Uring`] was asked for.
+    /// [`Path::Uring`] was required.
     #[error("FUSE-over-io_uring was asked for and cannot be had: {reason}")]
     NoUring {
         /// Why, and what would help.
         reason: String,
     },
-    /// [`Options::passthrough`] was asked for.
+    /// [`Options::passthrough`] was required.
     #[error("passthrough was asked for and cannot be had: {reason}")]
     NoPassthrough {
         /// Why, and what would help.
@@ -65,7 +65,7 @@ pub enum Error {
     Threads(#[source] std::io::Error),
 }
 
-/// A source that is mounted, until this is dropped or somebody unmounts it.
+/// A mounted source, until this is dropped or the mount is unmounted.
 pub struct Export {
     connection: Arc<Connection>,
     source: Arc<dyn FileSystem>,
@@ -75,14 +75,14 @@ pub struct Export {
     notifier: Mutex<Option<Notifier>>,
     monitor: Mutex<Option<Monitor>>,
     device_number: u32,
-    /// Had from the beginning: Linux does not come back from letting go of a private mount, by which it may have to be found,
-    /// while clients keep all CPUs busy (`synchronize_rcu_expedited`).
+    /// Opened at the start: it may require a private mount, and Linux does not finish unmounting one while clients keep
+    /// all CPUs busy (`synchronize_rcu_expedited`).
     switch: Option<AbortSwitch>,
     stopped: AtomicBool,
 }
 
-/// Threads that read /dev/fuse for a source whose calls wait: one asleep in a handler costs nothing, and one that has to be
-/// started first costs a request some milliseconds.
+/// Threads that read /dev/fuse for a source with blocking calls: a thread asleep in a handler costs nothing, and
+/// starting one first delays a request by milliseconds.
 const READERS_WAITING: usize = 8;
 
 impl std::fmt::Debug for Export {
@@ -92,16 +92,17 @@ impl std::fmt::Debug for Export {
 }
 
 impl Export {
-    /// Mounts a source, and serves it on threads of its own.
+    /// Mounts a source, and serves it on separate threads.
     ///
     /// # Errors
+    ///
     /// [`Error`]; nothing stays mounted.
     pub fn mount(mountpoint: &std::path::Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
         let payload_bytes = options.max_write_bytes as usize;
         Self::mount_with(mountpoint, source, &options, payload_bytes)
     }
 
-    /// Mounts with so much room for a payload in the entries of rings, which is as much as the kernel is told of.
+    /// Mounts with this payload size in the entries of rings, which is also the maximum size in INIT.
     fn mount_with(
         mountpoint: &std::path::Path,
         source: Arc<dyn FileSystem>,
@@ -123,7 +124,7 @@ impl Export {
             ring_payload_bytes,
             end: Arc::new(ConnectionEnd::default()),
         });
-        // Before the first request is answered: of what changes after the answer the kernel must be told.
+        // Before the first reply, because the kernel must be notified of changes after it.
         let notifier = if keeps(options) { Notifier::start(&connection).map_err(Error::Threads)? } else { None };
         let (agreed, rings) = match negotiate_init(&connection, &requested, options) {
             Ok(agreed) => agreed,
@@ -131,17 +132,17 @@ impl Export {
                 drop((notifier, mountpoint));
                 connection.end.mark_ended();
                 connection.session.end();
-                // What they hold is free again when the caller gets to know.
+                // Their resources are free before the caller gets the error.
                 connection.end.wait_for_threads(THREADS_PATIENCE);
                 return Err(error);
             }
         };
         let lack = rings.as_ref().err().filter(|reason| reason.is_of_this_machine()).map(ToString::to_string);
-        // Linux answers a random read of a megabyte by eight requests of its read-ahead, some of them one after the other.
+        // Linux splits a random read of a megabyte into eight read-ahead requests, partly sequential.
         if source.features().waits
             && let Err(error) = read_ahead(mountpoint.connection(), agreed.max_write_bytes)
         {
-            tracing::debug!(%error, "the kernel goes on asking for 128 KiB at a time");
+            tracing::debug!(%error, "the kernel keeps requesting 128 KiB at a time");
         }
         let mut export = Self {
             switch: AbortSwitch::of(mountpoint.connection()).ok(),
@@ -173,7 +174,7 @@ impl Export {
             stopped: AtomicBool::new(false),
         };
         if let Err(error) = export.start(options) {
-            // Nobody reads who would be told by the kernel that it is over.
+            // No thread reads that the kernel could notify of the end.
             export.connection.end.mark_ended();
             return Err(Error::Threads(error));
         }
@@ -183,7 +184,7 @@ impl Export {
         Ok(export)
     }
 
-    /// Starts what runs beside the rings. When this fails, dropping the export undoes everything.
+    /// Starts the threads beside the rings. On failure, dropping the export undoes everything.
     fn start(&mut self, options: &Options) -> std::io::Result<()> {
         let connection = &self.connection;
         let interrupted = Arc::clone(&connection.interrupted);
@@ -193,13 +194,13 @@ impl Export {
             interrupted.verdict(options.handler_timeout),
         )?));
         Readers::start(connection, self.explanation.readers)?;
-        // A mount on which no file can be opened is none.
+        // A mount on which no file can be opened is useless.
         let spare = || rustix::io::fcntl_dupfd_cloexec(&*connection.device, 0);
         (0..DESCRIPTORS_SPARE).map(|_| spare()).collect::<Result<Vec<_>, Errno>>()?;
         Ok(())
     }
 
-    /// Reports which path requests and data take, and why no better one is used.
+    /// Reports the transport of requests and data, and why a faster one is not used.
     pub fn explain(&self) -> &Explanation {
         &self.explanation
     }
@@ -209,24 +210,24 @@ impl Export {
         self.connection.counters.sum()
     }
 
-    /// The number of the connection in `/sys/fs/fuse/connections`, which is the minor number of the device that `stat`
-    /// shows for files of the mount.
+    /// Returns the number of the connection in `/sys/fs/fuse/connections`, which is the minor device number of files on
+    /// the mount.
     pub fn connection_number(&self) -> u32 {
         self.device_number
     }
 
-    /// What ends the connection to the kernel even if this process cannot: for another process, which is to make sure
-    /// that the mount ends with this one. That the kernel closes the connection of a killed process is not enough: it does so
-    /// when the last thread has ended, and one that is telling the kernel of a change ends only after a caller that
-    /// waits for the dead server.
+    /// Returns a switch that ends the connection even if this process cannot, for another process that ensures that the
+    /// mount ends with this one. The kernel closes the connection of a killed process only when its last thread has
+    /// ended. A thread that is notifying the kernel only ends after a caller that waits for the dead server.
     ///
     /// # Errors
-    /// The connection is over, or its controls cannot be reached (containers of users other than root).
+    ///
+    /// The connection has ended, or its controls are not accessible (containers of users other than root).
     pub fn switch(&self) -> std::io::Result<AbortSwitch> {
         self.switch.as_ref().map_or_else(|| AbortSwitch::of(self.device_number), AbortSwitch::try_clone)
     }
 
-    /// Waits until somebody unmounts it, or aborts the connection.
+    /// Waits until the mount is unmounted, or the connection is aborted.
     pub fn wait(&self) {
         self.connection.end.wait();
     }
@@ -236,8 +237,8 @@ impl Export {
         self.connection.end.is_ended()
     }
 
-    /// Unmounts, lets requests under way end, and makes everything durable. Who still has files of the mount open is
-    /// cut off after a short while. Another thread may be in [`Self::wait`], which then returns.
+    /// Unmounts, completes requests in flight, and syncs everything. Users with open files are cut off after a short
+    /// time. Another thread may be in [`Self::wait`], which then returns.
     pub fn stop(&self) {
         self.end();
     }
@@ -250,14 +251,14 @@ impl Export {
         self.unmount();
         let left = self.connection.end.wait_for_threads(THREADS_PATIENCE);
         if left > 0 {
-            tracing::warn!("{left} threads of a mount are still blocked in the source and are left behind");
+            tracing::warn!("{left} threads of a mount are still blocked in the source; they are abandoned");
         }
         drop(take(&self.monitor));
         self.connection.session.end();
         ferry_engine::sync_on_stop(&*self.source);
     }
 
-    /// Unmounts. Who uses files of the mount has a moment to finish, and is cut off then.
+    /// Unmounts. Users of files on the mount have a moment to finish, and are then cut off.
     fn unmount(&self) {
         let mut mountpoint = self.mountpoint.lock().unwrap_or_else(PoisonError::into_inner);
         let until = Instant::now() + STOP_PATIENCE;
@@ -266,24 +267,24 @@ impl Export {
                 std::thread::sleep(STOP_AGAIN);
                 continue;
             }
-            tracing::warn!("{error}; whoever uses it is cut off");
+            tracing::warn!("{error}; its users are cut off");
             self.abort(mountpoint.path());
             if let Err(error) = mountpoint.detach() {
                 tracing::warn!("{error}");
             }
             break;
         }
-        // Somebody else may have detached it, and files of it are still open.
+        // It may have been detached before, with files still open.
         if !self.connection.end.wait_for(STOP_PATIENCE) {
             self.abort(mountpoint.path());
             self.connection.end.wait_for(STOP_PATIENCE);
         }
     }
 
-    /// Ends the connection to the kernel, whoever uses it.
+    /// Ends the connection to the kernel, whatever its users do.
     fn abort(&self, mountpoint: &std::path::Path) {
         let Err(error) = self.switch().and_then(|switch| switch.abort()) else { return };
-        // To unmount by force aborts too, where we may and as long as it is there.
+        // A forced unmount aborts the connection, too, if permitted and still mounted.
         let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
         let is_there = stat_number(mountpoint) == Some(self.device_number);
         if !is_there || !matches!(rustix::mount::unmount(mountpoint, flags), Ok(()) | Err(Errno::BUSY)) {
@@ -292,7 +293,7 @@ impl Export {
     }
 }
 
-/// The connection that is mounted on a path, without asking its server.
+/// Returns the connection of the mount on a path, without a request to its server.
 fn stat_number(path: &std::path::Path) -> Option<u32> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     rustix::fs::statx(rustix::fs::CWD, path, flags, StatxFlags::empty()).ok().map(|seen| seen.stx_dev_minor)
@@ -306,12 +307,12 @@ impl Drop for Export {
     }
 }
 
-/// Takes a part out; what it waits for when it is dropped does not hold the lock.
+/// Takes a part out, so that it is dropped without the lock.
 fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
     part.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Whether the kernel keeps anything that it must be told of when it changes.
+/// Returns whether the kernel caches anything, and so needs notifications.
 fn keeps(options: &Options) -> bool {
     let timeouts = [options.entry_timeout, options.attr_timeout, options.negative_timeout];
     options.cache != Cache::None
@@ -341,14 +342,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rings_that_the_kernel_refuses_are_done_without() {
+    fn rings_that_the_kernel_refuses_are_not_used() {
         let allowed = crate::machine::uring_allowed().is_ok();
         if !allowed || !std::path::Path::new("/dev/fuse").exists() {
             ferry_skip::skip!("needs FUSE-over-io_uring");
             return;
         }
         let tmp = tempfile::tempdir().unwrap();
-        // The kernel wants room for what was agreed on in each entry: it refuses to register smaller ones.
+        // The kernel requires entries of the negotiated size: it refuses to register smaller ones.
         let mount = |path| {
             let options = Options { path, cache: Cache::None, ..Options::default() };
             Export::mount_with(tmp.path(), Arc::new(sources::Null::default()), &options, 4096)

@@ -1,4 +1,4 @@
-//! The start of a connection: what is asked for, what is agreed on, and which path the requests take.
+//! The start of a connection: requested options, negotiation, and the choice of transport.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -20,25 +20,26 @@ use crate::machine::{NoUring, has_capability, uring_allowed};
 use crate::uring::Rings;
 use crate::{Cache, Options, Path, devfuse};
 
-/// How long the kernel may take to send INIT, which it does as soon as there is a mount.
+/// How long the kernel may take to send INIT, which it does right after the mount.
 const INIT_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Linux stacks file systems no higher than two (`FILESYSTEM_MAX_STACK_DEPTH`), and a mount with passthrough counts as one
-/// more than the files that it passes to may lie on. So files of an overlayfs can be passed to, or an overlayfs can be
-/// put on the mount, as containers do, but not both.
+/// The maximum stacking depth of backing files. Linux stacks at most two file systems (`FILESYSTEM_MAX_STACK_DEPTH`),
+/// and a mount with passthrough counts as one more than its backing files. So either files of an overlayfs can be
+/// backing files, or an overlayfs can be put on the mount, as containers do, but not both.
 const STACK_DEPTH: u32 = 1;
-/// As above, where the source's files lie on an overlayfs.
+/// As above, for a source whose files are on an overlayfs.
 const STACK_DEPTH_STACKED: u32 = 2;
 
-/// Requests that nobody waits for (read-ahead, write-back) at a time: enough for several files of several CPUs.
+/// The maximum number of concurrent background requests (read-ahead, write-back): enough for several files on several
+/// CPUs.
 const MAX_BACKGROUND: u16 = 128;
 
-/// What is wanted beyond the share's own policy. The path is decided when INIT has come, and before it is answered.
+/// Options beyond the share's own policy. The transport is chosen when INIT has arrived, before the reply.
 #[derive(Debug)]
 pub(crate) struct RequestedOptions {
     uring: Mutex<Result<(), NoUring>>,
     passthrough: Result<(), String>,
-    /// Whether files that are opened for writing pass through.
+    /// Whether files opened for writing use passthrough.
     pass_writers: bool,
     by_number: ByNumber,
     stack_depth: u32,
@@ -46,10 +47,11 @@ pub(crate) struct RequestedOptions {
 }
 
 impl RequestedOptions {
-    /// Works out what can be had, as far as that can be known before the mount.
+    /// Determines the available options, as far as possible before the mount.
     ///
     /// # Errors
-    /// io_uring or passthrough is insisted on and cannot be had.
+    ///
+    /// io_uring or passthrough is required but not available.
     pub(crate) fn new(options: &Options, features: Features) -> Result<Self, Error> {
         let uring = match options.path {
             Path::Devfuse => Err(NoUring::Unwanted),
@@ -64,7 +66,7 @@ impl RequestedOptions {
         Ok(Self {
             uring: Mutex::new(uring),
             passthrough,
-            // Others, who are to trust what they have seen, are told of each write only if it goes through us.
+            // Others that trust their caches are notified of a write only if it goes through this server.
             pass_writers: !(options.shared && options.cache == Cache::Always),
             by_number: features.by_number,
             stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
@@ -95,7 +97,7 @@ impl RequestedOptions {
         wanted.max_background = MAX_BACKGROUND;
     }
 
-    /// A session that asks for all this.
+    /// Creates a session with these options.
     pub(crate) fn session(self: &Arc<Self>, device: &Arc<Device>) -> SessionSlot {
         let requested = Arc::clone(self);
         let session = SessionSlot::new(move |_: &InitRequest, wanted: &mut InitOptions| requested.adjust(wanted));
@@ -130,7 +132,7 @@ fn passthrough_allowed(options: &Options, features: Features) -> Result<(), Stri
     }
 }
 
-/// What a share needs to know of the options.
+/// Returns the options of the share.
 pub(crate) fn share_options(options: &Options) -> ShareOptions {
     ShareOptions {
         name: options.name.clone().unwrap_or_else(|| options.fsname.clone()),
@@ -142,14 +144,14 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         xattr: options.xattr,
         direct_opens: options.direct_opens,
         local_locks: options.local_locks,
-        // Without permissions that it checks itself, the kernel refuses a connection that allows them.
+        // The kernel refuses a connection with idmapped mounts unless it checks permissions itself.
         allow_idmap: options.allow_idmap && options.default_permissions,
         told: true,
         ..ShareOptions::default()
     }
 }
 
-/// Serves INIT; answers what was agreed on, and the rings if they are used, or why not.
+/// Serves INIT; returns the negotiated parameters, and the rings, or why they are not used.
 pub(crate) fn negotiate_init(
     connection: &Arc<Connection>,
     requested: &RequestedOptions,
@@ -171,7 +173,7 @@ pub(crate) fn negotiate_init(
     }
 }
 
-/// Without rings, whoever insists on them gets an error.
+/// Returns an error if rings are required.
 fn forced(options: &Options, reason: NoUring) -> Result<NoUring, Error> {
     match options.path {
         Path::Uring => Err(Error::NoUring { reason: reason.to_string() }),
@@ -179,7 +181,7 @@ fn forced(options: &Options, reason: NoUring) -> Result<NoUring, Error> {
     }
 }
 
-/// Looks at a message before it is served: before INIT is answered, the rings must be there.
+/// Looks at a message before it is served: the rings must exist before the reply to INIT.
 fn look_at(
     message: &[u8],
     requested: &RequestedOptions,
@@ -203,10 +205,10 @@ fn look_at(
     }
 }
 
-/// More entries than the kernel has background requests for a CPU gain nothing.
+/// More entries than the kernel has background requests per CPU are useless.
 const RING_DEPTH_MAX: usize = 256;
 
-/// Waits until the kernel has sent something.
+/// Waits until the kernel has sent a request.
 ///
 /// # Errors
 /// It does not.

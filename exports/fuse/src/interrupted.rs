@@ -1,7 +1,7 @@
 //! FUSE INTERRUPT.
 //!
-//! A request that is parked is ended by the server at once. This is for the others: a handler that goes on for long
-//! after its caller was interrupted is given up by the monitor.
+//! The server ends a waiting request at once. This module is for the others: the monitor aborts a handler that
+//! continues for long after its caller was interrupted.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,16 +9,17 @@ use std::time::{Duration, Instant};
 use ferry_engine::AbortPolicy;
 use ferry_vfs::Errno;
 
-/// How long a handler may go on after its caller was interrupted.
+/// How long a handler may continue after its caller was interrupted.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long an interrupt is remembered: longer than the monitor needs to act on it.
+/// How long an interrupt is remembered: longer than the monitor needs.
 const KEPT: Duration = Duration::from_secs(10);
 
-/// The most interrupts remembered; a caller has one request under way, so that many threads must have been interrupted.
+/// The maximum number of remembered interrupts; each caller has one request in flight, so it means as many interrupted
+/// threads.
 const KEPT_MAX: usize = 4096;
 
-/// The requests whose callers were interrupted lately.
+/// The requests whose callers were interrupted recently.
 #[derive(Debug, Default)]
 pub(crate) struct Interrupted(Mutex<Vec<(u64, Instant)>>);
 
@@ -27,7 +28,7 @@ impl Interrupted {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The caller of a request was interrupted.
+    /// Records that the caller of a request was interrupted.
     pub(crate) fn note(&self, unique: u64) {
         let mut notes = self.lock();
         notes.retain(|(number, since)| *number != unique && since.elapsed() < KEPT);
@@ -36,11 +37,11 @@ impl Interrupted {
         }
     }
 
-    /// What the caller of a request that has been under way for long is to be told instead of its outcome, if anything.
+    /// Returns the error for the caller of a request that takes too long, if any.
     pub(crate) fn verdict(self: Arc<Self>, handler_timeout: Duration) -> Box<AbortPolicy> {
         Box::new(move |unique, now, since| {
             if !handler_timeout.is_zero() && now.saturating_duration_since(since) >= handler_timeout {
-                tracing::warn!("a request took longer than {handler_timeout:?}: its caller is told EIO");
+                tracing::warn!("a request took longer than {handler_timeout:?}: its caller gets EIO");
                 Some(Errno::IO)
             } else {
                 self.contains(unique, PATIENCE).then_some(Errno::INTR)
@@ -48,7 +49,7 @@ impl Interrupted {
         })
     }
 
-    /// Whether the caller of a request was interrupted so long ago.
+    /// Returns whether the caller of a request was interrupted at least this long ago.
     pub(crate) fn contains(&self, unique: u64, at_least: Duration) -> bool {
         self.lock().iter().any(|(number, since)| *number == unique && since.elapsed() >= at_least)
     }
@@ -59,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn remembers_lately_and_not_without_end() {
+    fn interrupts_are_remembered_for_a_limited_time() {
         let interrupted = Interrupted::default();
         (0..2 * KEPT_MAX as u64).for_each(|unique| interrupted.note(unique));
         assert_eq!(interrupted.lock().len(), KEPT_MAX);

@@ -1,12 +1,12 @@
 //! The FUSE export: a source, mounted on this host.
 //!
-//! Requests travel by one of two paths. With FUSE-over-io_uring each CPU has a ring and a worker that is bound to it:
-//! reply and next request are one system call, and data lie where they are. Otherwise threads read /dev/fuse. On either
-//! path, files for which the source has a descriptor can be passed through: the kernel then reads and writes them on
-//! its own. Which path was taken, and why not a better one, says [`Export::explain`].
+//! Requests have one of two transports. With FUSE-over-io_uring each CPU has a ring with a worker bound to it: a reply
+//! and the next request take one system call, without a copy of the data. Otherwise threads read /dev/fuse. With both,
+//! files with a descriptor can use passthrough: the kernel then reads and writes them directly. [`Export::explain`]
+//! reports the chosen transport, and why a faster one is not used.
 //!
-//! A handler that blocks holds up nobody else: another thread goes on in its place. One that blocks for too long, or
-//! panics, costs its own caller an error.
+//! A blocked handler delays no other request: another thread takes over. A handler that blocks for too long, or panics,
+//! fails its own caller only.
 //!
 //! ```no_run
 //! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }
@@ -14,7 +14,7 @@
 //!
 //! let export = Export::mount("/mnt".as_ref(), source(), Options::default())?;
 //! println!("{}", export.explain());
-//! export.wait(); // until somebody unmounts it
+//! export.wait(); // until it is unmounted
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 

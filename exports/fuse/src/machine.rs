@@ -1,20 +1,20 @@
-//! Probes what this machine supports.
+//! What this machine allows: FUSE-over-io_uring, CPUs, capabilities.
 
 use std::fs;
 
 use rustix::thread::{CapabilitySet, CpuSet, capabilities, sched_setaffinity};
 
-/// Where the fuse module says whether io_uring may be used.
+/// The fuse module's parameter that enables io_uring.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
-/// Where the administrator says who may use io_uring at all.
+/// The system-wide setting that disables io_uring.
 const IO_URING_DISABLED: &str = "/proc/sys/kernel/io_uring_disabled";
-/// The CPUs that could ever be there, of which the kernel wants a queue each.
+/// The possible CPUs: the kernel requires a queue for each.
 const POSSIBLE: &str = "/sys/devices/system/cpu/possible";
 
-/// More CPUs than any list that is believed; Linux itself has no more (`NR_CPUS`).
+/// The maximum number of CPUs that a list may have, that of Linux (`NR_CPUS`).
 const CPUS_MAX: usize = 8192;
 
-/// Why FUSE-over-io_uring cannot be had, in a sentence that says what would help.
+/// Why FUSE-over-io_uring is not available, with a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoUring {
     #[error("this kernel has no FUSE-over-io_uring; Linux 6.14 and later have")]
@@ -39,19 +39,19 @@ pub(crate) enum NoUring {
 }
 
 impl NoUring {
-    /// Whether it would be had on another machine, or after a change to this one.
+    /// Returns whether another machine, or a changed setting, would support it.
     pub(crate) fn is_of_this_machine(&self) -> bool {
         !matches!(self, Self::Unwanted | Self::Waits)
     }
 }
 
-/// Looks at what can be known before the mount: whether a ring is worth trying.
+/// Checks before the mount whether rings may be available.
 pub(crate) fn uring_allowed() -> Result<(), NoUring> {
     match fs::read_to_string(ENABLE_URING).as_deref().map(str::trim) {
         Ok("Y" | "1") => {}
         Ok(_) => return Err(NoUring::Parameter),
-        // Without the parameter, or without a sysfs to look at, only the offer of INIT tells: but a kernel that has no
-        // parameter offers nothing either.
+        // Without the parameter or sysfs, only INIT shows it. A kernel without the parameter does not offer rings
+        // either.
         Err(error)
             if error.kind() == std::io::ErrorKind::NotFound && fs::exists("/sys/module/fuse").unwrap_or(false) =>
         {
@@ -66,25 +66,25 @@ pub(crate) fn uring_allowed() -> Result<(), NoUring> {
     }
 }
 
-/// How many queues the kernel wants: one for each CPU that could ever be there, online or not.
+/// Returns the number of queues that the kernel requires: one per possible CPU, online or not.
 pub(crate) fn possible_cpus() -> usize {
     let online = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     fs::read_to_string(POSSIBLE).ok().and_then(|list| count_cpus(&list)).unwrap_or(online)
 }
 
-/// The number after the greatest of a list like `0-3,5`. The kernel numbers queues by CPU, up to the greatest.
+/// Returns the greatest number of a list like `0-3,5`, plus one. The kernel numbers queues by CPU.
 fn count_cpus(list: &str) -> Option<usize> {
     let greatest = list.trim().split(',').map(|range| range.rsplit('-').next().unwrap_or(range).parse::<usize>());
     let greatest = greatest.collect::<Result<Vec<_>, _>>().ok()?.into_iter().max()?;
     (greatest < CPUS_MAX).then_some(greatest + 1)
 }
 
-/// Whether this thread has a capability, in effect.
+/// Returns whether this thread has an effective capability.
 pub(crate) fn has_capability(capability: CapabilitySet) -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(capability))
 }
 
-/// Keeps the calling thread on a CPU. One that is not online, or not ours, leaves the thread where it is.
+/// Binds the calling thread to a CPU, if it is online and allowed.
 pub(crate) fn stay_on(cpu: usize) {
     let mut set = CpuSet::new();
     if cpu < CpuSet::MAX_CPU {
@@ -95,16 +95,16 @@ pub(crate) fn stay_on(cpu: usize) {
     }
 }
 
-/// Where a thread was seen.
+/// The CPU and state of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) asleep: bool,
     pub(crate) cpu: usize,
 }
 
-/// What the `stat` of a thread tells (proc_pid_stat(5)).
+/// Parses the `stat` of a thread (proc_pid_stat(5)).
 pub(crate) fn place_of(stat: &[u8]) -> Option<Place> {
-    // The second is the name, which may contain anything, in parentheses.
+    // The second field is the name, which may contain anything, in parentheses.
     let rest = stat.get(stat.iter().rposition(|byte| *byte == b')')? + 1..)?;
     let mut fields = rest.split(|byte| *byte == b' ').filter(|field| !field.is_empty());
     let state = fields.next()?;

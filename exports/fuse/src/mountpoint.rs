@@ -1,8 +1,7 @@
-//! Where a source is mounted: making the mount, looking whether it is still ours, and undoing it.
+//! Mount points: mounting, checking whether a mount is still in place, and unmounting.
 //!
-//! Whoever has the right mounts by `mount(2)`; everybody else asks `fusermount3`. Either way the mount point is looked
-//! at first (`check`), so that what is wrong is one sentence and not an errno, and a mount whose server was
-//! killed is cleaned away.
+//! A process with permission mounts by `mount(2)`; others use `fusermount3`. In both cases the mount point is checked
+//! first (`check`), so that an error is one sentence and not an errno. A mount whose server was killed is removed.
 
 mod check;
 mod error;
@@ -26,7 +25,7 @@ pub use table::Mounted;
 /// The device that a FUSE server talks to.
 const DEVICE: &str = "/dev/fuse";
 
-/// A mount that is ours. Dropping it unmounts lazily, so that nothing is left behind.
+/// A mount of this process. Dropping it unmounts lazily.
 #[derive(Debug)]
 pub struct Mountpoint {
     path: PathBuf,
@@ -35,7 +34,7 @@ pub struct Mountpoint {
     gone: bool,
 }
 
-/// Who made the mount, and so can undo it.
+/// How the mount was made, and so how to undo it.
 #[derive(Debug)]
 enum MountMethod {
     Ourselves,
@@ -43,11 +42,12 @@ enum MountMethod {
 }
 
 impl Mountpoint {
-    /// Mounts on `path`; answers the connection to the kernel, on which the INIT request waits. A mount of ours whose
-    /// server has died is replaced.
+    /// Mounts on `path`; returns the connection to the kernel, on which INIT is waiting. A ferry mount whose server has
+    /// died is replaced.
     ///
     /// # Errors
-    /// [`MountError`]: a sentence with the path and what to do.
+    ///
+    /// [`MountError`]: a sentence with the path and a remedy.
     pub fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
         let place = check::prepare(path, &options.kernel_type(), options.nonempty)?;
         let direct =
@@ -65,18 +65,18 @@ impl Mountpoint {
         Ok((device, Self { path: place.path, identity, by, gone: false }))
     }
 
-    /// The kernel's number of the mount that a path (without symbolic links at its end) is in, if the program `ferry`
-    /// has made it. The server may have died: it is not asked.
+    /// Returns the kernel's id of the mount of a path (not a symbolic link), if it is a ferry mount. It makes no
+    /// request to the server, which may have died.
     #[must_use]
     pub fn of_ferry(path: &Path) -> Option<u64> {
         check::of_ferry(path)
     }
 
-    /// Changes the flags of a mount that the program `ferry` has made, in place, as `mount -o remount` does. All else of the
-    /// options stays as it was mounted.
+    /// Changes the flags of a ferry mount in place, as `mount -o remount` does. Other options stay unchanged.
     ///
     /// # Errors
-    /// [`MountError`]: a sentence with the path and what to do.
+    ///
+    /// [`MountError`]: a sentence with the path and a remedy.
     pub fn remount(path: &Path, options: &MountOptions) -> Result<(), MountError> {
         let refused = |error| match error {
             Errno::PERM => MountError::RemountRefused { path: path.into() },
@@ -88,7 +88,7 @@ impl Mountpoint {
         }
         let flags = options.remount_flags();
         rustix::mount::mount_remount(path, flags, c"").map_err(refused)?;
-        // A server that was started read-only refuses that whatever the kernel thinks, and before it looks for the name.
+        // A server that was started read-only refuses this in any case, before it looks for the name.
         if !options.read_only && rustix::fs::removexattr(path, "user.ferry.remount") == Err(Errno::ROFS) {
             rustix::mount::mount_remount(path, flags | MountFlags::RDONLY, c"").map_err(refused)?;
             return Err(MountError::ServedReadOnly { path: path.into() });
@@ -102,28 +102,29 @@ impl Mountpoint {
         &self.path
     }
 
-    /// Whether the mount is still there; somebody else may have unmounted it, or mounted over it.
+    /// Returns whether the mount is still in place: it may be unmounted, or covered by another mount.
     #[must_use]
     pub fn is_ours(&self) -> bool {
         !self.gone && Identity::of(&self.path) == Ok(self.identity)
     }
 
-    /// The number of the connection in `/sys/fs/fuse/connections`.
+    /// Returns the number of the connection in `/sys/fs/fuse/connections`.
     #[must_use]
     pub fn connection(&self) -> u32 {
         self.identity.minor
     }
 
-    /// Unmounts, unless that has happened already. The server must still be answering: the kernel sends what it has
-    /// yet to write.
+    /// Unmounts, unless that has happened already. The server must still reply: the kernel sends pending writes.
     ///
     /// # Errors
-    /// [`MountError::Busy`]: a process has a file of the mount open, or is in it. Dropping the value detaches it anyway.
+    ///
+    /// [`MountError::Busy`]: a process has a file or directory of the mount open. Dropping the value detaches it
+    /// anyway.
     pub fn unmount(&mut self) -> Result<(), MountError> {
         self.end(UnmountFlags::NOFOLLOW)
     }
 
-    /// Takes the mount out of the tree at once; who has a file of it open keeps it while the server answers.
+    /// Detaches the mount at once; open files work while the server replies.
     ///
     /// # Errors
     /// [`MountError::Unmount`].
@@ -154,14 +155,14 @@ impl Drop for Mountpoint {
     }
 }
 
-/// Why a mount was not made by `mount(2)`.
+/// Why `mount(2)` failed.
 enum HelperRefusal {
-    /// Somebody with more rights may do it.
+    /// A process with more privileges may succeed.
     NotPermitted,
     Error(MountError),
 }
 
-/// Mounts with the rights of this process.
+/// Mounts with the privileges of this process.
 fn mount_directly(place: &Place, options: &MountOptions) -> Result<OwnedFd, HelperRefusal> {
     let device = match rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
         Ok(device) => device,
@@ -170,7 +171,7 @@ fn mount_directly(place: &Place, options: &MountOptions) -> Result<OwnedFd, Help
         }
         Err(error) => return Err(HelperRefusal::Error(device_error(error))),
     };
-    // The place that was looked at, whatever has since been put on its path.
+    // The directory that was checked, whatever its path leads to meanwhile.
     let target = format!("/proc/self/fd/{}", place.fd.as_raw_fd());
     let data = options.kernel_data(&device);
     match rustix::mount::mount(&*options.fsname, &*target, options.kernel_type(), options.kernel_flags(), &*data) {
@@ -192,7 +193,7 @@ fn device_error(error: Errno) -> MountError {
 
 fn unmount(path: &Path, flags: UnmountFlags) -> Result<(), MountError> {
     match rustix::mount::unmount(path, flags) {
-        // Somebody was faster.
+        // Another process was faster.
         Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
         Err(Errno::BUSY) => Err(MountError::Busy { path: path.into() }),
         Err(error) => Err(MountError::Unmount { path: path.into(), reason: std::io::Error::from(error).to_string() }),

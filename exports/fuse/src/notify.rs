@@ -1,14 +1,14 @@
 //! Notifies the kernel of changes by others.
 //!
-//! A listener of the source's changes takes notes; a thread of its own, the teller, tells the kernel. The kernel may make that
-//! thread wait for a directory or a page that one of our own handlers is being asked about: nobody waits for the
-//! thread, so that nothing can lock up, and changes may be published from inside handlers. If that handler is blocked, the
-//! monitor sees it, and another teller goes on with what is not about the same inode.
+//! A listener queues the source's changes, and a separate thread notifies the kernel. The kernel may block that thread
+//! on a directory or page that a handler of this server is serving. No thread waits for it, so there is no deadlock,
+//! and handlers may publish changes. If that handler is blocked, the monitor starts another thread for the remaining
+//! notifications about other inodes.
 //!
-//! Attributes that a source has found changed, by nobody's session, are told at once by whoever publishes that: he may be
-//! about to answer an open, and who opened is to see them. To forget attributes alone the kernel waits for nothing.
-//! What is told later is told before a lock is answered that was granted after it ([`Listener::when_delivered`]), but for what
-//! blocked handlers keep the kernel from.
+//! Attributes that a source has found changed, by no session, are sent by the publishing thread at once: it may be
+//! about to reply to an open whose caller must see them. Dropping attributes never blocks in the kernel. Queued
+//! notifications are sent before the reply to a lock that was granted later ([`Listener::when_delivered`]), except
+//! those that blocked handlers delay.
 
 mod message;
 mod notify_queue;
@@ -30,7 +30,7 @@ use message::Message;
 use notify_queue::Shared;
 use pending::Job;
 
-/// Hears of the changes of a source.
+/// Queues the changes of a source.
 #[derive(Debug)]
 struct ChangeListener {
     connection: Arc<Connection>,
@@ -40,8 +40,8 @@ struct ChangeListener {
 
 impl Listener for ChangeListener {
     fn changed(&self, change: &Change, by: SessionId) {
-        // The kernel has made what it asked for itself part of its caches. To tell it all the same is worse than
-        // useless: its answer may wait for the very request.
+        // The kernel has updated its own caches with its own changes. A notification could even deadlock, because it
+        // may wait for this request.
         if self.own.get().is_none()
             && let Some(session) = self.connection.session.current()
         {
@@ -50,7 +50,7 @@ impl Listener for ChangeListener {
         match change {
             Change::Attr { ino } if by == SessionId::default() => {
                 Message::Attributes(*ino).with_bytes(|bytes| {
-                    // A kernel that does not know the inode, or is gone, has nothing to forget.
+                    // A kernel that does not know the inode has nothing to drop.
                     let _ = send(self.connection.device.as_fd(), &[IoSlice::new(bytes)]);
                 });
                 if trusts_itself(&self.connection) {
@@ -71,7 +71,7 @@ impl Listener for ChangeListener {
     }
 }
 
-/// Tells the kernel of changes, until dropped.
+/// Notifies the kernel of changes, until dropped.
 #[derive(Debug)]
 pub(crate) struct Notifier {
     teller: Arc<NotifyThread>,
@@ -79,10 +79,11 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// Starts telling; `None` if the source publishes nothing.
+    /// Starts the thread; returns `None` if the source publishes nothing.
     ///
     /// # Errors
-    /// No thread can be had.
+    ///
+    /// Those of starting a thread.
     pub(crate) fn start(connection: &Arc<Connection>) -> io::Result<Option<Self>> {
         let Some(changes) = connection.share.source().changes().cloned() else { return Ok(None) };
         let shared = Arc::new(Shared::default());
@@ -110,22 +111,23 @@ impl Notifier {
 impl Drop for Notifier {
     fn drop(&mut self) {
         self.subscription = None;
-        // No thread is joined: the kernel may let it go only when a handler that is blocked answers.
+        // No thread is joined: the kernel may release it only after a blocked handler.
         self.teller.shared.close();
     }
 }
 
-/// What the tellers of one mount have in common. All but one are stuck: they come back and end when the kernel lets them go.
+/// The shared state of a mount's notification threads. All but one are stuck in the kernel; they end when it releases
+/// them.
 #[derive(Debug)]
 struct NotifyThread {
     connection: Arc<Connection>,
     shared: Arc<Shared>,
-    /// Says whether the kernel keeps the one who is not known to be stuck.
+    /// Shows whether the kernel blocks the thread that is not known to be stuck.
     watch: Watch,
 }
 
 impl NotifyThread {
-    /// Starts a thread, which tells if it is given the right to.
+    /// Starts a thread, which sends notifications if it gets the right to.
     fn start(self: &Arc<Self>, right: impl FnOnce(&Self) -> Option<Ownership> + Send + 'static) -> io::Result<()> {
         let (teller, present) = (Arc::clone(self), ServingThread::new(&self.connection));
         std::thread::Builder::new().name("fuse-notify".into()).spawn(move || {
@@ -150,7 +152,7 @@ impl NotifyThread {
         }
     }
 
-    /// Tells one thing; `None` if that took so long that another teller goes on.
+    /// Sends one job; `None` if it took so long that another thread has taken over.
     fn tell(&self, job: Job, owner: &mut Ownership, counters: &Counters) -> Option<()> {
         let mut say = |message: Message<'_>| {
             counters.notifications.add(1);
@@ -158,7 +160,7 @@ impl NotifyThread {
         };
         match job {
             Job::All => {
-                tracing::debug!("more changes than can be told one by one: the kernel is to forget everything");
+                tracing::debug!("too many changes to send one by one: the kernel drops all cached data");
                 self.shared.more(pending::of_all(self.known()));
             }
             Job::Names => say(Message::Epoch)?,
@@ -168,7 +170,7 @@ impl NotifyThread {
             Job::Data(ino, span) => say(Message::Data(ino, span))?,
             Job::Attributes(ino) => say(Message::Attributes(ino))?,
             Job::Prune(ino) => {
-                // Only of what nobody uses; and kernels before 6.18 do not know this.
+                // Only unused inodes; kernels before 6.18 do not support this.
                 let _ = self.send(&Message::Prune(ino), owner)?;
             }
             Job::PruneAll => self.shared.more(self.known().into_iter().map(Job::Prune)),
@@ -176,9 +178,9 @@ impl NotifyThread {
         Some(())
     }
 
-    /// Tells that a name was removed, for which the kernel takes the locks of the directory and, while it has that, of what was
-    /// removed. If a handler that is blocked has the second, nobody could use the directory any more; so that one is waited for
-    /// first, by a notice which takes it and does nothing: what was removed has no such name in it.
+    /// Notifies that a name was removed, for which the kernel locks the directory and then the removed inode. If a
+    /// blocked handler has the second lock, the directory would be blocked for all. So an expiry notification without
+    /// effect is sent first, which waits for the inode's lock only.
     fn removed(&self, dir: Ino, name: Name<'_>, ino: Ino, owner: &mut Ownership, counters: &Counters) -> Option<()> {
         let _ = self.send(&Message::Entry(ino, name), owner)?;
         self.shared.goes_on(dir);
@@ -192,7 +194,7 @@ impl NotifyThread {
         Some(())
     }
 
-    /// Sends one message; `None` if another teller has taken over meanwhile.
+    /// Sends one message; `None` if another thread has taken over meanwhile.
     fn send(&self, message: &Message<'_>, owner: &mut Ownership) -> Option<Result<(), Errno>> {
         self.watch.enter(owner);
         self.connection.monitor_handle.ring();
@@ -200,7 +202,7 @@ impl NotifyThread {
         self.watch.leave(owner).then_some(outcome)
     }
 
-    /// The inodes that the kernel knows.
+    /// Returns the inodes that the kernel knows.
     fn known(&self) -> Vec<Ino> {
         self.connection.session.current().map_or_else(Vec::new, |session| session.inodes())
     }
@@ -208,13 +210,13 @@ impl NotifyThread {
 
 fn warn(message: &Message<'_>, outcome: Result<(), Errno>) {
     match outcome {
-        // The kernel knows nothing of it, or there is no kernel to tell any more.
+        // The kernel does not know the inode, or the connection has ended.
         Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::NOTCONN | Errno::NOTDIR) => {}
-        Err(error) => tracing::warn!("the kernel was not told of a change, {message:?}: {error}"),
+        Err(error) => tracing::warn!("cannot notify the kernel of a change, {message:?}: {error}"),
     }
 }
 
-/// The monitor sees when the kernel keeps a teller, as it sees handlers that are blocked.
+/// The monitor detects a blocked notification thread as it detects blocked handlers.
 impl MonitoredWorker for NotifyThread {
     fn watch(&self) -> &Watch {
         &self.watch
@@ -227,7 +229,7 @@ impl MonitoredWorker for NotifyThread {
         match self.start(move |teller| teller.shared.set_aside(|| teller.watch.take(seen))) {
             Ok(()) => Replacement::Found,
             Err(error) => {
-                tracing::debug!("no thread can be had to tell the kernel of changes: {error}");
+                tracing::debug!("cannot start a thread to notify the kernel of changes: {error}");
                 Replacement::Nobody
             }
         }
@@ -238,7 +240,7 @@ impl MonitoredWorker for NotifyThread {
     }
 }
 
-/// With a write-back cache the kernel believes its own length and times of a file for as long as it knows it.
+/// Returns whether the kernel uses its own length and times of a file while it knows it (write-back cache).
 fn trusts_itself(connection: &Connection) -> bool {
     connection.session.current().is_some_and(|session| session.negotiated().has(InitFlags::WRITEBACK_CACHE))
 }

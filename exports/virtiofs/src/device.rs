@@ -14,17 +14,17 @@ use crate::dax::Dax;
 use crate::handler::Handler;
 use crate::{Error, OnMigrationError, Options, QUEUES_MAX, Tag};
 
-/// The queue that carries FORGET and INTERRUPT ahead of everything else; the request queues follow it.
+/// The queue for FORGET and INTERRUPT, which is served first; the request queues follow it.
 pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
 
 /// A share as a device.
 pub(crate) struct VirtioFs {
     share: Arc<Share>,
     options: Options,
-    /// One for each request queue, but no more than there are CPUs for them to run on: two workers that take turns
-    /// on one CPU do worse than one that serves both queues in one pass.
+    /// One per request queue, but at most one per CPU: two workers that alternate on one CPU are slower than one worker
+    /// with both queues.
     request_workers: usize,
-    /// The guest of the server before this one, until its front end connects.
+    /// The guest of the previous server, until its front end connects.
     before: Mutex<Option<Guest>>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct VirtioFs {
 pub(crate) struct Guest {
     session: Arc<SessionSlot>,
     dax: Option<Arc<Dax>>,
-    /// Its front end has asked for the window.
+    /// Its front end has requested the window.
     has_window: AtomicBool,
 }
 
@@ -84,7 +84,7 @@ impl VirtioFs {
 }
 
 fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot, Option<Arc<Dax>>) {
-    // Host file systems mounted below the shared directory are mounts of their own in the guest.
+    // Host file systems mounted below the shared directory are separate mounts in the guest.
     let mut session = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
     if let Some(kept) = &options.kept {
         session = session.with_store(Arc::clone(kept));
@@ -126,7 +126,8 @@ impl Device for VirtioFs {
         wanted.checked_sub(HIGH_PRIORITY_QUEUES).filter(|queues| *queues <= QUEUES_MAX)
     }
 
-    /// `struct virtio_fs_config`: the tag, padded with NUL, and the number of request queues.
+    /// Returns `struct virtio_fs_config` (VIRTIO 1.3, section 5.11.4): the tag, padded with NUL, and the number of
+    /// request queues.
     fn config(&self) -> Option<Vec<u8>> {
         let tag = self.options.tag.as_ref()?.as_str();
         let mut config = vec![0; Tag::BYTES_MAX];
@@ -155,7 +156,7 @@ impl Device for VirtioFs {
     }
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
-        // Nobody waits for a FORGET.
+        // No request waits for a FORGET.
         let poll = if index < HIGH_PRIORITY_QUEUES { std::time::Duration::ZERO } else { self.options.poll };
         WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll, begun: self.options.begun.worker }
     }
@@ -207,7 +208,7 @@ impl Device for VirtioFs {
 
     fn save(&self, guest: &Guest) -> Result<Vec<u8>, String> {
         if guest.has_window.load(Ordering::Relaxed) {
-            return Err("the guest maps files (DAX): leave --dax off for guests that are to be migrated".into());
+            return Err("the guest maps files (DAX): omit --dax for guests that will be migrated".into());
         }
         let mut state = Vec::new();
         if let Some((saved, lost)) = guest.session.save(self.options.migration) {

@@ -7,7 +7,7 @@ use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, Served, S
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
-/// Serves one worker's queues of one guest.
+/// Serves the queues of one worker for one guest.
 pub(crate) struct Handler {
     pub(crate) server: Server,
     pub(crate) port: Arc<Port<Vec<u8>>>,
@@ -49,7 +49,7 @@ impl Carrier for Request<'_, '_> {
     }
 
     fn transfer(&mut self, request: TransferRequest) {
-        // What `Io` returns is known: the transfer comes by itself.
+        // The result of `Io` needs no check: the transfer completes later.
         let _ = self.io.transfer(request);
     }
 }
@@ -103,8 +103,8 @@ impl QueueHandler for Handler {
         }
     }
 
-    /// Panics of the source are answered by the server; what gets here is a mistake of ours, and the state of the
-    /// request is not known.
+    /// The server catches panics of the source. A panic here is a bug in the device, and the state of the request is
+    /// unknown.
     fn failed(&mut self, _: &Chain) -> u32 {
         0
     }
@@ -113,8 +113,8 @@ impl QueueHandler for Handler {
         self.server.batch_end();
     }
 
-    /// FUSE's requests are independent of each other: the client waits for the answer to one before it sends another that
-    /// depends on it. But it does not wait for RELEASE, which may give up a lock.
+    /// FUSE requests are independent: the client waits for a reply before it sends a request that depends on it. Only
+    /// RELEASE is not waited for, and it may release a lock.
     fn placement(&self, chain: &Chain) -> Placement {
         let mut header = [0; IN_HEADER_BYTES];
         chain.read_at(0, &mut header);
@@ -127,7 +127,7 @@ impl QueueHandler for Handler {
                 | Opcode::Forget
                 | Opcode::BatchForget
                 | Opcode::Interrupt
-                // These are for a thread of the window anyway.
+                // The window's thread serves these.
                 | Opcode::Setupmapping
                 | Opcode::Removemapping,
             ) => Placement::Here,

@@ -1,10 +1,10 @@
 //! The `virtiofs` export: a source, as a virtio-fs device for a virtual machine.
 //!
-//! The device speaks FUSE (protocol 7.27 to 7.45) over virtqueues (VIRTIO 1.3, section 5.11) to the guest, and
-//! vhost-user to the virtual machine monitor. One guest READ costs, in the best case, a share of one system call:
-//! the worker of its queue takes everything that waits, copies each header once and decodes it, asks the source
-//! where the bytes live, lets io_uring move them straight into the guest's pages, and signals once. What is not about
-//! virtqueues is in `ferry-serve`.
+//! The device speaks FUSE (protocol 7.27 to 7.45) over virtqueues (VIRTIO 1.3, section 5.11) with the guest, and
+//! vhost-user with the virtual machine monitor. A READ costs, in the best case, a share of one system call. The worker
+//! of its queue takes all waiting requests, copies and decodes each header once, and asks the source for the location
+//! of the bytes. It lets io_uring transfer them directly into the guest's pages, and signals once. The crate
+//! `ferry-serve` implements everything that is independent of virtqueues.
 //!
 //! ```no_run
 //! # fn source() -> std::sync::Arc<dyn ferry_vfs::FileSystem> { unimplemented!() }
@@ -37,62 +37,63 @@ pub use ferry_vfs::IdentityScope;
 pub use ferry_vhost::Ended;
 use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
-/// How an export is to behave.
+/// Options of an export.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The name that the guest mounts, for front ends that ask the device for it (User-mode Linux, crosvm). QEMU and
-    /// cloud-hypervisor take it from their own command line, and QEMU 7.1 to 8.0 does not bear being offered one.
+    /// The tag that the guest mounts, for front ends that read it from the device (User-mode Linux, crosvm). QEMU and
+    /// cloud-hypervisor take it from their own command line, and QEMU 7.1 to 8.0 fails if the device offers it.
     pub tag: Option<Tag>,
-    /// What the log calls the share.
+    /// The name of the share in the log.
     pub name: String,
-    /// Let the guest change nothing, whatever the source would let it.
+    /// Refuse all changes by the guest.
     pub read_only: bool,
-    /// Request queues; the guest may use fewer. There are no more workers than CPUs.
+    /// The number of request queues; the guest may use fewer. There are at most as many workers as CPUs.
     pub queues: usize,
-    /// The most threads for requests that wait (for a disk, a network, another process), beside the queues' own. They are
-    /// started while requests wait. Past the number, such requests wait for each other; with 0 they hold up their queue.
+    /// The maximum number of additional threads for requests that block (on a disk, a network, another process),
+    /// started on demand. Beyond it, such requests wait for each other; with 0 they block their queue.
     pub spare_threads: usize,
-    /// The longest that a worker looks for work before it sleeps.
+    /// The maximum time that a worker polls before it sleeps.
     pub poll: Duration,
     /// What the guest may keep.
     pub cache: Cache,
-    /// How long the guest may keep names; `None`: as the cache mode says.
+    /// The guest's cache timeout of names; `None`: from the cache mode.
     pub entry_timeout: Option<Duration>,
-    /// How long the guest may keep attributes; `None`: as the cache mode says.
+    /// The guest's cache timeout of attributes; `None`: from the cache mode.
     pub attr_timeout: Option<Duration>,
-    /// How long the guest may remember that a name does not exist; `None`: as the cache mode says.
+    /// The guest's cache timeout of missing names; `None`: from the cache mode.
     pub negative_timeout: Option<Duration>,
-    /// Let the guest's page cache hold written data back. The source must have been told.
+    /// Let the guest's page cache delay writes. The source must have been opened for that.
     pub writeback: bool,
-    /// Files whose data the guest may not keep can be mapped all the same; what is mapped is kept until it is unmapped.
+    /// Files that the guest may not cache can still be mapped; mapped data stay cached until unmapped.
     pub mmap: bool,
-    /// Listings bring the attributes along, where the guest may keep them.
+    /// Listings include attributes if the guest may cache them.
     pub readdirplus: bool,
-    /// Extended attributes and POSIX ACLs. Without them the guest asks once and never again: it spares `ls -l` two
-    /// requests for each file, and the first write to a new file one.
+    /// Support extended attributes and POSIX ACLs. Without them the guest asks only once, which saves two requests per
+    /// file in `ls -l`, and one at the first write to a new file.
     pub xattr: bool,
     /// Whether the guest checks permissions by POSIX ACLs, too.
     pub posix_acl: Acl,
-    /// Whether what guests make gets the labels of their security modules at once, by the request that makes it.
+    /// Whether new files get their security labels in the request that creates them.
     pub security_label: Acl,
-    /// Locks are the guest's own: others do not meet them, and who closes a file that was opened for reading waits for no answer.
+    /// Locks are local to the guest: they do not conflict with others' locks, and closing a file opened for reading
+    /// waits for no reply.
     pub local_locks: bool,
     /// The guest may make idmapped mounts (Linux 6.12); see [`ferry_serve::ShareOptions::allow_idmap`].
     pub allow_idmap: bool,
-    /// The first virtual machine is the only one: [`Export::ended`] tells when it has gone.
+    /// Serve only the first virtual machine: [`Export::ended`] reports its end.
     pub once: bool,
     /// How data is moved.
     pub io: IoMode,
-    /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that ask for one
-    /// and sources that can be mapped; `None`: there is none.
+    /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that
+    /// request one and sources that can be mapped; `None`: no window.
     pub dax_bytes: Option<u64>,
-    /// Which files are mapped by guests that leave it to us.
+    /// The files that guests map if they leave the choice to the device.
     pub dax_files: DaxFiles,
-    /// Where what the guest holds, and has mapped, is written down for the server after this one, made with [`geometry`].
+    /// The store for the guest's session and mappings, for the next server; created with [`geometry`].
     pub kept: Option<Arc<SessionStore>>,
-    /// What to do about inodes that cannot be taken to another host, or are not found there.
+    /// How to handle inodes that cannot be migrated, or are not found on the target.
     pub on_migration_error: OnMigrationError,
-    /// How the server on another host finds inodes when a guest is migrated.
+    /// How the target host finds inodes when a guest is migrated.
     pub migration: IdentityScope,
     /// What threads call before they begin with their work, which is the same until they end.
     pub begun: Begun,

@@ -1,4 +1,4 @@
-//! Starting the examples, as a user does.
+//! Starts the examples as a user does.
 #![allow(dead_code, missing_docs, reason = "each test file uses a part")]
 
 pub mod suites;
@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use ferry_fs::{Attr, Caller, Data, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Name, Output, Result};
 use rustix::process::{Pid, Signal};
 
-/// Far more than anything here takes, also on a busy machine.
+/// Far longer than any step takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The program of an example: cargo builds them all before it runs the tests of their crate.
+/// Returns the program of an example, which cargo builds before it runs the tests.
 pub fn example(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("this program has a path");
     let profile = test.parent().and_then(Path::parent).expect("tests are in target/PROFILE/deps");
@@ -26,7 +26,7 @@ pub fn example(name: &str) -> PathBuf {
 /// A running example.
 pub struct Server {
     child: Child,
-    /// What it said once clients could come.
+    /// Its first line, once clients could connect.
     pub line: String,
 }
 
@@ -52,7 +52,7 @@ impl Server {
         rustix::process::kill_process(self.pid(), signal).expect("it runs");
     }
 
-    /// Waits for the end; the exit status, unless a signal ended it.
+    /// Waits for the end; returns the exit status, unless a signal ended it.
     #[track_caller]
     pub fn status(&mut self) -> Option<i32> {
         let begin = Instant::now();
@@ -73,7 +73,7 @@ impl Drop for Server {
     }
 }
 
-/// What a shell does with the greeting, wherever it is mounted.
+/// A shell script that reads the greeting, wherever it is mounted.
 pub const GREET: &str = r#"
 test "$(cat hello)" = "Hello from a file system of your own!"
 test "$(ls -a | tr '\n' ' ')" = ". .. hello "
@@ -83,7 +83,7 @@ test "$(stat -c '%s %A %h' hello)" = "38 -r--r--r-- 1"
 test "$(tail -c 5 hello)" = "own!"
 "#;
 
-/// What a shell does with files, wherever they are.
+/// A shell script that works with files.
 pub const WORK: &str = r#"
 mkdir -p a/b && echo one >a/b/file && echo two >>a/b/file
 test "$(cat a/b/file)" = "one
@@ -103,7 +103,7 @@ for i in $(seq 1 300); do : >many$i; done && test "$(ls | grep -c many)" = 300
 rm -r a many* big copy fifo && test -z "$(ls)"
 "#;
 
-/// A file system with one file that can be read and one that cannot, by a mistake of its author.
+/// A file system with a good file, and one whose read panics.
 pub struct Mistaken;
 
 const GOOD: Ino = Ino(2);
@@ -132,7 +132,7 @@ impl FileSystem for Mistaken {
     }
 }
 
-/// What a shell does with those two files: whoever reads the bad one gets EIO, and nobody else is any the worse.
+/// A shell script that reads both files: the bad one gives EIO, and the good one still works.
 pub const MISTAKE: &str = r#"
 for i in 1 2 3; do cat bad 2>&1 | grep -q 'Input/output error'; test "$(cat good)" = fine; done
 "#;

@@ -1,4 +1,4 @@
-//! Other people's programs that test file systems, on `toyfs`.
+//! Public test suites for file systems, on `toyfs`.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -8,19 +8,19 @@ use ferry_tests::suites::pjdfstest::{self, Results, names};
 use ferry_tests::{Place, folder};
 use tempfile::TempDir;
 
-/// Cases of pjdfstest that toyfs does not pass, and why.
+/// Cases of pjdfstest that toyfs fails, and why.
 const FAILING: &[(&str, &str)] =
     &[("open::interact_2gb", "writes behind a hole of 2 GiB; a toy has no holes, and 256 MiB in all")];
 
 /// Of its 398 cases, 14 remount, which needs a configuration.
 const PASSED_MIN: usize = 380;
 
-/// A command for a shell; there are no blanks in it.
+/// Returns a shell command of words without blanks.
 fn line(words: &[OsString]) -> String {
     words.join(" ".as_ref()).into_string().expect("plain names")
 }
 
-/// The `pjdfstest` crate's suite: POSIX system calls. The folder is for its configuration.
+/// The `pjdfstest` crate's suite of POSIX system calls. The directory holds its configuration.
 pub struct Pjdfstest(TempDir);
 
 impl Pjdfstest {
@@ -28,8 +28,8 @@ impl Pjdfstest {
         Self(folder(Place::Disk))
     }
 
-    /// Runs it on a mount, and looks at what it says: all but the known cases pass. `sh` runs a script where the mount
-    /// is, and answers what that has printed.
+    /// Runs it on a mount and checks its output: all cases except the known ones pass. `sh` runs a script where the
+    /// mount is, and returns its output.
     #[track_caller]
     pub fn check(&self, mountpoint: &str, sh: impl Fn(&str) -> String) {
         let run = |only: &str| {
@@ -39,13 +39,13 @@ impl Pjdfstest {
         };
         let mut results = Results::parse(&run(""), "", false);
         results.run_racing_again(|name| run(name).lines().any(|line| line.starts_with(name) && line.ends_with(" ok")));
-        assert_eq!(results.failed, names(FAILING), "other cases fail than are known to");
+        assert_eq!(results.failed, names(FAILING), "the failing cases differ from the known ones");
         assert!(results.passed.len() >= PASSED_MIN, "too few cases pass: {}", results.passed.len());
         println!("pjdfstest on toyfs: {} passed", results.passed.len());
     }
 }
 
-/// The `fsx` crate: random reads, writes, maps, truncations, holes and copies, all of them verified.
+/// The `fsx` crate: random reads, writes, maps, truncations, holes and copies, all verified.
 pub struct Fsx(TempDir);
 
 impl Fsx {

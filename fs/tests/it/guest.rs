@@ -48,7 +48,7 @@ fn toyfs_passes_fsx() {
 }
 
 #[test]
-fn a_panic_is_its_callers_error_alone() {
+fn a_panic_fails_only_its_caller() {
     let folder = folder(Place::Memory);
     let socket = folder.path().join("s");
     let options = Options { tag: Some("t".parse().unwrap()), queues: 1, ..Options::default() };

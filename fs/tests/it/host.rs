@@ -16,14 +16,14 @@ use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-/// What is waited for comes in less, unless it never comes.
+/// The maximum wait for an expected event.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A folder to mount on, which is free again when the test ends, however it ends.
+/// A directory to mount on, which is unmounted when the test ends.
 struct Place(TempDir);
 
 impl Place {
-    /// `None` where nobody can mount: that needs root and the device.
+    /// `None` where mounting is not possible: it requires root and the device.
     fn new() -> Option<Self> {
         let can = rustix::process::geteuid().is_root() && std::fs::File::open("/dev/fuse").is_ok();
         if !can {
@@ -48,7 +48,7 @@ impl Drop for Place {
     }
 }
 
-/// Runs a script in a folder, with a bound: a mount that hangs must not hang the tests.
+/// Runs a script in a directory, with a time limit: a mount that hangs must not block the tests.
 #[track_caller]
 fn sh(dir: &Path, script: &str) -> String {
     let mut command = Command::new("timeout");
@@ -83,7 +83,7 @@ fn toyfs_works() {
 }
 
 #[test]
-fn toyfs_passes_other_peoples_suites() {
+fn toyfs_passes_public_suites() {
     let Some(place) = Place::new() else { return };
     let (pjdfstest, fsx) = (Pjdfstest::new(), Fsx::new());
     for (seed, path) in [(1, "auto"), (2, "devfuse")] {
@@ -96,7 +96,7 @@ fn toyfs_passes_other_peoples_suites() {
 }
 
 #[test]
-fn a_panic_is_its_callers_error_alone() {
+fn a_panic_fails_only_its_caller() {
     let Some(place) = Place::new() else { return };
     for path in [fuse::Path::Auto, fuse::Path::Devfuse] {
         let options = fuse::Options { path, ..fuse::Options::default() };
@@ -120,7 +120,7 @@ fn a_killed_program_mounts_again_on_the_same_place() {
     assert!(!place.is_mounted(), "the dead mount is left behind");
 }
 
-/// Makes, moves, reads and removes files of its own until that is an error.
+/// Creates, moves, reads and removes files until an error occurs.
 const LOAD: &str = r#"
 i=0
 while :; do
@@ -136,9 +136,9 @@ while :; do
 done
 "#;
 
-/// Programs of authors have no guardian: the kernel alone sees to it.
+/// Programs of authors have no guardian: the kernel ends the requests.
 #[test]
-fn whoever_uses_a_program_that_is_killed_is_told() {
+fn users_of_a_killed_program_get_errors() {
     const CLIENTS: u32 = 4;
     let Some(place) = Place::new() else { return };
     for path in ["auto", "devfuse"].repeat(4) {
@@ -175,7 +175,7 @@ fn whoever_uses_a_program_that_is_killed_is_told() {
     }
 }
 
-/// Sends a line to a server's control socket; answers its own, and the connection for what follows.
+/// Sends a line to a server's control socket; returns its reply, and the connection for further lines.
 fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
     let pid = u32::try_from(server.pid().as_raw_nonzero().get()).unwrap();
     let endpoint = ferry_control::sockets().into_iter().find(|endpoint| endpoint.pid == pid).expect("it has a socket");
@@ -188,7 +188,7 @@ fn ask(server: &Server, request: &str) -> (String, BufReader<UnixStream>) {
     (line, lines)
 }
 
-/// What `ferry log` says of the level, and of the requests that are logged.
+/// Returns what `ferry log` prints about the level and the logged requests.
 fn ferry_log(args: &[&str]) -> String {
     let output = ferry(["log"]).args(args).output().unwrap();
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -207,7 +207,7 @@ fn ferry_log_shows_and_changes_its_log() {
     assert_eq!(ferry_log(&[here]), says("warn", "none"));
     assert_eq!(ferry_log(&[here, "debug"]), says("debug", "none"));
     assert_eq!(ferry_log(&[here, "default"]), says("warn", "none"));
-    // Of one file, by its path, until it is told to end.
+    // Of one file, by its path, until it is ended.
     let file = place.path().join("hello");
     let mut command = Command::new("timeout");
     command.arg("30").arg(program()).arg("log").arg(&file).args(["requests", "--follow"]).stdin(Stdio::null());
@@ -223,7 +223,7 @@ fn ferry_log_shows_and_changes_its_log() {
     sh(place.path(), "stat . && cat hello");
     let mut line = String::new();
     BufReader::new(follower.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    // The root is not asked about.
+    // Requests about the root are not logged.
     assert!(line.contains("share=\"greeting\" file=\"/hello\""), "{line:?}");
     rustix::process::kill_process(rustix::process::Pid::from_child(&follower), Signal::TERM).unwrap();
     follower.wait().unwrap();
@@ -232,9 +232,9 @@ fn ferry_log_shows_and_changes_its_log() {
     assert_eq!(server.status(), Some(0));
 }
 
-/// What `ferry log` sends, line by line.
+/// Sends the lines of `ferry log` one by one.
 #[test]
-fn its_log_is_shown_and_changed_while_it_runs() {
+fn the_log_can_be_followed_and_changed_at_run_time() {
     let Some(place) = Place::new() else { return };
     let mut server = Server::start("hello", "mount", place.path(), &["--cache", "none", "--tag", "greeting"]);
     let (status, _) = ask(&server, r#"{"do":"status"}"#);
@@ -251,7 +251,7 @@ fn its_log_is_shown_and_changed_while_it_runs() {
     sh(place.path(), "stat . && cat hello");
     let mut line = String::new();
     lines.read_line(&mut line).unwrap();
-    // The root is not asked about.
+    // Requests about the root are not logged.
     assert!(line.contains("share=\"greeting\" file=\"/hello\""), "{line}");
     drop(lines);
     server.signal(Signal::TERM);

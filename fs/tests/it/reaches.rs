@@ -1,5 +1,5 @@
-//! What of a program's calls reaches the author of a file system that is mounted on this host: the table "Hints and mappings" of
-//! the author's guide, row by row.
+//! Which calls of a program reach the author of a file system that is mounted on this host: the table "Hints and
+//! mappings" of the author's guide, row by row.
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -39,7 +39,7 @@ enum Call {
     Setxattr(Vec<u8>),
 }
 
-/// A file system of one file that writes down what it is asked.
+/// A file system of one file that records its requests.
 struct Recorder {
     calls: Mutex<Vec<Call>>,
     bytes: Mutex<Vec<u8>>,
@@ -83,7 +83,7 @@ impl FileSystem for Recorder {
     }
 
     fn getattr(&self, _: &Caller, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        // Times that stay: a file whose mtime changes is read again.
+        // Constant times: a file with a new mtime is read again.
         let still =
             Attr { mtime: Default::default(), ctime: Default::default(), ..Attr::new(ino, FileType::Directory, 0o755) };
         let mode = FileType::RegularFile.as_raw_mode() | 0o644;
@@ -138,7 +138,7 @@ impl FileSystem for Recorder {
     }
 }
 
-/// Runs a test on a mount of a recorder, on both ways that requests can travel.
+/// Runs a test on a mount of a recorder, with each transport.
 fn on_mounts(test: impl Fn(&Recorder, File, &std::path::Path)) {
     if !rustix::process::geteuid().is_root() || File::open("/dev/fuse").is_err() {
         ferry_skip::skip!("needs root and /dev/fuse");
@@ -190,11 +190,11 @@ impl Drop for Mapping {
     }
 }
 
-/// How a program says that it will need the beginning of a file.
+/// How a program announces that it needs the start of a file.
 type Ask = fn(&File);
 
 #[test]
-fn willneed_arrives_as_reads_and_dontneed_makes_them_come_again() {
+fn willneed_causes_reads_and_dontneed_repeats_them() {
     let asks: [(&str, Ask); 3] = [
         ("posix_fadvise", |file| advise(file, 0, WINDOW_BYTES, Advice::WillNeed)),
         // SAFETY: only the descriptor and numbers.
@@ -219,7 +219,7 @@ fn willneed_arrives_as_reads_and_dontneed_makes_them_come_again() {
 }
 
 #[test]
-fn random_reads_are_as_long_as_the_programs() {
+fn random_reads_keep_the_programs_length() {
     on_mounts(|recorder, file, _| {
         let lens = |calls: Vec<Call>| -> Vec<u64> {
             calls.iter().filter_map(|call| if let Call::Read { len, .. } = call { Some(*len) } else { None }).collect()
@@ -241,7 +241,7 @@ fn random_reads_are_as_long_as_the_programs() {
 }
 
 #[test]
-fn noreuse_and_cold_are_for_the_kernel_alone() {
+fn noreuse_and_cold_only_affect_the_kernel() {
     on_mounts(|recorder, file, _| {
         read(&file, 0, FILE_BYTES as u64);
         recorder.take();
@@ -255,7 +255,7 @@ fn noreuse_and_cold_are_for_the_kernel_alone() {
 }
 
 #[test]
-fn flags_of_the_open_file_come_with_each_request() {
+fn each_request_has_the_flags_of_the_open_file() {
     on_mounts(|recorder, _, name| {
         let page = Page([7; 4096]);
         // Whether the next WRITE, and the next READ that the cache cannot answer, have these flags of all that are tried.

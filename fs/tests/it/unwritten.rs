@@ -1,5 +1,5 @@
-//! What programs see of a file system whose author has not written a method: the table "What is not written" of the author's
-//! guide, row by row, on a real mount.
+//! What programs see of a file system whose author has not implemented a method: the table "What is not written" of the
+//! author's guide, row by row, on a real mount.
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -100,7 +100,7 @@ impl FileSystem for Bare {
     }
 }
 
-/// Runs a test on a mount with a file `file` of [`TEXT`], on both ways that requests can travel.
+/// Runs a test on a mount with a file `file` of [`TEXT`], with each transport.
 fn on_mounts(read_only: bool, test: impl Fn(&Bare, &Path)) {
     if !rustix::process::geteuid().is_root() || File::open("/dev/fuse").is_err() {
         ferry_skip::skip!("needs root and /dev/fuse");
@@ -123,7 +123,7 @@ fn open(path: &Path) -> File {
 }
 
 #[test]
-fn opening_succeeds_and_what_was_read_is_kept() {
+fn opening_succeeds_and_read_data_stay_cached() {
     on_mounts(false, |bare, at| {
         // Twice: the kernel asks the first time only.
         for round in 0..2 {
@@ -131,7 +131,7 @@ fn opening_succeeds_and_what_was_read_is_kept() {
             assert_eq!(fs::read_dir(at).unwrap().count(), 1, "round {round}");
         }
         assert!(!bare.handles.lock().unwrap().is_empty());
-        // Nobody tells of this one, so it is not seen.
+        // This change is not published, so it is not seen.
         bare.files.lock().unwrap().get_mut(&2).unwrap().1[0] = b'n';
         let reads = *bare.reads.lock().unwrap();
         assert_eq!(fs::read(at.join("file")).unwrap(), TEXT);
@@ -140,7 +140,7 @@ fn opening_succeeds_and_what_was_read_is_kept() {
 }
 
 #[test]
-fn files_are_made_by_mknod() {
+fn files_are_created_by_mknod() {
     on_mounts(false, |bare, at| {
         for number in 1..=2 {
             let name = at.join(format!("new{number}"));
@@ -153,7 +153,7 @@ fn files_are_made_by_mknod() {
 }
 
 #[test]
-fn what_is_not_supported_says_so() {
+fn unsupported_operations_return_errors() {
     on_mounts(false, |_, at| {
         let name = at.join("file");
         let file = open(&name);
@@ -197,7 +197,7 @@ fn flushing_and_syncing_succeed() {
 }
 
 #[test]
-fn all_bytes_are_data() {
+fn files_have_no_holes() {
     on_mounts(false, |_, at| {
         let file = open(&at.join("file"));
         let len = TEXT.len() as u64;
@@ -234,7 +234,7 @@ fn the_kernel_keeps_locks() {
     });
 }
 
-/// What makes, moves and removes names: of these nobody has written any.
+/// Operations that create, move and remove names, none of which is implemented.
 fn changes(at: &Path) -> [(&'static str, Result<()>); 6] {
     let (root, new) = (File::open(at).unwrap(), "other");
     [

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// Why a disk cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is nothing of that name.
+    /// The path does not exist.
     #[error("there is no {path}; make a disk with ferry disk {path} --resize 20G", path = .0.display())]
     Missing(PathBuf),
     /// It cannot be opened at all.
@@ -17,13 +17,13 @@ pub enum Error {
         /// The system's reason.
         reason: io::Error,
     },
-    /// It is a directory, a FIFO or the like.
+    /// It is a directory, a FIFO or another unsuitable type.
     #[error("{path} is neither a file nor a block device", path = .0.display())]
     Kind(PathBuf),
     /// It has no sector.
     #[error("{path} is empty; make it as large as the disk is to be, for example with --resize 10G", path = .0.display())]
     Empty(PathBuf),
-    /// It has less than one block.
+    /// It is smaller than one block.
     #[error(
         "{path} has {bytes} bytes, and a disk at least {block}; make it as large as the disk is to be, for example with --resize 10G",
         path = .path.display()
@@ -33,10 +33,10 @@ pub enum Error {
         path: PathBuf,
         /// How many bytes it has.
         bytes: u64,
-        /// How many bytes a block has.
+        /// The size of a block in bytes.
         block: u64,
     },
-    /// It may be an image, or a raw disk whose guest made it look like one.
+    /// It may be an image, or a raw disk on which a guest wrote an image header.
     #[error(
         "{path} begins like a {looks} image; a guest could have written that to a raw disk to read files of this host, \
          so say what it is: --format raw or --format {looks}",
@@ -48,28 +48,28 @@ pub enum Error {
         /// What it looks like.
         looks: &'static str,
     },
-    /// Somebody else has it.
-    #[error("{path} is in use by another process ({what}); end that one first", path = .path.display())]
+    /// Another process has it open.
+    #[error("{path} is in use by another process ({what}); stop it first", path = .path.display())]
     InUse {
         /// The disk's path.
         path: PathBuf,
-        /// What the other one does.
+        /// What the other process does.
         what: &'static str,
     },
     /// A block device is mounted.
     #[error("the device {path} is mounted or otherwise in use on this host; unmount it first", path = .0.display())]
     DeviceBusy(PathBuf),
-    /// It cannot be made larger.
+    /// It cannot grow.
     #[error("cannot make {path} {bytes} bytes large: {reason}", path = .path.display())]
     Grow {
         /// The disk's path.
         path: PathBuf,
-        /// The size asked for.
+        /// The requested size in bytes.
         bytes: u64,
         /// The reason.
         reason: io::Error,
     },
-    /// It is larger than it shall be.
+    /// It is larger than the requested size.
     #[error(
         "{path} has {found} bytes, and {bytes} are fewer: a disk is not made smaller, for what its end holds would be lost \
          (truncate or qemu-img resize --shrink do that)",
@@ -78,7 +78,7 @@ pub enum Error {
     Larger {
         /// The disk's path.
         path: PathBuf,
-        /// The size asked for.
+        /// The requested size in bytes.
         bytes: u64,
         /// The size that it has.
         found: u64,
@@ -93,7 +93,7 @@ pub enum Error {
         /// Why not, and what to do.
         why: String,
     },
-    /// An image has features that are not served.
+    /// An image has unsupported features.
     #[error("the image {path} {what}; {advice}", path = .path.display())]
     Unsupported {
         /// The image's path.
@@ -114,7 +114,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error about a disk that does not have one block.
+    /// Returns the error for a disk smaller than one block.
     pub(crate) fn too_small(path: &Path, bytes: u64, block: u64) -> Self {
         match bytes {
             0 => Self::Empty(path.into()),

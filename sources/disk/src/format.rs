@@ -1,4 +1,4 @@
-//! What a file holds, as far as it may be guessed.
+//! The formats of disks, and which of them may be detected.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -30,7 +30,7 @@ impl FromStr for Format {
     }
 }
 
-/// How images of other formats begin. All that some server takes for an image belongs here, known to us or not.
+/// The first bytes of images of other formats: all that any server would open as an image, supported here or not.
 const MAGICS: [(&[u8], &str); 9] = [
     (b"QFI\xfb", "qcow2"),
     (b"QED\0", "qed"),
@@ -43,7 +43,7 @@ const MAGICS: [(&[u8], &str); 9] = [
     (b"LUKS\xba\xbe", "luks"),
 ];
 
-/// An error if a file looks like an image: nothing but raw is ever guessed.
+/// Returns an error if a file looks like an image: only raw is assumed without an option.
 pub(crate) fn check_is_raw(file: &File, path: &Path) -> Result<(), Error> {
     let mut start = [0; 32];
     let mut known = 0;

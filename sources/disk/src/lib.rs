@@ -1,18 +1,17 @@
 //! The source "disk": a file or block device as a [`Disk`].
 //!
-//! * **raw**: the bytes of a file or block device are the bytes of the disk. Reads and writes are answered as extents,
-//!   with `O_DIRECT` where the file can ([`Cache::None`]).
-//! * **qcow2** (feature `qcow2`): QEMU's images. What cannot be served rightly is refused, and stays as it is.
+//! * **raw**: the bytes of a file or block device are the bytes of the disk. Reads and writes return extents, with
+//!   `O_DIRECT` where the file supports it ([`Cache::None`]).
+//! * **qcow2** (feature `qcow2`): QEMU's images. An image with unsupported features is refused and stays unchanged.
 //!
 //! # Formats are not guessed
 //!
-//! A guest writes what it likes to the first sector of its disk. If a raw disk that begins like a qcow2 image were
-//! taken for one at the next start, the guest could name any file of the host as its "backing file" and read it. So
-//! without a [`Format`] a file is taken as raw, and one that begins like an image of any other format is refused with
-//! a sentence ([`Error::Ambiguous`]). Backing files are opened only below [`Options::backing_dir`], and only if the image
-//! says their format.
+//! A guest can write anything to the first sector of its disk. If a raw disk that begins like a qcow2 image were opened
+//! as one at the next start, the guest could name any host file as its backing file and read it. So without a
+//! [`Format`] a file is raw, and one that begins like an image of another format is refused ([`Error::Ambiguous`]).
+//! Backing files are opened only below [`Options::backing_dir`], and only if the image names their format.
 //!
-//! # Nobody writes twice
+//! # One writer
 //!
 //! A disk takes the locks that QEMU takes, so that neither QEMU nor another Ferry opens it for writing at the same time.
 //!
@@ -47,31 +46,31 @@ use ferry_vfs::Disk;
 pub use format::Format;
 use sys::NewFile;
 
-/// What lies between writes and the device.
+/// The cache between writes and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cache {
-    /// Not the page cache (`O_DIRECT`), where the file can; the device's own cache until a flush.
+    /// No page cache (`O_DIRECT`) where the file supports it; the device's own cache until a flush.
     None,
     /// The page cache of this host, until a flush.
     Writeback,
-    /// The page cache for reads; a write ends when it is durable.
+    /// The page cache for reads; a write completes when it is durable.
     Writethrough,
 }
 
-/// How a disk is to be opened.
+/// How to open a disk.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The format; `None`: raw, unless the file looks like something else.
+    /// The format; `None`: raw, refused if the file looks like an image.
     pub format: Option<Format>,
     /// `None`: [`Cache::None`] for raw disks, [`Cache::Writeback`] for images.
     pub cache: Option<Cache>,
-    /// Let nobody write.
+    /// Open the disk read-only.
     pub read_only: bool,
-    /// What tells this disk from others; `None`: the file's name.
+    /// The serial number of the disk; `None`: the file's name.
     pub serial: Option<String>,
-    /// Where backing files of images may lie; `None`: nowhere.
+    /// The directory of backing files; `None`: they are not opened.
     pub backing_dir: Option<PathBuf>,
-    /// Make the disk this large before anybody uses it, if it is smaller.
+    /// Grow the disk to this size in bytes before it is used, if it is smaller.
     pub grow_to: Option<u64>,
 }
 
@@ -82,16 +81,17 @@ impl Options {
     }
 }
 
-/// Opens a disk. A raw one that does not exist is made if [`Options::grow_to`] says how large.
+/// Opens a disk. A missing raw one is created if [`Options::grow_to`] is set.
 ///
 /// # Errors
-/// [`Error`]: a sentence with the path, and what to do.
+///
+/// [`Error`]: a sentence with the path and a remedy.
 pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, Error> {
     Ok(open_or_make(path, options)?.0)
 }
 
-/// The same, with another descriptor of the file if it was made, for a caller that removes it if something else fails. As long as the caller
-/// has it nobody else gets the disk's lock.
+/// As [`open`]; if the file was created, also returns a second descriptor, for a caller that removes the file after a
+/// later error. While the caller holds it no other process gets the disk's lock.
 ///
 /// # Errors
 /// As for [`open`].
@@ -112,7 +112,7 @@ pub fn open_or_make(path: &Path, options: &Options) -> Result<(Arc<dyn Disk>, Op
     Ok((disk, made))
 }
 
-/// Opens a raw disk that was made just now.
+/// Opens a raw disk that was just created.
 fn open_made(path: &Path, options: &Options) -> Result<(Arc<dyn Disk>, Option<File>), Error> {
     let file = open_locked(path, options)?;
     let made = file.try_clone().map_err(|reason| Error::Open { path: path.into(), reason })?;
@@ -141,17 +141,18 @@ fn open_locked(path: &Path, options: &Options) -> Result<File, Error> {
             format::check_is_raw(&file, path)?;
         }
         lock::take(&file, path, !options.read_only)?;
-        // Who had it locked may have removed it.
+        // The previous holder of the lock may have removed it.
         if sys::is_at(path, &file) {
             return Ok(file);
         }
     }
 }
 
-/// Makes a disk larger, also while a server offers it: that server tells its guest. A file that does not exist is made.
+/// Grows a disk, even while a server exports it, which then notifies its guest. A missing file is created.
 ///
 /// # Errors
-/// [`Error`]; images can be grown only while nobody has them open, and no disk is made smaller.
+///
+/// [`Error`]; an image can grow only while it is not in use, and no disk shrinks.
 pub fn grow(path: &Path, bytes: u64, options: &Options) -> Result<(), Error> {
     let found = match options.format {
         #[cfg(feature = "qcow2")]

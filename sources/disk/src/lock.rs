@@ -1,8 +1,8 @@
-//! The locks that QEMU takes on images (its `block/file-posix.c` describes them): single bytes, locked for the open file
-//! description, shared by all who hold them.
+//! The locks that QEMU takes on images (described in its `block/file-posix.c`): shared locks of single bytes, owned by
+//! the open file description.
 //!
-//! Byte `100 + p` says "I use permission p", byte `200 + p` "nobody else may use permission p". Whoever opens an image
-//! takes its own bytes first and then looks whether somebody has a byte that speaks against them.
+//! A lock of byte `100 + p` means "permission p is in use", one of byte `200 + p` "no other process may use permission
+//! p". An opener first takes its own bytes and then checks for conflicting ones.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -20,12 +20,12 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// How long whoever has a disk is waited for: what a server that was killed had under way in the kernel ends after it, and
-/// mostly soon.
+/// How long to wait for a locked disk: operations of a killed server may still be in progress in the kernel, and
+/// usually end soon.
 const PATIENCE: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(20);
 
-/// Locks a disk for this open file description, for as long as it is open.
+/// Locks a disk for this open file description, as long as it is open.
 pub(crate) fn take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -36,19 +36,19 @@ pub(crate) fn take(file: &File, path: &Path, writes: bool) -> Result<(), Error> 
     }
 }
 
-/// Holds the disk with one more description, through which it is written, once it is locked.
+/// Shares the lock of a disk with another description that writes to it.
 ///
-/// A process may end while the kernel still writes for it: io_uring waits for nobody. Such a write holds on to the description
-/// that it goes through, and so to this lock. Without it the next server could carry the same request out again, take later
-/// ones to the same place, and have them overwritten by the first.
+/// A process may end while the kernel still writes for it, because io_uring does not wait. The write keeps its
+/// description open, and so this lock. Without it the next server could repeat the request and complete later ones to
+/// the same sectors, which the old write would then overwrite.
 pub(crate) fn hold(file: &impl AsRawFd) {
-    // Where locks cannot be had, that was said before.
+    // A failure to lock was logged before.
     let _ = set_shared(file, USES + WRITE);
 }
 
 fn try_take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
     let uses: &[i64] = if writes { &[READ, WRITE] } else { &[READ] };
-    // A reader, too, wants the disk to stay as it is.
+    // A reader also requires that the disk does not change.
     let forbids = [WRITE, RESIZE];
     let bytes = uses.iter().map(|used| USES + used).chain(forbids.iter().map(|forbidden| FORBIDS + forbidden));
     for byte in bytes {
@@ -56,7 +56,7 @@ fn try_take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
             Ok(()) => {}
             Err(error @ (Errno::NOTSUP | Errno::NOLCK | Errno::INVAL | Errno::NOSYS)) => {
                 tracing::warn!(
-                    "{} cannot be locked ({error}): see to it yourself that nobody else writes",
+                    "{} cannot be locked ({error}): make sure that no other process writes to it",
                     path.display()
                 );
                 return Ok(());
@@ -81,7 +81,7 @@ fn set_shared(file: &impl AsRawFd, byte: i64) -> rustix::io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock)
 }
 
-/// Whether somebody else has locked the byte.
+/// Returns whether another process has locked the byte.
 fn is_taken(file: &File, byte: i64) -> bool {
     let mut lock = describe(libc::F_WRLCK, byte);
     control(file, libc::F_OFD_GETLK, &mut lock).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK

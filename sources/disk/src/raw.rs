@@ -1,4 +1,4 @@
-//! Disks whose bytes are those of a file or block device.
+//! Raw disks: the bytes of a file or block device.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,19 +13,19 @@ use ferry_vfs::{
 
 use crate::{Cache, Error, Options, lock, sys};
 
-/// The unit of sizes, and the block size of everything that says nothing else.
+/// The unit of sizes in bytes, and the default block size.
 const SECTOR_BYTES: u64 = 512;
 
-/// The unit in which nearly all file systems allocate, and that nearly all disks write without reading.
+/// The allocation unit of nearly all file systems, which nearly all disks write without a read.
 const BLOCK_BYTES: u32 = 4096;
 
-/// As much of a write is copied at once where the client's memory is not aligned for `O_DIRECT`.
+/// The size of copies in bytes when the client's memory is not aligned for `O_DIRECT`.
 const COPIED_BYTES: usize = 256 << 10;
 
-/// Zeros written at once where a file system cannot make them on its own.
+/// Zeros for file systems that cannot zero a range.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// As many zeros as are wanted.
+/// An endless source of zeros.
 struct Zeros;
 
 impl Input for Zeros {
@@ -35,14 +35,14 @@ impl Input for Zeros {
     }
 }
 
-/// The descriptors that bytes are moved through: one for writes that end when they are cached, one for those that end
-/// when they are durable.
+/// The descriptors for transfers: one for writes that end when they are cached, one for those that end when they are
+/// durable.
 struct Pair {
     plain: Arc<Backing>,
     durable: Arc<Backing>,
 }
 
-/// Descriptors that bypass the page cache, for memory and offsets of this alignment.
+/// Descriptors for direct I/O, with its alignment of memory and offsets.
 struct Direct {
     pair: Pair,
     alignment: usize,
@@ -50,8 +50,8 @@ struct Direct {
 
 /// A raw disk.
 pub(crate) struct RawDisk {
-    /// Through the page cache. Transfers that are not aligned for `O_DIRECT` go here, too. The kernel keeps both ways in
-    /// agreement but for one case, which is [`Direct::needs_copy`]'s.
+    /// Descriptors for the page cache, also for transfers that are not aligned for `O_DIRECT`. The kernel keeps both
+    /// coherent except in the case of [`Direct::needs_copy`].
     cached: Pair,
     direct: Option<Direct>,
     file: File,
@@ -62,7 +62,7 @@ pub(crate) struct RawDisk {
     serial: String,
 }
 
-/// The units of a disk, which do not change.
+/// The constant units of a disk.
 #[derive(Clone, Copy)]
 struct Blocks {
     logical: u32,
@@ -72,7 +72,7 @@ struct Blocks {
 }
 
 impl RawDisk {
-    /// Takes over a file that is open and locked.
+    /// Wraps an open and locked file.
     pub(crate) fn new(file: File, path: &Path, options: &Options) -> std::result::Result<Self, Error> {
         let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };
         if let Some(bytes) = options.grow_to {
@@ -214,7 +214,7 @@ impl Disk for RawDisk {
 
 impl Blocks {
     fn of_file(block_bytes: impl TryInto<u32>) -> Self {
-        // Some network file systems ask for megabytes here: that is a wish about transfers, not a block.
+        // Some network file systems report megabytes here: a preferred transfer size, not a block size.
         let allocation = block_bytes.try_into().ok().filter(|bytes| *bytes <= 64 << 10 && bytes.is_power_of_two());
         let allocation = allocation.unwrap_or(BLOCK_BYTES).max(BLOCK_BYTES);
         Self { logical: 512, physical: BLOCK_BYTES, optimal: 0, discard: allocation }
@@ -262,14 +262,14 @@ impl Direct {
         at.alignment.is_multiple_of(self.alignment)
     }
 
-    /// Whether a write must not go through the page cache, only because the client's memory is not aligned. Where direct
-    /// writes may be of less than a block, a write to another part of that block through the page cache would first read
-    /// the whole, and write it back later: over what was written directly meanwhile. (Who asks for whole blocks never shares one.)
+    /// Returns whether an unaligned write needs an aligned copy instead of the page cache. If direct writes may be
+    /// smaller than a block, a write through the page cache to another part of the block would read the whole block and
+    /// later overwrite concurrent direct writes.
     fn needs_copy(&self, at: &BlockRange) -> bool {
         self.alignment < BLOCK_BYTES as usize && self.fits_place(at) && !self.fits_memory(at)
     }
 
-    /// Writes directly by way of memory that is aligned; waits for the disk.
+    /// Writes directly from an aligned copy; waits for the disk.
     fn write_copy(&self, at: &BlockRange, durable: bool, input: &mut dyn Input) -> Result<usize> {
         let file = if durable { &self.pair.durable } else { &self.pair.plain };
         let bytes = usize::try_from(at.bytes).map_err(|_| Errno::INVAL)?;
@@ -291,7 +291,7 @@ impl Direct {
     }
 }
 
-/// Whether discarding frees space. What is punched to find out lies past the end of the file, where nothing is.
+/// Returns whether discarding frees space. The test punches a range past the end of the file.
 fn can_discard(file: &File, is_device: bool, bytes: u64) -> bool {
     if is_device {
         return sys::queue_limit(file, "discard_max_bytes").is_some_and(|bytes| bytes > 0);
@@ -312,12 +312,12 @@ fn write_zeros(file: &File, mut offset: u64, mut bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// The size of a disk for which this one is asked.
+/// Returns the size of a disk for a requested size.
 pub(crate) fn rounded(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(bytes)
 }
 
-/// Makes a file larger, if it is not; returns how large it is.
+/// Grows a file if it is smaller; returns its size.
 pub(crate) fn grow(file: &File, path: &Path, bytes: u64) -> std::result::Result<u64, Error> {
     let failed = |reason| Error::Grow { path: path.into(), bytes, reason };
     let now = sys::bytes(file).map_err(|error| failed(error.into()))?;

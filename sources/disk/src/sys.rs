@@ -1,4 +1,4 @@
-//! What the kernel knows about files and devices.
+//! Kernel interfaces for files and devices.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -14,24 +14,25 @@ use crate::Error;
 /// `_IO(0x12, 119)`: discard a range of a block device.
 const BLKDISCARD: rustix::ioctl::Opcode = rustix::ioctl::opcode::none(0x12, 119);
 
-/// How long a device may be in use before that is an error, and the time between two looks.
+/// How long to wait for a busy device, and the time between two attempts.
 const PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What `O_DIRECT` asks for where the kernel does not say (before Linux 6.1): what some disks need and all take.
+/// The alignments of `O_DIRECT` to try without information from the kernel (before Linux 6.1): some disks need the
+/// first, all accept the second.
 const ALIGNMENTS_TRIED: [usize; 2] = [512, 4096];
 
-/// `TMPFS_MAGIC`: takes `O_DIRECT` since Linux 6.5, and goes through the page cache that it consists of.
+/// `TMPFS_MAGIC`: accepts `O_DIRECT` since Linux 6.5, but consists of the page cache.
 const TMPFS: i64 = 0x0102_1994;
 
-/// Opens a file or block device; a device that is written must not be in use on this host.
+/// Opens a file or block device; a device for writing must not be in use on this host.
 pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     let failed = |error: Errno| Error::Open { path: path.into(), reason: error.into() };
     let found = match rustix::fs::stat(path) {
         Err(Errno::NOENT) => return Err(Error::Missing(path.into())),
         found => found.map_err(failed)?,
     };
-    // Looked at before it is opened: opening a FIFO would wait, and opening some devices does things.
+    // Checked before the open, because opening a FIFO would block, and opening some devices has side effects.
     let flags = match FileType::from_raw_mode(found.st_mode) {
         FileType::RegularFile => OFlags::empty(),
         FileType::BlockDevice if writes => OFlags::EXCL,
@@ -42,7 +43,7 @@ pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     let flags = access | flags | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let begun = Instant::now();
     let mut opened = rustix::fs::open(path, flags, Mode::empty());
-    // Who looks for a free loop device has each to itself for a moment.
+    // A search for a free loop device opens each one exclusively for a moment.
     while matches!(opened, Err(Errno::BUSY)) && begun.elapsed() < PATIENCE {
         std::thread::sleep(PAUSE);
         opened = rustix::fs::open(path, flags, Mode::empty());
@@ -54,12 +55,12 @@ pub(crate) fn open(path: &Path, writes: bool) -> Result<File, Error> {
     }
 }
 
-/// A file that was made for a disk. It is removed unless it becomes one.
+/// A file created for a disk. It is removed on drop unless it becomes one.
 #[must_use]
 pub(crate) struct NewFile(Option<PathBuf>);
 
 impl NewFile {
-    /// Makes an empty file that only this user may read, unless there is something of that name.
+    /// Creates an empty file that only this user may read, unless the path exists.
     pub(crate) fn make_missing(path: &Path) -> Result<Option<Self>, Error> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         match rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR) {
@@ -77,7 +78,7 @@ impl NewFile {
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        // One that is not empty any more is somebody else's by now.
+        // A file with contents belongs to another process by now.
         if let Some(path) = &self.0
             && std::fs::metadata(path).is_ok_and(|found| found.len() == 0)
         {
@@ -86,7 +87,7 @@ impl Drop for NewFile {
     }
 }
 
-/// Whether a path leads to this file. A path that nothing can be learnt of counts as one that does.
+/// Returns whether a path leads to this file, or cannot be examined.
 pub(crate) fn is_at(path: &Path, file: &File) -> bool {
     match (rustix::fs::stat(path), rustix::fs::fstat(file)) {
         (Ok(there), Ok(here)) => (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino),
@@ -95,13 +96,13 @@ pub(crate) fn is_at(path: &Path, file: &File) -> bool {
     }
 }
 
-/// Opens the same file once more, with other flags.
+/// Reopens a file with other flags.
 pub(crate) fn open_again(file: &File, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// The size of a file or block device.
+/// Returns the size of a file or block device in bytes.
 pub(crate) fn bytes(file: impl AsFd) -> rustix::io::Result<u64> {
     let found = rustix::fs::fstat(&file)?;
     match FileType::from_raw_mode(found.st_mode) {
@@ -110,7 +111,7 @@ pub(crate) fn bytes(file: impl AsFd) -> rustix::io::Result<u64> {
     }
 }
 
-/// To what memory and offsets must be aligned for `O_DIRECT`; `None`: it cannot be used.
+/// Returns the alignment of memory and offsets for `O_DIRECT`; `None`: not supported.
 pub(crate) fn direct_alignment(direct: impl AsFd) -> Option<usize> {
     let known = rustix::fs::statx(&direct, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
     if let Some(known) = known.filter(|known| known.stx_mask & StatxFlags::DIOALIGN.bits() != 0) {
@@ -123,7 +124,7 @@ pub(crate) fn direct_alignment(direct: impl AsFd) -> Option<usize> {
     let mut room = vec![0u8; 3 * 4096];
     let start = room.as_ptr().align_offset(4096);
     ALIGNMENTS_TRIED.into_iter().find(|align| {
-        // Aligned to just this, so that no smaller alignment is taken for enough.
+        // Aligned to exactly this, so that a smaller alignment is not found sufficient.
         let piece = &mut room[start + align..][..*align];
         rustix::io::pread(&direct, piece, *align as u64).is_ok()
     })
@@ -135,7 +136,7 @@ pub(crate) fn discard_device(device: impl AsFd, offset: u64, bytes: u64) -> rust
     unsafe { rustix::ioctl::ioctl(device, rustix::ioctl::Setter::<BLKDISCARD, [u64; 2]>::new([offset, bytes])) }
 }
 
-/// A number in a block device's queue folder of sysfs; partitions use their disk's.
+/// Returns a number from a block device's queue directory in sysfs; partitions use their disk's.
 pub(crate) fn queue_limit(file: impl AsFd, name: &str) -> Option<u64> {
     let device = rustix::fs::fstat(file).ok()?.st_rdev;
     let node = format!("/sys/dev/block/{}:{}", rustix::fs::major(device), rustix::fs::minor(device));

@@ -9,7 +9,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-/// A file of a MiB of sevens on a real disk, where holes can be punched.
+/// Creates a file of a MiB of sevens on a real disk, which supports holes.
 fn raw(folder: &TempDir) -> PathBuf {
     let path = folder.path().join("disk.raw");
     fs::write(&path, vec![7; 1 << 20]).expect("a file");
@@ -42,13 +42,13 @@ fn formats_are_never_guessed() {
         File::options().write(true).open(&path).and_then(|file| file.write_all_at(start, 0)).expect("a write");
         let text = sentence(&path, &Options::default());
         assert!(text.contains(&format!("begins like a {looks} image")), "{text}");
-        // Said to be raw, it is.
+        // With the format raw it opens.
         open(&path, &Options { format: Some(Format::Raw), ..Options::default() }).expect("raw");
     }
 }
 
 #[test]
-fn mistakes_are_named() {
+fn errors_name_the_mistake() {
     let folder = folder();
     let empty = folder.path().join("empty");
     File::create(&empty).expect("a file");
@@ -69,7 +69,7 @@ fn mistakes_are_named() {
 }
 
 #[test]
-fn nobody_writes_beside_a_writer() {
+fn a_writer_excludes_other_writers() {
     let folder = folder();
     let path = raw(&folder);
     let reading = Options { read_only: true, ..Options::default() };
@@ -114,10 +114,9 @@ fn aligned_transfers_bypass_the_page_cache() {
     }
 }
 
-/// Whoever reads a block into the page cache to change a part of it would write the rest back over what was written directly
-/// meanwhile.
+/// A partial write through the page cache would read the block and later overwrite a concurrent direct write.
 #[test]
-fn memory_that_is_not_aligned_is_written_directly_too() {
+fn unaligned_memory_is_written_directly_too() {
     let folder = folder();
     let path = raw(&folder);
     let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path).expect("the file");
@@ -198,7 +197,7 @@ fn a_file_may_grow_and_shrink_meanwhile() {
     let path = raw(&folder);
     let disk = open(&path, &Options::default()).expect("a disk");
     assert_eq!(disk.refresh_geometry(), Ok(false));
-    grow(&path, 3 * MIB + 5, &Options::default()).expect("a larger file, while it is in use");
+    grow(&path, 3 * MIB + 5, &Options::default()).expect("the file grows while it is in use");
     assert_eq!((disk.refresh_geometry(), disk.geometry().bytes), (Ok(true), 3 * MIB + 512));
     grow(&path, 3 * MIB + 512, &Options::default()).expect("nothing to do");
     let error = grow(&path, MIB, &Options::default()).expect_err("a smaller file").to_string();
@@ -213,14 +212,14 @@ fn a_file_may_grow_and_shrink_meanwhile() {
 }
 
 #[test]
-fn a_file_is_made_where_a_size_is_given_and_removed_where_that_cannot_be() {
+fn a_missing_file_is_created_with_a_size_and_removed_on_failure() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     let sized = |bytes| Options { grow_to: Some(bytes), ..Options::default() };
     assert!(open(&at("a"), &Options::default()).is_err() && !at("a").exists());
     assert!(open(&at("a"), &Options { read_only: true, ..sized(MIB) }).is_err() && !at("a").exists());
     assert_eq!(open(&at("a"), &sized(MIB)).expect("a new disk").geometry().bytes, MIB);
-    // One that is larger stays as it is, for whoever starts it again.
+    // A larger one stays unchanged, for repeated starts.
     assert_eq!(open(&at("a"), &sized(4096)).expect("the same").geometry().bytes, MIB);
     for wrong in [0, u64::MAX] {
         assert!(open(&at("b"), &sized(wrong)).is_err() && !at("b").exists(), "{wrong}");
@@ -232,7 +231,7 @@ fn a_file_is_made_where_a_size_is_given_and_removed_where_that_cannot_be() {
 pub(crate) mod images {
     use super::*;
 
-    /// An image as `qemu-img create` makes it: header, refcount table and block, L1 table, a cluster for each.
+    /// Creates an image as `qemu-img create` does: header, refcount table and block, L1 table, one cluster each.
     pub(crate) fn create(path: &Path, bytes: u64, backing: Option<(&str, &str)>) {
         const CLUSTER: u64 = 64 << 10;
         let file = File::create_new(path).expect("a file");
@@ -309,9 +308,9 @@ pub(crate) mod images {
         assert!(grow(&path, 32 * MIB, &qcow2()).is_err(), "not while it is in use");
     }
 
-    /// Writes of one caller beside zeros of another in the same cluster: neither may touch what the other made.
+    /// Concurrent writes and zeroing in one cluster must not overwrite each other.
     #[test]
-    fn neighbours_in_a_cluster_do_not_lose_each_others_bytes() {
+    fn concurrent_changes_in_a_cluster_keep_both() {
         const CLUSTER: u64 = 64 << 10;
         let folder = folder();
         let path = folder.path().join("disk.qcow2");
@@ -342,7 +341,7 @@ pub(crate) mod images {
     }
 
     #[test]
-    fn backing_files_only_where_they_may_lie() {
+    fn backing_files_are_opened_only_in_their_directory() {
         let folder = folder();
         let allowed = folder.path().join("base");
         fs::create_dir(&allowed).expect("a folder");

@@ -117,7 +117,7 @@ fn disks_are_confined(user: u32) {
     assert_eq!(served.inside.has_own("user"), user != 0);
     // Grown while it is offered.
     fs::File::options().write(true).open(served.home.at("disk")).unwrap().set_len(BYTES + (1 << 20)).unwrap();
-    served.says("the disk has another size");
+    served.says("the size of the disk has changed");
     qemu_io(&served, "s", &["write -P 9 4M 1M", "read -P 9 4M 1M", "flush"]);
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
     for socket in ["s", "i"] {

@@ -1,4 +1,4 @@
-//! A disk being offered, and a driver that puts requests where it likes.
+//! An exported disk, and a driver that places requests freely.
 
 #![allow(dead_code, reason = "not every test needs all of it")]
 
@@ -20,13 +20,13 @@ pub const OK: u8 = 0;
 const UNTOUCHED: u8 = 0xff;
 const STATUS_AT: usize = 16;
 
-/// What is counted is the process's: one test at a time.
+/// Serializes the tests, because they count events of the whole process.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A disk whose block `n` holds the number `n + 1` over and over.
+/// A disk whose block `n` is filled with the number `n + 1`.
 pub struct Offered {
     pub file: PathBuf,
     pub socket: PathBuf,
@@ -40,7 +40,7 @@ impl Offered {
         Self::within(&std::env::temp_dir(), blocks, cache, options)
     }
 
-    /// The same, its file in a folder within `parent`.
+    /// As [`Offered::new`], with the file in a directory within `parent`.
     pub fn within(parent: &Path, blocks: u64, cache: Cache, options: Options) -> Self {
         let folder = tempfile::tempdir_in(parent).unwrap();
         let (file, socket) = (folder.path().join("disk"), folder.path().join("s"));
@@ -72,7 +72,7 @@ pub fn connect(disk: &Offered, config: Config) -> Driver {
     Driver::connect(&disk.socket, Config { first_queues: 0, queues: 1, indirect: false, ..config }).unwrap()
 }
 
-/// One request's room: header, status, and a block of data that may lie anywhere.
+/// The memory of one request: header, status, and a block of data anywhere.
 pub struct CopyPermit {
     pub head: u16,
     parts: Buffer,
@@ -136,7 +136,7 @@ impl CopyPermit {
     }
 }
 
-/// Shows requests all at once, and waits for as many answers.
+/// Submits requests at once, and waits for as many replies.
 pub fn burst(queue: &mut Queue, heads: impl IntoIterator<Item = u16>) {
     let mut count = 0;
     for head in heads {
@@ -149,7 +149,7 @@ pub fn burst(queue: &mut Queue, heads: impl IntoIterator<Item = u16>) {
     }
 }
 
-/// Numbers that look random, and are the same each time.
+/// Returns a fixed pseudorandom sequence.
 pub fn scattered(below: u64) -> impl Iterator<Item = u64> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     std::iter::repeat_with(move || {
@@ -160,8 +160,8 @@ pub fn scattered(below: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Makes something whose threads run on one CPU, and goes on on another, so that what is counted does not depend on where the
-/// scheduler puts them. The tests of a machine with a single CPU share it.
+/// Runs `make` on one CPU and continues on another, so that counts do not depend on the scheduler. On a machine with a
+/// single CPU both share it.
 pub fn apart<T>(make: impl FnOnce() -> T) -> T {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
     let allowed = sched_getaffinity(None).unwrap();
@@ -181,7 +181,7 @@ pub fn apart<T>(make: impl FnOnce() -> T) -> T {
     }
 }
 
-/// A disk of which each test says how it is served.
+/// Returns the options that tests vary.
 pub fn options(poll: Duration) -> Options {
     Options { queues: 1, poll, ..Options::default() }
 }

@@ -1,4 +1,4 @@
-//! What requests cost: system calls, signals and kicks, counted from outside.
+//! The costs of requests: system calls, signals and kicks.
 
 use crate::common;
 
@@ -14,10 +14,10 @@ use ferry_wire::blk::DeviceFeatures;
 const BLOCKS: u64 = 256;
 const DEPTH: usize = 32;
 const POLL: Duration = Duration::from_micros(100);
-/// How long a measurement that other work on this machine spoils is made again.
+/// How long to repeat a measurement that other load disturbs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Counts the system calls of the one worker while `load` runs. `None`: there is no `perf` here, or it may not count.
+/// Counts the system calls of the one worker while `load` runs. `None`: `perf` is missing or not permitted.
 fn calls_of_worker(load: impl FnOnce()) -> Option<u64> {
     let counting = match Counting::start(std::process::id(), Counter::Perf) {
         Ok(counting) => counting,
@@ -33,8 +33,8 @@ fn calls_of_worker(load: impl FnOnce()) -> Option<u64> {
     Some(of_worker.map(|(_, count)| count).sum())
 }
 
-/// Reads `requests` blocks as libblkio does: looks at one answer, says so, sends the next request, and asks for a signal
-/// only when there is no answer left.
+/// Reads `requests` blocks as libblkio does: it takes one reply, sends the next request, and requests a signal only
+/// when no reply is left.
 fn one_by_one(queue: &mut Queue, rooms: &[CopyPermit], requests: usize) {
     let mut numbers = scattered(BLOCKS);
     let mut wanted = vec![0; usize::from(queue.ring().size())];
@@ -78,14 +78,14 @@ fn a_batch_costs_two_calls_and_one_signal() {
         let calls = calls_of_worker(|| {
             for _ in 0..ROUNDS {
                 rooms.iter().for_each(|room| room.read(numbers.next().unwrap()));
-                // One signal at the first answer, whenever that comes.
+                // One signal at the first reply.
                 queue.ring_mut().want_call();
                 burst(queue, rooms.iter().map(|room| room.head));
                 assert!(rooms.iter().all(|room| room.status() == OK));
             }
         });
         let counters = queue.counters();
-        // The last of a round may be waited for once more.
+        // The last one of a round may be signalled once more.
         let signals = counters.calls - before.calls;
         assert!(signals <= 2 * ROUNDS, "{signals} signals, poll {poll:?}");
         assert!(counters.kicks - before.kicks <= ROUNDS, "{counters:?}");
@@ -97,7 +97,7 @@ fn a_batch_costs_two_calls_and_one_signal() {
     }
 }
 
-/// Scattered writes through the page cache of the file system that the folder lies on.
+/// Writes scattered blocks through the page cache of the directory's file system.
 fn scattered_writes(folder: &Path) -> Option<f64> {
     const ROUNDS: usize = 300;
     let disk = Offered::within(folder, BLOCKS, Cache::Writeback, options(POLL));
@@ -110,7 +110,7 @@ fn scattered_writes(folder: &Path) -> Option<f64> {
     let calls = calls_of_worker(|| {
         for round in 0..ROUNDS {
             for (index, room) in rooms.iter().enumerate() {
-                // None of a batch to the block of another, for nothing says which is last, or to the one after it.
+                // No two writes of a batch to one block, because their order is undefined, or to adjacent ones.
                 let number = (3 * round + 8 * index) as u64 % BLOCKS;
                 let value = (round * DEPTH + index + 1_000_000) as u64;
                 room.data.write(0, &block(value));
@@ -131,7 +131,7 @@ fn scattered_writes(folder: &Path) -> Option<f64> {
 }
 
 #[test]
-fn scattered_writes_are_made_many_at_once() {
+fn scattered_writes_run_as_a_batch() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -144,7 +144,7 @@ fn scattered_writes_are_made_many_at_once() {
 }
 
 #[test]
-fn a_driver_that_answers_one_by_one_is_served_in_batches() {
+fn a_driver_that_takes_replies_one_by_one_is_served_in_batches() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -154,7 +154,7 @@ fn a_driver_that_answers_one_by_one_is_served_in_batches() {
     let mut driver = connect(&disk, Config { queue_size: 128, ..Config::default() });
     let queue = driver.queue(0);
     let rooms: Vec<_> = (0..DEPTH).map(|_| CopyPermit::new(queue)).collect();
-    // On a busy machine the driver waits for its CPU, and we do not always wait for it.
+    // On a busy machine the driver waits for its CPU, and the worker does not always wait for the driver.
     let (begin, mut least) = (Instant::now(), f64::MAX);
     while begin.elapsed() < PATIENCE {
         let Some(calls) = calls_of_worker(|| one_by_one(queue, &rooms, REQUESTS)) else { return };
@@ -169,7 +169,7 @@ fn a_driver_that_answers_one_by_one_is_served_in_batches() {
 }
 
 #[test]
-fn nobody_is_signalled_who_does_not_want_it() {
+fn a_driver_without_notifications_gets_no_signals() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;

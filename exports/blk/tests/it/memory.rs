@@ -1,4 +1,4 @@
-//! Registered memory, and what may happen to it.
+//! Registered memory, and changes of it.
 
 use crate::common;
 
@@ -29,7 +29,7 @@ fn pinned_bytes() -> usize {
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
 }
 
-/// Takes all pages out of the second region, as a balloon does.
+/// Removes all pages of the second region, as a balloon does.
 fn inflate(driver: &Driver) {
     let region = &driver.memory().regions()[1];
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -56,7 +56,7 @@ fn all_read(driver: &mut Driver, rooms: &[CopyPermit], first: u64) {
 }
 
 #[test]
-fn memory_that_goes_and_comes_back_is_registered_anew() {
+fn memory_that_is_removed_and_added_is_registered_again() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -89,7 +89,7 @@ fn memory_that_goes_and_comes_back_is_registered_anew() {
 }
 
 #[test]
-fn memory_goes_while_it_is_in_use() {
+fn memory_is_removed_while_in_use() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -119,7 +119,7 @@ fn memory_goes_while_it_is_in_use() {
 }
 
 #[test]
-fn pages_that_a_balloon_takes_are_missed_only_where_memory_is_pinned() {
+fn pages_of_a_balloon_are_missing_only_in_pinned_memory() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;

@@ -1,4 +1,4 @@
-//! A disk that makes whoever asks wait, so that what moves is copied; and memory that goes away.
+//! A disk that blocks its callers, so that data are copied; and memory that is removed.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use ferry_vhost::Socket;
 
 const WITHIN: Duration = Duration::from_secs(20);
 const DISK_BYTES: u64 = 8 << 40;
-/// The largest piece that any disk should be asked for: what is copied at once.
+/// The maximum size of a request to a disk: the copy budget.
 const COPIED_BYTES_MAX: u64 = 256 << 20;
 const STATUS_AT: usize = 16;
 const OK: u8 = 0;
@@ -25,7 +25,7 @@ const SEND: u32 = 1;
 const UNKNOWN: u32 = 77;
 const MIB: u32 = 1 << 20;
 
-/// A disk of one byte over and over, which notes what it is asked for.
+/// A disk of one repeated byte, which records its requests.
 #[derive(Default)]
 struct DeferredTransfer {
     largest_bytes: AtomicU64,
@@ -100,7 +100,7 @@ fn connect(disk: &Offered) -> Driver {
     Driver::connect(&disk.path, config).unwrap()
 }
 
-/// Has a request made whose data is the same memory `times` over. Returns the status, and the length in the used ring.
+/// Sends a request whose data are the same memory `times` over. Returns the status, and the length in the used ring.
 fn ask(driver: &mut Driver, kind: u32, (address, bytes): (u64, u32), times: usize) -> (u8, u32) {
     let queue = driver.queue(0);
     let parts = queue.memory().alloc(STATUS_AT + 1, 64).unwrap();
@@ -110,7 +110,7 @@ fn ask(driver: &mut Driver, kind: u32, (address, bytes): (u64, u32), times: usiz
     let header = Descriptor { addr: parts.guest(), len: 16, flags: 0, next: 0 };
     let status = Descriptor { addr: parts.guest() + STATUS_AT as u64, len: 1, flags: WRITE, next: 0 };
     let chain: Vec<_> = [header].into_iter().chain((0..times).map(|_| data)).chain([status]).collect();
-    // No other request is under way: the table is ours.
+    // No other request is in flight, so the whole table is free.
     let last = u16::try_from(chain.len()).unwrap() - 1;
     for (index, descriptor) in (0u16..).zip(chain) {
         let flags = descriptor.flags | if index < last { NEXT } else { 0 };
@@ -126,7 +126,7 @@ fn room(driver: &mut Driver) -> Buffer {
     driver.queue(0).memory().alloc(MIB as usize, 4096).unwrap()
 }
 
-/// The most memory that this process ever had, in bytes.
+/// Returns the peak memory of this process, in bytes.
 fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -134,7 +134,7 @@ fn peak_bytes() -> u64 {
 }
 
 #[test]
-fn what_is_copied_is_bounded_however_much_the_guest_asks_for() {
+fn copies_are_bounded_whatever_the_guest_requests() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -151,7 +151,7 @@ fn what_is_copied_is_bounded_however_much_the_guest_asks_for() {
     assert!(peak_bytes() < before + (100 << 20), "{} bytes after {before}", peak_bytes());
     assert!(offered.disk.largest_bytes.load(Ordering::SeqCst) <= COPIED_BYTES_MAX);
 
-    // 1 TiB: a sparse file is the guest's memory.
+    // 1 TiB: the guest's memory is a sparse file.
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(1 << 30).unwrap();
     driver.share_file(1 << 40, 1 << 30, file.as_fd()).unwrap();
@@ -163,7 +163,7 @@ fn what_is_copied_is_bounded_however_much_the_guest_asks_for() {
 }
 
 #[test]
-fn memory_that_is_not_there_any_more_fails_a_request_and_no_more() {
+fn removed_memory_fails_only_its_request() {
     gone(&std::env::temp_dir());
     // What is on tmpfs can be cut short as well.
     gone("/dev/shm".as_ref());

@@ -1,4 +1,4 @@
-//! A request of /dev/fuse, as the server sees it.
+//! A request from /dev/fuse, as a carrier for the server.
 
 use std::cell::Cell;
 use std::io::IoSlice;
@@ -16,23 +16,23 @@ use crate::device::send;
 use crate::stats::Counters;
 use crate::transfer::in_payload;
 
-/// Files opened with `O_DIRECT` want memory that is aligned; a page is enough everywhere.
+/// The alignment for files opened with `O_DIRECT`; a page is enough everywhere.
 const PAGE_BYTES: usize = 4096;
 
-/// The smallest buffer that the kernel reads requests into (`FUSE_MIN_READ_BUFFER`), and room for the requests that
-/// are longer than any WRITE's header.
+/// The minimum buffer into which the kernel reads requests (`FUSE_MIN_READ_BUFFER`), and enough for requests longer
+/// than a WRITE's header.
 const HEAD_BYTES: usize = ferry_wire::fuse::REQUEST_HEAD_BYTES_MAX.next_multiple_of(PAGE_BYTES);
 
-/// Requests that nobody waits for. Linux sends RELEASE when the last descriptor is closed, and goes on.
+/// Requests that no client waits for. Linux sends RELEASE when the last descriptor is closed, and continues.
 const UNAWAITED: [Opcode; 5] =
     [Opcode::Forget, Opcode::BatchForget, Opcode::Release, Opcode::Releasedir, Opcode::Interrupt];
 
-/// The memory of one reader: a request, and the reply to it. Pages that are never used cost nothing.
+/// The memory of one reader: a request and its reply. Untouched pages take no memory.
 pub(super) struct Memory {
     bytes: Vec<u8>,
     /// Where a WRITE's data begins.
     data: usize,
-    /// Where the data of a reply begins.
+    /// The offset of a reply's data.
     reply: usize,
     payload_bytes: usize,
     received: usize,
@@ -48,12 +48,12 @@ impl Memory {
         Self { bytes, data, reply, payload_bytes, received: 0, header: [0; HEADER_BYTES] }
     }
 
-    /// Where the kernel puts a request: such that a WRITE's data are aligned.
+    /// Returns the buffer for a request, aligned for the data of a WRITE.
     pub(super) fn request_room(&mut self) -> &mut [u8] {
         &mut self.bytes[self.data - WRITE_HEAD_BYTES..self.reply]
     }
 
-    /// Room for the data of a reply.
+    /// Returns the size of the buffer for the data of a reply.
     pub(super) fn payload_bytes(&self) -> usize {
         self.payload_bytes
     }
@@ -72,19 +72,18 @@ impl Memory {
         self.request().first_chunk::<IN_HEADER_BYTES>().map_or(0, |header| peek(header).unique)
     }
 
-    /// Whether the request may be given up while another thread is to answer it.
+    /// Returns whether the request may be aborted while another thread serves it.
     fn may_be_abandoned(&self) -> bool {
         self.request().first_chunk::<IN_HEADER_BYTES>().is_some_and(|header| may_be_abandoned(peek(header).opcode))
     }
 
-    /// The thread that waits for the request, 0 if it cannot be seen from here; `None` if nobody does: such requests
-    /// name no thread either, and each comes in between those of a client that goes on.
+    /// Returns the thread that waits for the request, 0 if it is not visible in this namespace; `None` if none waits.
     pub(super) fn client(&self) -> Option<u32> {
         let header = peek(self.request().first_chunk::<IN_HEADER_BYTES>()?);
         (!UNAWAITED.iter().any(|opcode| opcode.as_raw() == header.opcode)).then_some(header.pid)
     }
 
-    /// Sends the reply, which has so many bytes with its header, from where it lies.
+    /// Sends the reply of this length, including its header, from its place.
     pub(super) fn send(&self, channel: BorrowedFd<'_>, bytes: usize) {
         let payload = bytes.saturating_sub(HEADER_BYTES).min(self.payload_bytes);
         let parts = [IoSlice::new(&self.header), IoSlice::new(&self.bytes[self.reply..self.reply + payload])];
@@ -92,13 +91,13 @@ impl Memory {
         self.check_sent(channel, bytes, send(channel, parts));
     }
 
-    /// What came of sending a reply of so many bytes.
+    /// Checks the result of sending a reply of this length.
     pub(super) fn check_sent(&self, channel: BorrowedFd<'_>, bytes: usize, sent: Result<(), Errno>) {
         match sent {
-            // Whoever asked has been killed, or the mount is gone.
+            // The caller has been killed, or the mount has ended.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(error) => {
-                tracing::error!("the kernel does not take a reply of {bytes} bytes: {error}");
+                tracing::error!("the kernel refuses a reply of {bytes} bytes: {error}");
                 if let Some(header) = self.request().first_chunk::<IN_HEADER_BYTES>() {
                     let reply = ferry_wire::fuse::encode_error(peek(header).unique, Errno::IO);
                     let _ = send(channel, &[IoSlice::new(&reply)]);
@@ -114,9 +113,9 @@ pub(super) struct DeviceCarrier<'a> {
     generation: Generation,
     memory: &'a mut Memory,
     counters: &'a Counters,
-    /// What is to be done for the request.
+    /// The transfer of the request.
     pub(super) transfer: Option<Transfer>,
-    /// It is looked after until it is answered.
+    /// It is monitored until its reply.
     pub(super) is_asked: Cell<bool>,
 }
 
@@ -188,18 +187,18 @@ impl FuseCarrier for DeviceCarrier<'_> {
         let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
         let later = Arc::clone(&self.reader.readers.deferred);
         if self.memory.may_be_abandoned() {
-            // Before it can be answered.
+            // Before a reply is possible.
             later.begin(unique, ());
             self.is_asked.set(true);
         }
         move |reply| {
             if later.end(unique) {
-                tracing::debug!("the reply to request {unique} comes too late: its caller was told an error");
+                tracing::debug!("the reply to request {unique} is too late: its caller got an error");
                 return;
             }
-            // If the caller was told something else meanwhile, or is gone, the kernel knows no such request any more.
+            // If the caller got an error or is gone, the kernel no longer knows the request.
             if let Err(error) = send(channel.as_fd(), &[IoSlice::new(&reply)]) {
-                tracing::debug!("nobody waits for the reply to request {unique} any more: {error}");
+                tracing::debug!("cannot send the reply to request {unique}, whose caller may be gone: {error}");
             }
         }
     }

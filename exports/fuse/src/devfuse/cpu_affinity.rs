@@ -1,12 +1,12 @@
 //! CPU affinity of a mount's only reader: it runs on the client's CPU if the client waits for each request.
 //!
-//! To hand a request to a thread on the same CPU costs a context switch; on another CPU, which has gone idle meanwhile,
-//! waking that one up costs several times as much, and so does the way back. Left to itself the scheduler keeps the two
-//! apart. Where a client goes on while its requests are served (read-ahead, large writes), two CPUs are worth more.
+//! Passing a request to a thread on the same CPU costs a context switch. Waking another, idle CPU costs several times
+//! as much, and so does the way back. By default the scheduler keeps client and reader apart. A client that continues
+//! while its requests are served (read-ahead, large writes) benefits from two CPUs.
 //!
-//! The reader never looks itself. The kernel lets nobody read the `stat` of a process that is just starting a program, and
-//! such a process closes files, of which it waits for the FLUSH: a reader that looked then would wait for its client, and that for
-//! it, for ever. So a thread looks that nobody waits for.
+//! The reader never looks itself. The kernel blocks reads of the `stat` of a process that executes exec, and such a
+//! process closes files and waits for the FLUSH. A reader that looked then would deadlock with its client. So a
+//! separate thread looks, for which no other thread waits.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,35 +20,35 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use crate::machine::{place_of, stay_on};
 use crate::stats::Stats;
 
-/// Fewer requests than this between two looks of the monitor, and where the reader runs does not matter.
+/// With fewer requests between two checks of the monitor, the reader's CPU does not matter.
 const REQUESTS_MIN: u64 = 8;
 
-/// Requests that move more than this each take longer than a wake-up, and are often not waited for one by one.
+/// Requests with more bytes take longer than a wake-up, and clients often do not wait for each.
 const BYTES_MAX: u64 = 32 * 1024;
 
-/// How often the scout looks. Clients move rarely, and each look costs as much as a fifth of a request.
+/// The interval of looks. Clients move rarely, and each look costs as much as a fifth of a request.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A scout whom nobody asked for so many looks sleeps until it is asked.
+/// After this many unused looks the scout sleeps until the next request for a look.
 const LOOKS_UNASKED_MAX: u32 = 50;
 
 /// Whether the readers of one connection follow their client.
 #[derive(Debug, Default)]
 pub(super) struct CpuAffinity {
     wanted: AtomicBool,
-    /// What had been served at the last look.
+    /// The counters at the last check.
     seen: Mutex<Stats>,
     sight: Arc<CpuSample>,
-    /// Started when it is needed; none where no thread can be had.
+    /// Started on demand; `None` if no thread could be started.
     scout: OnceLock<Option<Thread>>,
 }
 
-/// What the reader asks of the scout, and what that has seen.
+/// The reader's request to the scout, and the scout's result.
 #[derive(Debug, Default)]
 struct CpuSample {
     /// The client to look at, or 0.
     asked: AtomicU32,
-    /// A client, and above it its CPU, plus one.
+    /// A client, and in the upper half its CPU plus one.
     found: AtomicU64,
     asleep: AtomicBool,
     ended: AtomicBool,
@@ -64,7 +64,7 @@ impl Drop for CpuAffinity {
 }
 
 impl CpuAffinity {
-    /// The monitor looks. More than one reader run wherever there is room.
+    /// Called at each check of the monitor. Several readers run on any CPU.
     pub(super) fn look(&self, alone: bool, served: Stats) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let requests = served.requests - seen.requests;
@@ -74,17 +74,17 @@ impl CpuAffinity {
         self.wanted.store(wanted, Ordering::Relaxed);
     }
 
-    /// Whether the reader is alone, and its clients wait for it.
+    /// Returns whether the reader is alone, and its clients wait for it.
     pub(super) fn is_wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed)
     }
 
-    /// There is another reader.
+    /// Called when there is another reader.
     pub(super) fn stop(&self) {
         self.wanted.store(false, Ordering::Relaxed);
     }
 
-    /// The CPU on which a client was seen; has it looked at.
+    /// Returns the last known CPU of a client, and requests a new look.
     fn place_of(&self, client: u32) -> Option<usize> {
         let scout = self.scout.get_or_init(|| CpuSample::watch(Arc::clone(&self.sight))).as_ref()?;
         self.sight.asked.store(client, Ordering::SeqCst);
@@ -99,15 +99,14 @@ impl CpuAffinity {
 }
 
 impl CpuSample {
-    /// Starts the scout. It ends on its own, and may be stuck for as long as a client starts a program: it is never
-    /// joined.
+    /// Starts the scout. It ends automatically and is never joined, because it may block while a client executes exec.
     fn watch(sight: Arc<Self>) -> Option<Thread> {
         let scout = thread::Builder::new().name("fuse-scout".into()).spawn(move || sight.run());
         scout.map(|scout| scout.thread().clone()).ok()
     }
 
     fn run(&self) {
-        // The client, and where the kernel tells of it.
+        // The client, and its open `stat` file.
         let mut known: Option<(u32, File)> = None;
         let mut unasked = 0;
         while !self.ended.load(Ordering::SeqCst) {
@@ -141,7 +140,7 @@ fn look_at(known: &mut Option<(u32, File)>, client: u32) -> Option<usize> {
     let mut stat = [0; 512];
     match known.as_ref()?.1.read_at(&mut stat, 0) {
         Ok(bytes) => Some(place_of(&stat[..bytes])?.cpu),
-        // It has ended. Another one may get its number.
+        // It has ended. Another thread may get its id.
         Err(_) => {
             *known = None;
             None
@@ -152,12 +151,12 @@ fn look_at(known: &mut Option<(u32, File)>, client: u32) -> Option<usize> {
 /// One reader, which follows.
 #[derive(Debug, Default)]
 pub(super) struct AffinityThread {
-    /// The CPU that this thread is bound to, and where it may run otherwise.
+    /// The CPU of this thread, and the CPUs that it may use otherwise.
     bound: Option<(usize, CpuSet)>,
 }
 
 impl AffinityThread {
-    /// A request of a thread has come. Client 0 cannot be seen from here.
+    /// Follows the client of a request. Client 0 is not visible in this namespace.
     pub(super) fn step(&mut self, cpu_affinity: &CpuAffinity, client: u32) {
         match cpu_affinity.is_wanted().then(|| cpu_affinity.place_of(client)).flatten() {
             Some(cpu) => self.bind(cpu),

@@ -1,8 +1,9 @@
 //! How many threads read /dev/fuse.
 //!
-//! One is fastest for a single client: with two, each request wakes the other one, on a CPU that has gone idle. Several
-//! clients want more, who then compete with them for the CPUs; past a few for each CPU, more only help while handlers
-//! sleep. So it begins with one, the monitor adds one when requests wait, and one ends when not all are needed any more.
+//! One reader is fastest for a single client: with two, each request wakes the other one on an idle CPU. Several
+//! clients benefit from more readers, which compete with them for CPUs; beyond a few per CPU, more only help while
+//! handlers sleep. So there is one at first. The monitor adds one when requests wait, and one ends when not all are
+//! needed.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,47 +22,46 @@ use crate::deferred_replies::DeferredReplies;
 use crate::machine::place_of;
 use crate::sched_idle::SchedIdle;
 
-/// The most threads that read the device of one mount. Past it, requests wait in the kernel.
+/// The maximum number of reader threads of one mount. Beyond it, requests wait in the kernel.
 const READERS_MAX: usize = 64;
 
-/// As many with those that were given up: their callers wait for nothing any more, but each has a thread and memory.
+/// The maximum including threads with aborted requests: no caller waits for them, but each takes a thread and memory.
 const READERS_ALL_MAX: usize = 512;
 
-/// Readers that are awake for each CPU. Clients compete with them for CPUs: with one for each, eight clients of two CPUs
-/// had a sixth less than with four.
+/// Active readers per CPU. Clients compete with them for CPUs, but one reader per CPU is slower for many clients.
 const PER_CPU: usize = 4;
 
-/// So long without all readers being busy at once, and one of them ends.
+/// One reader ends after not all readers were busy for this long.
 const CALM: Duration = Duration::from_millis(50);
 
-/// The threads that read one connection.
+/// The reader threads of one connection.
 #[derive(Debug)]
 pub(crate) struct Readers {
     pub(super) connection: Arc<Connection>,
-    /// How many there are to begin with, and at least.
+    /// The initial and minimum number.
     base: usize,
     cpus: usize,
-    /// Threads, but for those that are lost.
+    /// The number of threads, without lost ones.
     threads: AtomicUsize,
-    /// Threads whose request was given up and that have not come back.
+    /// Threads whose request was aborted and that have not returned.
     lost: AtomicUsize,
     /// Threads that wait for a request.
     idle: AtomicUsize,
-    /// All were busy at once since the monitor looked last.
+    /// All were busy at once since the last check of the monitor.
     stretched: AtomicBool,
-    /// The next that is not needed ends.
+    /// The next unneeded thread ends.
     retire: AtomicBool,
     /// Since when not all were busy.
     calm_since: Mutex<Instant>,
-    /// Those of [`Self::threads`] that have begun. Under its lock threads are lost and come back.
+    /// Those of [`Self::threads`] that have started. Threads are lost and return under its lock.
     running: Mutex<Vec<Pid>>,
     full: Once,
-    /// The client of some request since the monitor looked last, 0 if it is not known.
+    /// The client of a request since the last check of the monitor, 0 if unknown.
     client: AtomicU32,
-    /// There were requests of others, too.
+    /// There were requests of other clients, too.
     several: AtomicBool,
     pub(super) cpu_affinity: CpuAffinity,
-    /// Requests that other threads will answer. On its own: whoever answers has it for longer than there is a mount.
+    /// Requests that other threads will reply to. Shared, because those threads may outlive the mount.
     pub(super) deferred: Arc<DeferredReplies<()>>,
 }
 
@@ -73,7 +73,8 @@ impl Readers {
     /// Starts `base` threads.
     ///
     /// # Errors
-    /// Not even one thread can be had.
+    ///
+    /// Not even one thread can be started.
     pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<()> {
         let readers = Self::none(connection, base);
         for started in 0..base {
@@ -115,7 +116,7 @@ impl Readers {
         let post: Arc<dyn MonitoredWorker> = reader.clone();
         let present = ServingThread::new(&self.connection);
         self.threads.fetch_add(1, Ordering::Relaxed);
-        // Counted before it runs, so that the monitor does not start another meanwhile.
+        // Counted before it runs, so that the monitor does not start another one meanwhile.
         self.idle.fetch_add(1, Ordering::Relaxed);
         let weak = Arc::downgrade(&post);
         drop(post);
@@ -143,30 +144,30 @@ impl Readers {
         }
     }
 
-    /// A descriptor for one more reader.
+    /// Returns a descriptor for another reader.
     fn channel(&self) -> io::Result<OwnedFd> {
-        // Without a descriptor of its own, a reader uses the first one.
+        // Without its own descriptor, a reader uses the first one.
         self.connection.device.channel().or_else(|error| {
             tracing::debug!("a reader shares the first descriptor: {error}");
             self.connection.device.as_fd().try_clone_to_owned()
         })
     }
 
-    /// A request of a thread has come.
+    /// Records the client of a request.
     pub(super) fn note_client(&self, client: u32) {
-        // Written once or twice between two looks, whoever comes: readers do not fight for the line of memory.
+        // Written at most twice between two checks, so that readers do not contend for the cache line.
         if !self.several.load(Ordering::Relaxed) && self.client.load(Ordering::Relaxed) != client {
             let before = self.client.swap(client, Ordering::Relaxed);
             self.several.store(before != 0, Ordering::Relaxed);
         }
     }
 
-    /// A reader has come back from waiting.
+    /// Called when a reader returns from waiting.
     pub(super) fn has_work(&self) {
         self.idle.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A reader is about to wait; answers false if it is not needed any more.
+    /// Called when a reader is about to wait; returns false if it is no longer needed.
     pub(super) fn is_free(&self) -> bool {
         let others = self.idle.fetch_add(1, Ordering::Relaxed);
         if others == 0 {
@@ -185,14 +186,14 @@ impl Readers {
         !ends
     }
 
-    /// A reader is blocked in a handler: somebody else must be there to read.
+    /// Called when a reader is blocked in a handler: ensures that another one reads.
     pub(super) fn replace_blocked(self: &Arc<Self>) {
         if self.idle.load(Ordering::Relaxed) == 0 && !self.connection.end.is_ended() {
             self.reinforce();
         }
     }
 
-    /// The request of a thread is given up, if `end` can end it: the thread does not count until it is back.
+    /// Aborts the request of a thread if `end` can end it; the thread does not count until it returns.
     pub(super) fn lose<E>(&self, thread: Option<Pid>, end: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         let mut running = lock(&self.running);
         end()?;
@@ -202,7 +203,7 @@ impl Readers {
         Ok(())
     }
 
-    /// A thread whose request was given up is back.
+    /// Called when a thread with an aborted request returns.
     pub(super) fn come_back(&self, thread: Option<Pid>) {
         let mut running = lock(&self.running);
         running.extend(thread);
@@ -210,7 +211,7 @@ impl Readers {
         self.lost.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// The monitor looks, once for each reader, who has this watch.
+    /// Called at each check of the monitor, for each reader with its watch.
     pub(super) fn tick(self: &Arc<Self>, watch: &Watch) {
         if self.connection.end.is_ended() {
             return;
@@ -219,8 +220,8 @@ impl Readers {
         self.client.store(0, Ordering::Relaxed);
         self.several.store(false, Ordering::Relaxed);
         let seen = watch.look();
-        // The next request of an only client may well be there before the reader has come back from sending its reply.
-        // But one that waits while a handler runs is no client's that waits for that handler.
+        // The next request of a single client may arrive before the reader returns from sending its reply. But a
+        // request that waits during a handler comes from another client.
         let short = self.idle.load(Ordering::Relaxed) == 0
             && (several || seen.is_inside())
             && self.requests_wait()
@@ -246,7 +247,7 @@ impl Readers {
         waits && !fds[0].revents().contains(PollFlags::ERR)
     }
 
-    /// Whether one more reader has a CPU to run on: none is idle, so whoever sleeps does so in a handler.
+    /// Returns whether another reader has a CPU to run on: none is idle, so sleeping ones sleep in handlers.
     fn would_help(&self) -> bool {
         let room = PER_CPU * self.cpus;
         self.threads.load(Ordering::Relaxed) < room
@@ -264,12 +265,12 @@ impl Readers {
                 );
             });
         } else if let Err(error) = self.add() {
-            tracing::warn!("no thread can be had to take the place of those that are busy: {error}");
+            tracing::warn!("cannot start a thread to assist busy readers: {error}");
         }
     }
 }
 
-/// Whether a thread of ours sleeps, or has ended. Reading it costs microseconds, so it is for the monitor.
+/// Returns whether a thread of this process sleeps, or has ended. It costs microseconds, so only the monitor calls it.
 fn is_asleep(thread: Pid) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap_or_default();
     place_of(&stat).is_none_or(|place| place.asleep)
@@ -280,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sleepers_are_told_from_those_who_run() {
+    fn sleeping_threads_are_distinguished_from_running_ones() {
         assert!(!is_asleep(gettid()), "it runs this test");
         let (told, id) = std::sync::mpsc::channel();
         let (_keep, wait) = std::sync::mpsc::channel::<()>();

@@ -1,6 +1,7 @@
-//! Replies whose data go from a file to the kernel by reference, through a pipe.
+//! Replies whose data move from a file to the kernel by reference, through a pipe.
 //!
-//! It saves copying the data into our memory. It costs a call more, and work for each page; so it is for long reads.
+//! Splicing avoids a copy into this process's memory. It costs another call, and work per page, so it is used for long
+//! reads.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,25 +13,24 @@ use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use zerocopy::IntoBytes;
 
-/// The shortest data that are spliced. CPU time of the reader for one READ of a file on a tmpfs, copied : spliced, in
-/// microseconds: 17 : 22 at 64 KiB, 78 : 68 at 256 KiB, 183 : 118 at 512 KiB.
+/// The minimum data length that is spliced, in bytes. Shorter reads are cheaper to copy.
 const BYTES_MIN: usize = 256 << 10;
 
-/// What a pipe counts in: the header takes one, and data that do not begin with a page touch one more.
+/// The unit of a pipe: the header takes one, and unaligned data touch an additional one.
 const PAGE_BYTES: usize = 4096;
 
-/// The longest pipe that may be had without `CAP_SYS_RESOURCE` (`/proc/sys/fs/pipe-max-size`).
+/// The maximum pipe without `CAP_SYS_RESOURCE`, in bytes (`/proc/sys/fs/pipe-max-size`).
 const UNPRIVILEGED_BYTES: usize = 1 << 20;
 
 /// The pipe of one reader.
 #[derive(Debug, Default)]
 pub(super) enum Spliced {
-    /// None was wanted yet, or the last one was given up with what was in it.
+    /// Not needed yet, or the last one was discarded with its contents.
     #[default]
     None,
     /// It is empty.
     Ready(Pipe),
-    /// No pipe is to be had.
+    /// No pipe is available.
     Refused,
 }
 
@@ -39,11 +39,11 @@ pub(super) enum Spliced {
 pub(super) struct Pipe {
     from: OwnedFd,
     to: OwnedFd,
-    /// The longest data that surely fit beside the header.
+    /// The maximum length of data that fit beside the header.
     room_bytes: usize,
 }
 
-/// A reply that lies in a pipe: header and data.
+/// A reply in a pipe: header and data.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pipe: Pipe,
@@ -52,7 +52,7 @@ pub(super) struct Loaded {
 }
 
 impl Spliced {
-    /// A pipe, if possible with room for so many bytes of data.
+    /// Returns a pipe, if possible with room for this many bytes of data.
     fn take(&mut self, data_bytes: usize) -> Option<Pipe> {
         if matches!(self, Self::None) {
             *self = Pipe::new(data_bytes).map_or_else(
@@ -73,13 +73,13 @@ impl Spliced {
         }
     }
 
-    /// Puts a reply into the pipe: the data of a read that is made now, however long it takes. `None` if it is to be
-    /// made in another way: it is short, no pipe can be had, or the file does not give what it should.
+    /// Puts a reply into the pipe: the data of a read, which runs now and may block. `None` if the reply must be
+    /// copied: it is short, there is no pipe, or the file returns fewer bytes.
     pub(super) fn load(&mut self, transfer: &Transfer, unique: u64, room_bytes: usize) -> Option<Loaded> {
         if !transfer.is_read() || transfer.bytes() < BYTES_MIN {
             return None;
         }
-        // The header comes first and tells the length; a file that is cut short meanwhile is read in the other way.
+        // The header comes first and contains the length; a file that is shortened meanwhile is copied instead.
         let size = u64::try_from(rustix::fs::fstat(&**transfer.file()).ok()?.st_size).ok()?;
         let left = usize::try_from(size.saturating_sub(transfer.offset())).unwrap_or(usize::MAX);
         let bytes = transfer.bytes().min(left);
@@ -121,7 +121,7 @@ impl Pipe {
         Ok(Self { from, to, room_bytes: bytes - 2 * PAGE_BYTES })
     }
 
-    /// Returns how many calls it took; `None` if the pipe does not hold all.
+    /// Returns the number of calls; `None` if the pipe does not hold everything.
     fn fill(&self, header: &[u8], transfer: &Transfer, bytes: usize) -> Option<u64> {
         if rustix::io::write(&self.to, header) != Ok(header.len()) {
             return None;

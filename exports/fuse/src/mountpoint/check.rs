@@ -1,4 +1,4 @@
-//! Looking at a mount point before anything is mounted on it.
+//! Checks of a mount point before mounting.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,60 +13,60 @@ use rustix::mount::UnmountFlags;
 use super::table::Mounted;
 use super::{MountError, helper};
 
-/// The type that the table of mounts shows for ours.
+/// The file system type of ferry mounts in the mount table.
 const OUR_KIND: &str = "fuse.ferry";
-/// How long a live server may take to answer one `stat`. One that takes longer helps nobody.
+/// How long a live server may take to reply to one `stat`.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Between two questions to a server that is dying, which takes milliseconds.
+/// The delay between two requests to a server that is ending, which takes milliseconds.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Dead mounts can lie on top of each other; more than a script that failed in a loop would leave is somebody's plan.
+/// The maximum number of stacked dead mounts to remove; more would not be accidental.
 const DEAD_MAX: usize = 64;
 
-/// Ask for the number of a mount that no later mount gets (Linux 6.8); before, the kernel answers the other one.
+/// Requests a mount id that is never reused (Linux 6.8); older kernels return the other one.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-/// What tells one mount from another.
+/// Identifies a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
     id: u64,
     major: u32,
-    /// With `major` the file system's device number, for FUSE also its connection's number.
+    /// With `major` the device number of the file system; for FUSE also its connection's number.
     pub(super) minor: u32,
 }
 
 impl Identity {
-    /// The mount that a path leads to.
+    /// Returns the mount of a path.
     pub(super) fn of(path: &Path) -> Result<Self, Errno> {
         let seen = statx_cached(path, MNT_ID_UNIQUE)?;
         Ok(Self { id: seen.stx_mnt_id, major: seen.stx_dev_major, minor: seen.stx_dev_minor })
     }
 }
 
-/// The number of the mount that a path is in, if `ferry` has made it; its server may have died.
+/// Returns the id of the mount of a path, if it is a ferry mount; its server may have died.
 pub(super) fn of_ferry(path: &Path) -> Option<u64> {
     let id = table_id(path).ok()?;
     Mounted::find(id).is_some_and(|mounted| mounted.kind == OUR_KIND).then_some(id)
 }
 
-/// Whether `ferry` has mounted something at this very path.
+/// Returns whether a ferry mount is at exactly this path.
 pub(super) fn is_mount_of_ferry(path: &Path) -> bool {
     let mounted = table_id(path).ok().and_then(Mounted::find);
     mounted.is_some_and(|mounted| mounted.kind == OUR_KIND && mounted.at == path)
 }
 
-/// The number that the table of mounts has for the mount that a path leads to.
+/// Returns the id in the mount table of the mount of a path.
 fn table_id(path: &Path) -> Result<u64, Errno> {
-    // Nothing is asked for: others' FUSE mounts refuse to show more, and this much the kernel always fills in.
+    // Requests no field, because other FUSE mounts may refuse; the kernel always fills in the id.
     statx_cached(path, StatxFlags::empty()).map(|seen| seen.stx_mnt_id)
 }
 
-/// Looks at a path without asking a server anything, so that this works for dead mounts and hanging ones.
+/// Queries a path without a request to any server, so it works for dead and hanging mounts.
 fn statx_cached(path: &Path, mask: StatxFlags) -> Result<rustix::fs::Statx, Errno> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     rustix::fs::statx(rustix::fs::CWD, path, flags, mask)
 }
 
-/// A mount point that can be mounted on.
+/// A checked mount point.
 #[derive(Debug)]
 pub(super) struct Place {
     /// Absolute and without symbolic links.
@@ -75,9 +75,9 @@ pub(super) struct Place {
     pub(super) fd: OwnedFd,
 }
 
-/// Looks at a mount point, and takes away what a killed server of this kind left on it.
+/// Checks a mount point, and removes dead mounts of this kind from it.
 pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, MountError> {
-    // Follows every link without asking what is mounted at the end.
+    // Follows every link without a request to the final mount.
     let path = &path.canonicalize().map_err(|error| reach_error(path, error))?;
     for _ in 0..DEAD_MAX {
         if !clear_dead(path, kind)? {
@@ -92,8 +92,8 @@ pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, 
     Ok(Place { path: path.clone(), fd })
 }
 
-/// Unmounts a dead mount of ours, or of the program that is about to mount (`kind`); answers whether there was one. Live
-/// ones, and dead ones of others, are errors.
+/// Unmounts a dead mount of ferry, or of the kind that will be mounted; returns whether there was one. Live mounts, and
+/// dead ones of others, are errors.
 fn clear_dead(path: &Path, kind: &str) -> Result<bool, MountError> {
     let id = table_id(path).map_err(|error| reach_error(path, error.into()))?;
     let above = path.parent().and_then(|parent| table_id(parent).ok());
@@ -119,27 +119,27 @@ fn clear_dead(path: &Path, kind: &str) -> Result<bool, MountError> {
     }
 }
 
-/// As [`ask`]; a server that is dying is asked until it is dead.
+/// As [`ask`]; repeats the request while the server is ending.
 fn ask_until_clear(path: &Path) -> Option<Result<(), Errno>> {
     let begin = Instant::now();
     loop {
         match ask(path) {
-            // The kernel takes io_uring's rings down after the process, and ends what is in them so.
+            // The kernel removes io_uring's rings after the process, and cancels their requests with this error.
             Some(Err(Errno::CANCELED)) if begin.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
             answer => return answer,
         }
     }
 }
 
-/// Asks the server of a mount for its root; `None` if it does not answer. The thread that waits then is left behind:
-/// the kernel ends its wait with this process, or with the mount.
+/// Requests the root from the server of a mount; `None` if it does not reply. The waiting thread is then abandoned: the
+/// kernel ends its wait with this process, or with the mount.
 fn ask(path: &Path) -> Option<Result<(), Errno>> {
     let (answer, answered) = mpsc::channel();
     let path = path.to_owned();
     let asking = move || {
         let flags = AtFlags::STATX_FORCE_SYNC | AtFlags::SYMLINK_NOFOLLOW;
         let result = rustix::fs::statx(rustix::fs::CWD, &path, flags, StatxFlags::BASIC_STATS);
-        // Nobody listens any more where it took too long.
+        // The receiver is gone if it took too long.
         let _ = answer.send(result.map(drop));
     };
     std::thread::Builder::new().name("mount-check".into()).spawn(asking).ok()?;
@@ -154,7 +154,7 @@ fn detach(path: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Whether a directory has no entries. One that may be mounted on but not listed passes for empty.
+/// Returns whether a directory has no entries. A directory that may not be listed counts as empty.
 fn is_empty(fd: &OwnedFd) -> Result<bool, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let listed = match rustix::fs::openat(fd, ".", flags, Mode::empty()) {
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mount_points_are_looked_at() {
+    fn mount_points_are_checked() {
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name);
         std::fs::create_dir(at("empty")).expect("a directory");
@@ -202,7 +202,7 @@ mod tests {
             let error = prepare(&at(name), OUR_KIND, nonempty).expect_err(name).to_string();
             assert!(error.contains(words) && error.contains(name), "{name}: {error}");
         }
-        prepare(&at("full"), OUR_KIND, true).expect("it was asked for");
+        prepare(&at("full"), OUR_KIND, true).expect("a nonempty directory is allowed");
         prepare(&at("empty"), OUR_KIND, false).expect("an empty directory");
         let place = prepare(&at("link"), OUR_KIND, false).expect("a link to an empty directory");
         assert_eq!(place.path, at("empty").canonicalize().expect("it exists"));

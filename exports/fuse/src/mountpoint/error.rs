@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Why a mount cannot be made, or undone.
+/// Why a mount cannot be made or undone.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -13,7 +13,7 @@ pub enum MountError {
         /// The mount point.
         path: PathBuf,
     },
-    /// A file, which cannot carry a file system whose root is a directory.
+    /// A file, which cannot be the root of a file system.
     #[error("the mount point {path} is not a directory; choose an empty directory", path = .path.display())]
     NotDirectory {
         /// The mount point.
@@ -28,7 +28,7 @@ pub enum MountError {
         /// The mount point.
         path: PathBuf,
     },
-    /// Served by another ferry.
+    /// Another ferry serves it.
     #[error(
         "{path} is already a ferry mount, of {source_name}, and it is alive; unmount it first (umount {path}) or choose \
          another mount point",
@@ -40,7 +40,7 @@ pub enum MountError {
         /// What is mounted there.
         source_name: String,
     },
-    /// A mount whose server is there and does not answer.
+    /// A mount whose server does not reply.
     #[error(
         "the mount on {path} ({kind}) does not answer; end its server, or unmount it: umount -l {path}",
         path = .path.display()
@@ -62,7 +62,7 @@ pub enum MountError {
         /// The type of its file system.
         kind: String,
     },
-    /// No way to look at the mount point.
+    /// The mount point is not accessible.
     #[error("no permission to reach the mount point {path}: {reason}", path = .path.display())]
     Access {
         /// The mount point.
@@ -78,7 +78,7 @@ pub enum MountError {
     /// Usually a container's device rules.
     #[error("/dev/fuse may not be opened; hand the container the device (--device /dev/fuse) or change its mode")]
     DeviceRefused,
-    /// No right, and nobody to ask.
+    /// No permission, and no fusermount3.
     #[error(
         "mounting {path} needs root or the program fusermount3, which is not installed: apt-get install fuse3, or your \
          distribution's package of that name",
@@ -104,7 +104,7 @@ pub enum MountError {
          /etc/fuse.conf"
     )]
     AllowOther,
-    /// Somebody else's directory.
+    /// Another user's directory.
     #[error("you may not write to the mount point {path}; choose a directory of your own", path = .path.display())]
     NotYours {
         /// The mount point.
@@ -121,7 +121,7 @@ pub enum MountError {
         /// What it said.
         text: String,
     },
-    /// Text that cannot be handed to the kernel.
+    /// Text that cannot be passed to the kernel.
     #[error("the mount option {name} holds a NUL byte or a line break: {value:?}")]
     Option {
         /// Which option.
@@ -137,15 +137,15 @@ pub enum MountError {
         /// The system's reason.
         reason: io::Error,
     },
-    /// Nothing of ours to be remounted.
-    #[error("on {path} is no mount of ferry's", path = .path.display())]
+    /// Not a ferry mount.
+    #[error("{path} is not a ferry mount", path = .path.display())]
     NotOurs {
         /// The mount point.
         path: PathBuf,
     },
-    /// No right to; fusermount3 remounts nothing.
+    /// Not permitted; fusermount3 cannot remount.
     #[error(
-        "only root may remount {path}; others unmount it (fusermount3 -u {path}) and mount it anew",
+        "only root may remount {path}; others unmount it (fusermount3 -u {path}) and mount it again",
         path = .path.display()
     )]
     RemountRefused {
@@ -161,9 +161,9 @@ pub enum MountError {
         /// The mount point.
         path: PathBuf,
     },
-    /// The kernel would let changes through, and the server refuses them.
+    /// The kernel would allow changes, but the server refuses them.
     #[error(
-        "{path} was mounted read-only, so its server changes nothing; unmount it, and mount it anew to write to it",
+        "{path} was mounted read-only, so its server changes nothing; unmount it, and mount it again to write to it",
         path = .path.display()
     )]
     ServedReadOnly {
@@ -178,7 +178,7 @@ pub enum MountError {
         /// The system's reason.
         reason: io::Error,
     },
-    /// Somebody is using it.
+    /// It is in use.
     #[error("{path} is in use: end the processes that have files of it open (fuser -vm {path})", path = .path.display())]
     Busy {
         /// The mount point.

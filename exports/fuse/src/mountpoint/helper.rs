@@ -1,5 +1,5 @@
-//! `fusermount3`, which mounts for those who may not: it checks that they may, mounts, and hands the connection over a
-//! socket.
+//! `fusermount3`, which mounts for unprivileged users: it checks that they may, mounts, and passes the connection over
+//! a socket.
 
 use std::io::{IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -12,24 +12,24 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use super::{MountError, MountOptions};
 
-/// The program. Version 3 of libfuse gave it this name; `fusermount` of version 2 cannot do all of it.
+/// The program, with its name from libfuse version 3; `fusermount` of version 2 lacks some options.
 const PROGRAM: &str = "fusermount3";
-/// Where it finds the number of the socket.
+/// The variable with the socket's descriptor number.
 const SOCKET_VARIABLE: &str = "_FUSE_COMMFD";
-/// It gets the socket as its standard input, which needs no descriptor to be inherited by chance.
+/// The socket is its standard input, so no descriptor must be inherited.
 const SOCKET_NUMBER: &str = "0";
-/// More than it ever says; the rest would only fill the terminal.
+/// The maximum output to read in bytes, more than it prints.
 const TEXT_BYTES_MAX: u64 = 4096;
 
-/// What is left of `fusermount3` after a mount.
+/// The state of `fusermount3` after a mount.
 #[derive(Debug)]
 pub(super) struct Helper {
-    /// It waits for the socket's end, to unmount then.
+    /// It waits for the socket's end, and then unmounts.
     waiting: Option<(Child, UnixStream)>,
 }
 
 impl Helper {
-    /// Has it mount; returns the connection to the kernel.
+    /// Mounts; returns the connection to the kernel.
     pub(super) fn mount(path: &Path, options: &MountOptions) -> Result<(OwnedFd, Self), MountError> {
         let system = |reason: std::io::Error| MountError::System { path: path.into(), reason };
         let (ours, theirs) = UnixStream::pair().map_err(|_| MountError::Descriptors)?;
@@ -53,7 +53,7 @@ impl Helper {
         Err(refused(path, &text))
     }
 
-    /// Lets it go: what it waits for has happened.
+    /// Ends the wait, because the mount has ended.
     pub(super) fn end(&mut self) {
         if let Some((mut child, socket)) = self.waiting.take() {
             drop(socket);
@@ -64,7 +64,7 @@ impl Helper {
     }
 }
 
-/// Has it unmount what it has mounted for this user.
+/// Unmounts a mount of this user.
 pub(super) fn unmount(path: &Path, lazily: bool) -> Result<(), MountError> {
     let mut command = Command::new(PROGRAM);
     command.arg("-u").args(lazily.then_some("-z")).arg("--").arg(path).env("LC_ALL", "C");
@@ -79,7 +79,7 @@ pub(super) fn unmount(path: &Path, lazily: bool) -> Result<(), MountError> {
     Err(MountError::Unmount { path: path.into(), reason: sentence(&text) })
 }
 
-/// The one descriptor that a successful helper sends; none if it hung up without.
+/// Receives the one descriptor of a successful helper; none if it hung up without.
 fn receive(socket: &UnixStream) -> std::io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -112,7 +112,7 @@ fn not_started(path: &Path, error: std::io::Error) -> MountError {
     }
 }
 
-/// Its refusals by the words that it has used since libfuse 3.0.
+/// Interprets its messages since libfuse 3.0.
 fn refused(path: &Path, text: &str) -> MountError {
     let path = path.to_owned();
     if text.contains("user_allow_other") {
@@ -130,7 +130,7 @@ fn refused(path: &Path, text: &str) -> MountError {
     }
 }
 
-/// What it said, on one line and without its name.
+/// Returns its message on one line without the program's name.
 fn sentence(text: &str) -> String {
     let lines = text.lines().map(|line| line.trim_start_matches(PROGRAM).trim_start_matches(": ").trim());
     let text = lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");

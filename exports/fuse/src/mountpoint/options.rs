@@ -1,4 +1,4 @@
-//! How a mount is to be made, and how that is said to the kernel and to `fusermount3`.
+//! Mount options, and their form for the kernel and for `fusermount3`.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -7,29 +7,29 @@ use rustix::mount::MountFlags;
 
 use super::MountError;
 
-/// How a mount is to be made.
+/// Options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a mount option of its own")]
 pub struct MountOptions {
     /// Nothing can be changed.
     pub read_only: bool,
-    /// Users other than the mount's own may enter.
+    /// Users other than the mount's owner have access.
     pub allow_other: bool,
     /// The kernel checks permissions by mode and owner. Sources expect it.
     pub default_permissions: bool,
-    /// What the table of mounts shows as the source.
+    /// The source in the mount table.
     pub fsname: String,
-    /// The type in the table of mounts, after `fuse.`.
+    /// The type in the mount table, after `fuse.`.
     pub subtype: String,
-    /// suid and sgid mean nothing. Always so for users.
+    /// Ignore suid and sgid. Always set for unprivileged users.
     pub nosuid: bool,
-    /// Device nodes cannot be opened. Always so for users.
+    /// Ignore device nodes. Always set for unprivileged users.
     pub nodev: bool,
-    /// No program can be started from here.
+    /// Programs cannot be executed.
     pub noexec: bool,
     /// Reading changes no access time.
     pub noatime: bool,
-    /// Listing a directory changes no access time.
+    /// Listing a directory does not change its access time.
     pub nodiratime: bool,
     /// Access times always change; otherwise the kernel's default, relatime.
     pub strictatime: bool,
@@ -39,9 +39,9 @@ pub struct MountOptions {
     pub dirsync: bool,
     /// The longest READ, in bytes.
     pub max_read: Option<u32>,
-    /// Have `fusermount3` wait for this process to end, however it ends, and unmount then.
+    /// Let `fusermount3` wait for the end of this process, in any way, and unmount then.
     pub auto_unmount: bool,
-    /// Mount also on a directory with files in it, which are hidden.
+    /// Allow a directory with entries, which the mount hides.
     pub nonempty: bool,
 }
 
@@ -69,7 +69,7 @@ impl Default for MountOptions {
 }
 
 impl MountOptions {
-    /// What has a bit for `mount(2)` and a name for `fusermount3`.
+    /// Returns the options with a bit for `mount(2)` and a name for `fusermount3`.
     fn flags(&self) -> [(bool, MountFlags, &'static str); 9] {
         [
             (self.read_only, MountFlags::RDONLY, "ro"),
@@ -90,7 +90,7 @@ impl MountOptions {
         set.fold(MountFlags::empty(), |all, (_, flag, _)| all | flag)
     }
 
-    /// The flags for `mount(2)` of a mount that is there. Without a word on times of access it would keep those that it has.
+    /// Returns the flags for `mount(2)` of an existing mount. An explicit atime flag replaces the current one.
     pub(super) fn remount_flags(&self) -> MountFlags {
         let relatime = if self.noatime || self.strictatime { MountFlags::empty() } else { MountFlags::RELATIME };
         self.kernel_flags() | relatime
@@ -101,9 +101,9 @@ impl MountOptions {
         format!("fuse.{}", self.subtype)
     }
 
-    /// The data for `mount(2)`. No text of the user's is in it, so nothing can inject an option.
+    /// Returns the data for `mount(2)`. It contains no text of the user, so no option can be injected.
     pub(super) fn kernel_data(&self, device: &OwnedFd) -> CString {
-        /// The type of the root inode, in octal: our roots are directories.
+        /// The type of the root inode, in octal: a directory.
         const ROOT_MODE: &str = "40000";
         let mut data = format!(
             "fd={},rootmode={ROOT_MODE},user_id={},group_id={}",
@@ -135,7 +135,7 @@ impl MountOptions {
         Ok(options.join(","))
     }
 
-    /// What FUSE itself understands.
+    /// Returns the options of FUSE itself.
     fn fuse_options(&self) -> impl Iterator<Item = String> {
         let words = [(self.default_permissions, "default_permissions"), (self.allow_other, "allow_other")];
         let words = words.into_iter().filter(|(on, _)| *on).map(|(_, word)| word.to_owned());
@@ -143,7 +143,7 @@ impl MountOptions {
     }
 }
 
-/// A value that ends where it ends: a comma would begin the next option (CVE-2018-10906 was of that kind).
+/// Escapes a value: a comma would begin the next option (as in CVE-2018-10906).
 fn escape(value: &str) -> String {
     value.replace('\\', r"\\").replace(',', r"\,")
 }
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_are_said_to_both() {
+    fn options_have_both_forms() {
         let options = MountOptions {
             read_only: true,
             noexec: true,
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_cannot_be_said_is_refused() {
+    fn text_that_cannot_be_passed_is_refused() {
         for fsname in ["a\nb", "a\0b"] {
             let options = MountOptions { fsname: fsname.into(), ..MountOptions::default() };
             let error = options.helper_options().expect_err(fsname).to_string();

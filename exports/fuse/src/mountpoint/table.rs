@@ -1,5 +1,5 @@
-//! The kernel's table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). Reading it asks no file system
-//! anything, so it works beside mounts that hang.
+//! The kernel's mount table, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). Reading it makes no request to a file
+//! system, so it works beside hanging mounts.
 
 use std::ffi::OsString;
 use std::io;
@@ -12,33 +12,34 @@ const PATH: &str = "/proc/self/mountinfo";
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mounted {
-    /// Its number, as `statx` has it (`STATX_MNT_ID`).
+    /// Its id, as in `statx` (`STATX_MNT_ID`).
     pub id: u64,
     /// Where it is.
     pub at: PathBuf,
     /// Its type with its subtype, `fuse.ferry`.
     pub kind: String,
-    /// What is mounted, as its server calls it.
+    /// The source, as its server named it.
     pub source: OsString,
-    /// The options of the file system, escaped, between commas.
+    /// The options of the file system, escaped, separated by commas.
     options: Vec<u8>,
 }
 
 impl Mounted {
-    /// All mounts that this process can see.
+    /// Returns all mounts that this process can see.
     ///
     /// # Errors
-    /// There is no `/proc`, or no descriptor can be had.
+    ///
+    /// `/proc` is missing, or no descriptor is left.
     pub fn all() -> io::Result<Vec<Self>> {
         Ok(Self::read(&std::fs::read(PATH)?))
     }
 
-    /// The mounts of a table; lines that cannot be understood are left out.
+    /// Parses a mount table; invalid lines are skipped.
     pub fn read(table: &[u8]) -> Vec<Self> {
         table.split(|&byte| byte == b'\n').filter_map(Self::of).collect()
     }
 
-    /// The mount with this number, if this process can see it.
+    /// Returns the mount with this id, if this process can see it.
     pub(super) fn find(id: u64) -> Option<Self> {
         Self::all().ok()?.into_iter().find(|mounted| mounted.id == id)
     }
@@ -47,14 +48,14 @@ impl Mounted {
         let mut fields = line.split(|&byte| byte == b' ');
         let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
         let at = OsString::from_vec(unescape(fields.nth(3)?)).into();
-        // A variable number of optional fields ends with a dash; no field before it can be one.
+        // A variable number of optional fields ends with a dash, which none of them can be.
         let mut rest = fields.skip_while(|field| field != b"-").skip(1);
         let kind = String::from_utf8_lossy(&unescape(rest.next()?)).into_owned();
         let source = OsString::from_vec(unescape(rest.next()?));
         Some(Self { id, at, kind, source, options: rest.next().unwrap_or_default().to_vec() })
     }
 
-    /// The value of an option of the file system.
+    /// Returns the value of an option of the file system.
     pub fn option(&self, name: &str) -> Option<OsString> {
         let value = |option: &[u8]| Some(unescape(option.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?));
         // Commas in values are escaped.
@@ -62,7 +63,7 @@ impl Mounted {
     }
 }
 
-/// Space, tab, line break and backslash stand as three octal digits after a backslash.
+/// Decodes space, tab, line break and backslash, which are a backslash and three octal digits.
 fn unescape(field: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;

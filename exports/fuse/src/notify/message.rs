@@ -9,7 +9,7 @@ use zerocopy::{Immutable, IntoBytes};
 /// The longest notification.
 const BYTES_MAX: usize = size_of::<OutHeader>() + size_of::<NotifyDeleteOut>() + Name::BYTES_MAX + 1;
 
-/// One thing that the kernel is to forget.
+/// A notification.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Message<'a> {
     /// The attributes of an inode.
@@ -18,24 +18,23 @@ pub(super) enum Message<'a> {
     Data(Ino, (u64, u64)),
     /// A name in a directory.
     Entry(Ino, Name<'a>),
-    /// That a name in a directory is known: it is to be looked up before it is used again. Kernels before 6.2 forget the
-    /// name, too.
+    /// A dentry, which is revalidated before its next use. Kernels before 6.2 drop it.
     Expired(Ino, Name<'a>),
-    /// A name in a directory, which meant this inode and was removed.
+    /// A removed name in a directory, and its inode.
     Deleted(Ino, Name<'a>, Ino),
     /// All names.
     Epoch,
-    /// All that is known of an inode that nobody uses (Linux 6.18).
+    /// Everything about an unused inode (Linux 6.18).
     Prune(Ino),
 }
 
 impl Message<'_> {
-    /// Calls `with` with the bytes of the message.
+    /// Calls `with` with the encoded message.
     pub(super) fn with_bytes<T>(&self, with: impl FnOnce(&[u8]) -> T) -> T {
         let mut out = Writer { bytes: [0; BYTES_MAX], len: size_of::<OutHeader>() };
         let code = match *self {
             Self::Attributes(ino) => {
-                // A negative offset spares the data.
+                // A negative offset keeps the data.
                 out.put(&NotifyInvalInodeOut { ino: ino.0, off: -1, len: 0 });
                 abi::NOTIFY_INVAL_INODE
             }
@@ -103,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_as_the_kernel_reads_them() {
+    fn messages_have_the_layout_of_the_kernel() {
         let longest = [b'x'; Name::BYTES_MAX];
         let (short, long) = (Name::new(b"ab").unwrap(), Name::new(&longest).unwrap());
         for (message, bytes, code) in [

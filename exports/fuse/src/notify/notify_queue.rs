@@ -9,24 +9,23 @@ use ferry_vfs::{Change, DeliveryGuard, Ino};
 use super::pending::{Job, PendingNotifications};
 use super::prunes::Prunes;
 
-/// How long those who wait for the telling wait for a notice that the kernel does not take, because a handler that is
-/// blocked has the directory or the page. Longer than handlers take that are only slow.
+/// How long a reply waits for notifications that the kernel does not accept because a blocked handler has the directory
+/// or the page. Longer than slow handlers take.
 const TOLD_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Tellers that the kernel keeps at most, each because of another inode: so many threads. Past it nobody is told any more,
-/// until one comes back.
+/// The maximum number of stuck threads, each on another inode. Beyond it no notifications are sent until one returns.
 const STUCK_MAX: usize = 64;
 
-/// What a teller is doing.
+/// The current job of a thread.
 #[derive(Debug)]
 struct Step {
     number: u64,
     job: Job,
-    /// The inode whose lock, or pages, the kernel may make it wait for.
+    /// The inode on whose lock or pages the kernel may block it.
     waits_for: Option<Ino>,
 }
 
-/// A teller whom the kernel does not let go.
+/// A thread that is stuck in the kernel.
 #[derive(Debug)]
 struct BlockedNotifier {
     number: u64,
@@ -37,36 +36,36 @@ struct BlockedNotifier {
 #[derive(Debug, Default)]
 struct NotifyQueue {
     notes: PendingNotifications,
-    /// To be dropped once the notes are told.
+    /// Guards to drop once the queued notifications are sent.
     told: Vec<DeliveryGuard>,
-    /// What was noted before, and is being told, one job after the other.
+    /// The jobs of the current round.
     round: VecDeque<Job>,
-    /// To be dropped once that is told.
+    /// Guards to drop once the round is done.
     round_told: Vec<DeliveryGuard>,
     current: Option<Step>,
     number: u64,
     stuck: Vec<BlockedNotifier>,
-    /// Notes of inodes that somebody is stuck at.
+    /// Notifications of inodes on which a thread is stuck.
     deferred: PendingNotifications,
-    /// To be dropped once nobody is stuck, or it is too late to wait for that.
+    /// Guards to drop once no thread is stuck, or after their deadline.
     late: Vec<(Instant, DeliveryGuard)>,
     prunes: Prunes,
     closed: bool,
 }
 
 impl NotifyQueue {
-    /// Nobody has anything to do but those who are stuck.
+    /// Returns whether only stuck threads have work.
     fn is_quiet(&self) -> bool {
         self.notes.is_empty() && self.told.is_empty()
     }
 
-    /// Until when those who wait for the telling wait for those who are stuck, if they do.
+    /// Returns the deadline of guards that wait for stuck threads, if there are any.
     fn wait_for_stuck(&self) -> Option<Instant> {
         let until = self.stuck.iter().map(|stuck| stuck.since + TOLD_PATIENCE).max()?;
         (until > Instant::now()).then_some(until)
     }
 
-    /// Whether something is noted, or being told.
+    /// Returns whether notifications are queued or in progress.
     fn is_behind(&self) -> bool {
         let telling = self.current.is_some() || !self.round.is_empty() || !self.round_told.is_empty();
         !self.closed && (telling || !self.is_quiet() || self.wait_for_stuck().is_some())
@@ -76,7 +75,7 @@ impl NotifyQueue {
         self.stuck.iter().any(|stuck| stuck.waits_for == Some(ino))
     }
 
-    /// The next job of the round that the kernel does not keep anybody for already.
+    /// Returns the next job of the round on whose inode no thread is stuck.
     fn pop(&mut self) -> Option<(u64, Job)> {
         while let Some(job) = self.round.pop_front() {
             let job = match job {
@@ -87,7 +86,7 @@ impl NotifyQueue {
                 self.deferred.put(job);
                 continue;
             }
-            // Of what was removed the lock is asked for first: see `Teller::removed`.
+            // The lock of a removed inode is needed first: see `Teller::removed`.
             let waits_for = if let Job::Removed(_, _, ino) = &job { Some(*ino) } else { job.waits_for() };
             self.number += 1;
             self.current = Some(Step { number: self.number, job: job.clone(), waits_for });
@@ -96,7 +95,7 @@ impl NotifyQueue {
         None
     }
 
-    /// All of a round is told: answers what waited for that, or keeps it for those who are stuck.
+    /// Ends a round: returns its guards, or keeps them for stuck threads.
     fn end_round(&mut self) -> Vec<DeliveryGuard> {
         let told = std::mem::take(&mut self.round_told);
         match self.wait_for_stuck() {
@@ -108,13 +107,13 @@ impl NotifyQueue {
         }
     }
 
-    /// Takes what was noted; returns whether there is anything to do.
+    /// Begins a round with the queued notifications; returns whether there are any.
     fn begin_round(&mut self, prunes: bool) -> bool {
         if prunes {
             self.prunes.add(&self.notes);
         }
         self.round.extend(std::mem::take(&mut self.notes).into_jobs());
-        // After the telling: of what is pruned, the kernel asks anew.
+        // After the notifications: the kernel looks pruned inodes up again.
         self.round.extend(self.prunes.due(Instant::now()));
         self.round_told = std::mem::take(&mut self.told);
         !(self.round.is_empty() && self.round_told.is_empty())
@@ -156,8 +155,8 @@ impl Shared {
         }
     }
 
-    /// The next job, and its number, for the only teller who is not stuck; whose last one is done. Waits for one. `None` when
-    /// there will be no more. `prunes`: whether the kernel is to give up altogether what changed.
+    /// Returns the next job and its number, for the only thread that is not stuck; its last job is done. Waits for one;
+    /// `None` after the close. `prunes`: whether changed inodes are pruned.
     pub(super) fn next(&self, prunes: bool) -> Option<(u64, Job)> {
         let mut notify_queue = self.lock();
         notify_queue.current = None;
@@ -171,7 +170,7 @@ impl Shared {
             let told = notify_queue.end_round();
             if !told.is_empty() {
                 drop(notify_queue);
-                // Without the lock: whoever waited goes on here.
+                // Without the lock: the waiting threads continue here.
                 drop(told);
                 notify_queue = self.lock();
             } else if !notify_queue.begin_round(prunes) {
@@ -184,19 +183,19 @@ impl Shared {
         }
     }
 
-    /// What the present job comes down to.
+    /// Splits the current job into these.
     pub(super) fn more(&self, jobs: impl Iterator<Item = Job>) {
         self.lock().round.extend(jobs);
     }
 
-    /// The first half of the present job is done; the second may have to wait for another inode.
+    /// The first half of the current job is done; the second may block on another inode.
     pub(super) fn goes_on(&self, waits_for: Ino) {
         if let Some(step) = &mut self.lock().current {
             step.waits_for = Some(waits_for);
         }
     }
 
-    /// The kernel does not let go of the teller of the present job, which `take` says under the lock: another one goes on.
+    /// Records that the current thread is stuck, if `take` confirms it under the lock: another thread continues.
     pub(super) fn set_aside<T>(&self, take: impl FnOnce() -> Option<T>) -> Option<T> {
         let mut notify_queue = self.lock();
         let taken = take()?;
@@ -207,18 +206,18 @@ impl Shared {
             {
                 notify_queue.round.push_front(Job::Entry(dir, name));
             }
-            tracing::debug!("a handler that is blocked keeps the kernel from forgetting something of {waits_for:?}");
+            tracing::debug!("a blocked handler delays a notification about {waits_for:?}");
             notify_queue.stuck.push(BlockedNotifier { number, waits_for, since: Instant::now() });
         }
         Some(taken)
     }
 
-    /// Whether there may be no more tellers.
+    /// Returns whether the maximum number of threads is reached.
     pub(super) fn is_full(&self) -> bool {
         self.lock().stuck.len() >= STUCK_MAX
     }
 
-    /// A teller who was stuck is back: what was put off for him can be told.
+    /// Called when a stuck thread returns: its deferred notifications can be sent.
     pub(super) fn come_back(&self, number: u64) {
         let mut notify_queue = self.lock();
         notify_queue.stuck.retain(|stuck| stuck.number != number);
@@ -230,7 +229,7 @@ impl Shared {
         drop(over);
     }
 
-    /// Lets those go on who have waited long enough for tellers that are stuck; returns whether there are any left.
+    /// Drops guards whose deadline has passed; returns whether any are left.
     pub(super) fn let_go(&self) -> bool {
         let now = Instant::now();
         let mut notify_queue = self.lock();
@@ -248,7 +247,7 @@ impl Shared {
         let left = std::mem::take(&mut *notify_queue);
         notify_queue.closed = true;
         drop(notify_queue);
-        // There is no kernel any more that could know of anything.
+        // The connection has ended, so the kernel caches nothing.
         drop(left);
         self.noted.notify_all();
     }
@@ -265,10 +264,10 @@ mod tests {
     use super::super::pending::of_all;
     use super::*;
 
-    /// A job that is there is given out in far less.
+    /// The maximum wait for an existing job.
     const PATIENCE: Duration = Duration::from_secs(10);
 
-    /// Those who wait for the telling.
+    /// A guard that counts its drops.
     #[derive(Default)]
     struct Waiting(Arc<AtomicUsize>);
 
@@ -293,7 +292,7 @@ mod tests {
         shared.note(&Change::Entry { dir: Ino(dir), name: Name::new(name).unwrap().to_buf() });
     }
 
-    /// The next job, which must be there.
+    /// Returns the next job, which must exist.
     fn next(shared: &Shared) -> (u64, Job) {
         let (done, is_done) = channel::<()>();
         std::thread::scope(|scope| {
@@ -308,7 +307,7 @@ mod tests {
         })
     }
 
-    /// All that is to be told without waiting for anybody.
+    /// Returns all jobs that do not wait.
     fn all(shared: &Shared) -> Vec<Job> {
         const LAST: u64 = u64::MAX;
         // The last of its round.
@@ -318,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_the_telling_goes_on_when_it_is_done() {
+    fn guards_are_dropped_when_notifications_are_sent() {
         let (shared, waiting) = (Shared::default(), Waiting::default());
         assert!(!shared.is_behind());
         attributes(&shared, 2);
@@ -337,14 +336,14 @@ mod tests {
         assert_eq!(next(&shared).1, Job::Attributes(Ino(4)));
         assert_eq!(waiting.done(), 2);
         shared.close();
-        assert_eq!(waiting.done(), 3, "nobody is left to be told");
+        assert_eq!(waiting.done(), 3, "all guards are dropped");
         waiting.one(&shared);
         assert_eq!(waiting.done(), 4);
         assert!(shared.next(false).is_none() && !shared.is_behind());
     }
 
     #[test]
-    fn one_who_is_stuck_is_waited_for_but_not_for_long() {
+    fn a_stuck_thread_is_waited_for_with_a_limit() {
         let (shared, waiting) = (Shared::default(), Waiting::default());
         entry(&shared, 7, b"x");
         attributes(&shared, 2);
@@ -382,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_for_one_who_is_stuck_goes_on_when_he_is_back() {
+    fn deferred_notifications_continue_when_a_stuck_thread_returns() {
         let (shared, waiting) = (Shared::default(), Waiting::default());
         entry(&shared, 7, b"x");
         waiting.one(&shared);
@@ -396,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_removed_and_is_in_use_loses_its_name_all_the_same() {
+    fn removed_names_in_use_are_dropped() {
         let shared = Shared::default();
         let name = Name::new(b"x").unwrap().to_buf();
         let removed = Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(9) };

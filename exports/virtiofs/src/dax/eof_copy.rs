@@ -1,13 +1,13 @@
 //! Copies of the last, partial page of files in the window.
 //!
-//! QEMU maps nothing that reaches beyond a file's end (`qemu_ram_alloc_from_fd`), and a guest asks for 2 MiB at a time, of
-//! which the end is anywhere. So the file itself is mapped up to its last whole page, and what is left of the 2 MiB is a
-//! copy: memory that holds the rest of the file, and has room for it to grow. Copy and file are brought together
-//! whenever the guest asks for something that could tell the difference: close-to-open, as with a page cache. Files that
-//! cannot be opened for writing are copied as a whole, 2 MiB at a time.
+//! QEMU maps nothing beyond a file's end (`qemu_ram_alloc_from_fd`), but a guest requests 2 MiB at a time, which may
+//! contain the end. So the file is mapped up to its last whole page, and the rest of the 2 MiB is a copy: memory with
+//! the rest of the file and room for it to grow. Copy and file are synchronized whenever the guest sends a request that
+//! could see a difference (close-to-open, as with a page cache). Files that cannot be opened for writing are copied
+//! completely, 2 MiB at a time.
 //!
-//! To compare them, both have to be read. So that is done for no more than was asked for: around a WRITE in its range, and before
-//! a guest is told of attributes only if they are not those of the last time.
+//! Synchronizing reads both. So it is limited to the requested range: for a WRITE its range, and before attributes are
+//! returned to a guest only if they have changed.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,33 +20,34 @@ use ferry_vfs::{Backing, Errno, Ino, Result};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite};
 
-/// The step in which the sides are compared.
+/// The unit of comparison in bytes.
 const BLOCK_BYTES: usize = 4096;
 /// All of a file.
 const WHOLE: Range<u64> = 0..u64::MAX;
-/// A change that is so young may not be the last one of its time: clocks of file systems tick (every 10 ms at most), and Linux stamps a write
-/// before its bytes are there.
+/// A file changed more recently may change again with the same time stamp: file system clocks tick (every 10 ms at
+/// most), and Linux stamps a write before its bytes are visible.
 const YOUNG: Duration = Duration::from_millis(250);
 
-/// A part of a file, as a copy.
+/// A copy of a part of a file.
 pub(super) struct EofCopy {
     file: Arc<Backing>,
     writable: bool,
-    /// Its first byte in the file, and its length: room included.
+    /// Its first byte in the file, and its length including room to grow.
     start: u64,
     bytes: u64,
-    /// The copy. Behind that, where no mapping reaches, so that the server after this one finds it: what both sides had when they were last
-    /// brought together, up to where the file ended then, and how much that is. What is behind the end is the file's: the sides
-    /// are brought together before the guest is told of a longer file, so what it stored there was behind the end.
+    /// The copy. After it, beyond the mapping, the file stores for the next server what both sides had at the last
+    /// synchronization, up to the file's end then, and the number of those bytes. Bytes past the end belong to the
+    /// file: the sides are synchronized before the guest learns of a longer file, so what the guest stored there was
+    /// past the end.
     copy: Arc<OwnedFd>,
     base_bytes: usize,
 }
 
-/// The number of bytes that both sides had.
+/// The size of the number of common bytes.
 const COUNT_BYTES: u64 = 8;
 
 impl EofCopy {
-    /// Copies what the file has from `start` on, with room up to `bytes`; but nothing behind `end`, where the file is about to end.
+    /// Copies the file from `start`, with room up to `bytes`, but nothing past `end`, where the file will end.
     pub(super) fn new(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), end: u64) -> Result<Self> {
         let copy = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
         ftruncate(&copy, 2 * bytes + COUNT_BYTES)?;
@@ -56,7 +57,7 @@ impl EofCopy {
         Ok(eof_copy)
     }
 
-    /// Goes on with the copy of a server before this one.
+    /// Continues with the copy of a previous server.
     pub(super) fn adopt(file: Arc<Backing>, writable: bool, (start, bytes): (u64, u64), copy: OwnedFd) -> Result<Self> {
         let count = read(copy.as_fd(), 2 * bytes, 8)?;
         let base_bytes = count.first_chunk().map_or(0, |count| u64::from_le_bytes(*count)).min(bytes);
@@ -64,7 +65,7 @@ impl EofCopy {
         Ok(Self { file, writable, start, bytes, copy: Arc::new(copy), base_bytes })
     }
 
-    /// The guest does not use it any more.
+    /// Ends the copy after the guest has unmapped it.
     pub(super) fn end(mut self) -> Result<()> {
         match self.writable {
             true => self.sync(FileStamp::at(&self.file)?.bytes, &WHOLE),
@@ -77,9 +78,9 @@ impl EofCopy {
         Arc::clone(&self.copy)
     }
 
-    /// Brings what the guest has stored into the file, which is `size` bytes long, and what the file has got otherwise into the copy: in
-    /// this part of the file, and wherever it has become longer or shorter. Where both have changed, the guest's is kept, but for
-    /// what was behind the file's end.
+    /// Writes the guest's changes to the file, which is `size` bytes long, and other changes of the file to the copy:
+    /// in this part of the file, and wherever its length changed. If both have changed, the guest's change wins, except
+    /// past the file's end.
     fn sync(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
         let in_file = self.index(size)?;
         let end = self.index(part.end)?.min(in_file).min(self.base_bytes);
@@ -87,12 +88,12 @@ impl EofCopy {
         merged.and(self.follow(in_file))
     }
 
-    /// Where a byte of the file is in the copy, or would be if the copy began there or did not end.
+    /// Returns the position of a file offset relative to the copy's start.
     fn index(&self, offset: u64) -> Result<usize> {
         usize::try_from(offset.saturating_sub(self.start).min(self.bytes)).map_err(|_| Errno::OVERFLOW)
     }
 
-    /// A part that was in the file the last time, and is.
+    /// Synchronizes a part that was, and is, inside the file.
     fn merge(&mut self, part: Range<usize>) -> Result<()> {
         if part.is_empty() {
             return Ok(());
@@ -116,7 +117,7 @@ impl EofCopy {
         Ok(())
     }
 
-    /// What the file has got, or lost, at its end.
+    /// Follows changes of the file's length.
     fn follow(&mut self, in_file: usize) -> Result<()> {
         let (start, end) = (in_file.min(self.base_bytes), in_file.max(self.base_bytes));
         if start == end {
@@ -134,7 +135,7 @@ impl EofCopy {
     }
 }
 
-/// How long a file is, and when it was last changed.
+/// The length of a file, and its change time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileStamp {
     bytes: u64,
@@ -148,7 +149,7 @@ impl FileStamp {
         Ok(Self { bytes: u64::try_from(stat.st_size).unwrap_or(0), changed: (stat.st_ctime, stat.st_ctime_nsec) })
     }
 
-    /// Whether every change from now on will show in it.
+    /// Returns whether every later change will alter it.
     fn is_old(&self) -> bool {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let (seconds, nanoseconds) = self.changed;
@@ -157,7 +158,7 @@ impl FileStamp {
     }
 }
 
-/// Reads so many bytes; what is not there is 0.
+/// Reads this many bytes; bytes past the end are 0.
 pub(super) fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Vec<u8>> {
     let mut out = vec![0; bytes];
     let mut done = 0;
@@ -185,7 +186,7 @@ pub(super) fn write(file: BorrowedFd<'_>, mut offset: u64, mut bytes: &[u8]) -> 
     Ok(())
 }
 
-/// The runs in which two equally long sides differ, as begin and end.
+/// Returns the runs in which two sides of equal length differ, as begin and end.
 fn differences(one: &[u8], other: &[u8]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (block, (one, other)) in one.chunks(BLOCK_BYTES).zip(other.chunks(BLOCK_BYTES)).enumerate() {
@@ -206,9 +207,9 @@ fn differences(one: &[u8], other: &[u8]) -> Vec<(usize, usize)> {
 /// The tails of one file.
 #[derive(Default)]
 struct FileCopies {
-    /// By their chunk's place in the window.
+    /// By their chunk's offset in the window.
     eof_copies: HashMap<u64, EofCopy>,
-    /// How the file was when all of them were last brought together with it, wholly.
+    /// The file's state when all of them were last synchronized completely.
     seen: Option<FileStamp>,
 }
 
@@ -217,7 +218,7 @@ impl FileCopies {
         self.eof_copies.values().next().map(|eof_copy| FileStamp::at(&eof_copy.file)).transpose()
     }
 
-    /// See [`EofCopy::sync`]: all of them, or those that the guest may store to.
+    /// See [`EofCopy::sync`]: all of them, or only the writable ones.
     fn sync(&mut self, part: &Range<u64>, all: bool) -> Result<()> {
         let Some(look) = self.look()? else { return Ok(()) };
         let is_settled = *part == WHOLE && all && look.is_old();
@@ -237,7 +238,7 @@ impl FileCopies {
 /// All tails in a window.
 #[derive(Default)]
 pub(super) struct EofCopies {
-    /// How many there are: all that is looked at while there are none.
+    /// Their number: the only check while there are none.
     count: AtomicUsize,
     files: Mutex<HashMap<Ino, Arc<Mutex<FileCopies>>>>,
 }
@@ -254,15 +255,16 @@ impl EofCopies {
         lock(&self.files).get(&ino).cloned()
     }
 
-    /// Brings the copies of a part of a file and the file together.
+    /// Synchronizes the copies of a part of a file with the file.
     ///
     /// # Errors
-    /// Those of reading and writing; the other parts are seen to all the same.
+    ///
+    /// Those of reading and writing; other parts are synchronized nevertheless.
     pub(super) fn sync(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
         self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, true))
     }
 
-    /// The same for copies that the guest may store to.
+    /// As [`Self::sync`], for writable copies only.
     ///
     /// # Errors
     /// As for [`Self::sync`].
@@ -270,8 +272,8 @@ impl EofCopies {
         self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, false))
     }
 
-    /// The same for all of a file that is not as it was when that was last done. What the guest has stored since stays where it is then,
-    /// and so does what somebody else has in a mapping of its own: no time of change tells of every store.
+    /// As [`Self::sync`], for all of a file whose state has changed. Later stores of the guest, and of others through
+    /// mappings, may stay unsynchronized, because they need not change the time stamp.
     ///
     /// # Errors
     /// As for [`Self::sync`].
@@ -281,13 +283,13 @@ impl EofCopies {
         if file.has_changed() { file.sync(&WHOLE, true) } else { Ok(()) }
     }
 
-    /// As [`Self::writeback`] for all files. Returns those with which it did not succeed, and why.
+    /// As [`Self::writeback`] for all files. Returns those that failed, with the error.
     pub(super) fn writeback_all(&self) -> Vec<(Ino, Errno)> {
         let files: Vec<_> = lock(&self.files).iter().map(|(ino, file)| (*ino, Arc::clone(file))).collect();
         files.into_iter().filter_map(|(ino, file)| Some((ino, lock(&file).sync(&WHOLE, false).err()?))).collect()
     }
 
-    /// Notes the tail of the chunk at this place.
+    /// Adds the copy of the chunk at this offset.
     pub(super) fn insert(&self, ino: Ino, window_offset: u64, eof_copy: EofCopy) {
         let mut files = lock(&self.files);
         let mut file = lock(files.entry(ino).or_default());
@@ -296,10 +298,11 @@ impl EofCopies {
         self.count.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Forgets the tail of the chunk at this place, which the guest does not use any more.
+    /// Removes the copy of the chunk at this offset, which the guest has unmapped.
     ///
     /// # Errors
-    /// As for [`Self::sync`]: what the guest has stored may be lost.
+    ///
+    /// As for [`Self::sync`]: the guest's stores may be lost.
     pub(super) fn remove(&self, ino: Ino, window_offset: u64) -> Result<()> {
         let mut files = lock(&self.files);
         let Some(file) = files.get(&ino).cloned() else { return Ok(()) };
@@ -313,7 +316,7 @@ impl EofCopies {
         eof_copy.end()
     }
 
-    /// The memory of the tail of the chunk at this place.
+    /// Returns the memory of the copy of the chunk at this offset.
     pub(super) fn copy(&self, ino: Ino, window_offset: u64) -> Option<Arc<OwnedFd>> {
         let file = self.of(ino)?;
         lock(&file).eof_copies.get(&window_offset).map(EofCopy::copy)
@@ -336,7 +339,7 @@ mod tests {
         eof_copies: EofCopies,
     }
 
-    /// A file whose bytes from 4096 on are a tail, and what is in it.
+    /// Returns a file with a copy of its bytes from 4096, and their contents.
     fn sides(writable: bool, text: &[u8]) -> MergeSides {
         let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).unwrap());
         file.write_all_at(text, 4096).unwrap();
@@ -361,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_either_side_changes_the_other_gets() {
+    fn changes_of_either_side_reach_the_other() {
         let sides = sides(true, b"abcdefgh");
         sides.check(b"abcdefgh", b"abcdefgh");
         sides.copy.write_all_at(b"B", 1).unwrap();
@@ -388,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_the_end_is_the_files() {
+    fn bytes_past_the_end_belong_to_the_file() {
         let sides = sides(true, b"abc");
         // Stored behind the end, where somebody appends then.
         sides.copy.write_all_at(b"XXXX", 3).unwrap();
@@ -414,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_compared_than_was_asked_for() {
+    fn only_the_requested_range_is_compared() {
         let sides = sides(true, b"abcdefgh");
         let stored = || read(sides.file.as_fd(), 4096, 9).unwrap();
         sides.copy.write_all_at(b"ABCDEFGH", 0).unwrap();
@@ -438,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_as_it_was_is_not_compared() {
+    fn an_unchanged_file_is_not_compared() {
         let sides = sides(true, b"abc");
         let stored = || read(sides.file.as_fd(), 4096, 3).unwrap();
         std::thread::sleep(YOUNG + YOUNG / 5);
@@ -460,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn so_soon_after_a_change_the_next_one_may_have_the_same_time() {
+    fn recent_time_stamps_are_not_trusted() {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
         let at = |since_1970: Duration| {
             let changed = (i64::try_from(since_1970.as_secs()).unwrap(), since_1970.subsec_nanos().into());
@@ -472,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_stored_in_any_file_is_brought_there() {
+    fn writeback_covers_all_files() {
         let (sides, other) = (sides(true, b"abc"), sides(true, b"def"));
         let eof_copy =
             lock(&other.eof_copies.files).get(&INO).and_then(|file| lock(file).eof_copies.remove(&0)).unwrap();
@@ -484,9 +487,9 @@ mod tests {
         assert_eq!(read(other.file.as_fd(), 4096, 3).unwrap(), b"Def");
     }
 
-    /// The server may have been killed; the copy knows what both sides had.
+    /// The server may have been killed; the copy holds the common bytes.
     #[test]
-    fn the_next_server_goes_on_with_a_copy() {
+    fn the_next_server_continues_with_a_copy() {
         let before = sides(true, b"abcdefgh");
         before.check(b"abcdefgh", b"abcdefgh");
         let copy = before.copy.try_clone().unwrap();

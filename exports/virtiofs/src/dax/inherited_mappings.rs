@@ -1,8 +1,8 @@
 //! Takes over the mappings of the previous server.
 //!
-//! The guest does not ask for its mappings again. A front end whose connection was kept has them still; one that has
-//! connected again is asked for all of them once more. What was about to come or to go when that server ended is taken
-//! away: requests that were under way are made again.
+//! The guest does not request its mappings again. A front end whose connection survived still has them; one that has
+//! reconnected is asked to map all of them again. Mappings that were in progress when the server ended are removed,
+//! because the guest's requests are served again.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
@@ -28,10 +28,10 @@ pub(super) struct InheritedMappings {
     unfinished: IncompleteMappings,
 }
 
-/// Mappings that are not what they should be.
+/// Incomplete mappings.
 #[derive(Default)]
 pub(super) struct IncompleteMappings {
-    /// What is to be made once more.
+    /// Those to map again.
     moving: Vec<ActiveMapping>,
     /// What is to go.
     unsure: Vec<ActiveMapping>,
@@ -49,7 +49,7 @@ pub(super) struct RestoreContext<'a> {
 }
 
 impl RestoreContext<'_> {
-    /// Takes over what was written down. From here on nobody in this process makes these files shorter without asking.
+    /// Adopts the recorded mappings. From here on this process shortens no such file without asking.
     pub(super) fn adopt(&self, left: Vec<MappedFile>) -> InheritedMappings {
         let mut inherited = InheritedMappings::default();
         let mut mappings = Vec::new();
@@ -58,7 +58,7 @@ impl RestoreContext<'_> {
             match RecordedMapping::of(one) {
                 Some(RecordedMapping::File { ino, file, for_writing, note }) => {
                     let open = Open { file: Arc::new(Backing::new(file)), for_writing, note: Some(note) };
-                    // One that was opened better is there beside the one before, if the server ended just then.
+                    // A writable descriptor may exist beside the read-only one, if the server ended between the two.
                     let kept = match inherited.files.remove(&ino) {
                         Some(other) => {
                             let (better, worse) = if other.for_writing { (other, open) } else { (open, other) };
@@ -70,7 +70,7 @@ impl RestoreContext<'_> {
                     inherited.files.insert(ino, kept);
                 }
                 Some(RecordedMapping::Mapping { placed, progress, copy }) => mappings.push((placed, progress, copy)),
-                None => tracing::debug!("{}: what was noted of the window at {note:?} makes no sense", self.name),
+                None => tracing::debug!("{}: the record of the window at {note:?} is invalid", self.name),
             }
         }
         let there: HashSet<u64> = mappings
@@ -91,9 +91,9 @@ impl RestoreContext<'_> {
                 EofCopy::adopt(file, placed.part.writable, (start, last.bytes), copy).ok()
             });
             if progress == Progress::Unsure {
-                // The guest does not use it, or not any more; what it has stored is to be in the file.
+                // The guest no longer uses it; its stores must reach the file.
                 if let Some(Err(error)) = eof_copy.map(EofCopy::end) {
-                    tracing::warn!("{}: the end of inode {} cannot be written: {error}", self.name, placed.ino.0);
+                    tracing::warn!("{}: cannot write the end of inode {}: {error}", self.name, placed.ino.0);
                 }
                 inherited.unfinished.unsure.push(placed);
                 continue;
@@ -111,7 +111,7 @@ impl RestoreContext<'_> {
         inherited
     }
 
-    /// The file of a mapping: as it was open, or else opened again.
+    /// Returns the file of a mapping: the inherited descriptor, or a reopened one.
     fn file(&self, files: &mut HashMap<Ino, Open>, placed: &ActiveMapping) -> Option<Arc<Backing>> {
         if let Some(open) = files.get(&placed.ino) {
             return Some(Arc::clone(&open.file));
@@ -132,7 +132,7 @@ impl RestoreContext<'_> {
         Some(file)
     }
 
-    /// Tells whoever changes the file what of it is in the window.
+    /// Claims the mapped part of a file against changes by others.
     fn claim(&self, inherited: &mut InheritedMappings, placed: &ActiveMapping, bytes: u64) {
         let Some(stat) =
             inherited.files.get(&placed.ino).filter(|_| bytes > 0).and_then(|open| fstat(&*open.file).ok())
@@ -154,12 +154,12 @@ impl InheritedMappings {
         self.placed.iter().map(|placed| placed.ino)
     }
 
-    /// Takes out what is not what it should be.
+    /// Takes the incomplete mappings.
     pub(super) fn take_unfinished(&mut self) -> IncompleteMappings {
         std::mem::take(&mut self.unfinished)
     }
 
-    /// Tells the window which files will come back as regions of memory, and sees what there is to be done about it.
+    /// Tells the window which files will return as memory regions, and prepares the rest.
     pub(super) fn open(&mut self, window: &Window, eof_copies: &EofCopies) {
         for placed in &self.placed {
             let copy = eof_copies.copy(placed.ino, placed.part.window_offset);
@@ -173,7 +173,7 @@ impl InheritedMappings {
                     copy.as_ref().map(|copy| copy.as_fd())
                 };
                 if let Some(Err(error)) = fd.map(|fd| window.adopt(part.window_offset, fd)) {
-                    tracing::debug!("a file in the window is not known: {error}");
+                    tracing::debug!("cannot find a file of the window: {error}");
                 }
             }
         }
@@ -184,7 +184,7 @@ impl InheritedMappings {
 }
 
 impl Mapper {
-    /// All mappings end before any of them was gone on with: what is not among them is to go, too.
+    /// Removes all mappings before any was completed.
     pub(super) fn give_up(&self, IncompleteMappings { unsure, .. }: &IncompleteMappings) {
         for placed in unsure {
             if self.window.is_taken_over() {
@@ -195,14 +195,14 @@ impl Mapper {
         }
     }
 
-    /// Makes of what was adopted what it should be, before anything else is done.
+    /// Completes the interrupted mappings, before any request is served.
     pub(super) fn complete_interrupted(&mut self, IncompleteMappings { moving, unsure }: &IncompleteMappings) {
         if self.window.is_taken_over() {
             let unfinished = || unsure.iter().chain(moving);
             let taken_away = unfinished().try_for_each(|placed| self.undo_placement(placed));
             let free = unfinished().map(|placed| placed.part.window_offset).next();
             if let Err(error) = taken_away.and_then(|()| self.window.catch_up(free)) {
-                tracing::error!("{}: the window of the server before cannot be gone on with: {error}", self.name);
+                tracing::error!("{}: cannot continue with the window of the previous server: {error}", self.name);
                 return;
             }
         }
@@ -211,7 +211,7 @@ impl Mapper {
             self.publish(SessionId::default(), placed);
         }
         moving.iter().for_each(|placed| self.remap_truncated(placed));
-        // The host may have made files shorter while there was no server.
+        // The host may have shortened files while there was no server.
         self.truncate_mappings(None);
     }
 }

@@ -24,15 +24,15 @@ pub(super) enum Task {
     Map(Mapping, MappingReply),
     Unmap(SessionId, Vec<(u64, u64)>, MappingReply),
     Forget(SessionId, Ino),
-    /// A file is about to end there.
+    /// A file is about to be shortened to this length.
     Shorten(FileId, u64, Done),
     Clear(MappingReply),
-    /// A queue is about to start: what the server before had is gone on with now, if there was one.
+    /// A queue is about to start: complete the mappings of the previous server, if any.
     Resume,
 }
 
 impl Task {
-    /// Answers whoever waits for it.
+    /// Replies to the waiting request with an error.
     pub(super) fn refuse(self, errno: Errno) {
         match self {
             Self::Map(_, answer) | Self::Unmap(_, _, answer) | Self::Clear(answer) => answer(Err(errno)),
@@ -41,7 +41,7 @@ impl Task {
     }
 }
 
-/// A file that is in the window.
+/// A file with mappings in the window.
 pub(super) struct Open {
     pub(super) file: Arc<Backing>,
     pub(super) for_writing: bool,
@@ -49,10 +49,11 @@ pub(super) struct Open {
     pub(super) note: Option<MappingRecord>,
 }
 
-/// Whoever may execute it.
+/// The execute bits of a mode.
 const ANY_EXECUTE: u32 = 0o111;
 
-/// Does what may panic: a source, or whoever hears of its changes. The thread, for which others wait, goes on.
+/// Runs code that may panic: a source, or a listener of its changes. The thread must survive, because others wait for
+/// it.
 fn catch_panics(act: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(act)).unwrap_or(Err(Errno::IO))
 }
@@ -62,18 +63,18 @@ pub(super) struct Mapper {
     source: Arc<dyn FileSystem>,
     pub(super) name: String,
     pub(super) notes: MappingRecords,
-    /// What is to be put right before the first request.
+    /// Mappings to complete before the first request.
     unfinished: Option<IncompleteMappings>,
     pub(super) table: Table,
-    /// Files for as long as something of them is mapped.
+    /// Files while a part of them is mapped.
     pub(super) files: HashMap<Ino, Open>,
     pub(super) eof_copies: Arc<EofCopies>,
     pub(super) windows: Windows,
     pub(super) member: Arc<Member>,
-    /// What is mapped of files of the host themselves, by the place of its chunk in the window.
+    /// The claims on mapped parts of host files, by the chunk's offset in the window.
     pub(super) claims: HashMap<u64, Claim>,
     read_only: bool,
-    /// The front end has refused what is open for reading only, and taken a copy of it.
+    /// The front end has refused a read-only descriptor and accepted a copy.
     needs_writable: bool,
     ratelimited_log: RatelimitedLog,
 }
@@ -104,7 +105,7 @@ impl Mapper {
         }
     }
 
-    /// Goes on with what the server before had, and does what comes, until nothing can come any more.
+    /// Completes the previous server's mappings, and then runs tasks until no more can come.
     pub(super) fn run(mut self, mut inherited: InheritedMappings, tasks: &Receiver<Task>) {
         self.unfinished = Some(inherited.take_unfinished());
         inherited.placed.into_iter().for_each(|placed| self.table.insert(placed));
@@ -112,7 +113,7 @@ impl Mapper {
         while let Ok(task) = tasks.recv() {
             self.carry_out(task);
         }
-        // The front end is gone. What the guest has stored in the files themselves is there, and so is the rest.
+        // The front end is gone. Direct mappings have stored into the files; only copies must be written back.
         for (ino, error) in self.eof_copies.writeback_all() {
             self.eof_copy_lost(ino, error);
         }
@@ -127,7 +128,7 @@ impl Mapper {
             }
             Task::Unmap(by, ranges, answer) => answer(catch_panics(|| self.unmap(by, &ranges))),
             Task::Forget(by, ino) => {
-                // It has been logged, and nobody waits.
+                // The error was logged, and no request waits for it.
                 let _ = catch_panics(|| self.remove_mappings(by, &self.table.of(ino)));
             }
             Task::Shorten(file, end, done) => {
@@ -151,7 +152,7 @@ impl Mapper {
                 if let Some(unfinished) = self.unfinished.take() {
                     self.give_up(&unfinished);
                 }
-                // What cannot be taken away is not there, or the front end is gone.
+                // A mapping that cannot be removed does not exist, or the front end is gone.
                 let _ = catch_panics(|| self.remove_mappings(SessionId::default(), &self.table.all()));
                 self.table = Table::new(self.window.bytes());
                 self.claims.clear();
@@ -191,7 +192,7 @@ impl Mapper {
         }
     }
 
-    /// Maps a part of a file of the host.
+    /// Maps a part of a host file.
     fn map_file(&mut self, asked: &Mapping, part: Part, gone: &[ActiveMapping]) -> Result<()> {
         let (file, for_writing) = self.open(asked)?;
         let mut claim = self.claim(asked.by, &file, part)?;
@@ -204,7 +205,7 @@ impl Mapper {
         let part = Part { writable: for_writing && asked.may_write, ..part };
         let (mapped, note) = self.place_file(ino, part, (&file, for_writing), claim)?;
         self.put(ActiveMapping { ino, part, mapped, written, note });
-        // Taking others of its mappings away may have let go of it.
+        // Removing other mappings may have closed the file.
         if !self.files.contains_key(&ino) {
             self.keep_open(ino, file, for_writing);
         }
@@ -217,7 +218,7 @@ impl Mapper {
         self.table.insert(placed);
     }
 
-    /// A file is open for its mappings.
+    /// Keeps a file open for its mappings.
     fn keep_open(&mut self, ino: Ino, file: Arc<Backing>, for_writing: bool) {
         let note = self.notes.open(ino, file.as_fd(), for_writing);
         if let Some(before) = self.files.insert(ino, Open { file, for_writing, note }) {
@@ -225,7 +226,7 @@ impl Mapper {
         }
     }
 
-    /// Tells whoever changes the file that a part of it is about to be in the window.
+    /// Claims a part of a file that is about to be mapped, against changes by others.
     pub(super) fn claim(&self, by: SessionId, file: &Backing, part: Part) -> Result<Claim> {
         let stat = fstat(file.as_fd())?;
         let id = FileId { dev: stat.st_dev, ino: stat.st_ino };
@@ -233,8 +234,8 @@ impl Mapper {
         Ok(self.windows.claim(&self.member, by, id, part.file_offset..end))
     }
 
-    /// Has the front end map the file, and what is behind its last whole page from a copy. A file that somebody is making shorter
-    /// ends where it is about to. Answers what was mapped, and where that is written down.
+    /// Asks the front end to map the file, and a copy of the part after its last whole page. A file that is being
+    /// shortened ends at its new length. Returns what was mapped, and its record.
     pub(super) fn place_file(
         &mut self,
         ino: Ino,
@@ -242,7 +243,7 @@ impl Mapper {
         (file, for_writing): (&Arc<Backing>, bool),
         claim: Claim,
     ) -> Result<(Arc<[Part]>, Option<MappingRecord>)> {
-        // Only now that it is claimed: who makes it shorter from here on asks us to take it away again.
+        // Only after the claim: from here on, shortening the file asks this thread to unmap it.
         let size = u64::try_from(fstat(file.as_fd())?.st_size).unwrap_or(0).min(claim.limit());
         let whole_pages = size.saturating_sub(part.file_offset).min(part.bytes) / PAGE_BYTES * PAGE_BYTES;
         let file_bytes = if for_writing { whole_pages } else { 0 };
@@ -272,7 +273,7 @@ impl Mapper {
         Ok((mapped, note))
     }
 
-    /// Has the front end map pieces of a file, or copies of them if it must.
+    /// Asks the front end to map pieces of a file, or copies of them if necessary.
     fn place_pieces(&mut self, window_offset: u64, pieces: &[Piece]) -> Result<Arc<[Part]>> {
         let place = |in_place: bool| {
             let wishes = pieces::map_requests(window_offset, pieces, in_place)?;
@@ -282,7 +283,7 @@ impl Mapper {
         let mut mapped = place(in_place)?;
         if in_place && matches!(mapped, Err((_, WindowError::Refused))) {
             mapped = place(false)?;
-            // What is refused in any form says nothing of others.
+            // A request that is refused in both forms shows nothing about others.
             if mapped.is_ok() {
                 self.needs_writable = true;
                 self.ratelimited_log.warn(format_args!(
@@ -294,7 +295,7 @@ impl Mapper {
         mapped.map_err(|(part, error)| self.failed("mapped", part, &error))
     }
 
-    /// Has the front end map parts of files: all, or none.
+    /// Asks the front end to map parts of files: all or none.
     fn place<'a>(
         &self,
         wishes: impl Iterator<Item = (Part, BorrowedFd<'a>)>,
@@ -311,11 +312,11 @@ impl Mapper {
         Ok(mapped.into())
     }
 
-    /// Has the front end undo what [`Self::place`] had it do.
+    /// Asks the front end to undo [`Self::place`].
     pub(super) fn undo_placement(&self, placed: &ActiveMapping) -> std::result::Result<(), WindowError> {
         for part in &*placed.mapped {
             match self.window.unmap(*part) {
-                // One that the front end does not know is not there.
+                // A mapping unknown to the front end does not exist.
                 Ok(()) | Err(WindowError::Refused) => {}
                 Err(error) => return Err(error),
             }
@@ -323,12 +324,12 @@ impl Mapper {
         Ok(())
     }
 
-    /// A file that is in the window, and whether it is open for writing.
+    /// Returns a file of the window, and whether it is open for writing.
     pub(super) fn opened(&self, ino: Ino) -> Option<(Arc<Backing>, bool)> {
         self.files.get(&ino).map(|open| (Arc::clone(&open.file), open.for_writing))
     }
 
-    /// The file of a mapping, open as it has to be, or better; and whether for writing, too.
+    /// Returns the file of a mapping with at least the required access; and whether it is writable.
     fn open(&mut self, asked: &Mapping) -> Result<(Arc<Backing>, bool)> {
         if let Some(open) = self.files.get(&asked.ino).filter(|open| open.for_writing || !asked.write) {
             return Ok((Arc::clone(&open.file), open.for_writing));
@@ -345,9 +346,9 @@ impl Mapper {
         Ok((file, for_writing))
     }
 
-    /// Opens a file that is only read. QEMU maps nothing from a descriptor that cannot be written to, not even for reading;
-    /// but it is not to be had for a share that is read-only, nor for a program: while it is open for writing, nobody
-    /// on the host could run it (ETXTBSY). Those are copied.
+    /// Opens a file for reading. QEMU maps nothing from a read-only descriptor, not even for reading. But a writable
+    /// one is not possible for a read-only share, nor acceptable for a program: while it is open for writing, the host
+    /// could not run it (ETXTBSY). Such files are copied.
     fn open_for_reading(&self, caller: &Caller<'_>, ino: Ino) -> Result<(Arc<Backing>, bool)> {
         let source = mappable(&*self.source)?;
         let file = source.map(caller, ino, false)?;
@@ -357,8 +358,8 @@ impl Mapper {
         Ok(source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
     }
 
-    /// Has the file's holes filled where the guest is going to write: a store into the window has nobody to tell that there is
-    /// no room, and would end the virtual machine.
+    /// Allocates the file's holes where the guest will write: a store into the window cannot report "no space", and
+    /// would end the virtual machine.
     fn allocate(&self, asked: &Mapping) -> Result<()> {
         let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
         let size = u64::try_from(fstat(open.file.as_fd())?.st_size).unwrap_or(0);
@@ -377,13 +378,13 @@ impl Mapper {
         Ok(())
     }
 
-    /// Ends mappings; goes on to the last whatever happens.
+    /// Removes mappings; continues after errors.
     fn remove_mappings(&mut self, by: SessionId, gone: &[ActiveMapping]) -> Result<()> {
         let mut outcome = Ok(());
         for placed in gone {
             self.notes.progress(placed, Progress::Unsure);
             let displaced = self.undo_placement(placed);
-            // After that the guest stores nothing there any more; and if the front end is gone, the same is true.
+            // The guest no longer stores there, either because it is unmapped, or because the front end is gone.
             if let Err(error) = self.eof_copies.remove(placed.ino, placed.part.window_offset) {
                 self.eof_copy_lost(placed.ino, error);
                 outcome = Err(error);
@@ -405,7 +406,7 @@ impl Mapper {
         outcome
     }
 
-    /// What the guest has stored there others learn of only now.
+    /// Publishes the guest's stores in a mapping, which others could not see until now.
     pub(super) fn publish(&self, by: SessionId, placed: &ActiveMapping) {
         if let Some(changes) = self.source.changes().filter(|_| placed.written) {
             let ActiveMapping { ino, part: Part { file_offset: offset, bytes: len, .. }, .. } = *placed;

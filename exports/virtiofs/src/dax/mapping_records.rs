@@ -1,15 +1,15 @@
 //! Records the mappings of a window for the next server (`--state`).
 //!
-//! A mapping is noted before the front end is asked for it, with its copy, and until nothing of it is left: so whatever the front end may
-//! have mapped is known, wherever this server ends.
+//! A mapping is recorded, with its copy, before the front end is asked for it, and until it is removed completely. So
+//! all mappings that the front end may have are known, wherever the server is killed.
 //!
 //! ```text
 //! mapping: 1 | inode 8 | window offset 8 | file offset 8 | length 8 | writable 1 | each part of it: file offset 8 | length 8
 //! file:    2 | inode 8 | open for writing 1
 //! ```
 //!
-//! A mapping's number says how far it is, a file has none. Descriptors: the copy of a mapping, and the file. Sources whose files are in pieces
-//! have nothing to find inodes by, and so no server after this one: of those nothing is noted.
+//! A mapping's number is its progress; a file has none. Descriptors: the copy of a mapping, and the file. A source with
+//! files in pieces cannot identify inodes for a next server, so nothing is recorded for it.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -22,17 +22,17 @@ use super::table::ActiveMapping;
 
 const MAPPING: u8 = 1;
 const FILE: u8 = 2;
-/// Added to a mapping's number: the guest stores there.
+/// Added to a mapping's number if the guest writes there.
 const WRITTEN: u64 = 1 << 8;
 
 /// How far a mapping is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// It is about to come, or to go; a request that asks for that is made again.
+    /// It is being mapped or removed; the guest's request is served again.
     Unsure,
     /// It is there.
     There,
-    /// It is being made once more, with another end ([`super::shorten`]).
+    /// It is being remapped with another end ([`super::shorten`]).
     Moving,
 }
 
@@ -43,18 +43,18 @@ pub(super) struct MappingRecord {
     has_file: bool,
 }
 
-/// What the server before has noted.
+/// A record of the previous server.
 pub(super) enum RecordedMapping {
     Mapping { placed: ActiveMapping, progress: Progress, copy: Option<OwnedFd> },
     File { ino: Ino, file: OwnedFd, for_writing: bool, note: MappingRecord },
 }
 
-/// Where to write things down, if anywhere.
+/// Where to record mappings, if anywhere.
 #[derive(Clone)]
 pub(super) struct MappingRecords(pub(super) Option<Arc<SessionStore>>);
 
 impl MappingRecords {
-    /// A mapping is about to be made of these parts, the last of which is this copy.
+    /// Records that a mapping of these parts begins; the last part is this copy.
     pub(super) fn placing(
         &self,
         ino: Ino,
@@ -66,14 +66,14 @@ impl MappingRecords {
         Some(MappingRecord { slot, has_file: copy.is_some() })
     }
 
-    /// How far a mapping is now.
+    /// Records the progress of a mapping.
     pub(super) fn progress(&self, placed: &ActiveMapping, progress: Progress) {
         if let (Some(kept), Some(note)) = (&self.0, placed.note) {
             kept.mapping(note.slot, progress as u64 | if placed.written { WRITTEN } else { 0 });
         }
     }
 
-    /// A file is open for its mappings.
+    /// Records that a file is open for its mappings.
     pub(super) fn open(&self, ino: Ino, file: BorrowedFd<'_>, for_writing: bool) -> Option<MappingRecord> {
         let bytes = [&[FILE][..], &ino.0.to_le_bytes(), &[for_writing.into()]].concat();
         let slot = self.0.as_ref()?.mapped(&bytes, 0, Some(file))?;
@@ -95,7 +95,7 @@ fn mapping(ino: Ino, part: Part, parts: &[Part]) -> Vec<u8> {
 }
 
 impl RecordedMapping {
-    /// What makes no sense was never there.
+    /// Decodes a record; an invalid one is ignored.
     pub(super) fn of(MappedFile { slot, state, bytes, file }: MappedFile) -> Option<Self> {
         let note = MappingRecord { slot, has_file: file.is_some() };
         match bytes.split_first()? {
@@ -120,7 +120,7 @@ impl RecordedMapping {
     }
 }
 
-/// What [`mapping`] made, but for its first byte.
+/// Decodes the output of [`mapping`] without its first byte.
 fn parse(bytes: &[u8]) -> Option<(Ino, Part, Vec<Part>)> {
     let (numbers, rest) = bytes.split_at_checked(32)?;
     let (writable, parts) = rest.split_first()?;
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_down_is_read() {
+    fn records_round_trip() {
         const CHUNK: u64 = 2 << 20;
         for writable in [false, true] {
             let part = Part { window_offset: CHUNK, file_offset: 3 * CHUNK, bytes: CHUNK, writable };
@@ -154,14 +154,14 @@ mod tests {
             for parts in [vec![part], vec![file, copy], vec![Part { file_offset: 0, ..part }]] {
                 let bytes = mapping(Ino(7), part, &parts);
                 assert_eq!(parse(&bytes[1..]), Some((Ino(7), part, parts)));
-                // A server that ends while it writes never says that it has written.
+                // A record that is cut off must not decode.
                 (1..bytes.len()).for_each(|end| assert_eq!(parse(&bytes[1..end]), None, "{end} bytes"));
             }
         }
     }
 
     #[test]
-    fn what_makes_no_sense_is_not_there() {
+    fn invalid_records_are_ignored() {
         let good = Part { window_offset: 4096, file_offset: 8192, bytes: 4096, writable: true };
         let read = |part: Part, parts: &[Part]| parse(&mapping(Ino(7), part, parts)[1..]);
         assert!(read(good, &[good]).is_some());

@@ -1,17 +1,17 @@
-//! The DAX window: files that the guest reads and writes in its own memory, without a message.
+//! The DAX window: the guest reads and writes files in its own memory, without requests.
 //!
-//! The guest names a part of a file and a place in the window; the front end, asked by us, maps the file there. A thread of
-//! its own asks (see [`ferry_vhost::Window`]); the requests wait, parked, and hold up nothing. What is where, and what
-//! is to be done about it, is in [`table`]; the thread, which does it, in [`mapper`].
+//! The guest names a part of a file and an offset in the window, and the device asks the front end to map it there. A
+//! separate thread does this (see [`ferry_vhost::Window`]), so waiting requests block no queue. [`table`] knows the
+//! mappings and plans changes; [`mapper`] is the thread.
 //!
-//! The last page of a file cannot be mapped by QEMU unless it is a whole one: that part is a copy, kept in step ([`eof_copy`]). Files that
-//! never change may lie in pieces ([`pieces`]).
+//! QEMU cannot map the last page of a file unless it is whole: that part is a synchronized copy ([`eof_copy`]). Files
+//! that never change may consist of pieces ([`pieces`]).
 //!
-//! A mapping stays as it is for as long as the guest may use it. So neighbouring mappings are not made one afterwards, and none
-//! is split: QEMU takes only whole mappings away and none that overlap, and in between the guest would read rubbish and lose
-//! what it writes. The number of mappings is bounded by the window's size instead ([`WINDOW_BYTES_MAX`]): with QEMU one or two for each
-//! 2 MiB that Linux asks for at a time. A front end that maps pieces in place has one for each piece, at worst one for each page of the
-//! window; where it bears no more it refuses, and gets copies.
+//! A mapping stays unchanged while the guest may use it: adjacent mappings are not merged, and none is split. QEMU only
+//! removes whole mappings and does not overlap them, so the guest would meanwhile read garbage and lose writes. The
+//! window's size bounds the number of mappings instead ([`WINDOW_BYTES_MAX`]). With QEMU there are one or two per 2 MiB
+//! that Linux requests at a time. A front end that maps pieces in place has one per piece, at worst one per page of the
+//! window; beyond its limit it refuses, and gets copies.
 
 mod eof_copy;
 mod inherited_mappings;
@@ -39,21 +39,22 @@ use mapper::{Mapper, Task};
 use mapping_records::MappingRecords;
 use shorten::MapperHandle;
 
-/// The unit of mappings, as INIT says it to the guest, and what QEMU maps at least.
+/// The unit of mappings in INIT, and the minimum that QEMU maps, in bytes.
 const PAGE_BYTES: u64 = 4096;
 
-/// What Linux maps at a time.
+/// The size of Linux's requests in bytes.
 const CHUNK_BYTES: u64 = 2 << 20;
 
-/// The longest window: QEMU bears 512 regions of memory in a virtual machine, and a guest that uses all of its window has one
-/// for every 2 MiB, or two where a file ends. That leaves some for its memory.
+/// The maximum length of a window in bytes. QEMU supports 512 memory regions per virtual machine, and a full window has
+/// one per 2 MiB, or two where a file ends. That leaves some regions for the memory.
 pub const WINDOW_BYTES_MAX: u64 = 240 * CHUNK_BYTES;
 
-/// The window's length by default. It costs the guest a 64th of that in memory, and leaves regions for a second window.
+/// The default length of the window in bytes. It costs the guest a 64th of that in memory, and leaves regions for a
+/// second window.
 pub const WINDOW_BYTES_DEFAULT: u64 = 256 << 20;
 
-/// From which size on a file is mapped by default: each mapping costs a conversation with the front end, so a file that is
-/// read in a few messages is better read.
+/// The default size in bytes above which files are mapped: a mapping costs a round trip to the front end, so small
+/// files are better read by requests.
 pub const FILE_BYTES_DEFAULT: u64 = 1 << 20;
 
 /// The part of a source that maps files.
@@ -61,20 +62,20 @@ fn mappable(source: &dyn FileSystem) -> Result<&dyn Mappable> {
     source.mappable().ok_or(Errno::NOSYS)
 }
 
-/// Whether a window can be so long.
+/// Returns whether a window can have this length.
 pub(crate) fn is_window(bytes: u64) -> bool {
     (CHUNK_BYTES..=WINDOW_BYTES_MAX).contains(&bytes) && bytes.is_multiple_of(CHUNK_BYTES)
 }
 
-/// Which files a guest that leaves it to us (mounted with `dax=inode`, or without any `dax`) uses the window for. One that
-/// was told `dax=always` uses it for all.
+/// The files for which a guest uses the window if it leaves the choice to the device (mounted with `dax=inode`, or
+/// without a `dax` option). With `dax=always` it uses it for all files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DaxFiles {
     /// All.
     Always,
     /// None.
     Never,
-    /// Those that are larger than so many bytes when the guest learns of them.
+    /// Those larger than this many bytes when the guest looks them up.
     Above(u64),
 }
 
@@ -99,19 +100,20 @@ pub(crate) struct Dax {
     source: Arc<dyn FileSystem>,
     name: String,
     files: DaxFiles,
-    /// The guest may change nothing, and so is the front end not to.
+    /// The guest may change nothing, so nor may the front end.
     read_only: bool,
     eof_copies: Arc<EofCopies>,
-    /// Files that were asked for, and not forgotten since. In hand while the thread is told of either, so that it hears of them in this order.
+    /// Files with mapping requests that were not forgotten. The lock is held while the thread is sent either, to keep
+    /// the order.
     asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
     thread: Mutex<Option<(MapperHandle, JoinHandle<()>)>>,
     notes: MappingRecords,
-    /// What the server before had, until the front end has a place for it.
+    /// The previous server's mappings, until the front end has a window.
     adopted: Mutex<Option<(MapperStart, InheritedMappings)>>,
 }
 
-/// What there is before the thread is.
+/// The state before the thread starts.
 struct MapperStart {
     line: MapperHandle,
     tasks: Receiver<Task>,
@@ -142,7 +144,7 @@ impl Dax {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The front end has a place for the window.
+    /// Called when the front end has a window.
     pub(crate) fn open(&self, window: &Arc<Window>) {
         let mut thread = self.thread();
         if thread.is_some() {
@@ -165,11 +167,11 @@ impl Dax {
         };
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(run) {
             Ok(joined) => *thread = Some((line, joined)),
-            Err(error) => tracing::error!("{}: no window: a thread cannot be started: {error}", self.name),
+            Err(error) => tracing::error!("{}: no window, because a thread cannot be started: {error}", self.name),
         }
     }
 
-    /// A queue is about to start.
+    /// Called when a queue is about to start.
     pub(crate) fn resume(&self) {
         if let Some((line, _)) = &*self.thread() {
             line.send(Task::Resume);
@@ -207,7 +209,7 @@ impl Mappings for Dax {
     }
 
     fn forget(&self, by: SessionId, ino: Ino) {
-        // Most inodes that clients forget are not in the window; a front end may take long for those that are.
+        // Most forgotten inodes are not in the window, and a front end may take long for those that are.
         let mut asked = self.asked();
         if asked.remove(&ino) {
             self.post(Task::Forget(by, ino));
@@ -252,7 +254,7 @@ impl Mappings for Dax {
         match self.is_open() {
             true => self.post(Task::Clear(answer)),
             false => {
-                // The front end that comes after a server may have no window.
+                // The front end after a restart may have no window.
                 let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
                 for placed in adopted.into_iter().flat_map(|(_, adopted)| adopted.placed) {
                     let _ = self.eof_copies.remove(placed.ino, placed.part.window_offset);
@@ -265,7 +267,7 @@ impl Mappings for Dax {
 
 impl Drop for Dax {
     fn drop(&mut self) {
-        // The connection is over, so the thread waits for nobody.
+        // The connection has ended, so the thread does not block.
         if let Some((line, thread)) = self.thread().take() {
             line.hang_up();
             if thread.join().is_err() {
@@ -284,7 +286,7 @@ mod tests {
     impl FileSystem for Nothing {}
 
     #[test]
-    fn what_was_never_mapped_is_forgotten_without_the_thread() {
+    fn unmapped_inodes_are_forgotten_without_the_thread() {
         let dax = Dax::new(Arc::new(Nothing), &Options::default());
         let (sender, tasks) = channel();
         *dax.thread() = Some((MapperHandle::new(sender, String::new()), std::thread::spawn(|| ())));
@@ -300,7 +302,7 @@ mod tests {
         dax.forget(by, Ino(7));
         dax.forget(by, Ino(7));
         assert_eq!(posted(), [true]);
-        // With the session all of its mappings end.
+        // The end of the session ends all its mappings.
         dax.map(mapping, Box::new(|_| ()));
         dax.clear(Box::new(|_| ()));
         dax.forget(by, Ino(7));

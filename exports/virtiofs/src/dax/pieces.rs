@@ -1,7 +1,7 @@
-//! Files that never change, whose bytes are in pieces ([`ferry_vfs::Mappable::map_pieces`]).
+//! Immutable files whose bytes are in pieces ([`ferry_vfs::Mappable::map_pieces`]).
 //!
-//! A front end that takes descriptors that are open for reading only maps the pieces themselves, so that all guests and the host have
-//! the bytes in memory once. One that does not gets a copy: a descriptor that is open for writing could be used for that.
+//! A front end that accepts read-only descriptors maps the pieces themselves, so that all guests and the host share one
+//! copy in memory. Otherwise it gets a copy, because a writable descriptor of a piece could be abused.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use super::PAGE_BYTES;
 use super::eof_copy::{read, write};
 
-/// Where the bytes of a part are.
+/// The source of a part's bytes.
 enum Source {
     File(Arc<Backing>),
     Copy(OwnedFd),
@@ -34,7 +34,7 @@ impl MapRequest {
     }
 }
 
-/// What the front end is to map from a place in the window on: the pieces themselves if `in_place`, else a copy of all.
+/// Returns the mapping requests from an offset in the window: the pieces themselves if `in_place`, otherwise one copy.
 pub(super) fn map_requests(mut window_offset: u64, pieces: &[Piece], in_place: bool) -> Result<Vec<MapRequest>> {
     let mut wishes = Vec::new();
     for together in pieces.chunk_by(|one, next| is_copied(one, in_place) && is_copied(next, in_place)) {
@@ -55,7 +55,7 @@ fn is_copied(piece: &Piece, in_place: bool) -> bool {
     !in_place || matches!(piece, Piece::Bytes(_))
 }
 
-/// Whole pages with the bytes of these pieces.
+/// Returns whole pages with the bytes of these pieces.
 fn copy(window_offset: u64, pieces: &[Piece]) -> Result<MapRequest> {
     let memory = memfd_create("ferry-dax", MemfdFlags::CLOEXEC)?;
     let mut end = 0;
@@ -92,7 +92,7 @@ mod tests {
         Arc::new(Backing::new(file.into()))
     }
 
-    /// Two pieces of files, bytes in two lumps between them, and the end in bytes.
+    /// Returns two pieces of files, with bytes between them and at the end.
     fn pieces() -> (Vec<Piece>, Vec<u8>) {
         let text: Vec<u8> = (0..4 * PAGE).map(|at| (at / 7).to_le_bytes()[0]).collect();
         let file = file(&text);
@@ -111,7 +111,7 @@ mod tests {
         (pieces, all)
     }
 
-    /// What a guest would see from a place in the window on.
+    /// Returns what a guest would see from an offset in the window.
     fn seen(wishes: &[MapRequest], from: u64) -> Vec<u8> {
         let mut seen = Vec::new();
         for MapRequest { part, .. } in wishes {
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_where_they_are_or_copied() {
+    fn pieces_are_mapped_in_place_or_copied() {
         let (pieces, all) = pieces();
         for (in_place, count) in [(true, 4), (false, 1)] {
             let wishes = map_requests(1 << 21, &pieces, in_place).unwrap();

@@ -1,12 +1,12 @@
-//! Files that somebody else makes shorter: what is behind the new end leaves the window before the file does.
+//! Files that others shorten: the part past the new end leaves the window before the file shrinks.
 //!
-//! The touch of a page behind a file's end is a SIGBUS in the virtual machine monitor. A guest does not learn of its own accord that
-//! another client cuts a file, and believes the range mapped; so something has to be there, and that is a copy of what is
-//! left, as at the end of any file ([`super::eof_copy`]): zeros behind the end, and room for the file to grow again. (Nothing at all would be
-//! worse: the guest's kernel would be answered for a device that is not there, and instructions that KVM cannot emulate end with an error.)
+//! Access to a page past a file's end raises SIGBUS in the virtual machine monitor. A guest does not notice that
+//! another client shortens a file, and believes that the range is mapped. So the range is replaced by a copy of the
+//! rest, as at the end of any file ([`super::eof_copy`]): zeros past the end, and room to grow. An unmapped range would
+//! be worse: KVM cannot emulate all instructions on missing memory.
 //!
-//! For a moment neither is there, since QEMU takes no mapping over another. It matters only to the part of 2 MiB with the new
-//! end in it.
+//! For a moment neither is mapped, because QEMU does not overlap mappings. This only affects the 2 MiB chunk with the
+//! new end.
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use super::mapper::{Mapper, Task};
 use super::mapping_records::Progress;
 use super::table::ActiveMapping;
 
-/// The way to the thread that maps, for as long as there is one.
+/// The channel to the mapper thread, while it exists.
 #[derive(Clone)]
 pub(super) struct MapperHandle {
     sender: Arc<Mutex<Option<Sender<Task>>>>,
@@ -31,7 +31,7 @@ impl MapperHandle {
         Self { sender: Arc::new(Mutex::new(Some(sender))), name }
     }
 
-    /// Gives the thread something to do; returns it if there is no thread.
+    /// Sends the thread a task; returns the task if there is no thread.
     pub(super) fn send(&self, task: Task) -> Option<Task> {
         match &*self.sender.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(sender) => sender.send(task).err().map(|unsent| unsent.0),
@@ -47,7 +47,7 @@ impl MapperHandle {
 
 impl Window for MapperHandle {
     fn shorten(&self, file: FileId, end: u64, done: Done) {
-        // With the thread goes the front end, and with that all mappings.
+        // The thread lives as long as the front end, whose end also ends all mappings.
         drop(self.send(Task::Shorten(file, end, done)));
     }
 
@@ -60,7 +60,7 @@ impl Window for MapperHandle {
 }
 
 impl Mapper {
-    /// Takes away what is mapped of a file behind `end`.
+    /// Unmaps a file past `end`.
     pub(super) fn shorten(&mut self, file: FileId, end: u64) {
         if self.member.take_missed() {
             self.truncate_mappings(None);
@@ -68,7 +68,7 @@ impl Mapper {
         self.truncate_mappings(Some((file, end)));
     }
 
-    /// The same for a file that is about to end there, or for all that have become shorter meanwhile.
+    /// As [`Self::shorten`] for a file that is about to end there, or for all files that have become shorter.
     pub(super) fn truncate_mappings(&mut self, about_to_end: Option<(FileId, u64)>) {
         for placed in self.table.all() {
             let Some(claim) = self.claims.get(&placed.part.window_offset) else { continue };
@@ -86,7 +86,7 @@ impl Mapper {
         }
     }
 
-    /// Maps once more what is mapped: so much of it as may be, and a copy of the rest.
+    /// Remaps a mapping up to the file's end, and a copy of the rest.
     pub(super) fn remap_truncated(&mut self, placed: &ActiveMapping) {
         let at = placed.part.window_offset;
         self.notes.progress(placed, Progress::Moving);
@@ -107,7 +107,7 @@ impl Mapper {
         });
         match placing {
             Ok((mapped, note)) => self.put(ActiveMapping { mapped, note, ..placed.clone() }),
-            // The guest's next request for it finds nothing there, and has it mapped.
+            // The guest's next request finds no mapping and creates one.
             Err(_) => {
                 self.table.remove(placed);
                 self.close_unused(placed.ino);

@@ -10,25 +10,26 @@ use ferry_vhost::Part;
 use super::PAGE_BYTES;
 use super::mapping_records::MappingRecord;
 
-/// A mapping that is in place.
+/// An active mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ActiveMapping {
     pub(super) ino: Ino,
     pub(super) part: Part,
-    /// What the front end was asked to map, one by one: files, and copies (see [`super::eof_copy`] and [`super::pieces`]).
+    /// The parts that the front end was asked to map: files, and copies (see [`super::eof_copy`] and
+    /// [`super::pieces`]).
     pub(super) mapped: Arc<[Part]>,
-    /// The guest has said that it writes there.
+    /// The guest has requested write access.
     pub(super) written: bool,
     /// Where it is written down.
     pub(super) note: Option<MappingRecord>,
 }
 
-/// What a request to map asks for.
+/// The plan for a mapping request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum MapPlan {
-    /// The mapping is there already, as it is asked for, at this place.
+    /// The requested mapping exists at this offset.
     There(u64),
-    /// These mappings are to go, then a new one to be made.
+    /// Remove these mappings, then create a new one.
     Make(Vec<ActiveMapping>),
 }
 
@@ -36,7 +37,7 @@ pub(super) enum MapPlan {
 #[derive(Debug)]
 pub(super) struct Table {
     window_bytes: u64,
-    /// By their place in the window.
+    /// By their offset in the window.
     placed: BTreeMap<u64, ActiveMapping>,
 }
 
@@ -45,10 +46,11 @@ impl Table {
         Self { window_bytes, placed: BTreeMap::new() }
     }
 
-    /// What is to be done for a request.
+    /// Returns the plan for a request.
     ///
     /// # Errors
-    /// `INVAL`: it is not within the window, not aligned, or would leave a part of another mapping.
+    ///
+    /// `INVAL`: it is not within the window, not aligned, or would split another mapping.
     pub(super) fn plan(&self, asked: &Mapping) -> Result<MapPlan> {
         let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
         let aligned = [offset, len, window_offset].into_iter().all(|number| number.is_multiple_of(PAGE_BYTES));
@@ -64,10 +66,11 @@ impl Table {
         self.within(window_offset, end).map(MapPlan::Make)
     }
 
-    /// The mappings in a range of the window.
+    /// Returns the mappings in a range of the window.
     ///
     /// # Errors
-    /// `INVAL`: one of them reaches beyond it.
+    ///
+    /// `INVAL`: one of them extends beyond it.
     pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<ActiveMapping>> {
         let before = self.placed.range(..start).next_back().filter(|(_, placed)| placed.end() > start);
         let inside: Vec<_> = self.placed.range(start..end.max(start)).map(|(_, placed)| placed.clone()).collect();
@@ -95,7 +98,7 @@ impl Table {
         self.placed.remove(&placed.part.window_offset);
     }
 
-    /// Notes that the guest writes to a mapping, and answers it.
+    /// Records that the guest writes to a mapping, and returns it.
     pub(super) fn written(&mut self, window_offset: u64) -> Option<&ActiveMapping> {
         let placed = self.placed.get_mut(&window_offset)?;
         placed.written = true;
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_requests_are_refused() {
         let table = Table::new(WINDOW);
         let good = asked(7, 0, 0, false);
         assert_eq!(table.plan(&good), Ok(MapPlan::Make(Vec::new())));
@@ -156,13 +159,13 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_is_kept_while_it_does() {
+    fn a_sufficient_mapping_is_kept() {
         let (reads, writes) = (asked(7, 0, CHUNK, false), asked(8, 0, 2 * CHUNK, true));
         let table = table(&[reads, writes]);
         assert_eq!(table.plan(&reads), Ok(MapPlan::There(CHUNK)));
-        // Whoever may write may read.
+        // A writable mapping serves reads.
         assert_eq!(table.plan(&Mapping { write: false, ..writes }), Ok(MapPlan::There(2 * CHUNK)));
-        // Whoever reads may not write; another file, another part.
+        // A read-only mapping does not serve writes; nor does another file or part.
         for other in
             [Mapping { write: true, ..reads }, Mapping { ino: Ino(9), ..reads }, Mapping { offset: CHUNK, ..reads }]
         {
@@ -173,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn no_mapping_is_cut() {
+    fn no_mapping_is_split() {
         let one = asked(7, 0, CHUNK, false);
         let table = table(&[one]);
         for (start, end, found) in [

@@ -4,10 +4,11 @@ use std::io::{self, Read};
 
 use super::shape::{Compression, damaged};
 
-/// What the decompressor may look back: more than any cluster has. A hostile image could have it allocate 128 MiB.
+/// The maximum zstd window, larger than any cluster. A hostile image could otherwise make the decompressor allocate 128
+/// MiB.
 const ZSTD_WINDOW_BITS_MAX: u32 = 22;
 
-/// Fills a cluster from its compressed bytes, which may have others after them.
+/// Fills a cluster from its compressed bytes, which others may follow.
 pub(super) fn decompress(kind: Compression, compressed: &[u8], cluster: &mut [u8]) -> io::Result<()> {
     let outcome = match kind {
         Compression::Deflate => flate2::read::DeflateDecoder::new(compressed).read_exact(cluster),

@@ -9,8 +9,7 @@ use ferry_vfs::OFlags;
 
 use crate::{lock, sys};
 
-/// Places and memory of data that bypass the page cache are whole pages: less than one could be in it, with what
-/// others write beside.
+/// Direct I/O uses whole pages: a partial page could be in the page cache, next to data of other writes.
 const PAGE_BYTES: usize = 4096;
 
 /// Memory that `O_DIRECT` can use.
@@ -32,14 +31,14 @@ impl AlignedBuffer {
     }
 }
 
-/// A file through the page cache and, if wanted, past it. The tables of an image always go through the page cache, which
-/// is their only cache.
+/// A file through the page cache and, optionally, past it. The tables of an image always use the page cache, which is
+/// their only cache.
 pub(super) struct ImageFile {
     cached: File,
     direct: Option<File>,
     syncs: Mutex<Syncs>,
     ended: Condvar,
-    /// What was done to the file, for tests of what a power failure leaves of it.
+    /// The operations on the file, for tests of power failures.
     #[cfg(test)]
     pub(super) log: Mutex<Vec<Event>>,
 }
@@ -51,18 +50,18 @@ pub(super) enum Event {
     Sync,
 }
 
-/// How often the file was synchronised.
+/// Counters of synchronizations.
 #[derive(Default)]
 struct Syncs {
     begun: u64,
     ended: u64,
     is_running: bool,
-    /// Data are lost, and the kernel says so only once.
+    /// Data were lost, which the kernel reports only once.
     failed: bool,
 }
 
 impl ImageFile {
-    /// Takes over a file that is open and locked.
+    /// Wraps an open and locked file.
     pub(super) fn new(cached: File, writes: bool, direct: bool) -> Self {
         let access = OFlags::DIRECT | if writes { OFlags::RDWR } else { OFlags::RDONLY };
         let opened = if direct { sys::open_again(&cached, access).ok() } else { None };
@@ -91,7 +90,7 @@ impl ImageFile {
         self.direct.as_ref().filter(|_| fits).unwrap_or(&self.cached)
     }
 
-    /// Reads data; past the end of the file are zeros.
+    /// Reads data; past the end of the file it reads zeros.
     pub(super) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         let file = self.pick(bytes, offset);
         let mut done = 0;
@@ -101,7 +100,7 @@ impl ImageFile {
                     bytes[done..].fill(0);
                     return Ok(());
                 }
-                // A direct read ends within a page only at the end of the file.
+                // A direct read ends inside a page only at the end of the file.
                 Ok(count) if !count.is_multiple_of(PAGE_BYTES) && done + count < bytes.len() => {
                     done += count;
                     return self.read_cached(&mut bytes[done..], offset + done as u64);
@@ -138,7 +137,7 @@ impl ImageFile {
         self.pick(bytes, offset).write_all_at(bytes, offset)
     }
 
-    /// Reads a part of a table; the file must have all of it.
+    /// Reads a part of a table, all of which must be in the file.
     pub(super) fn read_table(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         self.cached.read_exact_at(bytes, offset)
     }
@@ -149,7 +148,7 @@ impl ImageFile {
         self.cached.write_all_at(bytes, offset)
     }
 
-    /// Frees the space of a range that is not used any more. A file that cannot do that keeps it.
+    /// Frees the space of an unused range, if the file supports it.
     pub(super) fn punch(&self, offset: u64, bytes: u64) {
         use rustix::fs::FallocateFlags;
         #[cfg(test)]
@@ -167,7 +166,7 @@ impl ImageFile {
         self.syncs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when all that was written before is durable. Callers at the same time share one `fdatasync`.
+    /// Makes all earlier writes durable. Concurrent callers share one `fdatasync`.
     pub(super) fn sync(&self) -> io::Result<()> {
         let mut syncs = self.syncs();
         let mine = syncs.begun + 1;
@@ -190,7 +189,7 @@ impl ImageFile {
             outcome?;
         }
         match syncs.failed {
-            true => Err(io::Error::other("what was written before could not be made durable")),
+            true => Err(io::Error::other("earlier writes could not be made durable")),
             false => Ok(()),
         }
     }

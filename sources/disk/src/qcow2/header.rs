@@ -1,5 +1,5 @@
-//! The header of an image. All of it is checked before anything else of the image is used, and before the image is opened
-//! for writing (QEMU, docs/interop/qcow2.rst).
+//! The header of an image (QEMU, docs/interop/qcow2.rst). It is checked completely before the rest of the image is
+//! used, and before the image is opened for writing.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -8,19 +8,19 @@ use super::shape::{Compression, Shape};
 
 const MAGIC: &[u8] = b"QFI\xfb";
 
-/// What every header has, and what version 3 adds at least.
+/// The length of every header, and the minimum that version 3 adds, in bytes.
 const V2_BYTES: usize = 72;
 const V3_BYTES: usize = 104;
 
-/// What QEMU allows, too: an L1 table of 32 MiB, a refcount table of 8 MiB, and so many snapshots.
+/// QEMU's limits: an L1 table of 32 MiB, a refcount table of 8 MiB, and this number of snapshots.
 const L1_BYTES_MAX: u64 = 32 << 20;
 pub(super) const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
 const SNAPSHOTS_MAX: u32 = 65536;
 
-/// The fixed part of an entry of the snapshot table.
+/// The fixed part of a snapshot table entry in bytes.
 const SNAPSHOT_BYTES_MIN: u64 = 40;
 
-/// Longer names of backing files are not allowed.
+/// The longest name of a backing file in bytes.
 const NAME_BYTES_MAX: u32 = 1023;
 
 /// Incompatible features.
@@ -31,7 +31,7 @@ const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION_TYPE | EXTENDED_L2;
 
-/// The smallest clusters of images with extended L2 entries.
+/// The minimum cluster size of images with extended L2 entries.
 const EXTENDED_CLUSTER_BITS_MIN: u32 = 14;
 
 /// Types of header extensions.
@@ -41,36 +41,36 @@ const FEATURE_NAMES: u32 = 0x6803_f857;
 const ENCRYPTION: u32 = 0x0537_be77;
 const DATA_FILE_NAME: u32 = 0x4441_5441;
 
-/// An entry of the table of feature names: type, bit, name.
+/// The size of an entry of the feature name table: type, bit, name.
 const FEATURE_BYTES: usize = 48;
 
-/// Why an image is not served.
+/// Why an image is refused.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HeaderError {
     /// The header contradicts itself, the file, or the specification.
     Damaged(String),
-    /// A feature that is not served.
+    /// An unsupported feature.
     Unsupported(Unsupported),
 }
 
-/// A feature that is not served.
+/// An unsupported feature.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Unsupported {
     /// Encryption by this method.
     Encrypted(&'static str),
-    /// The data lie in another file.
+    /// The data are in another file.
     DataFile(String),
     /// Something newer than this program.
     Feature(String),
-    /// A state in which an image must not be written.
+    /// The image must be checked before writing.
     NeedsCheck(&'static str),
 }
 
-/// The image that this one is based on.
+/// The backing file of an image.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BackingName {
     pub name: OsString,
-    /// As the header has it; `None`: it has none.
+    /// Its format in the header; `None`: not given.
     pub format: Option<String>,
 }
 
@@ -88,11 +88,11 @@ pub(super) struct Header {
     pub snapshots_offset: u64,
     pub backing: Option<BackingName>,
     pub autoclear: u64,
-    /// Why the image must not be written before `qemu-img check` has repaired it.
+    /// Why `qemu-img check` must repair the image before it may be written.
     pub needs_check: Option<&'static str>,
 }
 
-/// Big-endian numbers at places of a header; places past its end hold zeros.
+/// Big-endian numbers at offsets of a header; offsets past its end read as zeros.
 struct HeaderFields<'a>(&'a [u8]);
 
 impl HeaderFields<'_> {
@@ -110,7 +110,7 @@ fn damaged<T>(what: impl Into<String>) -> Result<T, HeaderError> {
     Err(HeaderError::Damaged(what.into()))
 }
 
-/// How many bytes of an image its header may take, which the first few bytes say.
+/// Returns the maximum length of the header, from the first few bytes of an image.
 pub(super) fn bytes_of(start: &[u8]) -> Result<usize, HeaderError> {
     if !start.starts_with(MAGIC) {
         return damaged("it does not begin like a qcow2 image");
@@ -126,7 +126,7 @@ pub(super) fn bytes_of(start: &[u8]) -> Result<usize, HeaderError> {
 }
 
 impl Header {
-    /// Parses the first cluster of an image, or as much of it as there is, in a file of `file_bytes`.
+    /// Parses the first cluster of an image, or the available part of it, in a file of `file_bytes`.
     pub(super) fn parse(start: &[u8], file_bytes: u64) -> Result<Self, HeaderError> {
         let room = bytes_of(start)?;
         let start = &start[..start.len().min(room)];
@@ -145,7 +145,7 @@ impl Header {
             return damaged(format!("its reference counts have 2^{refcount_order} bits; 64 are the most"));
         }
         let extensions = Extensions::parse(start, length, fields.u64(8))?;
-        // Encryption is reported first: it is the most likely reason why an image cannot be served.
+        // Encryption is reported first: it is the most likely reason for a refusal.
         match fields.u32(32) {
             0 if extensions.encryption => {
                 return Err(HeaderError::Unsupported(Unsupported::Encrypted("an unknown method")));
@@ -194,7 +194,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The tables lie at whole clusters within the file, and have the sizes that they may have.
+    /// Checks that the tables are at cluster boundaries within the file, and have valid sizes.
     fn check_tables(&self, file_bytes: u64) -> Result<(), HeaderError> {
         let lies = |what: &str, offset: u64, bytes: u64| {
             let end = offset.checked_add(bytes).filter(|end| *end <= file_bytes);
@@ -255,7 +255,7 @@ fn backing(
     }
 }
 
-/// What the extensions of a header say that matters here.
+/// The relevant extensions of a header.
 #[derive(Default)]
 struct Extensions {
     backing_format: Option<String>,
@@ -265,7 +265,7 @@ struct Extensions {
 }
 
 impl Extensions {
-    /// They begin after the header, also in version 2, and end with the cluster or where the backing file's name begins.
+    /// They begin after the header, in version 2, too, and end with the cluster or at the backing file's name.
     fn parse(start: &[u8], mut at: usize, backing_offset: u64) -> Result<Self, HeaderError> {
         let end = match usize::try_from(backing_offset) {
             Ok(offset) if offset > 0 => offset.min(start.len()),
@@ -297,7 +297,7 @@ impl Extensions {
         Ok(found)
     }
 
-    /// What an incompatible feature is called.
+    /// Returns the name of an incompatible feature.
     fn feature(&self, bit: u32) -> String {
         let mut entries = self.features.chunks_exact(FEATURE_BYTES);
         match entries.find(|entry| entry[0] == 0 && u32::from(entry[1]) == bit) {

@@ -40,32 +40,32 @@ impl BackingImage {
     }
 }
 
-/// The tables that are in memory. They equal those in the file: a change is written to the file at once.
+/// The tables in memory. They equal those in the file: every change is written to the file at once.
 #[derive(Default)]
 pub(super) struct Tables {
     pub l1: Vec<u64>,
     pub l1_offset: u64,
-    /// Empty for images that are opened to be read only.
+    /// Empty for read-only images.
     pub refcounts: Vec<u64>,
     pub refcounts_offset: u64,
     /// No cluster before this one is free.
     pub first_free: u64,
-    /// Clusters that tables occupy. Data are never written there, even if an L2 entry refers to one or its count is 0.
+    /// Clusters with tables. Data are never written there, even if an L2 entry refers to one or its count is 0.
     pub occupied: HashSet<u64>,
-    /// Clusters without a reference. After a power failure they may have one again, until the next flush.
+    /// Clusters without a reference. Until the next flush, a power failure may restore the reference.
     pub unreferenced: Vec<Range<u64>>,
     /// Clusters that are durably counted, for later writes.
     pub reserved: VecDeque<NewCluster>,
-    /// How many clusters to reserve the next time.
+    /// The number of clusters to reserve next time.
     pub reserve: usize,
     pub autoclear: u64,
 }
 
-/// An image that is open, with what is below it.
+/// An open image, with its backing files.
 ///
-/// Reads, and writes to clusters that exist, hold `tables` shared; a change of a table holds them exclusively. A write that
-/// needs new clusters allocates them, fills them without holding `tables`, and then has the tables refer to them. Meanwhile
-/// it holds its clusters in `changes`, so no other request changes them.
+/// Reads, and writes to existing clusters, hold `tables` shared; a change of a table holds them exclusively. A write
+/// that needs new clusters allocates them, fills them without holding `tables`, and then links them in the tables.
+/// Meanwhile it holds its clusters in `changes`, so no other request changes them.
 pub(super) struct Image {
     pub file: ImageFile,
     pub shape: Shape,
@@ -77,11 +77,11 @@ pub(super) struct Image {
     pub below: Option<BackingImage>,
     /// Set before the first change of the image.
     pub changed: AtomicBool,
-    /// The compressed cluster that was read last, and where it is.
+    /// The compressed cluster that was read last, and its offset.
     decompressed: Mutex<Option<(u64, Vec<u8>)>>,
 }
 
-/// Where a range of the disk is.
+/// The source of a range of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     /// At this place of the file.
@@ -102,7 +102,7 @@ struct Piece {
 }
 
 impl Piece {
-    /// Appends to pieces; what continues the last one becomes part of it.
+    /// Appends to pieces; merges a piece that continues the last one.
     fn push(self, pieces: &mut Vec<Self>) {
         if let Some(last) = pieces.last_mut() {
             let continues = match (last.source, self.source) {
@@ -192,7 +192,7 @@ impl Image {
         }
     }
 
-    /// Reads a range of the disk; past its end are zeros.
+    /// Reads a range of the disk; past its end it reads zeros.
     pub(super) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         let tables = self.shared();
         let clusters = self.clusters(offset, bytes.len() as u64);
@@ -200,13 +200,13 @@ impl Image {
         self.read_entries(&entries, clusters.start, bytes, offset)
     }
 
-    /// The clusters that a range touches.
+    /// Returns the clusters that a range touches.
     pub(super) fn clusters(&self, offset: u64, bytes: u64) -> Range<u64> {
         let end = offset.saturating_add(bytes);
         offset >> self.shape.cluster_bits..end.div_ceil(self.shape.cluster_bytes())
     }
 
-    /// Reads a range of the disk whose clusters, from `first` on, have these entries.
+    /// Reads a range of the disk whose clusters, from `first`, have these entries.
     pub(super) fn read_entries(&self, entries: &[Entry], first: u64, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         let mut pieces = Vec::new();
         let end = offset.saturating_add(bytes.len() as u64);
@@ -238,7 +238,7 @@ impl Image {
         Ok(())
     }
 
-    /// Where a byte of the disk is, whose cluster has this entry, and up to which byte that is so.
+    /// Returns the source of a byte of the disk in a cluster with this entry, and the end of that source.
     fn source(&self, entry: &Entry, at: u64) -> (Source, u64) {
         let in_cluster = at % self.shape.cluster_bytes();
         let cluster_end = at - in_cluster + self.shape.cluster_bytes();
@@ -276,7 +276,7 @@ impl Image {
 }
 
 impl Tables {
-    /// Finds what tables occupy, all of which must lie within the file.
+    /// Finds the clusters of tables, all of which must be within the file.
     fn occupy(&mut self, shape: Shape, header: &Header, file_bytes: u64) -> io::Result<()> {
         self.occupied.insert(0);
         self.occupy_range(shape, header.l1_offset, u64::from(header.l1_entries) * 8);
@@ -300,7 +300,7 @@ impl Tables {
         self.occupied.extend(first..first + bytes.div_ceil(shape.cluster_bytes()));
     }
 
-    /// Whether a cluster's L2 table belongs to no snapshot.
+    /// Returns whether no snapshot shares a cluster's L2 table.
     pub(super) fn l2_is_own(&self, index: usize) -> bool {
         self.l1.get(index).is_some_and(|entry| entry & COPIED != 0)
     }

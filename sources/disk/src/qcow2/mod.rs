@@ -1,12 +1,12 @@
 //! QEMU's images, versions 2 and 3 of the format qcow2.
 //!
-//! Served are: clusters of all sizes, reference counts of all widths, extended L2 entries, compressed clusters of both kinds (which are
-//! written elsewhere, without compression), internal snapshots (which stay as they are), and backing files. Refused, before the
-//! image is opened for writing, are encryption, a separate data file, features that are not known, and images that need a check.
+//! Supported are clusters of all sizes, reference counts of all widths, extended L2 entries, compressed clusters of
+//! both kinds (rewritten without compression), internal snapshots (read-only), and backing files. Refused before the
+//! image is opened for writing are encryption, an external data file, unknown features, and images that need a check.
 //!
-//! Calls may wait for the file, so exports make them on threads of their own ([`DiskFeatures::slow`]). No extents are answered: the guest
-//! could discard a cluster while a transfer to it is under way, and the transfer would hit what the cluster
-//! holds by then, which may be the image's own tables.
+//! Calls may wait for the file, so exports run them on other threads ([`DiskFeatures::slow`]). They return no extents:
+//! the guest could discard a cluster during a transfer to it, which would then overwrite the cluster's new contents,
+//! possibly a table of the image.
 
 mod compressed;
 mod file;
@@ -37,13 +37,13 @@ use self::image::{BackingImage, Image};
 use self::write::Zeroing;
 use crate::{Cache, Error, Options, lock, sys};
 
-/// A chain of images that is longer than this is most likely a loop.
+/// The maximum length of a chain of images; a longer one is most likely a loop.
 const CHAIN_MAX: usize = 32;
 
 /// The smallest disk.
 const SECTOR_BYTES: u64 = 512;
 
-/// As much of a file as says how long its header is.
+/// The number of bytes that contain the header's length.
 const START_BYTES: usize = 512;
 
 /// An image as a disk.
@@ -51,17 +51,17 @@ pub(crate) struct Qcow2Disk {
     image: Image,
     features: DiskFeatures,
     serial: String,
-    /// How many requests have failed for what the image holds.
+    /// The number of requests that failed because of the image's contents.
     faults: AtomicU64,
 }
 
-/// Checks the header of an image that has been opened to be read only, so that what is refused is never opened for writing.
+/// Checks the header of an image that is open read-only, so that a refused image is never opened for writing.
 pub(crate) fn check(file: &File, path: &Path, writes: bool) -> std::result::Result<(), Error> {
     read_header(file, path, writes).map(drop)
 }
 
 impl Qcow2Disk {
-    /// Takes over a file that is open and locked.
+    /// Wraps an open and locked file.
     pub(crate) fn new(file: File, path: &Path, options: &Options) -> std::result::Result<Self, Error> {
         let opening =
             Opening { backing_dir: options.backing_dir.as_deref(), direct: options.cache == Some(Cache::None) };
@@ -79,7 +79,7 @@ impl Qcow2Disk {
         Ok(Self { image, features, serial: options.serial_of(path), faults: AtomicU64::new(0) })
     }
 
-    /// Says what is wrong with the image, ever more rarely: the guest can ask again as often as it likes.
+    /// Logs what is wrong with the image, with increasing intervals: the guest can repeat requests without limit.
     fn errno(&self, error: io::Error) -> Errno {
         Errno::from_io_error(&error).unwrap_or_else(|| {
             let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
@@ -94,8 +94,8 @@ impl Qcow2Disk {
         if self.features.read_only { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    /// A change is in the file when its request ends, so the next server finds it if this one is killed. With `durable` it
-    /// survives a power failure, too.
+    /// Ends a change. It is in the file when its request ends, so a killed server's successor finds it. With `durable`
+    /// it also survives a power failure.
     fn end_change(&self, durable: bool) -> Result<()> {
         if durable { self.image.flush().map_err(|error| self.errno(error)) } else { Ok(()) }
     }
@@ -166,12 +166,12 @@ impl Disk for Qcow2Disk {
 
 impl Drop for Qcow2Disk {
     fn drop(&mut self) {
-        // A process that has forked may drop an image that only the other one serves: it must not touch it.
+        // A forked process may drop an image that only the other process serves: it must not change it.
         if !self.image.changed.load(Ordering::Acquire) {
             return;
         }
         if let Err(error) = Disk::flush(self) {
-            tracing::error!("{}: what was written last may be lost: {error}", self.serial);
+            tracing::error!("{}: the last writes may be lost: {error}", self.serial);
         }
     }
 }
@@ -192,7 +192,7 @@ fn read_header(file: &File, path: &Path, writes: bool) -> std::result::Result<He
     }
 }
 
-/// A word of a shell's command.
+/// Quotes a word of a shell command.
 fn quoted(path: &Path) -> String {
     let text = path.to_string_lossy();
     let is_plain = |char: char| char.is_ascii_alphanumeric() || "/._-+=:@%".contains(char);
@@ -221,7 +221,7 @@ fn error_of(fault: HeaderError, path: &Path) -> Error {
             (format!("is encrypted ({method}), which is not served"), format!("decrypt a copy of it: {command}"))
         }
         Unsupported::DataFile(name) => {
-            (format!("has its data in another file, {name:?}, which is not served"), convert)
+            (format!("has its data in another file, {name:?}, which is not supported"), convert)
         }
         Unsupported::Feature(what) => (format!("{what}, which is not known here"), convert),
         Unsupported::NeedsCheck(why) => {
@@ -231,14 +231,14 @@ fn error_of(fault: HeaderError, path: &Path) -> Error {
     Error::Unsupported { path: path.into(), what, advice }
 }
 
-/// What applies to an image and all images below it.
+/// Parameters of an image and all its backing files.
 struct Opening<'a> {
     backing_dir: Option<&'a Path>,
     direct: bool,
 }
 
 impl Opening<'_> {
-    /// Opens an image and what is below it.
+    /// Opens an image and its backing files.
     fn image(&self, file: File, path: &Path, writes: bool, depth: usize) -> std::result::Result<Image, Error> {
         let header = read_header(&file, path, writes)?;
         let below = header.backing.as_ref().map(|backing| self.below(backing, path, depth)).transpose()?;
@@ -273,7 +273,7 @@ impl Opening<'_> {
         }
     }
 
-    /// Opens a backing file, if it lies where such files may.
+    /// Opens a backing file, if its directory allows that.
     fn backing(&self, image: &Path, name: &Path) -> std::result::Result<(File, PathBuf), Error> {
         let refused = |why: &str| Error::Refused {
             path: image.into(),
@@ -295,7 +295,7 @@ impl Opening<'_> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let directory =
             rustix::fs::open(&allowed, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-        // The path has just been resolved: a symbolic link in it now was put there since.
+        // The path was just resolved: a symbolic link in it now was created since.
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         let fd = rustix::fs::openat2(&directory, below, flags, Mode::empty(), resolve).map_err(failed)?;
         let found = rustix::fs::fstat(&fd).map_err(failed)?;

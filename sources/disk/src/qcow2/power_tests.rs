@@ -1,4 +1,4 @@
-//! What a power failure leaves of an image: any of the writes since the last `fdatasync`.
+//! The states of an image after a power failure, which keeps any of the writes since the last `fdatasync`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -19,7 +19,7 @@ const BELOW: usize = BYTES / 2 + 4096;
 const REQUESTS: usize = 50;
 const FAILURES: usize = 100;
 
-/// Numbers that look random, the same ones for the same seed (xorshift64).
+/// A pseudorandom sequence (xorshift64).
 struct Random(u64);
 
 impl Random {
@@ -31,10 +31,10 @@ impl Random {
     }
 }
 
-/// A request, and which events were its own.
+/// A request and its events.
 struct Step {
     events: Range<usize>,
-    /// What it made of which sectors; `None`: a flush.
+    /// The value that it wrote to sectors; `None`: a flush.
     made: Option<(Range<usize>, u8)>,
 }
 
@@ -47,7 +47,7 @@ fn events(image: &Image) -> usize {
     image.file.log.lock().expect("a log").len()
 }
 
-/// Random requests; each writes another byte.
+/// Runs random requests; each writes another byte.
 fn work(image: &Image, random: &mut Random) -> Vec<Step> {
     let mut steps = Vec::new();
     for number in 0..REQUESTS {
@@ -76,7 +76,7 @@ fn work(image: &Image, random: &mut Random) -> Vec<Step> {
     steps
 }
 
-/// The file as it may be after a power failure before the event `end`.
+/// Returns a possible file after a power failure before the event `end`.
 fn failed(mut bytes: Vec<u8>, log: &[Event], end: usize, random: &mut Random) -> Vec<u8> {
     let synced = log[..end].iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
     for (number, event) in log[..end].iter().enumerate() {
@@ -85,7 +85,7 @@ fn failed(mut bytes: Vec<u8>, log: &[Event], end: usize, random: &mut Random) ->
         if number >= synced && random.below(3) == 0 {
             continue;
         }
-        // Of what is not durable some sectors may be lost, but none is torn.
+        // Sectors that are not durable may be lost, but not torn.
         let is_torn = number >= synced && random.below(3) == 0;
         bytes.resize(bytes.len().max(offset + data.len()), 0);
         let mut at = 0;
@@ -101,7 +101,7 @@ fn failed(mut bytes: Vec<u8>, log: &[Event], end: usize, random: &mut Random) ->
     bytes
 }
 
-/// What each sector may hold after a power failure before the event `end`.
+/// Returns the possible values of each sector after a power failure before the event `end`.
 fn allowed(initial: &[u8], steps: &[Step], end: usize) -> Vec<Vec<u8>> {
     let flushed = steps.iter().rposition(|step| step.made.is_none() && step.events.end <= end).unwrap_or(0);
     let mut allowed: Vec<Vec<u8>> = initial.iter().map(|byte| vec![*byte]).collect();
@@ -117,7 +117,7 @@ fn allowed(initial: &[u8], steps: &[Step], end: usize) -> Vec<Vec<u8>> {
     allowed
 }
 
-/// Every cluster that is used is counted at least as often.
+/// Checks that every used cluster is counted at least as often.
 fn check_counts(image: &Image, file: &[u8]) {
     let bits = image.shape.cluster_bits;
     let tables = image.shared();
@@ -141,7 +141,7 @@ fn check_counts(image: &Image, file: &[u8]) {
 }
 
 #[test]
-fn a_power_failure_loses_only_what_no_flush_has_kept() {
+fn a_power_failure_loses_only_unflushed_writes() {
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
     let path = folder.path().join("image");
     let mut below = vec![0xee; BELOW];
@@ -169,7 +169,7 @@ fn a_power_failure_loses_only_what_no_flush_has_kept() {
             let allowed = allowed(&initial, &steps, end);
             for (sector, bytes) in found.chunks(SECTOR).enumerate() {
                 let is_one = allowed[sector].iter().any(|byte| bytes.iter().all(|found| found == byte));
-                // A write that was not flushed may have been to a cluster with other bytes of this disk.
+                // An unflushed write may have gone to a cluster with other bytes of this disk.
                 let is_lost = allowed[sector].len() > 1;
                 assert!(
                     is_one || is_lost,

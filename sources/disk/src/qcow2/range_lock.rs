@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Keeps changes of the same clusters apart. There are as many ranges as threads that change the image, so a list will do.
+/// Serializes changes of the same clusters. There are as many ranges as threads that change the image, so a list is
+/// enough.
 #[derive(Default)]
 pub(super) struct RangeLock {
     held: Mutex<Vec<Range<u64>>>,
@@ -17,7 +18,7 @@ pub(super) struct LockedRange<'a> {
 }
 
 impl RangeLock {
-    /// Waits until no other holder has a part of the range.
+    /// Waits until no other holder overlaps the range.
     pub(super) fn take(&self, range: Range<u64>) -> LockedRange<'_> {
         let mut held = self.held();
         while held.iter().any(|other| other.start < range.end && range.start < other.end) {

@@ -1,8 +1,8 @@
-//! Reference counts: which clusters of the file are in use.
+//! Reference counts of the clusters of the file.
 //!
-//! A power failure may keep any of the writes since the last `fdatasync`, and lose the others. So the count of a cluster is
-//! durable before a table refers to the cluster, and a cluster is freed only when the removal of the last reference is
-//! durable. A failure in between leaves clusters that are counted and not used, which is harmless.
+//! A power failure may keep any of the writes since the last `fdatasync`, and lose the others. So the count of a
+//! cluster is durable before a table refers to the cluster, and a cluster is freed only when the removal of its last
+//! reference is durable. A failure in between leaves counted but unused clusters, which is harmless.
 
 use std::io;
 use std::ops::Range;
@@ -16,33 +16,33 @@ use super::shape::{OFFSET, damaged};
 /// Counts are read in pieces of at most 2^12 bytes.
 const PIECE_BITS: u32 = 12;
 
-/// Where a header has the offset and then the clusters of the refcount table.
+/// The offset of the refcount table's location in a header: offset, then clusters.
 const HEADER_REFCOUNT_TABLE: u64 = 48;
 
-/// When so many ranges wait to be freed, the image is flushed.
+/// The number of ranges waiting to be freed at which the image is flushed.
 const UNREFERENCED_MAX: usize = 1024;
 
-/// The most bytes that are reserved. A server that is killed leaves them counted and not used.
+/// The maximum number of reserved bytes. A killed server leaves them counted and unused.
 const RESERVED_BYTES_MAX: u64 = 16 << 20;
 
-/// A cluster that no table refers to yet.
+/// A cluster without a reference from a table yet.
 #[derive(Clone, Copy)]
 pub(super) struct NewCluster {
     pub offset: u64,
-    /// It was past the end of the file when it was allocated: it is zeros.
+    /// It was past the end of the file when it was allocated, so it is zeros.
     pub is_fresh: bool,
 }
 
 /// Clusters for a request.
 pub(super) struct NewClusters {
     pub clusters: Vec<NewCluster>,
-    /// To be reserved once they are durably counted.
+    /// Clusters to reserve once they are durably counted.
     pub spare: Vec<NewCluster>,
     /// Whether all of `clusters` are durably counted.
     pub are_counted: bool,
 }
 
-/// Counts of 1 to 64 bits in a piece of a refcount block.
+/// Counts of 1 to 64 bits in a part of a refcount block.
 struct Counts {
     bytes: Vec<u8>,
     order: u32,
@@ -80,7 +80,7 @@ impl Counts {
 }
 
 impl Tables {
-    /// Notes that clusters hold no table any more and have no reference.
+    /// Records that clusters no longer hold a table and have no reference.
     pub(super) fn unreference_table(&mut self, clusters: Range<u64>) {
         for cluster in clusters.clone() {
             self.occupied.remove(&cluster);
@@ -88,7 +88,7 @@ impl Tables {
         self.unreference(clusters);
     }
 
-    /// Notes that clusters have no reference any more. The next flush frees them.
+    /// Records that clusters have no reference. The next flush frees them.
     pub(super) fn unreference(&mut self, clusters: Range<u64>) {
         match self.unreferenced.last_mut() {
             Some(last) if last.end == clusters.start => last.end = clusters.end,
@@ -98,7 +98,7 @@ impl Tables {
 }
 
 impl Image {
-    /// Allocates clusters, for data or L2 tables; returns where they are in the file.
+    /// Allocates clusters, for data or L2 tables; returns their offsets.
     pub(super) fn allocate(&self, tables: &mut Tables, count: usize) -> io::Result<Vec<u64>> {
         let mut found = Vec::with_capacity(count);
         while found.len() < count {
@@ -110,8 +110,8 @@ impl Image {
         Ok(found)
     }
 
-    /// Takes clusters for data from those that are reserved, or allocates them, and more to be reserved: each time
-    /// twice as many, until a flush ends the series.
+    /// Takes clusters for data from the reserved ones, or allocates them and more to reserve: twice as many each time,
+    /// until a flush.
     pub(super) fn take_clusters(&self, tables: &mut Tables, count: usize) -> io::Result<NewClusters> {
         let reserved = tables.reserved.len().min(count);
         let mut clusters: Vec<NewCluster> = tables.reserved.drain(..reserved).collect();
@@ -122,7 +122,7 @@ impl Image {
         let file_bytes = self.file.bytes()?;
         let most = usize::try_from(RESERVED_BYTES_MAX >> self.shape.cluster_bits).unwrap_or(usize::MAX);
         let extra = tables.reserve.min(most);
-        // If there is too little room to reserve some, there may be enough for the request.
+        // If there is no room to reserve more, there may be enough for the request.
         let offsets = match self.allocate(tables, missing + extra) {
             Err(_) if extra > 0 => self.allocate(tables, missing),
             outcome => outcome,
@@ -140,7 +140,7 @@ impl Image {
         Ok(NewClusters { clusters, spare, are_counted: false })
     }
 
-    /// Returns clusters to which no table has referred yet.
+    /// Returns clusters without references to the free ones.
     pub(super) fn give_back(&self, tables: &mut Tables, offsets: impl IntoIterator<Item = u64>) {
         for offset in offsets {
             let cluster = offset >> self.shape.cluster_bits;
@@ -148,7 +148,7 @@ impl Image {
         }
     }
 
-    /// Allocates what is free in one piece of a refcount block.
+    /// Allocates free clusters of one part of a refcount block.
     fn allocate_in_piece(&self, tables: &mut Tables, count: usize, found: &mut Vec<u64>) -> io::Result<()> {
         let order = self.shape.refcount_order;
         let piece_bits = PIECE_BITS.min(self.shape.cluster_bits) + 3 - order;
@@ -182,7 +182,7 @@ impl Image {
         Ok(())
     }
 
-    /// Returns where a refcount block is; makes it if there is none.
+    /// Returns the offset of a refcount block; creates it if necessary.
     fn block(&self, tables: &mut Tables, index: u64) -> io::Result<u64> {
         let slot = usize::try_from(index).unwrap_or(usize::MAX);
         if slot >= tables.refcounts.len() {
@@ -195,14 +195,14 @@ impl Image {
         }
     }
 
-    /// Returns how many blocks it takes to count some clusters and those blocks.
+    /// Returns the number of blocks that count some clusters and those blocks.
     fn blocks_for(&self, clusters: u64) -> u64 {
         let per_block = 1u64 << self.shape.refcount_bits();
         clusters.div_ceil(per_block - 1).max(1)
     }
 
-    /// Makes the refcount block of a slot, and the following ones as far as needed. They lie within what they count, after
-    /// `clusters` clusters, which are allocated as well.
+    /// Creates the refcount block of a slot, and following ones as far as needed. They are among the clusters that they
+    /// count, after `clusters` clusters, which are allocated as well.
     fn append_blocks(&self, tables: &mut Tables, slot: usize, clusters: u64) -> io::Result<()> {
         let blocks = self.write_blocks(tables, slot, clusters)?;
         // The table's entries must not become durable before the blocks that they refer to.
@@ -213,7 +213,7 @@ impl Image {
         Ok(())
     }
 
-    /// Writes the blocks for [`Self::append_blocks`]; returns where they are.
+    /// Writes the blocks for [`Self::append_blocks`]; returns their offset.
     fn write_blocks(&self, tables: &mut Tables, slot: usize, clusters: u64) -> io::Result<Vec<u64>> {
         let first = (slot as u64) << self.shape.refcount_bits();
         let count = self.blocks_for(clusters);
@@ -240,11 +240,11 @@ impl Image {
         tables.refcounts.iter().rposition(|offset| *offset != 0).map_or(0, |slot| slot + 1)
     }
 
-    /// Moves the refcount table to a larger place, followed by the blocks that count it.
+    /// Moves the refcount table to a larger area, followed by the blocks that count it.
     fn grow_refcount_table(&self, tables: &mut Tables, entries_min: usize) -> io::Result<()> {
         let slot = Self::unused_slot(tables);
         let mut entries = entries_min.max(tables.refcounts.len() * 2) as u64;
-        // Room for the blocks that count the table itself.
+        // Entries for the blocks that count the table itself.
         entries += self.blocks_for((entries * 8) >> self.shape.cluster_bits) + 1;
         let bytes = (entries * 8).next_multiple_of(self.shape.cluster_bytes());
         if bytes > REFCOUNT_TABLE_BYTES_MAX {
@@ -292,7 +292,7 @@ impl Image {
         Ok((slot as u64) << self.shape.refcount_bits())
     }
 
-    /// Makes what was written durable, and then frees the clusters without a reference.
+    /// Makes earlier writes durable, and then frees the clusters without a reference.
     pub(super) fn flush(&self) -> io::Result<()> {
         let unreferenced = self.take_unreferenced();
         self.file.sync()?;
@@ -317,7 +317,7 @@ impl Image {
         outcome
     }
 
-    /// Takes the clusters without a reference, and those that are reserved.
+    /// Takes the clusters without a reference, and the reserved ones.
     fn take_unreferenced(&self) -> Vec<Range<u64>> {
         let tables = self.shared();
         if tables.unreferenced.is_empty() && tables.reserved.is_empty() {
@@ -355,7 +355,7 @@ impl Image {
         let place = block + (in_block << order >> 3);
         let mut counts = Counts { bytes: vec![0; bytes], order };
         self.file.read_table(&mut counts.bytes, place)?;
-        // Of counts of less than a byte, that byte was read.
+        // Counts of less than a byte share the byte that was read.
         let index = if order < 3 { usize::try_from(in_block).unwrap_or_default() % (8 >> order) } else { 0 };
         let count = counts.get(index);
         if count == 0 || tables.occupied.contains(&cluster) {

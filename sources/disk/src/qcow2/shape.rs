@@ -1,14 +1,14 @@
-//! The units of an image, and how its tables' entries are read and written.
+//! The units of an image, and the encoding of its tables' entries.
 
 use std::io;
 use std::ops::RangeInclusive;
 
-/// Set in an entry of an L1 or L2 table that is the only one that refers to its cluster, which may then be changed.
+/// Set in an L1 or L2 entry with the only reference to its cluster, which may then be changed in place.
 pub(super) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// In standard entries of version 3: all of the cluster is zeros.
+/// In standard entries of version 3: the whole cluster is zeros.
 const ZERO: u64 = 1;
-/// Where an entry of an L1 or L2 table has its offset.
+/// The bits of the offset in an L1 or L2 entry.
 pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// Compressed data are addressed in sectors.
@@ -21,7 +21,7 @@ pub(super) enum Compression {
     Zstd,
 }
 
-/// The units of an image, which do not change.
+/// The constant units of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub version: u32,
@@ -33,7 +33,7 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Clusters have 512 bytes to 2 MiB.
+    /// log2 of the cluster sizes: 512 bytes to 2 MiB.
     pub(super) const CLUSTER_BITS: RangeInclusive<u32> = 9..=21;
 
     pub(super) fn cluster_bytes(self) -> u64 {
@@ -50,7 +50,7 @@ impl Shape {
         offset.is_multiple_of(self.cluster_bytes())
     }
 
-    /// A cluster is allocated and zeroed in units of so many bytes: all of it, or a 32nd.
+    /// Returns the unit of allocation and zeroing in bytes: a cluster, or a 32nd of one.
     pub(super) fn subcluster_bytes(self) -> u64 {
         self.cluster_bytes() / u64::from(self.subclusters())
     }
@@ -68,7 +68,7 @@ impl Shape {
         if self.extended { 16 } else { 8 }
     }
 
-    /// An L2 table has 2 to the power of this many entries.
+    /// Returns log2 of the number of entries in an L2 table.
     pub(super) fn l2_bits(self) -> u32 {
         self.cluster_bits - if self.extended { 4 } else { 3 }
     }
@@ -77,7 +77,7 @@ impl Shape {
         bytes.div_ceil(self.cluster_bytes()).div_ceil(1 << self.l2_bits())
     }
 
-    /// A refcount block has 2 to the power of this many counts.
+    /// Returns log2 of the number of counts in a refcount block.
     pub(super) fn refcount_bits(self) -> u32 {
         self.cluster_bits + 3 - self.refcount_order
     }
@@ -90,12 +90,12 @@ pub(super) enum ClusterLocation {
     None,
     /// A cluster of the file, which may be changed if nothing else refers to it.
     Cluster { offset: u64, copied: bool },
-    /// Compressed bytes, which end at a sector's end.
+    /// Compressed bytes, which end at the end of a sector.
     Compressed { offset: u64, bytes: u64 },
 }
 
-/// An entry of an L2 table: where a cluster is, and what each of its subclusters is. A subcluster that is neither
-/// allocated nor zero is as the image below has it.
+/// An L2 entry: the location of a cluster, and the state of each subcluster. A subcluster that is neither allocated nor
+/// zero has the data of the backing file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     pub place: ClusterLocation,
@@ -103,7 +103,7 @@ pub(super) struct Entry {
     pub zero: u32,
 }
 
-/// An error about what the image holds.
+/// Returns the error for invalid contents of an image.
 pub(super) fn damaged(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
@@ -144,7 +144,7 @@ impl Entry {
         Ok(Self { place, allocated, zero })
     }
 
-    /// Writes an entry, whose data are not compressed: nothing here compresses.
+    /// Encodes an entry without compression: new data are never compressed.
     pub(super) fn encode(self, shape: Shape, out: &mut Vec<u8>) {
         let first = match self.place {
             ClusterLocation::Cluster { offset, copied } => offset | if copied { COPIED } else { 0 },
@@ -158,7 +158,7 @@ impl Entry {
         }
     }
 
-    /// The cluster that belongs to this entry alone.
+    /// Returns the cluster that belongs to this entry only.
     pub(super) fn own(&self) -> Option<u64> {
         match self.place {
             ClusterLocation::Cluster { offset, copied: true } => Some(offset),

@@ -10,7 +10,7 @@ use crate::{Format, Options, open};
 
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
-/// Where an image has its tables; a cluster for each.
+/// The locations of an image's tables; one cluster each.
 const REFCOUNT_TABLE: u64 = CLUSTER;
 const REFCOUNT_BLOCK: u64 = 2 * CLUSTER;
 const L1: u64 = 3 * CLUSTER;
@@ -28,7 +28,7 @@ fn at(offset: u64, bytes: u64) -> BlockRange {
     BlockRange { offset, bytes, alignment: 1 }
 }
 
-/// An image whose only L2 table begins with an entry.
+/// Returns an image whose only L2 table begins with this entry.
 fn with_entry(folder: &TempDir, entry: u64) -> std::path::PathBuf {
     let path = folder.path().join("image");
     let _ = fs::remove_file(&path);
@@ -41,7 +41,7 @@ fn with_entry(folder: &TempDir, entry: u64) -> std::path::PathBuf {
 }
 
 #[test]
-fn hostile_headers_are_refused_and_nothing_is_changed() {
+fn hostile_headers_are_refused_and_images_stay_unchanged() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("image");
     let word = |number: u32| number.to_be_bytes().to_vec();
@@ -120,9 +120,9 @@ fn create_short(path: &Path, bytes: u64) {
     File::options().write(true).open(path).and_then(|file| file.set_len(bytes)).expect("a shorter file");
 }
 
-/// Entries that point to where they must not: requests fail, and tables are not written as data.
+/// Entries with invalid targets: requests fail, and tables are not overwritten with data.
 #[test]
-fn hostile_entries_fail_requests_and_spare_the_tables() {
+fn hostile_entries_fail_requests_without_changing_tables() {
     let folder = tempfile::tempdir().expect("a folder");
     let own = 1 << 63;
     for (entry, reads) in [
@@ -167,9 +167,9 @@ fn data_past_the_end_of_the_file_are_zeros() {
     assert!(out.iter().all(|byte| *byte == 0) && out.len() as u64 == CLUSTER);
 }
 
-/// A table that is counted as free is not given away.
+/// A table that is counted as free is not allocated.
 #[test]
-fn wrong_reference_counts_do_not_give_tables_away() {
+fn tables_with_wrong_reference_counts_are_not_allocated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = with_entry(&folder, 0);
     patch(&path, &[0; 10], REFCOUNT_BLOCK);

@@ -10,28 +10,28 @@ use super::image::{Image, Tables};
 use super::refcounts::NewCluster;
 use super::shape::{COPIED, ClusterLocation, Entry, OFFSET, damaged};
 
-/// Where a header has the size, the L1 table's entries and offset, and the autoclear features.
+/// The offsets of the size, the L1 table's entries and offset, and the autoclear features in a header.
 const HEADER_BYTES: u64 = 24;
 const HEADER_L1: u64 = 36;
 const HEADER_AUTOCLEAR: u64 = 88;
 
-/// QEMU's limit of an L1 table.
+/// QEMU's limit of L1 entries.
 const L1_ENTRIES_MAX: u64 = (32 << 20) / 8;
 
-/// Zeros written at once where no flag in a table makes them.
+/// The number of zero bytes per write where no table flag can represent them.
 const ZEROS_BYTES: u64 = 1 << 20;
 
 /// A cluster that a write allocates or fills.
 #[derive(Clone, Copy)]
 struct Change {
     before: Entry,
-    /// Where the cluster is after the write.
+    /// The offset of the cluster after the write.
     host: u64,
-    /// The cluster was past the end of the file, where everything is zeros.
+    /// The cluster was past the end of the file, so it is zeros.
     is_fresh: bool,
 }
 
-/// What a write of clusters needs.
+/// The allocations for a write of clusters.
 struct Prepared {
     changes: Vec<Change>,
     spare: Vec<NewCluster>,
@@ -41,7 +41,7 @@ struct Prepared {
 /// Clusters that have been written.
 struct Filled {
     entries: Vec<Entry>,
-    /// Something besides the request's data was written. A power failure must not keep the entry and lose that.
+    /// More than the request's data was written, so the data must be durable before the entry.
     has_more_than_data: bool,
 }
 
@@ -57,14 +57,14 @@ pub(super) enum Zeroing {
 }
 
 impl Image {
-    /// To be called before anything is changed.
+    /// Called before the first change.
     fn begin_change(&self) -> io::Result<()> {
         if self.changed.load(Ordering::Acquire) {
             return Ok(());
         }
         let mut tables = self.alone();
         if tables.autoclear != 0 {
-            // A program that does not know these features clears them before it writes: it does not update bitmaps, for one.
+            // As the specification requires of programs that do not support these features (such as bitmaps).
             self.file.write_table(&[0; 8], HEADER_AUTOCLEAR)?;
             self.file.sync()?;
             tables.autoclear = 0;
@@ -83,7 +83,7 @@ impl Image {
         let held = self.changes.take(clusters.clone());
         let Prepared { changes, spare, are_counted } = self.prepare(clusters.clone())?;
         let filled = self.fill_all(clusters.start, &changes, data, offset);
-        // After a power failure, too, a cluster that a table refers to is filled and counted.
+        // A cluster must be filled and counted before a table refers to it, even after a power failure.
         let filled = filled.and_then(|filled| {
             if !are_counted || filled.has_more_than_data {
                 self.file.sync()?;
@@ -95,7 +95,7 @@ impl Image {
         match filled {
             Ok(entries) => {
                 tables.reserved.extend(spare);
-                // If this fails, it is unknown which of the clusters a table refers to, so none is freed.
+                // If this fails, it is unknown which clusters a table refers to, so none is freed.
                 self.store(&tables, clusters.start, &entries)?;
                 moved.for_each(|change| self.unreference_place(&mut tables, change.before.place));
             }
@@ -118,7 +118,7 @@ impl Image {
         Ok(filled)
     }
 
-    /// Writes to clusters that are allocated; returns `false` if not all of them are.
+    /// Writes to allocated clusters; returns `false` if not all are.
     fn write_in_place(&self, data: &[u8], offset: u64, clusters: Range<u64>) -> io::Result<bool> {
         let tables = self.shared();
         let entries = self.entries(&tables, clusters.clone())?;
@@ -145,14 +145,14 @@ impl Image {
         Ok(true)
     }
 
-    /// The bytes of a cluster that data at an offset of the disk are for.
+    /// Returns the bytes of a cluster that data at an offset of the disk cover.
     fn part(&self, cluster: u64, data: &[u8], offset: u64) -> Range<u64> {
         let start = cluster << self.shape.cluster_bits;
         let end = (offset + data.len() as u64).min(start + self.shape.cluster_bytes());
         offset.max(start) - start..end - start
     }
 
-    /// The subclusters that bytes of a cluster touch.
+    /// Returns the subclusters that bytes of a cluster touch.
     fn touched(&self, part: &Range<u64>) -> u32 {
         let unit = self.shape.subcluster_bytes();
         let (first, end) = (part.start / unit, part.end.div_ceil(unit));
@@ -168,7 +168,7 @@ impl Image {
         }
     }
 
-    /// Allocates what data for these clusters need.
+    /// Allocates the clusters for data.
     fn prepare(&self, clusters: Range<u64>) -> io::Result<Prepared> {
         let mut tables = self.alone();
         self.own_l2_tables(&mut tables, clusters.clone())?;
@@ -190,7 +190,7 @@ impl Image {
         Ok(Prepared { changes, spare: new.spare, are_counted: new.are_counted })
     }
 
-    /// Writes data to a cluster, with the rest of the subclusters that it allocates; returns the new entry.
+    /// Writes data to a cluster, with the rest of newly allocated subclusters; returns the new entry.
     fn fill(
         &self,
         cluster: u64,
@@ -237,13 +237,13 @@ impl Image {
         })
     }
 
-    /// Whether a subcluster that is not allocated is zeros.
+    /// Returns whether an unallocated subcluster reads as zeros.
     fn has_zeros(&self, entry: &Entry, bit: u32, at: u64) -> bool {
         let unit = self.shape.subcluster_bytes();
         entry.zero & bit != 0 || self.below.as_ref().is_none_or(|below| below.bytes() <= at - at % unit)
     }
 
-    /// Makes the L2 tables of clusters that have none, and copies those that a snapshot shares.
+    /// Creates missing L2 tables of clusters, and copies those that a snapshot shares.
     fn own_l2_tables(&self, tables: &mut Tables, clusters: Range<u64>) -> io::Result<()> {
         let indices = clusters.start >> self.shape.l2_bits()..=(clusters.end - 1) >> self.shape.l2_bits();
         let index_of = |index: u64| usize::try_from(index).unwrap_or(usize::MAX);
@@ -259,7 +259,7 @@ impl Image {
         linked
     }
 
-    /// Writes L2 tables to new places, and has the L1 table refer to them.
+    /// Writes L2 tables to new clusters, and links them in the L1 table.
     fn link_l2_tables(&self, tables: &mut Tables, indices: &[u64], new: &[u64]) -> io::Result<()> {
         let mut content = vec![0; self.shape.cluster_len()];
         for (index, place) in indices.iter().zip(new) {
@@ -285,7 +285,7 @@ impl Image {
         Ok(())
     }
 
-    /// Stores the entries of clusters from `first` on, whose L2 tables exist.
+    /// Stores the entries of clusters from `first`, whose L2 tables exist.
     fn store(&self, tables: &Tables, first: u64, entries: &[Entry]) -> io::Result<()> {
         let mut at = first;
         let mut rest = entries;
@@ -310,25 +310,25 @@ impl Image {
             ClusterLocation::Cluster { offset, .. } => tables.unreference(offset >> bits..(offset >> bits) + 1),
             ClusterLocation::Compressed { offset, bytes } => {
                 let end = (offset + bytes).div_ceil(self.shape.cluster_bytes());
-                // Each of them has a reference for each compressed cluster that it has bytes of.
+                // Each of them has a reference from each compressed cluster with bytes in it.
                 tables.unreference(offset >> bits..end);
             }
         }
     }
 
-    /// Returns whether a cluster can be freed and then reads as zeros.
+    /// Returns whether a freed cluster reads as zeros.
     pub(super) fn has_zero_clusters(&self) -> bool {
         self.shape.version >= 3 || self.below.is_none()
     }
 
-    /// Makes a range of the disk zeros, or frees it.
+    /// Zeroes or frees a range of the disk.
     pub(super) fn zero(&self, offset: u64, bytes: u64, how: Zeroing) -> io::Result<()> {
         self.begin_change()?;
         let end = offset + bytes;
         let unit = self.shape.subcluster_bytes();
         let by_tables = self.has_zero_clusters() && !(how == Zeroing::Keep && self.shape.version < 3);
         let first = offset.next_multiple_of(unit);
-        // The disk's last subcluster may go past the end of the disk.
+        // The disk's last subcluster may extend past the end of the disk.
         let last = if end == self.bytes { end.next_multiple_of(unit) } else { end - end % unit };
         if !by_tables || first >= last {
             return self.write_zeros(offset..end, how);
@@ -360,8 +360,8 @@ impl Image {
         Ok(())
     }
 
-    /// Makes whole subclusters zeros whose entries are in one L2 table. Returns the ranges that must be written instead, because they
-    /// are a part of a compressed cluster.
+    /// Zeroes whole subclusters with entries in one L2 table. Returns the ranges that must be written instead, because
+    /// they are part of a compressed cluster.
     fn zero_in_table(&self, range: Range<u64>, how: Zeroing) -> io::Result<Vec<Range<u64>>> {
         let clusters = self.clusters(range.start, range.end - range.start);
         let _held = self.changes.take(clusters.clone());
@@ -391,7 +391,7 @@ impl Image {
                 unreferenced.push(before.place);
             }
         }
-        // Compressed entries that stay as they are must not be encoded.
+        // Unchanged compressed entries cannot be encoded again.
         let mut at = clusters.start;
         for run in entries.chunk_by(|one, other| one.is_compressed() == other.is_compressed()) {
             if !run[0].is_compressed() {
@@ -405,13 +405,13 @@ impl Image {
         Ok(written)
     }
 
-    /// Makes the disk larger, before anybody uses it.
+    /// Grows the disk before it is used.
     pub(super) fn grow(&mut self, bytes: u64) -> io::Result<()> {
         if bytes <= self.bytes {
             return Ok(());
         }
         if self.shape.version < 3 && self.snapshots > 0 {
-            return Err(io::Error::other("an image of version 2 with snapshots cannot be made larger"));
+            return Err(io::Error::other("an image of version 2 with snapshots cannot grow"));
         }
         self.begin_change()?;
         let entries = self.shape.l1_entries_for(bytes);
@@ -419,7 +419,7 @@ impl Image {
             return Err(Errno::FBIG.into());
         }
         self.grow_l1(entries)?;
-        // The new part would show the rest of the last cluster, and more of a backing file that is larger than the disk was.
+        // Otherwise the new part would show the rest of the last cluster, and of a backing file larger than the disk.
         let old = self.bytes;
         let below = self.below.as_ref().map_or(0, super::image::BackingImage::bytes);
         let shown = below.max(old.next_multiple_of(self.shape.cluster_bytes())).min(bytes);
@@ -430,7 +430,7 @@ impl Image {
         self.file.sync()?;
         self.file.write_table(&bytes.to_be_bytes(), HEADER_BYTES)?;
         self.flush()?;
-        // Nothing is left to do if this process only opens the image, and another one serves it.
+        // This process may only open the image for another one to serve, so no further change is due.
         *self.changed.get_mut() = false;
         Ok(())
     }
