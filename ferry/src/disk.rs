@@ -109,7 +109,7 @@ pub struct Args {
     #[arg(long, value_enum, value_name = "MODE")]
     pub cache: Option<Cache>,
 
-    /// Mount the directories read-only in the guest.
+    /// Offer the disk read-only.
     #[arg(long)]
     #[serde(default)]
     pub read_only: bool,
@@ -231,8 +231,8 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     })
 }
 
-/// Serves disks from within walls; calls `ready` when they are up, which returns whether the start has succeeded. In the end there may be two processes of it, as with shares; returns
-/// the status to end with.
+/// Serves disks from within the sandbox. Calls `ready` when they are up; it returns whether the start has succeeded. Returns the status to
+/// exit with, in both processes if there are two of them, as with shares.
 pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<Bound>>,

@@ -171,7 +171,8 @@ fn serve_confined(
     serve_until(endings, up, control, serving, logging, ready).map(|()| 0)
 }
 
-/// Serves shares; calls `ready` once all are up, which returns whether the start has succeeded. `words` are those of `-o`, for mounts; `signals` are those that are held, if any are.
+/// Serves shares. Calls `ready` when all are up; it returns whether the start has succeeded. `words` are those of `-o`, for mounts; `signals`
+/// are the blocked ones, if any.
 pub fn serve(
     shares: &[Share],
     inherited: HashMap<u16, Bound>,

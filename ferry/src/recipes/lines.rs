@@ -117,6 +117,20 @@ fn every_command_line_is_one_that_the_program_takes() {
     }
 }
 
+#[test]
+fn options_of_kernel_modules_are_in_one_file_everywhere() {
+    let places: Vec<_> = texts()
+        .into_iter()
+        .map(|(place, texts)| (place, texts.concat()))
+        .chain(documents().into_iter().map(|(path, text)| (path.display().to_string(), text)))
+        .flat_map(|(place, text)| {
+            let files = text.split("/etc/modprobe.d/").skip(1).map(|rest| rest.starts_with("ferry.conf"));
+            files.map(|is_ours| (place.clone(), is_ours)).collect::<Vec<_>>()
+        })
+        .collect();
+    assert!(places.len() >= 2 && places.iter().all(|(_, is_ours)| *is_ours), "{places:?}");
+}
+
 /// The number behind a word in a line.
 fn number(line: &str, word: &str) -> Option<usize> {
     let (_, rest) = line.split_once(word)?;

@@ -144,6 +144,7 @@ fn explains_without_leaving_anything() {
         let text = String::from_utf8_lossy(&output.stdout);
         assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
         assert!(text.contains("io_uring") && text.contains("passthrough"), "{text}");
+        assert!(!text.contains("modprobe.d") || text.contains("/etc/modprobe.d/ferry.conf"), "{text}");
         assert!(place.is_free());
         let output = run(ferry().args(["mount", "--explain", "--json", "--path", "devfuse"]).args(&args));
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

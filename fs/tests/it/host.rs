@@ -13,7 +13,7 @@ use common::{GREET, MISTAKE, Mistaken, Server, WORK, example};
 use ferry_fs::fuse;
 use ferry_tests::mounts::{ferry, program};
 use rustix::mount::UnmountFlags;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 /// The maximum wait for an expected event.
@@ -293,4 +293,26 @@ fn mistakes_are_one_sentence() {
         assert!(text.starts_with("hello: ") && text.contains(words) && text.contains(line[1]), "{text}");
     }
     assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+}
+
+/// The device of a program tells its tag to a guest that asks, and the program says so where it has none.
+#[test]
+fn a_program_without_a_tag_says_who_needs_one() {
+    let folder = tempfile::tempdir().unwrap();
+    for (flags, lines) in [(&[][..], 2), (&["--tag", "greeting"], 1)] {
+        let socket = folder.path().join("s");
+        let mut command = Command::new(example("hello"));
+        command.arg("virtiofs").arg(&socket).args(flags).stdin(Stdio::null()).stdout(Stdio::piped());
+        let child = command.spawn().unwrap();
+        let end = Instant::now() + Duration::from_secs(30);
+        while !socket.exists() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // The lines follow the socket, and a signal that comes before them ends the program after them.
+        rustix::process::kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(0), lines), "{said}");
+        assert_eq!(said.contains("User-mode Linux") && said.contains("--tag"), lines == 2, "{said}");
+    }
 }
