@@ -113,14 +113,12 @@ fn lines(path: &Path) -> usize {
     fs::read_to_string(path).map_or(0, |text| text.lines().count())
 }
 
-/// Kills the server so many times, a while after one another.
-#[track_caller]
-/// The signals that end servers, one after the other: as often as they are listed here.
+/// The signals of a server that is killed so often.
 fn killed(times: usize) -> Vec<Signal> {
     vec![Signal::KILL; times]
 }
 
-/// What an administrator ends a server with, and a terminal.
+/// The signals of a server that is ended so often, by an administrator and by a terminal in turn.
 fn ended(times: usize) -> Vec<Signal> {
     [Signal::TERM, Signal::INT].into_iter().cycle().take(times).collect()
 }
