@@ -64,10 +64,8 @@
 mod blocking_locks;
 mod carrier;
 mod close_to_open;
-mod data;
-mod listing;
+mod dispatch;
 mod mappings;
-mod opening;
 mod operations;
 mod passthrough;
 mod policy;
@@ -82,9 +80,9 @@ mod session_store;
 mod share;
 
 pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
-pub use data::DetachedTransfer;
 pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
 pub use mappings::{Mapping, MappingReply, Mappings};
+pub use operations::DetachedTransfer;
 pub use passthrough::Backings;
 pub use policy::{Acl, Cache};
 pub use server::Server;

@@ -12,8 +12,8 @@ use ferry_wire::fuse::{
 };
 
 use crate::carrier::{FuseCarrier, Served};
-use crate::data::{DetachedTransfer, PendingTransfer};
 use crate::mappings::MAPPING_FLAGS;
+use crate::operations::{DetachedTransfer, PendingTransfer};
 use crate::passthrough::Passthrough;
 use crate::reply::{self, ReplyOutcome};
 use crate::session::Session;

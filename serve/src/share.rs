@@ -6,7 +6,7 @@ use std::time::Duration;
 use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
-use crate::data::DURABLE_FLAGS;
+use crate::operations::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy};
 
 /// How a share is to behave.

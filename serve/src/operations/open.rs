@@ -1,18 +1,16 @@
-//! LOOKUP, OPEN, OPENDIR and CREATE, and the references they hand out.
+//! OPEN, OPENDIR, CREATE, TMPFILE, RELEASE and RELEASEDIR.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ferry_engine::requests;
-use ferry_vfs::{
-    Attr, Change, CreateArgs, Entry, Errno, Handle, Ino, Name, OFlags, Result, SessionId, SetAttr, XattrFlags, checks,
-};
+use ferry_engine::ReplyBuffer;
+use ferry_vfs::{Attr, Change, CreateArgs, Entry, Errno, Handle, Ino, Name, OFlags, Result, SessionId, SetAttr};
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
+use super::names::NewName;
 use crate::carrier::Served;
 use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
 use crate::session::Open;
-use ferry_engine::ReplyBuffer;
 
 /// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
 const TRUNCATE: SetAttr = SetAttr {
@@ -29,77 +27,7 @@ const TRUNCATE: SetAttr = SetAttr {
 /// How often a file is to be made whose name comes and goes: Linux looks again only once, and programs see an error then.
 const CREATE_TRIES: usize = 8;
 
-/// What was made, by its name.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum NewName<'a> {
-    Dir(Name<'a>),
-    Other(Name<'a>),
-}
-
 impl Server {
-    pub(crate) fn lookup(&mut self, cx: &Context<'_>, name: Name<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        match self.share.source.lookup(&cx.caller, cx.ino, name) {
-            Ok(entry) => {
-                cx.session.readdirplus_auto.record_lookup(cx.ino, name.as_bytes(), entry.attr.kind());
-                self.entry(cx, Some(name), entry, buffer)
-            }
-            Err(Errno::NOENT) => {
-                cx.session.removals.record_lookup((cx.ino, name), None);
-                match self.share.policy.negative_timeout(cx.session.negotiated()) {
-                    timeout if timeout.is_zero() => Err(Errno::NOENT),
-                    timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
-                }
-            }
-            Err(errno) => Err(errno),
-        }
-    }
-
-    /// Tells the client of an inode, by its name in the request's directory, if it has one. A reference that it does not get to know of is given
-    /// back.
-    pub(crate) fn entry(
-        &self,
-        cx: &Context<'_>,
-        name: Option<Name<'_>>,
-        entry: Entry,
-        buffer: &mut impl ReplyBuffer,
-    ) -> Result<Served> {
-        let entry = cx.session.add_reference(self.prepare_entry(cx, name, self.check_entry(entry)?));
-        cx.session.sync_window_before_attr(entry.ino);
-        let timeouts = self.share.policy.timeouts_of(cx.session, entry.ino, &entry.attr);
-        let written = cx.tell(buffer, &Reply::Entry { entry, timeouts, dax: cx.session.dax(&entry.attr) });
-        if let ReplyOutcome::Instead(_) = written {
-            cx.session.forget(entry.ino, 1);
-        }
-        Ok(Served::Reply(written.bytes()))
-    }
-
-    /// An entry as this client is to see it, by this name.
-    fn prepare_entry(&self, cx: &Context<'_>, name: Option<Name<'_>>, entry: Entry) -> Entry {
-        if let Some(name) = name {
-            cx.session.removals.record_lookup((cx.ino, name), Some(entry.ino));
-            requests::record_name(&self.share.name, (cx.ino, name.as_bytes()), entry.ino);
-        }
-        Entry { attr: self.visible_attr(cx, entry.ino, entry.attr), ..entry }
-    }
-
-    /// The attributes as this client is to see them: one that does not check ACLs goes by the mode alone.
-    pub(crate) fn visible_attr(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
-        if cx.session.negotiated().has(InitFlags::POSIX_ACL) {
-            return attr;
-        }
-        Attr { mode: self.share.source.mode_without_acl(&cx.caller, ino, &attr), ..attr }
-    }
-
-    /// An entry that can be told; what cannot is given back.
-    fn check_entry(&self, entry: Entry) -> Result<Entry> {
-        checks::entry(entry).inspect_err(|_| {
-            self.share.ratelimited_log.warn(format_args!("the source answers an impossible inode: {entry:?}"));
-            if entry.ino != Ino(0) {
-                self.share.source.forget(entry.ino, 1);
-            }
-        })
-    }
-
     pub(crate) fn open(
         &mut self,
         cx: &Context<'_>,
@@ -173,41 +101,28 @@ impl Server {
         self.created(cx, Some(name), (entry, handle), flags, buffer)
     }
 
-    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
-    /// its label is another file to a security module.
-    pub(crate) fn apply_security_label(
+    pub(crate) fn tmpfile(
         &self,
         cx: &Context<'_>,
-        mut entry: Entry,
-        made: Option<NewName<'_>>,
-    ) -> Result<Entry> {
-        if cx.security.is_empty() {
-            return Ok(entry);
-        }
+        new: &CreateArgs,
+        flags: OFlags,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
         let source = &self.share.source;
-        let set = |(name, value)| source.setxattr(&cx.caller, entry.ino, name, value, XattrFlags::empty(), false);
-        let attr = cx.security.iter().try_for_each(set).and_then(|()| source.getattr(&cx.caller, entry.ino, None));
-        match attr {
-            Ok(attr) => {
-                entry.attr = attr;
-                Ok(entry)
-            }
-            Err(errno) => {
-                let unmade = match made {
-                    Some(NewName::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
-                    Some(NewName::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
-                    None => None,
-                };
-                let outcome = match unmade {
-                    Some(Ok(())) => "; it is removed".into(),
-                    Some(Err(errno)) => format!("; nor can it be removed: {errno}"),
-                    None => String::new(),
-                };
-                self.share.ratelimited_log.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));
-                source.forget(entry.ino, 1);
-                Err(errno)
-            }
-        }
+        let (entry, handle) = source.tmpfile(&cx.caller, cx.ino, new, flags)?;
+        let labelled = self.apply_security_label(cx, entry, None);
+        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        self.created(cx, None, (entry, handle), flags, buffer)
+    }
+
+    pub(crate) fn release(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {
+        // Again: what was written through a mapping comes after the last FLUSH.
+        self.publish_passthrough_writes(cx, handle);
+        cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })
+    }
+
+    pub(crate) fn releasedir(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {
+        cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: true })
     }
 
     /// Tells the client of a file that was made and opened. What it does not get to know of is given back.
@@ -275,7 +190,7 @@ impl Server {
 
     /// The client is done with a file that its kernel may have written on its own: only now can others be told, and how
     /// long it is then the client knows better.
-    pub(crate) fn publish_passthrough_writes(&self, cx: &Context<'_>, handle: Handle) {
+    pub(super) fn publish_passthrough_writes(&self, cx: &Context<'_>, handle: Handle) {
         let Some(passthrough) = &cx.session.passthrough else { return };
         let ino = cx.ino;
         if !cx.session.writes(Open { ino, handle, is_dir: false }) || !passthrough.is_used(ino) {

@@ -1,0 +1,225 @@
+//! Dispatches FUSE operations: each one to the method in `operations/` that serves it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use ferry_engine::requests::{LoggedRequest, Outcome};
+use ferry_vfs::{Caller, Errno, Ino, OFlags, Result};
+use ferry_wire::fuse::{Operation, Reply};
+
+use crate::carrier::{FuseCarrier, Served};
+use crate::close_to_open::size_changed_by;
+use crate::mappings::WHOLE;
+use crate::reply;
+use crate::request_text::RequestText;
+use crate::server::{Context, Server};
+
+impl Server {
+    pub(crate) fn serve_operation(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl FuseCarrier,
+    ) -> Served {
+        self.watched = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
+        if let Some(file) = size_changed_by(cx.ino, operation).filter(|_| self.checks_size_on_open(cx)) {
+            cx.session.set_reported_size(file, None);
+        }
+        let served = match self.share.read_only && changes_something(operation) {
+            true => Err(Errno::ROFS),
+            false => is_allowed(cx, operation)
+                .and_then(|()| synced_before(cx, operation))
+                .and_then(|()| self.dispatch(cx, operation, carrier)),
+        };
+        let served = match served {
+            Err(errno) if self.is_replay => self.error_of_replay(cx, operation, errno, carrier),
+            served => served,
+        };
+        if cx.session.mappings.is_some() && matches!(operation, Operation::Fallocate { .. }) {
+            // What fails here fails again when the file is closed.
+            let _ = cx.session.sync(cx.ino, WHOLE);
+        }
+        let outcome = match served {
+            Ok(Served::Reply(bytes)) => Outcome::Bytes(bytes),
+            Ok(_) => Outcome::Bytes(0),
+            Err(errno) => Outcome::Error(errno),
+        };
+        // It is not there any more if somebody else will see the end.
+        if let Some(watched) = self.watched.take() {
+            watched.end(outcome);
+        }
+        match (served, operation.reply_kind()) {
+            (Ok(served), _) => served,
+            (Err(errno), Some(_)) => Served::Reply(reply::write_error(carrier, cx.unique, errno)),
+            (Err(_), None) => Served::NoReply,
+        }
+    }
+
+    fn dispatch(
+        &mut self,
+        cx: &Context<'_>,
+        operation: &Operation<'_>,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
+        let done = match *operation {
+            Operation::Read(ref range) => return self.read(cx, range, carrier),
+            Operation::Write { ref range, cached } => {
+                let mut range = *range;
+                if carrier.is_resubmitted() {
+                    // It may have been appended already: it goes to where the client saw the end.
+                    range.flags -= OFlags::APPEND;
+                }
+                return self.write(cx, &range, cached, carrier);
+            }
+            Operation::Lookup { name } => return self.lookup(cx, name, carrier),
+            Operation::LookupSelf => return self.lookup_self(cx, carrier),
+            Operation::LookupParent => return self.lookup_parent(cx, carrier),
+            Operation::Forget { count } => {
+                cx.session.forget(cx.ino, count);
+                return Ok(Served::NoReply);
+            }
+            Operation::BatchForget { forgets } => {
+                forgets.iter().for_each(|one| cx.session.forget(Ino(one.nodeid), one.nlookup));
+                return Ok(Served::NoReply);
+            }
+            Operation::Getattr { handle } => return self.getattr(cx, handle, carrier),
+            Operation::Statx { handle, .. } => return self.statx(cx, handle, carrier),
+            Operation::Setattr { handle, ref set, .. } => return self.setattr(cx, handle, set, carrier),
+            Operation::Readlink => return self.readlink(cx, carrier),
+            Operation::Symlink { name, target } => return self.symlink(cx, name, target, carrier),
+            Operation::Mknod { name, ref new } => return self.mknod(cx, name, new, carrier),
+            Operation::Mkdir { name, ref new } => return self.mkdir(cx, name, new, carrier),
+            Operation::Link { from, name } => return self.link(cx, from, name, carrier),
+            Operation::Unlink { name } => self.unlink(cx, name),
+            Operation::Rmdir { name } => self.rmdir(cx, name),
+            Operation::Rename { name, new_dir, new_name, flags } => {
+                self.rename(cx, (cx.ino, name), (new_dir, new_name), flags)
+            }
+            Operation::Open { flags, clear_privileges } => return self.open(cx, flags, clear_privileges, carrier),
+            Operation::Create { name, ref new, flags, .. } => return self.create(cx, (name, new), flags, carrier),
+            Operation::Tmpfile { ref new, flags } => return self.tmpfile(cx, new, flags, carrier),
+            Operation::Opendir { flags } => return self.opendir(cx, flags, carrier),
+            Operation::Readdir { ref at, bytes_max } => return self.readdir(cx, at, bytes_max, carrier),
+            Operation::Flush { handle, owner } => self.flush(cx, handle, owner),
+            Operation::Release(release) => self.release(cx, release.handle),
+            Operation::Releasedir(release) => self.releasedir(cx, release.handle),
+            Operation::Fsync { handle, data_only } => return self.fsync(cx, handle, data_only, carrier),
+            Operation::Fsyncdir { handle, data_only } => return self.fsyncdir(cx, handle, data_only, carrier),
+            Operation::Syncfs => return self.syncfs(cx, carrier),
+            Operation::CopyFileRange(copy) => return self.copy_file_range(cx, copy, carrier),
+            Operation::CopyFileRange64(copy) => return self.copy_file_range_64(cx, copy, carrier),
+            Operation::Statfs => return self.statfs(cx, carrier),
+            Operation::Setxattr { name, value, flags, clear_sgid } => {
+                self.setxattr(cx, (name, value), flags, clear_sgid)
+            }
+            Operation::Getxattr { name, bytes_max } => return self.getxattr(cx, name, bytes_max, carrier),
+            Operation::Listxattr { bytes_max } => return self.listxattr(cx, bytes_max, carrier),
+            Operation::Removexattr { name } => self.removexattr(cx, name),
+            Operation::Access { mask } => self.access(cx, mask),
+            Operation::GetLock(request) => return self.getlk(cx, &request, carrier),
+            Operation::SetLock { lock, wait: false } => return self.setlk(cx, &lock, carrier),
+            Operation::SetLock { lock, wait: true } => return self.setlkw(cx, &lock, carrier),
+            Operation::Ioctl { handle, command, input, out_bytes_max, .. } => {
+                return self.ioctl(cx, handle, (command, input, out_bytes_max), carrier);
+            }
+            Operation::Fallocate { handle, offset, len, flags } => self.fallocate(cx, handle, (offset, len), flags),
+            Operation::Lseek { handle, offset, seek } => return self.lseek(cx, handle, (offset, seek), carrier),
+            Operation::Setupmapping { offset, len, window_offset, read, write, .. } => {
+                return self.setupmapping(cx, (offset, len, window_offset), (read, write), carrier);
+            }
+            Operation::Removemapping { ref ranges } => return self.removemapping(cx, ranges, carrier),
+            Operation::Destroy => return self.destroy(cx, carrier),
+            Operation::Interrupt { unique } => {
+                cx.session.blocked_locks.interrupt(unique);
+                return Ok(Served::NoReply);
+            }
+            // No block device below, nothing to poll for.
+            _ => Err(Errno::NOSYS),
+        };
+        done.map(|()| cx.done(carrier, &Reply::Empty))
+    }
+
+    /// Has a call that may take long made by another thread.
+    pub(crate) fn aside(
+        &mut self,
+        cx: &Context<'_>,
+        carrier: &mut impl FuseCarrier,
+        call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
+    ) -> Served {
+        let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
+        let (session, Caller { session: by, uid, gid, pid, .. }) = (Arc::clone(cx.session), cx.caller);
+        self.share.blocking_pool.run(move || {
+            let caller = Caller { session: by, uid, gid, pid, groups: &[] };
+            let outcome = catch_unwind(AssertUnwindSafe(|| call(&caller))).unwrap_or(Err(Errno::IO));
+            later(reply::to_bytes(unique, session.negotiated(), outcome));
+            if let Some(watched) = watched {
+                watched.end(outcome.map(|_| 0).into());
+            }
+        });
+        Served::Later
+    }
+}
+
+/// Whether the client may have more open, where it asks for that.
+fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    match operation {
+        Operation::Open { .. } | Operation::Create { .. } | Operation::Tmpfile { .. } | Operation::Opendir { .. } => {
+            cx.session.may_open()
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that; and the client's window, before it opens
+/// the file.
+fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
+    if cx.session.mappings.is_none() {
+        return Ok(());
+    }
+    match operation {
+        Operation::CopyFileRange(copy) | Operation::CopyFileRange64(copy) => {
+            cx.session.writeback(copy.from.0, WHOLE)?;
+            cx.session.writeback(copy.to.0, WHOLE)
+        }
+        Operation::Open { .. } => cx.session.sync(cx.ino, WHOLE),
+        // Of a WRITE across the file's end, Linux has let the guest store what lies before that in its window until now.
+        Operation::Read(range) | Operation::Write { range, .. } => {
+            cx.session.writeback(cx.ino, range.offset..range.offset.saturating_add(range.len.into()))
+        }
+        Operation::Setattr { .. }
+        | Operation::Flush { .. }
+        | Operation::Fsync { .. }
+        | Operation::Fallocate { .. }
+        | Operation::Lseek { .. } => cx.session.writeback(cx.ino, WHOLE),
+        Operation::Release(_) => {
+            // It cannot fail; the FLUSH before it has told.
+            let _ = cx.session.writeback(cx.ino, WHOLE);
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether the operation would change anything in the source.
+fn changes_something(operation: &Operation<'_>) -> bool {
+    match operation {
+        Operation::Setattr { .. }
+        | Operation::Symlink { .. }
+        | Operation::Mknod { .. }
+        | Operation::Mkdir { .. }
+        | Operation::Unlink { .. }
+        | Operation::Rmdir { .. }
+        | Operation::Rename { .. }
+        | Operation::Link { .. }
+        | Operation::Create { .. }
+        | Operation::Tmpfile { .. }
+        | Operation::Write { .. }
+        | Operation::CopyFileRange(_)
+        | Operation::CopyFileRange64(_)
+        | Operation::Fallocate { .. }
+        | Operation::Setxattr { .. }
+        | Operation::Removexattr { .. } => true,
+        Operation::Open { flags, .. } => flags.intersects(OFlags::WRONLY | OFlags::RDWR | OFlags::TRUNC),
+        _ => false,
+    }
+}

@@ -1,0 +1,63 @@
+//! SETUPMAPPING and REMOVEMAPPING.
+
+use ferry_vfs::{Errno, Result};
+use ferry_wire::fuse::abi::RemovemappingOne;
+use ferry_wire::fuse::{Records, Reply};
+
+use crate::carrier::{FuseCarrier, Served};
+use crate::mappings::{Mapping, MappingReply};
+use crate::reply;
+use crate::server::{Context, Server};
+
+impl Server {
+    /// Whatever its handle is: Linux names none.
+    pub(crate) fn setupmapping(
+        &mut self,
+        cx: &Context<'_>,
+        (offset, len, window_offset): (u64, u64, u64),
+        (read, write): (bool, bool),
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
+        let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let (by, ino) = (cx.caller.session, cx.ino);
+        if !cx.session.knows(ino) {
+            return Err(Errno::STALE);
+        }
+        if !read && !write {
+            return Err(Errno::INVAL);
+        }
+        if write && self.share.read_only {
+            return Err(Errno::ROFS);
+        }
+        let may_write = write || cx.session.writes_to(ino);
+        let mapping = Mapping { by, ino, offset, len, window_offset, write, may_write };
+        let answer = self.mapped(cx, carrier);
+        mappings.map(mapping, answer);
+        Ok(Served::Parked)
+    }
+
+    pub(crate) fn removemapping(
+        &mut self,
+        cx: &Context<'_>,
+        ranges: &Records<'_, RemovemappingOne>,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
+        let mappings = cx.session.mappings.as_ref().ok_or(Errno::NOSYS)?;
+        let ranges = ranges.iter().map(|range| (range.moffset, range.len)).collect();
+        let answer = self.mapped(cx, carrier);
+        mappings.unmap(cx.caller.session, ranges, answer);
+        Ok(Served::Parked)
+    }
+
+    /// How a change of the client's window answers its request.
+    pub(super) fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
+        let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
+        let watched = self.watched.take();
+        Box::new(move |outcome| {
+            later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
+            if let Some(watched) = watched {
+                watched.end(outcome.map(|()| 0).into());
+            }
+        })
+    }
+}

@@ -1,0 +1,112 @@
+//! GETLK, SETLK and SETLKW.
+
+use std::sync::Arc;
+
+use ferry_engine::ReplyBuffer;
+use ferry_vfs::{Caller, Errno, Lock, LockKind, LockOutcome, Result, checks};
+use ferry_wire::fuse::{LockRequest, Reply};
+
+use crate::carrier::{FuseCarrier, Served};
+use crate::reply;
+use crate::server::{Context, Server};
+
+impl Server {
+    pub(crate) fn getlk(
+        &self,
+        cx: &Context<'_>,
+        request: &LockRequest,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let lock = request.lock(cx.caller.session);
+        let found = checks::lock(self.share.source.get_lock(&cx.caller, cx.ino, request.handle, &lock)?)?;
+        Ok(cx.done(buffer, &Reply::Lock(found)))
+    }
+
+    pub(crate) fn setlk(
+        &mut self,
+        cx: &Context<'_>,
+        request: &LockRequest,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
+        let lock = request.lock(cx.caller.session);
+        let outcome = self.share.source.set_lock(&cx.caller, cx.ino, request.handle, &lock, None)?;
+        if outcome != LockOutcome::Done {
+            // It has nobody to wake.
+            return Err(Errno::IO);
+        }
+        cx.session.locked(cx.ino, request);
+        Ok(self.granted(cx, request.kind, carrier))
+    }
+
+    pub(crate) fn setlkw(
+        &mut self,
+        cx: &Context<'_>,
+        request: &LockRequest,
+        carrier: &mut impl FuseCarrier,
+    ) -> Result<Served> {
+        let source = &self.share.source;
+        let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.session.negotiated());
+        let (later, watched) = (carrier.later(), self.watched.take());
+        let changes = source.changes().cloned();
+        let (session, asked, on) = (Arc::downgrade(cx.session), *request, cx.ino);
+        let answer = move |outcome: Result<()>| {
+            if let (Ok(()), Some(session)) = (outcome, session.upgrade()) {
+                session.locked(on, &asked);
+            }
+            let answer = move || {
+                later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
+                if let Some(watched) = watched {
+                    watched.end(outcome.map(|()| 0).into());
+                }
+            };
+            match changes {
+                Some(changes) if outcome.is_ok() => changes.when_delivered(answer),
+                _ => answer(),
+            }
+        };
+        let (share, ino, handle) = (Arc::clone(&self.share), cx.ino, request.handle);
+        let Caller { session: by, uid, gid, pid, .. } = cx.caller;
+        let give_back = move || {
+            // Whoever granted the lock may hold locks of its own, so this is for another thread.
+            let source = Arc::clone(&share.source);
+            share.blocking_pool.run(move || {
+                let caller = Caller { session: by, uid, gid, pid, groups: &[] };
+                let unlock = Lock { kind: LockKind::Unlock, ..lock };
+                if let Err(error) = source.set_lock(&caller, ino, handle, &unlock, None) {
+                    tracing::debug!(%error, "a lock that nobody waits for any more cannot be given back");
+                }
+            });
+        };
+        let (waiter, wait) = cx.session.blocked_locks.waiter(unique, answer, give_back);
+        match source.set_lock(&cx.caller, ino, handle, &lock, Some(waiter)) {
+            Ok(LockOutcome::Waiting) => {
+                cx.session.blocked_locks.park(unique, wait);
+                Ok(Served::Parked)
+            }
+            Ok(LockOutcome::Done) => {
+                cx.session.locked(ino, request);
+                Ok(self.granted(cx, lock.kind, carrier))
+            }
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Answers a client that has a lock, or has given one up, as soon as clients were told of what others had written
+    /// before: what its kernel keeps is older than the lock.
+    fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl FuseCarrier) -> Served {
+        match self.share.source.changes() {
+            Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
+                let (later, watched) = (carrier.later(), self.watched.take());
+                let reply = reply::to_bytes(cx.unique, cx.session.negotiated(), Ok(Reply::Empty));
+                changes.when_delivered(move || {
+                    later(reply);
+                    if let Some(watched) = watched {
+                        watched.end(Ok(0).into());
+                    }
+                });
+                Served::Later
+            }
+            _ => cx.done(carrier, &Reply::Empty),
+        }
+    }
+}

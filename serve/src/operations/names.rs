@@ -1,0 +1,138 @@
+//! SYMLINK, READLINK, MKNOD, MKDIR, LINK, UNLINK, RMDIR and RENAME.
+
+use ferry_engine::ReplyBuffer;
+use ferry_vfs::{CreateArgs, Entry, Ino, Name, RenameFlags, Result, XattrFlags, checks};
+use ferry_wire::fuse::Reply;
+
+use crate::carrier::Served;
+use crate::server::{Context, Server};
+
+/// What was made, by its name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum NewName<'a> {
+    Dir(Name<'a>),
+    Other(Name<'a>),
+}
+
+impl Server {
+    pub(crate) fn readlink(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
+        let target = self.share.source.readlink(&cx.caller, cx.ino)?;
+        Ok(cx.done(buffer, &Reply::Bytes(checks::target(&target)?)))
+    }
+
+    pub(crate) fn symlink(
+        &self,
+        cx: &Context<'_>,
+        name: Name<'_>,
+        target: &[u8],
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = self.share.source.symlink(&cx.caller, cx.ino, name, target)?;
+        let entry = self.apply_security_label(cx, entry, Some(NewName::Other(name)))?;
+        self.entry(cx, Some(name), entry, buffer)
+    }
+
+    pub(crate) fn mknod(
+        &self,
+        cx: &Context<'_>,
+        name: Name<'_>,
+        new: &CreateArgs,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = self.share.source.mknod(&cx.caller, cx.ino, name, new)?;
+        let entry = self.apply_security_label(cx, entry, Some(NewName::Other(name)))?;
+        self.entry(cx, Some(name), entry, buffer)
+    }
+
+    pub(crate) fn mkdir(
+        &self,
+        cx: &Context<'_>,
+        name: Name<'_>,
+        new: &CreateArgs,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = self.share.source.mkdir(&cx.caller, cx.ino, name, new)?;
+        let entry = self.apply_security_label(cx, entry, Some(NewName::Dir(name)))?;
+        self.entry(cx, Some(name), entry, buffer)
+    }
+
+    pub(crate) fn link(
+        &self,
+        cx: &Context<'_>,
+        from: Ino,
+        name: Name<'_>,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        self.entry(cx, Some(name), self.share.source.link(&cx.caller, from, cx.ino, name)?, buffer)
+    }
+
+    pub(crate) fn unlink(&self, cx: &Context<'_>, name: Name<'_>) -> Result<()> {
+        let (source, at) = (&self.share.source, (cx.ino, name));
+        cx.session.removals.may_remove(&**source, &cx.caller, at)?;
+        source.unlink(&cx.caller, cx.ino, name)?;
+        cx.session.removals.record_lookup(at, None);
+        Ok(())
+    }
+
+    pub(crate) fn rmdir(&self, cx: &Context<'_>, name: Name<'_>) -> Result<()> {
+        let (source, at) = (&self.share.source, (cx.ino, name));
+        cx.session.removals.may_remove(&**source, &cx.caller, at)?;
+        source.rmdir(&cx.caller, cx.ino, name)?;
+        cx.session.removals.record_lookup(at, None);
+        Ok(())
+    }
+
+    /// RENAME and RENAME2.
+    pub(crate) fn rename(
+        &self,
+        cx: &Context<'_>,
+        from: (Ino, Name<'_>),
+        to: (Ino, Name<'_>),
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let source = &self.share.source;
+        cx.session.removals.may_rename(&**source, &cx.caller, (from, to), flags)?;
+        source.rename(&cx.caller, from, to, flags)?;
+        cx.session.removals.record_lookup(from, None);
+        cx.session.removals.record_lookup(to, None);
+        cx.session.renamed(&cx.caller, &[to, from]);
+        Ok(())
+    }
+
+    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
+    /// its label is another file to a security module.
+    pub(crate) fn apply_security_label(
+        &self,
+        cx: &Context<'_>,
+        mut entry: Entry,
+        made: Option<NewName<'_>>,
+    ) -> Result<Entry> {
+        if cx.security.is_empty() {
+            return Ok(entry);
+        }
+        let source = &self.share.source;
+        let set = |(name, value)| source.setxattr(&cx.caller, entry.ino, name, value, XattrFlags::empty(), false);
+        let attr = cx.security.iter().try_for_each(set).and_then(|()| source.getattr(&cx.caller, entry.ino, None));
+        match attr {
+            Ok(attr) => {
+                entry.attr = attr;
+                Ok(entry)
+            }
+            Err(errno) => {
+                let unmade = match made {
+                    Some(NewName::Dir(name)) => Some(source.rmdir(&cx.caller, cx.ino, name)),
+                    Some(NewName::Other(name)) => Some(source.unlink(&cx.caller, cx.ino, name)),
+                    None => None,
+                };
+                let outcome = match unmade {
+                    Some(Ok(())) => "; it is removed".into(),
+                    Some(Err(errno)) => format!("; nor can it be removed: {errno}"),
+                    None => String::new(),
+                };
+                self.share.ratelimited_log.warn(format_args!("a new file cannot be labelled: {errno}{outcome}"));
+                source.forget(entry.ino, 1);
+                Err(errno)
+            }
+        }
+    }
+}
