@@ -59,6 +59,9 @@
 //! assert!(unique == 2 && reply.is_ok());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! Inside, `dispatch.rs` calls the method in `operations/` that serves an opcode (a file for each family), `session/` is
+//! what one client holds, and `persistence/` what is written down of that, so that the next server resumes it.
 #![forbid(unsafe_code)]
 
 mod blocking_locks;
@@ -68,15 +71,13 @@ mod dispatch;
 mod mappings;
 mod operations;
 mod passthrough;
+mod persistence;
 mod policy;
 mod readdirplus_auto;
 mod reply;
-mod reply_cache;
 mod request_text;
 mod server;
 mod session;
-mod session_slot;
-mod session_store;
 mod share;
 
 pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
@@ -84,9 +85,8 @@ pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
 pub use mappings::{Mapping, MappingReply, Mappings};
 pub use operations::DetachedTransfer;
 pub use passthrough::Backings;
+pub use persistence::RestoreError;
 pub use policy::{Acl, Cache};
 pub use server::Server;
-pub use session::Session;
-pub use session_slot::SessionSlot;
-pub use session_store::RestoreError;
+pub use session::{Session, SessionSlot};
 pub use share::{Share, ShareOptions};

@@ -1,5 +1,8 @@
 //! One client's session, from INIT to DESTROY.
 
+mod save_restore;
+mod slot;
+
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -17,8 +20,10 @@ use crate::blocking_locks::BlockedLocks;
 use crate::close_to_open::{ReportedSize, StaleOpens};
 use crate::mappings::Mappings;
 use crate::passthrough::Passthrough;
+use crate::persistence::{HeldLocks, OpenRecord, SessionRecord};
 use crate::readdirplus_auto::ReaddirplusAuto;
-use crate::session_store::{HeldLocks, OpenRecord, SessionRecord};
+
+pub use slot::SessionSlot;
 
 /// Files and directories that one client may have open at one time: sources without descriptors of the host's have no bound of
 /// their own. As many as a 9P client may have fids.
@@ -88,8 +93,6 @@ impl Shard {
         left == 0
     }
 }
-
-mod save_restore;
 
 /// One client's session: the negotiated options, and the references, open files and locks to release when it ends.
 pub struct Session {

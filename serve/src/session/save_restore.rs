@@ -9,10 +9,9 @@ use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, Saved, Sa
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Migrate, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
 
-use super::{InodeState, Open, OpenState, Session};
+use super::{InodeState, Open, OpenState, Session, SessionSlot};
 use crate::mappings::{MAPPING_FLAGS, Mappings};
-use crate::session_slot::SessionSlot;
-use crate::session_store::{OpenRecord, RestoreError, SessionRecord};
+use crate::persistence::{OpenRecord, RestoreError, SessionRecord};
 use crate::share::Share;
 
 /// References to one inode that are taken over at most: so many that a client has come by honestly in no year, and so few that

@@ -5,9 +5,9 @@ use std::sync::{Arc, PoisonError, RwLock};
 use ferry_state::SessionStore;
 use ferry_wire::fuse::{InitOptions, InitRequest};
 
+use super::Session;
 use crate::mappings::Mappings;
 use crate::passthrough::Backings;
-use crate::session::Session;
 
 /// Changes what is wanted of a session, given what the client offers.
 type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
