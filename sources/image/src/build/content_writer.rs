@@ -32,11 +32,7 @@ impl From<Error> for Stop {
 /// Memory that a thread reads files into.
 pub(crate) trait Buffer: Send {
     /// Reads a file. `flush` hands a full buffer over, and puts an empty one in its place.
-    fn read(
-        &mut self,
-        file: &FoundFile,
-        flush: &mut dyn FnMut(&mut Self) -> std::result::Result<(), Stop>,
-    ) -> std::result::Result<(), Stop>;
+    fn read(&mut self, file: &FoundFile, flush: &mut dyn FnMut(&mut Self) -> Result<(), Stop>) -> Result<(), Stop>;
 }
 
 /// Stores the bytes of files of one image, and writes it.

@@ -114,11 +114,7 @@ fn read_groups<B: Buffer>(groups: &Receiver<Vec<FoundFile>>, free: &Receiver<B>,
     }
 }
 
-fn read_group<B: Buffer>(
-    group: &[FoundFile],
-    free: &Receiver<B>,
-    parts: &Sender<Result<Part<B>>>,
-) -> std::result::Result<(), Stop> {
+fn read_group<B: Buffer>(group: &[FoundFile], free: &Receiver<B>, parts: &Sender<Result<Part<B>>>) -> Result<(), Stop> {
     let next = || free.recv().map_err(|_| Stop::Cancelled);
     let send = |buffer, is_last| parts.send(Ok((buffer, is_last))).map_err(|_| Stop::Cancelled);
     let mut buffer = next()?;

@@ -61,7 +61,7 @@ struct Reading {
 }
 
 impl Reading {
-    fn line(&mut self, line: &[u8], number: usize) -> std::result::Result<(), Refusal> {
+    fn line(&mut self, line: &[u8], number: usize) -> Result<(), Refusal> {
         let mut fields = line.split(|byte| *byte == b' ');
         let mut field = |what: &str| fields.next().ok_or_else(|| format!("the field {what} is missing"));
         let path = unescape(field("PATH")?)?;
@@ -75,7 +75,7 @@ impl Reading {
         let mut fixed: Vec<&[u8]> = ["SIZE", "MODE", "NLINK", "UID", "GID", "RDEV", "MTIME"]
             .into_iter()
             .map(&mut field)
-            .collect::<std::result::Result<_, _>>()?;
+            .collect::<Result<_, _>>()?;
         // A line may end before these; they are empty then, as for mkcomposefs.
         fixed.extend(["PAYLOAD", "CONTENT", "DIGEST"].into_iter().map(|what| field(what).unwrap_or_default()));
         if fixed[1].starts_with(b"@") {
@@ -103,7 +103,7 @@ impl Reading {
         if names.is_empty() { self.builder.root(node) } else { self.builder.add(&names, node).map(drop) }
     }
 
-    fn finish(mut self) -> std::result::Result<Tree, (Option<usize>, Refusal)> {
+    fn finish(mut self) -> Result<Tree, (Option<usize>, Refusal)> {
         let targets: HashMap<&[u8], &[u8]> =
             self.links.iter().map(|link| (link.path.as_slice(), link.target.as_slice())).collect();
         for link in &self.links {
@@ -132,7 +132,7 @@ fn joined(names: &[Name<'_>]) -> Vec<u8> {
 }
 
 /// The inode that the fields after the path describe.
-fn node(fields: &[&[u8]]) -> std::result::Result<Node, Refusal> {
+fn node(fields: &[&[u8]]) -> Result<Node, Refusal> {
     let [size, mode, nlink, uid, gid, rdev, mtime, payload, content, digest] = fields else {
         return Err("too few fields".into());
     };
@@ -178,19 +178,19 @@ fn node(fields: &[&[u8]]) -> std::result::Result<Node, Refusal> {
     })
 }
 
-fn digest_of(field: &[u8]) -> std::result::Result<Option<Digest>, Refusal> {
+fn digest_of(field: &[u8]) -> Result<Option<Digest>, Refusal> {
     let Some(text) = optional(field)? else { return Ok(None) };
     let digest = Digest::from_hex(Algorithm::Verity, &text.to_ascii_lowercase());
     digest.map(Some).ok_or_else(|| "the digest is not 64 hexadecimal digits".into())
 }
 
-fn number<T: std::str::FromStr>(field: &[u8], what: &str) -> std::result::Result<T, Refusal> {
+fn number<T: std::str::FromStr>(field: &[u8], what: &str) -> Result<T, Refusal> {
     let text = std::str::from_utf8(field).ok();
     text.and_then(|text| text.parse().ok()).ok_or_else(|| format!("{} is no {what}", field.escape_ascii()))
 }
 
 /// Seconds and nanoseconds. The latter are a number, no fraction.
-fn time(field: &[u8]) -> std::result::Result<Timespec, Refusal> {
+fn time(field: &[u8]) -> Result<Timespec, Refusal> {
     let wrong = || format!("{} is no time in seconds and nanoseconds", field.escape_ascii());
     let at = field.iter().position(|byte| *byte == b'.').ok_or_else(wrong)?;
     let (sec, nsec) = (number(&field[..at], "time")?, number(&field[at + 1..], "time")?);
@@ -198,11 +198,11 @@ fn time(field: &[u8]) -> std::result::Result<Timespec, Refusal> {
 }
 
 /// A field that may be absent.
-fn optional(field: &[u8]) -> std::result::Result<Option<Vec<u8>>, Refusal> {
+fn optional(field: &[u8]) -> Result<Option<Vec<u8>>, Refusal> {
     if field == b"-" { Ok(None) } else { unescape(field).map(Some) }
 }
 
-fn unescape(field: &[u8]) -> std::result::Result<Vec<u8>, Refusal> {
+fn unescape(field: &[u8]) -> Result<Vec<u8>, Refusal> {
     let wrong = || format!("{} has an unknown escape", field.escape_ascii());
     let mut bytes = Vec::with_capacity(field.len());
     let mut left = field.iter();

@@ -160,8 +160,8 @@ impl Buffer for ObjectBuffer {
     fn read(
         &mut self,
         FoundFile { node, seen, path }: &FoundFile,
-        flush: &mut dyn FnMut(&mut Self) -> std::result::Result<(), Stop>,
-    ) -> std::result::Result<(), Stop> {
+        flush: &mut dyn FnMut(&mut Self) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
         if self.0.is_some() {
             flush(self)?;
         }

@@ -229,8 +229,8 @@ impl Buffer for PackBuffer {
     fn read(
         &mut self,
         FoundFile { node, seen, path }: &FoundFile,
-        flush: &mut dyn FnMut(&mut Self) -> std::result::Result<(), Stop>,
-    ) -> std::result::Result<(), Stop> {
+        flush: &mut dyn FnMut(&mut Self) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
         let mut file = seen.file(self.open(path), path)?;
         let mut left = seen.bytes;
         while left > 0 {

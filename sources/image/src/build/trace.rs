@@ -144,7 +144,7 @@ fn unescape(line: &[u8]) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
 
-    fn read(text: &[u8]) -> std::result::Result<Vec<Vec<u8>>, String> {
+    fn read(text: &[u8]) -> Result<Vec<Vec<u8>>, String> {
         let mut file = tempfile::NamedTempFile::new().expect("a file can be made");
         file.write_all(text).expect("it can be written");
         Trace::read(file.path()).map(|trace| trace.paths).map_err(|error| error.to_string())

@@ -145,7 +145,7 @@ pub struct Flaw {
 }
 
 /// A result of this crate.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Names what was being done when an error of the system came.
 pub(crate) trait IoContext<T> {
@@ -153,11 +153,11 @@ pub(crate) trait IoContext<T> {
     fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T>;
 }
 
-impl<T, E: Into<io::Error>> IoContext<T> for std::result::Result<T, E> {
+impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
     fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T> {
         self.map_err(|error| Error::Io { what, path: path.into(), source: error.into() })
     }
 }
 
 /// What a look at an image's bytes answers.
-pub type Checked<T> = std::result::Result<T, Flaw>;
+pub type Checked<T> = Result<T, Flaw>;

@@ -8,9 +8,12 @@
 //! NAME is the BLAKE3 digest of the index.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::format::chunk::CHUNK_BYTES;
+use crate::format::chunk::{self, CHUNK_BYTES, Found};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Result};
@@ -122,6 +125,17 @@ pub(crate) type Places = HashMap<Digest, (Digest, u64)>;
 /// The pack that a file's name is of.
 pub(crate) fn pack_name(hex: &[u8]) -> Option<Digest> {
     Digest::from_hex(Algorithm::Blake3, hex)
+}
+
+/// Reads an object from a block of a file on, with what fills its last block; returns whether both are as they should be.
+pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
+    look_at_object(file, block, object, memory).map(|found| found == Found::Sound)
+}
+
+/// The same; returns what there is.
+pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<Found> {
+    let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
+    chunk::look(read, object.bytes, object.digest, memory)
 }
 
 #[cfg(test)]

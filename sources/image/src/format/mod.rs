@@ -10,7 +10,6 @@ pub(crate) mod digest;
 pub mod erofs;
 pub(crate) mod error;
 pub(crate) mod flat;
-mod hash;
 pub(crate) mod image;
 pub(crate) mod index;
 pub mod pack_table;

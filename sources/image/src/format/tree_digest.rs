@@ -170,7 +170,7 @@ fn of_node(records: &mut Records, node: &Node, pieces: &[Digest]) {
 ///
 /// # Errors
 /// The image is damaged: only what [`check`] finds nothing in is read alike by all.
-fn of_image(image: &Image, indexes: &[&Index]) -> Checked<std::result::Result<Digest, String>> {
+fn of_image(image: &Image, indexes: &[&Index]) -> Checked<Result<Digest, String>> {
     // The kernel may read an image with other features otherwise than we do.
     let other = (image.features() != COMPAT_MTIME).then(|| "features that Ferry does not write".into());
     if let Some(finding) = other.or_else(|| check(image).findings.into_iter().next()) {

@@ -156,6 +156,20 @@ fn descriptor_digest(bytes: u64, root: &[u8; HASH_BYTES]) -> Digest {
     Digest::new(Algorithm::Verity, Sha256::digest(descriptor).into())
 }
 
+impl Algorithm {
+    /// The digest of bytes that are in memory.
+    pub fn of(self, bytes: &[u8]) -> Digest {
+        match self {
+            Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),
+            Self::Verity => {
+                let mut hasher = Hasher::default();
+                hasher.update(bytes);
+                hasher.finish()
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

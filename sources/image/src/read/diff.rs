@@ -61,8 +61,8 @@ pub fn diff<E: From<Flaw>>(
     old: &Image,
     new: &Image,
     digests: &Digests,
-    each: &mut dyn FnMut(Change) -> std::result::Result<(), E>,
-) -> std::result::Result<(), E> {
+    each: &mut dyn FnMut(Change) -> Result<(), E>,
+) -> Result<(), E> {
     let mut met = 0;
     let met_max = (old.bytes() + new.bytes()) / NAME_BYTES_MIN;
     let mut left = vec![(Step::top(b"/"), Some(old.root()), Some(new.root()))];

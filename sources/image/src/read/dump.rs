@@ -34,7 +34,7 @@ pub enum DumpError {
 ///
 /// # Errors
 /// The image is damaged, or the output does not take it.
-pub fn write(image: &Image, out: &mut dyn Write) -> std::result::Result<(), DumpError> {
+pub fn write(image: &Image, out: &mut dyn Write) -> Result<(), DumpError> {
     let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
     let mut entered = HashSet::new();
     walk(image, image.root(), b"/", |step, inode| {
@@ -56,7 +56,7 @@ fn line(
     path: &[u8],
     first: Option<Vec<u8>>,
     out: &mut dyn Write,
-) -> std::result::Result<(), DumpError> {
+) -> Result<(), DumpError> {
     let raw = image.raw_xattrs(inode)?;
     let has = |name: &[u8]| raw.iter().any(|(known, _)| known == name);
     let is_whiteout = inode.kind() == FileType::RegularFile && inode.bytes == 0 && has(&escape(WHITEOUT));

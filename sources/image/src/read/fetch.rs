@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::Object;
+use crate::format::index::read_object;
 use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
@@ -27,7 +28,6 @@ use crate::read::partial::PartialPack;
 use crate::read::singleflight::{Claim, ObjectSet, Turn};
 use crate::store::layout;
 use crate::store::object_error::ObjectError;
-use crate::store::object_read::read_object;
 
 /// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
 const ONWARD_BYTES: u64 = 1 << 20;
@@ -45,7 +45,7 @@ impl ObjectSet for Pack {
 impl Pack {
     /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
     /// ones, and what may be asked for ahead.
-    pub(crate) fn obtain(&self, absent: &PartialPack, objects: Range<usize>) -> std::result::Result<(), ObjectError> {
+    pub(crate) fn obtain(&self, absent: &PartialPack, objects: Range<usize>) -> Result<(), ObjectError> {
         let at = objects.start;
         if self.is_here(at) {
             return Ok(());
@@ -71,12 +71,12 @@ impl Pack {
     }
 
     /// With a limit, an object may go again before anybody has held it.
-    fn lost(&self, at: usize) -> std::result::Result<(), ObjectError> {
+    fn lost(&self, at: usize) -> Result<(), ObjectError> {
         Err(ObjectError::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
     }
 
     /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
-    pub(crate) fn get(&self, absent: &PartialPack, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
+    pub(crate) fn get(&self, absent: &PartialPack, claim: &Claim<'_>) -> Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
                 claim.damaged(self);
@@ -84,7 +84,7 @@ impl Pack {
         })
     }
 
-    fn get_each(&self, absent: &PartialPack, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
+    fn get_each(&self, absent: &PartialPack, claim: &Claim<'_>) -> Result<(), ObjectError> {
         // With a limit, nobody drops what is being looked at or written.
         let limit = absent.common.limit.as_ref();
         let _holds: Option<Vec<_>> =
@@ -107,12 +107,7 @@ impl Pack {
     }
 
     /// Fetches neighbouring objects by one request.
-    fn receive(
-        &self,
-        absent: &PartialPack,
-        claim: &Claim<'_>,
-        run: Range<usize>,
-    ) -> std::result::Result<(), ObjectError> {
+    fn receive(&self, absent: &PartialPack, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let objects = &self.index.objects[run.clone()];
         let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
@@ -188,7 +183,7 @@ impl Pack {
     }
 
     /// Whether an object was fetched before, or is in another pack.
-    fn find_nearby(&self, absent: &PartialPack, at: usize) -> std::result::Result<bool, ObjectError> {
+    fn find_nearby(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
         let unreadable = |source| ObjectError::Unreadable { pack, digest, source };
@@ -232,7 +227,7 @@ impl Pack {
     }
 
     /// Copies an object that another pack of the store has; returns whether there is one.
-    fn copy(&self, absent: &PartialPack, at: usize) -> std::result::Result<bool, ObjectError> {
+    fn copy(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
         let path = layout::packs_folder(&absent.common.store).join(pack.hex());

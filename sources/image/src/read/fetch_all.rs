@@ -22,7 +22,11 @@ impl FetchableSet for (&Pack, &PartialPack) {
         self.0.len()
     }
 
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError> {
+    fn objects(&self) -> &dyn ObjectSet {
+        self.0
+    }
+
+    fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let (pack, absent) = *self;
         // What does not fit would push out what was read.
         let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
@@ -36,16 +40,6 @@ impl FetchableSet for (&Pack, &PartialPack) {
             at += claim.objects.len().max(1);
         }
         Ok(true)
-    }
-}
-
-impl ObjectSet for (&Pack, &PartialPack) {
-    fn is_here(&self, at: usize) -> bool {
-        self.0.is_here(at)
-    }
-
-    fn bytes(&self, at: usize) -> u64 {
-        self.0.bytes(at)
     }
 }
 
@@ -63,12 +57,7 @@ impl Objects {
     ///
     /// # Errors
     /// The first thing that could not be had; what was had before stays.
-    pub fn fetch_all(
-        &self,
-        jobs: usize,
-        stop: &AtomicBool,
-        progress: &Fetched<'_>,
-    ) -> std::result::Result<(), ObjectError> {
+    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> Result<(), ObjectError> {
         if let Some((files, absent)) = self.absent_files() {
             fetch_each(&[&(files, absent)], jobs, stop, progress)?;
             // What others were fetching, too.
@@ -120,8 +109,8 @@ fn fetch_each(
     jobs: usize,
     stop: &AtomicBool,
     progress: &Fetched<'_>,
-) -> std::result::Result<(), ObjectError> {
-    let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].bytes(at)).sum::<u64>();
+) -> Result<(), ObjectError> {
+    let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].objects().bytes(at)).sum::<u64>();
     let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
     let cursor = Mutex::new((0, 0));
     let (done, failed) = (AtomicU64::new(0), Mutex::new(None));
@@ -158,8 +147,8 @@ fn next(parts: &[&dyn FetchableSet], cursor: &mut (usize, usize)) -> Option<(usi
             continue;
         }
         let (mut to, mut bytes) = (from, 0_u64);
-        while to < part.count() && (to == from || bytes.saturating_add(part.bytes(to)) <= RUN_BYTES_MAX) {
-            bytes = bytes.saturating_add(part.bytes(to));
+        while to < part.count() && (to == from || bytes.saturating_add(part.objects().bytes(to)) <= RUN_BYTES_MAX) {
+            bytes = bytes.saturating_add(part.objects().bytes(to));
             to += 1;
         }
         *cursor = (number, to);

@@ -28,22 +28,16 @@ use crate::store::object_error::ObjectError;
 /// A store and what an image lacks of it.
 pub(crate) type Partial<'a> = (&'a Files, &'a MissingObjects);
 
-impl ObjectSet for Partial<'_> {
-    fn is_here(&self, at: usize) -> bool {
-        self.1.is_here(at)
-    }
-
-    fn bytes(&self, at: usize) -> u64 {
-        self.1.bytes(at)
-    }
-}
-
 impl FetchableSet for Partial<'_> {
     fn count(&self) -> usize {
         self.1.objects.len()
     }
 
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError> {
+    fn objects(&self) -> &dyn ObjectSet {
+        self.1
+    }
+
+    fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let (files, absent) = *self;
         let mut at = range.start;
         while at < range.end {
@@ -57,7 +51,7 @@ impl FetchableSet for Partial<'_> {
 
 impl Files {
     /// Gets an object that is not here, or is damaged, or waits for whoever is at it. What follows it is asked for together with it.
-    pub(super) fn obtain(&self, absent: &MissingObjects, digest: Digest) -> std::result::Result<(), ObjectError> {
+    pub(super) fn obtain(&self, absent: &MissingObjects, digest: Digest) -> Result<(), ObjectError> {
         let Some(at) = absent.places.get(&digest).copied() else {
             return Err(ObjectError::Other { pack: absent.image, digest });
         };
@@ -75,7 +69,7 @@ impl Files {
     }
 
     /// Proves all objects of the image; gets what is not here.
-    pub(crate) fn prove_absent(&self, absent: &MissingObjects) -> std::result::Result<(), ObjectError> {
+    pub(crate) fn prove_absent(&self, absent: &MissingObjects) -> Result<(), ObjectError> {
         let is_there = |at: usize| absent.is_here(at).then_some(()).ok_or(absent.objects[at].digest);
         (0..absent.objects.len()).try_for_each(|at| is_there(at).or_else(|digest| self.obtain(absent, digest)))
     }
@@ -96,7 +90,7 @@ impl Files {
     }
 
     /// Gets what was claimed: what is here already, and what has to be fetched; a large object by itself.
-    fn get(&self, absent: &MissingObjects, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
+    fn get(&self, absent: &MissingObjects, claim: &Claim<'_>) -> Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
                 claim.damaged(absent);
@@ -104,7 +98,7 @@ impl Files {
         })
     }
 
-    fn get_each(&self, absent: &MissingObjects, claim: &Claim<'_>) -> std::result::Result<(), ObjectError> {
+    fn get_each(&self, absent: &MissingObjects, claim: &Claim<'_>) -> Result<(), ObjectError> {
         let mut run: Option<Range<usize>> = None;
         for at in claim.objects.clone() {
             let is_here = self.find_here(absent, at);
@@ -177,12 +171,7 @@ impl Files {
     }
 
     /// Fetches neighbouring objects by one request.
-    fn receive(
-        &self,
-        absent: &MissingObjects,
-        claim: &Claim<'_>,
-        run: Range<usize>,
-    ) -> std::result::Result<(), ObjectError> {
+    fn receive(&self, absent: &MissingObjects, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
         let keep = |error: Error| ObjectError::Keep { pack: absent.image, source: of_store(error) };
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let mut receiver = Receiver::begin(self, absent, run.clone()).map_err(keep)?;
@@ -309,7 +298,7 @@ impl<'a> Receiver<'a> {
         Ok(Some(Incoming { file, place: Where::Staying(path), hasher, got }))
     }
 
-    fn take(&mut self, mut bytes: &[u8]) -> std::result::Result<(), ObjectError> {
+    fn take(&mut self, mut bytes: &[u8]) -> Result<(), ObjectError> {
         while !self.left.is_empty() {
             let FileObject { digest, bytes: length } = self.absent.objects[self.left.start];
             let got = self.had_bytes();
@@ -344,7 +333,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// All bytes of an object have come.
-    fn end(&mut self, digest: Digest, bytes: u64) -> std::result::Result<(), ObjectError> {
+    fn end(&mut self, digest: Digest, bytes: u64) -> Result<(), ObjectError> {
         let pack = self.absent.image;
         let keep = |source| ObjectError::Keep { pack, source };
         self.incoming().map_err(keep)?;
@@ -369,7 +358,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// What came whole, up to where, and what went wrong with the objects without bytes behind it, of which nothing could come.
-    fn finish(mut self) -> (NewObjects, usize, std::result::Result<(), ObjectError>) {
+    fn finish(mut self) -> (NewObjects, usize, Result<(), ObjectError>) {
         let outcome = self.take(&[]);
         (self.new, self.left.start, outcome)
     }

@@ -35,7 +35,7 @@ pub(crate) struct MissingObjects {
 }
 
 impl MissingObjects {
-    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> std::result::Result<Self, ObjectError> {
+    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> Result<Self, ObjectError> {
         let objects = file_objects(image)?;
         let mut begins = Vec::with_capacity(objects.len());
         let mut end = 0_u64;

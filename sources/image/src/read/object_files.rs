@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{self};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -105,7 +105,7 @@ impl Files {
         path: Option<&[u8]>,
         digest: Option<Digest>,
         bytes: u64,
-    ) -> std::result::Result<Arc<Backing>, ObjectError> {
+    ) -> Result<Arc<Backing>, ObjectError> {
         let path = path.ok_or(ObjectError::NoPath)?;
         let digest = digest.ok_or_else(|| ObjectError::NoDigest { path: self.name(path) })?;
         match (self.here(path, digest, bytes), &self.absent) {
@@ -123,12 +123,7 @@ impl Files {
     }
 
     /// The same, if it is in the store.
-    pub(super) fn here(
-        &self,
-        path: &[u8],
-        digest: Digest,
-        bytes: u64,
-    ) -> std::result::Result<Arc<Backing>, ObjectError> {
+    pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> Result<Arc<Backing>, ObjectError> {
         if let Some(known) = self.known(path, digest) {
             return Ok(known);
         }
@@ -162,7 +157,7 @@ impl Files {
     }
 
     /// Opens an object of this length, and tells what file it is.
-    fn open_object(&self, path: &[u8], bytes: u64) -> std::result::Result<(File, fs::Metadata), ObjectError> {
+    fn open_object(&self, path: &[u8], bytes: u64) -> Result<(File, fs::Metadata), ObjectError> {
         let unreadable = |source: io::Error| ObjectError::Object { path: self.name(path), source };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;

@@ -159,7 +159,7 @@ impl Objects {
     }
 
     /// The objects that make up so many bytes from a block of a pack on: whole ones, without anything else.
-    fn whole(&self, pack: usize, block: u64, bytes: u64) -> std::result::Result<Range<usize>, ObjectError> {
+    fn whole(&self, pack: usize, block: u64, bytes: u64) -> Result<Range<usize>, ObjectError> {
         let index = &self.packs[pack].index;
         let missing = ObjectError::NoObject { pack: index.pack, block, bytes };
         let from = index.objects.partition_point(|object| object.block < block);
@@ -173,7 +173,7 @@ impl Objects {
     }
 
     /// Proves what objects have of a range of a pack.
-    fn prove_span(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
+    fn prove_span(&self, number: usize, offset: u64, bytes: u64) -> Result<(), ObjectError> {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(bytes));
         if let Some(soon) = pack.prove_all(objects)?
@@ -187,12 +187,12 @@ impl Objects {
 
     /// The same for who reads: what the kernel proves is not proved before. Who maps it has it read by us, so that damage is an error
     /// there, and not a fault.
-    fn prove_read(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
+    fn prove_read(&self, number: usize, offset: u64, bytes: u64) -> Result<(), ObjectError> {
         if self.packs[number].is_sealed { Ok(()) } else { self.prove_span(number, offset, bytes) }
     }
 
     /// Reads bytes of a pack, once they are proved. Afterwards others may be dropped.
-    fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> std::result::Result<(), ObjectError> {
+    fn read_span(&self, number: usize, offset: u64, out: &mut [u8]) -> Result<(), ObjectError> {
         let pack = &self.packs[number];
         let objects = touched(&pack.index.objects, offset, offset.saturating_add(out.len() as u64));
         let Some(first) = pack.index.objects.get(objects.start) else { return Ok(()) };
@@ -223,7 +223,7 @@ impl Objects {
     ///
     /// # Errors
     /// One is damaged, or cannot be had.
-    pub fn prove_objects(&self, objects: &[FileObject]) -> std::result::Result<(), ObjectError> {
+    pub fn prove_objects(&self, objects: &[FileObject]) -> Result<(), ObjectError> {
         parallel::each(objects.len(), |at| {
             let FileObject { digest, bytes } = objects[at];
             self.object(Some(&path_of(digest)), Some(digest), bytes).map(drop)
@@ -234,12 +234,7 @@ impl Objects {
     ///
     /// # Errors
     /// It is damaged, or cannot be had.
-    pub fn read_object(
-        &self,
-        object: &FileObject,
-        offset: u64,
-        out: &mut [u8],
-    ) -> std::result::Result<usize, ObjectError> {
+    pub fn read_object(&self, object: &FileObject, offset: u64, out: &mut [u8]) -> Result<usize, ObjectError> {
         let path = path_of(object.digest);
         let file = self.object(Some(&path), Some(object.digest), object.bytes)?;
         let wanted = usize::try_from(object.bytes.saturating_sub(offset)).unwrap_or(usize::MAX).min(out.len());
@@ -252,7 +247,7 @@ impl Objects {
     ///
     /// # Errors
     /// The first that is damaged.
-    pub fn prove_all(&self) -> std::result::Result<(), ObjectError> {
+    pub fn prove_all(&self) -> Result<(), ObjectError> {
         self.packs.iter().try_for_each(|pack| parallel::each(pack.len(), |at| pack.prove(at)))
     }
 
@@ -293,7 +288,7 @@ impl Objects {
     ///
     /// # Errors
     /// One of them is damaged, or cannot be had.
-    pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> std::result::Result<(), ObjectError> {
+    pub fn prove_range(&self, number: usize, offset: u64, bytes: u64) -> Result<(), ObjectError> {
         self.packs[number].long_lived()?;
         self.prove_span(number, offset, bytes)
     }
@@ -302,12 +297,7 @@ impl Objects {
     ///
     /// # Errors
     /// One of them is damaged.
-    pub(crate) fn range(
-        &self,
-        number: usize,
-        offset: u64,
-        bytes: u64,
-    ) -> std::result::Result<&Arc<Backing>, ObjectError> {
+    pub(crate) fn range(&self, number: usize, offset: u64, bytes: u64) -> Result<&Arc<Backing>, ObjectError> {
         let pack = &self.packs[number];
         pack.long_lived()?;
         self.prove_read(number, offset, bytes)?;
@@ -318,7 +308,7 @@ impl Objects {
     ///
     /// # Errors
     /// They are no objects, or not the ones that the file was made of, or the image is damaged.
-    pub fn prove_file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<(), ObjectError> {
+    pub fn prove_file(&self, data: Data<'_>, bytes: u64) -> Result<(), ObjectError> {
         if let Data::Object { path, digest } = data {
             return self.object(path, digest, bytes).map(drop);
         }
@@ -334,12 +324,7 @@ impl Objects {
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    pub(crate) fn extent(
-        &self,
-        data: Data<'_>,
-        bytes: u64,
-        part: Range<u64>,
-    ) -> std::result::Result<Option<Extent>, ObjectError> {
+    pub(crate) fn extent(&self, data: Data<'_>, bytes: u64, part: Range<u64>) -> Result<Option<Extent>, ObjectError> {
         if let Data::Object { .. } = data {
             return Ok(Some(Extent { file: self.file(data, bytes)?, offset: part.start }));
         }
@@ -360,12 +345,7 @@ impl Objects {
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    pub(crate) fn places(
-        &self,
-        data: Data<'_>,
-        bytes: u64,
-        part: Range<u64>,
-    ) -> std::result::Result<Vec<Piece>, ObjectError> {
+    pub(crate) fn places(&self, data: Data<'_>, bytes: u64, part: Range<u64>) -> Result<Vec<Piece>, ObjectError> {
         self.check_ends(data, bytes)?;
         let page = BLOCK_BYTES as u64;
         if let Data::Object { path, .. } = data {
@@ -399,13 +379,7 @@ impl Objects {
     ///
     /// # Errors
     /// There is no such object, or its bytes are not the ones it was made of.
-    pub(crate) fn read(
-        &self,
-        data: Data<'_>,
-        bytes: u64,
-        offset: u64,
-        mut out: &mut [u8],
-    ) -> std::result::Result<(), ObjectError> {
+    pub(crate) fn read(&self, data: Data<'_>, bytes: u64, offset: u64, mut out: &mut [u8]) -> Result<(), ObjectError> {
         self.check_ends(data, bytes)?;
         for run in data.runs(bytes, offset..offset + out.len() as u64) {
             let run = run?;
@@ -431,7 +405,7 @@ impl Objects {
     }
 
     /// The same, whatever it costs.
-    fn file(&self, data: Data<'_>, bytes: u64) -> std::result::Result<Arc<Backing>, ObjectError> {
+    fn file(&self, data: Data<'_>, bytes: u64) -> Result<Arc<Backing>, ObjectError> {
         match data {
             Data::Object { path, digest } => match self.whole_file(data, bytes) {
                 Some(file) => Ok(file),
@@ -442,13 +416,30 @@ impl Objects {
     }
 
     /// A file whose bytes we have proved ourselves.
-    fn object(
-        &self,
-        path: Option<&[u8]>,
-        digest: Option<Digest>,
-        bytes: u64,
-    ) -> std::result::Result<Arc<Backing>, ObjectError> {
+    fn object(&self, path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> Result<Arc<Backing>, ObjectError> {
         self.files.as_ref().ok_or(ObjectError::NoPath)?.find(path, digest, bytes)
+    }
+
+    /// Reads all packs that have a digest for fs-verity, and looks whether it is theirs. What the kernel proves by it is not read.
+    ///
+    /// # Errors
+    /// One has another digest, or cannot be read.
+    pub fn prove_packs(&self) -> Result<(), ObjectError> {
+        for pack in &self.packs {
+            let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
+            let bytes = pack.index.blocks * BLOCK_BYTES as u64;
+            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest: wanted, source };
+            let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
+            if found != wanted {
+                return Err(ObjectError::Sum { pack: pack.index.pack, wanted, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many packs there are of which the kernel proves what is read.
+    pub fn sealed(&self) -> usize {
+        self.packs.iter().filter(|pack| pack.is_sealed).count()
     }
 }
 
@@ -500,28 +491,4 @@ pub(crate) fn read_exact(file: &Backing, offset: u64, mut bytes: &mut [u8]) -> s
         bytes = &mut bytes[count..];
     }
     Ok(())
-}
-
-impl Objects {
-    /// Reads all packs that have a digest for fs-verity, and looks whether it is theirs. What the kernel proves by it is not read.
-    ///
-    /// # Errors
-    /// One has another digest, or cannot be read.
-    pub fn prove_packs(&self) -> std::result::Result<(), ObjectError> {
-        for pack in &self.packs {
-            let Some(wanted) = pack.index.verity.filter(|_| !pack.is_sealed && pack.absent.is_none()) else { continue };
-            let bytes = pack.index.blocks * BLOCK_BYTES as u64;
-            let unreadable = |source| ObjectError::Unreadable { pack: pack.index.pack, digest: wanted, source };
-            let found = parallel::digest(&pack.file, 0, bytes).map_err(unreadable)?;
-            if found != wanted {
-                return Err(ObjectError::Sum { pack: pack.index.pack, wanted, found });
-            }
-        }
-        Ok(())
-    }
-
-    /// How many packs there are of which the kernel proves what is read.
-    pub fn sealed(&self) -> usize {
-        self.packs.iter().filter(|pack| pack.is_sealed).count()
-    }
 }

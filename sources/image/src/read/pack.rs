@@ -16,11 +16,11 @@ use ferry_vfs::Backing;
 use rustix::fs::Advice;
 
 use crate::format::erofs::BLOCK_BYTES;
+use crate::format::index::read_object;
 use crate::format::index::{Index, Object};
 use crate::read::partial::PartialPack;
 use crate::store::fsverity;
 use crate::store::object_error::ObjectError;
-use crate::store::object_read::read_object;
 
 /// What is known of an object.
 pub(crate) const UNKNOWN: u8 = 0;
@@ -42,7 +42,7 @@ thread_local! {
     static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-pub(crate) type Proof = std::result::Result<(), ObjectError>;
+pub(crate) type Proof = Result<(), ObjectError>;
 
 /// A pack, open.
 #[derive(Debug)]
@@ -96,7 +96,7 @@ impl Pack {
     }
 
     /// Proves neighbouring objects; returns from which one on more are likely to be wanted next.
-    pub(crate) fn prove_all(&self, objects: Range<usize>) -> std::result::Result<Option<usize>, ObjectError> {
+    pub(crate) fn prove_all(&self, objects: Range<usize>) -> Result<Option<usize>, ObjectError> {
         let Some(last) = objects.clone().last() else { return Ok(None) };
         if let Some(absent) = &self.absent {
             return objects.clone().try_for_each(|at| self.obtain(absent, at..objects.end)).map(|()| None);

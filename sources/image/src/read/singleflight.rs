@@ -148,9 +148,11 @@ impl Singleflight {
 }
 
 /// Objects that are fetched in their order, whatever they are kept in.
-pub(crate) trait FetchableSet: ObjectSet + Sync {
+pub(crate) trait FetchableSet: Sync {
     /// How many there are.
     fn count(&self) -> usize;
+    /// The objects.
+    fn objects(&self) -> &dyn ObjectSet;
     /// Gets those of a range that nobody has or is getting; returns whether there was room for them.
-    fn fetch(&self, range: Range<usize>) -> std::result::Result<bool, ObjectError>;
+    fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError>;
 }

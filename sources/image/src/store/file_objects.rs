@@ -42,7 +42,7 @@ pub struct FileObject {
 ///
 /// # Errors
 /// The image is damaged, or does not say what an object is.
-pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, ObjectError> {
+pub fn file_objects(image: &Image) -> Result<Vec<FileObject>, ObjectError> {
     let (mut found, mut known) = (Vec::new(), HashMap::new());
     let mut wrong = None;
     each_file(image, &mut |inode, data| {
@@ -60,7 +60,7 @@ pub fn file_objects(image: &Image) -> std::result::Result<Vec<FileObject>, Objec
     wrong.map_or(Ok(found), Err)
 }
 
-fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> std::result::Result<FileObject, ObjectError> {
+fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> Result<FileObject, ObjectError> {
     let path = path.ok_or(ObjectError::NoPath)?;
     let name = || PathBuf::from(OsStr::from_bytes(path));
     let digest = digest.ok_or_else(|| ObjectError::NoDigest { path: name() })?;

@@ -1,5 +1,6 @@
 //! The names and paths of the files in a store.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -60,4 +61,10 @@ pub(crate) struct Listing {
     pub packs: Vec<Digest>,
     /// Packs of which something is noted as damaged.
     pub noted: Vec<Digest>,
+}
+
+/// What is noted as damaged in a pack of a store.
+pub(crate) fn noted(store: &Path, pack: Digest) -> HashSet<Digest> {
+    let Ok(lines) = fs::read(damage_path(store, pack)) else { return HashSet::new() };
+    lines.split(|byte| *byte == b'\n').filter_map(Digest::parse).collect()
 }

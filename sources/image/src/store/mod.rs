@@ -1,7 +1,6 @@
 //! The store: packs and object files, their locks, fs-verity, repair, garbage collection and usage.
 
 pub(crate) mod batch;
-pub(crate) mod damage;
 pub(crate) mod fetch;
 pub(crate) mod file_objects;
 pub(crate) mod fsverity;
@@ -12,7 +11,6 @@ pub(crate) mod new_objects;
 pub(crate) mod new_pack;
 pub(crate) mod object_error;
 pub(crate) mod object_list;
-pub(crate) mod object_read;
 pub(crate) mod packs;
 pub(crate) mod parallel;
 pub(crate) mod places;

@@ -9,7 +9,6 @@ use crate::format::digest::Digest;
 use crate::format::error::{IoContext, Result};
 use crate::format::index::{self, Index, Places};
 use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
-use crate::store::damage;
 use crate::store::layout::{self, Listing};
 use crate::store::new_file::NewFile;
 
@@ -94,7 +93,7 @@ impl StorePlaces {
     }
 
     /// Where an object may be, by the names of packs.
-    fn candidates(&self, digest: &Digest) -> std::result::Result<Vec<(Digest, u64)>, Damaged> {
+    fn candidates(&self, digest: &Digest) -> Result<Vec<(Digest, u64)>, Damaged> {
         let mut found = self.beside.get(digest).cloned().unwrap_or_default();
         if let Some(table) = &self.table {
             let place = |entry: &TableEntry| {
@@ -130,7 +129,7 @@ impl StorePlaces {
             tracing::warn!("{}: the pack {pack} is cut off and not used", self.store.display());
             return None;
         }
-        Some(Usable { damaged: damage::noted(&self.store, pack), index })
+        Some(Usable { damaged: layout::noted(&self.store, pack), index })
     }
 
     /// All places, by the packs' indexes.

@@ -28,11 +28,11 @@ use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::{Index, Object};
-use crate::store::damage::noted;
+use crate::format::index::{look_at_object, read_object};
 use crate::store::fetch::Fetch;
 use crate::store::file_objects::remove_damaged;
+use crate::store::layout::noted;
 use crate::store::new_file::{self, NewFile};
-use crate::store::object_read::{look_at_object, read_object};
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 use crate::store::{fsverity, layout, parallel};
@@ -100,7 +100,7 @@ impl Store {
         let path = self.pack_path(index.pack);
         let file = File::open(&path).doing("open", &path)?;
         let damaged = Mutex::new(Vec::new());
-        let look = |at: usize| -> std::result::Result<(), ()> {
+        let look = |at: usize| -> Result<(), ()> {
             if look(&file, &index.objects[at]) != Some(Found::Sound) {
                 damaged.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(at);
             }

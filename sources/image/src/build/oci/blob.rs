@@ -23,7 +23,7 @@ pub(super) struct Name([u8; 32]);
 impl TryFrom<String> for Name {
     type Error = String;
 
-    fn try_from(text: String) -> std::result::Result<Self, String> {
+    fn try_from(text: String) -> Result<Self, String> {
         let digits = text.strip_prefix("sha256:").and_then(|digits| bytes_of_hex(digits.as_bytes()));
         digits
             .map(Self)

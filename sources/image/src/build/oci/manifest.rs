@@ -206,7 +206,7 @@ fn blob_path(directory: &Path, name: Name) -> PathBuf {
     directory.join("blobs").join(name.to_string().replace(':', "/"))
 }
 
-fn pick(mut all: Vec<Descriptor>, tag: Option<&str>, platform: &str) -> std::result::Result<Descriptor, String> {
+fn pick(mut all: Vec<Descriptor>, tag: Option<&str>, platform: &str) -> Result<Descriptor, String> {
     let tags = |all: &[Descriptor]| {
         let mut tags: Vec<String> = all.iter().filter_map(Descriptor::tag).map(|tag| format!("{tag:?}")).collect();
         tags.dedup();

@@ -45,7 +45,7 @@ impl Layers {
         Ok(())
     }
 
-    fn member(&mut self, member: &Member) -> std::result::Result<(), Refusal> {
+    fn member(&mut self, member: &Member) -> Result<(), Refusal> {
         let names = components(&member.path)?;
         match mark(&names)? {
             None => {}

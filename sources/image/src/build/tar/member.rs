@@ -230,13 +230,7 @@ impl<R: Read> Members<R> {
 }
 
 /// What headers say of a member, and how many bytes of it are in the archive.
-fn describe(
-    header: &Header,
-    pax: &Pax,
-    path: Vec<u8>,
-    link: Vec<u8>,
-    offset: u64,
-) -> std::result::Result<(Member, u64), Refusal> {
+fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u64) -> Result<(Member, u64), Refusal> {
     let (kind, bits) = match header.kind() {
         b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Directory, 0o040_000),
         b'0' | 0 | b'7' | b'S' => (Kind::File, 0o100_000),
@@ -301,7 +295,7 @@ fn time(text: &[u8]) -> Option<Timespec> {
 }
 
 /// The kernel's form of a device number in 32 bits.
-fn device(major: i64, minor: i64) -> std::result::Result<u32, Refusal> {
+fn device(major: i64, minor: i64) -> Result<u32, Refusal> {
     let wrong = || format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
     let major = u32::try_from(major).ok().filter(|major| *major < 1 << 12).ok_or_else(wrong)?;
     let minor = u32::try_from(minor).ok().filter(|minor| *minor < 1 << 20).ok_or_else(wrong)?;

@@ -33,7 +33,7 @@ pub(super) fn place(
     member: &Member,
     file: Option<Content>,
     for_composefs: bool,
-) -> std::result::Result<Option<NodeId>, Refusal> {
+) -> Result<Option<NodeId>, Refusal> {
     let content = match member.kind {
         Kind::File => file.unwrap_or(Content::None),
         Kind::Link => return link(builder, names, member).map(|()| None),
@@ -45,7 +45,7 @@ pub(super) fn place(
 }
 
 /// The names of a member's path, without `.`, which is what archives of a whole directory begin with.
-pub(super) fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refusal> {
+pub(super) fn components(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
     if path.is_empty() {
         return Err("it has no name".into());
     }
@@ -62,7 +62,7 @@ pub(super) fn components(path: &[u8]) -> std::result::Result<Vec<Name<'_>>, Refu
     Ok(names)
 }
 
-fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> std::result::Result<(), Refusal> {
+fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> Result<(), Refusal> {
     let target = components(&member.link).map_err(|reason| format!("a hard link: {reason}"))?;
     let absent = || format!("a hard link to {}, which is not in the archive before it", member.link.escape_ascii());
     let (target_name, target_parents) = target.split_last().ok_or("a hard link to a directory")?;
@@ -77,7 +77,7 @@ fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> std::
 
 /// Adds an inode instead of what has its name, as GNU tar, containerd and umoci do it; a symbolic link of that name is not followed.
 /// A directory that is there already gets the later member's modes, owners, times and attributes.
-fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> std::result::Result<Option<NodeId>, Refusal> {
+fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Option<NodeId>, Refusal> {
     let Some((name, parents)) = names.split_last() else {
         match builder.find(&[]) {
             Some(root) if node.kind() == FileType::Directory => *builder.node(root) = node,
@@ -103,7 +103,7 @@ pub(super) fn directory() -> Node {
     Node { mode: 0o040_755, uid: 0, gid: 0, rdev: 0, mtime, nlink: 2, xattrs, content }
 }
 
-fn node(member: &Member, content: Content, for_composefs: bool) -> std::result::Result<Node, Refusal> {
+fn node(member: &Member, content: Content, for_composefs: bool) -> Result<Node, Refusal> {
     let mut xattrs = Vec::new();
     for (name, value) in &member.xattrs {
         // Others are of a file system, and mean nothing in an image.

@@ -35,7 +35,7 @@ pub(super) struct Sparse {
 
 impl Sparse {
     /// Reads what a PAX header says, if it says something of a sparse file.
-    pub(super) fn of(pax: &Pax) -> std::result::Result<Option<Self>, Refusal> {
+    pub(super) fn of(pax: &Pax) -> Result<Option<Self>, Refusal> {
         if !pax.has_sparse() {
             return Ok(None);
         }
@@ -59,7 +59,7 @@ impl Sparse {
 }
 
 /// The pieces of the forms 0.0 and 0.1.
-fn in_header(pax: &Pax) -> std::result::Result<Pieces, Refusal> {
+fn in_header(pax: &Pax) -> Result<Pieces, Refusal> {
     let numbers: Vec<&[u8]> = match pax.get(b"GNU.sparse.map") {
         Some(_) if !pax.pieces.is_empty() => return Err("a sparse file with two maps".into()),
         Some(map) => map.split(|byte| *byte == b',').collect(),
@@ -70,10 +70,7 @@ fn in_header(pax: &Pax) -> std::result::Result<Pieces, Refusal> {
         return Err("a sparse file whose map has not as many pieces as it says".into());
     }
     let number = |text: &[u8]| number(text).ok_or("a sparse file whose map has something else than numbers");
-    Ok(numbers
-        .chunks_exact(2)
-        .map(|pair| Ok((number(pair[0])?, number(pair[1])?)))
-        .collect::<std::result::Result<_, &str>>()?)
+    Ok(numbers.chunks_exact(2).map(|pair| Ok((number(pair[0])?, number(pair[1])?))).collect::<Result<_, &str>>()?)
 }
 
 /// Decimal digits.
@@ -83,7 +80,7 @@ pub(super) fn number(text: &[u8]) -> Option<u64> {
 }
 
 /// Whether the pieces follow each other in the file, and are as long as what is in the archive.
-pub(super) fn check(pieces: &[(u64, u64)], bytes: u64, stored: u64) -> std::result::Result<(), &'static str> {
+pub(super) fn check(pieces: &[(u64, u64)], bytes: u64, stored: u64) -> Result<(), &'static str> {
     if bytes > SPARSE_BYTES_MAX {
         return Err("of more than 64 GiB");
     }
@@ -97,11 +94,7 @@ pub(super) fn check(pieces: &[(u64, u64)], bytes: u64, stored: u64) -> std::resu
 }
 
 /// Adds the pieces of a sparse file that a block lists; the list ends with an empty one.
-pub(super) fn listed(
-    block: &Header,
-    (from, count): (usize, usize),
-    pieces: &mut Pieces,
-) -> std::result::Result<(), Refusal> {
+pub(super) fn listed(block: &Header, (from, count): (usize, usize), pieces: &mut Pieces) -> Result<(), Refusal> {
     for at in (0..count).map(|index| from + index * 24) {
         if block.0[at] == 0 {
             break;
