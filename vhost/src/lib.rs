@@ -28,6 +28,7 @@ mod io;
 mod may_fault;
 mod memory;
 mod migration;
+mod packed;
 mod persistent_connection;
 mod pool;
 mod ring;

@@ -10,7 +10,7 @@ use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::inflight::{LogError, Region};
 use crate::memory::Memory;
-pub(crate) use packed::{Descriptor, PackedRing, Place};
+pub(crate) use packed::PackedRing;
 pub(crate) use split::SplitRing;
 
 /// The addresses of a ring in the front end's own address space, as `SET_VRING_ADDR` gives them. A packed ring has

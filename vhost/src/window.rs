@@ -18,6 +18,7 @@ use crate::channel::{self, ConnectionBroken, WaitLimit};
 mod message;
 
 use message::Message;
+pub use message::Part;
 
 /// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
@@ -31,19 +32,6 @@ const REGIONS_MAX: usize = 500;
 const CATCH_UP: u32 = 16;
 /// The least that front ends map.
 const PAGE_BYTES: u64 = 4096;
-
-/// A part of a file, and where it is to be in the window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// First byte in the window.
-    pub window_offset: u64,
-    /// First byte in the file.
-    pub file_offset: u64,
-    /// Length.
-    pub bytes: u64,
-    /// Whether the guest may write to it.
-    pub writable: bool,
-}
 
 /// Why nothing was mapped or unmapped.
 #[derive(Debug, thiserror::Error)]

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{LogError, Region};
-use crate::ring::{Descriptor, Place};
+use crate::packed::{Descriptor, Place};
 
 /// Where the header's fields lie. The used index and its wrap counter are written in one piece with their old values:
 /// written one by one, a crash between the two could leave the index of one lap with the counter of another.

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::ring::Place;
+use crate::packed::Place;
 
 /// Memory for the tests of rings.
 pub(crate) fn area(queues: u16, size: u16) -> Arc<Area> {
@@ -80,7 +80,7 @@ fn the_layout_is_that_of_the_specification() {
     let region = area(1, 4).region(0).unwrap();
     let used = Place { index: 3, wrap: true };
     let (mut packed, None) = PackedLog::open(region.clone(), 4, used, |_| Some(true)).unwrap() else { panic!("new") };
-    let descriptor = crate::ring::Descriptor { address: 0x77, bytes: 5, id: 9, flags: 6 };
+    let descriptor = crate::packed::Descriptor { address: 0x77, bytes: 5, id: 9, flags: 6 };
     assert_eq!(packed.take(&[descriptor, descriptor]).unwrap(), 0);
     // version, desc_num, free_head, old_free_head, used_idx, old_used_idx, the wrap counters
     assert_eq!([8, 10, 12, 14, 16, 18, 20, 21].map(|at| bytes(&region, at)), [1, 4, 2, 2, 3, 3, 1, 1]);
@@ -115,7 +115,7 @@ fn memory_of_another_ring_or_version_is_not_taken_for_this_ones() {
 fn the_length_of_a_chain_is_what_it_was_when_it_was_found() {
     let region = area(1, 4).region(0).unwrap();
     let open = || PackedLog::open(region.clone(), 4, Place::FRESH, |_| Some(true)).unwrap();
-    let descriptor = crate::ring::Descriptor::default();
+    let descriptor = crate::packed::Descriptor::default();
     open().0.take(&[descriptor, descriptor]).unwrap();
     let (log, Some(found)) = open() else { panic!("it is not new") };
     // A longer one, and one that never ends.
@@ -158,7 +158,7 @@ proptest! {
                     log.published([entry.0].into_iter(), Place::FRESH);
                 }
             }
-            while log.take(&[crate::ring::Descriptor::default()]).is_ok_and(|entry| entry != 7) {}
+            while log.take(&[crate::packed::Descriptor::default()]).is_ok_and(|entry| entry != 7) {}
         }
     }
 }

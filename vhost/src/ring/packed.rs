@@ -10,11 +10,9 @@ use crate::QUEUE_SIZE_MAX;
 use crate::chain::Chain;
 use crate::inflight::{PackedLog, Region};
 use crate::memory::Memory;
+use crate::packed::{AVAILABLE, Descriptor, Place, USED};
 use crate::shared::Cells;
 
-/// Descriptor flags that say whose turn it is (2.8.1).
-pub(super) const AVAILABLE: u16 = 1 << 7;
-pub(super) const USED: u16 = 1 << 15;
 /// Where a descriptor's fields lie.
 const LENGTH: usize = 8;
 const ID: usize = 12;
@@ -25,63 +23,6 @@ const EVENT_BYTES: usize = 4;
 pub(super) const EVENT_ENABLE: u32 = 0;
 pub(super) const EVENT_DISABLE: u32 = 1;
 pub(super) const EVENT_DESCRIPTOR: u32 = 2;
-
-/// A place in the ring, and the wrap counter there (2.8.1).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) index: u16,
-    pub(crate) wrap: bool,
-}
-
-impl Place {
-    /// Where a ring begins that was never used.
-    pub(crate) const FRESH: Self = Self { index: 0, wrap: true };
-
-    /// The place that many descriptors on, at most a whole ring.
-    #[inline]
-    pub(crate) fn after(self, descriptors: u16, size: u16) -> Self {
-        let index = u32::from(self.index) + u32::from(descriptors);
-        match u16::try_from(index) {
-            Ok(index) if index < size => Self { index, ..self },
-            _ => Self { index: u16::try_from(index - u32::from(size)).unwrap_or(0), wrap: !self.wrap },
-        }
-    }
-
-    /// How many descriptors `self` is ahead of `other`, if that is possible.
-    fn ahead_of(self, other: Self, size: u16) -> Option<u16> {
-        let lap = if self.wrap == other.wrap { 0 } else { size };
-        (self.index + lap).checked_sub(other.index).filter(|ahead| *ahead <= size)
-    }
-
-    pub(super) fn to_bits(self) -> u16 {
-        self.index | u16::from(self.wrap) << 15
-    }
-
-    fn from_bits(bits: u32) -> Self {
-        Self { index: u16::try_from(bits & 0x7fff).unwrap_or(0), wrap: bits & 0x8000 != 0 }
-    }
-
-    /// Whether a descriptor here with these flags has been made available.
-    #[inline]
-    fn is_available(self, flags: u16) -> bool {
-        (flags & AVAILABLE != 0) == self.wrap && (flags & USED != 0) != self.wrap
-    }
-
-    /// The flags of a descriptor that is used here.
-    #[inline]
-    fn used_flags(self) -> u16 {
-        if self.wrap { AVAILABLE | USED } else { 0 }
-    }
-}
-
-/// A descriptor of the ring, as the log keeps it, too.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Descriptor {
-    pub(crate) address: u64,
-    pub(crate) bytes: u32,
-    pub(crate) id: u16,
-    pub(crate) flags: u16,
-}
 
 /// A chain that goes back.
 #[derive(Debug)]

@@ -4,8 +4,9 @@ use super::descriptor::{INDIRECT, NEXT, WRITE};
 use super::model::{
     AVAILABLE_PART, BASE, BUFFERS, DESCRIPTORS, Guest, MEMORY_BYTES, TABLES, USED_PART, USER, Wish, pop, serve,
 };
-use super::packed::{AVAILABLE, EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE, USED};
+use super::packed::{EVENT_DESCRIPTOR, EVENT_DISABLE, EVENT_ENABLE};
 use super::*;
+use crate::packed::{AVAILABLE, Place, USED};
 
 const SIZE: u16 = 6;
 const FRESH: Begin = Begin::At(0x8000);

@@ -1,13 +1,24 @@
 //! SHMEM_MAP and SHMEM_UNMAP (vhost-user, "Back-end message types" and "Shared memory regions"), which QEMU from 11.1 and crosvm
 //! understand. The front end replies to either with a number, 0 for success.
 
-use super::Part;
-
 /// The number of the shared memory region.
 const REGION: u64 = 0;
 const MAP: u32 = 9;
 const UNMAP: u32 = 10;
 const WRITABLE: u64 = 1;
+
+/// A part of a file, and where it is to be in the window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// First byte in the window.
+    pub window_offset: u64,
+    /// First byte in the file.
+    pub file_offset: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Whether the guest may write to it.
+    pub writable: bool,
+}
 
 /// A request, ready to be sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
