@@ -16,6 +16,7 @@ use roles::{
     NAMES_AND_USERS, NOT_OF_CONNECTOR, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_CONNECTOR, OF_HELPERS, OF_HOLDER,
     OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
 };
+use roles::{SYS_GETXATTRAT, SYS_LISTXATTRAT, SYS_REMOVEXATTRAT, SYS_SETXATTRAT};
 
 /// What happens to a server that makes a forbidden system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,12 +41,6 @@ impl FromStr for Action {
         }
     }
 }
-
-/// Linux 6.13; the same number on all architectures.
-const SYS_SETXATTRAT: libc::c_long = 463;
-const SYS_GETXATTRAT: libc::c_long = 464;
-const SYS_LISTXATTRAT: libc::c_long = 465;
-const SYS_REMOVEXATTRAT: libc::c_long = 466;
 
 /// Which the library lacks.
 #[cfg(target_arch = "x86_64")]

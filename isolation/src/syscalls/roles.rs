@@ -1,5 +1,11 @@
 //! The system calls of each role.
 
+/// Since Linux 6.13, the same on all architectures.
+pub(super) const SYS_SETXATTRAT: libc::c_long = 463;
+pub(super) const SYS_GETXATTRAT: libc::c_long = 464;
+pub(super) const SYS_LISTXATTRAT: libc::c_long = 465;
+pub(super) const SYS_REMOVEXATTRAT: libc::c_long = 466;
+
 /// The role of a process or thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -71,8 +77,8 @@ pub(super) const NAMES_AND_USERS: &[libc::c_long] = &[
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
     libc::SYS_fremovexattr,
-    super::SYS_SETXATTRAT,
-    super::SYS_REMOVEXATTRAT,
+    SYS_SETXATTRAT,
+    SYS_REMOVEXATTRAT,
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_setgroups,
@@ -157,7 +163,7 @@ pub(super) const NOT_OF_CONNECTOR: &[libc::c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// The calls of the connector that no other role has. [`refused_of_connector`](super::refused_of_connector) restricts
+/// The calls of the connector that no other role has. `refused_of_connector` restricts
 /// the sockets.
 pub(super) const OF_CONNECTOR: &[libc::c_long] = &[
     libc::SYS_socket,
