@@ -5,9 +5,10 @@ use std::sync::Arc;
 use ferry_vhost::{Device, Port, WorkerOptions};
 use ferry_wire::blk::{Config, DeviceFeatures};
 
-use crate::handler::{Handler, Reply};
+use crate::handler::Handler;
+use crate::options::{Options, QUEUES_MAX};
+use crate::slow::Reply;
 use crate::state::State;
-use crate::{Options, QUEUES_MAX};
 
 /// The maximum number of data segments in a request: with header and status they fit into queues of 128 entries, the
 /// usual default of VMMs.

@@ -10,7 +10,7 @@ use ferry_wire::blk::{
     HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
 };
 
-use crate::slow::{self, Job};
+use crate::slow::{self, Job, Reply};
 use crate::state::{CopyPermit, State};
 
 /// The maximum number of bytes that are zeroed for a failed request. Linux sends no larger requests, and a hostile
@@ -25,22 +25,6 @@ const PIECE_BYTES: usize = 1 << 20;
 const SLOW_BYTES_MAX: usize = 1 << 30;
 
 static ZEROS: [u8; 4096] = [0; 4096];
-
-/// The outcome of a request served on another thread.
-pub(crate) struct Reply {
-    pub(crate) status: Status,
-    /// The data for the driver.
-    pub(crate) data: Vec<u8>,
-    /// The permit for the data's memory.
-    pub(crate) room: Option<CopyPermit>,
-}
-
-impl Reply {
-    pub(crate) fn failed(error: Errno) -> Self {
-        let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
-        Self { status, data: Vec::new(), room: None }
-    }
-}
 
 /// A transfer under way.
 #[derive(Clone, Copy, Default)]

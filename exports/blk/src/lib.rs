@@ -21,6 +21,7 @@
 
 mod device;
 mod handler;
+mod options;
 mod slow;
 mod state;
 #[cfg(test)]
@@ -29,56 +30,15 @@ mod watch;
 
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::time::Duration;
 
 pub use ferry_engine::IoMode;
 use ferry_vfs::{Disk, Errno};
 use ferry_vhost::{Server, ServerError};
 
 use crate::device::Blk;
+pub use crate::options::{Options, QUEUES_MAX};
 use crate::state::State;
 use crate::watch::Watch;
-
-/// As many as a guest of ordinary size has CPUs; Linux uses one per CPU.
-pub const QUEUES_MAX: usize = 16;
-
-/// The default of [`Options::poll`]: a little more than the time between consecutive requests of a guest, and far less
-/// than a time slice.
-const POLL_DEFAULT: Duration = Duration::from_micros(100);
-
-/// Options of an export.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The number of queues; the guest may use fewer. Each has a worker, up to the number of CPUs.
-    pub queues: usize,
-    /// The maximum time that a worker polls before it sleeps.
-    pub poll: Duration,
-    /// Writes may stay in a cache until the guest flushes. Otherwise each write completes when it is durable, and the
-    /// guest cannot change that.
-    pub writeback: bool,
-    /// How data is moved.
-    pub io: IoMode,
-    /// Register the guest's memory with io_uring, so that transfers skip the page lookup. All of it is then allocated
-    /// and **pinned**. Not for guests that return memory (a balloon, free page reporting, virtio-mem): the ring would
-    /// keep using the old pages.
-    pub pin_memory: bool,
-    /// Called by each worker before its first request, as [`ferry_vhost::WorkerOptions::begun`].
-    pub begun: Option<fn()>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            // QEMU requests one per CPU of the guest. Unused queues have neither a worker nor memory.
-            queues: QUEUES_MAX,
-            poll: POLL_DEFAULT,
-            writeback: true,
-            io: IoMode::Auto,
-            pin_memory: false,
-            begun: None,
-        }
-    }
-}
 
 /// Why a disk cannot be exported.
 #[derive(Debug, thiserror::Error)]

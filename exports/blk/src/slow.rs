@@ -6,8 +6,23 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
-use crate::handler::Reply;
 use crate::state::{CopyPermit, State};
+
+/// The outcome of a request served on another thread.
+pub(crate) struct Reply {
+    pub(crate) status: Status,
+    /// The data for the driver.
+    pub(crate) data: Vec<u8>,
+    /// The permit for the data's memory.
+    pub(crate) room: Option<CopyPermit>,
+}
+
+impl Reply {
+    pub(crate) fn failed(error: Errno) -> Self {
+        let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
+        Self { status, data: Vec::new(), room: None }
+    }
+}
 
 /// A request with all its data, independent of the guest's memory.
 pub(crate) enum Job {
