@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use rustix::fs::{FallocateFlags, FileType};
+use rustix::fs::FallocateFlags;
 
-use super::mapped::Flusher;
+use super::mapped::{Flusher, size_of};
 use super::medium::Medium;
 
 /// The maximum length of a thread's reusable buffer in bytes; longer ones are allocated per call.
@@ -27,21 +27,6 @@ pub(crate) struct Device {
     is_file: bool,
     /// Syncs a range without the rest of the file.
     flusher: Option<Flusher>,
-}
-
-/// Returns the size of a file, block device or DAX device in bytes.
-pub(crate) fn size_of(file: &File) -> io::Result<u64> {
-    let stat = rustix::fs::fstat(file)?;
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile => u64::try_from(stat.st_size).map_err(io::Error::other),
-        FileType::BlockDevice => Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?),
-        FileType::CharacterDevice => {
-            let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
-            let text = std::fs::read_to_string(format!("/sys/dev/char/{major}:{minor}/size"))?;
-            text.trim().parse().map_err(io::Error::other)
-        }
-        _ => Err(io::Error::from(io::ErrorKind::InvalidInput)),
-    }
 }
 
 /// Allocates all blocks of a new file, so that "disk full" is reported now and not by a later write.

@@ -7,6 +7,9 @@ use super::codec::CodecError;
 use super::format::{FormatError, IMAGE_BYTES_MIN};
 use crate::tree::ReplayError;
 
+/// What to do about damage: refuse (`Err`), or take note and go on without what is damaged.
+pub(super) type OnDamage<'a> = dyn FnMut(DamageError) -> Result<(), DamageError> + 'a;
+
 /// See [`super::open()`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -7,11 +7,10 @@ use std::collections::btree_map::IntoIter;
 use ferry_vfs::Ino;
 
 use super::codec::{CodecError, Item, Map, for_each};
-use super::error::DamageError;
+use super::error::{DamageError, OnDamage};
 use super::extents::Extents;
 use super::format::{BLOCK, BLOCK_BYTES, FormatError, RECORD_HEAD_BYTES, Superblock, record_length, take_record};
 use super::medium::Medium;
-use super::open::OnDamage;
 
 /// The read size for the log in bytes. Disks are not faster with more, and a small buffer keeps the memory of a mount
 /// independent of the log's length.

@@ -13,7 +13,6 @@ use rustix::fs::FileType;
 use rustix::mm::{Advice, MapFlags, MsyncFlags, ProtFlags};
 
 use super::dax;
-use super::device::size_of;
 use super::medium::Medium;
 
 /// The alignment of `msync` addresses, in bytes.
@@ -156,6 +155,21 @@ impl Medium for MappedMemory {
         }
         dax::fence();
         Ok(())
+    }
+}
+
+/// The size of a file, block device or DAX device.
+pub(crate) fn size_of(file: &File) -> io::Result<u64> {
+    let stat = rustix::fs::fstat(file)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => u64::try_from(stat.st_size).map_err(io::Error::other),
+        FileType::BlockDevice => Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?),
+        FileType::CharacterDevice => {
+            let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+            let text = std::fs::read_to_string(format!("/sys/dev/char/{major}:{minor}/size"))?;
+            text.trim().parse().map_err(io::Error::other)
+        }
+        _ => Err(io::Error::from(io::ErrorKind::InvalidInput)),
     }
 }
 

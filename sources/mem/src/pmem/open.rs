@@ -12,15 +12,15 @@ use rustix::fs::FlockOperation;
 
 use super::PMem;
 use super::codec::Item;
-use super::device::{Device, reserve, size_of};
+use super::device::{Device, reserve};
 use super::disk::{Disk, File as DataFile, Tier};
-use super::error::{DamageError, OpenError};
+use super::error::{DamageError, OnDamage, OpenError};
 use super::extents::Extents;
 use super::format::{BLOCK, BLOCK_BYTES, FormatError, IMAGE_BYTES_MIN, Layout, Superblock, decode_tier2, encode_tier2};
 use super::grace::Grace;
 use super::load::{Files, LoadedImage, SuperblockCopies};
 use super::log::{Log, random_u32, write_superblocks};
-use super::mapped::{MapOptions, MappedMemory};
+use super::mapped::{MapOptions, MappedMemory, size_of};
 use super::medium::Medium;
 use super::store::PStore;
 use crate::machine::release_free_memory;
@@ -270,9 +270,6 @@ pub(super) fn open_tier2(path: &Path, options: &Options) -> Result<(Arc<dyn Medi
     }
     Ok((Arc::new(Device::new(file).map_err(io_error(path, "open"))?), made))
 }
-
-/// Called on damage: returns an error to refuse, or `Ok` to continue without the damaged part.
-pub(super) type OnDamage<'a> = dyn FnMut(DamageError) -> Result<(), DamageError> + 'a;
 
 /// Assembles a mounted image from its media.
 pub(super) fn assemble(

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use ferry_vfs::{Backing, Ino, Memory, Result, Timespec};
-use rustix::fs::{Stat, Timestamps};
+use rustix::fs::Timestamps;
 
-use super::mapped::MappedFile;
+use super::mapped::{MappedFile, usage};
 use crate::store::Usage;
 
 /// An open data file.
@@ -95,17 +95,6 @@ impl File {
 impl AsFd for File {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.plain.as_fd()
-    }
-}
-
-/// Converts the `stat` of a data file.
-#[allow(clippy::useless_conversion, clippy::unnecessary_fallible_conversions, reason = "types differ by architecture")]
-pub(super) fn usage(stat: &Stat) -> Usage {
-    let time = |sec, nsec| Timespec { sec, nsec: u32::try_from(nsec).unwrap_or_default() };
-    Usage {
-        size: u64::try_from(stat.st_size).unwrap_or_default(),
-        blocks: u64::try_from(stat.st_blocks).unwrap_or_default(),
-        times: Some((time(stat.st_atime, stat.st_atime_nsec), time(stat.st_mtime, stat.st_mtime_nsec))),
     }
 }
 

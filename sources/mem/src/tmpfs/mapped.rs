@@ -25,7 +25,8 @@ use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ferry_vfs::{Errno, Memory, Result, Segment, Timespec};
 
-use super::file::usage;
+use rustix::fs::Stat;
+
 use super::mapping::Mapping;
 use super::pages::{PAGE_BYTES, Pages, bits, touched, words};
 use crate::machine::{coarse_time, is_ahead, later, nanoseconds, timespec};
@@ -356,6 +357,17 @@ unsafe fn write_through(file: BorrowedFd<'_>, offset: u64, from: &[Segment]) -> 
                 }
             }
         }
+    }
+}
+
+/// What `stat` says of a data file.
+#[allow(clippy::useless_conversion, clippy::unnecessary_fallible_conversions, reason = "types differ by architecture")]
+pub(super) fn usage(stat: &Stat) -> Usage {
+    let time = |sec, nsec| Timespec { sec, nsec: u32::try_from(nsec).unwrap_or_default() };
+    Usage {
+        size: u64::try_from(stat.st_size).unwrap_or_default(),
+        blocks: u64::try_from(stat.st_blocks).unwrap_or_default(),
+        times: Some((time(stat.st_atime, stat.st_atime_nsec), time(stat.st_mtime, stat.st_mtime_nsec))),
     }
 }
 

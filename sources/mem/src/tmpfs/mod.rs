@@ -129,7 +129,7 @@ impl Store for Tmpfs {
             Place::Mount(root) => match Self::open_at(root.as_fd(), ino, OFlags::empty()) {
                 Ok(fd) => {
                     let stat = rustix::fs::fstat(&fd)?;
-                    let mtime = file::usage(&stat).times.map_or(times.1, |(_, mtime)| mtime);
+                    let mtime = mapped::usage(&stat).times.map_or(times.1, |(_, mtime)| mtime);
                     Ok(Arc::new(File::new(ino, fd, mtime)))
                 }
                 Err(Errno::NOENT) => {
@@ -154,7 +154,7 @@ impl Store for Tmpfs {
             (Place::Memfds(memfds), None) => memfds.get(ino).map_or(Ok(Usage::default()), |file| file.usage()),
             (Place::Mount(root), None) => {
                 match rustix::fs::statat(root, DecInt::new(ino.0), AtFlags::SYMLINK_NOFOLLOW) {
-                    Ok(stat) => Ok(file::usage(&stat)),
+                    Ok(stat) => Ok(mapped::usage(&stat)),
                     Err(Errno::NOENT) => Ok(Usage::default()),
                     Err(error) => Err(error),
                 }

@@ -5,7 +5,9 @@ use std::thread;
 use std::time::Duration;
 
 use super::around::Link;
-use super::pages::PAGE_BYTES;
+
+/// The bytes of a page.
+pub const PAGE_BYTES: usize = 4096;
 
 /// Memory for pages: enough to read ahead of some dozens of readers, and little beside what a host has.
 const BYTES_MAX: usize = 256 << 20;

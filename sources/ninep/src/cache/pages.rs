@@ -5,10 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::around::Evidence;
+pub(super) use super::limits::PAGE_BYTES;
 use super::limits::Totals;
-
-/// The bytes of a page.
-pub const PAGE_BYTES: usize = 4096;
 
 /// The bytes of a page, as an offset counts.
 pub const PAGE: u64 = PAGE_BYTES as u64;
