@@ -2,12 +2,14 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::site::{text, wait};
+/// How often an end is looked for.
+const TICK: Duration = Duration::from_millis(5);
 
 /// The program `ferry`: what `FERRY_BIN` names, or the one that was built with these tests (`cargo test --workspace`
 /// does), or else built now.
@@ -89,4 +91,25 @@ impl Drop for Started {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Waits for a child with a bound.
+pub(crate) fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let begin = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        if begin.elapsed() >= limit {
+            return None;
+        }
+        std::thread::sleep(TICK);
+    }
+}
+
+/// All that a file holds; its offset, where a child may be writing, stays.
+pub(crate) fn text(file: &File) -> String {
+    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+    let read = file.read_at(&mut bytes, 0).unwrap();
+    String::from_utf8_lossy(&bytes[..read]).into_owned()
 }

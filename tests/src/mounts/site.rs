@@ -1,21 +1,18 @@
 //! Running programs in a folder, each with a limit of time.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::Emergency;
+use super::program::{text, wait};
 use crate::{Place, Ran, folder};
 
 /// How long something that was killed may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
-/// How often an end is looked for.
-const TICK: Duration = Duration::from_millis(5);
 
 /// A folder to try, and what to do should a program hang in it.
 #[derive(Debug, Clone)]
@@ -86,25 +83,4 @@ impl Site {
             wait(child, DEATH);
         }
     }
-}
-
-/// Waits for a child with a bound.
-pub(crate) fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    let begin = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return Some(status);
-        }
-        if begin.elapsed() >= limit {
-            return None;
-        }
-        std::thread::sleep(TICK);
-    }
-}
-
-/// All that a file holds; its offset, where a child may be writing, stays.
-pub(crate) fn text(file: &File) -> String {
-    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
-    let read = file.read_at(&mut bytes, 0).unwrap();
-    String::from_utf8_lossy(&bytes[..read]).into_owned()
 }
