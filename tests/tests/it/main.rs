@@ -10,6 +10,7 @@ mod common;
 mod architecture;
 mod coherence;
 mod conformance;
+mod cycles;
 mod dax;
 mod dax_files;
 mod dax_mem;
