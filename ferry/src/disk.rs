@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_fs::ShutdownSignals;
 use ferry_isolation::BlockedSignals;
 use serde::{Deserialize, Deserializer};
 
@@ -18,12 +17,14 @@ pub use disks::{Disks, PATIENCE, bind, inherit, refuse_duplicates};
 
 use crate::cli::as_keys;
 use crate::image::ImageDigest;
+use crate::launch;
 use crate::new_files::{NewFiles, Success};
 use crate::processes;
-use crate::sandbox::{self, Confinement, Entered, SandboxFlags};
-use crate::share::{ENDINGS, say};
+use crate::sandbox::{self, Confinement, SandboxFlags};
+use crate::share::say;
 use crate::size::Size;
 use crate::socket::Bound;
+use crate::source::Sources;
 use crate::status::misuse;
 
 /// More queues than this help no guest: Linux makes at most one per CPU.
@@ -231,8 +232,8 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     })
 }
 
-/// Serves disks from within the sandbox. Calls `ready` when they are up; it returns whether the start has succeeded. Returns the status to
-/// exit with, in both processes if there are two of them, as with shares.
+/// Opens and serves disks, confined; calls `ready` once they are up, which returns whether the start has succeeded. Returns the status to
+/// end with.
 pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<Bound>>,
@@ -240,31 +241,11 @@ pub fn serve(
     new_files: NewFiles,
     ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {
-    let confinement = Confinement::of(sandbox_flags, &[], &[], disks)?;
-    let Some(mut opened) = Disks::open(disks, sockets, &signals, new_files)? else { return Ok(0) };
-    if opened.is_empty() {
-        return Ok(0);
+    let confinement = Confinement::of(sandbox_flags, &[], &Sources::default(), disks)?;
+    match Disks::open(disks, sockets, &signals, new_files)? {
+        Some(opened) => launch::run(opened, Some(confinement), signals, ready),
+        None => Ok(0),
     }
-    let inside = match confinement.enter()? {
-        Entered::Outside(outside) => {
-            drop(ready);
-            return outside.wait(&signals, opened.leave());
-        }
-        Entered::Inside(inside) => inside,
-    };
-    if inside.is_split() {
-        opened.take_over()?;
-    }
-    let mut endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
-    signals.release()?;
-    inside.close(&[])?;
-    opened.start()?;
-    if ready(&opened)? {
-        let signal = endings.wait();
-        tracing::info!(signal, "ending: serving what is under way");
-    }
-    opened.stop();
-    Ok(0)
 }
 
 impl Args {

@@ -14,6 +14,7 @@ mod guardian;
 mod help;
 mod helper;
 mod image;
+mod launch;
 mod logcmd;
 mod mount;
 mod mount_options;

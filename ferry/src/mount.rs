@@ -12,12 +12,13 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
+use ferry_isolation::BlockedSignals;
 
 use crate::cli::{MountArgs, Share};
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
 use crate::new_files::{NewFiles, Success};
-use crate::share;
+use crate::share::Start;
 use crate::source::{self, Kind, Sources};
 
 /// A log may name files; it is its owner's.
@@ -44,7 +45,9 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let share = args.into_share();
     let nulls = detached.then(DevNull::open).transpose()?;
     let new_files = NewFiles::until(Success::new()?);
-    share::serve(&[share], HashMap::new(), (&words, None), (logging, None), new_files, |up| {
+    let inherited = HashMap::new();
+    let start = Start { shares: &[share], words: &words, inherited, sandbox_flags: None, logging, control: None };
+    start.run(BlockedSignals::hold()?, new_files, |up| {
         announce(up, json)?;
         if let Some(nulls) = nulls {
             nulls.leave(log)?;
@@ -52,8 +55,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
             rustix::stdio::dup2_stderr(log).context("cannot write to the log file")?;
         }
         Ok(true)
-    })?;
-    Ok(0)
+    })
 }
 
 /// Starts this program once more, with this command line, without a terminal, and waits until it has mounted or said why not.
@@ -167,9 +169,10 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let mut share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
     // Until it has been mounted.
     let _nameless = without_names(&mut share)?;
-    let mut sources = Sources::beside(vec![mountpoint.clone()]);
+    let mut sources = Sources::of(std::slice::from_ref(&share));
     let mut new_files = NewFiles::until(Success::new()?);
-    let source = sources.open(&share, &mut new_files)?;
+    sources.open(None, &mut new_files)?;
+    let source = sources.begin()?.pop().context("a share has a source")?;
     let name = exports::name(&share);
     let options = exports::mount_options(&share, &name, &args.options, false);
     let mut serving = Serving::default();

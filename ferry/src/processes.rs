@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ferry_isolation::{BlockedSignals, Child, End};
+use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -20,7 +21,7 @@ use serde_json::Value;
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
 use crate::sandbox::{self, SandboxFlags};
-use crate::share::{Beside, say, shown};
+use crate::share::{Start, say, shown};
 use crate::socket::Bound;
 
 /// What a process may say of a disk or of shares, which is mostly a few paths for each.
@@ -31,7 +32,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Serves shares and disks; returns the status to end with, in each of the processes that there are then.
 pub fn run(
-    shares: Option<Beside<'_>>,
+    shares: Option<Start<'_>>,
     (disks, inherited): (&[disk::Args], Vec<Option<Bound>>),
     (sandbox_flags, json): (&SandboxFlags, bool),
     signals: BlockedSignals,
@@ -42,21 +43,22 @@ pub fn run(
     let has_shares = shares.is_some();
     let mut servers = Servers { all: Vec::new(), has_shares, json, is_told: false, ending: None, status: 0 };
     let mut control = None;
-    if let Some(shares) = shares.filter(|shares| !shares.is_empty()) {
+    if let Some(shares) = shares.filter(|start| !start.shares.is_empty()) {
         if let Some(report) = servers.begin(None)? {
             drop(servers);
             sockets.iter_mut().flatten().for_each(Bound::leave);
             drop(sockets);
-            return shares.serve(signals, report);
+            return shares.run_beside_disks(signals, report, json);
         }
-        control = shares.into_control();
+        // This process removes its file in the end.
+        control = shares.control;
     }
     for (number, disk) in disks.iter().enumerate() {
         let Some(report) = servers.begin(Some(disk))? else { continue };
         drop(servers);
         let mut own = sockets.get_mut(number).and_then(Option::take);
         own.as_mut().map_or(Ok(()), Bound::take_over)?;
-        control.iter_mut().for_each(ferry_vhost::Socket::leave_file);
+        control.iter_mut().for_each(Socket::leave_file);
         sockets.iter_mut().flatten().for_each(Bound::leave);
         drop(sockets);
         let (report, new_files) = report.split()?;

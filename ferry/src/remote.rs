@@ -140,11 +140,6 @@ impl Flags {
         }
     }
 
-    /// Connects to a server.
-    pub fn connect(&self, server: &Server) -> Result<Arc<dyn FileSystem>> {
-        Ok(with_known_root(Client::connect(server.transport(self)?, self.options(server))?))
-    }
-
     /// Reads what it takes to reach a server from behind walls, and sees whether it has an address; it is not connected to.
     pub fn prepare(&self, server: Server) -> Result<PreparedServer> {
         let (transport, options) = (server.transport(self)?, self.options(&server));

@@ -28,7 +28,7 @@ use serde::Deserialize;
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
 use crate::new_files::NewFiles;
-use crate::source::{Kind, Prepared};
+use crate::source::{Kind, Sources};
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
 const NOBODY: u32 = 65_534;
@@ -191,6 +191,8 @@ pub struct Confinement {
     reaches: Vec<Option<ServerAccess>>,
     /// Files may be opened by handles, where that is possible.
     wants_handles: bool,
+    /// Root's memory file systems are mounts of their own.
+    mounts_memory: bool,
     /// What carrying the files of these sources takes of root.
     needed: Capabilities,
     /// Memory of guests is going to be pinned.
@@ -250,12 +252,7 @@ pub fn fits(sandbox_flags: &SandboxFlags, shares: &[Share]) -> Result<bool> {
 
 impl Confinement {
     /// The walls for these shares, with the source of each, and for these disks.
-    pub fn of(
-        sandbox_flags: &SandboxFlags,
-        shares: &[Share],
-        sources: &[Prepared],
-        disks: &[disk::Args],
-    ) -> Result<Self> {
+    pub fn of(sandbox_flags: &SandboxFlags, shares: &[Share], sources: &Sources, disks: &[disk::Args]) -> Result<Self> {
         let mut roots: Vec<Root> = Vec::new();
         let mut number_of = |root: Root| {
             roots.iter().position(|other| *other == root).unwrap_or_else(|| {
@@ -263,7 +260,7 @@ impl Confinement {
                 roots.len() - 1
             })
         };
-        let root_of: Vec<_> = sources.iter().map(|source| source.root().map(&mut number_of)).collect();
+        let root_of: Vec<_> = sources.roots().map(|root| root.map(&mut number_of)).collect();
         let is_used = |root: &Root| root.access != Access::Sockets;
         let is_one = roots.len() == 1 && roots.iter().all(is_used) && !root_of.contains(&None);
         if sandbox_flags.sandbox == Some(Sandbox::Chroot) && !is_one {
@@ -279,12 +276,21 @@ impl Confinement {
             (false, true) => Capabilities::NONE,
         };
         let pins_memory = disks.iter().any(|disk| disk.pin_memory);
-        let reaches: Vec<_> = sources.iter().map(Prepared::reach).collect();
+        let reaches: Vec<_> = sources.reaches().collect();
         let mut files: Vec<_> = reaches.iter().flatten().flat_map(ServerAccess::files).collect();
         files.sort_unstable();
         files.dedup();
         let view = View { roots, files, network: reaches.iter().any(Option::is_some) };
-        Ok(Self { sandbox_flags: sandbox_flags.clone(), view, root_of, reaches, wants_handles, needed, pins_memory })
+        Ok(Self {
+            sandbox_flags: sandbox_flags.clone(),
+            view,
+            root_of,
+            reaches,
+            wants_handles,
+            mounts_memory: shares.iter().any(|share| share.kind() == Kind::Mem),
+            needed,
+            pins_memory,
+        })
     }
 
     /// Goes inside, as far as it is possible without having opened the sources.
@@ -395,21 +401,25 @@ impl Inside {
         self.places.is_some()
     }
 
-    /// Where what a share needs is seen from here, if it was another place.
+    /// Where what a source needs is seen from here, if it was another place.
     pub fn place(&self, number: usize) -> Option<&Path> {
         let at = self.confinement.root_of.get(number).copied().flatten()?;
         self.places.as_ref()?.get(at).map(PathBuf::as_path)
     }
 
-    /// The thread that connects to the server of a share's source, if it needs one.
+    /// The thread that connects to the server of a source, if it needs one.
     pub fn connector(&mut self, number: usize) -> Option<Connector> {
         self.connectors.get_mut(number).and_then(Option::take)
     }
 
     /// Closes the last walls, once sources are open.
-    pub fn close(self, shares: &[Share]) -> Result<()> {
+    pub fn close(self) -> Result<()> {
         let Self {
-            confinement: Confinement { sandbox_flags, view, wants_handles, .. }, places, kept, is_fenced, ..
+            confinement: Confinement { sandbox_flags, view, wants_handles, mounts_memory, .. },
+            places,
+            kept,
+            is_fenced,
+            ..
         } = self;
         let roots = view.roots;
         if sandbox_flags.sandbox == Some(Sandbox::Chroot) {
@@ -418,8 +428,7 @@ impl Inside {
         let had = Capabilities::of_thread()?;
         let (fenced, rules) = if is_fenced {
             let by_handles = had.can_open_handles() && wants_handles;
-            // Root's memory file systems are mounts of their own.
-            let by_mounts = had.can_mount() && shares.iter().any(|share| share.kind() == Kind::Mem);
+            let by_mounts = had.can_mount() && mounts_memory;
             let is_root = sandbox_flags.sandbox == Some(Sandbox::Chroot);
             // Who connects to sockets opens no files.
             let used = roots.iter().enumerate().filter(|(_, root)| root.access != Access::Sockets);

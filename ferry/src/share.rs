@@ -1,39 +1,33 @@
 //! `ferry share`, and what it has in common with `ferry mount`: serve until there is a reason to end.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, ServedShare, ShareStatus};
-use ferry_fs::ShutdownSignals;
+use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
 use ferry_virtiofs::SessionStore;
-use rustix::process::Signal;
 
 use crate::cli::Share;
 use crate::control::{self, OWNER};
 use crate::disk;
 use crate::exports::{self, Serving};
+use crate::launch::{self, FOR_GOOD, Serve};
 use crate::new_files::{NewFiles, Success};
 use crate::ninep::Listening;
 use crate::processes::{self, Report};
 use crate::recipes;
-use crate::sandbox::{self, Confinement, Entered, SandboxFlags};
+use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
 use crate::socket::Bound;
 use crate::source::{self, Kind, Sources};
 use crate::state;
 use crate::status::misuse;
 use crate::virtiofsd;
-
-/// What ends a share or disk. Not SIGHUP: one that was started with nohup outlives its terminal.
-pub const ENDINGS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_raw(), FOR_GOOD];
-
-/// What ends a share with all that `--state` would keep for the next server.
-const FOR_GOOD: i32 = Signal::QUIT.as_raw();
 
 /// What the addresses of 9P devices begin with.
 const VHOST_USER: &str = "vhost-user:";
@@ -47,17 +41,19 @@ pub fn run(
 ) -> Result<u8> {
     refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = inherit(shares)?;
+    let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
-        // None gets lost until they are caught, on whichever side.
+        // Signals wait until they are caught, on whichever side.
         let signals = BlockedSignals::hold()?;
         // Clients check that the process which made the socket is the one that users know.
         let control = if shares.is_empty() { None } else { Control::bind() };
-        let beside = Beside { shares, inherited, sandbox_flags, json, logging, control };
-        return processes::run(Some(beside), (disks, inherited_disks), (sandbox_flags, json), signals);
+        let start = Start { control, ..start };
+        return processes::run(Some(start), (disks, inherited_disks), (sandbox_flags, json), signals);
     }
     let once = shares.iter().any(|share| share.once);
-    let ready = |up: &[ServedShare]| {
+    let new_files = NewFiles::until(Success::new()?);
+    start.run(BlockedSignals::hold()?, new_files, |up| {
         match json {
             true => say(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
             false => announce(shares, up)?,
@@ -67,169 +63,128 @@ pub fn run(
             tracing::info!("Waiting for vhost-user socket connection...");
         }
         Ok(true)
-    };
-    let new_files = NewFiles::until(Success::new()?);
-    match sandbox::fits(sandbox_flags, shares)? {
-        true => serve_confined(
-            shares,
-            inherited,
-            (sandbox_flags, BlockedSignals::hold()?),
-            (logging, None),
-            new_files,
-            ready,
-        ),
-        false => serve(shares, inherited, (&[], None), (logging, None), new_files, ready).map(|()| 0),
-    }
+    })
 }
 
-/// Shares that stand in one file with disks, each of which has a process of its own, as the shares have together.
-pub struct Beside<'a> {
-    shares: &'a [Share],
-    inherited: HashMap<u16, Bound>,
-    sandbox_flags: &'a SandboxFlags,
-    json: bool,
-    logging: &'a Logging,
-    control: Option<ferry_vhost::Socket>,
+/// What it takes to start serving shares.
+pub struct Start<'a> {
+    pub shares: &'a [Share],
+    /// The words of `-o`, for mounts.
+    pub words: &'a [String],
+    pub inherited: HashMap<u16, Bound>,
+    /// None: no sandbox is wanted.
+    pub sandbox_flags: Option<&'a SandboxFlags>,
+    pub logging: &'a Logging,
+    /// The control socket, where another process made it.
+    pub control: Option<Socket>,
 }
 
-impl Beside<'_> {
-    /// Whether there are any.
-    pub fn is_empty(&self) -> bool {
-        self.shares.is_empty()
+impl<'a> Start<'a> {
+    /// Serves them; calls `ready` once all are up, which returns whether the start has succeeded. Returns the status to end with.
+    pub fn run(
+        self,
+        signals: BlockedSignals,
+        new_files: NewFiles,
+        ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
+    ) -> Result<u8> {
+        let (shares, confinement) = self.prepare(new_files)?;
+        launch::run(shares, confinement, signals, |shares| ready(&shares.up))
     }
 
-    /// The control socket, for the process that users know, which removes its file in the end.
-    pub fn into_control(self) -> Option<ferry_vhost::Socket> {
-        self.control
-    }
-
-    /// Serves them, in a process of their own. Returns the status to end with.
-    pub fn serve(self, signals: BlockedSignals, report: Report) -> Result<u8> {
-        let Self { shares, inherited, sandbox_flags, json, logging, mut control } = self;
-        if let Some(control) = &mut control {
-            control.leave_file();
-        }
+    /// Serves them in a process of their own, beside disks. Returns the status to end with.
+    pub fn run_beside_disks(mut self, signals: BlockedSignals, report: Report, json: bool) -> Result<u8> {
         let (report, new_files) = report.split()?;
-        let ready = |up: &[ServedShare]| {
+        self.control.iter_mut().for_each(Socket::leave_file);
+        let shares = self.shares;
+        self.run(signals, new_files, |up| {
             let is_told = report.tell(&shown_all(up))?;
             if is_told && !json {
                 announce(shares, up)?;
             }
             Ok(is_told)
+        })
+    }
+
+    /// Makes all sockets, and opens what a sandbox would hide.
+    fn prepare(mut self, mut new_files: NewFiles) -> Result<(Shares<'a>, Option<Confinement>)> {
+        check_places(self.shares)?;
+        let mut sources = Sources::of(self.shares);
+        let confinement = match self.sandbox_flags {
+            Some(flags) if sandbox::fits(flags, self.shares)? => {
+                // Mistakes in a source show before anything is made.
+                sources.prepare(&mut new_files)?;
+                Some(Confinement::of(flags, self.shares, &sources, &[])?)
+            }
+            _ => None,
         };
-        match sandbox::fits(sandbox_flags, shares)? {
-            true => serve_confined(shares, inherited, (sandbox_flags, signals), (logging, control), new_files, ready),
-            false => serve(shares, inherited, (&[], Some(signals)), (logging, control), new_files, ready).map(|()| 0),
-        }
+        let sockets = Sockets::make(self.shares, std::mem::take(&mut self.inherited))?;
+        let stores = state::open_all_stores(self.shares)?;
+        let control = (None, self.control.take().or_else(Control::bind));
+        let (up, serving) = (Arc::default(), Serving::default());
+        Ok((Shares { start: self, control, up, serving, sources, sockets: (sockets, stores), new_files }, confinement))
     }
 }
 
-/// Serves shares from within walls. In the end there may be two processes of it, which both return: one outside of the walls, which
-/// waits, with the status of the other.
-fn serve_confined(
-    shares: &[Share],
-    inherited: HashMap<u16, Bound>,
-    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
-    (logging, control): (&Logging, Option<ferry_vhost::Socket>),
-    mut new_files: NewFiles,
-    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
-) -> Result<u8> {
-    check_places(shares)?;
-    // What is wrong with a source is said before anything is made.
-    let mut sources = source::prepare(shares, &mut new_files)?;
-    let confinement = Confinement::of(sandbox_flags, shares, &sources, &[])?;
-    let mut sockets = Sockets::make(shares, inherited)?;
-    let kept = state::open_all_stores(shares)?;
-    let mut control = control.or_else(Control::bind);
-    let mut inside = match confinement.enter()? {
-        Entered::Outside(outside) => {
-            // What is kept is the other's: files that it closes are to be closed.
-            drop((kept, sources, ready));
-            return outside.wait(&signals, &mut new_files);
-        }
-        Entered::Inside(inside) => inside,
-    };
-    if inside.is_split() {
-        sockets.take_over()?;
-        new_files.take_over();
+/// The shares of a process. The order of the fields is that in which they are dropped: exports before their sources.
+struct Shares<'a> {
+    start: Start<'a>,
+    /// The control, and its socket as long as nothing is served.
+    control: (Option<Control>, Option<Socket>),
+    up: Arc<[ServedShare]>,
+    serving: Serving,
+    sources: Sources,
+    /// With what is kept for the next server.
+    sockets: (Sockets, Vec<Option<Arc<SessionStore>>>),
+    new_files: NewFiles,
+}
+
+impl Serve for Shares<'_> {
+    fn leave(&mut self) -> &mut NewFiles {
+        self.sockets.1.clear();
+        self.sources = Sources::default();
+        &mut self.new_files
+    }
+
+    fn take_over(&mut self) -> Result<()> {
+        self.sockets.0.take_over()?;
+        self.new_files.take_over();
         virtiofsd::leave_pid_file();
-        if let Some(control) = &mut control {
-            control.leave_file();
+        self.control.1.iter_mut().for_each(Socket::leave_file);
+        Ok(())
+    }
+
+    fn open(&mut self, sandbox: Option<&mut Inside>) -> Result<()> {
+        self.sources.open(sandbox, &mut self.new_files)
+    }
+
+    fn start(&mut self) -> Result<()> {
+        let opened = self.sources.begin()?;
+        self.sources.watch(self.start.shares)?;
+        let sockets = std::mem::take(&mut self.sockets);
+        self.up = start(self.start.shares, &opened, sockets, self.start.words, &mut self.serving)?.into();
+        self.new_files.keep();
+        let (up, logging) = (Arc::clone(&self.up), self.start.logging.clone());
+        self.control.0 = Control::start(self.control.1.take(), up, logging, OWNER);
+        Ok(())
+    }
+
+    fn when_over(&self, over: ShutdownHandle) -> Result<()> {
+        self.serving.when_over(over)
+    }
+
+    fn stop(&mut self, signal: Option<i32>) {
+        self.control = (None, None);
+        self.up = Arc::default();
+        match signal {
+            Some(FOR_GOOD) => self.serving.stop_for_good(),
+            _ => self.serving.stop(),
         }
     }
-    let endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
-    signals.release()?;
-    for (number, source) in sources.iter_mut().enumerate() {
-        let connector = inside.connector(number);
-        source.arrive(inside.place(number), connector, &mut new_files)?;
-    }
-    inside.close(shares)?;
-    let opened = source::begin(sources, &mut new_files)?;
-    let mut serving = Serving::default();
-    let up = start(shares, &opened, (sockets, kept), &[], &mut serving)?;
-    new_files.keep();
-    serve_until(endings, up, control, serving, logging, ready).map(|()| 0)
-}
-
-/// Serves shares. Calls `ready` when all are up; it returns whether the start has succeeded. `words` are those of `-o`, for mounts; `signals`
-/// are the blocked ones, if any.
-pub fn serve(
-    shares: &[Share],
-    inherited: HashMap<u16, Bound>,
-    (words, signals): (&[String], Option<BlockedSignals>),
-    (logging, control): (&Logging, Option<ferry_vhost::Socket>),
-    mut new_files: NewFiles,
-    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
-) -> Result<()> {
-    check_places(shares)?;
-    let endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
-    signals.map_or(Ok(()), BlockedSignals::release)?;
-
-    // Before the exports, so that they are dropped after them.
-    let mut sources = Sources::beside(mount_points(shares));
-    let mut serving = Serving::default();
-    let opened: Vec<_> = shares.iter().map(|share| sources.open(share, &mut new_files)).collect::<Result<_>>()?;
-    sources.begin();
-    shares.iter().zip(&opened).try_for_each(|(share, source)| sources.watch(share, source))?;
-    let sockets = Sockets::make(shares, inherited)?;
-    let kept = state::open_all_stores(shares)?;
-    let up = start(shares, &opened, (sockets, kept), words, &mut serving)?;
-    new_files.keep();
-    serve_until(endings, up, control.or_else(Control::bind), serving, logging, ready)
 }
 
 /// Inherited descriptors come first: nothing has been opened yet that could have their numbers.
 fn inherit(shares: &[Share]) -> Result<HashMap<u16, Bound>> {
     shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect()
-}
-
-/// Goes on serving until there is a reason to end.
-fn serve_until(
-    mut endings: ShutdownSignals,
-    up: Vec<ServedShare>,
-    control: Option<Socket>,
-    mut serving: Serving,
-    logging: &Logging,
-    ready: impl FnOnce(&[ServedShare]) -> Result<bool>,
-) -> Result<()> {
-    let up: Arc<[ServedShare]> = up.into();
-    let control = Control::start(control, Arc::clone(&up), logging.clone(), OWNER);
-    let mut signal = None;
-    if ready(&up)? {
-        serving.when_over(endings.over())?;
-        signal = endings.wait();
-        match signal {
-            Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
-            None => tracing::info!("ending: nobody is left to serve"),
-        }
-    }
-    drop(control);
-    drop(up);
-    match signal {
-        Some(FOR_GOOD) => serving.stop_for_good(),
-        _ => serving.stop(),
-    }
-    Ok(())
 }
 
 /// Places that are missing are named before a source is opened, which may make an image.
@@ -259,44 +214,34 @@ fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             bail!("descriptor {fd} is given for a share and a disk; each needs its own");
         }
     }
-    for (at, share) in shares.iter().enumerate() {
-        let before = &shares[..at];
-        if let Some(socket) = &share.virtiofs {
-            let twice = before.iter().any(|other| other.virtiofs.as_ref() == Some(socket));
-            ensure!(!twice, "the socket {} is given twice; each share needs its own", socket.display());
+    let mut given = HashSet::new();
+    for share in shares {
+        let of_path = |what, path: &Option<PathBuf>, how| path.clone().map(|path| (what, path.into_os_string(), how));
+        let address = share.ninep.as_ref().filter(|address| !address.is_any());
+        let places = [
+            of_path("the socket", &share.virtiofs, "twice"),
+            of_path("the folder", &share.state, "twice as --state"),
+            of_path("the mount point", &share.mount, "twice"),
+            address.map(|address| ("the address", address.to_string().into(), "twice")),
+            share.fd.map(|fd| ("descriptor", fd.to_string().into(), "twice")),
+        ];
+        for (what, place, how) in places.into_iter().flatten() {
+            let shown = place.display().to_string();
+            ensure!(given.insert((what, place)), "{what} {shown} is given {how}; each share needs its own");
         }
         if let Some(state) = &share.state {
-            let twice = before.iter().any(|other| other.state.as_ref() == Some(state));
-            ensure!(!twice, "the folder {} is given twice as --state; each share needs its own", state.display());
             let is_device = share.virtiofs.is_some() || share.fd.is_some();
             ensure!(is_device, "--state {}: it is for guests; add --virtiofs SOCKET", state.display());
             let is_dir = matches!(share.kind(), Kind::Dir(_));
             let source = share.source.display();
             ensure!(is_dir, "--state {}: {source} is no directory, and ends with its server", state.display());
         }
-        if let Some(mount) = &share.mount {
-            let twice = before.iter().any(|other| other.mount.as_ref() == Some(mount));
-            ensure!(!twice, "the mount point {} is given twice; each share needs its own", mount.display());
-        }
-        if let Some(address) = share.ninep.as_ref().filter(|address| !address.is_any()) {
-            let twice = before.iter().any(|other| other.ninep.as_ref() == Some(address));
-            ensure!(!twice, "the address {address} is given twice; each share needs its own");
-        }
-        if let Some(fd) = share.fd {
-            let twice = before.iter().any(|other| other.fd == Some(fd));
-            ensure!(!twice, "descriptor {fd} is given twice; each share needs its own");
-        }
     }
     Ok(())
 }
 
-/// Where this process mounts, in the words of the table of mounts.
-fn mount_points(shares: &[Share]) -> Vec<PathBuf> {
-    let given = shares.iter().filter_map(|share| share.mount.as_deref());
-    given.map(|path| path.canonicalize().unwrap_or_else(|_| path.into())).collect()
-}
-
 /// The sockets of shares, in their order.
+#[derive(Default)]
 struct Sockets {
     bound: Vec<Option<Bound>>,
     ninep: Vec<Option<Listening>>,

@@ -1,6 +1,6 @@
 //! Parses sources on the command line and opens each once.
 
-mod prepared;
+mod opening;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -8,20 +8,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_dir::{Dir, OwnChanges, WatchError};
+use ferry_dir::Dir;
 use ferry_idmap::{IdMapped, Ids, Xattrs};
 use ferry_image::Digest;
 use ferry_isolation::Capabilities;
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
-use crate::cli::{Acl, Cache, FileHandles, MapUser, Share, Watch};
-use crate::detached_mounts::DetachedMounts;
-use crate::image::registry::{self, Origin};
-use crate::new_files::NewFiles;
+use crate::cli::{Acl, FileHandles, MapUser, Share};
+use crate::image::registry::Origin;
 use crate::remote::{self, Server};
 
-pub use prepared::{Prepared, begin, prepare};
+pub use opening::Sources;
 
 /// What begins the name of a persistent memory file system.
 const PMEM: &[u8] = b"pmem:";
@@ -101,25 +99,6 @@ impl Kind {
     }
 }
 
-/// The sources of one process. One that several exports name is one object, so that they see each other's changes
-/// and locks at once.
-#[derive(Default)]
-pub struct Sources {
-    opened: Vec<Opened>,
-    /// Where this process mounts.
-    mount_points: Vec<PathBuf>,
-}
-
-struct Opened {
-    kind: Kind,
-    options: Options,
-    source: Arc<dyn FileSystem>,
-    /// The same, if it is a directory.
-    dir: Option<Arc<Dir>>,
-    /// What the source looks at, if it is not what everybody sees. It must be there as long as the source.
-    _apart: Option<DetachedMounts>,
-}
-
 /// What the flags say about a source, as opposed to its exports.
 #[derive(Clone, Debug, PartialEq)]
 struct Options {
@@ -160,92 +139,6 @@ fn can_make_files_of(MapUser { uid, gid }: MapUser) -> Result<()> {
     Ok(())
 }
 
-impl Sources {
-    /// Sources of a process that mounts here (absolute, without symbolic links). One that holds such a place does not
-    /// see the mount on it.
-    pub fn beside(mount_points: Vec<PathBuf>) -> Self {
-        Self { opened: Vec::new(), mount_points }
-    }
-
-    /// The source of a share, which is opened at its first one. What is made for it is added to `new_files`.
-    pub fn open(&mut self, share: &Share, new_files: &mut NewFiles) -> Result<Arc<dyn FileSystem>> {
-        let (kind, options) = (Kind::as_clients_see(share), Options::of(share));
-        let same = |opened: &&Opened| opened.kind == kind && opened.options == options;
-        if let Some(opened) = self.opened.iter().find(same) {
-            return Ok(Arc::clone(&opened.source));
-        }
-        let detached_mounts = match &kind {
-            Kind::Dir(path) => DetachedMounts::of(path, &self.mount_points)?,
-            _ => None,
-        };
-        let seen =
-            detached_mounts.as_ref().map_or_else(|| share.kind(), |detached_mounts| Kind::Dir(detached_mounts.path()));
-        let (source, dir) = match &seen {
-            Kind::Dir(path) => {
-                let dir = options.open_dir(path)?;
-                (Arc::clone(&dir) as Arc<dyn FileSystem>, Some(dir))
-            }
-            other => (options.open(other, new_files)?, None),
-        };
-        self.opened.push(Opened { kind, options, source: Arc::clone(&source), dir, _apart: detached_mounts });
-        Ok(source)
-    }
-
-    /// Begins what was opened, with the threads that it has.
-    pub fn begin(&self) {
-        self.opened.iter().filter_map(|opened| opened.dir.as_ref()).for_each(|dir| dir.begin());
-    }
-
-    /// Has the source of a share watched for what others change, if the share wants that. When all are open: changes of
-    /// this process's own have to be told where two sources change the same files.
-    pub fn watch(&self, share: &Share, source: &Arc<dyn FileSystem>) -> Result<()> {
-        // With a write-back cache, Linux believes its own length of a file for as long as it is not told otherwise.
-        let keeps_long = matches!(share.cache, Cache::Always | Cache::Metadata) || share.writeback;
-        let keeps = share.mount.is_some() && share.cache != Cache::None;
-        let keeps_long = share.mount.is_some() && keeps_long;
-        let Some(at) = self.opened.iter().position(|opened| Arc::ptr_eq(&opened.source, source)) else { return Ok(()) };
-        let (Some(dir), Kind::Dir(path)) = (&self.opened[at].dir, &self.opened[at].kind) else { return Ok(()) };
-        let overlaps = |(number, other): (usize, &Opened)| match &other.kind {
-            Kind::Dir(other) => number != at && (other.starts_with(path) || path.starts_with(other)),
-            _ => false,
-        };
-        let overlaps = self.opened.iter().enumerate().any(overlaps);
-        let is_wanted = match share.watch {
-            Watch::Always => true,
-            // What this process changes itself is seen at once.
-            Watch::Auto => keeps_long || keeps && overlaps,
-            Watch::Never => false,
-        };
-        if !is_wanted {
-            return Ok(());
-        }
-        match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
-            Ok(()) => {
-                tracing::info!(source = %share.source.display(), "watching for what others change on the host");
-                Ok(())
-            }
-            // Then it is seen a second later.
-            Err(error) if share.watch == Watch::Auto && !keeps_long => {
-                tracing::debug!(source = %share.source.display(), %error, "not watching");
-                Ok(())
-            }
-            Err(error) if share.watch == Watch::Auto => {
-                let why = match error {
-                    WatchError::Host(errno) => format!("{error}: {errno}"),
-                    error => error.to_string(),
-                };
-                tracing::warn!(
-                    "{}: what others change on the host is seen only when the mount's caches give it up: {why}; \
-                     --watch never accepts that, --cache auto keeps things for a second",
-                    share.source.display()
-                );
-                Ok(())
-            }
-            Err(error) => Err(error).with_context(|| format!("--watch always: {}", share.source.display())),
-        }
-    }
-}
-
 impl Options {
     fn of(share: &Share) -> Self {
         Self {
@@ -267,11 +160,6 @@ impl Options {
             from: Origin::of(share),
             needs_handles: share.inode_file_handles == FileHandles::Mandatory,
         }
-    }
-
-    /// The store of an image.
-    fn image_store(&self) -> Result<&Path> {
-        self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")
     }
 
     fn pmem(&self) -> pmem::Options {
@@ -297,37 +185,13 @@ impl Options {
         Ok(Arc::new(dir))
     }
 
-    fn open_pmem(&self, path: &Path, new_files: &mut NewFiles) -> Result<(pmem::Opened, bool)> {
-        let is_new = is_new(path);
-        let mut opened = pmem::open_files(path, &self.pmem())?;
-        new_files.add(opened.take_made());
-        Ok((opened, is_new))
-    }
-
-    fn load_pmem(&self, (opened, is_new): (pmem::Opened, bool)) -> Result<Arc<dyn FileSystem>> {
-        let source = Arc::new(opened.load(&self.pmem())?);
-        if is_new { ours(source) } else { Ok(source) }
-    }
-
-    fn open(&self, kind: &Kind, new_files: &mut NewFiles) -> Result<Arc<dyn FileSystem>> {
-        Ok(match kind {
-            Kind::Dir(path) => self.open_dir(path)?,
-            Kind::Mem => ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
-                size_bytes: self.size_bytes,
-                huge: self.huge,
-                read_only: self.dir.read_only,
-                ..ferry_mem::Options::default()
-            })?))?,
-            Kind::Pmem(path) => self.load_pmem(self.open_pmem(path, new_files)?)?,
-            Kind::Image(path) => {
-                let store = self.image_store()?;
-                match &self.from {
-                    Some(from) => Arc::new(registry::open(path, store, self.digest, from)?),
-                    None => Arc::new(ferry_image::Source::open(path, store, self.digest)?),
-                }
-            }
-            Kind::Ninep(address) => self.remote.connect(&Server::of(address).map_err(anyhow::Error::msg)?)?,
-        })
+    fn open_mem(&self) -> Result<Arc<dyn FileSystem>> {
+        ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
+            size_bytes: self.size_bytes,
+            huge: self.huge,
+            read_only: self.dir.read_only,
+            ..ferry_mem::Options::default()
+        })?))
     }
 }
 

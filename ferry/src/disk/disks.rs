@@ -14,9 +14,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::Args;
+use crate::launch::{ENDINGS, Serve};
 use crate::new_files::NewFiles;
 use crate::recipes;
-use crate::share::{ENDINGS, shown};
+use crate::share::shown;
 use crate::socket::Bound;
 
 /// How long a disk may take to open before that is said, and the others do without it: far more than any does that is well.
@@ -128,8 +129,8 @@ struct Opened<'a> {
 }
 
 impl<'a> Disks<'a> {
-    /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger. `None`: a signal came that
-    /// ends this process.
+    /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger. `None`: there is nothing to
+    /// offer, or a signal came that ends this process.
     pub fn open(
         disks: &'a [Args],
         inherited: Vec<Option<Bound>>,
@@ -152,42 +153,7 @@ impl<'a> Disks<'a> {
             all.new_files.add(made);
             all.opened.push(Opened { args, options: args.device_options(), disk, image });
         }
-        Ok(Some(all))
-    }
-
-    /// Leaves the disks to a child process, which offers them: files that it closes are to be closed. This process still removes
-    /// the files of sockets, and those that are new if the start fails.
-    pub fn leave(&mut self) -> &mut NewFiles {
-        self.opened.clear();
-        &mut self.new_files
-    }
-
-    /// Offers them in the place of the process that opened them.
-    pub fn take_over(&mut self) -> Result<()> {
-        self.new_files.take_over();
-        self.sockets.iter_mut().try_for_each(Bound::take_over)
-    }
-
-    /// Whether there is nothing to offer.
-    pub fn is_empty(&self) -> bool {
-        self.opened.is_empty()
-    }
-
-    /// Begins to serve.
-    pub fn start(&mut self) -> Result<()> {
-        for (one, socket) in self.opened.iter().zip(&self.sockets) {
-            if let Some(image) = &one.image {
-                image.begin();
-            }
-            self.exports.push(Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?);
-        }
-        self.new_files.keep();
-        Ok(())
-    }
-
-    /// Lets requests under way end, and makes what they wrote durable.
-    pub fn stop(&mut self) {
-        self.exports.drain(..).for_each(Export::stop);
+        Ok(Some(all).filter(|all| !all.opened.is_empty()))
     }
 
     /// What a program is told of them.
@@ -212,9 +178,36 @@ impl<'a> Disks<'a> {
     }
 }
 
+impl Serve for Disks<'_> {
+    fn leave(&mut self) -> &mut NewFiles {
+        self.opened.clear();
+        &mut self.new_files
+    }
+
+    fn take_over(&mut self) -> Result<()> {
+        self.new_files.take_over();
+        self.sockets.iter_mut().try_for_each(Bound::take_over)
+    }
+
+    fn start(&mut self) -> Result<()> {
+        for (one, socket) in self.opened.iter().zip(&self.sockets) {
+            if let Some(image) = &one.image {
+                image.begin();
+            }
+            self.exports.push(Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?);
+        }
+        self.new_files.keep();
+        Ok(())
+    }
+
+    fn stop(&mut self, _signal: Option<i32>) {
+        self.exports.drain(..).for_each(Export::stop);
+    }
+}
+
 impl Drop for Disks<'_> {
     fn drop(&mut self) {
-        self.stop();
+        self.stop(None);
     }
 }
 

@@ -1,0 +1,274 @@
+//! The sources of a process, from flags to threads: prepared before the sandbox, opened inside it, and begun once it is complete.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use ferry_9p_client::Connector;
+use ferry_dir::{Dir, OwnChanges, WatchError};
+use ferry_image::{Image, Objects, objects_folder};
+use ferry_isolation::{Access, Root};
+use ferry_mem::pmem;
+use ferry_vfs::FileSystem;
+
+use super::{Kind, Options, is_new, ours};
+use crate::cli::{Cache, Share, Watch};
+use crate::detached_mounts::DetachedMounts;
+use crate::image::registry;
+use crate::new_files::NewFiles;
+use crate::remote::{PreparedServer, Server};
+use crate::sandbox::{Inside, ServerAccess};
+
+/// The sources of one process. Shares that name one source with the same flags use one object: they see each other's changes and
+/// locks at once.
+#[derive(Default)]
+pub struct Sources {
+    all: Vec<Source>,
+    /// The number of each share's source.
+    of_share: Vec<usize>,
+    /// Where this process mounts, in the words of the table of mounts. A source that contains such a place does not see the mount.
+    mount_points: Vec<PathBuf>,
+}
+
+/// One source. Until it is begun it has no thread, but for one that waits to connect to its server. Before the sandbox it has no descriptor
+/// of a directory: one of the host's would be a way out.
+struct Source {
+    /// The source by the path that all its names lead to.
+    kind: Kind,
+    /// The source as its user named it.
+    named: Kind,
+    options: Options,
+    stage: Stage,
+    /// The mounts that the source sees, if they are a copy. It must live as long as the source.
+    detached_mounts: Option<DetachedMounts>,
+}
+
+enum Stage {
+    /// Nothing is open.
+    Closed,
+    /// A composefs image, which opens objects in this folder when they are read.
+    Composefs(Image, PathBuf),
+    /// An image that opens nothing more.
+    Image(ferry_image::Source),
+    /// A persistent memory file system that opens nothing more, and whether it is new.
+    Pmem(pmem::Opened, bool),
+    /// A server that is not connected yet.
+    Server(PreparedServer),
+    /// The same, and the thread that will connect.
+    Connecting(PreparedServer, Connector),
+    /// An open directory.
+    Dir(Arc<Dir>),
+    /// An open source that needs nothing else.
+    Open(Arc<dyn FileSystem>),
+}
+
+impl Sources {
+    /// The sources of shares; none of them is open.
+    pub fn of(shares: &[Share]) -> Self {
+        let mut all: Vec<Source> = Vec::new();
+        let mut number_of = |share: &Share| {
+            let (kind, options) = (Kind::as_clients_see(share), Options::of(share));
+            let same = all.iter().position(|other| other.kind == kind && other.options == options);
+            same.unwrap_or_else(|| {
+                let named = share.kind();
+                all.push(Source { kind, named, options, stage: Stage::Closed, detached_mounts: None });
+                all.len() - 1
+            })
+        };
+        let of_share = shares.iter().map(&mut number_of).collect();
+        let mount_points = shares.iter().filter_map(|share| share.mount.as_deref());
+        let mount_points = mount_points.map(|path| path.canonicalize().unwrap_or_else(|_| path.into())).collect();
+        Self { all, of_share, mount_points }
+    }
+
+    /// Opens what a sandbox would hide. Mistakes in any source show here. New files are added to `new_files`.
+    pub fn prepare(&mut self, new_files: &mut NewFiles) -> Result<()> {
+        for source in &mut self.all {
+            source.prepare(new_files)?;
+            match &source.named {
+                Kind::Dir(path) => drop(source.options.open_dir(path)?),
+                Kind::Mem => drop(source.options.open_mem()?),
+                Kind::Pmem(_) | Kind::Image(_) | Kind::Ninep(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The directory that has to stay visible for each source.
+    pub fn roots(&self) -> impl Iterator<Item = Option<Root>> {
+        self.all.iter().map(Source::root)
+    }
+
+    /// How each source reaches its server, if it has one.
+    pub fn reaches(&self) -> impl Iterator<Item = Option<ServerAccess>> {
+        self.all
+            .iter()
+            .map(|source| if let Stage::Server(server) = &source.stage { Some(server.reach()) } else { None })
+    }
+
+    /// Opens the sources where they are seen: inside a sandbox for which they were prepared, or without one.
+    pub fn open(&mut self, mut sandbox: Option<&mut Inside>, new_files: &mut NewFiles) -> Result<()> {
+        for (number, source) in self.all.iter_mut().enumerate() {
+            let connector = sandbox.as_mut().and_then(|inside| inside.connector(number));
+            match &sandbox {
+                Some(inside) => source.open(inside.place(number), connector, &self.mount_points)?,
+                None => {
+                    source.prepare(new_files)?;
+                    source.open(None, None, &self.mount_points)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the threads of the open sources; returns the source of each share.
+    pub fn begin(&mut self) -> Result<Vec<Arc<dyn FileSystem>>> {
+        let begun = self.all.iter_mut().map(Source::begin).collect::<Result<Vec<_>>>()?;
+        Ok(self.of_share.iter().map(|number| Arc::clone(&begun[*number])).collect())
+    }
+
+    /// Watches directories for changes by others, for the shares that want that. To be called after [`Self::begin`].
+    pub fn watch(&self, shares: &[Share]) -> Result<()> {
+        shares.iter().zip(&self.of_share).try_for_each(|(share, number)| self.watch_one(share, *number))
+    }
+
+    fn watch_one(&self, share: &Share, number: usize) -> Result<()> {
+        let (Stage::Dir(dir), Kind::Dir(path)) = (&self.all[number].stage, &self.all[number].kind) else {
+            return Ok(());
+        };
+        // With a write-back cache, Linux uses its own length of a file until it is notified.
+        let keeps_long = matches!(share.cache, Cache::Always | Cache::Metadata) || share.writeback;
+        let keeps_long = share.mount.is_some() && keeps_long;
+        let keeps = share.mount.is_some() && share.cache != Cache::None;
+        let overlaps = self.all.iter().enumerate().any(|(at, other)| match &other.kind {
+            Kind::Dir(other) => at != number && (other.starts_with(path) || path.starts_with(other)),
+            _ => false,
+        });
+        // Changes by this process are seen at once.
+        let is_useful = keeps_long || keeps && overlaps;
+        if share.watch == Watch::Never || share.watch == Watch::Auto && !is_useful {
+            return Ok(());
+        }
+        let shown = share.source.display();
+        // Sources that overlap do not see each other's changes.
+        match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
+            Ok(()) => tracing::info!(source = %shown, "watching for what others change on the host"),
+            Err(error) if share.watch == Watch::Always => {
+                return Err(error).with_context(|| format!("--watch always: {shown}"));
+            }
+            // Changes are then seen a second later.
+            Err(error) if !keeps_long => tracing::debug!(source = %shown, %error, "not watching"),
+            Err(error) => {
+                let why = match error {
+                    WatchError::Host(errno) => format!("{error}: {errno}"),
+                    error => error.to_string(),
+                };
+                tracing::warn!(
+                    "{shown}: what others change on the host is seen only when the mount's caches give it up: {why}; \
+                     --watch never accepts that, --cache auto keeps things for a second"
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Source {
+    /// Opens what needs no directory afterwards.
+    fn prepare(&mut self, new_files: &mut NewFiles) -> Result<()> {
+        self.stage = match &self.named {
+            Kind::Dir(_) | Kind::Mem => Stage::Closed,
+            Kind::Image(path) => self.options.open_image(path)?,
+            Kind::Pmem(path) => {
+                let is_new = is_new(path);
+                let mut opened = pmem::open_files(path, &self.options.pmem())?;
+                new_files.add(opened.take_made());
+                Stage::Pmem(opened, is_new)
+            }
+            Kind::Ninep(address) => {
+                Stage::Server(self.options.remote.prepare(Server::of(address).map_err(anyhow::Error::msg)?)?)
+            }
+        };
+        Ok(())
+    }
+
+    /// The directory that has to stay visible for it.
+    fn root(&self) -> Option<Root> {
+        match (&self.kind, &self.stage) {
+            (Kind::Dir(path), _) => {
+                let access = if self.options.dir.read_only { Access::ReadOnly } else { Access::ReadWrite };
+                Some(Root { path: path.clone(), access })
+            }
+            (_, Stage::Server(server)) => {
+                server.folder().map(|folder| Root { path: folder.into(), access: Access::Sockets })
+            }
+            (_, Stage::Composefs(_, folder)) => {
+                let path = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+                Some(Root { path, access: Access::ReadOnly })
+            }
+            _ => None,
+        }
+    }
+
+    /// Opens the rest: at `place`, or where it always was. `connector` is the confined thread that connects to its server.
+    fn open(&mut self, place: Option<&Path>, connector: Option<Connector>, mount_points: &[PathBuf]) -> Result<()> {
+        self.stage = match std::mem::replace(&mut self.stage, Stage::Closed) {
+            Stage::Closed => match &self.kind {
+                Kind::Dir(path) => {
+                    self.detached_mounts = DetachedMounts::of(path, mount_points)?;
+                    let detached = self.detached_mounts.as_ref().map(DetachedMounts::path);
+                    let named = if let Kind::Dir(named) = &self.named { named } else { path };
+                    Stage::Dir(self.options.open_dir(place.or(detached.as_deref()).unwrap_or(named))?)
+                }
+                _ => Stage::Open(self.options.open_mem()?),
+            },
+            Stage::Composefs(image, folder) => {
+                let seen = place.unwrap_or(&folder);
+                Stage::Image(ferry_image::Source::at_rest_seen(image, &folder, seen)?)
+            }
+            Stage::Server(server) => {
+                let begin = || Connector::begin(|| ()).context("no thread can be started");
+                Stage::Connecting(server.seen_at(place), connector.map_or_else(begin, Ok)?)
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Starts its threads.
+    fn begin(&mut self) -> Result<Arc<dyn FileSystem>> {
+        if let Stage::Dir(dir) = &self.stage {
+            dir.begin();
+            return Ok(Arc::clone(dir) as Arc<dyn FileSystem>);
+        }
+        Ok(match std::mem::replace(&mut self.stage, Stage::Closed) {
+            Stage::Image(source) => {
+                source.begin();
+                Arc::new(source)
+            }
+            Stage::Pmem(opened, is_new) => {
+                let source = Arc::new(opened.load(&self.options.pmem())?);
+                if is_new { ours(source)? } else { source }
+            }
+            Stage::Connecting(server, connector) => server.connect(connector)?,
+            Stage::Open(source) => source,
+            _ => bail!("the source {:?} is not open", self.named),
+        })
+    }
+}
+
+impl Options {
+    fn open_image(&self, path: &Path) -> Result<Stage> {
+        let store = self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
+        if let Some(from) = &self.from {
+            return Ok(Stage::Open(Arc::new(registry::open(path, store, self.digest, from)?)));
+        }
+        let image = Image::open(path, self.digest)?;
+        if image.is_composefs() {
+            // Mistakes show before there is a sandbox.
+            drop(Objects::open(&image, store)?);
+            return Ok(Stage::Composefs(image, objects_folder(store)));
+        }
+        Ok(Stage::Image(ferry_image::Source::at_rest(image, store)?))
+    }
+}
