@@ -107,16 +107,18 @@ impl<'a> Start<'a> {
 
     /// Makes all sockets, and opens what a sandbox would hide.
     fn prepare(mut self, mut new_files: NewFiles) -> Result<(Shares<'a>, Option<Confinement>)> {
-        check_places(self.shares)?;
-        let mut sources = Sources::of(self.shares);
-        let confinement = match self.sandbox_flags {
-            Some(flags) if sandbox::fits(flags, self.shares)? => {
-                // Mistakes in a source show before anything is made.
-                sources.prepare(&mut new_files)?;
-                Some(Confinement::of(flags, self.shares, &sources, &[])?)
-            }
+        let flags = match self.sandbox_flags {
+            Some(flags) if sandbox::fits(flags, self.shares)? => Some(flags),
             _ => None,
         };
+        check_places(self.shares)?;
+        let mut sources = Sources::of(self.shares);
+        let confinement = flags.map(|flags| -> Result<Confinement> {
+            // Mistakes in a source show before anything is made.
+            sources.prepare(&mut new_files)?;
+            Confinement::of(flags, self.shares, &sources, &[])
+        });
+        let confinement = confinement.transpose()?;
         let sockets = Sockets::make(self.shares, std::mem::take(&mut self.inherited))?;
         let stores = state::open_all_stores(self.shares)?;
         let control = (None, self.control.take().or_else(Control::bind));
