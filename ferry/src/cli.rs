@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::CommandFactory;
 use clap::builder::ArgPredicate;
 
+use crate::help;
 use crate::recipes;
 use crate::sandbox::SandboxFlags;
 use crate::status;
@@ -362,10 +363,19 @@ impl MountArgs {
 /// The whole table, with what differs between commands that have flags in common.
 pub fn table() -> clap::Command {
     Cli::command()
-        .mut_subcommand("share", |share| share.mut_arg("source", |arg| arg.required_unless_present("config")))
+        .mut_subcommand("share", |share| {
+            share.mut_arg("source", |arg| arg.required_unless_present("config")).arg(help_all())
+        })
         .mut_subcommand("mount", |mount| {
+            let mount = mount.arg(help_all());
             let mount = mount.mut_arg("source", |arg| arg.default_value_if("explain", ArgPredicate::IsPresent, "mem"));
             let mount = mount.mut_arg("source", |arg| arg.required_unless_present("explain"));
             SHARE_ONLY.into_iter().fold(mount, |mount, id| mount.mut_arg(id, |arg| arg.hide(true)))
         })
+}
+
+/// Of a command with many flags, whose plain help shows those without a heading only.
+fn help_all() -> clap::Arg {
+    let help = "Print help with all options, also those of the groups";
+    clap::Arg::new(help::ALL).long(help::ALL).action(clap::ArgAction::HelpLong).help(help)
 }

@@ -126,7 +126,8 @@ fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cl
 }
 
 fn parse_one(args: Vec<OsString>) -> Result<Cli, clap::Error> {
-    Cli::from_arg_matches(&help::marked(cli::table()).try_get_matches_from(args)?)
+    let table = help::marked(cli::table(), help::wants_all(&args));
+    Cli::from_arg_matches(&table.try_get_matches_from(args)?)
 }
 
 fn share_of(cli: Cli) -> Result<Share, clap::Error> {

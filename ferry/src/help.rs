@@ -2,7 +2,10 @@
 //!
 //! So clap is given marks in the places of examples, and of the spaces in commands that texts have in backticks, and prints what it
 //! makes of that; the marks are replaced afterwards.
+//!
+//! A command with many flags shows those without a heading, and the names of the headings; `--help-all` shows all of them.
 
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 
 use clap::builder::StyledStr;
@@ -16,13 +19,45 @@ const EXAMPLE: char = '\u{e000}';
 /// In the place of a space that no line may end at.
 const SPACE: char = '\u{e001}';
 
-/// The table of flags, with marks.
-pub fn marked(table: Command) -> Command {
-    mark(table, &mut 0)
+/// The flag of commands with many flags that shows all of them.
+pub const ALL: &str = "help-all";
+
+/// Whether a command line has that flag.
+pub fn wants_all(args: &[OsString]) -> bool {
+    let mut flags = args.iter().take_while(|arg| *arg != "--");
+    flags.any(|arg| arg.to_str().and_then(|arg| arg.strip_prefix("--")) == Some(ALL))
 }
 
-fn mark(command: Command, number: &mut usize) -> Command {
+/// The table of flags, with marks. `all`: help shows all flags of each command.
+pub fn marked(table: Command, all: bool) -> Command {
+    mark(table, all, &mut 0)
+}
+
+/// Hides the flags under headings from the help of a command that has many, and names the headings instead.
+fn grouped(command: Command) -> (Command, Option<String>) {
+    if !command.get_arguments().any(|arg| arg.get_id() == ALL) {
+        return (command, None);
+    }
+    let mut headings = Vec::new();
+    for heading in command.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(Arg::get_help_heading) {
+        if !headings.contains(&heading) {
+            headings.push(heading);
+        }
+    }
+    let groups: String = headings.into_iter().map(|heading| format!("\n  {heading}")).collect();
+    let command = command.mut_args(|arg| match arg.get_help_heading() {
+        Some(_) => arg.hide_short_help(true).hide_long_help(true),
+        None => arg,
+    });
+    (command, Some(format!("More options, which --{ALL} shows:{groups}")))
+}
+
+fn mark(command: Command, all: bool, number: &mut usize) -> Command {
+    let (command, groups) = if all { (command, None) } else { grouped(command) };
     let mut command = command.mut_args(mark_arg);
+    if let Some(groups) = &groups {
+        command = command.after_help(groups);
+    }
     if let Some(about) = command.get_about().map(joined) {
         command = command.about(about);
     }
@@ -30,11 +65,12 @@ fn mark(command: Command, number: &mut usize) -> Command {
         command = command.long_about(about);
     }
     if command.get_after_long_help().is_some() {
-        command = command.after_long_help(format!("{EXAMPLE}{number}{EXAMPLE}"));
+        let groups = groups.map(|groups| groups + "\n\n").unwrap_or_default();
+        command = command.after_long_help(format!("{groups}{EXAMPLE}{number}{EXAMPLE}"));
         *number += 1;
     }
     let names: Vec<_> = command.get_subcommands().map(|command| command.get_name().to_owned()).collect();
-    names.into_iter().fold(command, |command, name| command.mut_subcommand(name, |command| mark(command, number)))
+    names.into_iter().fold(command, |command, name| command.mut_subcommand(name, |command| mark(command, all, number)))
 }
 
 fn mark_arg(arg: Arg) -> Arg {
@@ -96,7 +132,7 @@ mod tests {
 
     fn help(path: &[String], flag: &str, columns: usize) -> String {
         let line = ["ferry".to_owned()].into_iter().chain(path.iter().cloned()).chain([flag.to_owned()]);
-        let table = marked(cli::table()).term_width(columns);
+        let table = marked(cli::table(), wants_all(&[flag.into()])).term_width(columns);
         let error = table.try_get_matches_from(line).expect_err("help is asked for");
         assert_eq!(error.kind(), ErrorKind::DisplayHelp, "{path:?}");
         unmarked(&error.render().to_string())
@@ -110,7 +146,8 @@ mod tests {
         {
             let command =
                 path.iter().try_fold(&table, |command, name| command.find_subcommand(name)).expect("one of them");
-            let long = help(&path, "--help", columns);
+            let is_long = command.get_arguments().any(|arg| arg.get_id() == ALL);
+            let long = help(&path, if is_long { "--help-all" } else { "--help" }, columns);
             let lines: Vec<_> = long.lines().collect();
             assert!(!long.contains([EXAMPLE, SPACE]), "{long}");
             // Examples are there, line by line, as they are written.
@@ -124,6 +161,39 @@ mod tests {
             for text in [&long, &help(&path, "-h", columns)] {
                 for line in text.lines().filter(|line| !examples.contains(line)) {
                     assert_eq!(line.matches('`').count() % 2, 0, "{path:?} at {columns} columns: {line}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn long_commands_show_few_flags_and_the_names_of_the_groups() {
+        let table = cli::table();
+        for name in ["share", "mount"] {
+            let path = [name.to_owned()];
+            let command = table.find_subcommand(name).expect("one of them");
+            let has = |text: &str, arg: &Arg| {
+                let long = format!("--{}", arg.get_long().unwrap_or_default());
+                let mut flags = text.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
+                flags.any(|line| line.split([' ', ',']).any(|word| word == long))
+            };
+            let (few, all) = (help(&path, "--help", 100), help(&path, "--help-all", 100));
+            // Examples to copy are there in both; they have flags, too.
+            let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            assert!(!examples.is_empty() && few.contains(&examples) && all.contains(&examples), "{few}");
+            let (few, all) = (few.replace(&examples, ""), all.replace(&examples, ""));
+            let flags: Vec<_> =
+                command.get_arguments().filter(|arg| arg.get_long().is_some() && !arg.is_hide_set()).collect();
+            let shown = flags.iter().filter(|flag| has(&few, flag)).count();
+            assert!((7..=12).contains(&shown), "{name} shows {shown} flags: {few}");
+            for flag in flags {
+                assert!(has(&all, flag), "{name} --help-all lacks {}: {all}", flag.get_id());
+                if let Some(heading) = flag.get_help_heading() {
+                    assert!(
+                        !has(&few, flag) && few.contains(&format!("\n  {heading}\n")),
+                        "{name}, {}: {few}",
+                        flag.get_id()
+                    );
                 }
             }
         }

@@ -102,7 +102,7 @@ enum Level {
 
 /// Shares a directory with a virtual machine by virtio-fs: Ferry, in the place of virtiofsd.
 #[derive(Debug, Parser)]
-#[command(name = NAME, version, args_override_self = true, after_help = "What these options lack is in: ferry share --help")]
+#[command(name = NAME, version, args_override_self = true, after_help = "More options are in: ferry share --help-all")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of virtiofsd")]
 struct Args {
     /// The directory.

@@ -60,11 +60,11 @@ pub struct Share {
     pub virtiofs: Option<PathBuf>,
 
     /// Listen on this inherited descriptor, a listening unix socket, instead of a path.
-    #[arg(long, value_name = "N", conflicts_with = "virtiofs")]
+    #[arg(long, value_name = "N", conflicts_with = "virtiofs", help_heading = "Sockets and queues")]
     pub fd: Option<u16>,
 
     /// Also let this group connect to the unix sockets (of virtiofs, 9p unix: and 9p vhost-user:).
-    #[arg(long, value_name = "GROUP")]
+    #[arg(long, value_name = "GROUP", help_heading = "Sockets and queues")]
     pub socket_group: Option<String>,
 
     /// Mount the source on this directory of the host; 9p: and image: with nosuid and nodev.
@@ -91,7 +91,8 @@ pub struct Share {
     pub read_only: bool,
 
     /// Number of request queues [default: the number of CPUs, at least 8].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
+    #[arg(long, value_name = "N", help_heading = "Sockets and queues")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
     /// What the kernel of the guest, or of this host for a mount, may cache.
@@ -103,15 +104,18 @@ pub struct Share {
     pub cache: Cache,
 
     /// How long clients may cache names, in seconds [default: depends on --cache].
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    #[arg(long, value_name = "SECONDS", help_heading = "Caches and locks")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub entry_timeout: Option<u64>,
 
     /// How long clients may cache attributes, in seconds [default: depends on --cache].
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    #[arg(long, value_name = "SECONDS", help_heading = "Caches and locks")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub attr_timeout: Option<u64>,
 
     /// How long clients may cache that a name does not exist, in seconds [default: depends on --cache; 0 with auto].
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
+    #[arg(long, value_name = "SECONDS", help_heading = "Caches and locks")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=TIMEOUT_MAX))]
     pub negative_timeout: Option<u64>,
 
     /// Write-back caching: collect writes in the page cache and send them later.
@@ -125,7 +129,7 @@ pub struct Share {
     /// Keep locks in the kernel of each guest or mount, as virtiofsd does: other guests, mounts and the host do not meet them, and to take
     /// one does not bring what others have written. Who closes a file that was opened for reading then waits for no answer (Linux 5.16; not with
     /// --writeback).
-    #[arg(long)]
+    #[arg(long, help_heading = "Caches and locks")]
     #[serde(default)]
     pub local_locks: bool,
 
@@ -133,23 +137,24 @@ pub struct Share {
     ///
     /// Linux then does not say who asks, unless something is made. So fallocate and copy_file_range by root clear the set-user-id and
     /// set-group-id bits of a file, and names of trusted attributes are shown to all users.
-    #[arg(long)]
+    #[arg(long, help_heading = "Users and attributes")]
     #[serde(default)]
     pub allow_idmap: bool,
 
     /// Poll for the next request for up to this many microseconds before sleeping; 0 disables polling [default:
     /// adaptive].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
+    #[arg(long, value_name = "N", help_heading = "Sockets and queues")]
+    #[arg(value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
 
     /// Pass the client's O_DIRECT on to the files of a directory.
-    #[arg(long)]
+    #[arg(long, help_heading = "For directories")]
     #[serde(default)]
     pub allow_direct_io: bool,
 
     /// Disable extended attributes and ACLs. This saves two requests per file of `ls -l`, and one at the first write to
     /// a new file. The mode of a file with an ACL then never grants more than the ACL does.
-    #[arg(long)]
+    #[arg(long, help_heading = "Users and attributes")]
     #[serde(default)]
     pub no_xattr: bool,
 
@@ -173,25 +178,25 @@ pub struct Share {
     /// started again with the same flags under a running guest: neither notices. It is made if it is not there; it must be this user's
     /// own, with mode 0700. A process ferry-keeper holds it meanwhile, for ten minutes at most, or until the guest has ended; SIGTERM
     /// ends it, and SIGQUIT ends a server with its keeper.
-    #[arg(long, value_name = "DIR", help_heading = "For virtual machines")]
+    #[arg(long, value_name = "DIR", help_heading = "Restart and migration")]
     pub state: Option<PathBuf>,
 
     /// When a guest is migrated, and some of its files are not found on the other side by their paths: abort, or let them be
     /// errors for the guest (guest-error).
-    #[arg(long, value_name = "WHAT", default_value_t, value_enum, help_heading = "For virtual machines")]
+    #[arg(long, value_name = "WHAT", default_value_t, value_enum, help_heading = "Restart and migration")]
     #[serde(default)]
     pub migration_on_error: OnMigrationError,
 
     /// When a guest is migrated, find its files on the other side by their paths, or, where both sides share one file system, by
     /// file handles, whatever they are called by then. Both sides must say so: whoever sends handles can name any file of
     /// that file system.
-    #[arg(long, value_name = "HOW", default_value_t, value_enum, help_heading = "For virtual machines")]
+    #[arg(long, value_name = "HOW", default_value_t, value_enum, help_heading = "Restart and migration")]
     #[serde(default)]
     pub migration_mode: MigrationMode,
 
     /// When a guest is migrated, have the other side make sure by file handles that what is at a path is the same file. Both
     /// sides must share one file system.
-    #[arg(long, help_heading = "For virtual machines")]
+    #[arg(long, help_heading = "Restart and migration")]
     #[serde(default)]
     pub migration_verify_handles: bool,
 
@@ -235,24 +240,24 @@ pub struct Share {
     /// Give users other numbers: TYPE:FROM:TO:COUNT with TYPE one of map (a client's 0 is our 100000:
     /// map:0:100000:65536), guest, host (one direction), squash-guest, squash-host (all become TO), or
     /// forbid-guest:FROM:COUNT. May be given several times.
-    #[arg(long, value_name = "RULE", help_heading = "Other numbers and names")]
+    #[arg(long, value_name = "RULE", help_heading = "Users and attributes")]
     #[serde(default, deserialize_with = "all_parsed")]
     pub translate_uid: Vec<Rule>,
 
     /// The same for groups.
-    #[arg(long, value_name = "RULE", help_heading = "Other numbers and names")]
+    #[arg(long, value_name = "RULE", help_heading = "Users and attributes")]
     #[serde(default, deserialize_with = "all_parsed")]
     pub translate_gid: Vec<Rule>,
 
     /// Let everybody act as one user, whose files are root's inside: auto (whoever runs this), or UID:GID.
-    #[arg(long, value_name = "WHO", help_heading = "Other numbers and names")]
+    #[arg(long, value_name = "WHO", help_heading = "Users and attributes")]
     #[arg(conflicts_with_all = ["translate_uid", "translate_gid"])]
     #[serde(default, deserialize_with = "parsed")]
     pub map_user: Option<MapUser>,
 
     /// Give extended attributes other names, by the rules of virtiofsd: :map::user.virtiofs.: puts all of them below a
     /// prefix.
-    #[arg(long, value_name = "RULES", help_heading = "Other numbers and names")]
+    #[arg(long, value_name = "RULES", help_heading = "Users and attributes")]
     #[serde(default, deserialize_with = "parsed")]
     pub xattrmap: Option<Xattrs>,
 

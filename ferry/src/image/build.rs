@@ -64,23 +64,23 @@ pub struct BuildArgs {
     #[arg(long, value_enum, default_value_t = LayoutName::Flat)]
     layout: LayoutName,
     /// The version of composefs's layout; 2 is what composefs-rs alone writes [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
-    #[arg(long, value_name = "0|1|2", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)))]
+    #[arg(long, value_name = "0|1|2", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)), help_heading = "Layout")]
     composefs_version: Option<u32>,
     /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
-    #[arg(long, value_name = "TRACE")]
+    #[arg(long, value_name = "TRACE", help_heading = "Layout")]
     order_from: Option<PathBuf>,
     /// Which image of an OCI index to take [default: Linux's for this machine].
-    #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
+    #[arg(long, value_name = "OS/ARCH[/VARIANT]", help_heading = "Archives")]
     platform: Option<String>,
     /// What becomes of the whiteouts of an archive that is a layer on its own: they are dropped, for there is nothing
     /// that they hide; made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the
     /// archive has [default: such an archive is refused].
-    #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true)]
+    #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true, help_heading = "Archives")]
     whiteouts: Option<WhiteoutsName>,
     /// Have the kernel prove the bytes of files, too, when the image is mounted with --digest from a file system with fs-verity (of the
     /// layout flat: composefs has that always). The image names the fs-verity digests of its packs then, on every file system; it uses
     /// no packs without, and takes longer to build.
-    #[arg(long)]
+    #[arg(long, help_heading = "Layout")]
     verity: bool,
     /// How many threads read and hash [default: as many as CPUs].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -93,13 +93,13 @@ pub struct BuildArgs {
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<Excluded>,
     /// Have everything belong to this user and group, both numbers; 0:0 is root.
-    #[arg(long, value_name = "UID:GID")]
+    #[arg(long, value_name = "UID:GID", help_heading = "Attributes")]
     owner: Option<Owner>,
     /// Give everything this time, in seconds since 1970.
-    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Attributes")]
     mtime: Option<i64>,
     /// Leave out extended attributes, with labels, ACLs and capabilities.
-    #[arg(long)]
+    #[arg(long, help_heading = "Attributes")]
     skip_xattrs: bool,
 }
 
