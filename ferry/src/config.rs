@@ -311,7 +311,7 @@ mod tests {
             ("[[disk]]\nvhost-user = \"s\"", "[[disk]] number 1: it needs file"),
             ("[[disk]]\nfile = \"a\"", "number 1: it needs vhost-user"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nfd = 3", "both vhost-user and fd"),
-            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nqueues = 17", "queues = 17 is not in 1..=16"),
+            ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nqueues = 257", "queues = 257 is not in 1..=256"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\npoll-us = 1000001", "poll-us = 1000001"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\nformat = \"vmdk\"", "not a known format"),
             ("[[disk]]\nfile = \"a\"\nvhost-user = \"s\"\njson = true", "unknown field `json`"),

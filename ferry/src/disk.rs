@@ -27,8 +27,8 @@ use crate::socket::Bound;
 use crate::source::Sources;
 use crate::status::misuse;
 
-/// More queues than this help no guest: Linux makes at most one per CPU.
-const QUEUES_MAX: u16 = 16;
+/// As many as vhost-user has numbers for ([`ferry_blk::QUEUES_MAX`]).
+const QUEUES_MAX: u16 = 256;
 
 /// Past a second of polling an idle disk costs a whole CPU for nothing.
 const POLL_US_MAX: u64 = 1_000_000;
@@ -136,7 +136,7 @@ pub struct Args {
     #[arg(long, value_name = "SIZE")]
     pub resize: Option<Size>,
 
-    /// How many queues to offer [default: 16].
+    /// How many queues to offer [default: 64].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 

@@ -4,8 +4,12 @@ use std::time::Duration;
 
 use ferry_engine::IoMode;
 
-/// As many as a guest of ordinary size has CPUs; Linux uses one per CPU.
-pub const QUEUES_MAX: usize = 16;
+/// The vhost-user messages that name a queue have 8 bits for it.
+pub const QUEUES_MAX: usize = 256;
+
+/// The number of CPUs of a large guest. QEMU requests one queue per CPU of its guest by default, and does not start with a back end
+/// that offers fewer.
+const QUEUES_DEFAULT: usize = 64;
 
 /// The default of [`Options::poll`]: a little more than the time between consecutive requests of a guest, and far less
 /// than a time slice.
@@ -34,8 +38,8 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            // QEMU requests one per CPU of the guest. Unused queues have neither a worker nor memory.
-            queues: QUEUES_MAX,
+            // Unused queues have neither a worker nor memory.
+            queues: QUEUES_DEFAULT,
             poll: POLL_DEFAULT,
             writeback: true,
             io: IoMode::Auto,

@@ -111,7 +111,7 @@ fn every_command_line_is_one_that_the_program_takes() {
     for wrong in [
         "ferry share /a --virtiofs s --quick",
         "mount -t ferry mem /mnt -o fast",
-        "ferry disk a --vhost-user s --queues 17",
+        "ferry disk a --vhost-user s --queues 257",
     ] {
         assert!(refusal(wrong).is_some(), "{wrong}");
     }

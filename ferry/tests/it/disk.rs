@@ -260,7 +260,7 @@ fn mistakes_are_named() {
     assert!(refused(2, &mut offer(&ours)).contains("image:PATH needs --store"));
     let twice = refused(2, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
-    for wrong in [["--format", "vmdk"], ["--queues", "17"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
+    for wrong in [["--format", "vmdk"], ["--queues", "257"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
     {
         let output = run(offer(&disk).args(wrong));
         assert_eq!(output.status.code(), Some(2), "{wrong:?}");
@@ -322,6 +322,8 @@ fn an_installed_back_end_is_found_and_started() {
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
             assert_eq!(said["type"], kind);
         }
+        let bytes = |path: &str| fs::metadata(path).expect("the program").len();
+        assert!(bytes(&format!("{root}{prefix}/bin/ferry")) < bytes(env!("CARGO_BIN_EXE_ferry")), "it is not stripped");
         for name in ["mount.ferry", "mount.fuse.ferry"] {
             let helper = fs::canonicalize(format!("{root}{prefix}/sbin/{name}")).expect("a helper for mount(8)");
             assert_eq!(helper, fs::canonicalize(format!("{root}{prefix}/bin/ferry")).expect("the program"));

@@ -552,6 +552,7 @@ fn bad_targets_are_refused_in_sentences() {
         (&["/no/such/path"], "/no/such/path"),
         (&[socket, "loud=quiet=x"], "cannot log at"),
         (&[&pid, "loud=quiet=x"], "cannot log at"),
+        (&[socket, "debgu"], "did you mean debug?"),
     ] {
         let text = refused(1, ferry().arg("log").args(args));
         assert!(text.contains(words), "{args:?}: {text}");

@@ -229,6 +229,7 @@ fn a_start_that_fails_late_leaves_no_image() {
         let output = run(ferry().args(line));
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains(words), "{line:?}: {said}");
+        assert!(said.contains("image is new: all of its 16777216 bytes are allocated"), "{line:?}: {said}");
         assert!(!image.exists() && !tier.exists(), "{line:?}: {said}");
     }
     // A file that was there is not removed, empty or not.
