@@ -111,7 +111,7 @@ pub enum Command {
 
     /// Offer files and block devices to virtual machines as disks, until SIGTERM or SIGINT.
     ///
-    /// Each file is followed by its own flags; several in one call are served by one process. A disk is locked as QEMU
+    /// Each file is followed by its own flags; several in one call are served by a process each. A disk is locked as QEMU
     /// locks it, so that nobody else writes to it meanwhile. A file that grows while it is offered makes the guest's
     /// disk grow.
     #[command(after_long_help = crate::disk::EXAMPLES)]
