@@ -32,6 +32,7 @@ mod guests;
 mod guests_coherence;
 mod hostile;
 mod hostile_lengths;
+mod idle;
 mod image_exports;
 mod image_verity;
 mod isolation;

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT};
@@ -515,4 +515,27 @@ fn more_queues_than_are_offered_are_answered_with_the_flag() {
             assert!(Instant::now() < end, "{}", started.said().1);
         }
     }
+}
+
+/// QEMU asks for a queue per CPU of its guest where its line does not say how many, and ends if there are fewer.
+#[test]
+fn a_disk_has_a_queue_for_each_cpu_of_a_large_guest() {
+    let parts = GuestCache::from_env().unwrap().qemu().unwrap();
+    let here = folder(Place::Memory);
+    let (disk, socket) = (here.path().join("disk.raw"), here.path().join("s"));
+    fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let command = ["disk".as_ref(), disk.as_os_str(), "--vhost-user".as_ref(), socket.as_os_str(), "--json".as_ref()];
+    let mut started = Started::new(&mut ferry(command));
+    while !started.said().0.ends_with('\n') {
+        assert!(started.wait(Duration::from_millis(1)).is_none(), "{}", started.said().1);
+    }
+    let chardev = format!("socket,id=disk0,path={}", socket.display());
+    let mut qemu = Command::new("timeout");
+    qemu.arg(LIMIT.as_secs().to_string()).arg(&parts.program);
+    qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35", "-accel", "tcg", "-S"]);
+    qemu.args(["-smp", "64", "-m", "128M", "-object", "memory-backend-memfd,id=mem,size=128M,share=on"]);
+    qemu.args(["-numa", "node,memdev=mem", "-chardev", &chardev, "-device", "vhost-user-blk-pci,chardev=disk0"]);
+    let mut qemu = qemu.args(["-monitor", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    qemu.stdin.take().unwrap().write_all(b"quit\n").unwrap();
+    assert!(qemu.wait().unwrap().success(), "{}", started.said().1);
 }
