@@ -1,4 +1,4 @@
-//! What one is known by at a registry, where podman and docker keep it.
+//! Registry credentials, from the files of podman and docker.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -21,11 +21,12 @@ struct Entry {
     auth: Option<String>,
 }
 
-/// `USER:PASSWORD` in base64 for a registry: of `REGISTRY_AUTH_FILE`, of podman's file, or of docker's. An entry with a scheme is for no
-/// other one.
+/// Returns `USER:PASSWORD` in base64 for a registry, from `REGISTRY_AUTH_FILE`, podman's file, or docker's. An entry
+/// with a scheme applies to that scheme only.
 ///
 /// # Errors
-/// The file that is named is not there, or one that is there makes no sense.
+///
+/// The named file is missing, or a file is invalid.
 pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
     let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let files = match var("REGISTRY_AUTH_FILE") {
@@ -44,7 +45,7 @@ pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
             Err(error) if !must_be && error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => return Err(wrong(error.to_string())),
         };
-        // What serde says could quote a password.
+        // serde's message could quote a password.
         let config: Config = serde_json::from_slice(&text)
             .map_err(|error| wrong(format!("no JSON as podman writes it, line {}", error.line())))?;
         let scheme = base.scheme();
@@ -54,7 +55,7 @@ pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
         if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
             let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
             if !plain.is_some_and(|plain| plain.contains(':')) {
-                return Err(wrong(format!("the entry of {host} is no USER:PASSWORD in base64")));
+                return Err(wrong(format!("the entry of {host} is not USER:PASSWORD in base64")));
             }
             return Ok(Some(auth));
         }

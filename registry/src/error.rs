@@ -1,4 +1,4 @@
-//! What can go wrong between here and a registry.
+//! Errors of requests to a registry.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,14 +11,14 @@ use ferry_image::told;
 #[non_exhaustive]
 pub enum Error {
     /// A reference that is none.
-    #[error("{text:?} is no place of an image: {reason}; write oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG")]
+    #[error("{text:?} is not the location of an image: {reason}; write oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG")]
     Reference {
         /// What was written.
         text: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// A setting of the environment that cannot be used.
+    /// An invalid environment variable.
     #[error("{what}: {reason}")]
     Setting {
         /// Which one.
@@ -26,41 +26,41 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// Somebody would have to be asked without encryption.
-    #[error("{0} is not asked without encryption, unless --plain-http says so")]
+    /// The server would be contacted without encryption.
+    #[error("{0} is not contacted without encryption; allow it with --plain-http")]
     Plain(String),
-    /// A server sends elsewhere, where we do not go.
-    #[error("{from} sends on to {to}: {reason}")]
+    /// A server redirects to a forbidden URL.
+    #[error("{from} redirects to {to}: {reason}")]
     Redirect {
-        /// Who does.
+        /// The redirecting server.
         from: String,
         /// Where to.
         to: String,
         /// Why not.
         reason: &'static str,
     },
-    /// A registry names a server of tokens that cannot be trusted with credentials.
+    /// A registry names a token server that must not get credentials.
     #[error(
         "{registry} names {realm} as its server of tokens; credentials go there only if both are asked by https, or it is the registry itself"
     )]
     Realm {
-        /// Who names it.
+        /// The registry.
         registry: String,
         /// Which one.
         realm: String,
     },
-    /// A server cannot be reached, or is gone in the middle.
+    /// A server is not reachable, or the connection was lost.
     #[error("{url}: {why}{}", advice(.why))]
     Transport {
-        /// What was asked for.
+        /// The URL of the request.
         url: String,
         /// What came of it.
         why: Box<ureq::Error>,
     },
-    /// An answer breaks off.
-    #[error("{url}: the answer breaks off after {got} of {wanted} bytes")]
+    /// A response is incomplete.
+    #[error("{url}: the response ends after {got} of {wanted} bytes")]
     Short {
-        /// What was asked for.
+        /// The URL of the request.
         url: String,
         /// How much came.
         got: u64,
@@ -70,11 +70,11 @@ pub enum Error {
     /// A server says no.
     #[error("{url}: the server answers {status}{}", said(.text))]
     Status {
-        /// What was asked for.
+        /// The URL of the request.
         url: String,
         /// The status of HTTP.
         status: u16,
-        /// What the server says beside it.
+        /// The text of the response.
         text: String,
         /// When to ask again.
         after: Option<Duration>,
@@ -82,35 +82,35 @@ pub enum Error {
     /// There is no such image.
     #[error("there is no image {0}")]
     NoImage(String),
-    /// An answer that makes no sense.
+    /// An invalid response.
     #[error("{url}: {reason}")]
     Answer {
-        /// What was asked for.
+        /// The URL of the request.
         url: String,
         /// What is wrong.
         reason: String,
     },
-    /// A manifest that tells of no image of Ferry's.
-    #[error("the manifest of {name} tells of no image of Ferry's: {reason}")]
+    /// A manifest that does not describe an image of Ferry.
+    #[error("the manifest of {name} is not that of a Ferry image: {reason}")]
     Manifest {
         /// Whose.
         name: String,
         /// What is wrong.
         reason: String,
     },
-    /// A container image as podman and docker have them.
+    /// A container image of podman or docker.
     #[error(
         "{name} is a container image, which holds archives: fetch it by \"skopeo copy {options}docker://{place} oci:DIR\", and make an image of Ferry's of it by \"ferry image build oci:DIR -o IMAGE --store STORE\""
     )]
     Container {
         /// Which one.
         name: String,
-        /// What skopeo wants to be told first.
+        /// Options for skopeo.
         options: &'static str,
         /// What skopeo calls it.
         place: String,
     },
-    /// An image or a store cannot be used.
+    /// An image or a store is not usable.
     #[error(transparent)]
     Image(#[from] ferry_image::Error),
     /// An object cannot be had.
@@ -119,20 +119,20 @@ pub enum Error {
     /// A file cannot be used.
     #[error("cannot {what} {}", path.display())]
     Io {
-        /// What was to be done with it.
+        /// The operation.
         what: &'static str,
         /// Which one.
         path: PathBuf,
         /// Why not.
         source: io::Error,
     },
-    /// Two things went wrong that do not depend on each other.
+    /// Two independent errors.
     #[error("{}; {}", told(.0), told(.1))]
     Both(Box<Error>, Box<Error>),
-    /// It ended before all was here; some of it is.
+    /// The pull failed; a part of the image is kept.
     #[error("the image is not complete; what came so far is kept for the next try: {0}")]
     Incomplete(Box<Error>),
-    /// Who takes the bytes wants no more.
+    /// The consumer of the bytes failed.
     #[error("{0}")]
     Sink(io::Error),
 }
@@ -147,13 +147,13 @@ impl From<ferry_image::ObjectError> for Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Whether the same request may have another outcome soon.
+    /// Returns whether a retry of the request may succeed.
     pub(crate) fn may_pass(&self) -> bool {
         use ureq::Error as U;
         match self {
             Self::Short { .. } => true,
             Self::Status { status, .. } => matches!(status, 408 | 425 | 429 | 500 | 502 | 503 | 504),
-            // Who shows a certificate that is no good shows it again.
+            // An invalid certificate stays invalid.
             Self::Transport { why, .. } if matches!(tls_error(why), Some(rustls::Error::InvalidCertificate(_))) => {
                 false
             }
@@ -165,7 +165,7 @@ impl Error {
         }
     }
 
-    /// How long the server wants to be left alone.
+    /// Returns how long the server wants to be left alone.
     pub(crate) fn after(&self) -> Option<Duration> {
         match self {
             Self::Status { after, .. } => *after,
@@ -174,7 +174,7 @@ impl Error {
     }
 }
 
-/// What is wrong with the encryption, if that is it.
+/// Returns the error of TLS, if that is the cause.
 fn tls_error(why: &ureq::Error) -> Option<&rustls::Error> {
     match why {
         ureq::Error::Rustls(error) => Some(error),
@@ -183,11 +183,11 @@ fn tls_error(why: &ureq::Error) -> Option<&rustls::Error> {
     }
 }
 
-/// What helps against a certificate that nobody here vouches for.
+/// Returns the remedy for an untrusted certificate.
 fn advice(why: &ureq::Error) -> &'static str {
     match tls_error(why) {
         Some(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)) => {
-            "; nobody whom this host trusts has signed its certificate: SSL_CERT_FILE names a file in PEM with other authorities to trust"
+            "; no authority trusted by this host has signed its certificate: SSL_CERT_FILE names a file in PEM with other authorities to trust"
         }
         _ => "",
     }
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handshake_that_breaks_off_may_pass_and_a_certificate_that_is_no_good_may_not() {
+    fn interrupted_handshakes_are_retried_and_invalid_certificates_are_not() {
         let may_pass = |why: rustls::Error| {
             let why = Box::new(io::Error::new(io::ErrorKind::InvalidData, why).into());
             Error::Transport { url: "https://registry.invalid".into(), why }.may_pass()

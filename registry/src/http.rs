@@ -1,4 +1,4 @@
-//! Requests: who may be asked, how long, how often, and what it cost.
+//! HTTP requests: permitted servers, timeouts, retries, and counters.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -19,29 +19,29 @@ use crate::error::{Error, Result};
 use crate::manifest::cut;
 use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
-/// How often something is tried before it has failed.
+/// The maximum number of attempts.
 const TRIES_MAX: u32 = 5;
-/// The first pause between two tries; the next ones are twice as long each.
+/// The first pause between two attempts; each further one is twice as long.
 const PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause that a server may ask for.
+/// The maximum pause that a server may request.
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// How often a server may send on elsewhere.
+/// The maximum number of redirects.
 const REDIRECTS_MAX: u32 = 5;
-/// Below this speed a transfer has failed, in bytes per second.
+/// The minimum speed of a transfer, in bytes per second.
 const SPEED_MIN: u64 = 64 << 10;
-/// How many connections wait for their next use.
+/// The maximum number of idle connections.
 const IDLE_MAX: usize = 32;
-/// How much of what a server says with an error is read, in bytes.
+/// The maximum length of an error text, in bytes.
 const TEXT_BYTES_MAX: u64 = 4096;
 
-/// How servers are asked.
+/// Options of requests.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Ask also other machines than this one without encryption.
+    /// Contact other machines without encryption, too.
     pub plain_http: bool,
-    /// How long a server may say nothing.
+    /// How long a server may be silent.
     pub patience: Duration,
-    /// How many requests may be under way at a time, whoever they are for; who comes then waits. At least 1.
+    /// The maximum number of concurrent requests; further ones wait. At least 1.
     pub requests_max: usize,
 }
 
@@ -51,25 +51,25 @@ impl Default for Options {
     }
 }
 
-/// What was asked of servers so far.
+/// Counters of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Requests, those that were tried again, sent on or refused too.
+    /// Requests, including retries, redirects and refused ones.
     pub requests: u64,
-    /// Bytes of answers, without headers.
+    /// Bytes of responses, without headers.
     pub received_bytes: u64,
     /// Bytes of requests, without headers.
     pub sent_bytes: u64,
 }
 
-/// What asks servers; one for any number of threads.
+/// An HTTP client for any number of threads.
 #[derive(Debug)]
 pub struct Client {
     /// For requests to the origin.
     origin_agent: Agent,
     /// For requests to other servers: it never connects to this machine.
     remote_agent: Agent,
-    /// For those where the origin is on this machine.
+    /// For requests whose origin is on this machine.
     any_agent: Agent,
     /// The origin may be on another machine.
     is_remote: Arc<AtomicBool>,
@@ -80,19 +80,19 @@ pub struct Client {
     sent_bytes: AtomicU64,
 }
 
-/// How many are at work with a server, each with one request after the other.
+/// The number of threads with a request in flight.
 #[derive(Debug, Default)]
 struct UnderWay {
     count: Mutex<usize>,
     less: Condvar,
 }
 
-/// The place of one of them, until this is dropped.
+/// The slot of one of them, until dropped.
 #[derive(Debug)]
 struct Slot<'a>(&'a UnderWay);
 
 impl UnderWay {
-    /// Waits until there is room. Who has a place never waits for another one, so there will be.
+    /// Waits for a free slot. A thread with a slot never waits for another one, so there is no deadlock.
     fn enter(&self, max: usize) -> Slot<'_> {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         let full = |count: &mut usize| *count >= max.max(1);
@@ -108,10 +108,10 @@ impl Drop for Slot<'_> {
     }
 }
 
-/// The answer to a request.
+/// The response to a request.
 pub(crate) struct Answer<'a> {
     client: &'a Client,
-    /// Who answered.
+    /// The URL that responded.
     pub url: Url,
     response: Response<Body>,
 }
@@ -120,14 +120,14 @@ pub(crate) struct Answer<'a> {
 pub(crate) struct Request<'a> {
     pub method: Method,
     pub url: Url,
-    /// The server that the user named. `url` may be another one: a redirect, a realm, a place for uploads.
+    /// The server that the user named. `url` may be on another one: a redirect, a realm, an upload location.
     pub origin: Url,
     pub headers: Vec<(header::HeaderName, String)>,
     /// Credentials or a token for the server of `url`. A redirect to another server drops it.
     pub authorization: Option<String>,
-    /// What is sent, and how much.
+    /// The body, and its length.
     pub body: Option<(&'a mut dyn Read, u64)>,
-    /// How many bytes the answer may take the time for.
+    /// The expected length of the response, which determines its time limit.
     pub bytes: u64,
 }
 
@@ -142,17 +142,17 @@ impl Request<'_> {
     }
 }
 
-/// An address without what may be secret in it.
+/// Returns a URL without secrets.
 pub(crate) fn shown(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);
-    // Those that cannot have them have none.
+    // URLs that cannot have credentials have none.
     let _ = url.set_username("").and_then(|()| url.set_password(None));
     url.into()
 }
 
-/// Whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`RemoteResolver`] checks what names
-/// resolve to.
+/// Checks whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`RemoteResolver`]
+/// checks the resolved addresses.
 fn follow(from: &Url, to: &Url, is_local: bool) -> Result<()> {
     let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
     if from.scheme() == "https" && to.scheme() != "https" {
@@ -166,11 +166,11 @@ fn follow(from: &Url, to: &Url, is_local: bool) -> Result<()> {
 }
 
 impl Client {
-    /// Trusts who the host trusts (`SSL_CERT_FILE` names others).
+    /// Creates a client that trusts the host's authorities (or those of `SSL_CERT_FILE`).
     pub fn new(options: Options) -> Self {
         let found = rustls_native_certs::load_native_certs();
         for error in found.errors {
-            tracing::debug!("a certificate of this host cannot be used: {error}");
+            tracing::debug!("cannot use a certificate of this host: {error}");
         }
         let trusted: Vec<_> = found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect();
         let tls = TlsConfig::builder()
@@ -202,7 +202,7 @@ impl Client {
         }
     }
 
-    /// What was asked so far.
+    /// Returns the counters.
     pub fn counts(&self) -> Counts {
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Counts {
@@ -216,7 +216,7 @@ impl Client {
         self.options.plain_http
     }
 
-    /// Without encryption only this machine is asked, or who was allowed.
+    /// Checks that a request without encryption stays on this machine, unless allowed.
     fn permit(&self, url: &Url) -> Result<()> {
         match url.scheme() {
             "https" => Ok(()),
@@ -225,17 +225,17 @@ impl Client {
         }
     }
 
-    /// Whether the origin is on this machine. Then it may redirect to this machine.
+    /// Returns whether the origin is on this machine, so that it may redirect to this machine.
     fn is_local(&self, origin: &Url) -> bool {
         is_loopback(origin) || !self.is_remote.load(Ordering::Acquire)
     }
 
-    /// Whether the origin may name this URL as the next one to ask.
+    /// Checks whether the origin may name this URL as the next one.
     pub(crate) fn follow(&self, origin: &Url, to: &Url) -> Result<()> {
         follow(origin, to, self.is_local(origin))
     }
 
-    /// Sends a request; returns whatever comes, of any status. Who reads is sent on where the server says; who writes is not.
+    /// Sends a request; returns a response of any status. Reads follow redirects, writes do not.
     pub(crate) fn send(&self, mut request: Request<'_>) -> Result<Answer<'_>> {
         for _ in 0..=REDIRECTS_MAX {
             self.permit(&request.url)?;
@@ -256,7 +256,7 @@ impl Client {
             }
             request.url = to;
         }
-        Err(Error::Answer { url: shown(&request.url), reason: format!("sent on more than {REDIRECTS_MAX} times") })
+        Err(Error::Answer { url: shown(&request.url), reason: format!("more than {REDIRECTS_MAX} redirects") })
     }
 
     fn once(&self, request: &mut Request<'_>) -> Result<Response<Body>> {
@@ -299,8 +299,8 @@ impl Client {
         outcome
     }
 
-    /// Tries until it succeeds, or fails for good, or too often. All requests are made in here, and no attempt within another: so
-    /// there are never more of them at a time than there may be. Who pauses keeps nobody waiting.
+    /// Retries until success, a permanent failure, or the maximum number of attempts. All requests are made in here,
+    /// and none inside another attempt, so the maximum of concurrent requests holds. A pausing thread holds no slot.
     pub(crate) fn persist<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         let mut tries = 1;
         loop {
@@ -319,7 +319,7 @@ impl Client {
     }
 }
 
-/// How long to wait after so many tries. Not all who failed together ask again together.
+/// Returns the pause after this many attempts, randomized so that clients do not retry together.
 fn pause(tries: u32, after: Option<Duration>) -> Duration {
     let least = PAUSE * 2_u32.pow(tries.min(8) - 1);
     let some = RandomState::new().hash_one(tries) % 1024;
@@ -346,13 +346,13 @@ impl Answer<'_> {
         self.headers().get(name).and_then(|value| value.to_str().ok())
     }
 
-    /// What is wrong with an answer that was to be another.
+    /// Returns the error for an unexpected response.
     pub(crate) fn refused(self) -> Error {
         let status = self.status();
         let after = self.header(header::RETRY_AFTER).and_then(|value| value.parse().ok()).map(Duration::from_secs);
         let url = shown(&self.url);
         let mut text = Vec::new();
-        // Half of a text is better than none.
+        // An incomplete text is better than none.
         let _ = self.response.into_body().into_reader().take(TEXT_BYTES_MAX).read_to_end(&mut text);
         Error::Status { url, status, text: cut(String::from_utf8_lossy(&text).trim()), after }
     }
@@ -361,9 +361,9 @@ impl Answer<'_> {
         Error::Answer { url: shown(&self.url), reason: reason.into() }
     }
 
-    /// All of the body, if it is not longer than this.
+    /// Returns the whole body, if it is not longer than this.
     pub(crate) fn all(self, bytes_max: u64) -> Result<Vec<u8>> {
-        let wrong = self.nonsense(format!("the answer has more than {bytes_max} bytes"));
+        let wrong = self.nonsense(format!("the response has more than {bytes_max} bytes"));
         let url = shown(&self.url);
         let mut bytes = Vec::new();
         let read = self.response.into_body().into_reader().take(bytes_max + 1).read_to_end(&mut bytes);
@@ -372,8 +372,8 @@ impl Answer<'_> {
         if bytes.len() as u64 > bytes_max { Err(wrong) } else { Ok(bytes) }
     }
 
-    /// Hands over a range of what was asked for, whether the server has sent that range or everything. Counts in `got` what was
-    /// handed over. What comes beyond it is not read.
+    /// Passes on the requested range, whether the server sent that range or everything. Adds to `got` the number of
+    /// bytes. Bytes beyond it are not read.
     pub(crate) fn range(
         self,
         range: &Range<u64>,
@@ -385,11 +385,11 @@ impl Answer<'_> {
                 let said = self.header(header::CONTENT_RANGE).unwrap_or_default();
                 let expected = format!("bytes {}-{}/", range.start, range.end - 1);
                 if !said.starts_with(&expected) {
-                    return Err(self.nonsense(format!("{:?} is not the range that was asked for", cut(said))));
+                    return Err(self.nonsense(format!("{:?} is not the requested range", cut(said))));
                 }
                 0
             }
-            // A server that knows no ranges.
+            // The server does not support ranges.
             200 => range.start,
             _ => return Err(self.refused()),
         };
@@ -417,7 +417,7 @@ impl Answer<'_> {
                 *got += fresh.len() as u64;
             }
         }
-        // A connection whose answer was read to its end can be used again.
+        // A connection can be reused after its response was read to the end.
         let _ = reader.read(&mut buffer[..1]);
         Ok(())
     }
@@ -433,7 +433,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_machines_are_not_asked_without_encryption() {
+    fn other_machines_are_not_contacted_without_encryption() {
         let careful = Client::new(Options::default());
         let bold = Client::new(Options { plain_http: true, ..Options::default() });
         let url = |text: &str| text.parse::<Url>().unwrap();
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_sends_us_to_this_machine_or_out_of_the_dark() {
+    fn redirects_to_this_machine_or_to_plain_http_are_refused() {
         let url = |text: &str| text.parse::<Url>().unwrap();
         for (from, to, allowed) in [
             ("https://a.example/", "https://b.example/", true),

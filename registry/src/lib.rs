@@ -1,8 +1,9 @@
 //! Images in OCI registries (distribution API, v2) and in S3-compatible stores.
 //!
-//! Both hold the same: blobs, named by their SHA-256, and manifests, named by people. An image is one blob, each of its packs an
-//! index and parts. The objects of a composefs image are parts alone: the image says where in them each is. Ranges of parts are asked for, so that one object can be had alone; ferry-image proves it before anybody sees it.
-//! So what the server and everybody on the way says is believed only where it does not matter.
+//! Both hold blobs, named by their SHA-256, and manifests, named by users. An image is one blob, and each of its packs
+//! an index and parts. The objects of a composefs image are parts only; the image contains their locations. Ranges of
+//! parts are requested, so that single objects can be fetched, and ferry-image verifies them before use. So the server
+//! and the network need not be trusted.
 //!
 //! ```no_run
 //! use std::path::Path;

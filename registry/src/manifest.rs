@@ -1,4 +1,4 @@
-//! The manifest of an image: an OCI image manifest whose layers are the image, and of each pack its index and its parts.
+//! The manifest of an image: an OCI image manifest whose layers are the image, and the index and parts of each pack.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,17 +8,17 @@ use ferry_image::{Algorithm, Digest, bytes_of_hex, hex};
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
 
-/// The size of a pack's parts, in bytes: small enough that an upload that fails costs little and stores take it in one piece, large
-/// enough that a pack has few.
+/// The size of a pack's parts in bytes: small enough for cheap retries and uploads in one piece, large enough that a
+/// pack has few.
 pub const PART_BYTES: u64 = 64 << 20;
-/// The largest part that is taken from others, in bytes. Servers that know no ranges have us read all of one.
+/// The maximum part that is accepted from others, in bytes. Without ranges a whole part must be read.
 const PART_BYTES_MAX: u64 = 1 << 30;
-/// The largest manifest, in bytes; registries have the same limit.
+/// The maximum manifest in bytes, the limit of registries, too.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 4 << 20;
 
 /// What OCI calls a manifest.
 pub(crate) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
-/// What has a container image in it, or one for each of several machines; the first two are OCI's, the others Docker's.
+/// Media types of container images and of indexes for several machines; the first two are OCI's, the others Docker's.
 const CONTAINER_TYPES: [&str; 4] = [
     MANIFEST_TYPE,
     "application/vnd.oci.image.index.v1+json",
@@ -27,7 +27,7 @@ const CONTAINER_TYPES: [&str; 4] = [
 ];
 const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
 const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
-/// The blob that the specification has for images without a configuration.
+/// The blob that the specification defines for images without a configuration.
 pub(crate) const EMPTY: &[u8] = b"{}";
 const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v2";
 const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v2";
@@ -35,7 +35,7 @@ const PART_TYPE: &str = "application/vnd.ferry.pack.part.v2";
 const DIGEST_KEY: &str = "ferry.digest";
 const PACK_KEY: &str = "ferry.pack";
 
-/// What names a blob; it is written as 64 hexadecimal digits.
+/// The name of a blob; written as 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sha256(pub(crate) [u8; 32]);
 
@@ -56,24 +56,24 @@ impl fmt::Display for Sha256 {
     }
 }
 
-/// A blob, as a manifest tells of it.
+/// A blob in a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blob {
     pub sha256: Sha256,
     pub bytes: u64,
 }
 
-/// A pack, as a manifest tells of it, or the objects of a composefs image, which have its digest for a name.
+/// A pack in a manifest, or the objects of a composefs image, under the image's digest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PackBlobs {
-    /// composefs's objects have none: the image tells of them.
+    /// `None` for composefs's objects, which the image locates.
     pub index: Option<Blob>,
     /// The pack's bytes, in order.
     pub parts: Vec<Blob>,
 }
 
 impl PackBlobs {
-    /// Which ranges of which parts make a range of the pack; `None` if it is longer.
+    /// Returns the ranges of parts that form a range of the pack; `None` if it is too long.
     pub(crate) fn pieces(&self, range: &Range<u64>) -> Option<Vec<(Blob, Range<u64>)>> {
         let mut pieces = Vec::new();
         let mut begin = 0_u64;
@@ -89,7 +89,7 @@ impl PackBlobs {
     }
 }
 
-/// An image, as a manifest tells of it.
+/// An image in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Manifest {
     pub digest: Digest,
@@ -135,12 +135,12 @@ impl Descriptor {
     }
 }
 
-/// As much of a text as fits into a sentence.
+/// Returns a text, cut to fit into a sentence.
 pub(crate) fn cut(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
 }
 
-/// Whether a manifest is one of a container image, or an index of some, as podman and docker have them.
+/// Returns whether a manifest is that of a container image, or an index of several, as in podman and docker.
 pub(crate) fn is_container(bytes: &[u8]) -> bool {
     #[derive(Default, Deserialize)]
     #[serde(rename_all = "camelCase", default)]
@@ -157,22 +157,23 @@ pub(crate) fn is_container(bytes: &[u8]) -> bool {
     }
     let kind: Kind = serde_json::from_slice(bytes).unwrap_or_default();
     let is_image = kind.config.is_some_and(|config| config.media_type.contains(".image."));
-    // OCI's need not say what they are.
+    // Those of OCI may omit the media type.
     let is_known = kind.media_type.is_none_or(|found| CONTAINER_TYPES.contains(&found.as_str()));
     is_known && kind.artifact_type.is_none() && (is_image || kind.manifests.is_some())
 }
 
-/// What of all that a registry may have under a name is wanted: what is ours, and what [`is_container`] knows to be another's. A
-/// registry would say of the latter, if it were not asked for, that there is nothing.
+/// Returns the accepted media types: those of Ferry and of container images. Without the latter, a registry would
+/// report container images as missing.
 pub(crate) fn accepted() -> String {
     CONTAINER_TYPES.join(", ")
 }
 
 impl Manifest {
-    /// What the bytes of a manifest say.
+    /// Decodes a manifest.
     ///
     /// # Errors
-    /// What is wrong with them.
+    ///
+    /// What is wrong with it.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
         let document: Document = serde_json::from_slice(bytes).map_err(|error| cut(&error.to_string()))?;
         if document.schema_version != 2 || document.artifact_type.as_deref() != Some(ARTIFACT_TYPE) {
@@ -208,7 +209,7 @@ impl Manifest {
         Ok(Self { digest, image, packs: packs.into_iter().map(whole).collect::<Result<_, String>>()? })
     }
 
-    /// The bytes that say so, packs in the order of the image.
+    /// Encodes the manifest, with packs in the order of the image.
     pub(crate) fn write(&self, order: &[Digest]) -> Vec<u8> {
         let mut layers = vec![Descriptor::new(METADATA_TYPE, self.image, Some((DIGEST_KEY, self.digest)))];
         for pack in order {
@@ -266,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn container_images_are_known() {
+    fn container_images_are_recognized() {
         let (manifest, pack) = manifest();
         assert!(!is_container(&manifest.write(&[pack])));
         let config = |kind: &str| json!({"schemaVersion": 2, "config": {"mediaType": kind}, "layers": []});
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_tells_of_no_image_is_refused() {
+    fn manifests_of_other_images_are_refused() {
         let (manifest, pack) = manifest();
         let good: Value = serde_json::from_slice(&manifest.write(&[pack])).unwrap();
         let bad = |change: &dyn Fn(&mut Value)| {

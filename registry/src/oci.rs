@@ -1,7 +1,7 @@
 //! A repository of an OCI registry.
 //!
-//! Source: OCI Distribution Specification 1.1 ("Pull", "Push"), and for tokens the distribution project's "Token Authentication
-//! Specification", which registries follow.
+//! Specifications: OCI Distribution Specification 1.1 ("Pull", "Push"), and for tokens the distribution project's
+//! "Token Authentication Specification".
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, accepted, cut};
 use crate::reference::Version;
 use crate::resolver::is_loopback;
 
-/// The longest answer of a server of tokens, in bytes.
+/// The maximum response of a token server, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
 
 pub(crate) struct Oci {
@@ -27,7 +27,7 @@ pub(crate) struct Oci {
     name: String,
     /// `USER:PASSWORD` in base64.
     basic: Option<String>,
-    /// What the last requests were let in by.
+    /// The authorization of the last successful request.
     authorization: Mutex<Option<String>>,
 }
 
@@ -55,7 +55,7 @@ impl Oci {
         Ok(Self { base, name: name.into(), basic, authorization: Mutex::default() })
     }
 
-    /// Whether the registry is asked without encryption.
+    /// Returns whether the registry is contacted without encryption.
     pub(crate) fn is_plain(&self) -> bool {
         self.base.scheme() == "http"
     }
@@ -74,7 +74,7 @@ impl Oci {
         self.authorization.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request, and once more if the server wants to know who asks.
+    /// Sends a request, and again with authorization if the server requires it.
     fn send<'a>(
         &self,
         client: &'a Client,
@@ -83,7 +83,7 @@ impl Oci {
     ) -> Result<Answer<'a>> {
         let known = self.authorization().clone();
         let answer = self.attempt(client, make()?, known.as_deref(), body)?;
-        // Only a challenge of the registry itself is answered, not one of a server that it redirects or uploads to.
+        // Only a challenge of the registry itself is answered, not one of a redirect or upload server.
         if answer.status() != 401 || answer.url.origin() != self.base.origin() {
             return Ok(answer);
         }
@@ -107,7 +107,7 @@ impl Oci {
         let mut request = self.request(parts.method, parts.url);
         request.headers = parts.headers;
         request.bytes = parts.bytes;
-        // A registry may have uploads go elsewhere.
+        // A registry may redirect uploads to another server.
         request.authorization = known.filter(|_| request.url.origin() == self.base.origin()).map(str::to_owned);
         if let Some(content) = body {
             let bytes = content.bytes;
@@ -116,12 +116,12 @@ impl Oci {
         client.send(request)
     }
 
-    /// A request whose origin is the registry.
+    /// Returns a request whose origin is the registry.
     fn request<'a>(&self, method: Method, url: Url) -> Request<'a> {
         Request { origin: self.base.clone(), ..Request::new(method, url) }
     }
 
-    /// The credentials for a realm: none if anybody between here and the registry could have changed its URL.
+    /// Returns the credentials for a realm; none if an attacker on the network could have changed its URL.
     fn basic_for(&self, realm: &Url) -> Result<Option<String>> {
         let is_named_by_tls = self.base.scheme() == "https" && realm.scheme() == "https";
         match &self.basic {
@@ -132,7 +132,7 @@ impl Oci {
         }
     }
 
-    /// What a challenge wants to hear.
+    /// Returns the authorization for a challenge.
     fn answer_to(&self, client: &Client, challenge: &str) -> Result<Option<String>> {
         let (scheme, rest) = challenge.split_once(' ').unwrap_or((challenge, ""));
         if scheme.eq_ignore_ascii_case("basic") {
@@ -155,7 +155,7 @@ impl Oci {
         if answer.status() != 200 {
             return Err(answer.refused());
         }
-        let nonsense = answer.nonsense("the answer has no token");
+        let nonsense = answer.nonsense("the response has no token");
         let answer: serde_json::Value = serde_json::from_slice(&answer.all(TOKEN_BYTES_MAX)?).unwrap_or_default();
         let token = answer.get("token").or_else(|| answer.get("access_token")).and_then(serde_json::Value::as_str);
         let is_sound = |token: &&str| !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic());
@@ -191,7 +191,7 @@ impl Oci {
         }
     }
 
-    /// Uploads in one piece: parts are small, and what fails is sent again.
+    /// Uploads in one piece: parts are small, and a failed one is sent again.
     pub(crate) fn put(&self, client: &Client, blob: Blob, content: &mut Option<Content<'_>>) -> Result<()> {
         let begin = self.url("blobs/uploads/");
         let mut make = || {
@@ -206,7 +206,7 @@ impl Oci {
         let to = answer.header(header::LOCATION).and_then(|to| answer.url.join(to).ok());
         let mut to = to.ok_or_else(|| answer.nonsense("the server does not say where to upload to"))?;
         client.follow(&self.base, &to)?;
-        // Its body has to be read before the connection is used again.
+        // The body must be read before the connection can be reused.
         answer.all(MANIFEST_BYTES_MAX)?;
         to.query_pairs_mut().append_pair("digest", &format!("sha256:{}", blob.sha256));
         let mut make =
@@ -227,7 +227,7 @@ impl Oci {
     }
 }
 
-/// What a request is made of, for it may be sent twice.
+/// The parts of a request, which may be sent twice.
 pub(crate) struct RequestParts {
     method: Method,
     url: Url,
@@ -246,7 +246,7 @@ impl RequestParts {
     }
 }
 
-/// What can be read from its beginning again.
+/// A body that can be read again from the start.
 pub(crate) trait Again: Read {
     /// Back to the beginning.
     fn again(&mut self) -> std::io::Result<()>;
@@ -274,7 +274,7 @@ impl<'a> Content<'a> {
     }
 }
 
-/// The fields of a challenge: `key="value"` or `key=value`, with commas between.
+/// Returns the fields of a challenge: `key="value"` or `key=value`, separated by commas.
 fn fields(mut text: &str) -> HashMap<String, String> {
     let mut found = HashMap::new();
     while let Some((key, rest)) = text.split_once('=') {
@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn challenges_are_read() {
+    fn challenges_are_parsed() {
         let found = fields(r#"realm="https://a.example/token",service="r, s",scope="repository:a/b:pull", x=1"#);
         let get = |key: &str| found.get(key).map(String::as_str);
         assert_eq!(get("realm"), Some("https://a.example/token"));
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_is_asked_without_encryption_and_others_are_not() {
+    fn only_this_machine_is_contacted_without_encryption() {
         let base = |scheme, host, plain| Oci::new(scheme, host, "a", plain).map(|oci| oci.base.to_string()).ok();
         assert_eq!(base(None, "localhost:5000", false).as_deref(), Some("http://localhost:5000/v2/"));
         assert_eq!(base(Some("https"), "localhost:5000", false).as_deref(), Some("https://localhost:5000/v2/"));

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::manifest::PackBlobs;
 use crate::remote::Remote;
 
-/// Whether it is only what was asked for that cannot be had, or anything else.
+/// Returns the error kind: whether only the requested object is missing, or another error.
 fn kind(error: &Error) -> io::ErrorKind {
     match error {
         Error::Status { status: 404, .. } => io::ErrorKind::NotFound,
@@ -20,10 +20,10 @@ fn kind(error: &Error) -> io::ErrorKind {
     }
 }
 
-/// What a manifest says of packs.
+/// The packs of a manifest.
 type Known = Arc<HashMap<Digest, PackBlobs>>;
 
-/// The packs of one image, on a server. What the server has is asked when something is wanted of it, unless that is known.
+/// The packs of one image on a server. The manifest is fetched on demand.
 #[derive(Debug)]
 pub struct Packs {
     remote: Arc<Remote>,
@@ -31,20 +31,21 @@ pub struct Packs {
 }
 
 impl Packs {
-    /// Of a manifest that was read.
+    /// Creates the packs of a manifest.
     pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
         Self { remote, packs: Mutex::new(Some(Arc::new(packs))) }
     }
 
-    /// Of a manifest that is still to be read.
+    /// Creates packs whose manifest is fetched on demand.
     pub(crate) fn later(remote: Arc<Remote>) -> Self {
         Self { remote, packs: Mutex::new(None) }
     }
 
-    /// Asks the server now what it has: whoever will want something of it is told early that it does not answer.
+    /// Fetches the manifest now, so that an unreachable server is reported early.
     ///
     /// # Errors
-    /// It cannot be reached, or what it says is not what it should be.
+    ///
+    /// The server is not reachable, or its response is invalid.
     pub fn ask(&self) -> Result<()> {
         self.known().map(drop)
     }
@@ -59,7 +60,7 @@ impl Packs {
         Ok(known)
     }
 
-    /// Does something with what the server has of a pack.
+    /// Calls `work` with the server's blobs of a pack.
     fn with<T>(&self, pack: Digest, work: impl FnOnce(&PackBlobs) -> io::Result<T>) -> io::Result<T> {
         let known = self.known().map_err(io::Error::other)?;
         let why = || format!("{} has no such pack", self.remote.reference());

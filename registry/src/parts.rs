@@ -1,16 +1,16 @@
-//! Parts that composefs's objects are pushed in: cut where their content says so, so that images that have most objects in common have
-//! most parts in common, too.
+//! Parts for composefs's objects, cut at content-defined boundaries, so that images with mostly equal objects have
+//! mostly equal parts.
 
 use ferry_image::FileObject;
 
 use crate::manifest::PART_BYTES;
 
-/// Below this size no part is cut, in bytes: each is a request of its own, and an entry of the manifest.
+/// The minimum size of a part in bytes: each part is a request, and an entry of the manifest.
 const PART_BYTES_MIN: u64 = 4 << 20;
-/// One object of so many ends its part.
+/// The average number of objects after which a part ends.
 const OBJECTS: u16 = 1024;
 
-/// The lengths of the parts, in bytes. Together they are all objects, one behind the other.
+/// Returns the lengths of the parts in bytes. Together they are all objects in order.
 pub(crate) fn cut(objects: &[FileObject]) -> Vec<u64> {
     let (mut parts, mut open) = (Vec::new(), 0);
     for object in objects {
@@ -45,7 +45,7 @@ mod tests {
         (0..count).map(object).collect()
     }
 
-    /// Where parts end, by the objects that they have.
+    /// Returns the ends of parts by their objects.
     fn contents(objects: &[FileObject]) -> std::collections::HashSet<Vec<[u8; 32]>> {
         let mut left = objects.iter();
         let mut part = |bytes: u64| {
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_have_all_bytes_and_no_more_than_they_may() {
+    fn parts_cover_all_bytes_within_their_limits() {
         assert_eq!(cut(&[]), [0_u64; 0]);
         assert_eq!(cut(&objects(3, 0)), [0_u64; 0]);
         assert_eq!(cut(&objects(1, 1)), [1]);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn one_object_more_changes_one_part_or_two() {
+    fn another_object_changes_one_or_two_parts() {
         let before = objects(20_000, 11_000);
         let mut after = before.clone();
         after.insert(7000, FileObject { digest: Algorithm::Blake3.of(b"new"), bytes: 9000 });

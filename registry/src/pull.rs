@@ -1,4 +1,4 @@
-//! Pulling: the metadata, then what is missing in the store, all or none of it.
+//! Pulling: the metadata, then everything missing in the store, or nothing.
 
 use std::io::Write;
 use std::path::Path;
@@ -13,17 +13,17 @@ use crate::manifest::{Blob, Manifest, Sha256};
 use crate::packs::Packs;
 use crate::remote::Remote;
 
-/// The largest image that is pulled, in bytes: metadata of some ten million files. It is read into memory.
+/// The maximum image in bytes: metadata of some ten million files. It is read into memory.
 const IMAGE_BYTES_MAX: u64 = 1 << 30;
 
 /// How an image is pulled.
 #[derive(Clone, Debug)]
 pub struct PullOptions {
-    /// Go on only if the image has this digest.
+    /// Continue only if the image has this digest.
     pub digest: Option<Digest>,
-    /// How many requests at a time.
+    /// The number of concurrent requests.
     pub jobs: usize,
-    /// Get the metadata alone: what files hold is fetched when it is read.
+    /// Fetch only the metadata: file contents are fetched when they are read.
     pub metadata_only: bool,
 }
 
@@ -36,22 +36,23 @@ impl Default for PullOptions {
 /// What was pulled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pulled {
-    /// The digest of the image's tree, proved.
+    /// The verified digest of the image's tree.
     pub digest: Digest,
-    /// What names the manifest: who writes it behind the image's name gets this one and no other.
+    /// The digest of the manifest: with it after the image's name, exactly this one is pulled again.
     pub manifest: Sha256,
-    /// Bytes of files that were not here before.
+    /// Bytes of files that were not in the store.
     pub fetched_bytes: u64,
 }
 
-/// Pulls an image. What is in the store is not fetched, unless it is noted there as damaged, and what a pull that failed or was killed has
-/// left is used. The image gets its name when all is there. Packs that are made for fs-verity are hashed where the file system has it, and
-/// repaired if they are damaged; then they have it on, and so has the image. Whoever calls holds the store open, so that nothing of it is
-/// removed meanwhile.
+/// Pulls an image. It skips objects in the store, unless they are recorded as damaged, and continues interrupted pulls.
+/// The image gets its name when everything is there. Packs for fs-verity are enabled where the file system supports it,
+/// and repaired if damaged; then the image is enabled, too. The caller holds the store open, so that nothing is removed
+/// meanwhile.
 ///
 /// # Errors
-/// The server cannot be reached, or what comes is not what it should be; what was had so far is kept. What is damaged and cannot be
-/// repaired keeps nothing else from coming.
+///
+/// The server is not reachable, or its response is invalid; the received part is kept. Damaged objects that cannot be
+/// repaired do not prevent the others from being fetched.
 pub fn pull(
     remote: &Arc<Remote>,
     output: &Path,
@@ -64,9 +65,9 @@ pub fn pull(
     let fetched = fetch(&image, store, &packs, options, progress);
     let fetched_bytes = match (repaired, fetched) {
         (Ok(_), fetched) => fetched?,
-        // It is repaired by a pull that gets what the files hold.
+        // A full pull repairs it.
         (Err(error), Ok(bytes)) if options.metadata_only => {
-            tracing::warn!("{}: what is damaged in the store stays so", told(&error));
+            tracing::warn!("{}: damaged objects in the store are not repaired", told(&error));
             bytes
         }
         (Err(error), Ok(_)) => return Err(error),
@@ -82,7 +83,7 @@ pub fn pull(
     Ok(Pulled { digest: image.shown_digest(), manifest, fetched_bytes })
 }
 
-/// Gets what is missing in the store; returns how many bytes of files came. Afterwards nobody has it open for writing.
+/// Fetches everything missing in the store; returns the number of bytes. Afterwards no process has it open for writing.
 fn fetch(
     image: &Image,
     store: &Path,
@@ -96,7 +97,7 @@ fn fetch(
     if !options.metadata_only {
         let fetched = objects.fetch_all(options.jobs, &AtomicBool::new(false), progress).map_err(Error::from);
         let outcome = fetched.and_then(|()| Ok(objects.complete()?));
-        // Where nothing came, nothing is kept.
+        // If nothing was received, nothing is kept.
         outcome.map_err(|error| match objects.fetched_bytes() {
             0 => error,
             _ => Error::Incomplete(Box::new(error)),
@@ -105,11 +106,13 @@ fn fetch(
     Ok(objects.fetched_bytes())
 }
 
-/// Gets the metadata of an image, and to prove the digest of a tree the indexes of its packs, unless an image is at `output` already, and answers what fetches the rest of it. What is there
-/// stays: a name on a server may mean another image by now; nothing is asked then, for nothing may be missing ([`Packs::ask`]).
+/// Fetches the metadata of an image, and the indexes of its packs to verify the digest of a tree, unless an image is at
+/// `output` already. Returns the source of its contents. An existing image stays, because a name on a server may refer
+/// to another image by now. Then nothing is requested ([`Packs::ask`]).
 ///
 /// # Errors
-/// The server cannot be reached, or what comes is not what it should be.
+///
+/// The server is not reachable, or its response is invalid.
 pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
     if output.exists() {
         return Ok(Arc::new(Packs::later(Arc::clone(remote))));
@@ -125,10 +128,10 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
     Ok(packs)
 }
 
-/// An image whose metadata is here.
+/// An image with local metadata.
 struct Opened {
     image: Image,
-    /// If it was fetched, the file that it is in.
+    /// Its temporary file, if it was fetched.
     new: Option<tempfile::NamedTempFile>,
     packs: Arc<Packs>,
     manifest: Sha256,
@@ -152,7 +155,7 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
             (Image::open(new.path(), Some(digest))?, Some(new))
         }
     };
-    // What the image says is proved when the indexes of its packs are here.
+    // The indexes of its packs verify the image.
     if let Some(wanted) = tree.filter(|wanted| image.tree() != Some(*wanted)) {
         return Err(wrong(format!("the image has the digest {}, not {wanted}", image.shown_digest())));
     }
@@ -168,7 +171,7 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The image beside the place that it will have, proved by its name on the server.
+/// Fetches the image to a file beside its destination, verified by its blob digest.
 fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::NamedTempFile> {
     let folder = folder_of(output);
     let mut new = doing("make a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;

@@ -1,4 +1,4 @@
-//! Pushing: blobs first, the manifest last, so that nobody finds an image of which something is missing.
+//! Pushing: blobs first, the manifest last, so that every visible image is complete.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,7 +21,7 @@ use crate::remote::Remote;
 /// What was pushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pushed {
-    /// What names and proves the image.
+    /// The name and proof of the image.
     pub digest: Digest,
     /// What names the manifest.
     pub manifest: Sha256,
@@ -32,13 +32,13 @@ pub struct Pushed {
 /// One blob to be.
 enum Piece {
     Memory(Vec<u8>),
-    /// A range of what packs hold: which, from where, how long.
+    /// A range of a pack: its index, offset and length.
     Part(usize, u64, u64),
 }
 
 /// What parts are read from.
 trait Content: Sync {
-    /// Reads some bytes from a place on; none at the end.
+    /// Reads bytes from an offset; none at the end.
     fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize>;
     /// Where it is.
     fn path(&self) -> &Path;
@@ -60,7 +60,7 @@ impl Content for Pack {
     }
 }
 
-/// composefs's objects, one behind the other.
+/// composefs's objects, concatenated.
 struct Joined<'a> {
     objects: &'a Objects,
     list: Vec<FileObject>,
@@ -72,7 +72,7 @@ struct Joined<'a> {
 impl<'a> Joined<'a> {
     fn of(image: &Image, objects: &'a Objects, folder: &'a Path) -> Result<Self> {
         let list = file_objects(image)?;
-        // So each is as long as the image says, too.
+        // This also verifies their lengths.
         objects.prove_objects(&list)?;
         let begin = |end: &mut u64, object: &FileObject| {
             let begin = *end;
@@ -86,7 +86,7 @@ impl<'a> Joined<'a> {
 
 impl Content for Joined<'_> {
     fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize> {
-        // Objects without bytes begin where the next one does, and are before it.
+        // Empty objects begin where the next one does, and precede it.
         let Some(number) = self.begins.partition_point(|begin| *begin <= at).checked_sub(1) else { return Ok(0) };
         let (object, from) = (&self.list[number], at - self.begins[number]);
         self.objects.read_object(object, from, buffer).map_err(io::Error::other)
@@ -97,10 +97,12 @@ impl Content for Joined<'_> {
     }
 }
 
-/// Pushes an image and those of its packs, or parts of composefs's objects, that the server has not got. Each object is proved before.
+/// Pushes an image with its packs, or parts of composefs's objects, that the server lacks. Each object is verified
+/// before.
 ///
 /// # Errors
-/// The image or an object is damaged, or the server refuses something or cannot be reached.
+///
+/// The image or an object is damaged, or the server refuses a request or is not reachable.
 pub fn push(
     remote: &Remote,
     image: &Path,
@@ -121,7 +123,7 @@ pub fn push(
     let mut contents: Vec<Box<dyn Content + '_>> = Vec::new();
     let mut pieces = vec![Piece::Memory(EMPTY.to_vec()), Piece::Memory(metadata)];
     let mut names = Vec::new();
-    // For each pack: whether it has an index, and how many parts.
+    // For each pack: whether it has an index, and the number of parts.
     let mut counts = Vec::new();
     for pack in opened.packs().iter().map(|pack| pack.name) {
         let path = store.pack_path(pack);
@@ -163,7 +165,7 @@ fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {
     Error::Io { what, path: path.into(), source }
 }
 
-/// Uploads pieces, so many at a time; returns what names them, in their order, and how many bytes the server did not have.
+/// Uploads pieces concurrently; returns their names in order, and the number of bytes that the server lacked.
 fn upload(
     remote: &Remote,
     pieces: &[Piece],
@@ -234,7 +236,7 @@ fn sha256_of(reader: &mut dyn Read) -> io::Result<Sha256> {
     }
 }
 
-/// A range of what others read at the same time.
+/// A range of a file that other threads read, too.
 struct Part<'a> {
     content: &'a dyn Content,
     from: u64,

@@ -6,14 +6,15 @@ use std::str::FromStr;
 use crate::error::Error;
 use crate::manifest::Sha256;
 
-/// The longest name, as the specification of the distribution API has it (`name` and host together).
+/// The maximum length of a name in bytes, of the distribution specification (host and name together).
 const NAME_BYTES_MAX: usize = 255;
-/// The longest tag, as the same has it.
+/// The maximum length of a tag in bytes, of the same specification.
 const TAG_BYTES_MAX: usize = 128;
-/// The longest key of S3 is 1024 bytes; what we append has to fit.
+/// The maximum length of a prefix in bytes: a key of S3 has at most 1024.
 const PREFIX_BYTES_MAX: usize = 512;
 
-/// Where an image is: `oci:[https://|http://]HOST[:PORT]/NAME[:TAG|@sha256:DIGEST]` or `s3:BUCKET/PREFIX[:TAG|@sha256:DIGEST]`.
+/// The location of an image: `oci:[https://|http://]HOST[:PORT]/NAME[:TAG|@sha256:DIGEST]` or
+/// `s3:BUCKET/PREFIX[:TAG|@sha256:DIGEST]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
     pub(crate) place: Place,
@@ -23,9 +24,9 @@ pub struct Reference {
 /// Which server, and what there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A registry: its scheme, if it was given, its host with its port, and a repository in it.
+    /// A registry: its scheme, if given, its host with port, and a repository.
     Oci { scheme: Option<&'static str>, host: String, name: String },
-    /// A bucket, and what the keys in it begin with.
+    /// A bucket, and the prefix of keys.
     S3 { bucket: String, prefix: String },
 }
 
@@ -66,7 +67,7 @@ impl FromStr for Reference {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let wrong = |reason: &str| Error::Reference { text: text.into(), reason: reason.into() };
-        let (kind, rest) = text.split_once(':').ok_or_else(|| wrong("it has no kind"))?;
+        let (kind, rest) = text.split_once(':').ok_or_else(|| wrong("it has no scheme"))?;
         match kind {
             "oci" => {
                 let (scheme, rest) = match (rest.strip_prefix("https://"), rest.strip_prefix("http://")) {
@@ -78,7 +79,7 @@ impl FromStr for Reference {
                 if host.is_empty()
                     || !host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:[]_".contains(&byte))
                 {
-                    return Err(wrong("its host is none"));
+                    return Err(wrong("its host is invalid"));
                 }
                 let (name, version) = version(rest).map_err(wrong)?;
                 if name.len() + host.len() > NAME_BYTES_MAX || !name.split('/').all(is_component) {
@@ -92,7 +93,7 @@ impl FromStr for Reference {
                 let (bucket, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no prefix behind the bucket"))?;
                 let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
                 if !(1..=255).contains(&bucket.len()) || !bucket.bytes().all(is_plain) {
-                    return Err(wrong("its bucket is none"));
+                    return Err(wrong("its bucket is invalid"));
                 }
                 let (prefix, version) = version(rest).map_err(wrong)?;
                 let is_part = |part: &str| !matches!(part, "" | "." | "..") && part.bytes().all(is_plain);
@@ -101,7 +102,7 @@ impl FromStr for Reference {
                 }
                 Ok(Self { place: Place::S3 { bucket: bucket.into(), prefix: prefix.into() }, version })
             }
-            _ => Err(wrong("its kind is neither oci nor s3")),
+            _ => Err(wrong("its scheme is neither oci nor s3")),
         }
     }
 }
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_reference_is_refused_in_one_sentence() {
+    fn invalid_references_are_refused_with_one_sentence() {
         let long = format!("oci:h/{}", "a".repeat(300));
         for text in [
             "",
@@ -185,7 +186,7 @@ mod tests {
             &long,
         ] {
             let said = text.parse::<Reference>().unwrap_err().to_string();
-            assert!(said.contains("is no place of an image") && said.lines().count() == 1, "{text}: {said}");
+            assert!(said.contains("is not the location of an image") && said.lines().count() == 1, "{text}: {said}");
         }
     }
 }

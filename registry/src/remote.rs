@@ -1,4 +1,4 @@
-//! A place with images, whatever kind of server it is on.
+//! A location of images on any kind of server.
 
 use std::io;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use crate::oci::{Content, Oci};
 use crate::reference::{Place, Reference, Version};
 use crate::s3::S3;
 
-/// How much has to come between two failures so that the second one counts as the first, in bytes.
+/// The number of bytes between two failures after which the second one counts as the first.
 const PROGRESS_BYTES: u64 = 1 << 20;
 
 /// One image's place.
@@ -28,10 +28,11 @@ enum Server {
 }
 
 impl Remote {
-    /// Nothing is asked yet.
+    /// Creates it without a request.
     ///
     /// # Errors
-    /// What the environment says of endpoint or credentials cannot be used.
+    ///
+    /// The environment has an invalid endpoint or invalid credentials.
     pub fn open(reference: &Reference, client: Client) -> Result<Self> {
         let server = match &reference.place {
             Place::Oci { scheme, host, name } => Server::Oci(Oci::new(*scheme, host, name, client.allows_plain())?),
@@ -40,7 +41,7 @@ impl Remote {
         Ok(Self { client, reference: reference.clone(), server })
     }
 
-    /// What was asked of the server so far.
+    /// Returns the counters of requests.
     pub fn counts(&self) -> Counts {
         self.client.counts()
     }
@@ -50,7 +51,7 @@ impl Remote {
         &self.reference
     }
 
-    /// The manifest, and what names it for good.
+    /// Returns the manifest, and its digest.
     pub(crate) fn manifest(&self) -> Result<(Manifest, Sha256)> {
         let version = &self.reference.version;
         let bytes = self.client.persist(|| match &self.server {
@@ -73,7 +74,7 @@ impl Remote {
         Ok((Manifest::read(&bytes).map_err(wrong)?, found))
     }
 
-    /// What to do with a container image.
+    /// Returns the error for a container image, with a remedy.
     fn container(&self, registry: &Oci) -> Error {
         let name = self.reference.to_string();
         let options = if registry.is_plain() { "--src-tls-verify=false " } else { "" };
@@ -89,14 +90,16 @@ impl Remote {
         })
     }
 
-    /// Uploads a blob unless it is there. `content` is asked for its bytes at each try. Returns whether it was uploaded.
+    /// Uploads a blob unless it exists. `content` is called for its bytes at each attempt. Returns whether it was
+    /// uploaded.
     pub(crate) fn put(&self, blob: Blob, content: &mut Content<'_>) -> Result<bool> {
         let is_there = self.client.persist(|| match &self.server {
             Server::Oci(oci) => oci.has(&self.client, blob),
             Server::S3(s3) => s3.has(&self.client, blob),
         });
         let is_there = match is_there {
-            // A server that was killed while it took the blob may stumble over what it has of it. What comes anew is whole.
+            // A server that was killed while it received the blob may fail on its partial state. A new upload is
+            // complete.
             Err(Error::Status { status: 500, .. }) => false,
             is_there => is_there?,
         };
@@ -121,7 +124,7 @@ impl Remote {
         }
     }
 
-    /// Hands over a range of a blob, each byte once; after a failure goes on where that was.
+    /// Passes on a range of a blob, each byte once; continues after a failure.
     pub(crate) fn read(
         &self,
         blob: Blob,
@@ -142,20 +145,20 @@ impl Remote {
                 outcome
             });
             match outcome {
-                // It was long enough for more than a few failures.
+                // Enough progress to restart the count of attempts.
                 Err(error) if error.may_pass() && at - begin >= PROGRESS_BYTES => {}
                 outcome => return outcome,
             }
         }
     }
 
-    /// All of a small blob, proved by its name.
+    /// Returns a whole small blob, verified by its digest.
     pub(crate) fn all(&self, blob: Blob, bytes_max: u64) -> Result<Vec<u8>> {
         let wrong = |reason: String| Error::Manifest { name: self.reference.to_string(), reason };
         if blob.bytes > bytes_max {
             return Err(wrong(format!("a blob of {} bytes, which may have {bytes_max}", blob.bytes)));
         }
-        // Not at once as much as it claims.
+        // Not allocated at once, because the size is untrusted.
         let mut bytes = Vec::new();
         self.read(blob, &(0..blob.bytes), &mut |piece| {
             bytes.extend_from_slice(piece);

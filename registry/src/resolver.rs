@@ -1,7 +1,7 @@
 //! Name resolution, with a check of the addresses that a redirect may lead to.
 //!
-//! The check is on the resolved addresses, and the connection goes to those that pass: a name that resolves to another address later
-//! (DNS rebinding) gains nothing.
+//! The check applies to the resolved addresses, and the connection uses those that pass. A name that resolves
+//! differently later (DNS rebinding) has no effect.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -17,7 +17,7 @@ use url::{Host, Url};
 /// Why a redirect is refused.
 pub(crate) const THIS_MACHINE: &str = "that is this machine, or a service of its own link";
 
-/// A name resolves to this machine, or to link-local addresses, only.
+/// A name only resolves to this machine, or to link-local addresses.
 #[derive(Debug)]
 pub(crate) struct ThisMachine;
 
@@ -59,7 +59,7 @@ pub(crate) struct OriginResolver {
 impl Resolver for OriginResolver {
     fn resolve(&self, uri: &Uri, config: &Config, timeout: NextTimeout) -> Result<ResolvedSocketAddrs, ureq::Error> {
         let all = self.resolver.resolve(uri, config, timeout)?;
-        // The addresses that a proxy connects to are not known here.
+        // The addresses behind a proxy are not known here.
         let is_by_proxy = config.proxy().is_some_and(|proxy| proxy.uri() == uri || !proxy.is_no_proxy(uri));
         if is_by_proxy || all.iter().any(|address| !is_this_machine(*address)) {
             self.is_remote.store(true, Ordering::Release);
@@ -68,7 +68,7 @@ impl Resolver for OriginResolver {
     }
 }
 
-/// Whether an address is link-local, where cloud metadata services are.
+/// Returns whether an address is link-local, as those of cloud metadata services.
 fn is_link_local(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.is_link_local(),
@@ -76,7 +76,7 @@ fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// Whether a connection to an address ends on this machine.
+/// Returns whether a connection to an address ends on this machine.
 fn is_this_machine(address: SocketAddr) -> bool {
     let ip = address.ip().to_canonical();
     if ip.is_loopback() || ip.is_unspecified() {
@@ -92,7 +92,7 @@ fn is_this_machine(address: SocketAddr) -> bool {
     source.is_ok_and(|source| source.ip() == ip)
 }
 
-/// Whether a URL has a loopback address, or the name `localhost`.
+/// Returns whether a URL has a loopback address, or the name `localhost`.
 pub(crate) fn is_loopback(url: &Url) -> bool {
     match url.host() {
         Some(Host::Domain(name)) => name == "localhost",
@@ -102,7 +102,7 @@ pub(crate) fn is_loopback(url: &Url) -> bool {
     }
 }
 
-/// Whether a URL means this machine, as far as that shows without a lookup.
+/// Returns whether a URL refers to this machine, as far as that shows without a lookup.
 pub(crate) fn names_this_machine(url: &Url) -> bool {
     let is_here = |ip: IpAddr| ip.to_canonical().is_loopback() || ip.to_canonical().is_unspecified();
     match url.host() {
@@ -148,7 +148,7 @@ mod tests {
             let error = resolve(&format!("http://{host}:80/x")).unwrap_err();
             assert!(matches!(&error, ureq::Error::Other(why) if why.is::<ThisMachine>()), "{host}: {error}");
         }
-        // Of the blocks for documentation, which are nobody's.
+        // From the blocks for documentation, which are unused.
         for host in ["203.0.113.9", "[2001:db8::9]", "[::ffff:203.0.113.9]"] {
             assert_eq!(resolve(&format!("https://{host}/x")).unwrap()[0].port(), 443, "{host}");
         }

@@ -14,7 +14,7 @@ use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256};
 use crate::oci::Content;
 use crate::reference::Version;
 
-/// How long a signature holds. Each request has its own.
+/// The validity of a signature. Each request has its own.
 const SIGNED: Duration = Duration::from_secs(3600);
 
 pub(crate) struct S3 {
@@ -34,7 +34,7 @@ fn var(name: &str) -> Option<String> {
 }
 
 impl S3 {
-    /// Endpoint, region and credentials come from the environment, as AWS's own tools take them.
+    /// Creates it with endpoint, region and credentials from the environment, as AWS's tools do.
     pub(crate) fn new(bucket: &str, prefix: &str) -> Result<Self> {
         let region = var("AWS_REGION").or_else(|| var("AWS_DEFAULT_REGION")).unwrap_or_else(|| "us-east-1".into());
         let (what, endpoint, style) = match ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"].map(|name| (name, var(name))) {
@@ -44,7 +44,7 @@ impl S3 {
         let wrong = |reason: String| Error::Setting { what: what.into(), reason };
         let endpoint: Url = endpoint.parse().map_err(|error: url::ParseError| wrong(error.to_string()))?;
         if !matches!(endpoint.scheme(), "http" | "https") {
-            return Err(wrong("it is no address of http or https".into()));
+            return Err(wrong("it is not an http or https URL".into()));
         }
         let made = Bucket::new(endpoint, style, bucket.to_owned(), region);
         let bucket = made.map_err(|error| wrong(error.to_string()))?;
@@ -105,7 +105,7 @@ impl S3 {
         let answer = client.send(Request::new(Method::HEAD, url))?;
         match answer.status() {
             200 => {
-                // What was cut off is sent again.
+                // A truncated blob is sent again.
                 let length = answer.header(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
                 Ok(length.is_none_or(|length: u64| length == blob.bytes))
             }

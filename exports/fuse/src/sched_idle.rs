@@ -224,7 +224,7 @@ mod tests {
     use crate::machine::stay_on;
 
     #[test]
-    fn who_starves_is_told_from_who_serves_and_who_sleeps() {
+    fn starving_threads_are_distinguished_from_serving_and_sleeping_ones() {
         let before = Turns { ran_ns: 1_000, waited_ns: 1_000, count: 10 };
         let judge = |ran_ns, waited_ns, count, asleep| judge(before, Turns { ran_ns, waited_ns, count }, || asleep);
         assert_eq!(judge(1_000, 1_000, 10, true), SchedAction::Rests, "it sleeps");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_counts() {
+    fn the_kernels_counters_are_parsed() {
         assert_eq!(parse_turns("12 34 56\n"), Some(Turns { ran_ns: 12, waited_ns: 34, count: 56 }));
         assert_eq!(parse_turns("12 34"), None);
         assert_eq!(parse_turns("12 x 56"), None);

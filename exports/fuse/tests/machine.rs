@@ -54,7 +54,7 @@ fn a_mount_whose_permissions_the_kernel_does_not_check_can_be_used() {
 }
 
 #[test]
-fn without_the_parameter_there_is_a_line_that_sets_it() {
+fn a_missing_parameter_is_reported_with_a_remedy() {
     let _machine = machine();
     if !paths().contains(&Path::Uring) {
         return;
@@ -77,7 +77,7 @@ fn without_the_parameter_there_is_a_line_that_sets_it() {
 }
 
 #[test]
-fn what_is_used_is_explained() {
+fn used_features_are_explained() {
     let _machine = machine();
     for path in paths() {
         let tmp = tempfile::tempdir().unwrap();

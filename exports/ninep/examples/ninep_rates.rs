@@ -1,6 +1,6 @@
-//! How fast the server answers a client on the same machine, by a unix socket: `rates [SECONDS]`.
+//! Measures the server with a client on the same machine, over a unix socket: `rates [SECONDS]`.
 //!
-//! Each row keeps so many requests under way; client and server share the machine's CPUs.
+//! Each row keeps a number of requests in flight; client and server share the machine's CPUs.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -30,7 +30,7 @@ impl Client {
         Ok(self.stream.write_all(&self.message)?)
     }
 
-    /// Answers the tag of the next reply.
+    /// Returns the tag of the next reply.
     fn receive(&mut self) -> Outcome<u16> {
         self.stream.read_exact(&mut self.reply[..4])?;
         let bytes = usize::try_from(Frame::bytes(*self.reply.first_chunk().ok_or("short")?))?;
@@ -39,7 +39,7 @@ impl Client {
         if frame.kind == ferry_wire::ninep::kind::RLERROR { Err("an error".into()) } else { Ok(frame.tag.0) }
     }
 
-    /// Keeps `depth` requests under way for a while; returns how many were answered in a second.
+    /// Keeps `depth` requests in flight for a while; returns the replies per second.
     fn rate<'a>(&mut self, depth: u16, time: Duration, next: impl Fn(u64) -> Request<'a>) -> Outcome<f64> {
         let begin = Instant::now();
         let mut done = 0_u64;

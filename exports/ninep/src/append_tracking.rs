@@ -1,4 +1,4 @@
-//! Detects appends by a client that believes to know the file's end.
+//! Detects appends by a client that writes at the end of file that it knows.
 //!
 //! `O_APPEND` comes with Tlopen alone: neither does a Twrite repeat it, nor is the server told when `fcntl` takes it from the client's
 //! file. But a client that appends writes where it believes the end to be, and others, also other processes of this client, for
@@ -8,26 +8,26 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What is known of the end of a file through one fid.
+/// The known end of a file, through one fid.
 #[derive(Debug, Default)]
 pub(crate) struct AppendTracking {
     offset: AtomicU64,
-    /// The last write was not appended.
+    /// The last write was not an append.
     is_elsewhere: AtomicBool,
 }
 
 impl AppendTracking {
-    /// The file has this size when it is opened.
+    /// Records the file's size at the open.
     pub(crate) fn found(&self, size: u64) {
         self.offset.store(size, Ordering::Relaxed);
     }
 
-    /// Something is written here. Asks for the file's size now, if that matters.
+    /// Records a write. Queries the file's size if it matters.
     pub(crate) fn writes(&self, offset: u64, bytes: usize, size: impl FnOnce() -> Option<u64>) {
         let mut known = self.offset.load(Ordering::Relaxed);
         let appends = offset == known || {
             let size = size().unwrap_or(known);
-            // Somebody may have made it shorter.
+            // Others may have shortened it.
             known = known.min(size);
             (known..=size).contains(&offset)
         };
@@ -38,7 +38,7 @@ impl AppendTracking {
         }
     }
 
-    /// Whether the last write was appended, and so are reads' flags.
+    /// Returns whether the last write was an append; reads then have the flag, too.
     pub(crate) fn appends(&self) -> bool {
         !self.is_elsewhere.load(Ordering::Relaxed)
     }
@@ -49,11 +49,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_at_an_end_that_the_client_may_know_is_appended() {
+    fn writes_at_a_known_end_are_appended() {
         let end = AppendTracking::default();
         end.found(10);
         assert!(end.appends());
-        // Offset and length of a write, the file's size then, and whether it is appended.
+        // Offset and length of a write, the file's size then, and whether it is an append.
         for (offset, bytes, size, appends) in [
             (10, 5, 10, true),
             // Others have appended.
@@ -61,10 +61,10 @@ mod tests {
             (20, 5, 45, true),
             (45, 5, 50, true),
             (0, 5, 55, false),
-            // Behind the end, from where it is one.
+            // Past the end, and then at the end.
             (60, 5, 55, false),
             (65, 5, 65, true),
-            // It was made shorter, by others and by the client.
+            // It was shortened, by others and by the client.
             (70, 5, 0, true),
             (0, 5, 0, true),
             (3, 1, 5, false),

@@ -1,6 +1,6 @@
-//! Limits per client. A client is everything that comes from one place, by any number of connections: one user of this
-//! host, one address, one virtual machine. What one may hold is bounded, and when all together hold too much, a
-//! connection of the client that holds most is ended: nobody takes room from others.
+//! Limits per client. A client is everything from one source: one user of this host, one address, one virtual machine,
+//! with any number of connections. The resources of each are bounded. When the total exceeds its limit, a connection of
+//! the client that holds most is closed.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -15,19 +15,19 @@ use crate::connection::Connection;
 use crate::hub::lock;
 use crate::shrink::shrink;
 
-/// Fids, waiting locks, flushes and owners of locks of one client, which take some 300 bytes each: Linux keeps a fid for each name
-/// that it remembers.
+/// The maximum number of fids, waiting locks, flushes and lock owners of one client, of some 300 bytes each: Linux
+/// keeps a fid per cached name.
 const ENTRIES_MAX: usize = 1 << 20;
-/// Those of all clients: about 1.2 GB.
+/// The maximum of all clients: about 1.2 GB.
 const ENTRIES_MAX_OF_ALL: usize = 4 * ENTRIES_MAX;
 
-/// The network part of an IPv6 address: whoever has one address there has all of them.
+/// The length of the network part of an IPv6 address: one host may use all addresses of it.
 const NETWORK_BYTES: usize = 8;
 
 /// Where a client comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Peer {
-    /// A user of this host, by a unix socket.
+    /// A user of this host, on a unix socket.
     User(u32),
     /// An IPv4 address.
     V4(Ipv4Addr),
@@ -42,7 +42,7 @@ pub(crate) enum Peer {
 }
 
 impl Peer {
-    /// Where the other end of a connection is.
+    /// Returns the peer of a connection.
     pub(crate) fn of(socket: BorrowedFd<'_>) -> Self {
         let Ok(address) = SockRef::from(&socket).peer_addr() else { return Self::Unknown };
         if let Some((cid, _)) = address.as_vsock_address() {
@@ -68,9 +68,9 @@ impl Peer {
 pub(crate) enum Resource {
     /// Connections.
     Connections,
-    /// Bytes of unfinished messages, of replies that nobody takes, and of extended attributes.
+    /// Bytes of unfinished messages, of unread replies, and of extended attributes.
     Bytes,
-    /// Fids, waiting locks, flushes and owners of locks.
+    /// Fids, waiting locks, flushes and lock owners.
     Entries,
 }
 
@@ -78,22 +78,22 @@ const RESOURCES: [Resource; 3] = [Resource::Connections, Resource::Bytes, Resour
 /// Amounts of all resources.
 type ResourceCounts = [usize; RESOURCES.len()];
 
-/// There is no more for this client.
+/// The limit for this client is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitReached;
 
-/// How much one client may hold, and all together.
+/// The limits of one client, and of all.
 #[derive(Clone, Copy, Debug)]
 struct ResourceLimits {
     client: ResourceCounts,
     all: ResourceCounts,
 }
 
-/// What the holders of one client hold.
+/// The resources of one client.
 #[derive(Debug)]
 struct Account {
     peer: Peer,
-    /// What all sessions of the client are told by.
+    /// The session id in notifications to all sessions of the client.
     session: SessionId,
     held: [AtomicUsize; RESOURCES.len()],
 }
@@ -121,14 +121,14 @@ pub(crate) struct ConnectionAccount {
     /// Counts holders.
     number: u64,
     state: Mutex<Registration>,
-    /// What ends when others need the room.
+    /// The connection to close when others need the room.
     connection: OnceLock<Weak<Connection>>,
 }
 
 #[derive(Debug, Default)]
 struct Registration {
     amounts: ResourceCounts,
-    /// It was taken off the accounts as a whole, and takes nothing any more.
+    /// It was removed from the accounts, and takes nothing more.
     is_ended: bool,
 }
 
@@ -153,7 +153,7 @@ impl Clients {
         Arc::new(Self { bounds, held: Default::default(), registry: Mutex::default() })
     }
 
-    /// The only client that there is.
+    /// Creates the account of a single client.
     pub(crate) fn alone() -> Arc<ConnectionAccount> {
         let clients = Self::new(usize::MAX, usize::MAX);
         clients.holder(Peer::Guest)
@@ -164,7 +164,7 @@ impl Clients {
         self.held[resource as usize].load(Ordering::Relaxed)
     }
 
-    /// One more connection of a client, if there is room for it.
+    /// Adds a connection of a client, if there is room.
     pub(crate) fn welcome(self: &Arc<Self>, peer: Peer) -> Result<Arc<ConnectionAccount>, LimitReached> {
         let holder = self.holder(peer);
         holder.take(Resource::Connections, 1)?;
@@ -189,8 +189,8 @@ impl Clients {
         holder
     }
 
-    /// Ends connections of those who hold most until there is no more than there may be; returns whether the one who asks may
-    /// stay, which that one may not who holds most.
+    /// Closes connections of the clients that hold most until the total is within its limit; returns whether the caller
+    /// may stay, which it may not if it holds most.
     fn make_room(&self, resource: Resource, asker: &ConnectionAccount) -> bool {
         // Dropped after the lock.
         let (mut holders, mut ended): (Vec<Arc<ConnectionAccount>>, Vec<Arc<Connection>>) = Default::default();
@@ -201,7 +201,7 @@ impl Clients {
             if self.held(resource) <= self.bounds.all[resource as usize] {
                 break true;
             }
-            // The last one of those who hold as much, and of one client the last that came.
+            // The last one of those with the maximum; of one client, the newest connection.
             let most = holders.iter().max_by_key(|holder| (of_client(holder), holder.holds(resource), holder.number));
             let Some(most) = most.filter(|most| of_client(most) > of_client(asker)) else { break false };
             match most.end(resource) {
@@ -215,13 +215,13 @@ impl Clients {
 }
 
 impl ConnectionAccount {
-    /// Which connection ends when others need its room.
+    /// Sets the connection to close when others need its room.
     pub(crate) fn is_of(&self, connection: &Arc<Connection>) {
         // A connection has one holder.
         let _ = self.connection.set(Arc::downgrade(connection));
     }
 
-    /// One more session of this client.
+    /// Returns the session id for another session of this client.
     pub(crate) fn session(&self) -> SessionId {
         self.account.session.same_client()
     }
@@ -236,7 +236,7 @@ impl ConnectionAccount {
         lock(&self.state).amounts[resource as usize]
     }
 
-    /// Counts what is held from now on. If there is no room, it is not counted.
+    /// Adds to the account; without room it adds nothing.
     pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), LimitReached> {
         let Clients { bounds, held, .. } = &*self.clients;
         let mut state = lock(&self.state);
@@ -255,7 +255,7 @@ impl ConnectionAccount {
         if fits { Ok(()) } else { Err(LimitReached) }
     }
 
-    /// The same until the charge is dropped.
+    /// As [`Self::take`], until the charge is dropped.
     pub(crate) fn charge(self: &Arc<Self>, resource: Resource, amount: usize) -> Result<Charge, LimitReached> {
         self.take(resource, amount).map(|()| Charge { holder: Arc::clone(self), resource, amount })
     }
@@ -270,7 +270,8 @@ impl ConnectionAccount {
         }
     }
 
-    /// Takes all that it holds off the accounts, and ends its connection, which the caller drops; `None` if there is nothing to gain.
+    /// Removes all its resources from the accounts, and returns its connection for the caller to drop; `None` if it
+    /// holds nothing.
     fn end(&self, resource: Resource) -> Option<Option<Arc<Connection>>> {
         let mut state = lock(&self.state);
         if state.is_ended || state.amounts[resource as usize] == 0 {
@@ -304,7 +305,7 @@ impl Drop for ConnectionAccount {
         let mut registry = lock(&self.clients.registry);
         registry.holders.remove(&self.number);
         shrink(&mut registry.holders);
-        // Nobody finds the account while this lock is held.
+        // No other thread can find the account while this lock is held.
         if Arc::strong_count(&self.account) == 1 {
             registry.accounts.remove(&self.account.peer);
             shrink(&mut registry.accounts);
@@ -337,21 +338,21 @@ mod tests {
     }
 
     #[test]
-    fn who_holds_most_gives_way() {
+    fn the_client_that_holds_most_is_closed() {
         let clients = small();
         let [one, two, other] =
             [Peer::User(1), Peer::User(1), Peer::User(2)].map(|peer| clients.welcome(peer).unwrap());
         assert_eq!((one.take(BYTES, 50), two.take(BYTES, 30), other.take(BYTES, 20)), (Ok(()), Ok(()), Ok(())));
-        // The one that holds most gets no more itself.
+        // The client that holds most gets no more.
         assert_eq!(two.take(BYTES, 1), Err(LimitReached));
         assert_eq!(clients.held(BYTES), 100);
-        // Of its connections the one that holds most ends for others, as a whole.
+        // Of its connections the one that holds most is closed for others.
         assert_eq!(other.take(BYTES, 10), Ok(()));
         assert_eq!((one.holds(BYTES), two.holds(BYTES), clients.held(BYTES)), (0, 30, 60));
         assert_eq!(one.take(BYTES, 1), Err(LimitReached));
         one.release(BYTES, 50);
         assert_eq!(clients.held(BYTES), 60);
-        // Now the other is the one.
+        // Now the other client holds most.
         assert_eq!(other.take(BYTES, 41), Err(LimitReached));
         assert_eq!(two.take(BYTES, 40), Ok(()));
         assert_eq!(two.take(BYTES, 25), Err(LimitReached), "more than one client may hold");
@@ -362,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_go_to_those_who_have_fewer() {
+    fn clients_with_fewer_connections_are_preferred() {
         let clients = small();
         let come = |user| clients.welcome(Peer::User(user));
         let greedy: Vec<_> = (0..9).map(|_| come(1).unwrap()).collect();
@@ -374,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_bounded_for_each_client_and_in_all() {
+    fn entries_are_bounded_per_client_and_in_total() {
         let clients = small();
         let [one, other] = [1, 2].map(|user| clients.welcome(Peer::User(user)).unwrap());
         let charges: Vec<_> = (0..5).map(|_| one.charge(Resource::Entries, 1).unwrap()).collect();

@@ -17,21 +17,19 @@ use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
 
-/// Requests of one connection that are served at the same time. Three quarters of the threads, so that one client whose disk
-/// hangs leaves some to the others.
+/// The maximum number of concurrent requests of one connection: three quarters of the threads, so that a client with a
+/// hanging disk leaves some to others.
 const RUNNING_MAX: usize = 72;
-/// What the messages of these and the data that they ask for may add up to: less are served at the same time where messages are
-/// long.
+/// The maximum total of their messages and requested data in bytes: long messages are served with less concurrency.
 const RUNNING_BYTES_MAX: usize = 32 << 20;
-/// But so many are: one that waits for a disk is not to hold up all others.
+/// The minimum concurrency: one request that waits for a disk must not block all others.
 const RUNNING_MIN: usize = 4;
-/// A buffer for messages grows by so much more than it has, so that a client who only says that much will come gets
-/// no memory for it.
+/// The growth of a message buffer in bytes, so that an announced length alone does not take memory.
 const GROWTH_BYTES: usize = 64 << 10;
 /// Bytes of a message's length.
 const SIZE_BYTES: usize = 4;
 
-/// A message that has come in part.
+/// A partially received message.
 #[derive(Debug, Default)]
 struct Inbox {
     bytes: Vec<u8>,
@@ -39,34 +37,34 @@ struct Inbox {
     since: Option<Instant>,
 }
 
-/// What is to be watched for.
+/// The events to wait for.
 #[derive(Debug, Default)]
 struct PollInterest {
-    /// Somebody is taking a message.
+    /// A thread is taking a message.
     reading: bool,
-    /// Requests being served, and the bytes of their messages and replies.
+    /// Requests in progress, and the bytes of their messages and replies.
     running: usize,
     running_bytes: usize,
-    /// The client does not take its replies.
+    /// The client does not read its replies.
     blocked: bool,
     over: bool,
 }
 
 impl PollInterest {
-    /// Whether one more request may be served.
+    /// Returns whether another request may be served.
     fn has_room(&self) -> bool {
         self.running < RUNNING_MIN || self.running < RUNNING_MAX && self.running_bytes < RUNNING_BYTES_MAX
     }
 }
 
-/// What a look at the socket brought.
+/// The result of reading from the socket.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ReceiveResult {
-    /// A message of so many bytes.
+    /// A message of this length in bytes.
     Message(usize),
     /// No message as a whole.
     Nothing,
-    /// There will be no more, and why, if that is worth telling.
+    /// No more messages, and the reason, if it is worth logging.
     End(Option<&'static str>),
 }
 
@@ -76,7 +74,7 @@ pub(crate) struct Connection {
     key: u64,
     stream: Stream,
     holder: Arc<ConnectionAccount>,
-    /// Why others had it ended.
+    /// Why it was closed for others.
     evicted: OnceLock<&'static str>,
     begun: Instant,
     attached: AtomicBool,
@@ -87,7 +85,7 @@ pub(crate) struct Connection {
     ends: Mutex<Ends>,
 }
 
-/// What is under way, and what was not sent yet.
+/// Requests in flight, and unsent replies.
 #[derive(Debug, Default)]
 struct Ends {
     request_table: RequestTable,
@@ -127,13 +125,13 @@ impl Connection {
         (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
     }
 
-    /// Has the hub watch for messages.
+    /// Registers the connection with the hub.
     pub(crate) fn watch(&self) -> std::io::Result<()> {
         let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ONESHOT;
         Ok(epoll::add(self.hub.epoll(), &self.stream, EventData::new_u64(self.key), flags)?)
     }
 
-    /// Has the hub watch for what can be dealt with.
+    /// Waits for the events of interest.
     fn arm(&self, interest: &PollInterest) {
         if interest.over {
             return;
@@ -142,7 +140,7 @@ impl Connection {
         if !interest.reading && !interest.blocked && interest.has_room() {
             flags |= EventFlags::IN | EventFlags::RDHUP;
             if self.stream.unread() {
-                // The socket cannot tell, so an event is asked for that comes anyway, once replies can be sent.
+                // The socket cannot signal that, so an event is requested that occurs anyway once replies can be sent.
                 flags |= EventFlags::OUT;
             }
         }
@@ -154,7 +152,7 @@ impl Connection {
         }
     }
 
-    /// Something happened on the socket. Returns whether the caller is to take a message.
+    /// Handles an event on the socket. Returns whether the caller must take a message.
     pub(crate) fn happened(&self, flags: EventFlags) -> bool {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
@@ -177,7 +175,7 @@ impl Connection {
         reads
     }
 
-    /// Takes what came of the next message, or all of it.
+    /// Takes the next message, or as much of it as has arrived.
     pub(crate) fn receive(&self, message: &mut Vec<u8>) -> ReceiveResult {
         let mut inbox = lock(&self.inbox);
         let mut filled = std::mem::take(&mut inbox.filled);
@@ -216,7 +214,7 @@ impl Connection {
         }
     }
 
-    /// Keeps a part of a message until more comes.
+    /// Stores a partial message until more arrives.
     fn keep(&self, inbox: &mut Inbox, message: &mut Vec<u8>, filled: usize, since: Option<Instant>) -> ReceiveResult {
         let bytes = if message.len() > 2 * filled + GROWTH_BYTES {
             message[..filled].to_vec()
@@ -230,14 +228,14 @@ impl Connection {
         ReceiveResult::Nothing
     }
 
-    /// The message that was taken is dealt with so far that others may take the next.
+    /// Allows other threads to take the next message.
     pub(crate) fn read_on(&self) {
         let mut interest = lock(&self.interest);
         interest.reading = false;
         self.arm(&interest);
     }
 
-    /// As [`Self::read_on`], while the message that was taken is served; it and its reply have so many bytes.
+    /// As [`Self::read_on`], while the message is served; it and its reply have this many bytes.
     pub(crate) fn serve_on(&self, bytes: usize) {
         let mut interest = lock(&self.interest);
         interest.running += 1;
@@ -246,7 +244,7 @@ impl Connection {
         self.arm(&interest);
     }
 
-    /// A request is served no longer: it was answered, or waits for a lock.
+    /// Called when a request is no longer served: it has a reply, or waits for a lock.
     pub(crate) fn served(&self, bytes: usize) {
         let mut interest = lock(&self.interest);
         let was_full = !interest.has_room();
@@ -257,11 +255,11 @@ impl Connection {
         }
     }
 
-    /// Follows what sending has led to. The line's lock is held or was: so this ends nothing on its own, for whoever
-    /// sends may be a source that holds locks.
+    /// Acts on the result of sending. It ends nothing itself, because the request table's lock is or was held, and the
+    /// sender may be a source that holds locks.
     fn note(&self, sent: SendResult, arms: bool) {
         if sent.broken.is_some() {
-            // Whoever watches the socket sees its end.
+            // The thread that polls the socket sees its end.
             let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
         }
         let mut interest = lock(&self.interest);
@@ -274,12 +272,12 @@ impl Connection {
         }
     }
 
-    /// Does something with the line, and what follows.
+    /// Runs `act` on the request table, and handles the results.
     fn with_request_table<T>(&self, act: impl FnOnce(&mut RequestTable, &mut dyn Outlet) -> T) -> T {
         let mut ends = lock(&self.ends);
         let Ends { request_table, outbox } = &mut *ends;
         let outcome = act(request_table, &mut Out { socket: self.socket(), outbox });
-        // Under the lock, so that the last to send is the last to say whether that worked.
+        // Under the lock, so that the last sender reports the last result.
         self.note(outbox.state(), true);
         outcome
     }
@@ -288,7 +286,7 @@ impl Connection {
         lock(&self.ends).request_table.register(0, tag)
     }
 
-    /// Answers a request that is not under way.
+    /// Replies to a request that is not in flight.
     pub(crate) fn reply(&self, tag: Tag, reply: &Reply<'_>) {
         self.with_request_table(|_, out| request_table::reply(out, 0, tag, reply));
     }
@@ -297,7 +295,7 @@ impl Connection {
         self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old))
     }
 
-    /// Begins a session, and ends the one before it.
+    /// Begins a session, and ends the previous one.
     pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
         let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
         let before = self.with_request_table(|request_table, out| {
@@ -308,7 +306,7 @@ impl Connection {
         self.end_session(before);
     }
 
-    /// Gives back to the source what a session held. That may take long, so somebody else is to wait for events.
+    /// Returns a session's references to the source. It may block, so another thread must wait for events.
     fn end_session(&self, session: Option<Arc<Session>>) {
         if session.is_some() {
             self.hub.ensure_waiter();
@@ -316,7 +314,7 @@ impl Connection {
         drop(session);
     }
 
-    /// Why the connection is to end, if it is too slow.
+    /// Returns why the connection must end, if it is too slow.
     pub(crate) fn overdue(&self, now: Instant) -> Option<&'static str> {
         let limits = &self.hub.share.options.limits;
         let since = |begin: Instant| now.saturating_duration_since(begin);
@@ -342,19 +340,20 @@ impl Connection {
         idle.then_some("it has been silent for long")
     }
 
-    /// Has the connection end, because others need what it holds. Takes no lock of a connection: the caller may have another's.
+    /// Closes the connection, because others need its resources. Takes no lock of a connection: the caller may hold
+    /// another's.
     pub(crate) fn evict(&self) {
         let _ = self.evicted.set("its client holds more than any other, and others need the room");
-        // Whoever watches the socket sees its end.
+        // The thread that polls the socket sees its end.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
     }
 
-    /// Ends the connection and gives back what it held. Not to be called by a source.
+    /// Ends the connection and releases its resources. A source must not call it.
     pub(crate) fn end(&self, reason: Option<&'static str>) {
         self.end_session(self.close(reason));
     }
 
-    /// Ends the connection; answers the session that it had, to be dropped where nobody waits for that.
+    /// Ends the connection; returns its session, to be dropped where it may block.
     #[must_use]
     pub(crate) fn close(&self, reason: Option<&'static str>) -> Option<Arc<Session>> {
         let mut interest = lock(&self.interest);
@@ -372,7 +371,7 @@ impl Connection {
         let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(ends);
         let refused = self.stream.close();
-        // Waits for whoever is reading, who will see the end of the socket.
+        // Waits for the reading thread, which sees the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
         let mut inbox = lock(&self.inbox);
         let kept = std::mem::take(&mut *inbox);
@@ -406,7 +405,7 @@ impl Client for Connection {
     }
 }
 
-/// The length that the first bytes of a message tell.
+/// Returns the length in the first bytes of a message.
 fn size(message: &[u8]) -> usize {
     let head = message.first_chunk().copied().unwrap_or_default();
     usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX)
@@ -417,7 +416,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_messages_are_served_fewer_at_a_time() {
+    fn long_messages_are_served_with_less_concurrency() {
         for (bytes, most) in
             [(200, 72), (128 << 10, 72), (1 << 20, 32), (2 << 20, 16), (4 << 20, 8), (16 << 20, 4), (0, 72)]
         {

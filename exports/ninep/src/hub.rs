@@ -1,4 +1,4 @@
-//! State that all connections of an export share: its threads and their epoll.
+//! The shared state of an export's connections: its threads and their epoll.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,26 +19,26 @@ use crate::share::Share;
 use crate::shrink::{HighWater, LOOK, shrink};
 use crate::{Error, Listener, worker};
 
-/// Threads that stay although there is nothing to do: one reads while another serves.
+/// The minimum number of threads: one reads while another serves.
 pub(crate) const THREADS_MIN: usize = 2;
-/// How often deadlines are looked at; time-outs are that inexact.
+/// The interval of checks for deadlines, and so the precision of timeouts.
 const TICK: Duration = LOOK;
-/// When a silent TCP client is asked whether its machine is still there, how often, and how many times in vain: one
-/// that is gone gives up its locks after two minutes, not after the two hours that Linux takes on its own.
+/// TCP keepalive: the idle time before the first probe, the interval, and the number of probes. A client whose machine
+/// is gone loses its locks after two minutes instead of Linux's default of two hours.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 const KEEPALIVE_COUNT: u32 = 4;
-/// How long requests under way are waited for at the end. A disk that hangs for longer is left behind.
+/// How long to wait for requests in flight at the end. Requests that take longer are abandoned.
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
 
-/// What a fid takes, in bytes, more or less: the measure of what is held.
+/// The approximate size of a fid in bytes, the unit of held memory.
 const HELD_BYTES: usize = 256;
 
-/// What the events of the epoll descriptor are about. Listeners come right behind the bell, connections from here on.
+/// The keys of epoll events: the stop event, then listeners, then connections.
 pub(crate) const KEY_BELL: u64 = 0;
 const KEY_CONNECTIONS: u64 = 1 << 32;
 
-/// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
+/// Locks, even after a panic: no critical section of this crate leaves inconsistent data.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -50,18 +50,18 @@ pub struct Usage {
     pub connections: usize,
     /// Fids of all sessions.
     pub fids: usize,
-    /// Requests that were not answered yet.
+    /// Requests without a reply yet.
     pub requests: usize,
     /// Threads.
     pub threads: usize,
-    /// Bytes of unfinished messages, of replies that nobody takes, and of extended attributes.
+    /// Bytes of unfinished messages, of unread replies, and of extended attributes.
     pub buffered_bytes: usize,
 }
 
 #[derive(Debug, Default)]
 struct Threads {
     count: usize,
-    /// Nothing is to be served any more.
+    /// The hub has stopped.
     ended: bool,
 }
 
@@ -81,9 +81,9 @@ pub(crate) struct Hub {
     starting: AtomicUsize,
     stopping: AtomicBool,
     clients: Arc<Clients>,
-    /// A listener rests until the next tick, for lack of descriptors.
+    /// A listener pauses until the next tick, for lack of descriptors.
     resting: AtomicBool,
-    /// Where the clock has sessions end: not on the share's lane, which others wait for.
+    /// Runs the ends of timed-out sessions: not on the share's pool, which others wait for.
     ends: BlockingPool,
 }
 
@@ -130,7 +130,7 @@ impl Hub {
         Ok(hub)
     }
 
-    /// Has the epoll descriptor watch the bell and the listeners.
+    /// Registers the stop event and the listeners.
     fn watch(&self) -> io::Result<()> {
         epoll::add(&self.epoll, &self.bell, EventData::new_u64(KEY_BELL), EventFlags::IN)?;
         for (index, listener) in self.listeners.iter().enumerate() {
@@ -162,7 +162,7 @@ impl Hub {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Waits for the next event: what it is about, and what happened. `None` after a while without any.
+    /// Waits for the next event: its key and flags. `None` after the timeout.
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<(u64, EventFlags)>> {
         let timeout = timeout.try_into().ok();
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
@@ -180,7 +180,7 @@ impl Hub {
         }
     }
 
-    /// Starts one thread more, unless there are enough.
+    /// Starts another thread, unless there are enough.
     fn grow(self: &Arc<Self>) -> io::Result<()> {
         let mut threads = lock(&self.threads);
         if threads.count < self.share.options.limits.threads_max && !threads.ended {
@@ -200,11 +200,12 @@ impl Hub {
         Ok(())
     }
 
-    /// Before a thread does what may take long: somebody is to wait for the next event.
+    /// Called before a thread may block: ensures that another one waits for events.
     ///
-    /// The monitor (`ferry_engine::Monitor`) does this for virtqueues and for FUSE, which belong to one thread at a time: it takes
-    /// them from a thread that has been blocked for 20 ms. A connection belongs to no thread while its request is served, at the
-    /// price of one `epoll_ctl`. So requests of one connection are served side by side, and none waits even for one that takes 19 ms.
+    /// For virtqueues and FUSE the monitor (`ferry_engine::Monitor`) does this, by taking a queue from a thread that
+    /// has been blocked for 20 ms. Here a connection belongs to no thread while its request is served, at the price of
+    /// one `epoll_ctl`. So requests of one connection are served concurrently, and none waits even for a request of 19
+    /// ms.
     pub(crate) fn ensure_waiter(self: &Arc<Self>) {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()
@@ -213,7 +214,7 @@ impl Hub {
         }
     }
 
-    /// A thread has had nothing to do for a while; whether it is to end. Its end is counted then.
+    /// Called by an idle thread; returns whether it must end, which is then counted.
     pub(crate) fn may_end(&self) -> bool {
         let mut threads = lock(&self.threads);
         let may = threads.count > THREADS_MIN;
@@ -221,13 +222,13 @@ impl Hub {
         may
     }
 
-    /// A thread ends because everything does.
+    /// Called by a thread that ends because the hub stops.
     pub(crate) fn thread_ended(&self) {
         lock(&self.threads).count -= 1;
         self.thread_ended.notify_all();
     }
 
-    /// Takes the connections that wait at a listener.
+    /// Accepts the waiting connections of a listener.
     pub(crate) fn accept(self: &Arc<Self>, key: u64) {
         let index = usize::try_from(key - 1).unwrap_or(usize::MAX);
         let Some(listener) = self.listeners.get(index) else { return };
@@ -237,7 +238,7 @@ impl Hub {
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
                 Err(errno) => {
-                    // No descriptors, no memory: others must end first.
+                    // No descriptors or memory: others must end first.
                     self.share.ratelimited_log.warn(format_args!("no connection can be taken: {errno}"));
                     self.resting.store(true, Ordering::Release);
                     return;
@@ -250,7 +251,7 @@ impl Hub {
     fn listen_again(&self, index: usize, listener: &Listener) {
         let (key, flags) = (EventData::new_u64(index as u64 + 1), EventFlags::IN | EventFlags::ONESHOT);
         if let Err(error) = epoll::modify(&self.epoll, listener, key, flags) {
-            tracing::error!("a 9P socket is not listened on any more: {error}");
+            tracing::error!("cannot listen on a 9P socket any longer: {error}");
         }
     }
 
@@ -267,7 +268,7 @@ impl Hub {
             return;
         };
         if listener.is_tcp() {
-            // Requests are small and waited for; a peer whose machine is gone is to be noticed in the end.
+            // Requests are small and waited for, and a dead peer must be detected in the end.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&stream, true);
             let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
             let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
@@ -305,13 +306,13 @@ impl Hub {
         drop(removed);
     }
 
-    /// How much clients hold, in things of a few hundred bytes.
+    /// Returns the number of objects that clients hold, of a few hundred bytes each.
     fn held(&self) -> usize {
         let held = |resource| self.clients.held(resource);
         held(Resource::Connections) + held(Resource::Entries) + held(Resource::Bytes) / HELD_BYTES
     }
 
-    /// Ends connections that are too slow, and gives memory back that is not needed any more, until everything ends.
+    /// Ends slow connections, and releases unused memory, until the hub stops.
     fn check_deadlines(self: Arc<Self>) {
         let mut high_water = HighWater::default();
         let mut threads = lock(&self.threads);
@@ -324,7 +325,7 @@ impl Hub {
                 if let Some(reason) = connection.overdue(now)
                     && let Some(session) = connection.close(Some(reason))
                 {
-                    // What the session held goes back to the source, which may take long.
+                    // The session's references return to the source, which may block.
                     self.ends.run(move || drop(session));
                 }
             }
@@ -338,10 +339,10 @@ impl Hub {
         }
     }
 
-    /// Ends everything. What was begun is done, and answered if the client still listens.
+    /// Stops the hub. Requests in progress are completed, with replies to connected clients.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
-        // Level-triggered and never read: every thread hears it.
+        // Level-triggered and never read, so every thread sees it.
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
         let mut threads = lock(&self.threads);
         threads.ended = true;
@@ -350,7 +351,7 @@ impl Hub {
         while threads.count > 0 {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                tracing::error!("{} 9P requests do not end and are left behind", threads.count);
+                tracing::error!("{} 9P requests do not end; they are abandoned", threads.count);
                 break;
             }
             threads = self.thread_ended.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;

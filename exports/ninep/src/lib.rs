@@ -1,5 +1,5 @@
-//! The 9P export: a source, served over 9P2000.L to whoever connects to a unix, TCP or vsock socket, or as a vhost-user
-//! device to a virtual machine.
+//! The 9P export: serves a source over 9P2000.L on unix, TCP and vsock sockets, or as a vhost-user device to a virtual
+//! machine.
 //!
 //! ```no_run
 //! use std::net::TcpListener;
@@ -13,17 +13,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # How it is put together
+//! # Structure
 //!
 //! For sockets, a hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
 //! message from it, lets the others have the connection again, serves the message and sends the reply: one wake-up for
 //! a request, requests of one connection side by side, and no thread for a connection that is silent. Threads are
 //! started while all are busy, up to a limit, and end when there is nothing to do.
 //!
-//! * `clients`: what each client takes up, and who has to go when that is too much;
-//! * `line`: which requests are under way, and what a flush does to them;
-//! * `session`: what Tversion begins: fids and what they hold;
-//! * `serve`: each request, as calls of the source; `carrier` says what it asks of those who bring them:
+//! * `clients`: the resources of each client, and which connection is closed at the limit;
+//! * `request_table`: the requests in flight, and the effect of a flush on them;
+//! * `session`: the state from a Tversion on: fids and what they hold;
+//! * `serve`: each request as calls of the source; `carrier` is its interface to the transports:
 //! * `connection`, `outbox` and `message`: messages of sockets, replies on their way out; `stream`: their bytes, plain or
 //!   inside TLS (feature `tls`);
 //! * `device`: descriptor chains.
@@ -87,7 +87,7 @@ pub enum Listener {
     Unix(UnixListener),
     /// A listening TCP socket.
     Tcp(TcpListener),
-    /// A listening TCP socket whose clients begin with a TLS handshake.
+    /// A listening TCP socket with TLS.
     #[cfg(feature = "tls")]
     Tls(TcpListener, Tls),
     /// A listening vsock socket.
@@ -119,7 +119,7 @@ impl AsFd for Listener {
 }
 
 impl Listener {
-    /// The address, if whoever comes by the network there is let in.
+    /// Returns the address, if it admits any client of the network.
     fn allows_any_client(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
@@ -134,7 +134,7 @@ impl Listener {
         !matches!(self, Self::Unix(_) | Self::Vsock(_))
     }
 
-    /// What carries the bytes of a client that came; `None` if there cannot be TLS.
+    /// Returns the byte stream of a new client; `None` if TLS cannot be set up.
     pub(crate) fn stream(&self, fd: OwnedFd) -> Option<Stream> {
         match self {
             #[cfg(feature = "tls")]
@@ -148,12 +148,12 @@ impl Listener {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A TCP socket that other machines reach.
+    /// A TCP socket that other machines can connect to.
     #[error(
         "{0} can be reached from other machines, and 9P believes whoever connects; listen on 127.0.0.1, or say that this is meant"
     )]
     Remote(SocketAddr),
-    /// No threads, or none that could serve a second request of a connection.
+    /// Too few threads: a second request of a connection would not be served.
     #[error("{0} threads cannot serve; choose 2 or more")]
     Threads(usize),
     /// The message size.
@@ -162,10 +162,10 @@ pub enum Error {
     /// The tag of a device.
     #[error("the tag {0:?} has {len} bytes; a 9P tag has 1 to 255, none of them NUL", len = .0.len())]
     Tag(String),
-    /// Users whose permissions are to be checked, by a source that checks none.
+    /// Permissions of users must be checked, but the source checks none.
     #[error("this source checks no permissions, so its clients cannot be held to those of user {0}")]
     Unchecked(u32),
-    /// Users whose permissions are to be checked, by a server that cannot act as them.
+    /// Permissions of users must be checked, but the server cannot act as them.
     #[error(
         "this server cannot act as user {uid} with group {gid} ({reason}): it takes root, or CAP_SETUID and CAP_SETGID; a server of \
          that very user needs neither, but must have no further groups and no capabilities"
@@ -175,7 +175,7 @@ pub enum Error {
         uid: u32,
         /// Its group.
         gid: u32,
-        /// What the source answers.
+        /// The error of the source.
         reason: Errno,
     },
     /// The device's server.
@@ -207,7 +207,7 @@ enum Transport {
     Device(device::Served),
 }
 
-/// What clients share, if the options make sense and can be kept.
+/// Returns the shared state of clients, if the options are valid and possible.
 fn share(source: Arc<dyn FileSystem>, options: Options) -> Result<Arc<Share>, Error> {
     if !MSIZE.contains(&options.msize_max.into()) {
         return Err(Error::Msize(options.msize_max));
@@ -218,10 +218,11 @@ fn share(source: Arc<dyn FileSystem>, options: Options) -> Result<Arc<Share>, Er
 }
 
 impl Export {
-    /// Serves a source on sockets, by threads of its own.
+    /// Serves a source on sockets, on separate threads.
     ///
     /// # Errors
-    /// [`Error`]: the options make no sense, or the system lacks something.
+    ///
+    /// [`Error`]: the options are invalid, or the system lacks resources.
     pub fn start(listeners: Vec<Listener>, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
         if options.limits.threads_max < 2 {
             return Err(Error::Threads(options.limits.threads_max));
@@ -239,12 +240,13 @@ impl Export {
         Ok(Self { share, way: Some(Transport::Sockets(hub)) })
     }
 
-    /// Serves a source as a virtio-9p device, to one virtual machine monitor after another that connects to the socket
-    /// and speaks vhost-user. [`Options::limits`] and [`Options::remote`] mean nothing to a device: a guest has at most
-    /// as many requests under way as its queue holds, in its own memory.
+    /// Serves a source as a virtio-9p device over vhost-user, to one virtual machine monitor after another.
+    /// [`Options::limits`] and [`Options::remote`] do not apply: the queue size bounds a guest's requests, which are in
+    /// its own memory.
     ///
     /// # Errors
-    /// [`Error`]: the options make no sense, or the system lacks something.
+    ///
+    /// [`Error`]: the options are invalid, or the system lacks resources.
     pub fn vhost_user(
         listener: UnixListener,
         source: Arc<dyn FileSystem>,
@@ -256,7 +258,7 @@ impl Export {
         Ok(Self { share, way: Some(Transport::Device(served)) })
     }
 
-    /// What clients hold at the moment, to be watched and tested.
+    /// Returns the current resources of clients, for monitoring and tests.
     pub fn usage(&self) -> Usage {
         match &self.way {
             Some(Transport::Sockets(hub)) => hub.usage(),
@@ -265,12 +267,12 @@ impl Export {
         }
     }
 
-    /// How many bytes the host was asked to read ahead of clients, so far.
+    /// Returns how many bytes the host was asked to read ahead so far.
     pub fn read_ahead_bytes(&self) -> u64 {
         self.share.read_ahead_bytes.load(Ordering::Relaxed)
     }
 
-    /// Takes no more requests, lets those under way end, disconnects everybody and makes everything durable.
+    /// Stops accepting requests, completes those in flight, disconnects all clients and syncs everything.
     pub fn stop(self) {
         // By the drop.
     }

@@ -1,4 +1,4 @@
-//! A socket's messages as carriers of requests: all of a message is in memory, and so is its reply.
+//! A socket's messages as carriers of requests: message and reply are in memory.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use crate::carrier::{NinepCarrier, NinepReply};
 use crate::read_ahead::ReadAhead;
 use crate::serve::PendingTransfer;
 
-/// A long reply grows by so much at a time: who asks for more than there is gets no memory for it.
+/// The growth of a long reply in bytes, so that a request for more than exists takes no memory.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// A thread's memory for replies.
@@ -19,17 +19,17 @@ const PIECE_BYTES: usize = 1 << 20;
 pub(crate) struct Buffers {
     /// A short reply.
     pub(crate) short: Vec<u8>,
-    /// A long reply. The length of this is the most that was needed yet.
+    /// A long reply, as long as the longest so far.
     pub(crate) long: Vec<u8>,
-    /// What is to be read ahead when the reply is sent.
+    /// The range to read ahead after the reply is sent.
     pub(crate) ahead: Option<ReadAhead>,
 }
 
-/// A message that is being served.
+/// A message in progress.
 pub(crate) struct Message<'a> {
     bytes: &'a [u8],
     pub(crate) buffers: &'a mut Buffers,
-    /// The outcome of the transfer that the request was about.
+    /// The outcome of the request's transfer.
     ended: Option<io::Result<usize>>,
 }
 
@@ -38,7 +38,7 @@ impl<'a> Message<'a> {
         Self { bytes, buffers, ended: None }
     }
 
-    /// A part of the long reply.
+    /// Returns a part of the long reply.
     fn place(&mut self, offset: usize, bytes: usize) -> &mut [u8] {
         let long = &mut self.buffers.long;
         if long.len() < offset + bytes {
@@ -49,7 +49,7 @@ impl<'a> Message<'a> {
 }
 
 impl Message<'_> {
-    /// Makes a transfer: the thread may wait.
+    /// Runs a transfer; may block.
     fn run(&mut self, request: &TransferRequest) -> io::Result<usize> {
         let TransferRequest { operation, file, file_offset, at, bytes } = request;
         match *operation {
@@ -121,7 +121,7 @@ impl NinepCarrier for Message<'_> {
     /// Nothing is left for later.
     fn expect(&mut self, _: PendingTransfer) {}
 
-    /// This thread does it when the reply is sent; another one waits for the next request by then.
+    /// This thread reads ahead after the reply is sent, while another one waits for the next request.
     fn read_ahead(&mut self, _: &BlockingPool, ahead: ReadAhead) {
         self.buffers.ahead = Some(ahead);
     }

@@ -6,25 +6,25 @@ use std::time::Duration;
 use crate::read_ahead::WINDOW_BYTES_MAX;
 use crate::users::Users;
 
-/// What [`Options::msize_max`] may be, in bytes. Longer messages gain nothing: at 10 Gbit/s such a one is under way for 13 ms.
+/// The range of [`Options::msize_max`] in bytes. Longer messages are not faster: the maximum takes 13 ms at 10 Gbit/s.
 pub const MSIZE: RangeInclusive<u64> = ferry_wire::ninep::MSIZE_MIN as u64..=16 << 20;
-/// The longest message unless the owner says otherwise: four of Linux's longest over sockets.
+/// The default maximum message size in bytes: four times Linux's maximum over sockets.
 const MSIZE_DEFAULT: u32 = 4 << 20;
 
 /// What clients may take up.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Connections at the same time. Further ones are closed as soon as they come, unless another client has more: then one of
-    /// that client's is.
+    /// The maximum number of connections. Further ones are closed at once, unless another client has more: then one of
+    /// that client's is closed.
     pub connections_max: usize,
-    /// Threads, and so the most requests that are served at the same time. They mostly wait for disks.
+    /// The maximum number of threads, and so of concurrent requests, which mostly wait for disks.
     pub threads_max: usize,
-    /// The most that is held for clients who do not take their replies or do not finish their messages, and for values of
-    /// extended attributes, all connections together, in bytes. Past it a connection of the client that holds most is closed.
+    /// The maximum total of unread replies, unfinished messages and values of extended attributes, in bytes. Beyond it
+    /// a connection of the client that holds most is closed.
     pub buffered_bytes_max: usize,
-    /// How long a client may take to attach, to send the rest of a message, or to take the next bytes of a reply.
+    /// How long a client may take to attach, to complete a message, or to read the next bytes of a reply.
     pub slow_timeout: Duration,
-    /// How long a client may send nothing at all; `None`: for ever, as a mount that nobody uses does.
+    /// How long a client may be silent; `None`: forever, as an unused mount is.
     pub idle_timeout: Option<Duration>,
 }
 
@@ -40,21 +40,21 @@ impl Default for Limits {
     }
 }
 
-/// What is offered, to whom, and how.
+/// Options of an export.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// What the log calls it.
     pub name: String,
-    /// Let clients change nothing, whatever the source would let them.
+    /// Refuse all changes by clients.
     pub read_only: bool,
     /// Extended attributes and ACLs.
     pub xattr: bool,
-    /// Clients check ACLs on their own (Linux's, mounted with `posixacl`), and are shown modes as they are. Others are
-    /// shown modes that give nobody more than an ACL does; the protocol does not tell which a client is.
+    /// Clients check ACLs themselves (Linux mounted with `posixacl`), and get modes unchanged. Other clients get modes
+    /// that grant no more than the ACL does; the protocol does not identify the kind of client.
     pub posix_acl: bool,
     /// As whom clients act.
     pub users: Users,
-    /// TCP sockets may be reached from other machines.
+    /// Other machines may connect to TCP sockets.
     pub remote: bool,
     /// The longest message that clients may ask for, in bytes: one of [`MSIZE`]. Each thread may hold one, and a reply of that
     /// length; memory is taken for what has come, not for what was announced.

@@ -83,7 +83,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn grows_with_what_was_read_and_asks_for_nothing_twice() {
+    fn read_ahead_grows_and_requests_nothing_twice() {
         let mut reader = Reader::default();
         let mut asked = Vec::new();
         for number in 0..10 {

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn maps_give_back_the_room_of_what_has_gone() {
+    fn maps_shrink_after_removals() {
         let mut map: HashMap<u32, u32> = (0..100_000).map(|number| (number, number)).collect();
         for number in 10..100_000 {
             map.remove(&number);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn the_heap_is_trimmed_when_half_has_gone_and_the_rest_stays_and_once_more_later() {
+    fn the_heap_is_trimmed_after_large_decreases() {
         let mut high = HighWater::default();
         let looks = [0, 900, 400, 400, 200_000, 150_000, 90_000, 50_000, 50_000, 50_000, 24_000, 24_000, 3, 3];
         let looks = looks.into_iter().chain(std::iter::repeat_n(3, 100));

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_has_no_times() {
+    fn invalid_certificates_have_no_times() {
         for bytes in
             [&b""[..], b"\x30", b"\x30\x80", b"\x30\x84\xff\xff\xff\xff", b"\x30\x02\x30\x00", &[0x30; 40], &[0xa0; 40]]
         {

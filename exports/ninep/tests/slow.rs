@@ -219,7 +219,7 @@ fn more_requests_than_there_are_threads_are_all_answered() {
 /// A client uses a tag again as soon as the flush of it is answered, so nothing may be answered by that tag then. Requests come
 /// and are flushed while other threads take the queue over, and while they serve what was sent to them.
 #[test]
-fn a_tag_is_free_when_its_flush_is_answered() {
+fn a_tag_is_free_after_the_reply_to_its_flush() {
     const TAGS: u16 = 16;
     const FLUSH: u16 = 100;
     // Some handlers are blocked by the measure of the monitor, 20 ms, and some are not.
@@ -272,7 +272,7 @@ fn a_tag_is_free_when_its_flush_is_answered() {
 
 /// A Tversion ends what is under way; whatever comes of that is nothing to the new session.
 #[test]
-fn what_waits_when_a_session_begins_is_not_answered() {
+fn requests_before_a_new_session_get_no_reply() {
     let (gate, server, mut client) = client(Wait::UntilTold);
     for tag in 0..TOGETHER {
         ask(&mut client, 1000 + tag);

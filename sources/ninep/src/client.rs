@@ -1,4 +1,4 @@
-//! What all parts of a client share.
+//! The shared state of a client.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -17,18 +17,18 @@ use crate::locks::ParkedLocks;
 use crate::options::{self, Error};
 use crate::session::{Held, Session};
 
-/// How often the keeper looks whether some request is overdue.
+/// The interval of checks for overdue requests.
 const TICK: Duration = Duration::from_secs(1);
-/// How often it looks whether somebody who waits for a lock has given up.
+/// The interval of checks for callers that no longer wait for a lock.
 const TICK_PARKED: Duration = Duration::from_millis(50);
 
-/// How long the root's attributes and totals may take before those that were seen last are returned. umount(8) asks for them before
-/// it unmounts: it must not wait for a server that is gone.
+/// How long the root's attributes and statistics may take before the last known ones are returned: umount(8) requests
+/// them, and must not wait for a dead server.
 const ROOT_PATIENCE: Duration = Duration::from_secs(1);
 
 const PERMISSIONS: u32 = 0o7777;
 
-/// The most data that messages are agreed to carry fits in memory.
+/// The maximum data of the negotiated messages fits in memory.
 impl Connection {
     pub(crate) fn msize(&self) -> usize {
         usize::try_from(self.msize.load(std::sync::atomic::Ordering::Relaxed)).unwrap_or(usize::MAX)
@@ -44,10 +44,10 @@ pub(crate) struct Shared {
     pub(crate) dirs: Handles<OpenDir>,
     pub(crate) parked: ParkedLocks,
     pub(crate) changes: Changes,
-    /// None: every read and write is a request.
+    /// `None`: every read and write is a request.
     pub(crate) cache: Option<Cache>,
     pub(crate) waiting: Mutex<WaitingTransfers>,
-    /// Of the root, as the server told last.
+    /// Of the root, as last returned by the server.
     totals: Mutex<Option<Statfs>>,
 }
 
@@ -61,7 +61,7 @@ fn totals(reply: Reply<'_>) -> Option<Statfs> {
     if let Reply::Statfs { totals, .. } = reply { Some(totals) } else { None }
 }
 
-/// What is asked for of a file.
+/// The requested attributes of a file.
 pub(crate) const WANTED: u64 = valid::BASIC | valid::BTIME | valid::GENERATION;
 
 impl Shared {
@@ -71,7 +71,7 @@ impl Shared {
         let message_bytes_max = Self::message_bytes(&link.current());
         let mut limits = Limits { message_bytes_max, ..Limits::of(link.options.cache_bytes) };
         if link.options.depth <= limits.depth {
-            // Others would wait behind what nobody waits for.
+            // Other requests would wait behind unneeded data.
             limits.around_bytes_max = 0;
         }
         let cache = wants_cache.then(|| Cache::new(limits)).transpose();
@@ -96,13 +96,13 @@ impl Shared {
         known.map_or_else(|| self.getattr_of(&inode), |known| self.getattr_of_root(&inode, known))
     }
 
-    /// The attributes of the root, which are `known` if the server does not answer in time.
+    /// Returns the attributes of the root, or `known` if the server does not reply in time.
     fn getattr_of_root(&self, root: &Inode, known: Attr) -> Result<Attr> {
         let request = |fid| Request::Getattr { fid, mask: WANTED };
         self.ask_of_root(root, request, attributes)?.map_or(Ok(known), |found| root.note(&found))
     }
 
-    /// How much there is, and is free, where a file is.
+    /// Returns the statistics of a file's file system.
     pub(crate) fn statfs(&self, ino: Ino) -> Result<Statfs> {
         let inode = self.inodes.get(ino)?;
         let request = |fid| Request::Statfs { fid };
@@ -119,8 +119,8 @@ impl Shared {
         Ok(found)
     }
 
-    /// Looks at the root's attributes and totals, for those who ask when the server is gone; a server that does not answer in time is
-    /// not waited for.
+    /// Updates the root's attributes and statistics for callers while the server is gone; does not wait for a server
+    /// that does not reply in time.
     pub(crate) fn refresh_root(&self) -> Result<()> {
         let root = self.inodes.get(Ino::ROOT)?;
         if let Some(found) = self.ask_of_root(&root, |fid| Request::Getattr { fid, mask: WANTED }, attributes)? {
@@ -132,7 +132,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Asks something of the root; none if the server does not answer in time.
+    /// Sends a request about the root; `None` if the server does not reply in time.
     fn ask_of_root<T>(
         &self,
         root: &Inode,
@@ -149,7 +149,7 @@ impl Shared {
         if found.is_err() && self.link.current().is_broken() { Ok(None) } else { found }
     }
 
-    /// The same. What is written behind is written first, so that size and times are those that stay.
+    /// Returns the attributes of a file. Unwritten data are written first, so that size and times are final.
     pub(crate) fn getattr_of(&self, inode: &Inode) -> Result<Attr> {
         if let Some(file) = inode.cached().filter(|file| file.is_dirty()) {
             file.write_out();
@@ -169,7 +169,8 @@ impl Shared {
         })
     }
 
-    /// What is known of a file with data written behind, without asking: the server's answer would say less of its end.
+    /// Returns the known attributes of a file with unwritten data, without a request: the server does not know its
+    /// size.
     pub(crate) fn getattr_hint(&self, ino: Ino) -> Option<Attr> {
         let inode = self.inodes.get(ino).ok()?;
         let file = inode.cached().filter(|file| file.is_dirty())?;
@@ -177,8 +178,8 @@ impl Shared {
         seen.map(|(_, attr)| attr.with_size(file.size()))
     }
 
-    /// Does something by the fid of a file, or by an open one, if the server has lost sight of the other one because the
-    /// file's name is gone.
+    /// Runs an operation with the file's fid, or with an open one if the server cannot use the first because the name
+    /// was removed.
     pub(crate) fn by_any_fid<T>(
         &self,
         session: &Arc<Session>,
@@ -205,7 +206,7 @@ impl Shared {
         if let Some(file) = inode.cached()
             && (set.atime.is_some() || set.mtime.is_some())
         {
-            // Written later, it would change them once more.
+            // A later write would change them again.
             file.write_out();
         }
         if let Some(size) = set.size.take() {
@@ -222,7 +223,7 @@ impl Shared {
         self.getattr_of(&inode)
     }
 
-    /// Clears suid and sgid if the file had them when it was looked at last.
+    /// Clears suid and sgid if the last known mode has them.
     pub(crate) fn clear_privileges(&self, cx: &Caller<'_>, inode: &Inode) -> Result<()> {
         let known = lock(&inode.seen).map(|(_, attr)| attr);
         let Some(mode) = known.and_then(|attr| unprivileged(cx, &attr)) else { return Ok(()) };
@@ -231,14 +232,15 @@ impl Shared {
     }
 }
 
-/// The permission bits after a write by a caller without the right to keep suid and sgid; none if they stay as they are.
+/// Returns the permission bits after a write by a caller without the right to keep suid and sgid; `None` if they stay.
 fn unprivileged(cx: &Caller<'_>, attr: &Attr) -> Option<u32> {
     let left = without_privileges(attr.mode, attr.gid, cx);
     (left != attr.mode).then_some(left & PERMISSIONS)
 }
 
 impl Inode {
-    /// Notes what the server tells of a file. If it is not this file, it lies, or has another one there now.
+    /// Records attributes from the server. If they are those of another file, the server is wrong, or the file was
+    /// replaced.
     pub(crate) fn note(&self, found: &Getattr) -> Result<Attr> {
         if found.attr.kind() != self.kind {
             return Err(Errno::STALE);
@@ -248,8 +250,7 @@ impl Inode {
     }
 }
 
-/// What the keeper does: see to it that requests end, that a lost connection is made again, and that locks which nobody
-/// waits for any more are given up.
+/// The keeper: ends overdue requests, restores a lost connection, and cancels lock requests without a waiter.
 pub(crate) fn keep(shared: &Weak<Shared>) {
     loop {
         let Some(shared) = shared.upgrade() else { return };
@@ -262,7 +263,7 @@ pub(crate) fn keep(shared: &Weak<Shared>) {
         session.check();
         if session.is_broken() {
             shared.link.reconnect(|session| {
-                // Before anything is sent by the new connection.
+                // Before anything is sent on the new connection.
                 if let Some(cache) = &shared.cache {
                     cache.rewrite();
                 }

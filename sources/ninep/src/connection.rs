@@ -1,9 +1,9 @@
 //! One connection to a server: sends requests, and passes each reply to its caller.
 //!
-//! Callers send their requests themselves, under a lock that is held only for that, and sleep until the connection's
-//! reader wakes them with the reply. What nobody sleeps for (the cache's transfers, clunks, locks) goes through a queue that
-//! the connection's sender empties: the reader must never send, or it and the server could wait for each other to
-//! read. A server that breaks the protocol in any way loses the connection.
+//! Callers send their requests under a lock that is only held for that, and sleep until the connection's reader wakes
+//! them with the reply. Requests without a sleeping caller (the cache's transfers, clunks, locks) go through a queue to
+//! the connection's sender thread. The reader must never send, otherwise it and the server could each wait for the
+//! other to read. A server that violates the protocol loses the connection.
 
 mod pending;
 mod threads;
@@ -23,7 +23,7 @@ use pending::{Pending, Table};
 use crate::options::Options;
 use crate::transport::Stream;
 
-/// Locks that are waited for at a time. They do not count among the requests under way, for they may take for ever.
+/// The maximum number of waiting lock requests. They do not count as requests in flight, because they may never end.
 const PARKED_MAX: usize = 4096;
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -33,11 +33,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestError {
-    /// The server says so, or this client.
+    /// An error of the server, or of this client.
     Errno(Errno),
     /// The connection was lost.
     Lost {
-        /// Asking again does no harm: it was not sent, or comes to the same when done twice.
+        /// A retry is safe: the request was not sent, or is idempotent.
         harmless: bool,
     },
 }
@@ -50,7 +50,7 @@ impl From<Errno> for RequestError {
 
 pub(crate) type Outcome<T> = Result<T, RequestError>;
 
-/// Whether a request may be sent again when nobody knows what became of it.
+/// Returns whether a request of unknown outcome may be sent again.
 fn is_harmless(request_kind: u8) -> bool {
     !matches!(
         request_kind,
@@ -66,7 +66,7 @@ fn is_harmless(request_kind: u8) -> bool {
     )
 }
 
-/// A request as bytes. The data of a Twrite stay where they are.
+/// An encoded request. The data of a Twrite stay in place.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     kind: u8,
@@ -75,7 +75,8 @@ pub(crate) struct Outgoing {
     buffer: Option<Vec<u8>>,
 }
 
-/// What comes before the data. Those of reads and writes take no memory: the cache writes out when it is short.
+/// The bytes before the data. Those of reads and writes are not allocated, because the cache must write when memory is
+/// short.
 #[derive(Debug)]
 enum Head {
     Transfer([u8; WRITE_HEAD_BYTES]),
@@ -105,7 +106,7 @@ impl Outgoing {
         Self { kind: request.kind(), head: Head::Other(head), buffer: None }
     }
 
-    /// Reads into a buffer as long as what is asked for.
+    /// Creates a read into a buffer of the requested length.
     pub(crate) fn read(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
         Self::transfer(kind::TREAD, fid, offset, buffer)
     }
@@ -121,7 +122,7 @@ impl Outgoing {
     }
 
     fn set_tag(&mut self, tag: u16) {
-        // Tversion has a tag of its own (version(5)).
+        // Tversion has its own tag (version(5)).
         let tag = if self.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
         self.head.bytes_mut()[5..7].copy_from_slice(&tag.to_le_bytes());
     }
@@ -134,7 +135,7 @@ impl Outgoing {
     }
 }
 
-/// What a connection has done so far.
+/// The counters of a connection.
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) messages: AtomicU64,
@@ -149,22 +150,22 @@ pub(crate) struct Connection {
     timeout: Duration,
     heard: LastReceived,
     state: Mutex<State>,
-    /// Somebody can send, or the line is broken.
+    /// Signals room to send, or the end.
     room: Condvar,
-    /// There is something in the queue, or the line is broken.
+    /// Signals queued requests, or the end.
     work: Condvar,
     writer: Mutex<Box<dyn Write + Send>>,
     hang_up: Box<dyn Fn() + Send + Sync>,
     fids: Mutex<Fids>,
-    /// Those that end with this one.
+    /// The connections that end with this one.
     bound: Mutex<Vec<Weak<Connection>>>,
 }
 
-/// How many time limits an answer may take while others come: a window of long messages for each of many readers, over a
+/// How many time limits a reply may take while other replies arrive: a window of long messages for many readers, over a
 /// slow link.
 const OTHERS_FIRST: u32 = 20;
 
-/// When the server was heard last.
+/// The time of the last data from the server.
 #[derive(Debug)]
 struct LastReceived {
     begun: Instant,
@@ -185,7 +186,7 @@ impl LastReceived {
         self.last_ms.store(now_ms, Ordering::Relaxed);
     }
 
-    /// For how long nothing has come since then.
+    /// Returns how long nothing has arrived since then.
     fn silence(&self, since: Instant) -> Duration {
         let last = self.begun + Duration::from_millis(self.last_ms.load(Ordering::Relaxed));
         last.max(since).elapsed()
@@ -217,7 +218,7 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-/// A reply that somebody waits for.
+/// A reply that a caller waits for.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     slot: Arc<(Mutex<Option<Answer>>, Condvar)>,
@@ -235,7 +236,7 @@ impl Ticket {
         (Self { slot, harmless: is_harmless(request_kind) }, wake)
     }
 
-    /// Waits for the reply. When the server says nothing at all for too long, the connection is given up.
+    /// Waits for the reply. If the server is silent for too long, the connection ends.
     pub(crate) fn wait(self, connection: &Connection) -> Outcome<Message> {
         let begun = Instant::now();
         let waits = |slot: &mut Option<Answer>| slot.is_none();
@@ -248,7 +249,7 @@ impl Ticket {
             }
             drop(slot);
             connection.is_late();
-            // Its end wakes all who wait: at once, or when the write that is under way has failed.
+            // The end wakes all waiters: at once, or when the write in progress has failed.
             slot = lock(&self.slot.0);
             slot = self.slot.1.wait_while(slot, |slot| slot.is_none()).unwrap_or_else(PoisonError::into_inner);
         }
@@ -257,7 +258,7 @@ impl Ticket {
         answer.map_or(Err(RequestError::Errno(Errno::IO)), |answer| self.outcome(answer))
     }
 
-    /// Waits for the reply for this long only. Without one by then, nobody waits for it any more.
+    /// Waits for the reply for this time only. Afterwards the reply is ignored.
     pub(crate) fn wait_for(self, time: Duration) -> Option<Outcome<Message>> {
         let slot = lock(&self.slot.0);
         let waited = self.slot.1.wait_timeout_while(slot, time, |slot| slot.is_none());
@@ -294,7 +295,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Has two lines end together, now if one has ended already.
+    /// Makes two connections end together, at once if one has ended already.
     pub(crate) fn bind(one: &Arc<Self>, other: &Arc<Self>) {
         for (connection, bound) in [(one, other), (other, one)] {
             lock(&connection.bound).push(Arc::downgrade(bound));
@@ -306,19 +307,20 @@ impl Connection {
         }
     }
 
-    /// Sends requests one after the other, without waiting in between.
+    /// Sends requests without waiting in between.
     pub(crate) fn send(&self, requests: Vec<Outgoing>) -> Vec<Ticket> {
         requests.into_iter().map(|request| self.send_one(request)).collect()
     }
 
-    /// Sends a request; waits for a place among those under way if need be.
+    /// Sends a request; waits for a free slot if necessary.
     pub(crate) fn send_one(&self, request: Outgoing) -> Ticket {
         let (ticket, wake) = Ticket::new(request.kind);
         self.send_waking(request, wake);
         ticket
     }
 
-    /// The same, and has `wake` called with the answer, by any thread; it must not wait. Not for such calls themselves.
+    /// As [`Self::send_one`]; any thread calls `wake` with the reply, and `wake` must not wait. Must not be called from
+    /// such calls.
     pub(crate) fn send_waking(&self, mut request: Outgoing, wake: Wake) {
         let mut state = lock(&self.state);
         while state.broken.is_none() && state.table.in_flight() >= self.depth {
@@ -333,7 +335,7 @@ impl Connection {
         self.write(tag, request);
     }
 
-    /// Has a request sent that nobody sleeps for; `wake` is called by the reader and must not wait.
+    /// Queues a request without a waiting caller; the reader calls `wake`, which must not wait.
     pub(crate) fn send_later(&self, request: Outgoing, wake: Wake) {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
@@ -345,14 +347,14 @@ impl Connection {
         self.work.notify_one();
     }
 
-    /// The same for whoever waits for the reply, but not for a place among the requests under way.
+    /// As [`Self::send_later`], for a caller that waits for the reply but not for a free slot.
     pub(crate) fn send_one_later(&self, request: Outgoing) -> Ticket {
         let (ticket, wake) = Ticket::new(request.kind);
         self.send_later(request, wake);
         ticket
     }
 
-    /// Sends a request that may take for ever; answers its tag for [`Self::give_up`].
+    /// Sends a request that may never end; returns its tag for [`Self::give_up`].
     pub(crate) fn park(&self, mut request: Outgoing, wake: Wake) -> Result<Tag, Errno> {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
@@ -369,8 +371,7 @@ impl Connection {
         Ok(Tag(tag))
     }
 
-    /// Tells the server that the answer to a parked request is not wanted any more. If it comes all the same, before the
-    /// server has heard of this, its waker is called as ever.
+    /// Cancels a parked request. If the reply still arrives before the server has processed this, its waker is called.
     pub(crate) fn give_up(self: &Arc<Self>, tag: Tag) {
         let connection = Arc::clone(self);
         self.send_later(
@@ -383,7 +384,7 @@ impl Connection {
         );
     }
 
-    /// The server has forgotten a request (flush(5)): its tag is free again.
+    /// The server has cancelled a request (flush(5)): its tag is free.
     fn flushed(&self, tag: Tag) {
         let pending = lock(&self.state).table.remove(tag.0);
         if let Some(pending) = pending {
@@ -400,7 +401,7 @@ impl Connection {
         tag
     }
 
-    /// Writes a request that is registered.
+    /// Writes a registered request.
     fn write(&self, tag: u16, request: Outgoing) {
         let outcome = {
             let mut writer = lock(&self.writer);
@@ -437,7 +438,7 @@ impl Connection {
         lock(&self.state).broken.as_ref().map(|broken| broken.since)
     }
 
-    /// Ends the connection; whoever waits for a reply is told.
+    /// Ends the connection, and wakes all waiters.
     pub(crate) fn fail(&self, reason: &str) {
         let mut state = lock(&self.state);
         if state.broken.is_some() {
@@ -459,14 +460,14 @@ impl Connection {
         bound.iter().filter_map(Weak::upgrade).for_each(|connection| connection.fail(reason));
     }
 
-    /// How long the server may take yet for what it has had since then: it may not be silent for the time limit, nor answer
-    /// everything else for [`OTHERS_FIRST`] times as long. Over a slow link one answer may take longer than the time limit.
+    /// Returns how much longer the server may take for a request: it may not be silent for the time limit, nor reply to
+    /// others only for [`OTHERS_FIRST`] times as long. Over a slow link one reply may take longer than the time limit.
     fn patience(&self, since: Instant) -> Duration {
         let silent = self.timeout.saturating_sub(self.heard.silence(since));
         silent.min((self.timeout * OTHERS_FIRST).saturating_sub(since.elapsed()))
     }
 
-    /// Ends the connection if the server owes an answer for too long.
+    /// Ends the connection if a reply is overdue.
     pub(crate) fn check(&self) {
         let oldest = lock(&self.state).table.oldest();
         if oldest.is_some_and(|since| self.patience(since).is_zero()) {
@@ -475,21 +476,21 @@ impl Connection {
     }
 
     fn is_late(&self) {
-        self.fail(&format!("it has not answered a request for {} s", self.timeout.as_secs_f32()));
+        self.fail(&format!("it has not replied to a request for {} s", self.timeout.as_secs_f32()));
     }
 
-    /// Asks, and passes the reply to `take`.
+    /// Sends a request, and passes the reply to `take`.
     pub(crate) fn ask<T>(&self, request: &Request<'_>, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
         let message = self.send_one(Outgoing::new(request)).wait(self)?;
         self.take(&message, take)
     }
 
-    /// Asks for what is only done.
+    /// Sends a request whose reply has no content.
     pub(crate) fn tell(&self, request: &Request<'_>) -> Outcome<()> {
         self.ask(request, |_| Some(()))
     }
 
-    /// What a reply says. One that is not understood is the end of the connection.
+    /// Decodes a reply. An invalid one ends the connection.
     pub(crate) fn take<T>(&self, message: &Message, take: impl FnOnce(Reply<'_>) -> Option<T>) -> Outcome<T> {
         let flaw = match Reply::decode(&message.bytes) {
             Ok((_, Reply::Error(errno))) => return Err(RequestError::Errno(errno)),
@@ -503,7 +504,7 @@ impl Connection {
         Err(RequestError::Errno(Errno::IO))
     }
 
-    /// A number for a fid that the server does not know yet.
+    /// Returns an unused fid.
     pub(crate) fn new_fid(&self) -> Fid {
         let mut fids = lock(&self.fids);
         Fid(fids.free.pop().unwrap_or_else(|| {
@@ -512,7 +513,7 @@ impl Connection {
         }))
     }
 
-    /// The server does not know this fid any more, or never did.
+    /// Frees a fid that the server does not know.
     pub(crate) fn free_fid(&self, fid: Fid) {
         lock(&self.fids).free.push(fid.0);
     }
@@ -521,7 +522,7 @@ impl Connection {
     pub(crate) fn clunk_later(self: &Arc<Self>, fid: Fid) {
         let connection = Arc::clone(self);
         let free = Wake::call(move |answer| {
-            // Whatever it answers, the server has forgotten the fid (clunk(5)).
+            // Whatever its reply, the server has released the fid (clunk(5)).
             if let Answer::Message(_) = answer {
                 connection.free_fid(fid);
             }

@@ -1,4 +1,4 @@
-//! The thread that makes a client's connections.
+//! The thread that opens a client's connections.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -7,8 +7,8 @@ use std::thread::{self, JoinHandle};
 /// What it does, once.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread that makes all connections of a client, looks after them, and begins the threads that read replies. It is begun first: so it
-/// can have a right that the others do without, or be held to less than they are.
+/// The thread that opens and monitors all connections of a client, and starts their reader threads. It starts first, so
+/// it may have privileges that the others lack, or fewer.
 #[derive(Debug)]
 pub struct Connector {
     jobs: Sender<Job>,
@@ -16,11 +16,12 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// Begins it. It calls `prepare`, and waits for a client ([`Client::connect_by`](crate::Client::connect_by)); if there is none,
-    /// it ends when this is dropped.
+    /// Starts the thread. It calls `prepare`, and waits for a client
+    /// ([`Client::connect_by`](crate::Client::connect_by)); without one, it ends when this is dropped.
     ///
     /// # Errors
-    /// There can be no more threads.
+    ///
+    /// Those of starting a thread.
     pub fn begin(prepare: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (jobs, next): (_, Receiver<Job>) = mpsc::channel();
         let work = move || {
@@ -33,14 +34,14 @@ impl Connector {
         Ok(Self { jobs, thread })
     }
 
-    /// Has it do this, and no more.
+    /// Gives it its only job.
     pub(crate) fn start(self, job: Job) -> io::Result<JoinHandle<()>> {
         self.jobs.send(job).map_err(|_| has_ended())?;
         Ok(self.thread)
     }
 }
 
-/// The thread is not there any more.
+/// Returns the error for a thread that has ended.
 pub(crate) fn has_ended() -> io::Error {
     io::Error::other("the thread that connects has ended")
 }

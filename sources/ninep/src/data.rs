@@ -13,7 +13,7 @@ use crate::connection::{Answer, Connection, Message, Outcome, Outgoing, Wake, lo
 use crate::inode::Inode;
 use crate::session::Held;
 
-/// A file of the server, as its cache sees it.
+/// A file of the server, for its cache.
 #[derive(Debug)]
 struct Data {
     shared: Weak<Shared>,
@@ -29,11 +29,11 @@ struct Transfer {
     offset: u64,
     buffer: Vec<u8>,
     done: Done,
-    /// When it is given up; none before it had to wait.
+    /// When to abort it; `None` before it had to wait.
     until: Option<Instant>,
 }
 
-/// A transfer whose request is under way, with its buffer.
+/// A transfer with its request in flight, and its buffer.
 #[derive(Debug)]
 pub(crate) struct SentTransfer {
     transfer: Transfer,
@@ -43,7 +43,7 @@ pub(crate) struct SentTransfer {
 }
 
 impl SentTransfer {
-    /// The server has answered, or will not.
+    /// Called with the reply, or without one.
     pub(crate) fn answered(self, answer: Answer) {
         let Self { mut transfer, held, bytes } = self;
         match answer {
@@ -53,9 +53,9 @@ impl SentTransfer {
                 let moved = moved.map_err(|_| Errno::IO).and_then(|moved| moved);
                 transfer.done.end(message.buffer.take().unwrap_or_default(), moved);
             }
-            // The connection's threads cannot wait for the next one.
+            // The connection's threads cannot wait for the next connection.
             Answer::Lost { buffer, .. } => match (transfer.what, buffer) {
-                // What was to be written is gone with the request: zeros must not go in its place.
+                // The data to write are lost with the request: zeros must not replace them.
                 (TransferKind::Write, None) => transfer.done.end(Vec::new(), Err(Errno::IO)),
                 (_, buffer) => {
                     transfer.buffer = buffer.unwrap_or_else(|| vec![0; bytes]);
@@ -66,8 +66,8 @@ impl SentTransfer {
     }
 }
 
-/// Transfers that wait for a connection or for their file to be opened. One thread, which is there only then, does that
-/// waiting for all of them.
+/// Transfers that wait for a connection or for their file to be opened. One thread, which only exists then, waits for
+/// all of them.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingTransfers {
     transfers: VecDeque<Transfer>,
@@ -82,12 +82,12 @@ enum TransferKind {
 }
 
 impl Inode {
-    /// The file's cache, if the client has one and the file was opened.
+    /// Returns the file's cache, if the client has one and the file was opened.
     pub(crate) fn cached(&self) -> Option<&Arc<CachedFile>> {
         self.cached.get()
     }
 
-    /// The same, made if need be, for a file of this size.
+    /// Returns the file's cache, created if necessary, for a file of this size.
     pub(crate) fn cache(self: &Arc<Self>, shared: &Arc<Shared>, size: u64) -> Option<&Arc<CachedFile>> {
         let cache = shared.cache.as_ref()?;
         let data = || Arc::new(Data { shared: Arc::downgrade(shared), inode: Arc::downgrade(self) });
@@ -125,7 +125,7 @@ impl Data {
 }
 
 impl Transfer {
-    /// Sends it, if the connection and the fid are there; else that has to be waited for, by another thread.
+    /// Sends the transfer if connection and fid are available; otherwise queues it for another thread.
     fn begin(self) {
         let session = self.shared.link.current();
         let held = match self.what {
@@ -136,7 +136,7 @@ impl Transfer {
         match held.filter(|_| !session.is_broken()) {
             Some(held) => {
                 let beside = match self.what {
-                    // It is about all that was written before, by whatever connection.
+                    // A sync covers all earlier writes, of every connection.
                     TransferKind::Sync => None,
                     what => self.inode.extra_fid(&session, matches!(what, TransferKind::Read), self.buffer.len()),
                 };
@@ -153,7 +153,7 @@ impl Transfer {
         connection.send_waking(request, Wake::Transfer(SentTransfer { transfer: self, held, bytes }));
     }
 
-    /// Leaves it to the thread that waits.
+    /// Queues it for the waiting thread.
     fn queue_for_connection(mut self) {
         let (shared, now) = (Arc::clone(&self.shared), Instant::now());
         if *self.until.get_or_insert(now + shared.link.options.patience) <= now {
@@ -170,8 +170,8 @@ impl Transfer {
         let worker = Arc::clone(&shared);
         let started = std::thread::Builder::new().name("9p-again".into()).spawn(move || begin_again(&worker));
         if let Err(error) = started {
-            tracing::error!("data of a file are given up, for no thread can be had: {error}");
-            // Those that are dropped end with an error.
+            tracing::error!("data of a file are lost, because no thread can be started: {error}");
+            // Dropped transfers end with an error.
             let given_up = std::mem::take(&mut *lock(&shared.waiting));
             drop(given_up);
         }
@@ -214,7 +214,7 @@ fn request(what: TransferKind, held: &Held, offset: u64, buffer: Vec<u8>) -> Out
     }
 }
 
-/// How many bytes a reply says were moved.
+/// Returns how many bytes a reply reports.
 fn moved(connection: &Connection, what: TransferKind, message: &Message, bytes: usize) -> Outcome<Result<usize>> {
     if let Some(data) = message.data() {
         return Ok(Ok(data.len()));

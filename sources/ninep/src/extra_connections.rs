@@ -1,9 +1,10 @@
 //! Additional connections for data.
 //!
-//! Names, attributes, locks and fsync go by a session's first connection. Reads and writes of a file of which much is moved take
-//! turns on all of them, each by a fid of its own there. That fid is found by the names that lead to the file, nobody waits for
-//! it, and where it cannot be had (the name is gone, the mode forbids to open the file once more), the first connection serves
-//! alone. All connections end together (see [`Connection::bind`]), so there is no order of events that one alone has not.
+//! Names, attributes, locks and fsync use a session's first connection. Reads and writes of a file with much traffic
+//! alternate between all of them, with a separate fid on each. Such a fid is found by the names that lead to the file;
+//! no request waits for it. If it is not available (the name is gone, or the mode forbids another open), the first
+//! connection serves alone. All connections end together (see [`Connection::bind`]), so the order of events is that of
+//! one connection.
 
 use std::sync::Arc;
 
@@ -14,16 +15,16 @@ use crate::connection::{Answer, Connection, Outgoing, RequestError, Wake, lock};
 use crate::inode::{Inode, walked};
 use crate::session::{Held, Session};
 
-/// Of files of which less was moved since they were opened, in bytes, only the first connection knows: opening them on
-/// another one takes two messages.
+/// The minimum traffic in bytes since the open before further connections are used: opening a file there takes two
+/// messages.
 const BYTES_MIN: u64 = 4 << 20;
 
 /// The fids of an open file on further connections.
 #[derive(Debug, Default)]
 pub(crate) struct ExtraFids {
-    /// The session that they are of.
+    /// The session to which they belong.
     serial: Option<u64>,
-    /// Changes with it, and when the file is closed: what was begun before is not wanted any more.
+    /// Changes with the session and at close, so that fids requested earlier are discarded.
     generation: u64,
     moved_bytes: u64,
     turn: usize,
@@ -44,7 +45,7 @@ impl ExtraFids {
         if reads { &mut self.reads } else { &mut self.writes }
     }
 
-    /// Forgets everything; what was there is for the caller to drop.
+    /// Resets everything; the caller drops the old fids.
     fn reset(&mut self, serial: Option<u64>) -> Self {
         let new = Self { serial, generation: self.generation + 1, ..Self::default() };
         std::mem::replace(self, new)
@@ -52,7 +53,7 @@ impl ExtraFids {
 }
 
 impl Inode {
-    /// The fid to move so many bytes by, if it is a further connection's turn.
+    /// Returns the fid for a transfer of this many bytes, if it is a further connection's turn.
     pub(crate) fn extra_fid(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<Held>> {
         if session.further.is_empty() {
             return None;
@@ -74,7 +75,7 @@ impl Inode {
             _ => None,
         };
         drop(beside);
-        // A fid that is dropped is ended by a message.
+        // Dropping a fid sends a message.
         drop(old);
         if begins {
             for (index, root) in session.further.iter().enumerate() {
@@ -84,14 +85,14 @@ impl Inode {
         held
     }
 
-    /// The file was closed by the last who had it open.
+    /// Called at the last close of the file.
     pub(crate) fn close_extra_fids(&self) {
         let old = lock(&self.beside).reset(None);
         drop(old);
     }
 }
 
-/// A fid that is being opened. Its steps are taken by the connection's reader, which never waits.
+/// A fid being opened. The connection's reader takes the steps, so they never wait.
 #[derive(Debug)]
 struct Opening {
     inode: Arc<Inode>,

@@ -1,7 +1,7 @@
 //! Open files, and their bytes.
 //!
-//! All who have a file open share one fid for reading and one for writing: what is read ahead and written behind is
-//! nobody's in particular, and after the connection was lost there is one thing to open again.
+//! All openers of a file share one fid for reading and one for writing. Read-ahead and write-behind belong to the file,
+//! and after a lost connection there are only two fids to reopen.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
@@ -19,10 +19,10 @@ use crate::inode::Inode;
 use crate::options::Cache;
 use crate::session::{Held, Session};
 
-/// What servers want to have room for beside the data: Plan 9's `IOHDRSZ`. The heads are shorter, but diod refuses to list
-/// into more.
+/// The space that servers require beside the data: Plan 9's `IOHDRSZ`. The headers are shorter, but diod refuses
+/// listings with less.
 pub(crate) const HEAD_BYTES: usize = 24;
-/// Transfers are whole pages where the message has room for them.
+/// The unit of transfers in bytes, if the message has room for it.
 const PAGE_BYTES: usize = 4096;
 
 /// An open fid.
@@ -32,16 +32,16 @@ struct OpenFid {
     can_read: bool,
 }
 
-/// The open fids of a file, and who uses them.
+/// The open fids of a file, and their users.
 #[derive(Debug, Default)]
 pub(crate) struct Io {
     reads: Option<OpenFid>,
     writes: Option<OpenFid>,
     readers: usize,
     writers: usize,
-    /// The session of the earliest write that no fsync was answered for yet.
+    /// The session of the earliest write without a successful fsync.
     unsynced: Option<u64>,
-    /// Locks were lost together with a connection: nobody may go on as if he had them.
+    /// Locks were lost with a connection: their holders must get errors.
     pub(crate) lost_locks: bool,
 }
 
@@ -50,9 +50,9 @@ pub(crate) struct Io {
 pub(crate) struct Opened {
     pub(crate) inode: Arc<Inode>,
     access: Access,
-    /// Who locked something by it.
+    /// The owners of locks set through it.
     pub(crate) owners: Mutex<HashSet<LockOwner>>,
-    /// Which errors of write-behind it was told of.
+    /// The errors of write-behind that it has reported.
     pub(crate) errors: Option<ErrorCursor>,
 }
 
@@ -82,7 +82,7 @@ impl Io {
         self.writers += usize::from(access.writes);
     }
 
-    /// Takes an open file out; returns whether it was the last.
+    /// Removes an open file; returns whether it was the last.
     fn remove(&mut self, access: Access) -> bool {
         self.readers -= usize::from(access.reads);
         self.writers -= usize::from(access.writes);
@@ -97,7 +97,7 @@ impl Io {
         self.is_closed()
     }
 
-    /// Nobody has the file open.
+    /// Returns whether the file is not open.
     fn is_closed(&self) -> bool {
         self.readers + self.writers == 0
     }
@@ -124,11 +124,11 @@ fn open_fid(shared: &Shared, session: &Arc<Session>, inode: &Inode, flags: OFlag
         Reply::Open { qid, .. } => Some(qid),
         _ => None,
     })?;
-    // To diod, whose fids are paths, another file may have been moved there since.
+    // diod's fids are paths, so another file may be there now.
     if qid.path == inode.path { Ok(held) } else { Err(RequestError::Errno(Errno::STALE)) }
 }
 
-/// Opens for writing: for reading as well where the server lets us, for half-written pages.
+/// Opens for writing: for reading as well where the server allows it, for partially written pages.
 fn open_writing(shared: &Shared, session: &Arc<Session>, inode: &Inode, truncate: OFlags) -> Outcome<OpenFid> {
     match open_fid(shared, session, inode, OFlags::RDWR | truncate) {
         Ok(held) => Ok(OpenFid { held, can_read: true }),
@@ -164,7 +164,7 @@ impl Inode {
         Ok(held)
     }
 
-    /// A fid that is open, whatever for.
+    /// Returns an open fid for any purpose.
     pub(crate) fn open_fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
         let (open, is_written) = {
             let io = lock(&self.io);
@@ -172,32 +172,32 @@ impl Inode {
         };
         match open {
             Some(held) => Ok(held),
-            // A lock for writing wants a fid for writing.
+            // A write lock requires a fid for writing.
             None => self.fid_for(shared, session, !is_written),
         }
     }
 
-    /// The fid to read or to write by.
+    /// Returns the fid for reading or writing.
     pub(crate) fn fid_for(&self, shared: &Shared, session: &Arc<Session>, reads: bool) -> Outcome<Arc<Held>> {
         if reads { self.reading(shared, session) } else { self.writing(shared, session) }
     }
 
-    /// The fid to read by, if it is there.
+    /// Returns the fid for reading, if it is open.
     pub(crate) fn is_reading(&self, session: &Session) -> Option<Arc<Held>> {
         lock(&self.io).reading(session)
     }
 
-    /// The fid to write by, if it is there.
+    /// Returns the fid for writing, if it is open.
     pub(crate) fn is_writing(&self, session: &Session) -> Option<Arc<Held>> {
         lock(&self.io).writing(session)
     }
 
-    /// A fid that is open already, if there is one.
+    /// Returns an open fid, if there is one.
     pub(crate) fn opened_fid(&self, session: &Session) -> Option<Arc<Held>> {
         lock(&self.io).any(session)
     }
 
-    /// Adds an open file to those that share the fids, which are opened if need be.
+    /// Adds an open file to the sharers of the fids, which are opened if necessary.
     fn open(self: &Arc<Self>, shared: &Shared, session: &Arc<Session>, flags: OFlags) -> Outcome<Opened> {
         let access = Access::of(flags);
         let truncate = flags & OFlags::TRUNC;
@@ -220,7 +220,7 @@ impl Inode {
         Ok(Opened::new(self, access))
     }
 
-    /// Adds an open file whose fid there is already: the file was just made by it.
+    /// Adds an open file with the fid that created it.
     pub(crate) fn add_created(self: &Arc<Self>, held: Arc<Held>, flags: OFlags) -> Opened {
         let access = Access::of(flags);
         let open = OpenFid { held, can_read: access.reads };
@@ -233,13 +233,13 @@ impl Inode {
         Opened::new(self, access)
     }
 
-    /// Whether something was written to it that is neither durable nor kept to be written again.
+    /// Returns whether it has written data that are neither durable nor kept.
     pub(crate) fn is_unsynced(&self) -> bool {
         let is_past_cache = lock(&self.io).unsynced.is_some();
         is_past_cache || self.cached().is_some_and(|file| file.is_unkept())
     }
 
-    /// Ends the fids that were opened although nobody has the file open.
+    /// Releases fids that no open file uses.
     fn close_unused(&self) {
         let mut io = lock(&self.io);
         let old = if io.is_closed() { (io.reads.take(), io.writes.take()) } else { (None, None) };
@@ -247,7 +247,7 @@ impl Inode {
         drop(old);
     }
 
-    /// One of those who had the file open has it no more.
+    /// Called when an open file is closed.
     pub(crate) fn closed(&self, access: Access) {
         let is_last = lock(&self.io).remove(access);
         if is_last {
@@ -260,7 +260,7 @@ impl Inode {
 }
 
 impl Shared {
-    /// The most data in one message, in bytes.
+    /// Returns the maximum data of one message, in bytes.
     pub(crate) fn message_bytes(session: &Session) -> usize {
         let room = session.msize().saturating_sub(HEAD_BYTES);
         if room > PAGE_BYTES { room - room % PAGE_BYTES } else { room }
@@ -278,7 +278,7 @@ impl Shared {
         self.keep_open(cx, opened)
     }
 
-    /// Opens a new file by the fid that it was made by.
+    /// Opens a new file by the fid that created it.
     pub(crate) fn open_made(
         self: &Arc<Self>,
         cx: &Caller<'_>,
@@ -286,24 +286,24 @@ impl Shared {
         (held, flags): (Arc<Held>, OFlags),
         size: u64,
     ) -> Result<Handle> {
-        // A new file has none. Should it have been there, its server takes them away with the first write.
+        // A new file has none. If it existed already, its server removes them at the first write.
         *lock(&inode.no_capabilities) = Some((Instant::now(), Errno::NODATA));
         let mut opened = inode.add_created(held, flags);
         if flags.contains(OFlags::TRUNC) && inode.cached().is_some() {
-            // It was there already, and what is written behind belongs to what was before.
+            // It existed already, so unwritten data belong to its old contents.
             self.truncate(inode, 0).inspect_err(|_| inode.closed(opened.access))?;
         }
         opened.errors = inode.cache(self, size).map(|file| file.error_cursor());
         self.keep_open(cx, opened)
     }
 
-    /// Gives an open file its number. It is closed if it can have none.
+    /// Assigns a handle to an open file. Closes it on failure.
     fn keep_open(&self, cx: &Caller<'_>, opened: Opened) -> Result<Handle> {
         let (inode, access) = (Arc::clone(&opened.inode), opened.access);
         self.files.insert(cx.session, inode.ino, opened).inspect_err(|_| inode.closed(access))
     }
 
-    /// What is kept of a file is forgotten if the file has changed since it was looked at (close-to-open).
+    /// Drops cached data if the file has changed since they were cached (close-to-open).
     fn revalidate(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         if self.cache.is_none() {
             return Ok(());
@@ -317,7 +317,7 @@ impl Shared {
             return Ok(());
         }
         if told != stamp {
-            // Who opens is to see where the file ends now, though his kernel has just been told otherwise.
+            // The opener must see the current size, although its kernel has just received another one.
             self.changes.publish(SessionId::default(), || Change::Attr { ino: inode.ino });
         }
         if before != stamp {
@@ -344,7 +344,7 @@ impl Shared {
         truncated
     }
 
-    /// The cache of an open file, unless it is to be left out; what it holds is written then.
+    /// Returns the cache of an open file, unless it must be bypassed; its data are written then.
     fn cached<'a>(&self, opened: &'a Opened, at: &IoRange) -> Option<&'a Arc<CachedFile>> {
         let file = opened.inode.cached()?;
         if at.flags.contains(OFlags::DIRECT) {
@@ -362,17 +362,17 @@ impl Shared {
         }
     }
 
-    /// Writes what is written behind; clients have asked for that by a flush, unless they have vanished.
+    /// Writes unwritten data; clients have flushed before, unless they have disappeared.
     fn write_back(&self, opened: &Opened) {
         if let Some(file) = opened.inode.cached().filter(|file| file.is_dirty())
             && let Some(errors) = &opened.errors
             && let Err(errno) = file.flush(errors)
         {
-            tracing::error!("data of a file that was closed cannot be written: {errno}");
+            tracing::error!("cannot write data of a closed file: {errno}");
         }
     }
 
-    /// Writes what was written by a handle, and tells errors of that.
+    /// Writes the data of a handle, and returns their errors.
     pub(crate) fn flush(&self, opened: &Opened) -> Result<()> {
         match (opened.inode.cached(), &opened.errors) {
             (Some(file), Some(errors)) => file.flush(errors),
@@ -411,12 +411,12 @@ impl Shared {
         usize::try_from(done - at.offset).map_err(|_| Errno::IO)
     }
 
-    /// Whether the file ends here, as far as the server told: a short read here needs no other one that brings nothing.
+    /// Returns whether the file ends here according to the server, so that a short read needs no second one.
     fn ends_at(&self, inode: &Inode, offset: u64) -> bool {
         matches!(&*lock(&inode.seen), Some((_, attr)) if attr.size == offset)
     }
 
-    /// Reads a range by several messages at a time.
+    /// Reads a range by several concurrent messages.
     fn read_some(
         &self,
         session: &Arc<Session>,
@@ -448,7 +448,7 @@ impl Shared {
             }
         }
         match failed {
-            // What came before the error is told first.
+            // The bytes before the error are returned first.
             Some(fail) if read.is_empty() => Err(fail),
             _ => Ok(read),
         }
@@ -458,7 +458,7 @@ impl Shared {
         let opened = self.opened(cx, at)?;
         at.end()?;
         let written = self.write_opened(cx, &opened, at, input);
-        // Also what is written behind: the server will tell another time and length.
+        // Also for unwritten data: the server will report another time and size.
         opened.inode.change();
         written
     }
@@ -482,7 +482,7 @@ impl Shared {
                 Ok(0) => break,
                 Ok(count) => done += count,
                 Err(errno) if done == 0 => return Err(errno),
-                // What was written is told; what was not will be tried again, and tell the error.
+                // The written part is reported; the client retries the rest and gets the error then.
                 Err(_) => break,
             }
         }
@@ -493,7 +493,7 @@ impl Shared {
         Ok(done)
     }
 
-    /// Writes by several messages at a time; returns how much was written from the beginning on.
+    /// Writes by several concurrent messages; returns how many bytes were written from the start.
     fn write_some(&self, session: &Arc<Session>, inode: &Arc<Inode>, offset: u64, data: &[u8]) -> Outcome<usize> {
         let held = inode.writing(self, session)?;
         let held = inode.extra_fid(session, false, data.len()).unwrap_or(held);
@@ -537,7 +537,7 @@ impl Shared {
         let opened = self.files.get(cx.session, ino, handle)?;
         if let (Some(file), Some(errors)) = (opened.inode.cached(), &opened.errors) {
             file.fsync(errors)?;
-            // Some may have been written past the cache.
+            // Some data may have been written past the cache.
             if lock(&opened.inode.io).unsynced.is_none() {
                 return Ok(());
             }
@@ -545,8 +545,8 @@ impl Shared {
         self.sync(&opened.inode, data_only)
     }
 
-    /// Makes what was written durable. What was written by an earlier connection may be gone together with its server, and
-    /// nobody can tell.
+    /// Syncs written data. Data written on an earlier connection may be lost with its server, which this client cannot
+    /// know.
     pub(crate) fn sync(&self, inode: &Inode, data_only: bool) -> Result<()> {
         let unsynced = lock(&inode.io).unsynced.take();
         let outcome = self.link.with_retry(|session| {
@@ -556,7 +556,7 @@ impl Shared {
         });
         match (outcome, unsynced) {
             (Ok(now), Some(then)) if then < now => {
-                tracing::error!("a file's data may be lost: its server was started anew before they were durable");
+                tracing::error!("a file's data may be lost: its server was restarted before they were durable");
                 Err(Errno::IO)
             }
             (Ok(_), _) => Ok(()),
@@ -568,7 +568,7 @@ impl Shared {
         }
     }
 
-    /// Makes the names in a directory durable.
+    /// Syncs the names in a directory.
     pub(crate) fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<()> {
         let dir = self.dirs.get(cx.session, ino, handle)?;
         self.link.with_retry(|session| {
@@ -577,7 +577,7 @@ impl Shared {
         })
     }
 
-    /// Makes everything durable that was written, also to files that were closed since.
+    /// Syncs all written data, including those of closed files.
     pub(crate) fn syncfs(&self) -> Result<()> {
         let mut outcome = self.inodes.has_all_unsynced();
         for inode in self.inodes.all().into_iter().filter(|inode| inode.is_unsynced()) {
@@ -592,7 +592,7 @@ impl Shared {
         outcome.and(cached)
     }
 
-    /// Makes durable what was written to a file, which is opened for that if nobody has it open.
+    /// Syncs the data of a file, which is opened for that if necessary.
     fn sync_written(&self, inode: &Arc<Inode>) -> Result<()> {
         let ready = self.link.with_retry(|session| match inode.open_fid(self, session) {
             Err(RequestError::Errno(Errno::ACCESS | Errno::PERM)) => inode.writing(self, session),

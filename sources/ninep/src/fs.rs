@@ -119,7 +119,7 @@ impl FileSystem for Client {
 
     fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let opened = self.shared.files.get(cx.session, ino, handle)?;
-        // Others see what was written before they get the lock.
+        // Other clients must see earlier writes before they get the lock.
         let flushed = self.shared.flush(&opened);
         flushed.and(self.shared.drop_owner(&opened.inode, LockOwner { session: cx.session, id: owner }))
     }

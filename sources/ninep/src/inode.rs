@@ -18,13 +18,13 @@ use crate::locks::OwnLocks;
 use crate::options::Options;
 use crate::session::{Held, Session};
 
-/// How deep in the tree a file is looked for again: deeper than any path that Linux takes in one call.
+/// The maximum depth at which a file is looked up again: deeper than any path of one Linux system call.
 const DEPTH_MAX: usize = 4096;
 
-/// Files that are kept only to be made durable by the next sync of everything: each takes about 1 KiB.
+/// The maximum number of files kept only to be synced by the next syncfs: each takes about 1 KiB.
 const UNSYNCED_MAX: usize = 1 << 16;
 
-/// Counts changes that clients of this process have made, so that there is a before and an after.
+/// Counts changes by clients of this process, to order them.
 static CHANGES: AtomicU64 = AtomicU64::new(0);
 
 /// The time in changes.
@@ -32,7 +32,7 @@ pub(crate) fn now_in_changes() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
-/// What tells files of a server apart.
+/// Identifies a file of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     pub(crate) path: u64,
@@ -41,7 +41,8 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// The key of a file with these attributes. A server whose qid says another type than the mode is lying.
+    /// Returns the key of a file with these attributes. A qid whose type differs from the mode is an error of the
+    /// server.
     pub(crate) fn of(found: &Getattr) -> Result<Self> {
         let kind = found.attr.kind();
         if kind == FileType::Unknown || (found.qid.kind == QidKind::DIR) != (kind == FileType::Directory) {
@@ -51,7 +52,7 @@ impl Key {
     }
 }
 
-/// What tells a file from a later one of the same number: numbers of files that are gone are used again.
+/// Distinguishes a file from a later one with the same, reused number.
 #[derive(Clone, Copy, Debug, Default)]
 struct BirthStamp {
     /// None where the server does not tell.

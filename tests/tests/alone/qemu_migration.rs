@@ -195,14 +195,14 @@ fn migrates(flags: &[&str]) {
 }
 
 #[test]
-fn a_guest_goes_on_writing_in_another_qemu() {
+fn a_guest_continues_to_write_in_another_qemu() {
     let _alone = ferry_tests::alone();
     migrates(&["--cache", "always"]);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn a_guest_goes_on_writing_in_another_qemu_by_file_handles() {
+fn a_guest_continues_to_write_in_another_qemu_by_file_handles() {
     let _alone = ferry_tests::alone();
     migrates(&["--cache", "always", "--migration-mode", "file-handles"]);
 }

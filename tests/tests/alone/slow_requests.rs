@@ -78,7 +78,7 @@ fn slow_requests_hold_up_no_others_of_their_queue() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn any_number_of_slow_requests_holds_up_no_others() {
+fn slow_requests_delay_no_others() {
     let _alone = alone();
     let Some(mounted) = Mounted::new() else { return };
     let mut guest = Guest::start(&mounted);

@@ -178,12 +178,12 @@ fn slow_requests_hold_up_no_others_of_their_device() {
 
 #[test]
 #[ignore = "takes a minute"]
-fn any_number_of_slow_requests_holds_up_no_others_of_their_socket() {
+fn slow_requests_delay_no_others_of_their_socket() {
     others_are_undisturbed(false, &[1, 8, SLOW_MAX], LONG);
 }
 
 #[test]
 #[ignore = "takes a minute"]
-fn any_number_of_slow_requests_holds_up_no_others_of_their_device() {
+fn slow_requests_delay_no_others_of_their_device() {
     others_are_undisturbed(true, &[1, 8, SLOW_MAX], LONG);
 }

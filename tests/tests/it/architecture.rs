@@ -167,7 +167,7 @@ fn every_request_has_a_row() {
 }
 
 #[test]
-fn every_file_that_is_named_exists_and_has_what_is_said_to_be_in_it() {
+fn every_named_file_exists_and_has_the_named_items() {
     let mut wrong = BTreeSet::new();
     for page in pages() {
         let shown = page.strip_prefix(root()).unwrap_or(&page).display().to_string();

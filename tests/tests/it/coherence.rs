@@ -252,7 +252,7 @@ fn staleness_in_one_process_with_two_sources() {
 
 /// More changes than the kernel keeps, while the server is stopped: everything is looked at again.
 #[test]
-fn too_many_changes_are_made_up_for() {
+fn too_many_changes_drop_all_caches() {
     let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events").unwrap_or_default();
     let limit: u32 = limit.trim().parse().unwrap_or(u32::MAX);
     if limit > 200_000 {
@@ -284,7 +284,7 @@ fn too_many_changes_are_made_up_for() {
 
 /// Stores through a mapping make no events. The close of the file does.
 #[test]
-fn what_the_host_stores_through_a_mapping_is_seen_when_it_is_closed() {
+fn stores_of_the_host_through_a_mapping_are_seen_after_close() {
     let Some(mounted) = Mounted::with(&cell("always", false), &options(&[])) else { return };
     let (host, seen) = (mounted.below.join("file"), mounted.site.path.join("file"));
     fs::write(&host, "old bytes").unwrap();
@@ -302,7 +302,7 @@ fn what_the_host_stores_through_a_mapping_is_seen_when_it_is_closed() {
 
 /// Who may not watch is told so: an error with `--watch always`.
 #[test]
-fn who_may_not_watch_is_told() {
+fn watching_without_permission_is_an_error() {
     if let Some(why) = missing() {
         ferry_skip::skip!("{why}");
         return;

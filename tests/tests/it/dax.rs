@@ -264,7 +264,7 @@ fn map_end(driver: &mut Driver, line: &UnixStream, node: u64) -> (File, u64) {
 }
 
 #[test]
-fn mappings_are_asked_for_and_given_back() {
+fn mappings_are_created_and_removed() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -334,7 +334,7 @@ fn mappings_are_asked_for_and_given_back() {
 /// A write across the end of a file Linux sends as a whole, also what lies before the end. It has stored bytes there, maybe, of which nobody was
 /// told; and programs that map the last page may have stored some behind the end, which are to be lost.
 #[test]
-fn a_write_across_the_end_comes_after_what_was_stored_there() {
+fn a_write_across_the_end_follows_earlier_stores() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -464,7 +464,7 @@ fn a_copy_is_not_read_for_every_request() {
 
 /// Of what a guest may have stored, others are told when it gives a mapping back.
 #[test]
-fn who_panics_when_told_of_a_change_ends_no_window() {
+fn a_panic_in_a_listener_keeps_the_window() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -523,7 +523,7 @@ fn holes_are_filled_before_the_guest_writes() {
 }
 
 #[test]
-fn nobody_waits_for_a_front_end_that_does_not_answer() {
+fn a_silent_front_end_blocks_no_request() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
@@ -564,7 +564,7 @@ fn nobody_waits_for_a_front_end_that_does_not_answer() {
 
 /// What a guest's front end does with a mapping of which the host took the file away, is its own business; the server goes on.
 #[test]
-fn a_file_that_the_host_truncates_ends_nobody() {
+fn a_file_truncated_by_the_host_ends_no_process() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;

@@ -37,7 +37,7 @@ fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> Wish {
 
 /// Another guest cuts a file: what is behind its new end is unmapped before it is short.
 #[test]
-fn what_another_guest_cuts_is_unmapped_before() {
+fn a_file_cut_by_another_guest_is_unmapped_before() {
     const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     if !mem.features().backing {
@@ -91,7 +91,7 @@ fn what_another_guest_cuts_is_unmapped_before() {
 }
 
 #[test]
-fn what_is_mapped_and_what_is_copied_are_the_same_pages() {
+fn mapped_and_copied_pages_are_the_same() {
     let mem = Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     if !mem.features().backing {
         ferry_skip::skip!("this user may not mount a tmpfs");

@@ -168,7 +168,7 @@ fn is_seen_to(what: &str, victim: &mut Victim, (file, end): (&Path, u64), cut: i
 }
 
 #[test]
-fn nothing_behind_the_new_end_is_mapped_when_a_file_is_made_shorter() {
+fn nothing_past_the_new_end_is_mapped_when_a_file_shrinks() {
     const PART: u64 = CHUNK + 5000;
     const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
     const COLLAPSE: u32 = libc::FALLOC_FL_COLLAPSE_RANGE.cast_unsigned();
@@ -249,7 +249,7 @@ fn a_server_that_confines_itself_sees_to_it_too() {
 
 /// The guest's own virtual machine monitor is its own matter: its kernel keeps away from what it cuts.
 #[test]
-fn who_makes_a_file_shorter_keeps_what_is_mapped() {
+fn a_client_that_shortens_a_file_keeps_its_mappings() {
     let _alone = alone();
     let share = share("own");
     let mut victim = Victim::new(&share.socket);
@@ -322,7 +322,7 @@ fn holes_and_copies_leave_blocks_under_windows() {
 
 /// The front end of a guest with two shares tells both of what it maps, and waits for both: also for the one whose request waits for it.
 #[test]
-fn a_guest_cuts_in_one_share_what_it_has_mapped_by_another() {
+fn a_guest_cuts_a_file_that_it_has_mapped_in_another_share() {
     let _alone = alone();
     let share = share("two");
     let mut victim = Victim::new(&share.socket);

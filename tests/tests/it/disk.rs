@@ -106,7 +106,7 @@ fn a_read_only_disk_stays_as_it_is() {
 }
 
 #[test]
-fn a_full_disk_fails_what_needs_room_and_nothing_else() {
+fn a_full_disk_fails_only_allocating_requests() {
     let mounted = Tmpfs::new();
     let folder = tempfile::tempdir_in(mounted.0.path()).unwrap();
     let file = folder.path().join("disk");
@@ -121,7 +121,7 @@ fn a_full_disk_fails_what_needs_room_and_nothing_else() {
 }
 
 #[test]
-fn a_truncated_file_fails_what_is_gone_and_nothing_else() {
+fn a_truncated_file_fails_only_requests_past_its_end() {
     let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
     good(&disk.qemu_io(&["write -P 4 0 4M"]));
     fs::File::options().write(true).open(&disk.file).unwrap().set_len(MIB).unwrap();
@@ -147,7 +147,7 @@ fn a_larger_file_is_a_larger_disk() {
 }
 
 #[test]
-fn what_is_written_bypassing_the_cache_is_seen_by_unaligned_requests() {
+fn direct_writes_are_seen_by_unaligned_requests() {
     let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
     good(&disk.qemu_io(&["write -P 1 0 64k", "aio_write -P 2 4096 4096", "aio_flush", "read -P 2 4096 4096"]));
     let mut bytes = [0; 3];

@@ -73,7 +73,7 @@ fn on_bad_file(cache: Cache, test: impl FnOnce(&Offered)) {
 }
 
 #[test]
-fn a_file_that_fails_fails_what_it_must_and_nothing_else() {
+fn a_failing_file_fails_only_affected_requests() {
     for cache in [Cache::None, Cache::Writeback] {
         on_bad_file(cache, |disk| {
             // Nothing can be punched there, so discards are not offered.
@@ -107,7 +107,7 @@ fn a_file_that_fails_fails_what_it_must_and_nothing_else() {
 }
 
 #[test]
-fn slow_places_hold_up_nobody_and_failed_flushes_are_told() {
+fn slow_sectors_delay_no_others_and_failed_flushes_are_reported() {
     on_bad_file(Cache::None, |disk| {
         let mut driver = Driver::connect(&disk.socket, config(FEATURES & !(1 << 13))).unwrap();
         let slow = [read(&mut driver, 5 * MIB, 4096), write(&mut driver, 5 * MIB + 4096, &[3; 512])];
@@ -141,7 +141,7 @@ fn slow_places_hold_up_nobody_and_failed_flushes_are_told() {
 /// uses it.
 #[test]
 #[ignore = "long: make test-all"]
-fn a_device_that_fails_fails_what_it_must_and_nothing_else() {
+fn a_failing_device_fails_only_affected_requests() {
     let script = format!(
         r#"
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR=/run
@@ -252,7 +252,7 @@ fn requests_that_are_no_whole_blocks_are_refused() {
 /// A server that is killed ends before its writes do. Until they have ended, nobody else gets the disk: they would overwrite
 /// what the next server writes to the same places.
 #[test]
-fn what_a_killed_server_left_in_the_kernel_is_waited_for() {
+fn writes_of_a_killed_server_in_the_kernel_are_waited_for() {
     on_bad_mount(|file| {
         let Some(device) = Loop::new(&file, 512) else {
             ferry_skip::skip!("no loop devices here");
@@ -317,7 +317,7 @@ impl Drop for Small {
 }
 
 #[test]
-fn a_full_file_system_fails_what_needs_room_and_nothing_else() {
+fn a_full_file_system_fails_only_allocating_requests() {
     let Some(small) = Small::new() else {
         ferry_skip::skip!("no loop devices here");
         return;
@@ -463,7 +463,7 @@ fn push(driver: &mut Driver, chain: &[(u64, u32, u16, u16)]) {
 }
 
 #[test]
-fn a_file_that_shrinks_under_direct_transfers_fails_what_is_gone() {
+fn a_file_that_shrinks_fails_direct_transfers_past_its_end() {
     let disk = Offered::new(Place::Disk, 8 * MIB, &Options::default());
     let file = File::options().write(true).open(&disk.file).unwrap();
     file.write_all_at(&vec![5; 8 << 20], 0).unwrap();

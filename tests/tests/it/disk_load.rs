@@ -51,7 +51,7 @@ fn run(socket: &Path, load: &Load) -> Report {
 }
 
 #[test]
-fn every_block_holds_what_was_written_last() {
+fn every_block_holds_its_last_write() {
     let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
     for load in [
         base(),
@@ -91,7 +91,7 @@ fn a_block_that_changes_behind_the_load_is_noticed() {
 }
 
 #[test]
-fn what_is_no_load_for_a_disk_is_refused() {
+fn invalid_loads_for_a_disk_are_refused() {
     let disk = Offered::new(Place::Disk, BYTES, &Options::default());
     for load in [
         Load { op: Op::Lookup, ..base() },

@@ -167,7 +167,7 @@ fn killed_100_times_with_an_image() {
 }
 
 #[test]
-fn the_next_server_waits_for_nobody_and_a_second_one_is_refused() {
+fn the_next_server_starts_at_once_and_a_second_one_is_refused() {
     let mut server = Process::new(Place::Disk, BYTES, DIRECT.args);
     let mut driver = DIRECT.connect(&server);
     let mut load = Load::new(&mut driver, SECTORS, 3, true);
@@ -205,7 +205,7 @@ fn a_cache_that_is_off_stays_off() {
 }
 
 #[test]
-fn a_reboot_forgets_what_was_in_flight_and_nothing_else() {
+fn a_reboot_drops_only_requests_in_flight() {
     for way in [DIRECT, PACKED] {
         let mut server = Process::new(Place::Disk, BYTES, way.args);
         let mut driver = way.connect(&server);

@@ -91,14 +91,14 @@ fn close_to_open(cache: Cache) {
 }
 
 #[test]
-fn what_is_closed_is_seen_when_it_is_opened() {
+fn closed_files_are_seen_by_later_opens() {
     let _alone = alone();
     close_to_open(Cache::Auto);
 }
 
 /// Bytes that neither length nor time of change tell of: only that each open asks for them again shows them.
 #[test]
-fn what_is_opened_is_read_anew() {
+fn opened_files_are_read_again() {
     let _alone = alone();
     let share = Share::new(Cache::Auto);
     let file = share.path.join("file");
@@ -126,7 +126,7 @@ fn what_is_opened_is_read_anew() {
 
 /// However long a guest may keep attributes: who opens a file finds where it ends now, by whichever way it is opened.
 #[test]
-fn what_is_opened_ends_where_it_ends_now() {
+fn opened_files_have_their_current_size() {
     let _alone = alone();
     let kept = Some(Duration::from_secs(1000));
     let options = Options { entry_timeout: kept, attr_timeout: kept, ..options(Cache::Auto, false) };
@@ -162,7 +162,7 @@ fn what_is_opened_ends_where_it_ends_now() {
 
 /// Who writes back believes its own length of a file, and is therefore to be the only one that writes to it.
 #[test]
-fn what_is_written_back_is_seen_when_it_is_closed_or_synced() {
+fn written_back_data_are_seen_after_close_or_sync() {
     let _alone = alone();
     let share = Share::with(Place::Disk, options(Cache::Auto, true));
     let one = "
@@ -253,7 +253,7 @@ const SLACK: f64 = 0.5;
 /// How late a guest sees what the host changes (a length, a name that goes, one that comes): never later than its timeout, for it cannot
 /// be told. Measured in the guest between a file that is always asked for and what it knows.
 #[test]
-fn what_a_guest_keeps_is_given_up_in_time() {
+fn cached_data_of_a_guest_expire() {
     let _alone = alone();
     for (timeout, bound) in [(0, 0), (1, 1), (3, 3)] {
         let timeout = Some(Duration::from_secs(timeout));

@@ -21,7 +21,7 @@ fn peak_kib() -> u64 {
 }
 
 #[test]
-fn requests_beyond_what_was_agreed_on_take_no_memory() {
+fn requests_beyond_the_negotiated_size_take_no_memory() {
     if !ferry_alone::in_own_process() {
         return;
     }

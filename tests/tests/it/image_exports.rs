@@ -230,7 +230,7 @@ fn assert_same(found: &BTreeMap<PathBuf, Facts>, expected: &BTreeMap<PathBuf, Fa
 }
 
 #[test]
-fn a_driver_is_told_the_whole_tree() {
+fn a_driver_reads_the_whole_tree() {
     let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;

@@ -288,19 +288,19 @@ echo proved
 
 #[test]
 #[ignore = "long: make test-all"]
-fn the_kernel_proves_what_it_reads_of_packs() {
+fn the_kernel_verifies_reads_of_packs() {
     in_a_guest(PACKS, Path::new(""));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn the_kernel_proves_what_it_reads() {
+fn the_kernel_verifies_reads() {
     in_a_guest(OBJECTS, &GuestCache::from_env().unwrap().composefs().unwrap().join("bin/mount.composefs"));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn the_kernel_proves_what_was_pulled() {
+fn the_kernel_verifies_pulled_images() {
     let registry = GuestCache::from_env().unwrap().path().join("registry/bin/docker-registry");
     if !registry.exists() {
         ferry_skip::skip!("no docker-registry: guest/fetch registry brings it");

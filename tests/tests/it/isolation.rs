@@ -203,14 +203,14 @@ fn each_role_is_held_to_its_own() {
 }
 
 #[test]
-fn each_wall_holds_for_root() {
+fn each_layer_holds_for_root() {
     if is_root() {
         each_wall_holds(0);
     }
 }
 
 #[test]
-fn each_wall_holds_for_others() {
+fn each_layer_holds_for_others() {
     if is_root() {
         each_wall_holds(USER);
     }
@@ -288,7 +288,7 @@ fn a_server_of_roots_is_confined() {
 }
 
 #[test]
-fn a_server_of_somebody_elses_is_confined() {
+fn a_server_of_another_user_is_confined() {
     if !is_root() {
         return;
     }
@@ -519,7 +519,7 @@ fn one_that_is_bound_to_a_cpu_polls() {
 
 /// What cannot be confined says so, if it was asked to be.
 #[test]
-fn what_does_not_fit_is_refused() {
+fn unsuitable_options_are_refused() {
     let folder = folder(Place::Disk);
     for (line, words) in [
         ("share mem --mount m --sandbox namespace", "is mounted on this host"),
@@ -538,7 +538,7 @@ fn what_does_not_fit_is_refused() {
 /// A descriptor of a file keeps its bytes on the host, whoever deletes it. A guest that is never told of that keeps the
 /// file in mind for as long as it has memory; so the server lets go of it on its own.
 #[test]
-fn what_the_host_deletes_takes_no_room() {
+fn files_deleted_by_the_host_release_their_space() {
     if !is_root() {
         return;
     }

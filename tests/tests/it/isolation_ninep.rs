@@ -148,7 +148,7 @@ fn ports_are_reached_for_others() {
 
 /// By a name, which is looked up again inside each time; with TLS, whose files are gone by then.
 #[test]
-fn names_are_looked_up_behind_walls() {
+fn names_are_resolved_in_the_sandbox() {
     if !is_root() {
         return;
     }
@@ -184,7 +184,7 @@ fn names_are_looked_up_behind_walls() {
 /// By a name that a name server knows, with two addresses. Which of them is better the C library asks the kernel by a socket of its own kind,
 /// is told no, and goes on.
 #[test]
-fn name_servers_are_asked_behind_walls() {
+fn name_servers_are_queried_in_the_sandbox() {
     if !is_root() {
         return;
     }
@@ -249,7 +249,7 @@ fn name_server(socket: &UdpSocket, addresses: &[[u8; 4]], questions: &AtomicUsiz
 
 /// Beside a directory: its threads are in no network, and each kind has the capabilities that it needs.
 #[test]
-fn a_directory_beside_it_has_its_own_walls() {
+fn a_directory_beside_it_has_its_own_sandbox() {
     if !is_root() {
         return;
     }
@@ -275,7 +275,7 @@ fn a_directory_beside_it_has_its_own_walls() {
 
 /// Who waits for a lock is told by a thread that the connection's reader starts.
 #[test]
-fn locks_are_waited_for_behind_walls() {
+fn locks_are_waited_for_in_the_sandbox() {
     let behind = server(rustix::process::geteuid().as_raw(), "unix:n");
     let line = format!("share 9p:unix:{} --virtiofs s --json", behind.home.at("n").display());
     let client = Home::of(rustix::process::geteuid().as_raw()).serve(&line);
@@ -297,7 +297,7 @@ fn locks_are_waited_for_behind_walls() {
 /// A server that answers nonsense loses its connection by whoever has read that, which is a guest's thread; the next one is made, and the
 /// share goes on.
 #[test]
-fn connections_are_ended_behind_walls() {
+fn connections_are_closed_in_the_sandbox() {
     let behind = server(rustix::process::geteuid().as_raw(), "unix:n");
     let lies = Arc::new(AtomicBool::new(false));
     forward(UnixListener::bind(behind.home.at("between")).unwrap(), behind.home.at("n").as_path(), &lies);
@@ -359,7 +359,7 @@ fn answer(mut server: UnixStream, mut client: UnixStream, lies: &AtomicBool) {
 
 /// What is said when the server is not there, and that nothing is left behind: the process inside has found out.
 #[test]
-fn a_server_that_is_not_there_is_said() {
+fn a_missing_server_is_reported() {
     let home = Home::of(rustix::process::geteuid().as_raw());
     let port = port();
     let line = format!("share 9p:tcp:127.0.0.1:{port} --virtiofs s --json");

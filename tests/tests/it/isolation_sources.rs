@@ -69,7 +69,7 @@ fn flat_images_of_roots_are_confined() {
 }
 
 #[test]
-fn flat_images_of_somebody_elses_are_confined() {
+fn flat_images_of_another_user_are_confined() {
     if is_root() {
         flat_images_are_confined(USER);
     }
@@ -164,7 +164,7 @@ fn persistent_memory_of_roots_is_confined() {
 }
 
 #[test]
-fn persistent_memory_of_somebody_elses_is_confined() {
+fn persistent_memory_of_another_user_is_confined() {
     if is_root() {
         persistent_memory_is_confined(USER);
     }
@@ -172,7 +172,7 @@ fn persistent_memory_of_somebody_elses_is_confined() {
 
 /// What asks servers while it serves stays outside, and says so to who insists.
 #[test]
-fn what_asks_servers_is_not_confined() {
+fn sources_that_contact_servers_are_not_confined() {
     let home = image_of(rustix::process::geteuid().as_raw(), "flat");
     let line = "share image:image --store store --from oci:localhost/none:1 --virtiofs s --sandbox namespace";
     let output = home.command(&[], line).output().unwrap();

@@ -234,7 +234,7 @@ fn locks_are_shared(source: &str) {
 
 /// The kernel keeps the mount's locks, and would the guest's; so it has not to be told of each close.
 #[test]
-fn local_locks_are_met_by_nobody_else() {
+fn local_locks_conflict_with_no_others() {
     const O_RDONLY: u32 = 0;
     if let Some(why) = missing() {
         ferry_skip::skip!("{why}");

@@ -50,13 +50,13 @@ fn changes_by_both() {
 }
 
 #[test]
-fn changes_of_what_is_passed_through() {
+fn changes_of_passthrough_files() {
     changes(["mem_passthrough_always", "mem_passthrough_always"]);
     changes(["dir_passthrough_always", "dir_uring_always"]);
 }
 
 #[test]
-fn changes_of_what_persists() {
+fn changes_of_persistent_files() {
     changes(["pmem_uring_always", "pmem_devfuse_always"]);
 }
 
@@ -202,7 +202,7 @@ on_cells!(past_the_server: quick [mem_passthrough, dir_passthrough] long [mem_pa
 
 /// Where nobody tells the mount what others delete, it keeps that in mind; its bytes are given back nevertheless.
 #[test]
-fn what_others_delete_takes_no_room() {
+fn files_deleted_by_others_release_their_space() {
     let cell: Cell = "dir_devfuse_always".parse().unwrap();
     let options = MountOptions { args: vec!["--watch".into(), "never".into()], ..MountOptions::default() };
     let Some(mounted) = Mounted::with(&cell, &options) else { return };
@@ -226,7 +226,7 @@ fn what_others_delete_takes_no_room() {
 
 /// Whoever shares a mount again cannot count on its file handles: Linux finds by them what it still has, and no more.
 #[test]
-fn what_is_shared_again_stays_open() {
+fn files_shared_again_stay_open() {
     /// Longer than what was used but once stays open elsewhere.
     const SEVERAL_TURNS: Duration = Duration::from_secs(11);
     let cell: Cell = "mem_devfuse".parse().unwrap();

@@ -41,7 +41,7 @@ fn pattern(seed: u32, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn whoever_opens_a_file_sees_what_another_mount_has_closed() {
+fn an_open_sees_what_another_mount_has_closed() {
     let modes = [
         ("ninep_devfuse_none", Duration::ZERO),
         ("ninep_devfuse", AGED),
@@ -82,7 +82,7 @@ fn whoever_opens_a_file_sees_what_another_mount_has_closed() {
 /// Who reads a file that he has open sees what was closed by others only when he opens it again, but what was written under
 /// a lock as soon as he has the lock.
 #[test]
-fn a_lock_shows_what_was_written_under_it_elsewhere() {
+fn a_lock_shows_earlier_writes_under_it_elsewhere() {
     let (_folder, server) = served();
     let Some(one) = mount(&server, "ninep_devfuse") else { return };
     let two = mount(&server, "ninep_devfuse").unwrap();
@@ -136,7 +136,7 @@ fn lock(file: &File, operation: FlockOperation) {
 
 /// With `--cache always` nothing that was seen once is asked for again, while it is open.
 #[test]
-fn what_is_kept_always_needs_no_server() {
+fn cached_data_need_no_server() {
     let (_folder, server) = served();
     let text = pattern(1, 3 * MIB + 5);
     fs::write(server.shared().join("file"), &text).unwrap();

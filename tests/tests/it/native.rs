@@ -179,7 +179,7 @@ fn destroy_gives_everything_back() {
 }
 
 #[test]
-fn a_stopped_queue_has_answered_what_it_took_and_goes_on_afterwards() {
+fn a_stopped_queue_completes_its_requests_and_continues_later() {
     let _alone = alone();
     let share = Share::new(Cache::Auto);
     big_file(&share, "file");
@@ -546,13 +546,13 @@ fn swapped_links_never_lead_out_for_a_minute() {
 }
 
 #[test]
-fn swapped_links_never_lead_out_of_the_walls() {
+fn swapped_links_never_lead_out_of_the_sandbox() {
     race_the_program(Duration::from_secs(5), &["--inode-file-handles", "never"]);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn swapped_links_never_lead_out_of_the_walls_for_a_minute() {
+fn swapped_links_never_lead_out_of_the_sandbox_for_a_minute() {
     race_the_program(Duration::from_secs(30), &["--inode-file-handles", "never"]);
     race_the_program(Duration::from_secs(30), &["--inode-file-handles", "prefer"]);
 }
@@ -664,7 +664,7 @@ fn names_never_vanish_when_descriptors_run_out() {
 
 /// An absolute target and one with `..` are the guest's to follow: they come back as they are, and lead nowhere here.
 #[test]
-fn links_come_back_as_they_are() {
+fn links_are_returned_unchanged() {
     let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
@@ -680,7 +680,7 @@ fn links_come_back_as_they_are() {
 
 /// Listings bring along the inodes that the guest looks at, and leave out those that it does not.
 #[test]
-fn listings_bring_what_is_looked_at() {
+fn listings_include_attributes_that_are_used() {
     let _alone = alone();
     let share = Share::new(Cache::Auto);
     for number in 0..40 {

@@ -170,7 +170,7 @@ const FAILING: &[(&str, &[&str], &str)] = &[
 
 #[test]
 #[ignore = "long: make test-all"]
-fn system_calls_do_what_they_do_elsewhere() {
+fn system_calls_behave_as_on_a_local_file_system() {
     for mode in MODES {
         let Some(share) = NinePShare::new(Place::Disk) else { return };
         let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk");

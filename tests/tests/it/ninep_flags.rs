@@ -142,7 +142,7 @@ fn serve(mut stream: UnixStream, heard: &Mutex<Heard>) {
 }
 
 #[test]
-fn the_server_is_told_who_comes_and_how() {
+fn the_server_receives_users_and_open_flags() {
     let own = rustix::process::geteuid().as_raw();
     for (flags, msize, attached) in [
         ("", 1 << 20, vec![(own, "")]),

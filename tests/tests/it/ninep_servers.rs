@@ -179,7 +179,7 @@ fn names_that_were_removed_are_not_listed_again_on_diod() {
 
 /// As in a local directory with setgid: a directory, a device, a link and a file have its group, and directories its bit.
 #[test]
-fn what_is_made_in_a_directory_with_setgid_on_diod_has_its_group() {
+fn files_in_a_setgid_directory_on_diod_have_its_group() {
     const MADE: &str = "mkdir d && chgrp 4242 d && chmod 2777 d && cd d && umask 022 && mkdir dir && mkfifo pipe && ln -s a link && \
                         echo text >file && stat -c '%n %g %a' dir pipe link file";
     for cell in ["diod_devfuse", "diod_devfuse_none"] {

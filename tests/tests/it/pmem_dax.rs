@@ -142,7 +142,7 @@ fn guest(programs: &Share, cells: &[PathBuf; 2], script: &str) -> Guest {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn what_was_synced_survives_the_server_and_the_machine() {
+fn synced_data_survive_the_server_and_the_machine() {
     let programs = programs();
     let memory = folder(Place::Memory);
     let cells = [0, 1].map(|number| memory.path().join(format!("nvdimm{number}")));

@@ -481,7 +481,7 @@ fn in_the_place_of_virtiofsd_as_many_queues_are_offered() {
 }
 
 #[test]
-fn more_queues_than_are_offered_are_answered_with_the_flag() {
+fn too_many_queues_are_an_error_with_the_flag() {
     let here = folder(Place::Memory);
     let socket = here.path().join("s");
     for (command, remedy) in [

@@ -401,18 +401,18 @@ fn speak(guest: &mut Driver) {
 }
 
 #[test]
-fn every_message_is_answered_once_although_the_server_is_killed() {
+fn every_message_gets_one_reply_across_kills() {
     converses(20);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
-fn every_message_is_answered_once_although_the_server_is_killed_300_times() {
+fn every_message_gets_one_reply_across_300_kills() {
     converses(300);
 }
 
 #[test]
-fn what_a_guest_had_goes_with_it_although_its_server_was_killed_before() {
+fn the_state_of_a_guest_ends_with_it_after_a_kill() {
     let mut server = Survivor::new(Place::Memory, &[]);
     let mut guest = server.connect();
     let (file, open) = guest.create(ROOT, "file", O_RDWR, 0o644).unwrap();
@@ -448,7 +448,7 @@ fn a_keeper_holds_nothing_that_its_server_inherited() {
 }
 
 #[test]
-fn a_share_goes_on_without_its_keeper() {
+fn a_share_continues_without_its_keeper() {
     let server = Survivor::new(Place::Memory, &["--tag", "t"]);
     let mut guest = server.connect();
     rustix::process::kill_process(server.keeper().unwrap(), rustix::process::Signal::KILL).unwrap();
@@ -726,7 +726,7 @@ fn files_that_have_other_names_by_then_are_looked_for() {
 }
 
 #[test]
-fn another_file_under_the_same_name_is_told_apart_where_that_is_asked_for() {
+fn a_replaced_file_is_detected_on_request() {
     let replaced = |dir: &Path| {
         // The old one stays, so that the new one cannot have its number.
         fs::rename(dir.join("dir/file"), dir.join("old")).unwrap();
@@ -740,7 +740,7 @@ fn another_file_under_the_same_name_is_told_apart_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
+fn an_invalid_state_is_refused_without_harm() {
     let here = Survivor::new(Place::Memory, &[]);
     let mut guest = here.connect();
     fs::write(here.path.join("file"), b"f").unwrap();
@@ -768,7 +768,7 @@ fn a_state_that_makes_no_sense_is_refused_and_harms_nobody() {
 }
 
 #[test]
-fn what_cannot_be_kept_is_refused_with_a_reason() {
+fn unsupported_state_is_refused_with_a_reason() {
     let mut server = Survivor::new(Place::Memory, &[]);
     let guest = server.connect();
     let socket = server.socket.clone();
@@ -806,7 +806,7 @@ fn with_flock(log: &'static str) -> (Survivor, Driver, PathBuf) {
 }
 
 #[test]
-fn a_server_that_ends_says_what_stays_and_how_that_is_ended() {
+fn a_server_reports_what_stays_at_its_end() {
     let (mut server, guest, path) = with_flock("info");
     let said = server.end_by(Signal::TERM);
     let last = said.lines().last().unwrap();
@@ -829,7 +829,7 @@ fn a_server_that_ends_says_what_stays_and_how_that_is_ended() {
 }
 
 #[test]
-fn signals_end_a_keeper_and_what_it_holds() {
+fn signals_end_a_keeper_and_close_its_descriptors() {
     for signal in [Signal::TERM, Signal::INT] {
         let (mut server, guest, path) = with_flock("warn");
         server.end();
@@ -876,11 +876,11 @@ fn ends_alone(comes: bool) {
 }
 
 #[test]
-fn a_guest_that_ends_while_there_is_no_server_holds_nothing_for_long() {
+fn a_guest_that_ends_without_a_server_is_released_soon() {
     ends_alone(false);
 }
 
 #[test]
-fn the_next_server_does_not_go_on_with_a_guest_that_ended() {
+fn the_next_server_does_not_continue_an_ended_guest() {
     ends_alone(true);
 }

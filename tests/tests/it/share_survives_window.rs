@@ -172,7 +172,7 @@ fn load(mapped: &Mapped, at: u64, bytes: u64) -> Vec<u8> {
 
 /// The end of a file is a copy, which is brought into the file by the server after the one that made it.
 #[test]
-fn what_is_mapped_stays_when_the_server_is_killed() {
+fn mappings_survive_a_kill_of_the_server() {
     for packed in [false, true] {
         let (mut windowed, mut mapped, mut expected) = (Windowed::new(packed), Mapped::new(), pattern());
         windowed.map_all(&mut mapped);
@@ -276,7 +276,7 @@ fn killed_while_the_front_end_maps_or_unmaps() {
 /// A guest that is reset before the next server has gone on with anything has nothing in its window: neither what was mapped nor what
 /// the server before was about to map or had begun to take away.
 #[test]
-fn a_reset_ends_what_the_server_before_was_about_to_do() {
+fn a_reset_ends_interrupted_mappings() {
     let ways = [Answered::Before, Answered::Meanwhile, Answered::After];
     for (question, answered) in [MAP, UNMAP].into_iter().flat_map(|question| ways.map(|answered| (question, answered)))
     {
@@ -335,7 +335,7 @@ fn the_next_server_knows_which_files_are_in_the_window() {
 
 /// Servers that are killed while they put right what others have left leave a row of unread answers.
 #[test]
-fn killed_again_while_it_goes_on() {
+fn killed_again_while_it_continues() {
     let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
     windowed.map_all(&mut mapped);
     let ticket = windowed.remove(2);

@@ -168,7 +168,7 @@ fn open_or_make(path: &Path) -> std::io::Result<File> {
 }
 
 #[test]
-fn what_others_have_made_since_the_kernel_looked_is_opened_with_its_own_check() {
+fn files_created_since_the_kernels_lookup_are_checked_at_open() {
     for road in ROADS {
         let Some(mounted) = cached(road, &[]) else { return };
         let at = |name: &str| (mounted.site.path.join(name), mounted.below.join(name));
@@ -194,7 +194,7 @@ fn what_others_have_made_since_the_kernel_looked_is_opened_with_its_own_check() 
 
 /// A file comes, and stays, while others open it with `O_CREAT`.
 #[test]
-fn opening_what_another_makes_at_the_same_time_meets_no_error() {
+fn opening_a_file_created_concurrently_succeeds() {
     let Some(mounted) = cached(Road::Auto, &["--negative-timeout", "0"]) else { return };
     /// Ends the other thread, also when the test fails.
     struct Stop<'a>(&'a AtomicBool);
@@ -264,7 +264,7 @@ fn sticky(mounted: &Mounted, number: usize) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
+fn sticky_directories_protect_files_replaced_meanwhile() {
     type Act = fn(&Path) -> std::io::Result<()>;
     let acts: [(&str, Act); 5] = [
         ("unlink", |dir| fs::remove_file(dir.join("mine"))),
@@ -313,7 +313,7 @@ fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
 
 /// Not root, and may all the same: the server does not know why, and the kernel does.
 #[test]
-fn who_has_the_capability_removes_from_a_sticky_directory_what_is_anothers() {
+fn the_capability_overrides_sticky_directories() {
     let Some(mounted) = cached(Road::Auto, &[]) else { return };
     let (path, below) = sticky(&mounted, 0);
     let with_fowner = |script: &str| {
@@ -363,7 +363,7 @@ fn files_with_acls(dir: &Path) -> bool {
 }
 
 #[test]
-fn mounts_without_acls_let_nobody_do_more_than_the_acl_does() {
+fn mounts_without_acls_grant_no_more_than_the_acl() {
     let options: [&[&str]; 4] = [
         &[],
         &["--no-xattr"],
@@ -396,7 +396,7 @@ fn mounts_without_acls_let_nobody_do_more_than_the_acl_does() {
 }
 
 #[test]
-fn guests_without_acls_are_shown_modes_that_give_nobody_more_than_the_acl() {
+fn modes_for_guests_without_acls_grant_no_more_than_the_acl() {
     let acl = InitFlags::POSIX_ACL;
     let plain = Options { cache: Cache::Auto, ..Options::default() };
     for (options, flags, shown) in [

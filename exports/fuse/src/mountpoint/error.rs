@@ -138,7 +138,7 @@ pub enum MountError {
         reason: io::Error,
     },
     /// Not a ferry mount.
-    #[error("{path} is not a ferry mount", path = .path.display())]
+    #[error("on {path} is no mount of ferry's", path = .path.display())]
     NotOurs {
         /// The mount point.
         path: PathBuf,

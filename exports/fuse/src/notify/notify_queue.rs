@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_stuck_while_all_is_told_takes_nothing_else_along() {
+    fn a_thread_stuck_in_a_full_invalidation_delays_nothing_else() {
         let shared = Shared::default();
         shared.note(&Change::All);
         assert_eq!(next(&shared).1, Job::All);

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_pruned_is_pruned_again() {
+    fn pruned_inodes_are_pruned_again() {
         let mut prunes = Prunes::default();
         let noted = |ino| {
             let mut notes = PendingNotifications::default();

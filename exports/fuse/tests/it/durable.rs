@@ -195,7 +195,7 @@ fn bytes_are_durable() {
 }
 
 #[test]
-fn extents_and_what_is_passed_through_are_durable() {
+fn extents_and_passthrough_writes_are_durable() {
     for path in paths() {
         for passes in [false, true] {
             let (ledger, there) = far();

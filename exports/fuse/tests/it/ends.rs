@@ -36,7 +36,7 @@ impl FileSystem for Sore {
 }
 
 #[test]
-fn a_source_that_panics_at_the_end_ends_the_mount_alone() {
+fn a_panic_at_the_end_ends_only_the_mount() {
     for path in paths() {
         let source = Arc::new(Sore::default());
         let mounted = mount(Arc::clone(&source) as _, Options { cache: Cache::None, ..plain(path) });
@@ -66,7 +66,7 @@ fn load(at: &std::path::Path, stop: &AtomicBool) -> usize {
 }
 
 #[test]
-fn it_ends_under_load_whoever_ends_it() {
+fn the_mount_ends_under_load_in_every_way() {
     for path in paths() {
         for way in ["stop", "lazily", "abort", "drop"] {
             let mut mounted = mount(Arc::new(Null::default()), Options { cache: Cache::None, ..plain(path) });
@@ -212,7 +212,7 @@ fn lacking_descriptors() {
 }
 
 #[test]
-fn what_cannot_be_had_is_said() {
+fn unavailable_features_are_reported() {
     if paths().is_empty() {
         return;
     }

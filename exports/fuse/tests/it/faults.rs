@@ -34,7 +34,7 @@ fn errno(outcome: std::io::Result<usize>) -> Option<i32> {
 }
 
 #[test]
-fn a_panic_is_an_error_of_its_caller() {
+fn a_panic_fails_only_its_caller() {
     for path in paths() {
         let (_, mounted) = null(path, |_| {});
         for _ in 0..20 {
@@ -47,7 +47,7 @@ fn a_panic_is_an_error_of_its_caller() {
 }
 
 #[test]
-fn lies_about_sizes_reach_nobody() {
+fn wrong_sizes_reach_no_client() {
     for path in paths() {
         let (_, mounted) = null(path, |_| {});
         let file = File::open(mounted.path("lies")).unwrap();
@@ -138,7 +138,7 @@ fn look_ups_that_block_stall_neither_their_cpu_nor_the_mount() {
 }
 
 #[test]
-fn slow_handlers_of_many_callers_all_come_back() {
+fn slow_handlers_of_many_callers_all_return() {
     for path in paths() {
         let (_, mounted) = null(path, |_| {});
         std::thread::scope(|scope| {
@@ -157,7 +157,7 @@ fn slow_handlers_of_many_callers_all_come_back() {
 }
 
 #[test]
-fn a_handler_that_hangs_is_given_up_and_its_late_answer_goes_nowhere() {
+fn a_hanging_handler_is_aborted_and_its_late_reply_is_dropped() {
     for path in paths() {
         let (source, mounted) = null(path, |options| options.handler_timeout = Duration::from_millis(300));
         let start = Instant::now();
@@ -183,7 +183,7 @@ fn a_handler_that_hangs_is_given_up_and_its_late_answer_goes_nowhere() {
 const RING_THREADS: usize = 32;
 
 #[test]
-fn handlers_that_never_come_back_leave_room_for_others() {
+fn handlers_that_never_return_leave_room_for_others() {
     // More than there may be threads on either path.
     const CALLERS: usize = 2 * RING_THREADS + 8;
     for path in paths() {
@@ -212,7 +212,7 @@ fn handlers_that_never_come_back_leave_room_for_others() {
 }
 
 #[test]
-fn the_last_thread_of_a_ring_is_let_go_as_well() {
+fn the_last_thread_of_a_ring_is_released() {
     for path in paths().into_iter().filter(|path| *path == Path::Uring) {
         let (source, mounted) = null(path, |options| options.handler_timeout = Duration::ZERO);
         let held = || usize::try_from(source.held.load(Ordering::SeqCst)).unwrap();
@@ -282,7 +282,7 @@ impl FileSystem for Copier {
 }
 
 #[test]
-fn copies_that_never_end_are_given_up() {
+fn copies_that_never_end_are_aborted() {
     for path in paths() {
         let copier = |timeout: Duration| {
             let source = Arc::new(Copier::default());
@@ -323,7 +323,7 @@ fn copies_that_never_end_are_given_up() {
 }
 
 #[test]
-fn a_caller_who_is_killed_is_let_go() {
+fn a_killed_caller_is_released() {
     for path in paths() {
         let (source, mounted) = null(path, |_| {});
         let mut child =

@@ -25,7 +25,7 @@ fn dir(options: impl Fn(&mut Options)) -> Vec<(tempfile::TempDir, common::Mounte
 }
 
 #[test]
-fn what_is_written_is_there_and_what_is_there_is_read() {
+fn written_data_are_read_back() {
     for (tmp, mounted) in dir(|_| {}) {
         let bytes: Vec<u8> = (0..3_000_001_u32).map(|i| i.to_le_bytes()[(i % 3) as usize]).collect();
         fs::write(mounted.path("new"), &bytes).unwrap();
@@ -53,7 +53,7 @@ fn what_is_written_is_there_and_what_is_there_is_read() {
 }
 
 #[test]
-fn long_reads_are_spliced_and_give_what_is_there() {
+fn long_reads_are_spliced_with_the_right_data() {
     const LONG: usize = 512 << 10;
     const READS: u64 = 20;
     if paths().is_empty() {
@@ -218,7 +218,7 @@ fn passthrough_leaves_reads_and_writes_to_the_kernel() {
 
 /// Linux takes any success of a write from its page cache for the whole.
 #[test]
-fn what_does_not_fit_is_told_when_it_is_synced() {
+fn writes_that_do_not_fit_fail_at_sync() {
     const ROOM: usize = 900 << 10;
     for path in paths() {
         for memfds in [false, true] {

@@ -27,7 +27,7 @@ fn may_give_way() -> bool {
 }
 
 #[test]
-fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
+fn the_only_reader_follows_a_waiting_client_at_idle_priority() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -83,7 +83,7 @@ fn the_only_reader_follows_a_client_that_waits_and_gives_way_to_it() {
 }
 
 #[test]
-fn workers_of_rings_give_way_until_nothing_goes_on() {
+fn workers_of_rings_run_at_idle_priority_until_progress_stops() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -23,7 +23,7 @@ fn sleeps() -> u64 {
 }
 
 #[test]
-fn an_idle_mount_wakes_no_thread_and_a_handler_that_blocks_after_it_holds_up_nobody() {
+fn an_idle_mount_wakes_no_thread_and_a_later_blocked_handler_delays_nothing() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -182,7 +182,7 @@ fn a_live_mount_is_not_mounted_over() {
 
 /// Whoever unmounts by hand and mounts something else keeps it.
 #[test]
-fn only_what_is_ours_is_unmounted() {
+fn only_own_mounts_are_unmounted() {
     if !can_mount() {
         return;
     }

@@ -142,7 +142,7 @@ fn lock_and_unlock(mounted: &Mounted, when: &str) {
 }
 
 #[test]
-fn what_is_changed_elsewhere_is_told_while_a_directory_is_held() {
+fn changes_elsewhere_are_notified_while_a_directory_is_locked() {
     for path in paths() {
         let make = |mounted: &Mounted| {
             let error = File::create_new(mounted.path("blocked/file")).unwrap_err();
@@ -171,7 +171,7 @@ fn what_is_changed_elsewhere_is_told_while_a_directory_is_held() {
 }
 
 #[test]
-fn what_was_removed_while_it_is_written_to_does_not_take_its_directory_along() {
+fn a_file_removed_during_a_write_does_not_block_its_directory() {
     for path in paths() {
         let write = |mounted: &Mounted| {
             let file = File::options().write(true).open(mounted.path("free/busy")).unwrap();

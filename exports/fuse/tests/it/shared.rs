@@ -26,7 +26,7 @@ fn seen(at: &Mounted) -> Vec<u8> {
 /// The first open decides that a file is passed through. Who then opens it for writing is passed through as well, for the
 /// kernel wants it so, and yet the other mount must learn of each write.
 #[test]
-fn what_is_written_to_a_file_that_others_read_is_told_at_once() {
+fn writes_to_a_file_that_others_read_are_notified_at_once() {
     if !rustix::process::geteuid().is_root() {
         ferry_skip::skip!("passthrough needs root");
         return;

@@ -60,7 +60,7 @@ fn a_slow_transfer_does_not_hold_up_its_cpu() {
 }
 
 #[test]
-fn many_slow_transfers_come_back_and_others_are_served() {
+fn many_slow_transfers_return_and_others_are_served() {
     // More than four times the CPUs, as many as io_uring has threads for what waits unless it is told otherwise.
     const HANGING: u64 = 12;
     for path in paths() {
@@ -132,7 +132,7 @@ impl FileSystem for DeferredTransfer {
 const PATTERN: u8 = 0x5a;
 
 #[test]
-fn a_transfer_that_cannot_be_cancelled_is_left_and_its_late_data_go_nowhere() {
+fn late_data_of_an_uncancellable_transfer_are_dropped() {
     stay_on(0);
     for (path, by_worker) in paths().into_iter().flat_map(|path| [(path, false), (path, true)]) {
         let null = Arc::new(Null::default());
@@ -206,7 +206,7 @@ impl Behind {
 }
 
 #[test]
-fn a_handler_that_cannot_be_woken_holds_up_nobody_else() {
+fn a_handler_that_cannot_be_woken_delays_no_other() {
     /// Callers who come after it, more than a ring has entries.
     const OTHERS: usize = 8;
     for path in paths() {

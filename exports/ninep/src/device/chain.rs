@@ -1,4 +1,4 @@
-//! A descriptor chain as the carrier of a request. Data goes between files and the guest's own pages.
+//! A descriptor chain as the carrier of a request. Data are transferred between files and the guest's pages.
 
 use ferry_engine::{BlockingPool, Carrier, ReplyBuffer, TransferRequest};
 use ferry_vfs::Result;
@@ -34,7 +34,7 @@ impl ReplyBuffer for Reply<'_> {
 pub(super) struct Request<'a, 'io> {
     pub(super) reply: Reply<'a>,
     pub(super) io: &'a mut Io<'io>,
-    /// What is to be done when the chain's transfer has ended.
+    /// The rest of the request after the chain's transfer.
     pub(super) moving: Option<PendingTransfer>,
 }
 
@@ -60,7 +60,7 @@ impl Carrier for Request<'_, '_> {
     }
 
     fn transfer(&mut self, request: TransferRequest) {
-        // What `Io` returns is known: the transfer comes by itself.
+        // The result of `Io` needs no check: the transfer completes later.
         let _ = self.io.transfer(request);
     }
 }
@@ -74,7 +74,7 @@ impl NinepCarrier for Request<'_, '_> {
         self.moving = Some(moving);
     }
 
-    /// The worker has others to serve.
+    /// The worker has other requests to serve.
     fn read_ahead(&mut self, blocking_pool: &BlockingPool, ahead: ReadAhead) {
         blocking_pool.run(move || ahead.ask());
     }

@@ -1,4 +1,4 @@
-//! One front end's guest: its session, its requests under way, and how they are answered by other threads.
+//! The guest of one front end: its session, its requests in flight, and replies from other threads.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -14,11 +14,11 @@ use crate::request_table::{Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::Session;
 use crate::shrink::Trimmer;
 
-/// A message whose head was read, and what is known of it then.
+/// A message whose head was read.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) head: [u8; HEADER_BYTES],
-    /// The longest message that is agreed on, in bytes.
+    /// The negotiated message size, in bytes.
     pub(super) msize: u32,
     pub(super) registered: Result<(Ticket, Arc<Session>), RejectedRequest>,
 }
@@ -28,7 +28,7 @@ pub(super) struct Arrival {
 struct Taken {
     /// Until it is served.
     arrival: Option<Arrival>,
-    /// Until it goes back to the driver with its answer.
+    /// Until the chain returns to the driver with its reply.
     ticket: Option<Ticket>,
 }
 
@@ -58,12 +58,12 @@ pub(crate) struct Guest {
     trimmer: Arc<Trimmer>,
 }
 
-/// Tokens count slots in their low half.
+/// Returns the slot in the low half of a token.
 pub(super) fn slot(token: u64) -> usize {
     usize::try_from(token & u64::from(u32::MAX)).unwrap_or(0)
 }
 
-/// The mailbox of the worker, who alone touches chains.
+/// The mailbox of the worker: only the worker accesses chains.
 struct MailboxOutlet<'a>(Option<&'a Port<Vec<u8>>>);
 
 impl Outlet for MailboxOutlet<'_> {
@@ -73,7 +73,7 @@ impl Outlet for MailboxOutlet<'_> {
         }
     }
 
-    /// The driver is to have its chain again. Linux takes one without a byte in it for what it is: no answer.
+    /// The driver gets its chain back. Linux treats an empty one as no reply.
     fn discard(&mut self, token: u64) {
         self.send(token, &[]);
     }
@@ -81,17 +81,17 @@ impl Outlet for MailboxOutlet<'_> {
 
 impl Guest {
     pub(super) fn new(trimmer: Arc<Trimmer>) -> Self {
-        // Nobody else's: a device has one guest.
+        // Unlimited: a device has one guest.
         let holder = Clients::alone();
         Self { holder, requests: Mutex::default(), port: OnceLock::new(), trimmer }
     }
 
-    /// On whose account the guest's sessions are.
+    /// Returns the account of the guest's sessions.
     pub(super) fn holder(&self) -> &Arc<ConnectionAccount> {
         &self.holder
     }
 
-    /// Has replies of other threads go this way, from now on.
+    /// Sets the port for replies of other threads.
     pub(super) fn answers_by(&self, port: Arc<Port<Vec<u8>>>) {
         // There is one worker, and so one port.
         let _ = self.port.set(port);
@@ -101,31 +101,31 @@ impl Guest {
         act(&mut lock(&self.requests).request_table, &mut MailboxOutlet(self.port.get().map(Arc::as_ref)))
     }
 
-    /// Begins a session, and ends the one before it.
+    /// Begins a session, and ends the previous one.
     pub(super) fn begin(&self, session: Option<Arc<Session>>) {
         let before = self.with_request_table(|request_table, out| request_table.begin(out, session));
-        // Here, where no lock is held.
+        // Here, without a lock.
         drop(before);
         self.note_held();
     }
 
-    /// How much the guest holds, in things of a few hundred bytes.
+    /// Returns the number of objects that the guest holds, of a few hundred bytes each.
     pub(super) fn held(&self) -> usize {
         self.holder.holds(Resource::Entries)
     }
 
-    /// Has memory given back if the guest holds much less than before.
+    /// Releases memory if the guest holds much less than before.
     pub(super) fn note_held(&self) {
         self.trimmer.note(self.held());
     }
 
-    /// Gives back what the guest held.
+    /// Releases the guest's session.
     pub(super) fn end_session(&self) {
         self.begin(None);
     }
 
-    /// The worker has taken a chain, and read the head of the message in it, if there is one. From now on the request is under way, though
-    /// it may be served later and by another thread: a flush that comes next is to find it.
+    /// Records a chain that the worker has taken, and the head of its message if there is one. From now on the request
+    /// is in flight, even if another thread serves it later, so that a flush finds it.
     pub(super) fn accept(&self, token: u64, head: Option<[u8; HEADER_BYTES]>) {
         let mut requests = lock(&self.requests);
         let arrival = head.map(|head| {
@@ -144,20 +144,20 @@ impl Guest {
         *requests.taken(token) = Taken { arrival, ticket };
     }
 
-    /// What [`Self::accept`] found in the chain that is to be served now.
+    /// Returns the result of [`Self::accept`] for the chain to serve.
     pub(super) fn arrival(&self, token: u64) -> Option<Arrival> {
         lock(&self.requests).taken(token).arrival.take()
     }
 
-    /// The worker is about to give a chain back to the driver; returns whether anybody still waits for the reply. Flushes that
-    /// waited for it are answered by mail, and so behind it.
+    /// Called before a chain returns to the driver; returns whether its reply is still expected. Flushes that waited
+    /// for it are replied to through the mailbox, and so afterwards.
     pub(super) fn complete(&self, token: u64) -> bool {
         let mut requests = lock(&self.requests);
         let Some(ticket) = requests.taken(token).ticket.take() else { return true };
         requests.request_table.end(&mut MailboxOutlet(self.port.get().map(Arc::as_ref)), &ticket)
     }
 
-    /// A flush, which is answered by mail: what it ends goes out before it.
+    /// Handles a flush. Its reply goes through the mailbox, after the request that it ends.
     pub(super) fn flush(&self, token: u64, tag: Tag, old: Tag) -> Result<(), RejectedRequest> {
         self.with_request_table(|request_table, out| request_table.flush(out, token, tag, old))
     }
@@ -171,7 +171,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // Whoever waits for a lock is to be told that nobody wants it.
+        // Lock requests that wait must learn that the session has ended.
         self.end_session();
     }
 }

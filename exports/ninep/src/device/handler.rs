@@ -1,4 +1,4 @@
-//! From descriptor chains to served requests.
+//! Handles requests: from descriptor chains to served requests.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,22 +18,22 @@ use crate::serve::{Context, PendingTransfer, ReplyPlace, encode, serve, serve_wr
 use crate::session::{self, Session};
 use crate::share::Share;
 
-/// The longest message but a Twrite: more than a path, or a walk of 16 names, takes.
+/// The maximum length of a message other than Twrite in bytes: more than a path, or a walk of 16 names.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
-/// The bytes of an Rlerror. Whoever has no room for it cannot be answered at all.
+/// The length of an Rlerror in bytes. Without room for it no reply is possible.
 const ERROR_BYTES: usize = HEADER_BYTES + 4;
 
-/// A request that is under way, or why it is none.
+/// A request in flight, or why it was rejected.
 type Registered = std::result::Result<(Ticket, Arc<Session>), RejectedRequest>;
 
-/// Serves the queue of one guest, on one thread.
+/// Serves the queue of one guest on one thread.
 pub(super) struct Handler {
     share: Arc<Share>,
     guest: Arc<Guest>,
-    /// The private copy of the message being served, of a Twrite without its data.
+    /// The private copy of the message; of a Twrite without its data.
     message: Vec<u8>,
     short: Vec<u8>,
-    /// Transfers under way, by the low half of their token.
+    /// Transfers in flight, by the low half of their token.
     moving: Vec<Option<PendingTransfer>>,
 }
 
@@ -42,14 +42,14 @@ impl Handler {
         Self { share, guest, message: Vec::new(), short: Vec::new(), moving: Vec::new() }
     }
 
-    /// Answers an error, or nothing where there is no room.
+    /// Replies with an error, or not at all without room.
     fn error(&mut self, chain: &Chain, tag: Tag, errno: Errno) -> u32 {
         let mut reply = Reply { chain, short: &mut self.short };
         encode(&mut reply, tag, &Answered::Error(errno));
         put(chain, &self.short)
     }
 
-    /// Copies the message whose head was read; returns what is wrong with its length.
+    /// Copies the message whose head was read; returns an error if its length is wrong.
     fn copy(&mut self, chain: &Chain, arrival: &Arrival, frame: &Frame) -> Result<()> {
         let readable = chain.readable_bytes();
         let (bytes, msize) = (usize::try_from(frame.bytes).unwrap_or(usize::MAX), arrival.msize as usize);
@@ -64,7 +64,7 @@ impl Handler {
             return Err(Errno::MSGSIZE);
         }
         self.message.resize(copied, 0);
-        // The head is the one that was looked at, whatever the guest has put there since.
+        // The head is the copy that was checked, whatever the guest has written there since.
         self.message[..HEADER_BYTES].copy_from_slice(&arrival.head);
         chain.read_at(HEADER_BYTES, &mut self.message[HEADER_BYTES..]);
         Ok(())
@@ -105,15 +105,15 @@ impl Handler {
     }
 
     fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &DecodeError) -> Answer {
-        // Every program of a guest can make it pass on names that are too long.
+        // Any program in a guest can cause names that are too long.
         if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
             self.share.ratelimited_log.warn(format_args!("{flaw}"));
         }
         Answer::Done(self.error(chain, tag, flaw.errno))
     }
 
-    /// A tag that is in use is no reason to end everything, as it is with a socket: a chain has a place of its own for its
-    /// reply.
+    /// Rejects a request. A tag in use does not end the session, as on a socket, because a chain has its own place for
+    /// the reply.
     fn refuse(&mut self, chain: &Chain, tag: Tag, refused: RejectedRequest) -> Answer {
         let errno = match refused {
             RejectedRequest::Error(errno) => errno,
@@ -122,7 +122,7 @@ impl Handler {
         Answer::Done(self.error(chain, tag, errno))
     }
 
-    /// Serves a request that has a session. A panic of the source is an error for this request alone.
+    /// Serves a request with a session. A panic of the source only fails this request.
     fn serve_registered(
         &mut self,
         chain: &Chain,
@@ -149,7 +149,7 @@ impl Handler {
         }
     }
 
-    /// Writes the rest of a reply; returns its bytes.
+    /// Writes the rest of a reply; returns its length.
     fn finish(&mut self, chain: &Chain, tag: Tag, ended: Result<ReplyPlace>) -> u32 {
         match ended {
             Ok(ReplyPlace::Long(bytes)) if bytes <= chain.writable_bytes() => count(bytes),
@@ -173,7 +173,7 @@ fn count(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
-/// Writes a reply as a whole, or not at all.
+/// Writes a whole reply, or nothing.
 fn put(chain: &Chain, reply: &[u8]) -> u32 {
     if chain.writable_bytes() < reply.len() { 0 } else { count(chain.write_at(0, reply)) }
 }
@@ -214,12 +214,13 @@ impl QueueHandler for Handler {
         if self.guest.complete(token) { written } else { 0 }
     }
 
-    /// A reply of another thread; an empty one for a request that is not answered.
+    /// Writes a reply of another thread; an empty one for a request without a reply.
     fn deliver(&mut self, chain: &Chain, reply: Vec<u8>) -> u32 {
         put(chain, &reply)
     }
 
-    /// Panics of the source are answered; what gets here is a mistake of ours, and the state of the request is not known.
+    /// The server catches panics of the source. A panic here is a bug in the device, and the state of the request is
+    /// unknown.
     fn failed(&mut self, _: &Chain) -> u32 {
         0
     }
@@ -228,9 +229,9 @@ impl QueueHandler for Handler {
         self.guest.note_held();
     }
 
-    /// As with sockets, Tversion and Tflush have to be dealt with before what comes behind them. Other requests are served in any
-    /// order: a client waits for the answer to one before it sends another that depends on it. A guest that changes the message
-    /// meanwhile mixes up its own requests alone.
+    /// As on sockets, Tversion and Tflush must be handled before later messages. Other requests are served in any
+    /// order: a client waits for a reply before it sends a dependent request. A guest that changes a message meanwhile
+    /// only confuses its own requests.
     fn placement(&self, chain: &Chain) -> Placement {
         let mut head = [0; HEADER_BYTES];
         chain.read_at(0, &mut head);

@@ -1,5 +1,5 @@
-//! The virtio-9p device: descriptor chains as messages (Linux `net/9p/trans_virtio.c`; the device has no section in VIRTIO
-//! 1.3). Each chain has one T message in what the device may read, and room for the R message in what it may write. The
+//! The virtio-9p device: descriptor chains as messages (Linux `net/9p/trans_virtio.c`; VIRTIO 1.3 has no section about
+//! it). The readable part of a chain holds one T message, and the writable part has room for the R message. The
 //! configuration space is the tag that the guest mounts: two bytes of length, then its bytes.
 
 mod chain;
@@ -22,27 +22,27 @@ use crate::{Error, Usage};
 
 /// The configuration space has a tag (`VIRTIO_9P_MOUNT_TAG`).
 const F_MOUNT_TAG: u64 = 1;
-/// Longer than any tag that a virtual machine monitor lets its users choose.
+/// The maximum length of a tag in bytes, longer than any VMM allows.
 const TAG_BYTES_MAX: usize = 255;
-/// The longest that a worker looks for work before it sleeps, as for virtio-fs.
+/// The default maximum time that a worker polls before it sleeps, as for virtio-fs.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
-/// Threads for requests that wait, as for virtio-fs: more than a guest's kernel has under way of one mount, mostly.
+/// The number of threads for requests that block, as for virtio-fs: usually more than a mount has in flight.
 const SPARE_THREADS: usize = 128;
 
-/// How a device is to behave, beside what is in [`Options`](crate::Options).
+/// Options of a device, besides [`Options`](crate::Options).
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
-    /// The name that the guest mounts: 1 to 255 bytes without NUL.
+    /// The tag that the guest mounts: 1 to 255 bytes without NUL.
     pub tag: String,
-    /// The longest that the device looks for work before it sleeps.
+    /// The maximum time that the worker polls before it sleeps.
     pub poll: Duration,
     /// How data is moved.
     pub io: IoMode,
 }
 
 impl DeviceOptions {
-    /// The usual ones, for a tag.
+    /// Returns the default options with a tag.
     pub fn of(tag: impl Into<String>) -> Self {
         Self { tag: tag.into(), poll: POLL_DEFAULT, io: IoMode::Auto }
     }

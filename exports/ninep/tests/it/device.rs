@@ -79,7 +79,7 @@ fn the_configuration_is_the_tag() {
 
 /// Lengths that disagree, messages that are none, no room for the reply: an error or a chain that comes back empty.
 #[test]
-fn whatever_a_chain_holds_it_comes_back() {
+fn every_chain_is_returned() {
     let share = share();
     for packed in [false, true] {
         let path = share.device();

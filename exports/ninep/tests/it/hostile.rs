@@ -27,7 +27,7 @@ fn impatient() -> Options {
 
 /// Messages that no reply can be found for end the connection; others are answered with an error.
 #[test]
-fn frames_of_impossible_lengths_end_the_connection() {
+fn frames_of_invalid_lengths_end_the_connection() {
     let share = DirServer::new(Options::default());
     for bytes in [0_u32, 1, 6, MSIZE + 1, u32::MAX] {
         let mut client = share.attached(0);
@@ -43,7 +43,7 @@ fn frames_of_impossible_lengths_end_the_connection() {
 }
 
 #[test]
-fn whatever_is_no_request_is_an_error() {
+fn invalid_requests_are_errors() {
     let share = DirServer::new(Options::default());
     let mut client = share.attached(0);
     for kind in 0..=u8::MAX {
@@ -124,7 +124,7 @@ fn random_bytes_do_no_harm() {
 }
 
 #[test]
-fn who_does_not_go_on_is_disconnected() {
+fn clients_that_stall_are_disconnected() {
     let share = DirServer::new(impatient());
     let begin = Instant::now();
     // Says nothing; agrees, and does not attach; begins a message.
@@ -141,7 +141,7 @@ fn who_does_not_go_on_is_disconnected() {
 }
 
 #[test]
-fn who_is_silent_for_too_long_is_disconnected_if_so_wanted() {
+fn silent_clients_are_disconnected_with_a_timeout() {
     let limits = Limits { idle_timeout: Some(SHORT), ..Limits::default() };
     let share = DirServer::new(Options { limits, ..Options::default() });
     let mut client = share.attached(0);
@@ -176,7 +176,7 @@ fn a_message_may_come_in_any_pieces() {
 
 /// A client that asks and never listens costs no more than is allowed, and nobody else anything.
 #[test]
-fn replies_that_nobody_takes_are_bounded() {
+fn unread_replies_are_bounded() {
     const BOUND: usize = 8 << 20;
     let limits = Limits { buffered_bytes_max: BOUND, slow_timeout: Duration::from_secs(3), ..Limits::default() };
     let share = DirServer::new(Options { limits, ..Options::default() });
@@ -481,7 +481,7 @@ fn with_a_file(server: &Server) -> Client<common::Link> {
 
 /// More sessions than there are threads end at the same time, by either way, and none comes to its end.
 #[test]
-fn sessions_that_end_slowly_stop_nobody_else() {
+fn sessions_that_end_slowly_delay_no_others() {
     for by_version in [false, true] {
         let (source, server) = keeping(Options::default());
         let mut clients: Vec<_> = (0..24).map(|_| with_a_file(&server)).collect();
@@ -517,7 +517,7 @@ fn a_session_that_ends_slowly_does_not_stop_the_clock() {
 
 /// Eight reads that wait for each other end only if all are served at the same time.
 #[test]
-fn requests_of_one_connection_are_served_side_by_side() {
+fn requests_of_one_connection_are_served_concurrently() {
     let (source, server) = slow(8);
     let mut client = server.attached(0);
     client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
@@ -539,7 +539,7 @@ fn requests_of_one_connection_are_served_side_by_side() {
 
 /// Tversion in the middle: what was under way is not answered any more.
 #[test]
-fn a_new_session_forgets_what_was_asked_before() {
+fn a_new_session_drops_earlier_requests() {
     let (source, server) = slow(3);
     let mut client = server.attached(0);
     client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();

@@ -94,7 +94,7 @@ fn a_flush_gives_a_wait_up() {
 
 /// A flush of nothing, of a flush, of itself.
 #[test]
-fn flushes_are_always_answered() {
+fn every_flush_gets_a_reply() {
     let share = share();
     let mut client = client(&share);
     for old in [77, 5, 65535] {
@@ -117,7 +117,7 @@ fn flushes_are_always_answered() {
 }
 
 #[test]
-fn who_goes_gives_locks_and_waits_up() {
+fn a_disconnect_releases_locks_and_waits() {
     let share = share();
     let mut keeper = client(&share);
     // A connection that ends, a session that ends, a fid that ends.

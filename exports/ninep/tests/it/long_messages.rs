@@ -67,7 +67,7 @@ fn data_goes_both_ways_in_one_message() {
 
 /// Who announces much and sends little, or asks for much where there is little, gets little memory.
 #[test]
-fn who_only_asks_for_much_gets_little() {
+fn large_announced_sizes_take_little_memory() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -96,7 +96,7 @@ fn memory_is_given_back(connections: usize, fids: u32, files: u32) {
 }
 
 #[test]
-fn the_memory_of_clients_and_fids_that_are_gone_is_given_back() {
+fn memory_of_closed_clients_and_fids_is_released() {
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -107,7 +107,7 @@ fn the_memory_of_clients_and_fids_that_are_gone_is_given_back() {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn the_memory_of_two_hundred_thousand_fids_is_given_back() {
+fn memory_of_two_hundred_thousand_fids_is_released() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -16,7 +16,7 @@ fn is_root() -> bool {
 }
 
 #[test]
-fn versions_are_agreed_on_and_begin_anew() {
+fn versions_are_negotiated_and_begin_new_sessions() {
     let share = DirServer::new(Options::default());
     fs::write(share.path.join("f"), "text").unwrap();
     let mut client = share.connect();
@@ -53,7 +53,7 @@ fn versions_are_agreed_on_and_begin_anew() {
 }
 
 #[test]
-fn files_are_made_written_read_and_found() {
+fn files_are_created_written_read_and_found() {
     let share = DirServer::new(Options::default());
     let mut client = share.attached(0);
     let made = client.create(Fid(1), "file", OFlags::RDWR | OFlags::EXCL, 0o640).unwrap();
@@ -95,7 +95,7 @@ fn files_are_made_written_read_and_found() {
 
 /// By the rights of root, who may open everything, or of a user that is checked here.
 #[test]
-fn creating_opens_what_is_there_unless_it_must_not() {
+fn create_opens_existing_files_unless_exclusive() {
     let share = DirServer::new(Options::default());
     fs::write(share.path.join("there"), "text").unwrap();
     symlink("there", share.path.join("link")).unwrap();
@@ -119,7 +119,7 @@ fn creating_opens_what_is_there_unless_it_must_not() {
 
 /// The client's kernel has found nothing by that name, and so has checked nothing.
 #[test]
-fn what_another_has_made_since_is_not_opened_for_a_user_who_is_not_checked() {
+fn a_file_created_meanwhile_is_not_opened_without_a_check() {
     if !is_root() {
         return;
     }
@@ -159,7 +159,7 @@ fn what_another_has_made_since_is_not_opened_for_a_user_who_is_not_checked() {
 
 /// Linux's client judges what it found by a name, and sends the name.
 #[test]
-fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
+fn sticky_directories_protect_files_replaced_meanwhile() {
     if !is_root() {
         return;
     }
@@ -214,7 +214,7 @@ fn nobody_removes_from_a_sticky_directory_what_is_anothers_by_now() {
 
 /// Linux shows the mask of an ACL as the group's permissions, and checks no ACL without `posixacl`.
 #[test]
-fn clients_without_acls_see_modes_that_give_nobody_more_than_the_acl() {
+fn modes_for_clients_without_acls_grant_no_more_than_the_acl() {
     // The owner 6, the group 0, the mask 6, others 0; then user 1000 0 and others 4.
     let entry =
         |tag: u16, perm: u16, id: u32| [&tag.to_le_bytes()[..], &perm.to_le_bytes(), &id.to_le_bytes()].concat();
@@ -279,7 +279,7 @@ fn walks_go_as_far_as_they_lead_and_never_above_the_root() {
 }
 
 #[test]
-fn a_tree_is_a_folder_of_the_source_that_nobody_leaves() {
+fn a_tree_is_a_directory_that_no_walk_leaves() {
     let share = DirServer::new(Options::default());
     fs::create_dir_all(share.path.join("a/b")).unwrap();
     fs::write(share.path.join("file"), "").unwrap();
@@ -414,7 +414,7 @@ fn attributes_are_set() {
 
 /// Writing, truncating and opening with `O_TRUNC` take suid and sgid away, except from root.
 #[test]
-fn privileges_go_when_somebody_writes() {
+fn writes_clear_privileges() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -576,7 +576,7 @@ fn names_are_changed_by_open_directories() {
 }
 
 #[test]
-fn users_own_what_they_make_or_are_refused() {
+fn created_files_belong_to_the_user_or_are_refused() {
     if !is_root() {
         return ferry_skip::skip!("needs root");
     }
@@ -671,7 +671,7 @@ fn memory_is_a_source_too_and_clients_see_each_other() {
 
 /// A client says once, when it opens a file, that it appends. When `fcntl` takes that from its file it writes anywhere.
 #[test]
-fn what_is_appended_goes_to_the_end_and_other_writes_go_where_they_say() {
+fn appends_go_to_the_end_and_other_writes_to_their_offset() {
     let mem = ferry_mem::Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap();
     let tmp = tempfile::tempdir().unwrap();
     let dir = ferry_dir::Dir::open(tmp.path(), ferry_dir::Options::default()).unwrap();

@@ -193,7 +193,7 @@ fn openssl_is_served() {
 }
 
 #[test]
-fn whoever_speaks_no_tls_is_disconnected() {
+fn clients_without_tls_are_disconnected() {
     let server = Server::new(false, Limits::default());
     let mut plain = Vec::new();
     Request::Version { msize: MSIZE, version: VERSION }.encode(Tag::NONE, &mut plain);
@@ -253,7 +253,7 @@ fn a_handshake_that_stalls_ends() {
 }
 
 #[test]
-fn what_is_wrong_with_the_files_is_said() {
+fn errors_in_the_certificate_files_are_reported() {
     let made = Certificates::new();
     made.authority("ca").signed("a", "ca", 2).signed("b", "ca", 2).signed("late", "ca", -1);
     made.signed_as_version_1("old", "ca");

@@ -1,31 +1,31 @@
-//! Who reads here and there over a long link: while they wait for a page, the link carries what lies around it.
+//! Read-around for random readers over a long link: while they wait for a page, the link also carries the bytes around
+//! it.
 //!
-//! A random read takes a round trip whatever it asks for, and the link is idle meanwhile. So as much is fetched around it, in
-//! messages of its own behind the one that is waited for, as the link carries in one more round trip, and for as long as
-//! enough of that is read later.
+//! A random read takes a round trip, whatever its size, and the link is otherwise idle. So additional messages fetch as
+//! many bytes around it as the link carries in another round trip, as long as enough of them are read later.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The least that is fetched around a read, in bytes, and the first.
+/// The minimum and initial size of a read-around, in bytes.
 const LEAST_BYTES: u64 = 64 << 10;
 
 /// The most.
 const MOST_BYTES: u64 = 4 << 20;
 
-/// Once the link turned out to be too slow for the least: so many short reads until it is tried again.
+/// The number of short reads before another attempt, after the link was too slow for the minimum.
 const REST: u32 = 1000;
 
-/// The longest message, in bytes, whose time is taken for that of a round trip.
+/// The maximum message in bytes whose duration counts as a round trip.
 const SHORT_BYTES: u64 = 16 << 10;
 
-/// The least round trip that is worth it: machines side by side have less.
+/// The minimum round trip for which read-around pays; machines in one network have less.
 const FAR: Duration = Duration::from_micros(500);
 
-/// Blocks that are fetched around the reads of a file before any page of them must have been of use.
+/// The number of blocks fetched around a file's reads before any page of them must have been used.
 const TRIAL_BLOCKS: u64 = 64;
 
-/// A link, as the times of its messages show it.
+/// A link, with times estimated from its messages.
 #[derive(Debug, Default)]
 pub(super) struct Link(Mutex<Estimate>);
 
@@ -33,9 +33,9 @@ pub(super) struct Link(Mutex<Estimate>);
 struct Estimate {
     /// Zero: not known.
     round_trip: Duration,
-    /// What to fetch around a read, in bytes; it grows while what was fetched so comes within two round trips.
+    /// The size of a read-around in bytes; it grows while read-arounds take at most two round trips.
     around: u64,
-    /// So many more short reads until it is tried again.
+    /// The number of short reads before the next attempt.
     rests: u32,
 }
 
@@ -46,19 +46,19 @@ impl Default for Estimate {
 }
 
 impl Link {
-    /// A read of so many bytes, that somebody waited for, took so long.
+    /// Records the duration of a read that a caller waited for.
     pub fn note(&self, bytes: u64, took: Duration) {
         if bytes <= SHORT_BYTES {
             self.estimate().note(took);
         }
     }
 
-    /// So many bytes that lie around a read took so long.
+    /// Records the duration of a read-around.
     pub fn note_around(&self, bytes: u64, took: Duration) {
         self.estimate().note_around(bytes, took);
     }
 
-    /// How much to fetch around a read, in bytes: a power of two, or nothing.
+    /// Returns the size of a read-around in bytes: a power of two, or 0.
     pub fn around_bytes(&self) -> u64 {
         self.estimate().around_bytes()
     }
@@ -70,7 +70,7 @@ impl Link {
 
 impl Estimate {
     fn note(&mut self, took: Duration) {
-        // What waits behind others takes longer, so a short time says more than a long one.
+        // Queued messages take longer, so short times are more significant than long ones.
         let more = took.saturating_sub(self.round_trip) / 8;
         let is_shorter = self.round_trip.is_zero() || took < self.round_trip;
         self.round_trip = if is_shorter { took } else { self.round_trip + more };
@@ -98,17 +98,17 @@ impl Estimate {
     }
 }
 
-/// What became of the blocks of a file that were fetched because they lie around reads.
+/// The use of the blocks that were fetched around a file's reads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Evidence {
     pub blocks: u64,
-    /// Pages of them that were read since.
+    /// The number of their pages that were read since.
     pub used: u64,
 }
 
 impl Evidence {
-    /// Whether to go on with it. A block takes the link about a round trip, and a page that is read saves its reader one; but
-    /// the link is idle otherwise, so one page of two blocks will do.
+    /// Returns whether read-around pays. A block costs about a round trip, and a used page saves its reader one. The
+    /// link is otherwise idle, so one page of two blocks is enough.
     pub fn pays(self) -> bool {
         self.blocks < TRIAL_BLOCKS || self.used.saturating_mul(2) >= self.blocks
     }
@@ -127,16 +127,16 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_fetched_around_on_a_short_link_or_before_it_is_known() {
+    fn no_read_around_on_a_short_or_unknown_link() {
         assert_eq!(Estimate::default().around_bytes(), 0);
         assert_eq!(with_round_trip(MS / 10).around_bytes(), 0);
-        // A time that was long for other reasons is forgotten with the next.
+        // One long time for another reason is forgotten with the next one.
         let mut near = with_round_trip(9 * MS);
         near.note(MS / 10);
         assert_eq!(near.around_bytes(), 0);
     }
 
-    /// What is fetched around reads in the end, by a link of so many Mbit/s.
+    /// Returns the final read-around of a link with this many Mbit/s.
     fn settled(round_trip: Duration, megabits: u64) -> u64 {
         let mut link = with_round_trip(round_trip);
         for _ in 0..50 {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_what_the_link_carries_in_about_a_round_trip() {
+    fn a_block_takes_about_a_round_trip() {
         assert_eq!(with_round_trip(2 * MS).around_bytes(), LEAST_BYTES, "a first try");
         assert_eq!(settled(2 * MS, 1000), 256 << 10);
         assert_eq!(settled(20 * MS, 100), 256 << 10);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_was_slow_is_tried_again() {
+    fn a_slow_link_is_tried_again() {
         let mut link = with_round_trip(2 * MS);
         link.note_around(LEAST_BYTES, 50 * MS);
         for _ in 0..REST {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_no_use_is_given_up() {
+    fn useless_read_around_ends() {
         assert!(Evidence::default().pays());
         assert!(Evidence { blocks: TRIAL_BLOCKS - 1, used: 0 }.pays());
         assert!(!Evidence { blocks: TRIAL_BLOCKS, used: 0 }.pays());

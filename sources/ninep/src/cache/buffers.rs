@@ -4,15 +4,15 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::limits::Limits;
 
-/// Buffers kept for reads that are not under way; more are freed.
+/// The maximum number of free read buffers to keep.
 const READ_BUFFERS_KEPT: usize = 16;
 
-/// What a buffer for a write carries.
+/// The size of a write buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Size {
     /// A message.
     Whole,
-    /// A part of one: for single pages and the like, of which many are to be under way.
+    /// A fraction of one: for single pages, many of which can be in flight.
     Short,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Buffers {
     read: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Free buffers for writes. As many are allocated at first as may be under way, each when it is used first.
+/// Free write buffers. There are as many as writes may be in flight, each allocated at its first use.
 #[derive(Debug)]
 struct Pool {
     free: Mutex<Vec<Vec<u8>>>,
@@ -46,17 +46,17 @@ impl Buffers {
         }
     }
 
-    /// Which buffer a write of so many bytes takes.
+    /// Returns the buffer size for a write of this length.
     pub fn size(&self, bytes: usize) -> Size {
         if bytes <= self.short.bytes { Size::Short } else { Size::Whole }
     }
 
-    /// An empty buffer for a write; waits for one.
+    /// Returns an empty write buffer; waits for one.
     pub fn for_write(&self, size: Size) -> Vec<u8> {
         self.pool(size).take()
     }
 
-    /// Takes back a buffer of a write, or, where a connection lost it, makes another.
+    /// Returns a write buffer to the pool, or replaces one that a connection lost.
     pub fn back_from_write(&self, buffer: Vec<u8>, size: Size) {
         self.pool(size).give(buffer);
     }
@@ -68,7 +68,7 @@ impl Buffers {
         }
     }
 
-    /// A buffer of this length for a read.
+    /// Returns a read buffer of this length.
     pub fn for_read(&self, bytes: usize) -> Vec<u8> {
         let mut buffer = lock(&self.read).pop().unwrap_or_default();
         buffer.resize(bytes, 0);

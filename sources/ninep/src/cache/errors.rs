@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferry_vfs::{Errno, Result};
 
-/// How many errors of a file an open handle has been told of. One per handle.
+/// The number of a file's errors that an open handle has reported. One per handle.
 #[derive(Debug)]
 pub struct ErrorCursor(AtomicU64);
 
@@ -23,13 +23,13 @@ impl Errors {
         self.told = false;
     }
 
-    /// A cursor for a new handle. An error that nobody has been told of is for this one, too.
+    /// Creates a cursor for a new handle. It also reports an error that no handle has reported.
     pub fn cursor(&self) -> ErrorCursor {
         let untold = u64::from(!self.told && self.count > 0);
         ErrorCursor(AtomicU64::new(self.count - untold))
     }
 
-    /// The last error since this handle asked last.
+    /// Returns the last error since this handle asked last.
     pub fn tell(&mut self, cursor: &ErrorCursor) -> Result<()> {
         if cursor.0.swap(self.count, Ordering::Relaxed) == self.count {
             return Ok(());
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_handle_is_told_once() {
+    fn each_handle_gets_an_error_once() {
         let mut errors = Errors::default();
         let (one, two) = (errors.cursor(), errors.cursor());
         assert_eq!(errors.tell(&one), Ok(()));
@@ -55,6 +55,6 @@ mod tests {
         let after = errors.cursor();
         assert_eq!(errors.tell(&two), Err(Errno::NOSPC));
         assert_eq!(errors.tell(&late), Err(Errno::NOSPC));
-        assert_eq!(errors.tell(&after), Ok(()), "opened after somebody was told");
+        assert_eq!(errors.tell(&after), Ok(()), "opened after the error was reported");
     }
 }

@@ -17,18 +17,18 @@ use super::state::{InFlightMessage, Kind, State};
 use super::stream::ReadAheadLimit;
 use super::writing::SIZE_MAX;
 
-/// One inode of a remote file system, with what is remembered of its bytes. All its methods may wait for the server, except
-/// where they say that they do not.
+/// One inode of a remote file system, with its cached data. All methods may wait for the server unless documented
+/// otherwise.
 pub struct CachedFile {
     pub(super) cache: Arc<Shared>,
     remote: Arc<dyn Remote>,
     state: Mutex<State>,
-    /// Something of the state has changed that somebody may wait for.
+    /// Signals changes of the state.
     changed: Condvar,
     message_bytes: AtomicUsize,
 }
 
-/// A moment at which the server was asked for attributes; see [`CachedFile::set_size`].
+/// The time of a request for attributes; see [`CachedFile::set_size`].
 #[derive(Clone, Copy, Debug)]
 pub struct SizeMark(Option<u64>);
 
@@ -46,20 +46,20 @@ impl CachedFile {
         &self.remote
     }
 
-    /// The size in bytes, with what is not written yet. Does not wait.
+    /// Returns the size in bytes, including unwritten data. Does not wait.
     pub fn size(&self) -> u64 {
         self.lock().size
     }
 
-    /// To be taken before the server is asked for attributes. Does not wait.
+    /// Returns a mark, before the server is asked for attributes. Does not wait.
     pub fn size_mark(&self) -> SizeMark {
         let state = self.lock();
         SizeMark((!state.is_writing(u64::MAX) && !state.held).then_some(state.version))
     }
 
-    /// The size that the server's attributes have, asked for after the mark was taken. It is ignored when this client
-    /// has changed the size since: the answer may be older than that. Returns whether it is the size that users are to
-    /// see; else that is [`Self::size`]. Does not wait.
+    /// Sets the size from attributes that were requested after the mark. It is ignored if this client has changed the
+    /// size since, because the reply may be older. Returns whether users may see this size; otherwise use
+    /// [`Self::size`]. Does not wait.
     pub fn set_size(&self, mark: SizeMark, size: u64) -> bool {
         let mut state = self.lock();
         let current = mark.0 == Some(state.version) && !state.is_writing(u64::MAX) && !state.held;
@@ -69,25 +69,26 @@ impl CachedFile {
         state.size == size
     }
 
-    /// Whether something waits to be written or is being written. Does not wait.
+    /// Returns whether unwritten data exist. Does not wait.
     pub fn is_dirty(&self) -> bool {
         self.lock().pages.unwritten > 0
     }
 
-    /// For a handle that is opened: which errors it is told of.
+    /// Returns the error cursor of a new handle.
     pub fn error_cursor(&self) -> ErrorCursor {
         self.lock().errors.cursor()
     }
 
-    /// Changes the size: what waits to be written beyond is dropped, `at_server` truncates there, and meanwhile nothing is
-    /// written.
+    /// Changes the size: drops unwritten data beyond it, and calls `at_server` to truncate; nothing is written
+    /// meanwhile.
     ///
     /// # Errors
-    /// That of `at_server`; the file is as it was then.
+    ///
+    /// That of `at_server`; the file is then unchanged.
     pub fn truncate(&self, size: u64, at_server: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.wait_while(self.lock(), |state| state.held);
         state.held = true;
-        // What is under way could otherwise arrive after the truncation and bring the bytes back.
+        // A write in flight could arrive after the truncation and restore the bytes.
         state = self.wait_while(state, |state| state.is_writing(u64::MAX));
         drop(state);
         let held = TruncateGuard(self);
@@ -105,9 +106,8 @@ impl CachedFile {
         result
     }
 
-    /// Forgets what is remembered of a range of bytes, so that the next read asks the server. What waits to be written is
-    /// written before, and made durable where it is kept for a restart of the server; errors of that are noted for those who
-    /// have the file open.
+    /// Drops the cached data of a range, so that the next read asks the server. Unwritten data are written first, and
+    /// synced if they are kept for a restart of the server; open handles get errors of that.
     pub fn invalidate(self: &Arc<Self>, range: Range<u64>) {
         self.write_out();
         if self.lock().pages.unstable > 0 {
@@ -136,19 +136,19 @@ impl CachedFile {
         self.changed.notify_all();
     }
 
-    /// How much one message carries, in bytes.
+    /// Returns the maximum data of one message, in bytes.
     pub(super) fn message_bytes(&self) -> usize {
         let bytes = self.remote.message_bytes().clamp(1, self.cache.limits.message_bytes_max.max(1));
         self.message_bytes.store(bytes, Ordering::Relaxed);
         bytes
     }
 
-    /// The same, as it was when something was sent last: reads and writes that send nothing do not ask the connection.
+    /// As [`Self::message_bytes`], as of the last sent message, without access to the connection.
     pub(super) fn message_bytes_before(&self) -> usize {
         self.message_bytes.load(Ordering::Relaxed)
     }
 
-    /// How much one message reads: whole pages, where it carries one.
+    /// Returns the read-ahead limits of one message: whole pages, if it carries one.
     pub(super) fn reach(&self) -> ReadAheadLimit {
         let Limits { depth, bytes_max, .. } = self.cache.limits;
         let message = self.message_bytes_before();
@@ -162,7 +162,7 @@ impl CachedFile {
     }
 }
 
-/// Lets go on what waits for a truncation, also when that panics.
+/// Ends the wait for a truncation, also after a panic.
 struct TruncateGuard<'a>(&'a CachedFile);
 
 impl Drop for TruncateGuard<'_> {
@@ -203,7 +203,7 @@ impl Ended for CachedFile {
             Kind::Write => self.cache.release_throttled(),
             Kind::Sync => {
                 self.cache.release_throttled();
-                // The file may be one that nothing is to be done for any more.
+                // The writer thread may have stopped watching this file.
                 self.cache.wake_writer();
             }
         }

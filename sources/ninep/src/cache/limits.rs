@@ -1,4 +1,4 @@
-//! The bounds of a cache, and what it has done.
+//! The limits of a cache, and its counters.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
@@ -9,41 +9,42 @@ use super::around::Link;
 /// The bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
 
-/// Memory for pages: enough to read ahead of some dozens of readers, and little beside what a host has.
+/// The default memory for pages in bytes: enough read-ahead for some dozens of readers.
 const BYTES_MAX: usize = 256 << 20;
 
-/// Messages under way per file: 16 of 1 MiB carry 1.6 GB/s over a link of 10 ms.
+/// The default number of messages in flight per file: 16 of 1 MiB carry 1.6 GB/s over a link of 10 ms.
 const DEPTH: usize = 16;
 
-/// Short writes under way, beside those that fill messages, and the part of a message that one carries: as much memory as two
-/// messages, and 64 MiB/s over a link of 1 ms each way where all are single pages.
+/// Short writes in flight besides those that fill messages, and their size as a fraction of a message. They take as
+/// much memory as two messages, and reach 64 MiB/s over a link of 1 ms each way with single pages.
 const SHORT_WRITES: usize = 32;
 const SHORT_WRITE_PART: usize = 16;
 
-/// How long data stays in memory before it is written though nothing else asks for it.
+/// How long data stay unwritten without another reason to write them.
 const DIRTY_AGE: Duration = Duration::from_secs(1);
 
-/// How much a cache may hold and have under way.
+/// The limits of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Memory for pages, in bytes. Requests that are being served may be added to it.
+    /// Memory for pages, in bytes. Requests in progress may exceed it.
     pub bytes_max: usize,
-    /// What may wait to be written, in bytes: whoever writes more waits. Writing begins at half of it.
+    /// The maximum of unwritten data in bytes; further writes wait. Writing begins at half of it.
     pub dirty_bytes_max: usize,
-    /// What is written, not durable yet and kept to be written again after the server restarts, in bytes. At half of it the
-    /// server is asked to make it durable. 0 keeps nothing: a restart then is an error at the next fsync.
+    /// The maximum of data that are written but not durable, kept to be written again after a restart of the server, in
+    /// bytes. At half of it the server is asked to sync. With 0 nothing is kept, and a restart is an error at the next
+    /// fsync.
     pub unstable_bytes_max: usize,
-    /// The longest message, in bytes; that of the connection may be shorter.
+    /// The maximum message in bytes; the connection's may be shorter.
     pub message_bytes_max: usize,
-    /// Reads under way per file. With 1 nothing is read ahead.
+    /// Reads in flight per file. 1 disables read-ahead.
     pub depth: usize,
-    /// The most that is fetched around a random read over a long link, in bytes. 0: nothing.
+    /// The maximum read-around of a random read over a long link, in bytes. 0: none.
     pub around_bytes_max: usize,
-    /// Writes under way, of all files: the buffers that are allocated once.
+    /// Writes in flight, of all files: the number of buffers.
     pub write_buffers: usize,
-    /// Writes of up to a sixteenth of a message under way beside these, in buffers of their own.
+    /// Additional writes in flight of up to a sixteenth of a message, in separate buffers.
     pub short_writes: usize,
-    /// How long data waits for more before it is written.
+    /// How long data wait for more before they are written.
     pub dirty_age: Duration,
 }
 
@@ -54,7 +55,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Those of a cache of so many bytes: a quarter of them may wait to be written, another be written and not durable yet.
+    /// Returns the limits for this many bytes: a quarter may be unwritten, another quarter written but not durable.
     #[must_use]
     pub fn of(bytes_max: usize) -> Self {
         Self {
@@ -70,50 +71,50 @@ impl Limits {
         }
     }
 
-    /// The same memory, with a page per message and one message under way: what a client does that does not coalesce.
+    /// Returns the same memory, with a page per message and one message in flight: a client without coalescing.
     #[must_use]
     pub fn page_at_a_time(self) -> Self {
         Self { message_bytes_max: PAGE_BYTES, depth: 1, write_buffers: 1, short_writes: 0, ..self }
     }
 
-    /// What a short write carries, in bytes; 0: there are none.
+    /// Returns the size of a short write in bytes; 0: none.
     pub(super) fn short_write_bytes(&self) -> usize {
         let bytes = self.message_bytes_max / SHORT_WRITE_PART;
         if self.short_writes > 0 && bytes >= PAGE_BYTES { bytes } else { 0 }
     }
 }
 
-/// What a cache has done since it was made.
+/// The counters of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Messages that read.
     pub read_messages: u64,
-    /// Bytes asked for by them.
+    /// The bytes that they requested.
     pub read_bytes: u64,
     /// Messages that wrote.
     pub write_messages: u64,
     /// Bytes sent with them.
     pub write_bytes: u64,
-    /// Times that the server was asked to make data durable.
+    /// Requests to sync.
     pub syncs: u64,
     /// Reads that found all their bytes.
     pub hits: u64,
-    /// Reads that had to wait for bytes.
+    /// Reads that waited for bytes.
     pub misses: u64,
-    /// The most reads that were under way at a time.
+    /// The maximum number of concurrent reads.
     pub reads_in_flight_max: u64,
-    /// The most writes that were under way at a time.
+    /// The maximum number of concurrent writes.
     pub writes_in_flight_max: u64,
 }
 
-/// The totals of a cache that every file adds to; none of them guards anything but itself.
+/// Totals that every file adds to; they guard no other data.
 #[derive(Debug, Default)]
 pub(super) struct Totals {
     /// Pages in memory or being fetched.
     pub pages: AtomicUsize,
-    /// Pages of which something waits to be written or is being written.
+    /// Pages with unwritten data.
     pub unwritten: AtomicUsize,
-    /// Pages of which something is written and not durable.
+    /// Pages with data that are written but not durable.
     pub unstable: AtomicUsize,
     pub read: Messages,
     pub write: Messages,

@@ -2,17 +2,18 @@
 //!
 //! Source: "virtio-9p: coalescing" (2016), whose finding was that 9P is slow where it sends pages instead of ranges.
 //!
-//! One [`Cache`] per source bounds the memory and owns the buffers that writes leave in; one [`CachedFile`] per inode holds the
-//! pages under a lock of its own. Messages are begun by whoever reads, writes or flushes, and by one thread of the cache; the
-//! end of a message ([`Done::end`]) only notes what came, so a connection's thread never waits for the connection.
+//! One [`Cache`] per source bounds the memory and owns the write buffers; one [`CachedFile`] per inode holds the pages
+//! under its own lock. Callers that read, write or flush begin messages, as does the cache's thread. The end of a
+//! message ([`Done::end`]) only records its result, so a connection's thread never waits for the connection.
 //!
-//! What to know as its user:
+//! For users of this module:
 //!
-//! * The size is believed: nothing is asked beyond it. A file whose size says nothing (`/proc` at the server) is not for a cache.
-//! * Pages are 4 KiB. What is written back of a page is one range, from the first to the last byte written; bytes between two
-//!   writes go along. Writes that only touch part of a page do not fetch it, unless they leave a gap.
-//! * A write-behind that fails is noted, for everybody who has the file open ([`ErrorCursor`]), and its data is let go, so
-//!   that memory does not fill with what cannot be written: readers then see what the server has.
+//! * The size is trusted: nothing is requested beyond it. Files with a meaningless size (`/proc` on the server) must
+//!   not be cached.
+//! * Pages are 4 KiB. Each page keeps a single dirty range, from the first to the last byte written, including bytes
+//!   between. Partial writes do not fetch the page, unless they leave a gap.
+//! * A failed write-behind is recorded for every open handle of the file ([`ErrorCursor`]). Its data are dropped, so
+//!   that unwritable data do not fill the memory; readers then see the server's data.
 
 mod around;
 mod buffers;

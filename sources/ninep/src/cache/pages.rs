@@ -1,4 +1,4 @@
-//! The pages of a file: which bytes of them are known, wait to be written, are being written, and are not durable yet.
+//! The pages of a file: which of their bytes are known, dirty, being written, and not durable.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use super::around::Evidence;
 pub(super) use super::limits::PAGE_BYTES;
 use super::limits::Totals;
 
-/// The bytes of a page, as an offset counts.
+/// The size of a page in bytes, as an offset.
 pub const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Pages of a chunk: the bits of its sets.
+/// Pages per chunk: the bits of its sets.
 const CHUNK: u64 = u64::BITS as u64;
 
 /// A range of the bytes of a page.
@@ -25,7 +25,7 @@ impl Span {
     pub const NONE: Self = Self { from: 0, to: 0 };
     pub const WHOLE: Self = Self { from: 0, to: PAGE_BYTES };
 
-    /// The part of a page that lies in a range of the file.
+    /// Returns the part of a page within a range of the file.
     pub fn of(page: u64, from: u64, to: u64) -> Self {
         let start = page * PAGE;
         let inside = |at: u64| usize::try_from(at.saturating_sub(start)).map_or(PAGE_BYTES, |at| at.min(PAGE_BYTES));
@@ -40,7 +40,7 @@ impl Span {
         self.to.saturating_sub(self.from)
     }
 
-    /// Whether both together are one range.
+    /// Returns whether both form one range.
     pub fn joins(self, other: Self) -> bool {
         self.is_empty() || other.is_empty() || (self.from <= other.to && other.from <= self.to)
     }
@@ -49,7 +49,7 @@ impl Span {
         other.is_empty() || (self.from <= other.from && other.to <= self.to)
     }
 
-    /// The least range that holds both.
+    /// Returns the smallest range that contains both.
     pub fn and(self, other: Self) -> Self {
         match (self.is_empty(), other.is_empty()) {
             (true, _) => other,
@@ -58,31 +58,31 @@ impl Span {
         }
     }
 
-    /// What of it lies before an end.
+    /// Returns the part before an end.
     pub fn until(self, end: usize) -> Self {
         let cut = Self { from: self.from, to: self.to.min(end) };
         if cut.is_empty() { Self::NONE } else { cut }
     }
 
-    /// What of it lies from a beginning on.
+    /// Returns the part from a start.
     pub fn since(self, start: usize) -> Self {
         let cut = Self { from: self.from.max(start), to: self.to };
         if cut.is_empty() { Self::NONE } else { cut }
     }
 }
 
-/// A page. Of its ranges, `valid` holds the three after it.
+/// A page. Its range `valid` contains the three others.
 #[derive(Debug)]
 pub(super) struct Page {
     pub data: [u8; PAGE_BYTES],
-    /// The bytes that are known. One range: a write that would leave a gap waits for the page.
+    /// The known bytes, one range: a write that would leave a gap waits for the page.
     pub valid: Span,
-    /// Bytes before [`Self::valid`] that are known, too, from the beginning of the page on: they came from a server that
-    /// answers with less than a page.
+    /// The number of further known bytes at the start of the page, before [`Self::valid`], from a server that returned
+    /// less than a page.
     pub prefix: usize,
     /// To be written.
     pub dirty: Span,
-    /// Being written, as it was when that began.
+    /// The range being written, as of the start of the write.
     pub writing: Span,
     /// Written and not durable.
     pub unstable: Span,
@@ -104,12 +104,12 @@ impl Page {
         self.dirty.and(self.writing).and(self.unstable)
     }
 
-    /// Where to go on fetching, in the page.
+    /// Returns the offset in the page at which to continue fetching.
     pub fn fetch_from(&self) -> usize {
         if self.valid.from == 0 { self.valid.to } else { self.prefix }
     }
 
-    /// Takes bytes of the server, from [`Self::fetch_from`] at the latest, where the page has none of its own.
+    /// Stores bytes from the server, at or before [`Self::fetch_from`], where the page has no own data.
     pub fn fill(&mut self, from: usize, bytes: &[u8]) {
         let to = (from + bytes.len()).min(PAGE_BYTES);
         let known = self.fetch_from();
@@ -128,7 +128,7 @@ impl Page {
         self.know_until(to);
     }
 
-    /// The bytes beyond the end of the file are zeros.
+    /// Zeroes the bytes beyond the end of the file.
     pub fn fill_zeros(&mut self, from: usize) {
         if self.fetch_from() < from {
             return;
@@ -147,7 +147,7 @@ impl Page {
         self.settle();
     }
 
-    /// Makes one range of what is known, where it is one.
+    /// Merges the known parts if they are adjacent.
     pub fn settle(&mut self) {
         if self.valid.is_empty() || self.valid.from <= self.prefix {
             self.valid = Span { from: 0, to: self.valid.to.max(self.prefix) };
@@ -155,7 +155,7 @@ impl Page {
         }
     }
 
-    /// Forgets what is from an offset in the page on.
+    /// Drops the data from an offset in the page.
     pub fn cut(&mut self, end: usize) {
         self.data[end..].fill(0);
         for span in [&mut self.valid, &mut self.dirty, &mut self.writing, &mut self.unstable] {
@@ -165,7 +165,7 @@ impl Page {
         self.settle();
     }
 
-    /// Forgets what the server can be asked for again.
+    /// Drops data that the server has, too.
     pub fn forget_clean(&mut self) {
         self.valid = self.pinned();
         self.prefix = if self.valid.from == 0 { self.valid.to } else { 0 };
@@ -180,15 +180,15 @@ pub(super) struct Chunk {
     dirty: u64,
     writing: u64,
     unstable: u64,
-    /// Unstable when the server was last asked to make the file durable.
+    /// Unstable when the last sync was requested.
     syncing: u64,
     /// Being fetched.
     fetching: u64,
-    /// Used since the eviction came by.
+    /// Used since the last pass of the eviction.
     used: u64,
-    /// Fetched and not read yet: whoever reads a file once does not crowd out what is read again.
+    /// Fetched and not read yet, so that a file read once does not evict others.
     fresh: u64,
-    /// Fetched because others were read nearby, and not read yet.
+    /// Fetched by read-around, and not read yet.
     around: u64,
 }
 
@@ -214,15 +214,15 @@ impl Chunk {
 pub(super) struct Pages {
     chunks: BTreeMap<u64, Box<Chunk>>,
     totals: Arc<Totals>,
-    /// Pages that are there or being fetched.
+    /// Pages in memory or being fetched.
     pub count: usize,
     /// Pages that are dirty or being written.
     pub unwritten: usize,
     /// Pages that are unstable.
     pub unstable: usize,
-    /// The chunk at which the eviction goes on.
+    /// The chunk at which the eviction continues.
     hand: u64,
-    /// What became of pages that were fetched around others.
+    /// The use of pages fetched by read-around.
     pub around: Evidence,
 }
 
@@ -251,7 +251,7 @@ impl Pages {
         self.chunks.get(&(page / CHUNK))?.pages[slot(page)].as_deref()
     }
 
-    /// A page that is read: the eviction is to come back later.
+    /// Returns a page for reading, and marks it as used.
     pub fn read(&mut self, page: u64) -> Option<&Page> {
         let chunk = self.chunks.get_mut(&(page / CHUNK))?;
         let bit = bit(page);
@@ -270,7 +270,7 @@ impl Pages {
         self.chunks.get(&(page / CHUNK)).is_some_and(|chunk| chunk.fetching & bit(page) != 0)
     }
 
-    /// Whether a page has to be fetched to be known as a whole, and is not being fetched.
+    /// Returns whether a page must be fetched to be known completely, and is not being fetched.
     pub fn needs_fetch(&self, page: u64) -> bool {
         let Some(chunk) = self.chunks.get(&(page / CHUNK)) else { return true };
         chunk.fetching & bit(page) == 0 && chunk.pages[slot(page)].as_ref().is_none_or(|page| page.valid != Span::WHOLE)
@@ -280,7 +280,7 @@ impl Pages {
         self.chunks.get(&(page / CHUNK)).is_some_and(|chunk| chunk.writing & bit(page) != 0)
     }
 
-    /// Notes that a page is being fetched.
+    /// Records that a page is being fetched.
     pub fn fetch(&mut self, page: u64) {
         let chunk = self.chunks.entry(page / CHUNK).or_insert_with(|| Box::new(Chunk::new()));
         chunk.fetching |= bit(page);
@@ -290,14 +290,14 @@ impl Pages {
         }
     }
 
-    /// Notes that a page that is being fetched was not asked for.
+    /// Records that a page is being fetched by read-around.
     pub fn fetch_around(&mut self, page: u64) {
         if let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) {
             chunk.around |= bit(page);
         }
     }
 
-    /// Notes that a page is no longer being fetched, and changes it when `fill` says so. A page that has nothing goes.
+    /// Records the end of a fetch, and stores data if `fill` is given. An empty page is removed.
     pub fn fetched(&mut self, page: u64, fill: Option<impl FnOnce(&mut Page)>) {
         let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) else { return };
         chunk.fetching &= !bit(page);
@@ -315,7 +315,7 @@ impl Pages {
         fill(chunk.pages[slot(page)].get_or_insert_with(Page::new));
     }
 
-    /// A page of which nothing is known any more was counted, and is not.
+    /// Uncounts a page without data.
     fn gone(&mut self, page: u64) {
         self.count -= 1;
         self.totals.pages.fetch_sub(1, Ordering::Relaxed);
@@ -324,7 +324,7 @@ impl Pages {
         }
     }
 
-    /// Changes a page, which is made when it is not there; what waits to be written is counted again.
+    /// Changes a page, created if necessary, and updates the counts.
     pub fn update<T>(&mut self, page: u64, change: impl FnOnce(&mut Page) -> T) -> T {
         let chunk = self.chunks.entry(page / CHUNK).or_insert_with(|| Box::new(Chunk::new()));
         let bit = bit(page);
@@ -346,7 +346,7 @@ impl Pages {
         answer
     }
 
-    /// Lets go of a page that has nothing to be kept; one that is being fetched stays counted.
+    /// Removes a page without data to keep; one being fetched stays counted.
     pub fn drop_clean(&mut self, page: u64) {
         let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) else { return };
         let bit = bit(page);
@@ -361,17 +361,17 @@ impl Pages {
         }
     }
 
-    /// The next page from one on that is dirty.
+    /// Returns the next dirty page from one on.
     pub fn next_dirty(&self, from: u64) -> Option<u64> {
         self.next(from, |chunk| chunk.dirty)
     }
 
-    /// The next page from one on that is there.
+    /// Returns the next present page from one on.
     pub fn next_present(&self, from: u64) -> Option<u64> {
         self.next(from, |chunk| chunk.present)
     }
 
-    /// The next page from one on that is unstable.
+    /// Returns the next unstable page from one on.
     pub fn next_unstable(&self, from: u64) -> Option<u64> {
         self.next(from, |chunk| chunk.unstable)
     }
@@ -384,7 +384,7 @@ impl Pages {
         })
     }
 
-    /// The end of what waits to be written or is being written, as an offset; 0 where nothing is.
+    /// Returns the end offset of unwritten data; 0 if there are none.
     pub fn unwritten_end(&self) -> u64 {
         if self.unwritten == 0 {
             return 0;
@@ -397,21 +397,21 @@ impl Pages {
         last.and_then(end).unwrap_or(0)
     }
 
-    /// The server is asked to make the file durable: notes what that is about.
+    /// Records the unstable pages at the request of a sync.
     pub fn sync_begins(&mut self) {
         for chunk in self.chunks.values_mut() {
             chunk.syncing = chunk.unstable;
         }
     }
 
-    /// Written again since the server was asked: it is not durable by that.
+    /// Records that a page was written again since: the sync does not cover it.
     pub fn not_in_sync(&mut self, page: u64) {
         if let Some(chunk) = self.chunks.get_mut(&(page / CHUNK)) {
             chunk.syncing &= !bit(page);
         }
     }
 
-    /// What was unstable when the server was asked needs not be kept any longer.
+    /// Marks the pages covered by the sync as durable.
     pub fn sync_ended(&mut self) {
         let mut from = 0;
         while let Some(page) = self.next(from, |chunk| chunk.syncing) {
@@ -421,8 +421,8 @@ impl Pages {
         }
     }
 
-    /// Evicts up to so many pages that were not used since it came by last, from at most so many chunks; returns how
-    /// many went.
+    /// Evicts up to this many pages that were not used since the last pass, from at most `chunks_max` chunks; returns
+    /// how many.
     pub fn evict(&mut self, pages_max: usize, chunks_max: usize) -> usize {
         let mut evicted = 0;
         for _ in 0..chunks_max {

@@ -1,4 +1,4 @@
-//! What the files of a source share: memory, buffers, and the thread that writes behind.
+//! The shared state of a source's files: memory, buffers, and the write-behind thread.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -17,40 +17,40 @@ use super::pages::PAGE_BYTES;
 use super::remote::Remote;
 use super::writing::SIZE_MAX;
 
-/// Chunks of a file that the eviction looks at before it goes on to the next file.
+/// Chunks of a file that the eviction visits before it continues with the next file.
 const EVICTION_CHUNKS: usize = 64;
 
-/// Pages that are evicted beyond what is needed, so that not every request evicts.
+/// Additional pages to evict, so that not every request evicts.
 const EVICTION_PAGES: usize = 256;
 
-/// Rounds of the eviction over all files before it gives up: the first finds everything used.
+/// The maximum rounds of the eviction over all files: in the first, every page may be used.
 const EVICTION_ROUNDS: usize = 3;
 
-/// The cache of a source: what all its files have in common. Everything is to be flushed before it is dropped.
+/// The cache of a source, shared by all its files. Flush everything before dropping it.
 pub struct Cache {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What files know of their cache.
+/// The part of the cache that files access.
 pub(super) struct Shared {
     pub limits: Limits,
     pub totals: Arc<Totals>,
     pub buffers: Buffers,
-    /// Twice the times that the server was restarted; odd while what it may have lost is being looked for.
+    /// Twice the number of restarts of the server; odd while lost data are being searched.
     pub restarts: AtomicU64,
     rewriting: Mutex<()>,
-    /// Files of which something waits to be written or is kept for a restart.
+    /// Files with unwritten data, or data kept for a restart.
     busy: Mutex<Vec<Arc<CachedFile>>>,
-    /// Files with pages, next to be visited by the eviction.
+    /// Files with pages, in the order of the eviction.
     listed: Mutex<VecDeque<Weak<CachedFile>>>,
-    /// The first error of any file that [`Cache::sync_all`] has not told yet.
+    /// The first error of any file that [`Cache::sync_all`] has not returned yet.
     failed: Mutex<Option<Errno>>,
     poked: AtomicBool,
     work: Mutex<Work>,
-    /// There is something to do for the thread.
+    /// Signals work for the thread.
     wanted: Condvar,
-    /// There is less to be written, or kept.
+    /// Signals a decrease of unwritten or unstable data.
     eased: Condvar,
 }
 
@@ -65,10 +65,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Cache {
-    /// A cache with these limits, and its thread.
+    /// Creates a cache with these limits, and its thread.
     ///
     /// # Errors
-    /// That of starting the thread.
+    ///
+    /// Those of starting the thread.
     pub fn new(limits: Limits) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             buffers: Buffers::new(&limits),
@@ -89,7 +90,8 @@ impl Cache {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// A file of the size that the server said it has, in bytes. To be made once per inode: two do not know of each other.
+    /// Returns a file with this size from the server, in bytes. Call it once per inode: two instances do not know each
+    /// other.
     pub fn file(&self, remote: Arc<dyn Remote>, size: u64) -> Arc<CachedFile> {
         CachedFile::new(self.shared.clone(), remote, size.min(SIZE_MAX))
     }
@@ -99,37 +101,39 @@ impl Cache {
         self.shared.totals.counts()
     }
 
-    /// Memory of pages now, in bytes.
+    /// Returns the current memory of pages, in bytes.
     pub fn bytes(&self) -> usize {
         self.shared.totals.pages.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
-    /// Writes everything of all files, and makes it durable, but for what was [let go](CachedFile::release_synced): see
+    /// Writes and syncs all data of all files, except [released](CachedFile::release_synced) ones: see
     /// [`CachedFile::sync`].
     ///
     /// # Errors
-    /// The first of any file since this was called last, whoever else was told of it.
+    ///
+    /// The first error of any file since the last call, even if other callers got it, too.
     pub fn sync_all(&self) -> Result<()> {
         let files = lock(&self.shared.busy).clone();
         for file in files.iter().filter(|file| !file.is_durable()) {
             file.sync();
         }
-        // Their last references may send messages: not under a lock.
+        // Dropping their last references may send messages, so not under a lock.
         drop(files);
         lock(&self.shared.failed).take().map_or(Ok(()), Err)
     }
 
-    /// The server was restarted: what was written and not made durable is written again. To be called before anything is sent by
-    /// the new connection. Does not wait for the server.
+    /// Called after a restart of the server: data that were not durable become dirty again. Call it before anything is
+    /// sent on the new connection. Does not wait for the server.
     pub fn rewrite(&self) {
-        // Before: a write that ends now, and was answered by the old server, is seen to be lost. Two at a time would undo that.
+        // Before: a write that the old server acknowledged and that ends now is detected as lost. Two concurrent calls
+        // would undo that.
         let _one = lock(&self.shared.rewriting);
         self.shared.restarts.fetch_add(1, Ordering::SeqCst);
         let files = lock(&self.shared.busy).clone();
         for file in files {
             file.rewrite();
         }
-        // And after, so that a sync that sees this number finds dirty what it has to write again.
+        // And after, so that a sync that sees this number finds the lost data dirty.
         self.shared.restarts.fetch_add(1, Ordering::SeqCst);
         self.shared.wake_writer();
     }
@@ -145,19 +149,19 @@ impl Drop for Cache {
             // Its panic was reported when it happened.
             let _ = thread.join();
         }
-        // Without the lock: the last reference to a file may send messages.
+        // Without the lock: dropping the last reference to a file may send messages.
         let files = std::mem::take(&mut *lock(&self.shared.busy));
         drop(files);
     }
 }
 
 impl Shared {
-    /// Takes a file in that has something to be written.
+    /// Adds a file with unwritten data.
     pub fn track_dirty(&self, file: &Arc<CachedFile>) {
         lock(&self.busy).push(file.clone());
     }
 
-    /// Something of a file could not be written, or made durable.
+    /// Records that data could not be written or synced.
     pub fn failed(&self, error: Errno) {
         lock(&self.failed).get_or_insert(error);
     }
@@ -178,7 +182,7 @@ impl Shared {
         self.totals.unstable.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
-    /// Whether so much waits to be written that it is to be written at once.
+    /// Returns whether unwritten data must be written at once.
     pub fn is_pressed(&self) -> bool {
         self.unwritten_bytes() > self.limits.dirty_bytes_max / 2 || self.is_keeping_much()
     }
@@ -193,7 +197,7 @@ impl Shared {
         self.unwritten_bytes() > self.limits.dirty_bytes_max || keeps_too_much
     }
 
-    /// Waits while too much waits to be written.
+    /// Waits while there are too many unwritten data.
     pub fn throttle(&self) {
         if !self.is_full() {
             return;
@@ -203,9 +207,9 @@ impl Shared {
         drop(self.eased.wait_while(work, |work| self.is_full() && !work.stopped));
     }
 
-    /// Something was written, or made durable.
+    /// Called when data were written or synced.
     pub fn release_throttled(&self) {
-        // The lock is taken so that nobody is between looking and waiting.
+        // The lock ensures that no thread is between its check and its wait.
         drop(lock(&self.work));
         self.eased.notify_all();
         if self.is_pressed() {
@@ -213,7 +217,7 @@ impl Shared {
         }
     }
 
-    /// Takes a file in that has pages.
+    /// Adds a file with pages.
     pub fn list(&self, file: &Arc<CachedFile>) {
         let mut listed = lock(&self.listed);
         if listed.len() == listed.capacity() {
@@ -222,7 +226,7 @@ impl Shared {
         listed.push_back(Arc::downgrade(file));
     }
 
-    /// Evicts pages when there are too many. Called with no lock held.
+    /// Evicts pages if there are too many. Called without a lock.
     pub fn make_room(&self) {
         let pages_max = self.limits.bytes_max / PAGE_BYTES;
         let over = self.totals.pages.load(Ordering::Relaxed).saturating_sub(pages_max);
@@ -246,15 +250,15 @@ impl Shared {
         }
     }
 
-    /// The thread: writes what is due, until the cache is dropped.
+    /// The thread: writes due data until the cache is dropped.
     fn write_behind(&self) {
         let mut is_dirty = false;
-        // Kept from round to round, so that writing out does not need memory.
+        // Reused, so that writing does not allocate.
         let mut files = Vec::new();
         loop {
             let mut work = lock(&self.work);
             while !work.wanted && !work.stopped {
-                // Where nothing is dirty nothing comes to an age.
+                // Without dirty data nothing becomes due.
                 work = if !is_dirty {
                     self.wanted.wait(work).unwrap_or_else(PoisonError::into_inner)
                 } else {
@@ -274,7 +278,7 @@ impl Shared {
         }
     }
 
-    /// Begins to write what is due; returns whether anything is left that will be. `files` is empty, before and after.
+    /// Begins to write due data; returns whether more will become due. `files` is empty before and after.
     fn write_what_is_due(&self, files: &mut Vec<Arc<CachedFile>>) -> bool {
         files.extend(lock(&self.busy).iter().cloned());
         let now = Instant::now();
@@ -307,7 +311,7 @@ impl Shared {
             }
             true
         });
-        // Files are dropped without the lock: the last reference may send messages.
+        // Dropped without the lock: the last reference may send messages.
         files.clear();
         is_dirty
     }

@@ -1,4 +1,4 @@
-//! Reading: what is there is copied, what is missing is asked for in long messages, and more ahead of who reads in sequence.
+//! Reading: copies cached data, requests missing data in long messages, and reads ahead of sequential readers.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -10,22 +10,23 @@ use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES, Page, Span};
 use super::state::{InFlightMessage, Kind, State};
 
-/// What is put where there is no page because there is nothing at the server.
+/// Zeros for pages that the server does not have.
 static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// How far a read came.
 enum ReadProgress {
-    /// To its end, or that of the file, or there was no more room.
+    /// To its end, or that of the file, or until the output was full.
     ToTheEnd,
-    /// To a byte that is not there.
+    /// To a missing byte.
     To(u64),
 }
 
 impl CachedFile {
-    /// Reads up to so many bytes from an offset on; returns how many, less than asked only at the end of the file.
+    /// Reads up to `len` bytes from an offset; returns how many, fewer only at the end of the file.
     ///
     /// # Errors
-    /// Those of the server. Some bytes may have been put out then.
+    ///
+    /// Those of the server. Some bytes may have been copied then.
     pub fn read(self: &Arc<Self>, offset: u64, len: usize, out: &mut dyn Output) -> Result<usize> {
         let asked_end = offset.saturating_add(len as u64);
         let reach = self.reach();
@@ -77,7 +78,7 @@ impl CachedFile {
         }
     }
 
-    /// Plans what is to be read ahead, as the rest of the last message that is planned where it fits.
+    /// Plans read-ahead, merged into the last planned message where it fits.
     fn extend(
         &self,
         state: &mut State,
@@ -108,7 +109,7 @@ impl CachedFile {
         state.streams.reached(stream, reached);
     }
 
-    /// Plans what is to be fetched of the block around a byte, behind what is waited for.
+    /// Plans the read-around of a byte, after the requests that a caller waits for.
     fn plan_read_around(&self, state: &mut State, flights: &mut Vec<InFlightMessage>, at: u64) {
         let Limits { around_bytes_max, bytes_max, .. } = self.cache.limits;
         let most = self.reach().message_bytes.min(around_bytes_max.min(bytes_max / 256) as u64);
@@ -128,8 +129,8 @@ impl CachedFile {
         flights.extend(around);
     }
 
-    /// Plans the messages that fetch what lacks of a range of bytes, as many as may be under way; answers also how far that
-    /// came. What is read ahead leaves one message to those who wait.
+    /// Plans messages for the missing parts of a range, up to the maximum in flight; also returns how far they reach.
+    /// Read-ahead leaves one message for waiting readers.
     pub(super) fn plan(&self, state: &mut State, range: (u64, u64), ahead: bool) -> (Vec<InFlightMessage>, u64) {
         self.message_bytes();
         let reach = self.reach();
@@ -147,11 +148,11 @@ impl CachedFile {
                 return (flights, page * PAGE);
             }
             let kind = Kind::Read { remote_size: state.remote_size };
-            // A page of which the beginning is known goes on from there.
+            // A partially fetched page continues where it ended.
             let from = page * PAGE + state.pages.get(page).map_or(0, |content| content.fetch_from() as u64);
             let until = (from + reach.message_bytes).min(end.next_multiple_of(PAGE)).min(state.remote_size);
             if until <= from {
-                // The server's part is known, and what follows it in the page are zeros.
+                // The server's part is known, and the rest of the page is zeros.
                 let known = Span::of(page, 0, from).to;
                 state.pages.fetched(page, Some(|content: &mut Page| content.fill_zeros(known)));
                 page += 1;
@@ -169,7 +170,7 @@ impl CachedFile {
         (flights, range.1.max(page * PAGE))
     }
 
-    /// Begins the messages that were planned, without the lock, and makes room for what they bring.
+    /// Begins the planned messages without the lock, and makes room for their data.
     pub(super) fn begin_reads<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
@@ -192,7 +193,7 @@ impl CachedFile {
         self.lock()
     }
 
-    /// Takes what a read has brought. `remote_size` is where the file ended at the server when it was asked.
+    /// Stores the result of a read. `remote_size` is the server's file size at its request.
     pub(super) fn read_ended(
         &self,
         state: &mut State,
@@ -226,14 +227,14 @@ impl CachedFile {
         }
         match moved {
             Err(error) => state.failed(flight, error),
-            // Nobody truncated it here, or the read would be stale.
+            // This client did not truncate the file, or the read would be stale.
             Ok([]) if state.remote_size == remote_size => state.resized_remotely(flight.from),
             Ok(_) => (),
         }
     }
 }
 
-/// Puts out what is there of a range of bytes.
+/// Copies the cached part of a range.
 fn copy_out(state: &mut State, at: &mut u64, end: u64, out: &mut dyn Output) -> ReadProgress {
     let end = end.min(state.size);
     while *at < end {

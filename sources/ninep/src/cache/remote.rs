@@ -5,28 +5,27 @@ use std::sync::Arc;
 
 use ferry_vfs::{Errno, Result};
 
-/// One file at the server. The calls begin something and never wait for its end (to wait for room to send is fine: the cache
-/// calls with no lock held, and never from within [`Done::end`]).
+/// One file on the server. The calls begin an operation and do not wait for its end. They may wait for room to send:
+/// the cache calls them without a lock, and never from [`Done::end`].
 pub trait Remote: Send + Sync + 'static {
-    /// The most data that fits in one message, in bytes. It may shrink when a connection is restored, and is never zero. Does not
-    /// wait, and calls nothing of the cache.
+    /// Returns the maximum data of one message in bytes, never zero. It may shrink after a reconnect. Does not wait,
+    /// and does not call the cache.
     fn message_bytes(&self) -> usize;
 
-    /// Begins to read at an offset into the whole length of the buffer. Fewer bytes than that may come, and none means that the
-    /// file ends here.
+    /// Begins to read at an offset into the whole buffer. Fewer bytes may be returned; none means the end of the file.
     fn read(&self, offset: u64, buffer: Vec<u8>, done: Done);
 
-    /// Begins to write the whole buffer at an offset. Fewer bytes than that may be written. A write whose fate is unknown
-    /// because the connection broke may be sent again: no other write of these bytes is under way.
+    /// Begins to write the whole buffer at an offset. Fewer bytes may be written. After a lost connection a write of
+    /// unknown outcome may be sent again, because no other write of these bytes is in flight.
     fn write(&self, offset: u64, buffer: Vec<u8>, done: Done);
 
-    /// Begins to make durable what was written. Ends with an empty buffer.
+    /// Begins to sync earlier writes. Ends with an empty buffer.
     fn sync(&self, done: Done);
 }
 
-/// Who is told the end of a transfer.
+/// Receives the end of a transfer.
 pub trait Ended: Send + Sync {
-    /// A transfer has ended: the number it was begun with, its buffer, and how many bytes were moved.
+    /// Called at the end of a transfer, with its number, its buffer, and the number of bytes transferred.
     fn ended(&self, number: u64, buffer: Vec<u8>, moved: Result<usize>);
 }
 
@@ -36,20 +35,20 @@ impl<F: Fn(u64, Vec<u8>, Result<usize>) + Send + Sync> Ended for F {
     }
 }
 
-/// To be [ended](Self::end) when a transfer has ended, by any thread, also before the call that began it returns. One that is
-/// dropped instead ends the transfer with `EIO`, so that nobody waits for ever.
+/// Must be [ended](Self::end) when a transfer has ended, by any thread, even before the call that began it returns.
+/// Dropping it ends the transfer with `EIO`, so that no caller waits forever.
 pub struct Done {
     to: Option<Arc<dyn Ended>>,
     number: u64,
 }
 
 impl Done {
-    /// The end of the transfer `number` is told to `to`.
+    /// Creates the end of the transfer `number`, reported to `to`.
     pub fn new(to: Arc<dyn Ended>, number: u64) -> Self {
         Self { to: Some(to), number }
     }
 
-    /// The transfer has ended: gives back its buffer and says how many bytes were moved.
+    /// Ends the transfer: returns its buffer and the number of bytes transferred.
     pub fn end(mut self, buffer: Vec<u8>, moved: Result<usize>) {
         if let Some(to) = self.to.take() {
             to.ended(self.number, buffer, moved);

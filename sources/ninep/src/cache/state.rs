@@ -11,14 +11,14 @@ use super::limits::Totals;
 use super::pages::{PAGE, Pages, Span};
 use super::stream::Streams;
 
-/// Failed reads remembered for those who wait for them. Who finds its failure gone asks the server again.
+/// The maximum number of remembered read failures. A waiting reader whose failure was forgotten asks the server again.
 const FAILURES: usize = 8;
 
-/// What a message under way is for.
+/// The purpose of a message in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Read {
-        /// Where the file ended at the server when it was asked.
+        /// The server's file size at the request.
         remote_size: u64,
     },
     Write,
@@ -33,12 +33,12 @@ pub(super) struct InFlightMessage {
     /// The bytes that it moves.
     pub from: u64,
     pub to: u64,
-    /// Of a read: its pages were dropped or truncated meanwhile, and what comes is old.
+    /// For a read: its pages were dropped or truncated meanwhile, so its data are stale.
     pub stale: bool,
-    /// Of a write: how often the server had been restarted.
+    /// For a write: the number of restarts of the server at its start.
     pub restarts: u64,
     pub begun: Instant,
-    /// Of a read: it brings what lies around another.
+    /// For a read: it is a read-around.
     pub around: bool,
     /// Of a write: its buffer.
     pub size: Size,
@@ -62,34 +62,34 @@ struct Failure {
 #[derive(Debug)]
 pub(super) struct State {
     pub pages: Pages,
-    /// The size of the file, with what is not written yet.
+    /// The size of the file, including unwritten data.
     pub size: u64,
-    /// The size at the server as far as it is known: there is nothing to be fetched beyond.
+    /// The known size on the server, beyond which there is nothing to fetch.
     pub remote_size: u64,
-    /// Goes up whenever an older answer about the size says nothing any more.
+    /// Increases when older replies about the size become invalid.
     pub version: u64,
-    /// Messages under way, in the order in which they were begun.
+    /// Messages in flight, in the order of their start.
     pub flights: Vec<InFlightMessage>,
     /// The number of the last message.
     pub last: u64,
     failures: Vec<Failure>,
     pub streams: Streams,
     pub errors: Errors,
-    /// The file is being truncated: nothing is begun to be written.
+    /// The file is being truncated: no write begins.
     pub held: bool,
-    /// Among the files that the thread of the cache looks after.
+    /// In the list of files with work for the cache's thread.
     pub busy: bool,
-    /// Among the files that the eviction comes by.
+    /// In the list of the eviction.
     pub listed: bool,
-    /// Bytes that were written to the cache since it was last looked through for whole messages.
+    /// Bytes written to the cache since the last search for whole messages.
     pub added: usize,
-    /// Times that something that was sent is to be sent again: the server wrote less, or was restarted.
+    /// Counts data to be sent again, because the server wrote fewer bytes or was restarted.
     pub short_writes: u64,
-    /// Since how many restarts of the server there is something that is written, and neither durable nor kept; and that of it
-    /// which the server is being asked to make durable.
+    /// The restart count since which data exist that are written but neither durable nor kept; and the part of it that
+    /// is being synced.
     pub unkept: Option<u64>,
     pub unkept_at_sync: Option<u64>,
-    /// Since when something waits to be written.
+    /// When the oldest unwritten data were written.
     pub dirty_since: Option<Instant>,
 }
 
@@ -116,7 +116,7 @@ impl State {
         }
     }
 
-    /// Notes a message that is about to be begun.
+    /// Records a message that is about to begin.
     pub fn begin(&mut self, kind: Kind, from: u64, to: u64) -> InFlightMessage {
         self.last += 1;
         let begun = Instant::now();
@@ -145,7 +145,7 @@ impl State {
         self.flights.iter().filter(|flight| matches!(flight.kind, Kind::Read { .. })).count()
     }
 
-    /// Whether a write is under way that began no later than the message of this number.
+    /// Returns whether a write is in flight that began no later than this message.
     pub fn is_writing(&self, last: u64) -> bool {
         self.flights.iter().any(|flight| flight.kind == Kind::Write && flight.number <= last)
     }
@@ -162,13 +162,13 @@ impl State {
         self.failures.push(Failure { number: flight.number, from: flight.from, to: flight.to, error });
     }
 
-    /// The error with which an offset could not be read, by a message younger than this.
+    /// Returns the error with which an offset could not be read, by a later message than this.
     pub fn failure(&self, offset: u64, since: u64) -> Option<Errno> {
         let covers = |failure: &&Failure| failure.number > since && failure.from <= offset && offset < failure.to;
         self.failures.iter().rev().find(covers).map(|failure| failure.error)
     }
 
-    /// What is being fetched of this range of bytes will be old when it comes.
+    /// Marks reads in flight of a range as stale.
     pub fn make_stale(&mut self, from: u64, to: u64) {
         for at in 0..self.flights.len() {
             let flight = self.flights[at];
@@ -183,7 +183,7 @@ impl State {
         }
     }
 
-    /// Forgets what the server can be asked for again, of the pages of this range of bytes.
+    /// Drops clean data of the pages of a range.
     pub fn forget_clean(&mut self, from: u64, to: u64) {
         self.make_stale(from, to);
         let mut next = from / PAGE;
@@ -196,17 +196,17 @@ impl State {
         }
     }
 
-    /// The file ends elsewhere at the server, and not because of us.
+    /// The file's size on the server has changed, not by this client.
     pub fn resized_remotely(&mut self, remote_size: u64) {
         if remote_size != self.remote_size {
-            // From the page with the lesser end on, zeros may be data now, and data zeros.
+            // From the page with the smaller end, zeros may be data now, and vice versa.
             self.forget_clean(remote_size.min(self.remote_size), u64::MAX);
         }
         self.remote_size = remote_size;
         self.size = remote_size.max(self.pages.unwritten_end());
     }
 
-    /// Forgets everything from an offset on, also what waits to be written.
+    /// Drops everything from an offset, including unwritten data.
     pub fn cut(&mut self, end: u64) {
         self.make_stale(end, u64::MAX);
         let mut next = end / PAGE;

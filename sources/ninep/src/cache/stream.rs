@@ -1,13 +1,13 @@
 //! Detects sequential readers and sizes their read-ahead window.
 
-/// The readers of one file that are told apart.
+/// The maximum number of tracked readers per file.
 const STREAMS: usize = 8;
 
-/// The first window, in bytes: what Linux reads ahead by default.
+/// The initial window in bytes: Linux's default read-ahead.
 const FIRST_BYTES: u64 = 128 << 10;
 
-/// How far from where it is expected a read may be and still belong to a stream, in bytes: kernels read ahead themselves,
-/// with several requests at a time that may overtake each other.
+/// The maximum distance in bytes of a read from its expected offset within a stream: kernels read ahead with several
+/// concurrent requests, which may arrive out of order.
 const NEAR_BYTES: u64 = 1 << 20;
 
 /// The readers of a file.
@@ -19,31 +19,31 @@ pub(super) struct Streams {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
-    /// Where its next read is expected.
+    /// The expected offset of its next read.
     next: u64,
-    /// How far it was read ahead.
+    /// The end of its read-ahead.
     ahead: u64,
-    /// How far to be ahead, in bytes. 0: only one read was seen.
+    /// The size of the window in bytes. 0: only one read was seen.
     window: u64,
     /// When it was used last.
     used: u64,
 }
 
-/// A stream, as long as the lock of the file is held.
+/// A stream, valid while the file's lock is held.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StreamId(usize);
 
-/// How far a stream may be ahead.
+/// The limits of read-ahead.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ReadAheadLimit {
-    /// What one message carries, in bytes.
+    /// The data of one message, in bytes.
     pub message_bytes: u64,
     /// The widest window, in bytes.
     pub window_bytes_max: u64,
 }
 
 impl Streams {
-    /// Notes a read, and finds its stream.
+    /// Records a read, and returns its stream.
     pub fn note(&mut self, offset: u64, end: u64, reach: ReadAheadLimit) -> StreamId {
         self.clock += 1;
         let first = FIRST_BYTES.min(reach.window_bytes_max);
@@ -57,13 +57,13 @@ impl Streams {
             return StreamId(id);
         }
         let oldest = self.list.iter().enumerate().min_by_key(|(_, stream)| stream.used).map_or(0, |(id, _)| id);
-        // A file is mostly read from its beginning to its end; anything else is random until it is seen to go on.
+        // Files are usually read from the start; other reads count as random until they continue.
         let window = if offset == 0 { first } else { 0 };
         self.list[oldest] = Stream { next: end, ahead: end, window, used: self.clock };
         StreamId(oldest)
     }
 
-    /// The range to read ahead now for a stream that has read up to `end`, if any.
+    /// Returns the range to read ahead for a stream that has read up to `end`, if any.
     pub fn wants(&mut self, id: StreamId, end: u64, reach: ReadAheadLimit) -> Option<(u64, u64)> {
         let stream = &mut self.list[id.0];
         stream.ahead = stream.ahead.max(end);
@@ -79,30 +79,30 @@ impl Streams {
             stream.window = (stream.window * 2).min(reach.window_bytes_max);
             return Some((stream.ahead, target.max(stream.ahead)));
         }
-        // Messages are whole ones from here on; the second is for the link to be busy while the first is used up.
+        // Whole messages from here on; the second keeps the link busy while the first is consumed.
         stream.window = stream.window.max(2 * reach.message_bytes).min(reach.window_bytes_max);
         let whole = stream.window.saturating_sub(left) / reach.message_bytes * reach.message_bytes;
         (whole > 0).then(|| (stream.ahead, stream.ahead + whole))
     }
 
-    /// Whether it is not known to be one: a single read, as of who reads at random.
+    /// Returns whether it is a single read so far, as of a random reader.
     pub fn is_single(&self, id: StreamId) -> bool {
         self.list[id.0].window == 0
     }
 
-    /// It was read ahead up to here.
+    /// Records that the read-ahead reached this offset.
     pub fn reached(&mut self, id: StreamId, ahead: u64) {
         let stream = &mut self.list[id.0];
         stream.ahead = stream.ahead.max(ahead);
     }
 
-    /// What was read ahead is gone from here on.
+    /// Records that read-ahead data from here on were evicted.
     pub fn fell_back(&mut self, id: StreamId, to: u64) {
         let stream = &mut self.list[id.0];
         stream.ahead = stream.ahead.min(to);
     }
 
-    /// The reader waits for what was asked for ahead of it: the window is too small for the round trip.
+    /// The reader waits for its read-ahead: the window is too small for the round trip.
     pub fn stalled(&mut self, id: StreamId, reach: ReadAheadLimit) {
         let stream = &mut self.list[id.0];
         stream.window = (stream.window * 2).min(reach.window_bytes_max);

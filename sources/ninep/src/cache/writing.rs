@@ -1,4 +1,4 @@
-//! Writing: data stays in pages until a message is full, it is old, memory is short, or somebody wants it written.
+//! Writing: data stay in pages until they fill a message, become old, memory is short, or a caller flushes them.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -12,30 +12,31 @@ use super::file::CachedFile;
 use super::pages::{PAGE, PAGE_BYTES, Span};
 use super::state::{InFlightMessage, Kind, State};
 
-/// The largest size of a file: an offset of Linux is signed.
+/// The maximum size of a file in bytes: offsets are signed.
 pub(super) const SIZE_MAX: u64 = i64::MAX as u64;
 
-/// Dirty pages whose bytes follow each other.
+/// Adjacent dirty pages.
 struct Run {
     /// The page after its last one.
     end: u64,
     bytes: usize,
-    /// The page to go on with: the last one again, where only a part of it fits.
+    /// The page at which to continue: the last one again, if only a part of it fits.
     next: u64,
 }
 
 impl CachedFile {
-    /// Writes so many bytes at an offset; returns how many, less than asked only when the input ends before. Waits
-    /// while too much waits to be written.
+    /// Writes `len` bytes at an offset; returns how many, fewer only if the input ends. Waits while there are too many
+    /// unwritten data.
     ///
     /// # Errors
-    /// `FBIG` beyond the largest size of a file; those of the server where it had to be asked for the rest of a page. Errors of
-    /// writing are noted for [`Self::flush`] and [`Self::fsync`].
+    ///
+    /// `FBIG` beyond the maximum size of a file; those of the server if the rest of a page had to be fetched.
+    /// [`Self::flush`] and [`Self::fsync`] return errors of write-behind.
     pub fn write(self: &Arc<Self>, offset: u64, len: usize, input: &mut dyn Input) -> Result<usize> {
         self.write_at(Some(offset), len, input).map(|(_, count)| count)
     }
 
-    /// Writes at the end of the file, as [`Self::write`] does; returns where that was, and how many bytes.
+    /// Writes at the end of the file, as [`Self::write`] does; returns the offset and the number of bytes.
     ///
     /// # Errors
     /// Those of [`Self::write`].
@@ -50,7 +51,7 @@ impl CachedFile {
         let offset = place.unwrap_or(state.size);
         let end = offset.checked_add(len as u64).filter(|&end| end <= SIZE_MAX).ok_or(Errno::FBIG)?;
         if place.is_none() {
-            // The place is taken at once: the lock may be let go below.
+            // Reserved at once, because the lock may be released below.
             state.size = end;
         }
         let mut at = offset;
@@ -82,7 +83,7 @@ impl CachedFile {
         if count == 0 { result.map(|()| (offset, 0)) } else { Ok((offset, count)) }
     }
 
-    /// Something waits to be written now: says so to who writes it, when that is due.
+    /// Wakes the writer if the new data are due.
     fn notify_writer(self: &Arc<Self>, mut state: MutexGuard<'_, State>, count: usize) {
         if count == 0 {
             return;
@@ -106,27 +107,29 @@ impl CachedFile {
         self.cache.make_room();
     }
 
-    /// Begins to write everything, waits until it is written, and tells the errors of earlier writes that this handle was not
-    /// told of: what `close` does.
+    /// Writes everything, waits until it is written, and returns errors of earlier writes that this handle has not
+    /// reported: what `close` does.
     ///
     /// # Errors
-    /// The last error of writing since this handle was told of one.
+    ///
+    /// The last error of writing that this handle has not reported.
     pub fn flush(self: &Arc<Self>, told: &ErrorCursor) -> Result<()> {
         self.write_out();
         self.tell(told)
     }
 
-    /// As [`Self::flush`], and makes everything durable at the server.
+    /// As [`Self::flush`], and syncs the file on the server.
     ///
     /// # Errors
-    /// The last error of writing, or of making durable, since this handle was told of one.
+    ///
+    /// The last error of writing or syncing that this handle has not reported.
     pub fn fsync(self: &Arc<Self>, told: &ErrorCursor) -> Result<()> {
         self.write_out_and_sync();
         self.tell(told)
     }
 
-    /// As [`Self::fsync`]. Whoever has the file open is told of errors all the same, and so is who calls
-    /// [`super::Cache::sync_all`] next.
+    /// As [`Self::fsync`], without a handle. Open handles and the next [`super::Cache::sync_all`] still report the
+    /// errors.
     pub fn sync(self: &Arc<Self>) {
         self.write_out_and_sync();
         self.note_lost(&mut self.lock());
@@ -138,7 +141,7 @@ impl CachedFile {
         state.errors.tell(told)
     }
 
-    /// Notes that the server was restarted since something was written that is not kept.
+    /// Records that the server was restarted since unkept data were written.
     fn note_lost(&self, state: &mut State) {
         let restarts = self.restarts();
         let is_lost = |unkept: Option<u64>| unkept.is_some_and(|then| then != restarts);
@@ -155,7 +158,7 @@ impl CachedFile {
 
     pub(super) fn write_out_and_sync(self: &Arc<Self>) {
         loop {
-            // What was written to a server that restarted before it was durable is dirty again, and written again.
+            // Data that the restarted server may have lost are dirty again, and written again.
             let restarts = self.restarts();
             self.write_out();
             let mut state = self.wait_while(self.lock(), State::is_syncing);
@@ -174,7 +177,7 @@ impl CachedFile {
         self.remote().sync(self.done(flight));
     }
 
-    /// Asks the server to make durable what is kept for its restart, unless it is being asked, and does not wait.
+    /// Asks the server to sync kept data, unless it is doing so, and does not wait.
     pub(super) fn sync_in_background(self: &Arc<Self>) {
         let mut state = self.lock();
         if state.pages.unstable == 0 || state.is_syncing() {
@@ -185,9 +188,9 @@ impl CachedFile {
         self.send_sync(&flight);
     }
 
-    /// The last handle of the file was closed, and flushed, or others may write now: what is kept for a restart of the server is
-    /// let go, as a crash takes what nobody has made durable. Whoever makes the file durable is told an error if the server has
-    /// restarted since. Does not wait.
+    /// Called when the last handle of the file was closed and flushed, or others may write now: data kept for a restart
+    /// are released, and lost if the server crashes. A later sync reports an error if the server has restarted since.
+    /// Does not wait.
     pub fn release_synced(&self) {
         let mut state = self.lock();
         if state.pages.unstable > 0 {
@@ -199,20 +202,20 @@ impl CachedFile {
         self.cache.wake_writer();
     }
 
-    /// Whether something was written that is neither durable nor kept. Does not wait.
+    /// Returns whether written data exist that are neither durable nor kept. Does not wait.
     pub fn is_unkept(&self) -> bool {
         let state = self.lock();
         state.unkept.is_some() || state.unkept_at_sync.is_some()
     }
 
-    /// Whether everything that was written is durable. Does not wait.
+    /// Returns whether all written data are durable. Does not wait.
     pub(super) fn is_durable(&self) -> bool {
         let state = self.lock();
         let waits = state.pages.unwritten > 0 || state.pages.unstable > 0;
         !waits && state.unkept.is_none() && state.unkept_at_sync.is_none()
     }
 
-    /// The server has the file no more: nothing of it needs to be durable.
+    /// The server has removed the file: nothing must become durable.
     pub fn is_gone(&self) {
         let mut state = self.lock();
         (state.unkept, state.unkept_at_sync) = (None, None);
@@ -226,7 +229,7 @@ impl CachedFile {
         state.unkept.get_or_insert(self.restarts());
     }
 
-    /// The server was restarted: what it may have lost is to be written again. See [`super::Cache::rewrite`].
+    /// Called after a restart of the server: data that may be lost become dirty. See [`super::Cache::rewrite`].
     pub(super) fn rewrite(&self) {
         let mut state = self.lock();
         state.each_unstable(|content| {
@@ -236,7 +239,7 @@ impl CachedFile {
         state.dirty_since.get_or_insert_with(Instant::now);
     }
 
-    /// Writes everything that is dirty now, and waits until that is done.
+    /// Writes all currently dirty data, and waits for that.
     pub fn write_out(self: &Arc<Self>) {
         let (until, mut shorts) = {
             let mut state = self.lock();
@@ -258,7 +261,7 @@ impl CachedFile {
         }
     }
 
-    /// Begins to write what is dirty, but for pages that are being written, and waits for buffers only.
+    /// Begins to write dirty data, except pages being written, and waits for buffers only.
     pub(super) fn write_in_background(self: &Arc<Self>) {
         self.lock().dirty_since = None;
         let mut page = 0;
@@ -271,13 +274,13 @@ impl CachedFile {
         }
     }
 
-    /// Begins to write the first dirty pages of a range, in ascending order so that this comes to an end though others
-    /// write; returns where to go on. Either waits for pages that are being written, or leaves them out.
+    /// Begins to write the first dirty pages of a range, in ascending order so that it ends despite concurrent writes;
+    /// returns where to continue. Waits for pages being written, or skips them.
     fn write_some(self: &Arc<Self>, from: u64, until: u64, waits: bool) -> Option<u64> {
         let buffers = &self.cache.buffers;
         let mut from = from;
         let mut state = self.lock();
-        // With a buffer; there is none before it is known how long it is to be.
+        // None before the length of the write is known.
         let mut held_buffer: Option<(Vec<u8>, Size)> = None;
         loop {
             let held = state.held && !waits;
@@ -304,7 +307,7 @@ impl CachedFile {
                     return Some(run.next);
                 }
                 None => {
-                    // What is dirty may be other pages when there is a buffer.
+                    // The dirty pages may change during the wait for a buffer.
                     drop(state);
                     if let Some((buffer, size)) = held_buffer.take() {
                         buffers.back_from_write(buffer, size);
@@ -316,7 +319,7 @@ impl CachedFile {
         }
     }
 
-    /// Begins to write what fills whole messages. Waits for buffers only.
+    /// Begins to write data that fill whole messages. Waits for buffers only.
     pub(super) fn write_whole_messages(self: &Arc<Self>) {
         let message = self.message_bytes();
         let whole = if message >= PAGE_BYTES { message / PAGE_BYTES * PAGE_BYTES } else { 1 };
@@ -351,12 +354,12 @@ impl CachedFile {
         self.remote().write(flight.from, buffer, self.done(&flight));
     }
 
-    /// Notes how a write has ended.
+    /// Records the end of a write.
     pub(super) fn write_ended(&self, state: &mut State, flight: &InFlightMessage, moved: Result<usize>) {
         let moved = moved.and_then(|count| if count == 0 { Err(Errno::IO) } else { Ok(count) });
         let written_to = flight.from + moved.unwrap_or(0) as u64;
         let keeps = self.cache.limits.unstable_bytes_max > 0;
-        // It may be the server before the restart that has written it.
+        // The server before the restart may have written it.
         let is_lost = keeps && flight.restarts != self.restarts();
         for page in flight.pages() {
             let done = Span::of(page, flight.from, written_to);
@@ -394,7 +397,7 @@ impl CachedFile {
         }
     }
 
-    /// Notes how making durable has ended. What an error is about is let go: asking again would succeed and mean nothing.
+    /// Records the end of a sync. After an error its data are released: a second sync would succeed without meaning.
     pub(super) fn sync_ended(&self, state: &mut State, result: Result<()>) {
         state.pages.sync_ended();
         state.unkept_at_sync = state.unkept_at_sync.filter(|&then| then != self.restarts());
@@ -403,7 +406,7 @@ impl CachedFile {
         }
     }
 
-    /// Waits for a page that has to be known before it can be written to.
+    /// Waits for a page that must be known before it can be written.
     fn fetch<'a>(self: &'a Arc<Self>, mut state: MutexGuard<'a, State>, page: u64) -> MutexGuard<'a, State> {
         let flights = self.plan(&mut state, (page * PAGE, (page + 1) * PAGE), false).0;
         if flights.is_empty() { self.wait(state) } else { self.begin_reads(state, flights) }
@@ -411,13 +414,14 @@ impl CachedFile {
 }
 
 impl State {
-    /// Whether writing this would leave a gap of unknown bytes in the page. Where the server has nothing, there are zeros.
+    /// Returns whether this write would leave a gap of unknown bytes in the page. Beyond the server's end there are
+    /// zeros.
     fn is_gap(&mut self, page: u64, span: Span) -> bool {
         self.fill_beyond_end(page);
         self.pages.get(page).is_some_and(|content| !content.valid.joins(span))
     }
 
-    /// What lies beyond the end at the server needs not be asked for.
+    /// Zeroes the part beyond the server's end, which need not be fetched.
     pub(super) fn fill_beyond_end(&mut self, page: u64) {
         let Some(content) = self.pages.get(page) else { return };
         let known = content.fetch_from();
@@ -427,7 +431,7 @@ impl State {
         }
     }
 
-    /// Takes the bytes of a page; returns how many. The page has none, or such as these join.
+    /// Stores bytes in a page; returns how many. The page is empty, or they are adjacent to its data.
     fn store(&mut self, page: u64, span: Span, input: &mut dyn Input) -> usize {
         let beyond = page * PAGE >= self.remote_size && self.pages.get(page).is_none();
         let took = self.pages.update(page, |content| {
@@ -450,7 +454,8 @@ impl State {
         took
     }
 
-    /// The run of dirty pages that begins with one, and fits in a message. A message that does not carry a page takes a part.
+    /// Returns the run of dirty pages from this one that fits into a message. A message smaller than a page takes a
+    /// part.
     fn run(&self, first: u64, message_bytes: usize) -> Run {
         let mut run = Run { end: first, bytes: 0, next: first };
         while let Some(content) = self.pages.get(run.end) {

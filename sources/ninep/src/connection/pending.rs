@@ -5,13 +5,13 @@ use std::time::Instant;
 
 use crate::data::SentTransfer;
 
-/// A tag rests until so many others were used after it, so that a second answer to one request is not taken
-/// for the answer to the next.
+/// A freed tag is not reused until this many others were used, so that a second reply to one request is not taken for
+/// the reply to the next.
 const RESTING: usize = 64;
 
-/// Who is told the answer to a request.
+/// Receives the reply to a request.
 pub(crate) enum Wake {
-    /// A transfer of the cache, which takes no memory for it.
+    /// A transfer of the cache, without an allocation.
     Transfer(SentTransfer),
     /// Anybody else.
     Call(Box<dyn FnOnce(Answer) + Send>),
@@ -22,7 +22,7 @@ impl Wake {
         Self::Call(Box::new(call))
     }
 
-    /// Tells the answer.
+    /// Delivers the reply.
     pub(crate) fn wake(self, answer: Answer) {
         match self {
             Self::Transfer(sent) => sent.answered(answer),
@@ -36,7 +36,7 @@ impl Wake {
 pub(crate) enum Answer {
     /// The server replied.
     Message(Message),
-    /// It did not, and will not.
+    /// There is no reply, and there will be none.
     Lost {
         /// It was sent, maybe.
         sent: bool,
@@ -45,7 +45,7 @@ pub(crate) enum Answer {
     },
 }
 
-/// The longest reply that takes no memory: all that say no more than that something was done.
+/// The longest reply stored without an allocation: all replies without data.
 const SHORT_BYTES: usize = 32;
 
 /// The bytes of a reply.
@@ -96,18 +96,18 @@ impl std::fmt::Debug for Bytes {
 /// A reply.
 #[derive(Debug, Default)]
 pub(crate) struct Message {
-    /// The whole message; empty if it is data for the buffer, or if the request was flushed.
+    /// The whole message; empty if its data went to the buffer, or if the request was cancelled.
     pub(crate) bytes: Bytes,
     /// The request's buffer.
     pub(crate) buffer: Option<Vec<u8>>,
-    /// How many bytes were read into the buffer.
+    /// The number of bytes read into the buffer.
     pub(crate) count: usize,
-    /// The request was given up, and the server did not do it.
+    /// The request was cancelled, and the server did not carry it out.
     pub(crate) is_flushed: bool,
 }
 
 impl Message {
-    /// The data that were read, if it is not an error.
+    /// Returns the data that were read, unless it is an error.
     pub(crate) fn data(&self) -> Option<&[u8]> {
         if self.bytes.is_empty() { self.buffer.as_ref()?.get(..self.count) } else { None }
     }
@@ -117,14 +117,14 @@ impl Message {
     }
 }
 
-/// A request that is not answered yet.
+/// A request without a reply yet.
 pub(super) struct Pending {
     pub(super) kind: u8,
     pub(super) since: Instant,
     pub(super) buffer: Option<Vec<u8>>,
     pub(super) wake: Wake,
     counted: bool,
-    /// It is still being written: its buffer comes back afterwards.
+    /// It is still being written: its buffer returns afterwards.
     sending: bool,
     answer: Option<Message>,
 }
@@ -142,11 +142,11 @@ enum Slot {
     Filling(Pending),
 }
 
-/// The requests of a line. Tags are places in the table.
+/// The requests of a connection. Tags are indexes of the table.
 #[derive(Default)]
 pub(super) struct Table {
     slots: Vec<Slot>,
-    /// Tags that are not in use, the one that has rested longest first.
+    /// Unused tags, the longest unused first.
     free: VecDeque<u16>,
     in_flight: usize,
     parked: usize,
@@ -154,13 +154,13 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// With room for so many requests under way: what they are kept in does not grow when memory is short.
+    /// Creates a table for this many requests in flight, so that it does not allocate when memory is short.
     pub(super) fn new(depth: usize) -> Self {
         let tags = depth + RESTING + 1;
         Self { slots: Vec::with_capacity(tags), free: VecDeque::with_capacity(tags), ..Self::default() }
     }
 
-    /// Those that count against the depth.
+    /// Returns the number of requests that count against the depth.
     pub(super) fn in_flight(&self) -> usize {
         self.in_flight
     }
@@ -170,7 +170,7 @@ impl Table {
         self.parked
     }
 
-    /// Adds a request. The line keeps their number far below that of tags.
+    /// Adds a request. The connection keeps their number far below that of tags.
     pub(super) fn insert(&mut self, pending: Pending) -> u16 {
         if pending.counted {
             self.in_flight += 1;
@@ -180,13 +180,13 @@ impl Table {
         let rested = if self.free.len() > RESTING { self.free.pop_front() } else { None };
         let tag = rested.unwrap_or_else(|| {
             self.slots.push(Slot::Free);
-            u16::try_from(self.slots.len() - 1).expect("there are fewer requests under way than tags")
+            u16::try_from(self.slots.len() - 1).expect("there are fewer requests in flight than tags")
         });
         self.slots[usize::from(tag)] = Slot::Used(pending);
         tag
     }
 
-    /// The type of the request with this tag.
+    /// Returns the type of the request with this tag.
     pub(super) fn kind(&self, tag: u16) -> Option<u8> {
         match self.slots.get(usize::from(tag)) {
             Some(Slot::Used(pending)) if pending.answer.is_none() => Some(pending.kind),
@@ -194,7 +194,7 @@ impl Table {
         }
     }
 
-    /// Takes the buffer to fill it; it comes back with [`Self::answer`].
+    /// Takes the buffer for a fill; [`Self::answer`] returns it.
     pub(super) fn fill(&mut self, tag: u16) -> Option<Vec<u8>> {
         let slot = self.slots.get_mut(usize::from(tag))?;
         match std::mem::replace(slot, Slot::Free) {
@@ -210,7 +210,7 @@ impl Table {
         }
     }
 
-    /// A reply is there: whom to wake with it, unless its request is still being written.
+    /// Records a reply. Returns the waker, unless its request is still being written.
     pub(super) fn answer(&mut self, tag: u16, message: Message) -> Option<(Wake, Answer)> {
         let slot = self.slots.get_mut(usize::from(tag))?;
         match std::mem::replace(slot, Slot::Free) {
@@ -223,13 +223,13 @@ impl Table {
         self.complete(tag)
     }
 
-    /// A request is written as a whole; its buffer comes back.
+    /// Records that a request is written completely; its buffer returns.
     pub(super) fn sent(&mut self, tag: u16, buffer: Option<Vec<u8>>) -> Option<(Wake, Answer)> {
         let (Slot::Used(pending) | Slot::Filling(pending)) = self.slots.get_mut(usize::from(tag))? else {
             return None;
         };
         pending.sending = false;
-        // Over a slow link that took a while, in which there was nothing to be answered.
+        // Over a slow link writing takes a while, in which the server cannot reply.
         pending.since = Instant::now();
         if buffer.is_some() {
             pending.buffer = buffer;
@@ -265,8 +265,7 @@ impl Table {
         Some(pending)
     }
 
-    /// The connection is lost: takes all requests out but those that are still being written, which
-    /// [`Self::sent`] will.
+    /// Removes all requests of a lost connection, except those still being written, which [`Self::sent`] removes.
     pub(super) fn fail_all(&mut self) -> Vec<Pending> {
         self.is_lost = true;
         let tags = 0..u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
@@ -274,8 +273,8 @@ impl Table {
         tags.filter_map(|tag| if is_sent(&self.slots[usize::from(tag)]) { self.remove(tag) } else { None }).collect()
     }
 
-    /// Since when the server has had the oldest request that should be answered soon. One that it does not take ends by the
-    /// time limit of the write.
+    /// Returns since when the server has had the oldest request that needs a prompt reply. A request that it does not
+    /// accept ends by the time limit of the write.
     pub(super) fn oldest(&self) -> Option<Instant> {
         let used = self.slots.iter().filter_map(|slot| match slot {
             Slot::Used(pending) | Slot::Filling(pending) if pending.counted && !pending.sending => Some(pending.since),

@@ -1,4 +1,4 @@
-//! The two threads of a line: one reads replies, one sends what nobody sleeps for.
+//! The two threads of a connection: one reads replies, one sends queued requests.
 
 use std::io::{self, BufReader, Read};
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use ferry_wire::ninep::{Frame, HEADER_BYTES, READ_HEAD_BYTES, Tag, kind};
 use super::pending::{Bytes, Message};
 use super::{Connection, lock};
 
-/// Short replies are read many at a time; longer data go straight to where they belong.
+/// The read buffer in bytes: short replies are read many at a time; longer data are read into their destination.
 const READ_BYTES: usize = 64 << 10;
 
 pub(super) fn start(connection: &Arc<Connection>, reader: Box<dyn Read + Send>) -> io::Result<()> {
@@ -31,7 +31,7 @@ pub(super) fn start(connection: &Arc<Connection>, reader: Box<dyn Read + Send>) 
     started.map(drop)
 }
 
-/// Notes that the server is heard, also in the midst of a long reply.
+/// Records received data, even within a long reply.
 struct Listening {
     connection: Arc<Connection>,
     reader: Box<dyn Read + Send>,
@@ -49,12 +49,12 @@ fn wrong(what: impl Into<String>) -> io::Error {
 
 fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<()> {
     reader.read_exact(buffer).map_err(|error| match error.kind() {
-        io::ErrorKind::UnexpectedEof => io::Error::new(error.kind(), "the server ended the connection"),
+        io::ErrorKind::UnexpectedEof => io::Error::new(error.kind(), "the server closed the connection"),
         _ => error,
     })
 }
 
-/// Reads one reply and wakes whoever waits for it.
+/// Reads one reply and wakes its waiter.
 fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io::Result<()> {
     let mut head = [0; HEADER_BYTES];
     fill(reader, &mut head)?;
@@ -65,14 +65,14 @@ fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io:
     }
     let asked = {
         let state = lock(&connection.state);
-        // Tversion is the only request under way, and has the first place in the table.
+        // Tversion is the only request in flight, and has the first slot of the table.
         match frame.tag == Tag::NONE && state.table.kind(0) == Some(kind::TVERSION) {
             true => Some((0, kind::TVERSION)),
             false => state.table.kind(frame.tag.0).map(|asked| (frame.tag.0, asked)),
         }
     };
     let Some((tag, asked)) = asked else {
-        return Err(wrong(format!("a reply to a request {} that was not made", frame.tag.0)));
+        return Err(wrong(format!("a reply to a request {} that was not sent", frame.tag.0)));
     };
     if frame.kind != kind::RLERROR && frame.kind != asked + 1 {
         return Err(wrong(format!("a request of type {asked} was answered by type {}", frame.kind)));
@@ -95,13 +95,13 @@ fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io:
     Ok(())
 }
 
-/// Reads data into the buffer of whoever asked.
+/// Reads data into the buffer of its request.
 fn read_data(connection: &Connection, reader: &mut BufReader<Listening>, tag: u16, size: usize) -> io::Result<Message> {
     let mut count = [0; 4];
     fill(reader, &mut count)?;
     let count = usize::try_from(u32::from_le_bytes(count)).unwrap_or(usize::MAX);
     let buffer = lock(&connection.state).table.fill(tag);
-    let Some(mut buffer) = buffer else { return Err(wrong("data that nobody asked for")) };
+    let Some(mut buffer) = buffer else { return Err(wrong("data that were not requested")) };
     if size.checked_sub(READ_HEAD_BYTES) != Some(count) || count > buffer.len() {
         return Err(wrong(format!(
             "{count} bytes of data in a reply of {size}, where {} were asked for",
@@ -112,7 +112,7 @@ fn read_data(connection: &Connection, reader: &mut BufReader<Listening>, tag: u1
     Ok(Message { count, buffer: Some(buffer), ..Message::default() })
 }
 
-/// Sends what is in the queue, as far as there is room among the requests under way.
+/// Sends queued requests while there are free slots.
 fn send(connection: &Connection) {
     loop {
         let mut state = lock(&connection.state);

@@ -66,7 +66,7 @@ fn a_sequential_reader_is_served_by_whole_messages() {
 }
 
 #[test]
-fn several_sequential_readers_of_one_file_have_windows_of_their_own() {
+fn sequential_readers_of_one_file_have_separate_windows() {
     let (cache, _fake, file) = file(limits(), Manners::default(), 64 * MIB);
     let part = 16 * MIB as u64;
     let mut out = Vec::new();
@@ -81,7 +81,7 @@ fn several_sequential_readers_of_one_file_have_windows_of_their_own() {
 }
 
 #[test]
-fn a_random_read_asks_for_what_it_needs_only() {
+fn a_random_read_requests_only_what_it_needs() {
     // How long this server takes is up to the machine.
     let near = Limits { around_bytes_max: 0, ..limits() };
     let (cache, fake, file) = file(near, Manners::default(), 64 * MIB);
@@ -153,7 +153,7 @@ fn a_far_server_has_many_messages_under_way() {
 }
 
 #[test]
-fn a_random_reader_of_a_far_file_soon_finds_it_here() {
+fn a_random_reader_over_a_long_link_finds_data_cached() {
     // One long wait at the beginning, and the link counts as slow: a machine that runs tests has such.
     let found: Vec<u64> = (0..3).map(|_| misses_of_a_far_random_reader()).collect();
     assert!(found.iter().any(|misses| *misses < 300), "{found:?}");
@@ -177,7 +177,7 @@ fn misses_of_a_far_random_reader() -> u64 {
 }
 
 #[test]
-fn what_is_around_is_left_alone_when_nobody_wants_it() {
+fn read_around_ends_when_it_is_not_used() {
     let far = Manners { delay: Duration::from_millis(2), ..Manners::default() };
     let (cache, _fake, file) = file(limits(), far, 256 * MIB);
     let mut out = Vec::new();
@@ -261,7 +261,7 @@ fn a_part_of_a_page_is_written_without_reading_it() {
 }
 
 #[test]
-fn each_handle_is_told_once_of_what_could_not_be_written() {
+fn each_handle_gets_a_write_error_once() {
     let (_cache, fake, file) = file(limits(), Manners::default(), 100);
     let (one, two) = (file.error_cursor(), file.error_cursor());
     fake.fail_writes.store(true, std::sync::atomic::Ordering::SeqCst);
@@ -283,7 +283,7 @@ fn each_handle_is_told_once_of_what_could_not_be_written() {
 }
 
 #[test]
-fn a_failed_read_is_told_to_its_reader_and_tried_again_by_the_next() {
+fn a_failed_read_is_retried_by_the_next_reader() {
     let (_cache, fake, file) = file(limits(), Manners::default(), MIB);
     fake.fail_reads.store(true, std::sync::atomic::Ordering::SeqCst);
     assert_eq!(file.read(0, 4096, &mut Vec::new()), Err(Errno::IO));

@@ -253,7 +253,7 @@ fn threads_that_write_read_truncate_and_sync_see_their_own_bytes() {
 }
 
 #[test]
-fn what_is_not_kept_for_a_restart_is_an_error_at_the_next_fsync() {
+fn unkept_data_are_an_error_at_the_next_fsync_after_a_restart() {
     for keeps in [true, false] {
         let unstable_bytes_max = if keeps { 1 << 20 } else { 0 };
         let cache = Cache::new(Limits { unstable_bytes_max, ..Limits::default() }).unwrap();
@@ -308,7 +308,7 @@ impl Remote for Slow {
 }
 
 #[test]
-fn a_write_that_the_old_server_answered_is_written_again_though_it_is_told_after_the_restart() {
+fn a_late_acknowledged_write_is_repeated_after_a_restart() {
     let cache = Cache::new(Limits { dirty_age: Duration::from_secs(3600), ..Limits::default() }).unwrap();
     let slow = Arc::new(Slow::default());
     let file = cache.file(slow.clone(), 0);

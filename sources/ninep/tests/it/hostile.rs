@@ -19,7 +19,7 @@ fn hasty() -> Options {
 }
 
 #[test]
-fn what_is_no_server_is_refused_in_a_sentence() {
+fn other_servers_are_refused_with_a_sentence() {
     type Behaviour = fn(Tag, &Request<'_>) -> Option<Act>;
     let cases: [(Behaviour, &str); 8] = [
         (
@@ -39,8 +39,8 @@ fn what_is_no_server_is_refused_in_a_sentence() {
             "messages of 100 bytes; at least 4096",
         ),
         (|tag, _| Some(reply(tag, &Reply::Error(Errno::PERM))), "answered by the error"),
-        (|_, _| Some(Act::HangUp), "the server ended the connection"),
-        (|_, _| Some(Act::Silence), "has not answered a request for 0.3 s"),
+        (|_, _| Some(Act::HangUp), "the server closed the connection"),
+        (|_, _| Some(Act::Silence), "has not replied to a request for 0.3 s"),
         (|_, _| Some(Act::Send(b"HTTP/1.1 400 Bad Request\r\n".to_vec())), "a reply claims to have"),
         (|_, _| Some(Act::Send(vec![3, 0, 0, 0, 0, 0, 0])), "a reply claims to have 3 bytes"),
         (
@@ -133,7 +133,7 @@ fn short_reads_are_put_together_and_too_much_is_refused() {
 }
 
 #[test]
-fn writes_that_were_more_than_sent_or_nothing_are_errors() {
+fn write_replies_with_impossible_counts_are_errors() {
     for bytes in [0, 11] {
         let fake = Fake::new(move |tag, request| match request {
             Request::Write { .. } => Some(reply(tag, &Reply::Write { bytes })),
@@ -151,7 +151,7 @@ fn writes_that_were_more_than_sent_or_nothing_are_errors() {
 }
 
 #[test]
-fn listings_without_end_and_names_that_are_none_are_left() {
+fn endless_listings_and_invalid_names_are_ended() {
     let fake = Fake::new(|tag, request| match *request {
         Request::Readdir { offset, .. } => {
             let mut data = Vec::new();
@@ -186,7 +186,7 @@ fn listings_without_end_and_names_that_are_none_are_left() {
 }
 
 #[test]
-fn what_may_have_been_done_is_not_done_twice() {
+fn requests_that_may_have_been_executed_are_not_repeated() {
     for (is_mkdir, outcome) in [(true, Err(Errno::IO)), (false, Ok(()))] {
         static ASKED: AtomicUsize = AtomicUsize::new(0);
         ASKED.store(0, Ordering::Relaxed);

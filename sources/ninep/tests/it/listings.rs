@@ -123,7 +123,7 @@ fn a_directory_can_be_emptied_while_it_is_listed() {
 
 /// Names that are moved over others, or made, while a listing goes on.
 #[test]
-fn names_that_this_client_replaces_lead_to_what_is_there_now() {
+fn names_replaced_by_this_client_lead_to_the_new_file() {
     let served = Served::new();
     let client = served.connect(Options::default());
     make(&client, (0..200).map(|number| format!("file-{number:03}")));
@@ -150,7 +150,7 @@ fn names_that_this_client_replaces_lead_to_what_is_there_now() {
 
 /// Attributes that were looked ahead are told only as long as this client has not changed them.
 #[test]
-fn attributes_that_this_client_has_changed_are_not_told_as_they_were() {
+fn attributes_changed_by_this_client_are_current() {
     for cache in [ferry_9p_client::Cache::None, ferry_9p_client::Cache::Auto] {
         let served = Served::new();
         let client = served.connect(Options { cache, ..Options::default() });
@@ -217,7 +217,7 @@ impl FileSystem for Groups {
 
 /// What Linux's client sends (`v9fs_get_fsgid_for_create`).
 #[test]
-fn what_is_made_in_a_directory_with_setgid_is_asked_for_with_its_group() {
+fn creation_in_a_setgid_directory_sends_its_group() {
     let source = Arc::new(Groups::default());
     let served = Served::of(Arc::clone(&source) as Arc<dyn FileSystem>, ferry_ninep::Users::Client);
     let client = served.connect(Options::default());
@@ -234,7 +234,7 @@ fn what_is_made_in_a_directory_with_setgid_is_asked_for_with_its_group() {
 
 /// The same through a real server, beside a directory of this host.
 #[test]
-fn what_is_made_in_a_directory_with_setgid_is_what_a_local_one_is() {
+fn creation_in_a_setgid_directory_matches_a_local_one() {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
     if !rustix::process::geteuid().is_root() {
         eprintln!("not run: it takes root to make files of others");

@@ -58,7 +58,7 @@ impl Opened {
 }
 
 #[test]
-fn owners_exclude_each_other_and_learn_of_it() {
+fn owners_exclude_each_other_and_get_errors() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
@@ -77,7 +77,7 @@ fn owners_exclude_each_other_and_learn_of_it() {
 }
 
 #[test]
-fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
+fn waiting_ends_with_the_lock_or_its_cancellation() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
@@ -102,7 +102,7 @@ fn waiting_ends_with_the_lock_or_when_it_is_given_up() {
 }
 
 #[test]
-fn who_waits_is_let_go_when_his_file_is_closed() {
+fn closing_a_file_ends_its_waits() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
@@ -112,7 +112,7 @@ fn who_waits_is_let_go_when_his_file_is_closed() {
 }
 
 #[test]
-fn waiting_goes_on_after_the_server_was_started_again() {
+fn waiting_continues_after_a_restart_of_the_server() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     assert_eq!(one.set(LockKind::Write, 1), Ok(LockOutcome::Done));
@@ -128,7 +128,7 @@ fn waiting_goes_on_after_the_server_was_started_again() {
 
 /// Only a program that asks for it makes the server's disk work.
 #[test]
-fn taking_and_giving_up_locks_writes_and_makes_nothing_durable() {
+fn locking_and_unlocking_writes_and_does_not_sync() {
     let (syncs, writes): (Arc<AtomicUsize>, Arc<AtomicUsize>) = Default::default();
     let (counted, written) = (Arc::clone(&syncs), Arc::clone(&writes));
     let fake = Fake::new(move |tag, request| match request {
@@ -163,7 +163,7 @@ fn taking_and_giving_up_locks_writes_and_makes_nothing_durable() {
 
 /// What is kept for a restart of the server must not be written again over what others wrote under a lock since.
 #[test]
-fn what_was_written_under_a_lock_is_not_written_again_after_it() {
+fn data_written_under_a_lock_are_not_written_again_after_it() {
     let served = served();
     let (one, two) = (opened(&served), opened(&served));
     for (client, text) in [(&one, b"by the one"), (&two, b"by the two")] {

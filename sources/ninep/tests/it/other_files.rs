@@ -37,7 +37,7 @@ fn all_made_have_ended(fids: &Fids) -> bool {
 
 /// Between Tlcreate and the look-up somebody moves another file onto the name.
 #[test]
-fn a_new_file_that_was_replaced_at_once_is_not_mixed_with_the_other() {
+fn a_new_file_replaced_at_once_is_not_confused_with_its_successor() {
     for cache in [Cache::None, Cache::Auto] {
         let fids = Fids::default();
         let noted = Arc::clone(&fids);
@@ -63,7 +63,7 @@ fn a_new_file_that_was_replaced_at_once_is_not_mixed_with_the_other() {
 
 /// To some servers a fid is a path, and somebody has moved another file there.
 #[test]
-fn what_was_opened_has_to_be_what_was_found() {
+fn an_opened_file_must_be_the_one_found() {
     let fake = Fake::new(|tag, request| match *request {
         Request::Open { .. } => Some(reply(tag, &Reply::Open { qid: OTHER, iounit: 0 })),
         _ => None,
@@ -77,7 +77,7 @@ fn what_was_opened_has_to_be_what_was_found() {
 
 /// It was there already, is cached, and cannot be truncated.
 #[test]
-fn making_that_fails_late_leaves_nothing_behind() {
+fn a_late_failure_of_a_create_leaves_nothing() {
     let fids = Fids::default();
     let noted = Arc::clone(&fids);
     let fake = Fake::new(move |tag, request| match *request {
@@ -164,7 +164,7 @@ const RESTARTS: [(Birth, Birth, bool); 6] = [
 ];
 
 #[test]
-fn what_a_restart_may_have_lost_is_not_written_into_another_file() {
+fn data_lost_by_a_restart_are_not_written_to_another_file() {
     for (before, after, is_same) in RESTARTS {
         let server = Restarted::new(born(before.0, before.1), born(after.0, after.1));
         let client = server.client(Cache::Auto);

@@ -76,7 +76,7 @@ fn a_server_that_stays_away_is_an_error_in_time() {
 }
 
 #[test]
-fn requests_wait_once_for_a_server_that_stays_away() {
+fn requests_wait_once_for_a_missing_server() {
     let served = Served::new();
     let patience = Duration::from_secs(1);
     let client = served.connect(Options { patience, ..patient(Cache::None) });
@@ -99,7 +99,7 @@ fn requests_wait_once_for_a_server_that_stays_away() {
 
 /// umount(8) looks at the mount point first.
 #[test]
-fn the_root_is_told_soon_while_the_server_is_gone() {
+fn root_attributes_return_quickly_while_the_server_is_gone() {
     let served = Served::new();
     let client = served.connect(patient(Cache::Auto));
     let root = client.getattr(&CX, Ino::ROOT, None).unwrap();
@@ -124,7 +124,7 @@ fn at_server(served: &Served) -> (Ino, Handle) {
 }
 
 #[test]
-fn what_a_server_lost_before_it_was_durable_is_written_again_or_told() {
+fn data_that_a_server_lost_are_written_again_or_reported() {
     for cache in [Cache::None, Cache::Auto] {
         let served = Served::new();
         let client = served.connect(patient(cache));

@@ -62,7 +62,7 @@ fn opening_truncates_and_shares() {
 }
 
 #[test]
-fn names_are_made_linked_renamed_and_removed() {
+fn names_are_created_linked_renamed_and_removed() {
     let served = Served::new();
     let client = served.connect(plain());
     let dir = client.mkdir(&CX, Ino::ROOT, name("d"), &common::dir(0o750)).unwrap();
@@ -89,7 +89,7 @@ fn names_are_made_linked_renamed_and_removed() {
 }
 
 #[test]
-fn new_files_belong_to_whoever_makes_them() {
+fn new_files_belong_to_their_creator() {
     let served = Served::new();
     let client = served.connect(Options { uid: 0, ..plain() });
     let dir = client.mkdir(&CX, Ino::ROOT, name("d"), &common::dir(0o777)).unwrap();

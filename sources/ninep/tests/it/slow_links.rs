@@ -62,7 +62,7 @@ fn carry(mut from: UnixStream, mut to: UnixStream) {
 }
 
 #[test]
-fn a_server_that_sends_all_the_time_is_not_given_up() {
+fn a_server_that_keeps_sending_keeps_its_connection() {
     let served = Served::new();
     let data: Vec<u8> = (0..3_u32 << 20).map(|n| n.wrapping_mul(2_654_435_761).to_be_bytes()[0]).collect();
     let plain = served.connect(Options { cache: Cache::None, ..Options::default() });
@@ -85,7 +85,7 @@ fn a_server_that_sends_all_the_time_is_not_given_up() {
 }
 
 #[test]
-fn a_server_that_takes_no_connection_is_given_up() {
+fn a_server_that_accepts_no_connection_times_out() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let address = SockAddr::unix(&path).unwrap();

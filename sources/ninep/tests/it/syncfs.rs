@@ -62,7 +62,7 @@ fn sync(client: &Client) -> Result<()> {
 }
 
 #[test]
-fn errors_of_open_files_are_told_once() {
+fn errors_of_open_files_are_returned_once() {
     let manners = Manners::default();
     let fake = manners.server();
     let client = connect(&fake, Cache::Auto);
@@ -79,7 +79,7 @@ fn errors_of_open_files_are_told_once() {
 
 /// Also where the cache's thread has not yet seen that there is nothing left to be done.
 #[test]
-fn what_is_durable_is_not_synced_again() {
+fn durable_files_are_not_synced_again() {
     for cache in [Cache::Auto, Cache::None] {
         let manners = Manners::default();
         let fake = manners.server();
@@ -96,7 +96,7 @@ fn what_is_durable_is_not_synced_again() {
 }
 
 #[test]
-fn an_error_that_the_writer_was_told_of_is_told() {
+fn an_error_that_the_writer_got_is_returned_by_syncfs() {
     let manners = Manners::default();
     let fake = manners.server();
     let client = connect(&fake, Cache::Auto);
@@ -110,7 +110,7 @@ fn an_error_that_the_writer_was_told_of_is_told() {
 }
 
 #[test]
-fn what_was_closed_is_made_durable() {
+fn closed_files_are_synced() {
     for (cache, is_forgotten) in [(Cache::Auto, false), (Cache::Auto, true), (Cache::None, false), (Cache::None, true)]
     {
         let manners = Manners::default();
@@ -136,7 +136,7 @@ fn what_was_closed_is_made_durable() {
 
 /// A file that is forgotten before it is durable, and found again, is the same.
 #[test]
-fn what_is_found_again_is_the_file_that_was_written() {
+fn a_reopened_file_is_the_written_one() {
     let manners = Manners::default();
     let fake = manners.server();
     let client = connect(&fake, Cache::Auto);

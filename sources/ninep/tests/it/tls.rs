@@ -62,7 +62,7 @@ impl Sealed {
 }
 
 #[test]
-fn data_goes_both_ways_and_on_after_a_restart() {
+fn data_flow_both_ways_and_after_a_restart() {
     for cache in [Cache::None, Cache::Auto] {
         let mut sealed = Sealed::new("127.0.0.1:0", true);
         let client = sealed.connect("ca", Some("friend"), Options { cache, patience: PATIENCE, ..Options::default() });
@@ -98,7 +98,7 @@ fn data_goes_both_ways_and_on_after_a_restart() {
 }
 
 #[test]
-fn who_is_not_who_he_should_be_is_refused_in_words() {
+fn an_unexpected_peer_is_refused_with_a_sentence() {
     let sealed = Sealed::new("127.0.0.1:0", true);
     let why = sealed.why("other", Some("friend"));
     assert!(why.contains("tls:127.0.0.1:") && why.contains("none of the authorities"), "{why}");
@@ -112,7 +112,7 @@ fn who_is_not_who_he_should_be_is_refused_in_words() {
 }
 
 #[test]
-fn who_speaks_no_tls_is_told_from_who_does() {
+fn servers_without_tls_are_recognized() {
     let plain = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut sealed = Sealed::new("127.0.0.1:0", false);
     sealed.address = plain.local_addr().unwrap();
@@ -129,7 +129,7 @@ fn who_speaks_no_tls_is_told_from_who_does() {
 }
 
 #[test]
-fn files_that_are_none_are_named() {
+fn invalid_files_are_named() {
     let certificates = Certificates::new();
     certificates.authority("ca").authority("other").signed_as_version_1("old", "ca");
     let tcp = || Tcp { host: "localhost".into(), port: 564 };
