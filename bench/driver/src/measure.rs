@@ -279,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_perf_prints() {
+    fn perf_output_is_parsed() {
         let said = "Events disabled\nEvents enabled\nvirtiofsd-12,300,,raw_syscalls:sys_enter,100,100.00,,\n\
                     virtiofsd-13,<not counted>,,raw_syscalls:sys_enter,0,100.00,,\n";
         let counts = parse_perf(said).unwrap();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_strace_prints() {
+    fn strace_output_is_parsed() {
         let said = "strace: Process 3 attached with 2 threads\n    calls syscall\n--------- ------\n     2000 preadv\n\
                     3 epoll_wait\n--------- ------\n     2003 total\n";
         let counts = parse_strace(said).unwrap();

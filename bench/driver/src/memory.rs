@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn allocations_are_disjoint_and_come_back() {
+    fn allocations_are_disjoint_and_reused() {
         let memory = Memory::new(64 * PAGE_BYTES, 2).unwrap();
         let before = memory.free.lock().unwrap().clone();
         let buffers: Vec<_> = (1..40).map(|n| memory.alloc(n * 100, 64).unwrap()).collect();

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_task_made_goes() {
+    fn files_of_a_task_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let data = Data::make(dir.path(), false, false, false).unwrap();
         let run = data.task(Task::TreeDelete).unwrap();

@@ -123,7 +123,7 @@ mod tests {
     const JOB: Job = Job { random: true, write: true, engine: Engine::Libaio, multi: true };
 
     #[test]
-    fn asks_for_what_the_row_says() {
+    fn jobs_match_their_row() {
         let line = command(Path::new("/x/fio"), JOB, Duration::from_millis(700));
         for word in [
             "'/x/fio' ",

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_disappoints_and_each_reason_once() {
+    fn disappointing_rows_are_reported_with_each_reason_once() {
         let mut lines = [line("a", 1.0, [2.0, 4.0]), line("b", 3.0, [2.0, 4.0]), line("c", 4.0, [2.0, 2.0])];
         lines.iter_mut().for_each(|line| line.skip("other: no"));
         let mut out = String::new();

@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sees_who_listens() {
+    fn listening_servers_are_detected() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s");
         assert!(!is_listening(&socket));
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_either_logs() {
+    fn logs_of_both_servers_are_parsed() {
         let ours = " INFO Lookup { name: \"x\" } share=\"a\" ino=1 pid=1 bytes=144 us=20";
         let theirs = "[2026-11-22T21:00:00Z DEBUG virtiofsd::server] Received request: opcode=Lookup (1), inode=1";
         assert_eq!([ours, theirs].map(request), [Some("lookup".into()), Some("lookup".into())]);

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_fails_row_after_row_is_left_alone() {
+    fn systems_that_keep_failing_are_skipped() {
         let mut trouble = Trouble::default();
         for row in 0..STRIKES_MAX {
             trouble.begin_row();

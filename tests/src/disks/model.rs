@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn notices_what_is_lost_doubled_or_torn() {
+    fn lost_doubled_and_torn_writes_are_detected() {
         let caught = |spoil: fn(&mut Vec<u8>, &[Vec<u8>; 2])| {
             let mut model = Model::new(64, 1, true);
             let mut disk = vec![0; 64 * SECTOR_BYTES];

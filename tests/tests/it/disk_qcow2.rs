@@ -570,7 +570,7 @@ fn features_that_are_not_known_are_refused_by_name() {
 
 /// Who does not know bitmaps says so to those who do, by clearing the autoclear bits, as soon as it writes and not before.
 #[test]
-fn bitmaps_are_left_to_those_who_know_them() {
+fn bitmaps_are_left_unchanged() {
     if !ferry_alone::in_own_process() {
         return;
     }

@@ -266,7 +266,7 @@ fn kata_and_cloud_hypervisor_start_it_as_they_do() {
 }
 
 #[test]
-fn it_says_of_itself_what_virtiofsd_says() {
+fn it_prints_the_capabilities_of_virtiofsd() {
     let folder = tempfile::tempdir().unwrap();
     let mut said = programs(folder.path()).into_iter().map(|program| {
         let output = Command::new(program).arg("--print-capabilities").output().unwrap();
@@ -475,7 +475,7 @@ fn my_user_outside_is_root_inside() {
 
 /// A request that makes something has the label of the guest's SELinux with it.
 #[test]
-fn what_is_made_has_its_label_or_is_not_made() {
+fn created_files_have_their_label_or_fail() {
     const LABEL: (&[u8], &[u8]) = (b"security.selinux", b"system_u:object_r:etc_t:s0");
     let folder = tempfile::tempdir().unwrap();
     let program = &programs(folder.path())[0];

@@ -148,7 +148,7 @@ fn a_deep_tree_is_walked_by_handles_alone() {
 
 /// Where inodes are not found again, there are no handles rather than ones that lead nowhere.
 #[test]
-fn there_are_none_where_the_source_finds_nothing_by_its_number() {
+fn sources_without_lookup_by_number_have_no_file_handles() {
     let below = folder(Place::Disk);
     let Some(server) = NinePServer::start(Maker::Ferry, below.path()) else { return };
     let Some(mounted) = Mounted::of_server(&server, &"ninep_devfuse".parse().unwrap(), &Default::default()) else {

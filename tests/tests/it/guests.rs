@@ -63,7 +63,7 @@ fn appending_by_two_guests_and_the_host() {
 }
 
 #[test]
-fn each_guest_sees_what_the_other_writes() {
+fn each_guest_sees_the_writes_of_the_other() {
     let _alone = alone();
     let script = r#"
         other=two; [ $1 = one ] || other=one

@@ -157,7 +157,7 @@ fn disks_of_roots_are_confined() {
 }
 
 #[test]
-fn disks_of_somebody_elses_are_confined() {
+fn disks_of_another_user_are_confined() {
     if is_root() {
         disks_are_confined(USER);
     }
@@ -242,7 +242,7 @@ fn images_as_disks_are_confined() {
 
 /// A device of the host's: discarded, zeroed and flushed through the descriptor that was opened before.
 #[test]
-fn block_devices_work_behind_walls() {
+fn block_devices_work_in_the_sandbox() {
     if !is_root() {
         return;
     }
@@ -264,7 +264,7 @@ fn block_devices_work_behind_walls() {
 
 /// A guest's memory stays pinned for a server that is not root any more.
 #[test]
-fn memory_is_pinned_behind_walls() {
+fn memory_is_pinned_in_the_sandbox() {
     if !is_root() {
         return;
     }

@@ -98,7 +98,7 @@ fn pjdfstest_with_cache_metadata() {
 
 #[test]
 #[ignore = "long: make test-all"]
-fn pjdfstest_with_cache_none_written_back() {
+fn pjdfstest_with_cache_none_and_writeback() {
     conforms_with(Cache::None, true);
 }
 

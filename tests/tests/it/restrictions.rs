@@ -176,7 +176,7 @@ fn check(user: u32, groups: &[u32], flags: &str, outcome: &Outcome) {
 
 /// A server that may act as anybody.
 #[test]
-fn root_keeps_what_restricts_clients() {
+fn root_keeps_restrictions_of_clients() {
     if !is_root() {
         return;
     }
@@ -219,7 +219,7 @@ fn root_keeps_what_restricts_clients() {
 
 /// A server that may act as nobody but its user.
 #[test]
-fn a_plain_users_server_keeps_what_restricts_clients_or_does_not_start() {
+fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
     if !is_root() {
         return;
     }

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_taken_is_available_no_more() {
+    fn untaken_descriptors_are_withdrawn() {
         let one = [Descriptor::default()];
         let mut ring = ring(4, true);
         (0..3).for_each(|id| ring.push(id, &one));

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn asks_for_what_the_row_says() {
+    fn jobs_match_their_row() {
         let targets = [("a".to_owned(), "/dev/vdb".into()), ("b".to_owned(), "/dev/vda".into())];
         let words = arguments(step(), Engine::Libaio, true, &targets, Duration::from_millis(600)).join("|");
         for word in [

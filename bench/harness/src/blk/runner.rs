@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_img_is_told_and_read() {
+    fn qemu_img_is_run_and_parsed() {
         let words = image_arguments(step("qemu-img random write 4K depth 32"), Path::new("/s"), 1234.5).join(" ");
         assert_eq!(
             words,

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn each_server_is_told_its_way() {
+    fn each_server_gets_its_options() {
         assert_eq!(
             text(System::Ferry(Way::Sleep), true),
             "ferry|--log|warn|disk|/a,b|--vhost-user|/s|--cache=none|--queues=4|--poll-us=0"
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_server_has_no_command() {
+    fn systems_without_a_server_have_no_command() {
         let programs = Programs { ferry: "ferry".into(), fio: "fio".into(), disk_tools: None };
         for system in [System::BareFile, System::QemuDisk(Aio::Native), System::StorageDaemon(Way::Poll)] {
             assert!(programs.server(system, Path::new("/a"), Path::new("/s"), true).is_err());

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_was_reached() {
+    fn results_are_reported() {
         let rows = rows::jobs();
         let lines = lines(&rows);
         let text = targets(&rows, &lines).iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");

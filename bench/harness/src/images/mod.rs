@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_in_parts_ends_in_the_order_of_the_rows() {
+    fn partial_runs_keep_the_order_of_rows() {
         let line = |row: &str, config: &str| {
             crate::line::Line::new(TABLE, row.into(), config, "ms", crate::stats::Better::Lower)
         };

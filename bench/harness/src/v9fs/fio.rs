@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn asks_for_what_the_row_says() {
+    fn jobs_match_their_row() {
         let job = |name: &str, before: Option<&str>| Job {
             name: name.into(),
             file: format!("/m/{name}"),
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_a_round_trip_for_each_page_is_not_written_for_minutes() {
+    fn page_sized_writes_are_limited_in_time() {
         for step in rows::all() {
             for system in step.systems() {
                 let mib = most_mib(step, system);

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_what_is_under_way() {
+    fn messages_in_flight_are_counted() {
         let mut tally = Tally::default();
         let frame = |kind, tag| Frame { kind, tag, size: 1000 };
         tally.note(Side::Client, 0, frame(TREAD, 1));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_connection_leaves_unanswered_is_not_under_way_on_the_next() {
+    fn unanswered_messages_do_not_carry_over_to_the_next_connection() {
         let mut tally = Tally::default();
         let frame = |tag| Frame { kind: TREAD, tag, size: 23 };
         tally.note(Side::Client, 0, frame(1));

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_again_replaces_what_ran() {
+    fn a_repeated_run_replaces_the_earlier_one() {
         let line = |row: &str, config: &str, value: f64| {
             let mut line = crate::line::Line::new(TABLE, row.into(), config, UNIT, Better::Higher);
             line.ferry = Some(value);

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_link_delays_has_no_virtio_beside_it() {
+    fn rows_with_a_delayed_link_have_no_virtio() {
         for step in all().into_iter().filter(|step| step.delay_ms > 0) {
             assert!(!step.systems().contains(&System::VirtioBlk), "{}", step.name());
         }

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn each_server_is_told_its_way() {
+    fn each_server_gets_its_options() {
         for (system, words) in [
             (System::Ferry(Files::Null, Way::Devfuse), "null|/a b|--path|devfuse"),
             (System::Ferry(Files::Mem, Way::Uring), "ferry|mount|mem|/a b|--foreground|--path|uring|--passthrough|off"),

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_perf_prints() {
+    fn perf_output_is_parsed() {
         assert_eq!(parse_perf("# started\n\n20004,,fuse:fuse_request_send,100,100.00,,\n"), Some(20004.0));
         assert_eq!(parse_perf("<not supported>,,fuse:fuse_request_send,0,100.00,,\n"), None);
         assert_eq!(parse_perf(""), None);

@@ -100,7 +100,7 @@ mod tests {
     const JOB: Job = Job { write: true, threads: 4, file_mib: 32, length: Length::Time(Duration::from_millis(700)) };
 
     #[test]
-    fn asks_for_what_the_row_says() {
+    fn jobs_match_their_row() {
         let line = arguments(JOB, Path::new("/a b")).join("|");
         for words in ["--direct=1|--sync=1", "--rw=randwrite", "--numjobs=4", "--runtime=700ms", "|--directory=/a b|"] {
             assert!(line.contains(words), "{words} in {line}");

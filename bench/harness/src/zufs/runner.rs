@@ -281,7 +281,7 @@ mod tests {
     use crate::zufs::systems::{DATA, Files, Flavour, Way};
 
     #[test]
-    fn a_line_has_its_peers_and_what_was_found_beside() {
+    fn a_line_has_its_peers_and_findings() {
         let found = |iops: f64| Found { iops, kib_s: iops * 4.0, latency_us: 1e6 / iops, requests: 1.0, switches: 0.0 };
         let sample = |iops: f64| Sample { rate: iops, found: Some(found(iops)) };
         let ours = System::Ferry(Files::Null, Way::Uring);

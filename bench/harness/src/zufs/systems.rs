@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_are_compared_with_what_does_the_same() {
+    fn ferry_is_compared_with_equivalent_systems() {
         let peers = |ours: System| DATA.iter().filter_map(|&peer| ours.calls(peer)).collect::<Vec<_>>();
         assert_eq!(peers(System::Ferry(Files::Null, Way::Uring)), ["libfuse", "libfuse-splice", "libfuse-uring"]);
         assert_eq!(
