@@ -82,12 +82,12 @@ pub(crate) struct Connection {
     last_heard_ms: AtomicU64,
     inbox: Mutex<Inbox>,
     interest: Mutex<PollInterest>,
-    ends: Mutex<Ends>,
+    exchange: Mutex<Exchange>,
 }
 
 /// Requests in flight, and unsent replies.
 #[derive(Debug, Default)]
-struct Ends {
+struct Exchange {
     request_table: RequestTable,
     outbox: Outbox,
 }
@@ -111,7 +111,7 @@ impl Connection {
             last_heard_ms: AtomicU64::new(0),
             inbox: Mutex::default(),
             interest: Mutex::default(),
-            ends: Mutex::default(),
+            exchange: Mutex::default(),
         }
     }
 
@@ -121,7 +121,7 @@ impl Connection {
 
     /// Fids, and requests under way.
     pub(crate) fn usage(&self) -> (usize, usize) {
-        let request_table = &lock(&self.ends).request_table;
+        let request_table = &lock(&self.exchange).request_table;
         (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
     }
 
@@ -163,7 +163,7 @@ impl Connection {
         let somebody_reads = interest.reading;
         drop(interest);
         if flags.intersects(EventFlags::OUT) {
-            let outbox = &mut lock(&self.ends).outbox;
+            let outbox = &mut lock(&self.exchange).outbox;
             outbox.drain(&self.socket());
             self.note(outbox.state(), false);
         }
@@ -184,7 +184,7 @@ impl Connection {
             *message = std::mem::take(&mut inbox.bytes);
             self.holder.release(Resource::Bytes, message.len());
         }
-        let bytes_max = lock(&self.ends).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
+        let bytes_max = lock(&self.exchange).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
         let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
         loop {
             if message.len() < wanted {
@@ -274,8 +274,8 @@ impl Connection {
 
     /// Runs `act` on the request table, and handles the results.
     fn with_request_table<T>(&self, act: impl FnOnce(&mut RequestTable, &mut dyn Outlet) -> T) -> T {
-        let mut ends = lock(&self.ends);
-        let Ends { request_table, outbox } = &mut *ends;
+        let mut exchange = lock(&self.exchange);
+        let Exchange { request_table, outbox } = &mut *exchange;
         let outcome = act(request_table, &mut Out { socket: self.socket(), outbox });
         // Under the lock, so that the last sender reports the last result.
         self.note(outbox.state(), true);
@@ -283,7 +283,7 @@ impl Connection {
     }
 
     pub(crate) fn register(&self, tag: Tag) -> Result<(Ticket, Arc<Session>), RejectedRequest> {
-        lock(&self.ends).request_table.register(0, tag)
+        lock(&self.exchange).request_table.register(0, tag)
     }
 
     /// Replies to a request that is not in flight.
@@ -331,12 +331,13 @@ impl Connection {
         if begun.is_some_and(|begun| since(begun) > limits.slow_timeout) {
             return Some("it does not finish its message");
         }
-        let ends = lock(&self.ends);
-        if ends.outbox.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
+        let exchange = lock(&self.exchange);
+        if exchange.outbox.blocked_since().is_some_and(|begun| since(begun) > limits.slow_timeout) {
             return Some("it does not take its replies");
         }
         let silent = since(self.begun + Duration::from_millis(self.last_heard_ms.load(Ordering::Relaxed)));
-        let idle = limits.idle_timeout.is_some_and(|timeout| ends.request_table.requests() == 0 && silent > timeout);
+        let idle =
+            limits.idle_timeout.is_some_and(|timeout| exchange.request_table.requests() == 0 && silent > timeout);
         idle.then_some("it has been silent for long")
     }
 
@@ -363,13 +364,13 @@ impl Connection {
         drop(interest);
         let _ = epoll::delete(self.hub.epoll(), &self.stream);
         self.hub.forget(self.key);
-        let mut ends = lock(&self.ends);
-        let Ends { request_table, outbox } = &mut *ends;
+        let mut exchange = lock(&self.exchange);
+        let Exchange { request_table, outbox } = &mut *exchange;
         let evicted = self.evicted.get().copied();
         let reason = evicted.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
         outbox.give_up(&self.socket(), "");
         let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
-        drop(ends);
+        drop(exchange);
         let refused = self.stream.close();
         // Waits for the reading thread, which sees the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
@@ -393,7 +394,7 @@ impl Client for Connection {
     }
 
     fn may_park(&self) -> bool {
-        lock(&self.ends).request_table.may_park()
+        lock(&self.exchange).request_table.may_park()
     }
 
     fn park(&self, ticket: &Ticket, gone: &Arc<AtomicBool>) {

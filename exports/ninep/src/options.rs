@@ -56,8 +56,8 @@ pub struct Options {
     pub users: Users,
     /// Other machines may connect to TCP sockets.
     pub remote: bool,
-    /// The longest message that clients may ask for, in bytes: one of [`MSIZE`]. Each thread may hold one, and a reply of that
-    /// length; memory is taken for what has come, not for what was announced.
+    /// The maximum message size that clients may request, in bytes: one of [`MSIZE`]. Each thread may hold one, and a
+    /// reply of that length. Memory is allocated for received bytes, not for announced ones.
     pub msize_max: u32,
     /// How far the host is asked to read ahead of clients that read one piece after the other, in bytes; 0: not at all.
     pub read_ahead_bytes_max: u64,

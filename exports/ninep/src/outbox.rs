@@ -100,7 +100,7 @@ impl Outbox {
                 self.queue.push_front(first);
                 return;
             }
-            // What is in memory counts until it is gone as a whole.
+            // A reply in memory counts until it is sent completely.
             let bytes = first.len();
             self.sent_of_first = 0;
             self.queued_bytes = self.queued_bytes.saturating_sub(bytes);
@@ -121,14 +121,14 @@ impl Outbox {
     }
 }
 
-/// A connection's socket, and what the connection holds.
+/// A connection's socket, and the connection's resources.
 #[derive(Clone, Copy)]
 pub(crate) struct Socket<'a> {
     pub(crate) holder: &'a ConnectionAccount,
     pub(crate) stream: &'a Stream,
 }
 
-/// A socket and what waits for it.
+/// A socket and its queued replies.
 pub(crate) struct Out<'a> {
     pub(crate) socket: Socket<'a>,
     pub(crate) outbox: &'a mut Outbox,

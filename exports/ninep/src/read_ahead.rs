@@ -1,9 +1,9 @@
 //! Reading ahead for clients that read one piece after the other.
 //!
-//! Linux's client has one message under way for each reader, and the host's kernel, which sees only the reads that come,
-//! reads 128 KiB ahead of them by default: less than one message. So the disk would rest while a message travels. What is
-//! likely to be asked for next is therefore asked of the disk as soon as a reply has gone out, and lies in the page cache when
-//! the client comes for it.
+//! Linux's client has one message in flight per reader. The host's kernel only sees the reads that arrive, and reads
+//! 128 KiB ahead by default, less than one message. So the disk would be idle while a message is in flight. Therefore
+//! the server requests the next range from the disk after each reply, so that it is in the page cache when the client
+//! requests it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use rustix::fs::Advice;
 
 /// The most that is asked for ahead, in bytes: four of Linux's longest messages, which take a disk of 400 MB/s 10 ms.
 pub(crate) const WINDOW_BYTES_MAX: u64 = 4 << 20;
-/// What is asked of the kernel at once: it cuts what is longer than the device's own limit and forgets the rest.
+/// The maximum of one request to the kernel in bytes: it cuts longer ones to the device's limit.
 const STEP_BYTES: u64 = 128 << 10;
 /// Reads this many lengths before or behind the expected place still go on from it: clients that have several under way send
 /// them in order, and threads serve them in another one.
@@ -31,8 +31,8 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Notes a read; answers what to ask for now. It never lies further ahead than the client has come since it jumped, so
-    /// nobody can have disks read much by asking for little.
+    /// Records a read; returns the range to read ahead now. It is never longer than the client's sequential reads, so
+    /// clients cannot cause many reads with few requests.
     pub(crate) fn note(&mut self, offset: u64, bytes: u64, window_max: u64) -> Option<Range<u64>> {
         let end = offset.saturating_add(bytes);
         if offset.abs_diff(self.next) > bytes.saturating_mul(DISORDER_MAX) {
@@ -62,12 +62,12 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// Asks. This begins to read and waits for nothing but what the file system looks up to find the data.
+    /// Requests the read-ahead. It begins to read, and only waits for the file system to locate the data.
     pub(crate) fn ask(&self) {
         let Range { mut start, end } = self.range;
         while let Some(bytes) = end.checked_sub(start).and_then(|left| std::num::NonZeroU64::new(left.min(STEP_BYTES)))
         {
-            // Only a hint: whoever reads learns of errors by himself.
+            // Only a hint: a later read returns the error.
             if rustix::fs::fadvise(&*self.file, start, Some(bytes), Advice::WillNeed).is_err() {
                 return;
             }

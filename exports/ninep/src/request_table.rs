@@ -1,5 +1,5 @@
-//! The requests of a client that are under way. One lock is around them and the replies on their way out, so that a tag
-//! is free at the very moment when its reply goes out, and a flush is answered behind what it flushed.
+//! The requests of a client in flight. One lock covers them and the outgoing replies, so that a tag is free exactly
+//! when its reply is sent, and the reply to a flush follows the flushed request's.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,11 +11,10 @@ use ferry_wire::ninep::{Reply, Tag};
 use crate::clients::{Charge, Resource};
 use crate::session::Session;
 
-/// Locks that one connection may wait for. Further ones are answered "blocked", and Linux asks again, half a minute
-/// later.
+/// The maximum number of waiting lock requests of one connection. Further ones get "blocked", and Linux retries half a
+/// minute later.
 const PARKED_MAX: usize = 4096;
-/// Flushes that wait for the end of what they flush, on one connection; a client has no use for more than one for each
-/// of its requests.
+/// The maximum number of waiting flushes of one connection; a client needs at most one per request.
 const FLUSHES_MAX: usize = 4096;
 
 /// Where replies go, in this order.
@@ -23,20 +22,20 @@ pub(crate) trait Outlet {
     /// Sends the reply of the request with this token.
     fn send(&mut self, token: u64, reply: &[u8]);
 
-    /// Nobody will answer the request with this token any more.
+    /// The request with this token gets no reply.
     fn discard(&mut self, token: u64);
 }
 
 /// A request under way.
 #[derive(Debug)]
 struct ActiveRequest {
-    /// By what its carrier knows it.
+    /// The carrier's token.
     token: u64,
     /// Tells it apart from others that have its tag earlier or later.
     number: u64,
-    /// Flushes that are to be answered behind it.
+    /// Flushes that wait for it.
     flushes: Vec<Tag>,
-    /// It waits for a lock; to be set when nobody wants that any more.
+    /// It waits for a lock; set when the request is cancelled.
     gone: Option<Arc<AtomicBool>>,
     /// It is a flush itself.
     is_flush: bool,
@@ -54,9 +53,9 @@ pub(crate) struct Ticket {
 /// Why a request is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RejectedRequest {
-    /// The client is to be told so.
+    /// The client gets an error.
     Error(Errno),
-    /// No answer would reach the one who asked.
+    /// No reply would reach the sender.
     TagInUse,
 }
 
@@ -100,8 +99,8 @@ impl RequestTable {
         Ticket { tag, number }
     }
 
-    /// Begins a session, or none. What was under way is not answered any more; the session before is handed out, to be
-    /// dropped when no lock is held.
+    /// Begins a session, or none. Requests in flight get no reply. Returns the previous session, to be dropped without
+    /// a lock.
     pub(crate) fn begin(&mut self, out: &mut dyn Outlet, session: Option<Arc<Session>>) -> Option<Arc<Session>> {
         for (_, asked) in self.requests.drain() {
             if let Some(gone) = &asked.gone {
@@ -130,7 +129,7 @@ impl RequestTable {
         self.session.as_ref().and_then(|session| session.holder.charge(Resource::Entries, 1).ok())
     }
 
-    /// A request waits for a lock, unless it was answered or flushed meanwhile.
+    /// Records that a request waits for a lock, unless it has a reply or was flushed meanwhile.
     pub(crate) fn park(&mut self, out: &mut dyn Outlet, ticket: &Ticket, gone: &Arc<AtomicBool>) {
         let charge = self.charge();
         let Some(asked) = self.requests.get_mut(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
@@ -146,8 +145,8 @@ impl RequestTable {
         self.parked += 1;
     }
 
-    /// The client wants no answer to `old` any more. One that waits for a lock is given up and never answered; others
-    /// have begun, so they are answered, and the flush behind them (flush(5)).
+    /// Flushes `old`. A request that waits for a lock is cancelled without a reply; others have begun, so they get a
+    /// reply, and the flush's follows (flush(5)).
     pub(crate) fn flush(
         &mut self,
         out: &mut dyn Outlet,
@@ -183,7 +182,7 @@ impl RequestTable {
         Ok(())
     }
 
-    /// Sends the answer of a request that is still under way; returns whether it was.
+    /// Sends the reply of a request in flight; returns whether it was in flight.
     pub(crate) fn finish(&mut self, out: &mut dyn Outlet, ticket: &Ticket, reply: &[u8]) -> bool {
         let Some(asked) = self.requests.get(&ticket.tag).filter(|asked| asked.number == ticket.number) else {
             return false;
@@ -193,7 +192,7 @@ impl RequestTable {
         true
     }
 
-    /// The answer of a request goes out on its own, unless it is no longer under way; returns whether it was.
+    /// Records that the reply of a request is sent separately, if it is in flight; returns whether it was.
     pub(crate) fn end(&mut self, out: &mut dyn Outlet, ticket: &Ticket) -> bool {
         let current = self.requests.get(&ticket.tag).is_some_and(|asked| asked.number == ticket.number);
         if current {
@@ -202,7 +201,7 @@ impl RequestTable {
         current
     }
 
-    /// Forgets a request, and answers the flushes that waited for its end, and those that waited for theirs.
+    /// Removes a request, and replies to the flushes that waited for it, and to those that waited for them.
     fn close(&mut self, out: &mut dyn Outlet, tag: Tag) {
         let mut ended = vec![tag];
         while let Some(tag) = ended.pop() {

@@ -1,4 +1,4 @@
-//! A 9P session, which Tversion begins: its fids, and what they hold.
+//! A 9P session, from a Tversion to the next: its fids and their resources.
 
 use std::collections::hash_map::{Entry as Slot, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Session {
 #[derive(Clone, Debug)]
 pub(crate) struct File {
     pub(crate) node: Arc<Node>,
-    /// How it was found: what Trename and Tremove need.
+    /// Its location, for Trename and Tremove.
     pub(crate) place: Option<Arc<Place>>,
     pub(crate) user: User,
     /// Where `..` ends.
@@ -117,7 +117,7 @@ impl std::fmt::Debug for Node {
 }
 
 impl Node {
-    /// What the client is told that it is.
+    /// The qid for the client.
     pub(crate) fn qid(&self, attr: &Attr) -> Qid {
         Qid { kind: QidKind::of(self.kind), version: version(attr), path: self.path }
     }
@@ -256,7 +256,7 @@ impl Open {
         }
     }
 
-    /// An owner is about to give up all locks on the file; returns whether it was known to have some.
+    /// Called before an owner releases all locks on the file; returns whether it may have some.
     pub(crate) fn unlocked_by(&self, owner: u64) -> bool {
         let known = lock(&self.owners).remove(&owner);
         self.owner_count.fetch_sub(known.into(), Ordering::Relaxed);
@@ -273,7 +273,7 @@ impl Drop for Open {
         self.owner_count.fetch_sub(owners.len(), Ordering::Relaxed);
         self.holder.release(Resource::Entries, owners.len());
         for owner in owners {
-            // Nobody is there to be told of an error.
+            // No client is left to receive an error.
             sure(|| _ = self.source.flush(&caller, ino, handle, owner));
         }
         sure(|| match self.is_dir() {
@@ -283,7 +283,7 @@ impl Drop for Open {
     }
 }
 
-/// Adds to a count that all fids of a session share, unless that makes it more than `most`; answers whether it did.
+/// Adds to a count that all fids of a session share, up to `most`; returns whether it fit.
 fn raise(count: &AtomicUsize, by: usize, most: usize) -> bool {
     let fits = count.fetch_add(by, Ordering::Relaxed) + by <= most;
     if !fits {
@@ -431,7 +431,7 @@ impl Session {
         Arc::new(self.node_of(&entry, false))
     }
 
-    /// Takes over the reference of an entry, whose attributes are checked; what is unsound is given back.
+    /// Takes over the reference of an entry after checking its attributes; an invalid entry is released.
     pub(crate) fn node(&self, entry: Entry) -> Result<(Arc<Node>, Attr)> {
         match checks::entry(entry) {
             Ok(entry) => Ok((Arc::new(self.node_of(&entry, true)), entry.attr)),
@@ -475,8 +475,8 @@ impl Session {
         })
     }
 
-    /// What the source is to call the owner of a lock. Clients and processes are too much for its 64 bits, so they are
-    /// mixed, with a secret: nobody can choose two that are the same.
+    /// Returns the source's name for a lock owner. Client and process do not fit into 64 bits, so they are hashed with
+    /// a secret, which prevents chosen collisions.
     pub(crate) fn owner(&self, lock: &LockRequest<'_>) -> u64 {
         self.owners.hash_one((lock.pid, lock.client)) | 1
     }
@@ -507,7 +507,7 @@ impl Session {
     }
 }
 
-/// The session that a Tversion begins, if it begins one, and the answer.
+/// Returns the session that a Tversion begins, if any, and the reply.
 pub(crate) fn agree_on(
     share: &Share,
     holder: &Arc<ConnectionAccount>,

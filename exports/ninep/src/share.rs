@@ -15,7 +15,7 @@ pub(crate) struct Share {
     pub(crate) options: Options,
     pub(crate) read_only: bool,
     pub(crate) ratelimited_log: RatelimitedLog,
-    /// Threads for what must not be done where it becomes known.
+    /// Threads for work that must not be done by the caller.
     pub(crate) blocking_pool: BlockingPool,
     /// What the host was asked to read ahead of clients.
     pub(crate) read_ahead_bytes: AtomicU64,
@@ -61,7 +61,7 @@ impl Share {
         })
     }
 
-    /// Makes everything durable: nobody is served any more.
+    /// Syncs everything after the last client.
     pub(crate) fn sync(&self) {
         if !self.read_only {
             ferry_engine::sync_on_stop(&*self.source);

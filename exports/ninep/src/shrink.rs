@@ -1,4 +1,4 @@
-//! Shrinks maps and the heap after their contents have gone.
+//! Shrinks maps and the heap after large decreases.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -8,17 +8,17 @@ use std::time::Duration;
 
 /// Entries of a map whose room is never given back: no more than a few pages.
 const ROOM_MIN: usize = 1024;
-/// So much has to have gone, in things held, before the heap is looked at: a few hundred KiB.
+/// The minimum decrease in held objects before the heap is trimmed: a few hundred KiB.
 const HELD_MIN: usize = 1024;
 
-/// Gives back the room of a map of which most has gone. Each entry that goes pays for a part of that.
+/// Shrinks a map that has become sparse; the cost is amortized over the removals.
 pub(crate) fn shrink<K: Eq + Hash, V>(map: &mut HashMap<K, V>) {
     if map.capacity() > ROOM_MIN && map.len() < map.capacity() / 4 {
         map.shrink_to((map.len() * 2).max(ROOM_MIN));
     }
 }
 
-/// How often it is looked at how much is held, where something has gone.
+/// The interval of checks after a decrease.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
 /// How many looks later the heap is trimmed once more: threads that have nothing to do any more end after a while, and their buffers with them.
 const LATER_LOOKS: u32 = 30;
@@ -33,7 +33,7 @@ pub(crate) struct HighWater {
 }
 
 impl HighWater {
-    /// Notes how much is held now; returns whether half of the most has gone since that was, and nothing goes at the moment. Once more
+    /// Records the held amount; returns whether it has fallen to half of its maximum and is stable. Returns true again
     /// [`LATER_LOOKS`] later.
     pub(crate) fn should_trim(&mut self, held: usize) -> bool {
         let is_still = held >= self.last;
@@ -68,7 +68,7 @@ impl std::fmt::Debug for Trimmer {
 }
 
 impl Trimmer {
-    /// `held` tells how much is held.
+    /// `held` returns the held amount.
     pub(crate) fn new(held: impl Fn() -> usize + Send + Sync + 'static) -> Arc<Self> {
         Arc::new(Self { most: AtomicUsize::new(0), looks: AtomicBool::new(false), held: Box::new(held) })
     }

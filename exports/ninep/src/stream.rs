@@ -25,7 +25,7 @@ pub(crate) struct Stream {
     tls: Option<Sealed>,
 }
 
-/// A channel, and what epoll cannot know of it.
+/// A TLS channel, and its state that epoll does not see.
 #[cfg(feature = "tls")]
 #[derive(Debug)]
 struct Sealed {
@@ -40,18 +40,18 @@ impl AsFd for Stream {
     }
 }
 
-/// Takes what a socket has, without waiting.
+/// Receives what a socket has, without waiting.
 pub(crate) fn take(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize> {
     rustix::net::recv(fd, bytes, RecvFlags::DONTWAIT).map(|(count, _)| count)
 }
 
-/// Hands a socket what it has room for, without waiting.
+/// Sends as much as a socket accepts, without waiting.
 pub(crate) fn give(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize> {
     rustix::net::send(fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }
 
 impl Stream {
-    /// A connection whose bytes are what they seem.
+    /// A connection without encryption.
     pub(crate) fn plain(fd: OwnedFd) -> Self {
         Self {
             fd,
@@ -68,7 +68,7 @@ impl Stream {
         Some(Self { fd, tls: Some(sealed) })
     }
 
-    /// Takes what is there; 0 at the end.
+    /// Reads available bytes; 0 at the end.
     pub(crate) fn recv(&self, bytes: &mut [u8]) -> Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
@@ -86,7 +86,7 @@ impl Stream {
         give(self.fd.as_fd(), bytes)
     }
 
-    /// Sends what was taken over and is still here; returns whether some of it went out.
+    /// Sends buffered bytes; returns whether some were sent.
     pub(crate) fn flush(&self) -> Result<bool> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = self.tls.as_ref().filter(|sealed| sealed.unsent.load(Ordering::Acquire)) {
@@ -113,7 +113,7 @@ impl Stream {
         false
     }
 
-    /// Says goodbye, if the socket has room for that; answers why the client was not let in, if so.
+    /// Sends the closing message, if the socket accepts it; returns why the client was refused, if it was.
     pub(crate) fn close(&self) -> Option<String> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {

@@ -29,7 +29,7 @@ pub enum TlsError {
     /// A file cannot be read.
     #[error("cannot read {}", .0.display())]
     Unreadable(PathBuf, #[source] io::Error),
-    /// A file is not what it should be.
+    /// A file has invalid contents.
     #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
     Missing {
         /// The file.
@@ -80,7 +80,8 @@ impl Tls {
     /// signed a client's certificate; all in PEM. Without authorities every client is let in.
     ///
     /// # Errors
-    /// [`TlsError`]: a file is not there, not what it should be, or does not fit the others.
+    ///
+    /// [`TlsError`]: a file is missing, invalid, or does not match the others.
     pub fn read(certificate: &Path, key: &Path, client_ca: Option<&Path>) -> Result<Self, TlsError> {
         let chain = certificates(certificate)?;
         if let Some(own) = chain.first() {
@@ -161,7 +162,7 @@ pub(crate) struct Channel {
     unread: bool,
 }
 
-/// The socket below, as rustls wants it.
+/// The socket in the form that rustls requires.
 struct Socket<'a>(BorrowedFd<'a>);
 
 impl Read for Socket<'_> {
@@ -212,7 +213,7 @@ impl Channel {
                     return Ok(count);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // Whether the end was announced is the same to 9P, whose messages tell their lengths.
+                // 9P messages carry their lengths, so an unannounced end makes no difference.
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
                 Err(error) => return Err(errno(&error)),
             }
@@ -225,7 +226,7 @@ impl Channel {
         Err(Errno::AGAIN)
     }
 
-    /// Deciphers what came; returns whether there is something to be taken, be it the end.
+    /// Decrypts received bytes; returns whether there is something to read, even the end.
     fn process(&mut self, fd: BorrowedFd<'_>) -> Result<bool, Errno> {
         match self.connection.process_new_packets() {
             Ok(state) => Ok(state.plaintext_bytes_to_read() > 0 || state.peer_has_closed()),

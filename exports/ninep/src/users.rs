@@ -3,19 +3,20 @@
 use ferry_vfs::{Errno, Result};
 use ferry_wire::ninep;
 
-/// Linux's `nobody` and `nogroup`.
+/// Linux's ids of `nobody` and `nogroup`.
 const NOBODY: u32 = 65534;
 
 /// What becomes of the users that clients attach as.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Users {
-    /// They are who they say. The client's kernel checks permissions, as it does for a disk: right for a client that
-    /// may do anything with the source, a virtual machine for instance.
+    /// Users are trusted. The client's kernel checks permissions, as for a disk: right for a client with full access to
+    /// the source, such as a virtual machine.
     #[default]
     Client,
-    /// Only these may attach, and the server checks what each may do: root anything, others what a process of theirs may.
+    /// Only these users may attach, and the server checks their permissions: root may do anything, others as a local
+    /// process of theirs.
     Only(Vec<Identity>),
-    /// Everybody is this user, and the server checks what that one may do.
+    /// All clients are this user, whose permissions the server checks.
     Squash {
         /// User id.
         uid: u32,
@@ -29,7 +30,7 @@ pub enum Users {
 pub struct Identity {
     /// User id.
     pub uid: u32,
-    /// The group of what the user makes where a client names none of the user's groups.
+    /// The group of created files if a client names none of the user's groups.
     pub gid: u32,
     /// Supplementary groups.
     pub groups: Vec<u32>,
@@ -41,7 +42,7 @@ pub(crate) struct User {
     pub(crate) uid: u32,
     /// The group, where a request names none.
     pub(crate) gid: u32,
-    /// The server is to check permissions: the client's kernel took it for somebody else, or is not believed.
+    /// Returns whether the server checks permissions: the client's kernel knows another user, or is not trusted.
     pub(crate) checked: bool,
 }
 
@@ -58,7 +59,7 @@ impl User {
 }
 
 impl Users {
-    /// The user that a client attaches as. Linux names "nobody" without a number for the mount itself, and then
+    /// Returns the user that a client attaches as. Linux sends "nobody" without a number for the mount itself, and then
     /// attaches each user by number (`access=client`).
     pub(crate) fn resolve(&self, asked: &ninep::User<'_>) -> Result<User> {
         let uid = asked.uid.unwrap_or_else(|| named(asked.name));

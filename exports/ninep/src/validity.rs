@@ -1,4 +1,4 @@
-//! From when to when a certificate is valid: the one thing of X.509 (RFC 5280, 4.1) that rustls does not tell its owner.
+//! The validity period of a certificate, the only field of X.509 (RFC 5280, 4.1) that rustls does not expose.
 
 /// Tags of DER (X.690, 8.1.2).
 const SEQUENCE: u8 = 0x30;
@@ -17,7 +17,7 @@ fn element<'a>(input: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
         usize::from(first)
     } else {
         let count = usize::from(first & 0x7f);
-        // No certificate is longer than four bytes can tell.
+        // No certificate is longer than four bytes can express.
         let (digits, after) = rest.split_at_checked(count).filter(|_| (1..=4).contains(&count))?;
         rest = after;
         digits.iter().fold(0, |sum, digit| sum << 8 | usize::from(*digit))

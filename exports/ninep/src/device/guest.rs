@@ -25,7 +25,7 @@ pub(super) struct Arrival {
 
 /// A chain that the worker has taken.
 #[derive(Debug, Default)]
-struct Taken {
+struct TakenChain {
     /// Until it is served.
     arrival: Option<Arrival>,
     /// Until the chain returns to the driver with its reply.
@@ -36,14 +36,14 @@ struct Taken {
 struct Requests {
     request_table: RequestTable,
     /// By the low half of the chains' tokens.
-    taken: Vec<Taken>,
+    taken: Vec<TakenChain>,
 }
 
 impl Requests {
-    fn taken(&mut self, token: u64) -> &mut Taken {
+    fn taken(&mut self, token: u64) -> &mut TakenChain {
         let index = slot(token);
         if self.taken.len() <= index {
-            self.taken.resize_with(index + 1, Taken::default);
+            self.taken.resize_with(index + 1, TakenChain::default);
         }
         &mut self.taken[index]
     }
@@ -141,7 +141,7 @@ impl Guest {
         });
         let ticket =
             arrival.as_ref().and_then(|arrival| arrival.registered.as_ref().ok()).map(|(ticket, _)| ticket.clone());
-        *requests.taken(token) = Taken { arrival, ticket };
+        *requests.taken(token) = TakenChain { arrival, ticket };
     }
 
     /// Returns the result of [`Self::accept`] for the chain to serve.

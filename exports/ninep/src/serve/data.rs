@@ -15,7 +15,7 @@ use crate::request_table::Ticket;
 use crate::session::{File, NewValue, Open, State};
 use crate::share::Share;
 
-/// Writes with one of these are durable when they are answered.
+/// Writes with one of these are durable when they complete.
 const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 
 /// What was written of an extended attribute's value is copied in pieces of this size.
@@ -157,7 +157,7 @@ impl Context<'_> {
         let range = Self::range(file, open, offset, bytes_max);
         let mut out = DataOutput::new(carrier, READ_HEAD_BYTES, bytes_max);
         match self.share.source.read(&self.caller(file.user, None), &range, &mut out)? {
-            // What lies behind `done` is from an earlier reply, maybe somebody else's.
+            // The bytes after `done` belong to an earlier reply, maybe of another client.
             Data::Bytes(claimed) if claimed > out.done() => Err(self.check_claim("read", claimed, out.done())),
             Data::Bytes(claimed) => Ok(read_done(carrier, self.ticket, claimed)),
             Data::Extent(extent) => {
@@ -176,8 +176,7 @@ impl Context<'_> {
         }
     }
 
-    /// What is to be read ahead of a client that reads here: where an extent lies in a file, what comes next in the one comes
-    /// next in the other.
+    /// Returns the range to read ahead after this read: an extent continues in its file as the read continues.
     fn ahead(&self, open: &Open, extent: &Extent, (offset, bytes): (u64, usize)) -> Option<ReadAhead> {
         // Memory is there, and past the page cache nothing can be kept.
         if extent.file.memory().is_some() || extent.file.waits() {

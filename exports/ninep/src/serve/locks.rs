@@ -18,7 +18,7 @@ impl Context<'_> {
         Lock { kind, owner, start, end, pid, flock: false }
     }
 
-    /// Takes or gives up a lock; `None` if that has to be waited for.
+    /// Sets or releases a lock; `None` if the request has to wait.
     pub(super) fn lock(&self, fid: Fid, request: &LockRequest<'_>, wait: bool) -> Result<Option<Reply<'static>>> {
         let (file, open) = self.session.open(fid)?;
         let lock = self.wanted(request);
@@ -40,7 +40,7 @@ impl Context<'_> {
                 self.client.park(self.ticket, &gone);
                 Ok(None)
             }
-            // It has nobody to wake.
+            // No request waits.
             Ok(LockOutcome::Waiting) => Err(Errno::IO),
             Err(Errno::AGAIN | Errno::ACCESS) => Ok(Some(Reply::Lock(LockStatus::Blocked))),
             Err(Errno::NOSYS) => Err(Errno::NOLCK),
@@ -48,7 +48,7 @@ impl Context<'_> {
         }
     }
 
-    /// What the source wakes. A lock that is granted although the client has given up is given back.
+    /// The source's waker. A lock that is granted after its request was cancelled is released.
     fn waiter(&self, ino: ferry_vfs::Ino, handle: ferry_vfs::Handle, lock: Lock, gone: &Arc<AtomicBool>) -> Waiter {
         // The source keeps this as long as the handle is open, so it must keep nothing open itself.
         let (client, share) = (Arc::downgrade(&self.client), Arc::downgrade(self.share));
@@ -72,14 +72,14 @@ impl Context<'_> {
                 let cx = ferry_vfs::Caller { session: lock.owner.session, ..ferry_vfs::Caller::default() };
                 let unlock = Lock { kind: LockKind::Unlock, ..lock };
                 if let Err(error) = source.set_lock(&cx, ino, handle, &unlock, None) {
-                    tracing::debug!(%error, "a lock that nobody waits for any more cannot be given back");
+                    tracing::debug!(%error, "cannot release a lock of a cancelled request");
                 }
             });
         });
         waiter.until(Arc::clone(gone))
     }
 
-    /// A lock that is in the way. Who holds it is told as far as it is known: a process of the same client by its number.
+    /// Returns the conflicting lock. Its owner is known only for a process of the same client.
     pub(super) fn getlock<'a>(&self, fid: Fid, request: LockRequest<'a>) -> Result<Reply<'a>> {
         let (file, open) = self.session.open(fid)?;
         let lock = self.wanted(&request);

@@ -28,8 +28,8 @@ const TRUNCATE: SetAttr = SetAttr {
     clear_privileges: true,
 };
 
-/// Flags that are not passed on. The buffers of replies are not aligned as `O_DIRECT` wants them, and the client's own
-/// page cache is left out by its kernel anyway.
+/// Flags that are not passed on. Buffers of replies are not aligned for `O_DIRECT`, and the client's kernel bypasses
+/// its own page cache.
 const NOT_PASSED: OFlags = OFlags::DIRECT.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW);
 
 impl Context<'_> {
@@ -64,7 +64,7 @@ impl Context<'_> {
             FileType::RegularFile if flags.contains(OFlags::DIRECTORY) => return Err(Errno::NOTDIR),
             FileType::RegularFile => {}
             FileType::Symlink => return Err(Errno::LOOP),
-            // The client's kernel opens these by itself; here they would be this host's.
+            // The client's kernel implements these; an open here would access this host's devices.
             FileType::BlockDevice | FileType::CharacterDevice => return Err(Errno::ACCESS),
             _ => return Err(Errno::NXIO),
         }
@@ -95,7 +95,7 @@ impl Context<'_> {
         let mode = FileType::RegularFile.as_raw_mode() | mode;
         let new = CreateArgs { mode, umask: 0, rdev: 0 };
         let (node, attr, handle) = match self.create_or_open(&dir, name, flags, &new, gid) {
-            // Made by somebody else in between.
+            // Another client has created it in between.
             Err(Errno::EXIST) if opens_what_is_there(user, flags) => {
                 self.create_or_open(&dir, name, flags, &new, gid)?
             }
@@ -154,9 +154,9 @@ impl Context<'_> {
         }
     }
 
-    /// Opens what somebody else has made since the client looked. Whether the user may, nobody has checked, so it is opened only if the
-    /// user may whatever groups it is in: the server knows none of them. Otherwise Linux's client looks again after `STALE`, and opens what it finds
-    /// as it opens any file; but not with `cache=loose`, which goes on believing that there is nothing.
+    /// Opens a file that was created since the client's lookup. The client did not check the user's permission, so it
+    /// is opened only if the user may open it with any groups, which the server does not know. Otherwise `STALE` makes
+    /// Linux's client look again and open the file normally; with `cache=loose`, however, it keeps its negative entry.
     fn open_shown(&self, dir: &File, name: Name<'_>, flags: OFlags) -> Result<(Arc<Node>, Attr, Handle)> {
         let (source, user) = (&self.share.source, dir.user);
         let cx = self.caller(user, None);
@@ -222,7 +222,7 @@ impl Context<'_> {
     }
 }
 
-/// Whether what is there already is opened instead of made: for users whose rights the server checks, and for root, who may open
+/// Returns whether an existing file is opened instead: for users that the server checks, and for root, who may open
 /// every file.
 fn opens_what_is_there(user: User, flags: OFlags) -> bool {
     !flags.contains(OFlags::EXCL) && (user.checked || user.uid == 0)
@@ -233,12 +233,12 @@ struct Listing<'a> {
     writer: DirWriter<'a>,
     /// The directory, which `.` is.
     own: (Ino, u64),
-    /// Something did not fit. Nothing is taken after that, or the client, which goes on from the last entry, would never
-    /// see what was left out.
+    /// An entry did not fit. No later one is added, because the client continues after the last entry and would miss
+    /// the omitted one.
     full: Cell<bool>,
     flawed: bool,
     pushed: bool,
-    /// References that nobody asked for.
+    /// References that the client did not request.
     surplus: Vec<Ino>,
 }
 

@@ -1,7 +1,6 @@
-//! What a user may do, where the server is to check it: the user of a squashed client is somebody else to the client's
-//! kernel. The rules are those of Linux's `fs/namei.c`, `fs/attr.c` and `fs/xattr.c` for a user without any capability, with
-//! hard links and files in sticky directories protected as all distributions have them (`fs.protected_hardlinks`,
-//! `fs.protected_regular`).
+//! Permission checks by the server, for squashed users, whom the client's kernel does not know. The rules are those of
+//! Linux's `fs/namei.c`, `fs/attr.c` and `fs/xattr.c` for a user without capabilities, with the usual protection of
+//! hard links and of files in sticky directories (`fs.protected_hardlinks`, `fs.protected_regular`).
 
 use ferry_vfs::{Attr, Errno, FileType, Name, OFlags, Result, SetAttr, SetTime};
 
@@ -53,8 +52,8 @@ impl Context<'_> {
         self.may(dir.user, &dir.node, WRITE | SEARCH)
     }
 
-    /// Whether the fid's user may remove a name from a directory, or replace it. Of users that their own kernel checks, whether
-    /// that can have checked what has the name now: see [`ferry_vfs::Removals`].
+    /// Checks whether the fid's user may remove or replace a name in a directory. For users checked by their own
+    /// kernel, checks whether that kernel can have seen the current file: see [`ferry_vfs::Removals`].
     pub(super) fn may_remove(&self, dir: &File, name: Name<'_>) -> Result<()> {
         self.may_add(dir)?;
         if !dir.user.is_bound() {
@@ -96,7 +95,7 @@ impl Context<'_> {
         if is_trap { Err(Errno::ACCESS) } else { Ok(()) }
     }
 
-    /// Whether a user may give a file one more name: its own one, or one that can be read and written and gives nobody privileges
+    /// Checks whether a user may link a file: its own, or one that it can read and write and that grants no privileges
     /// (`may_linkat` with `protected_hardlinks`).
     pub(super) fn may_link(&self, user: User, file: &File) -> Result<()> {
         if !user.is_bound() {
@@ -111,7 +110,8 @@ impl Context<'_> {
         }
     }
 
-    /// Whether the fid's user may change these attributes; returns what is to be changed (`setattr_prepare`, `may_setattr`).
+    /// Checks whether the fid's user may change these attributes; returns the changes to make (`setattr_prepare`,
+    /// `may_setattr`).
     pub(super) fn may_set(&self, file: &File, set: &SetAttr) -> Result<SetAttr> {
         let user = file.user;
         if !user.is_bound() {
@@ -182,8 +182,8 @@ impl Context<'_> {
         if owns && name.starts_with(b"system.posix_acl_") { Ok(()) } else { Err(Errno::PERM) }
     }
 
-    /// Whether an attribute that the fid's user sets takes sgid from the file: an ACL does that of whoever is no member of its
-    /// group (`posix_acl_update_mode`).
+    /// Returns whether setting this attribute clears the file's sgid: an ACL does if the user is not in its group
+    /// (`posix_acl_update_mode`).
     pub(super) fn clears_sgid(&self, file: &File, name: &[u8]) -> Result<bool> {
         let is_acl = file.user.is_bound() && name == b"system.posix_acl_access";
         Ok(is_acl && !self.is_in_group(file.user, self.attr(file)?.gid))

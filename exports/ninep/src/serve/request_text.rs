@@ -9,7 +9,7 @@ use ferry_wire::ninep::{LockRequest, Request, Step, Steps, WriteHead};
 /// The last byte of a lock that reaches to the end of the file, wherever that is.
 const END: u64 = i64::MAX as u64;
 
-/// A request whose `Debug` is for people: what it does, with names and numbers, and without the client's fids.
+/// Formats a request for people: its operation with names and numbers, without the client's fids.
 pub(super) struct RequestText<'a>(pub(super) &'a Request<'a>);
 
 impl fmt::Debug for RequestText<'_> {

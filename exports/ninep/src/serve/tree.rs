@@ -1,4 +1,4 @@
-//! Finding files: attach and walk, and what ends a fid.
+//! Finding files: attach and walk, and the release of fids.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ struct WalkPosition {
 }
 
 impl Context<'_> {
-    /// Attaches to the source's root, or to a directory in it that is named by its path. `..` does not lead out of
-    /// that; but whoever can move directories in the source can move it.
+    /// Attaches to the source's root, or to a directory in it, named by its path. `..` does not lead out of it; but a
+    /// client that can move directories in the source can move it.
     pub(super) fn attach(&self, fid: Fid, user: &Attacher<'_>, tree: &[u8]) -> Result<Reply<'static>> {
         self.session.is_free(fid)?;
         let user = self.share.options.users.resolve(user).inspect_err(|errno| {
@@ -111,7 +111,7 @@ impl Context<'_> {
         Ok(Reply::Walk(qids))
     }
 
-    /// Ends a fid, which it does in any case; the error is that of what was written through it.
+    /// Releases a fid, in any case; the error is that of its writes.
     pub(super) fn clunk(&self, fid: Fid) -> Result<Reply<'static>> {
         let file = self.session.remove(fid)?;
         match &file.state {

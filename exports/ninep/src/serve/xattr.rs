@@ -45,7 +45,7 @@ impl Context<'_> {
         Ok(Reply::Xattrcreate)
     }
 
-    /// Sets what was written, all of which must be there.
+    /// Sets the written value, which must be complete.
     pub(super) fn set_value(&self, file: &File, new: &NewValue) -> Result<()> {
         let value = lock(&new.value);
         if value.len() != new.bytes {
@@ -58,7 +58,7 @@ impl Context<'_> {
         if value.is_empty() && new.flags.contains(XattrFlags::REPLACE) {
             return source.removexattr(&cx, file.node.ino, &new.name).map_err(unsupported);
         }
-        // The client's kernel clears sgid by itself, where an ACL demands it; for a user that is checked here we do.
+        // The client's kernel clears sgid if an ACL requires it; for a user that is checked here, the server does.
         let clear_sgid = self.clears_sgid(file, &new.name)?;
         source.setxattr(&cx, file.node.ino, &new.name, &value, new.flags, clear_sgid).map_err(unsupported)
     }
