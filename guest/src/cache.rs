@@ -9,10 +9,10 @@ use crate::{Context, Error, Guest, Input, Kind, Output, Result};
 /// The script is part of the program, so that an installed `ferry` can fetch its guest.
 const FETCH: &str = include_str!("../fetch");
 
-/// A KVM guest that has not come up by then never will: it takes about a second.
+/// A KVM guest boots in about a second; after this time KVM counts as broken.
 const KVM_PROBE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// A folder with the parts of guests, fetched on first use.
+/// A directory with the parts of guests, fetched at first use.
 #[derive(Debug, Clone)]
 pub struct Cache(PathBuf);
 
@@ -41,7 +41,7 @@ pub struct Qemu {
 }
 
 impl Cache {
-    /// The cache in a folder of the caller's choice.
+    /// Creates a cache in this directory.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self(folder.into())
     }
@@ -61,13 +61,13 @@ impl Cache {
         &self.0
     }
 
-    /// The parts of a User-mode Linux guest.
+    /// Returns the parts of a User-mode Linux guest.
     pub fn uml(&self) -> Result<Uml> {
         let set = self.fetch("uml")?;
         Ok(Uml { kernel: set.join("linux"), modules: set.join("modules"), busybox: set.join("busybox") })
     }
 
-    /// The parts of a QEMU guest.
+    /// Returns the parts of a QEMU guest.
     pub fn qemu(&self) -> Result<Qemu> {
         let set = self.fetch("qemu")?;
         Ok(Qemu {
@@ -78,48 +78,48 @@ impl Cache {
         })
     }
 
-    /// A program to compare with: `virtiofsd` or `fio`.
+    /// Returns a peer program: `virtiofsd` or `fio`.
     pub fn peer(&self, name: &str) -> Result<PathBuf> {
         let program = self.fetch("peers")?.join("bin").join(name);
         if program.is_file() { Ok(program) } else { Err(Error::NoPeer(name.into())) }
     }
 
-    /// The folder of what `bench/run zufs` compares with: libfuse's sources, and mkfs.xfs in `bin`.
+    /// Returns the directory of the peers of `bench/run zufs`: libfuse's sources, and mkfs.xfs in `bin`.
     pub fn zufs(&self) -> Result<PathBuf> {
         self.fetch("zufs")
     }
 
-    /// The folder of other people's ends of vhost-user-blk: qemu-img, qemu-io and qemu-storage-daemon in `bin`.
+    /// Returns the directory of vhost-user-blk peers: qemu-img, qemu-io and qemu-storage-daemon in `bin`.
     pub fn disk(&self) -> Result<PathBuf> {
         self.fetch("disk")
     }
 
-    /// The program diod, another server of 9P2000.L.
+    /// Returns the program diod, another server of 9P2000.L.
     pub fn diod(&self) -> Result<PathBuf> {
         Ok(self.fetch("diod")?.join("bin/diod"))
     }
 
-    /// The folder of composefs's tools: mkcomposefs, composefs-info and mount.composefs in `bin`.
+    /// Returns the directory of composefs's tools: mkcomposefs, composefs-info and mount.composefs in `bin`.
     pub fn composefs(&self) -> Result<PathBuf> {
         self.fetch("composefs")
     }
 
-    /// The folder of erofs-utils: mkfs.erofs, fsck.erofs and dump.erofs in `bin`.
+    /// Returns the directory of erofs-utils: mkfs.erofs, fsck.erofs and dump.erofs in `bin`.
     pub fn erofs(&self) -> Result<PathBuf> {
         self.fetch("erofs")
     }
 
-    /// The program umoci, which makes and unpacks OCI image directories.
+    /// Returns the program umoci, which creates and unpacks OCI image directories.
     pub fn umoci(&self) -> Result<PathBuf> {
         Ok(self.fetch("umoci")?.join("bin/umoci"))
     }
 
-    /// The program skopeo, which copies images and packs them otherwise.
+    /// Returns the program skopeo, which copies and converts images.
     pub fn skopeo(&self) -> Result<PathBuf> {
         Ok(self.fetch("skopeo")?.join("bin/skopeo"))
     }
 
-    /// A root to change into, with libvirt and QEMU.
+    /// Returns a root directory with libvirt and QEMU, for chroot.
     pub fn libvirt(&self) -> Result<PathBuf> {
         Ok(self.fetch("libvirt")?.join("root"))
     }
@@ -140,7 +140,7 @@ impl Cache {
         folder.canonicalize().context(|| format!("find {}", folder.display()))
     }
 
-    /// Whether a guest boots with KVM here. The answer is kept beside the kernel it holds for.
+    /// Returns whether a guest boots with KVM here. The result is stored beside the kernel that it applies to.
     pub fn kvm_works(&self) -> Result<bool> {
         if std::fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
             return Ok(false);
@@ -160,7 +160,7 @@ impl Cache {
         );
         let works = self.probe_kvm();
         let answer = if works { "yes" } else { "no" };
-        // Without the note the next guest probes again; that is all.
+        // If this fails, the next guest probes again.
         let _ = std::fs::write(&note, format!("{answer} {here}\n"));
         Ok(works)
     }

@@ -10,7 +10,7 @@
 //!
 //! Both come from Debian's archive into a [`Cache`] outside the checkout, on first use.
 //!
-//! A guest is no security boundary here: User-mode Linux reads the host's files as the user that started it.
+//! A guest is not a security boundary: User-mode Linux reads the host's files as the user that started it.
 //!
 //! ```no_run
 //! use ferry_guest::{Cache, Device, Guest, Mount};
@@ -46,19 +46,19 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Why a guest could not be fetched, started or brought to an end.
+/// Why a guest could not be fetched, started or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Neither `FERRY_CACHE`, `XDG_CACHE_HOME` nor `HOME` says where the cache is.
+    /// Neither `FERRY_CACHE`, `XDG_CACHE_HOME` nor `HOME` is set.
     #[error("no place for the guest cache: set FERRY_CACHE or HOME")]
     NoCache,
-    /// The fetch script failed; it has said why on standard error.
+    /// The fetch script failed; it has reported why on standard error.
     #[error("the files of the guest ({set}) could not be fetched: what went wrong stands above")]
     Fetch {
-        /// The set that was asked for.
+        /// The requested set.
         set: String,
     },
-    /// The set of peers holds no such program.
+    /// The set of peers has no such program.
     #[error("no peer program '{0}' in the cache: known are virtiofsd and fio")]
     NoPeer(String),
     /// Something on the host failed while the guest was prepared.
@@ -69,13 +69,13 @@ pub enum Error {
         /// Why it failed.
         source: std::io::Error,
     },
-    /// What the caller asked for cannot be put into a guest.
+    /// The caller's request cannot be passed to a guest.
     #[error("{0}")]
     Invalid(String),
-    /// The guest started and could not do what it was to do.
+    /// The guest started but failed.
     #[error("the guest {message}; the end of its kernel's log:\n{log}")]
     Guest {
-        /// What the guest said, or that it ended without a word.
+        /// The guest's message, or that it ended without one.
         message: String,
         /// The last lines of its console.
         log: String,
@@ -85,7 +85,7 @@ pub enum Error {
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Names an action on the host for the error that it may end in.
+/// Adds the name of an action on the host to its error.
 pub(crate) trait Context<T> {
     fn context(self, action: impl FnOnce() -> String) -> Result<T>;
 }
@@ -117,7 +117,7 @@ pub enum Kind {
 pub struct Device {
     /// The back end's listening socket.
     pub socket: PathBuf,
-    /// What sort of device it is.
+    /// The type of the device.
     pub kind: DeviceKind,
 }
 
@@ -179,10 +179,10 @@ impl Mount {
     }
 }
 
-/// Where the command's standard input comes from.
+/// The source of the command's standard input.
 ///
-/// User-mode Linux reads its lines byte by byte: one or two MB/s. A command that reads a lot had better open
-/// the file itself; the guest sees the host's files under their own names.
+/// User-mode Linux reads its lines byte by byte: one or two MB/s. A command that reads a lot should open the file
+/// itself; the guest sees the host's files under their own names.
 #[derive(Debug, Default)]
 pub enum Input {
     /// This process's own. When that and this process's standard output are terminals and the output
@@ -197,7 +197,7 @@ pub enum Input {
     File(File),
 }
 
-/// Where the command's standard output or error goes.
+/// The destination of the command's standard output or error.
 #[derive(Debug, Default)]
 pub enum Output {
     /// To this process's own.
@@ -220,19 +220,19 @@ pub struct Guest {
     pub kind: Kind,
     /// Its memory; 512 MiB at first.
     pub memory_mib: u32,
-    /// The host's CPU that User-mode Linux runs on; without one they take turns. It has one CPU and passes
-    /// between a process for the kernel and one for each program at every system call, which costs seven
-    /// times as much from one CPU of the host to another.
+    /// The host's CPU for User-mode Linux; `None`: guests alternate. It has one CPU and switches between a process for
+    /// the kernel and one per program at every system call, which costs seven times as much between two CPUs of the
+    /// host.
     pub host_cpu: Option<usize>,
     /// Its vhost-user devices. Their back ends must be listening.
     pub devices: Vec<Device>,
     /// What it mounts, in this order.
     pub mounts: Vec<Mount>,
-    /// The program and its arguments; an interactive shell when empty.
+    /// The program and its arguments; an interactive shell if empty.
     pub command: Vec<OsString>,
-    /// The working directory; `/` at first.
+    /// The working directory; `/` by default.
     pub cwd: PathBuf,
-    /// The environment, beside PATH, HOME and TERM, which get a value unless one is here.
+    /// The environment; PATH, HOME and TERM have default values.
     pub env: Vec<(OsString, OsString)>,
     /// Standard input.
     pub stdin: Input,
@@ -240,7 +240,7 @@ pub struct Guest {
     pub stdout: Output,
     /// Standard error.
     pub stderr: Output,
-    /// How long the guest may take until the command starts; one minute at first.
+    /// The maximum time until the command starts; one minute by default.
     pub boot_timeout: Duration,
     /// Further words for the kernel's command line.
     pub kernel_args: Vec<String>,

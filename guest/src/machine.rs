@@ -25,9 +25,9 @@ const NINEP_TAG_AT: usize = 2;
 /// The size of struct virtio_fs_config: a tag of 36 bytes and the number of queues.
 const FS_CONFIG_BYTES: usize = 40;
 
-/// What the host's side decides before a machine is built.
+/// The host's parameters of a machine.
 pub(crate) struct Setup<'a> {
-    /// An own folder of the machine's.
+    /// The machine's own directory.
     pub dir: &'a Path,
     /// The terminal's rows and columns, when the command gets one.
     pub terminal: Option<(u16, u16)>,
@@ -48,7 +48,7 @@ pub(crate) fn build(guest: &Guest, setup: &Setup<'_>) -> Result<Vec<OsString>> {
     }
 }
 
-/// The folder for the memory file: it should be memory, as the kernel's own choice would be.
+/// Returns the directory for the memory file, which should be in memory.
 pub(crate) fn memory_folder(memory_mib: u32) -> &'static str {
     let free = |folder: &str| rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
     let needed = u64::from(memory_mib) << 20;
@@ -63,7 +63,7 @@ fn uml(guest: &Guest, setup: &Setup<'_>) -> Result<Vec<OsString>> {
             "User-mode Linux takes no path with blanks: choose another TMPDIR or socket".into(),
         ));
     }
-    // The cache's own path may hold blanks, and an interpreter's must not.
+    // The cache's path may contain blanks, but an interpreter's path must not.
     let busybox = setup.dir.join("busybox");
     symlink(&parts.busybox, &busybox).context(|| format!("create {}", busybox.display()))?;
 
@@ -124,7 +124,7 @@ fn uml(guest: &Guest, setup: &Setup<'_>) -> Result<Vec<OsString>> {
     Ok(args)
 }
 
-/// The CPUs that this process may use, in turn; several programs that start guests begin at different ones.
+/// Returns the next CPU of this process; programs that start guests begin at different ones.
 fn next_cpu() -> usize {
     static TURN: AtomicUsize = AtomicUsize::new(0);
     let Ok(set) = rustix::thread::sched_getaffinity(None) else { return 0 };
@@ -172,7 +172,7 @@ fn qemu(guest: &Guest, setup: &Setup<'_>, cpus: u16) -> Result<Vec<OsString>> {
     for (number, device) in guest.devices.iter().enumerate() {
         add_device(&mut args, number, device);
     }
-    // On a host that is busy, the timer of a guest without KVM ticks too late for the kernel's test of it, which panics.
+    // On a busy host without KVM, the guest's timer is too slow for the kernel's test, which would panic.
     let mut kernel_args = "console=ttyS0 loglevel=4 panic=-1 no_timer_check".to_owned();
     for word in &guest.kernel_args {
         kernel_args.push(' ');

@@ -1,4 +1,4 @@
-//! A guest that runs: its process, its lines and its end.
+//! A running guest: its process, its control line and its end.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -18,24 +18,24 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, p
 use crate::stdio::{self, RawTerminal};
 use crate::{Context, Error, Guest, Input, Kind, Output, Result, machine};
 
-/// How long a guest may take to power off once it has said its status.
+/// How long a guest may take to power off after it has reported its status.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How much of the kernel's log an error shows.
+/// The length of the kernel's log in an error, in bytes.
 const LOG_TAIL_BYTES: u64 = 4096;
 
-/// The status that a shell reports of a command whose reader has gone (128 + SIGPIPE).
+/// The status that a shell reports for a command whose reader has gone (128 + SIGPIPE).
 const STATUS_SIGPIPE: i32 = 141;
 
 /// Hands its own descriptors 0 to 2 on as 3 to 5. The machine dies with the thread that started it.
 const START: &str = r#"log=$1; shift; exec setpriv --pdeathsig KILL "$@" 3<&0 4>&1 5>&2 </dev/null >>"$log" 2>&1"#;
 
-/// How the folders of guests begin.
+/// The prefix of the directories of guests.
 const DIR_PREFIX: &str = "ferry-guest.";
 
-/// What the guest says on its control line.
+/// A message of the guest on its control line.
 #[derive(Debug)]
-enum Said {
+enum ControlMessage {
     Ready,
     Status(i32),
     Failed(String),
@@ -45,14 +45,14 @@ enum Said {
 /// A running guest. It is killed when this is dropped.
 #[derive(Debug)]
 pub struct Running {
-    /// The command's standard input, when it was to be piped. Drop it to end it.
+    /// The command's standard input, if piped. Drop it to close it.
     pub stdin: Option<PipeWriter>,
-    /// The command's standard output, when it was to be piped; it ends with the guest.
+    /// The command's standard output, if piped; it ends with the guest.
     pub stdout: Option<UnixStream>,
-    /// The command's standard error, when it was to be piped; it ends with the guest.
+    /// The command's standard error, if piped; it ends with the guest.
     pub stderr: Option<UnixStream>,
     process: Arc<Process>,
-    said: Receiver<Said>,
+    said: Receiver<ControlMessage>,
     ended: Receiver<io::Result<ExitStatus>>,
     relays: Vec<JoinHandle<io::Result<()>>>,
     log: File,
@@ -62,13 +62,13 @@ pub struct Running {
 #[derive(Debug)]
 struct Process {
     pid: Pid,
-    /// A name that no later process can get.
+    /// Identifies the process even after its id is reused.
     pidfd: OwnedFd,
 }
 
 impl Process {
     fn kill(&self) {
-        // While the leader lives the group's number is its own; afterwards there is nothing to kill.
+        // While the leader lives the group's id is not reused; afterwards there is nothing to kill.
         if pidfd_send_signal(&self.pidfd, Signal::CONT).is_ok() {
             let _ = kill_process_group(self.pid, Signal::KILL);
         }
@@ -117,7 +117,7 @@ impl Running {
             raw_terminal: None,
         };
         running.await_ready(guest.boot_timeout)?;
-        // The guest has read all it needs: whatever happens now, nothing is left behind.
+        // The guest has read everything that it needs, so the directory can be removed.
         drop(dir);
         running.connect(guest, terminal, control, out, err)?;
         Ok(running)
@@ -125,9 +125,9 @@ impl Running {
 
     fn await_ready(&mut self, timeout: Duration) -> Result<()> {
         match self.said.recv_timeout(timeout) {
-            Ok(Said::Ready) => Ok(()),
+            Ok(ControlMessage::Ready) => Ok(()),
             Ok(said) => Err(self.failure(said)),
-            Err(RecvTimeoutError::Disconnected) => Err(self.failure(Said::Nothing)),
+            Err(RecvTimeoutError::Disconnected) => Err(self.failure(ControlMessage::Nothing)),
             Err(RecvTimeoutError::Timeout) => {
                 let message = format!("did not come up within {} s", timeout.as_secs());
                 Err(Error::Guest { message, log: self.log_tail() })
@@ -162,7 +162,7 @@ impl Running {
             }
         };
         match input {
-            // It may wait for input that never comes; nobody waits for it.
+            // It may wait for input that never comes, so it is not joined.
             Some(input) => drop(spawn_relay(move || stdio::send_input(input, control))),
             // The control line stays open: the listener holds it.
             None => drop(control),
@@ -172,7 +172,7 @@ impl Running {
         Ok(())
     }
 
-    /// Sends a line where it is to go, or hands it to the caller.
+    /// Relays a line to its destination, or returns it to the caller.
     fn relay(&mut self, line: UnixStream, to: Output, inherited: io::Result<File>) -> Result<Option<UnixStream>> {
         let failed = || "open the command's output".to_owned();
         let to = match to {
@@ -183,7 +183,7 @@ impl Running {
         };
         let process = Arc::clone(&self.process);
         self.relays.push(spawn_relay(move || {
-            // A command whose output nobody takes any more has no reason to go on.
+            // A command whose output has no reader is killed.
             stdio::copy_out(line, to).inspect_err(|_| process.kill())
         }));
         Ok(None)
@@ -194,26 +194,26 @@ impl Running {
         self.process.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Ends the guest at once, as if its power was cut.
+    /// Ends the guest at once, like a power failure.
     pub fn kill(&self) {
         self.process.kill();
     }
 
-    /// Waits until the command and its guest have ended, and gives the command's exit status (128 and the
-    /// signal's number when a signal ended it). What it wrote to the shares is on the host then.
+    /// Waits until the command and its guest have ended, and returns the command's exit status (128 and the signal's
+    /// number when a signal ended it). Its writes to the shares are then on the host.
     pub fn wait(self) -> Result<i32> {
         let said = Self::last_word(|| self.said.recv().map_err(|_| RecvTimeoutError::Disconnected));
-        let said = said.unwrap_or(Said::Nothing);
+        let said = said.unwrap_or(ControlMessage::Nothing);
         self.finish(said)
     }
 
-    /// What the guest says of its end. One that reboots says that it is ready once more.
+    /// Returns the guest's last message. A guest that reboots reports again that it is ready.
     fn last_word(
-        next: impl Fn() -> std::result::Result<Said, RecvTimeoutError>,
-    ) -> std::result::Result<Said, RecvTimeoutError> {
+        next: impl Fn() -> std::result::Result<ControlMessage, RecvTimeoutError>,
+    ) -> std::result::Result<ControlMessage, RecvTimeoutError> {
         loop {
             match next() {
-                Ok(Said::Ready) => {}
+                Ok(ControlMessage::Ready) => {}
                 said => return said,
             }
         }
@@ -224,7 +224,7 @@ impl Running {
         let end = Instant::now() + timeout;
         match Self::last_word(|| self.said.recv_timeout(end.saturating_duration_since(Instant::now()))) {
             Ok(said) => self.finish(said),
-            Err(RecvTimeoutError::Disconnected) => self.finish(Said::Nothing),
+            Err(RecvTimeoutError::Disconnected) => self.finish(ControlMessage::Nothing),
             Err(RecvTimeoutError::Timeout) => {
                 let message = format!("did not end within {} s", timeout.as_secs());
                 Err(Error::Guest { message, log: self.log_tail() })
@@ -232,7 +232,7 @@ impl Running {
         }
     }
 
-    fn finish(mut self, said: Said) -> Result<i32> {
+    fn finish(mut self, said: ControlMessage) -> Result<i32> {
         if self.ended.recv_timeout(POWER_OFF_TIMEOUT).is_err() {
             self.process.kill();
         }
@@ -244,17 +244,17 @@ impl Running {
             }
         }
         match said {
-            Said::Status(status) => Ok(status),
+            ControlMessage::Status(status) => Ok(status),
             _ if reader_gone => Ok(STATUS_SIGPIPE),
             said => Err(self.failure(said)),
         }
     }
 
-    fn failure(&self, said: Said) -> Error {
+    fn failure(&self, said: ControlMessage) -> Error {
         let message = match said {
-            Said::Failed(reason) => format!("could not start the command: {reason}"),
+            ControlMessage::Failed(reason) => format!("could not start the command: {reason}"),
             _ => {
-                // Its last words may still be on their way to the log.
+                // Its last lines may still be on their way to the log.
                 let _ = self.ended.recv_timeout(Duration::from_secs(1));
                 "ended without a status of the command".into()
             }
@@ -283,7 +283,7 @@ impl Drop for Running {
     }
 }
 
-/// Removes the folders of guests whose program was killed while they booted; no boot takes that long.
+/// Removes the directories of guests whose program was killed during the boot; no boot takes that long.
 fn remove_stale(boot_timeout: Duration) {
     let limit = boot_timeout * 2 + Duration::from_secs(60);
     for entry in std::fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten() {
@@ -337,14 +337,14 @@ fn launch(
 }
 
 /// Reads the control line until the guest has gone.
-fn listen(control: UnixStream) -> Receiver<Said> {
+fn listen(control: UnixStream) -> Receiver<ControlMessage> {
     let (to_said, said) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(control).lines().map_while(io::Result::ok) {
             let message = match line.trim_end().split_once(' ') {
-                None if line.trim_end() == "ready" => Said::Ready,
-                Some(("status", status)) => status.parse().map_or(Said::Nothing, Said::Status),
-                Some(("error", reason)) => Said::Failed(reason.to_owned()),
+                None if line.trim_end() == "ready" => ControlMessage::Ready,
+                Some(("status", status)) => status.parse().map_or(ControlMessage::Nothing, ControlMessage::Status),
+                Some(("error", reason)) => ControlMessage::Failed(reason.to_owned()),
                 _ => continue,
             };
             if to_said.send(message).is_err() {

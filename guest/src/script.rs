@@ -1,4 +1,4 @@
-//! The guest's init script: what the crate knows, as shell text, before `init.sh`.
+//! The guest's init script: the crate's parameters as shell text, before `init.sh`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -7,7 +7,7 @@ use crate::{Guest, Kind};
 
 const INIT: &str = include_str!("init.sh");
 
-/// What the kind of machine adds.
+/// The parameters of the kind of machine.
 pub(crate) struct Machine<'a> {
     /// The interpreter's path in the guest, without blanks.
     pub busybox: &'a OsStr,

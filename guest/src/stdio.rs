@@ -8,10 +8,10 @@ use std::os::unix::net::UnixStream;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
-/// What one relay moves at once. The guest starts a program for each piece of its standard input.
+/// The chunk size of a relay in bytes. The guest starts a program for each chunk of its standard input.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// How often the terminal's size is looked at: a drag of the window's corner should feel alive.
+/// The interval of checks of the terminal's size.
 const SIZE_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 /// A descriptor of this process's own, to be read or written without its buffers.
@@ -33,7 +33,7 @@ pub(crate) fn copy_out(mut from: UnixStream, mut to: File) -> io::Result<()> {
         let count = match from.read(&mut buffer) {
             Ok(0) => return Ok(()),
             Ok(count) => count,
-            // The machine was killed with bytes for it under way.
+            // The machine was killed while bytes for it were in flight.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -117,7 +117,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // The terminal may be gone; there is nobody to tell.
+        // The terminal may be gone, and the error cannot be reported.
         let _ = tcsetattr(&self.terminal, OptionalActions::Drain, &self.before);
     }
 }

@@ -1,4 +1,4 @@
-//! What both kinds of guest are tested with.
+//! Shared by the tests of both kinds of guest.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 #![allow(dead_code, reason = "each test program uses a part")]
