@@ -27,7 +27,7 @@ use crate::stats::Counters;
 use carrier::{DeviceCarrier, Memory};
 use cpu_affinity::AffinityThread;
 pub(crate) use readers::Readers;
-use splice::{Loaded, Spliced};
+use splice::{LoadedReply, SplicePipe};
 
 /// A reader thread, as other threads see it.
 #[derive(Debug)]
@@ -139,14 +139,14 @@ struct Work<'a> {
     reader: &'a Arc<Reader>,
     server: Server,
     memory: Memory,
-    spliced: Spliced,
+    spliced: SplicePipe,
     counters: Arc<Counters>,
 }
 
 /// A reply to send: this many bytes of the memory, or the contents of the pipe.
 enum ToSend {
     Bytes(usize),
-    Loaded(Loaded),
+    Loaded(LoadedReply),
 }
 
 impl<'a> Work<'a> {
@@ -156,7 +156,7 @@ impl<'a> Work<'a> {
             reader,
             server: connection.server(),
             memory: Memory::new(connection.payload_bytes),
-            spliced: Spliced::default(),
+            spliced: SplicePipe::default(),
             counters: connection.counters.lend(),
         }
     }

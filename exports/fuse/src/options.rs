@@ -9,7 +9,7 @@ pub use ferry_serve::Cache;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Path {
-    /// The best that can be had here.
+    /// The best available one.
     #[default]
     Auto,
     /// FUSE-over-io_uring, or an error that says why not.
@@ -40,7 +40,7 @@ pub struct PathError(String);
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct Options {
-    /// How requests travel. Default: the best that can be had; for a source whose calls wait
+    /// The transport of requests. Default: the best available one; for a source with blocking calls
     /// ([`ferry_vfs::Features::waits`]) that is /dev/fuse.
     pub path: Path,
     /// Whether the kernel may read and write whole files of the source on its own; `None` (the default): if it can.
@@ -59,13 +59,14 @@ pub struct Options {
     pub xattr: bool,
     /// Files opened with `O_DIRECT` leave the page cache out altogether. Default: yes.
     pub direct_opens: bool,
-    /// Locks are the mount's own: others do not meet them, and who closes a file that was opened for reading waits for no answer. Default: no.
+    /// Locks are local to the mount: they do not conflict with others' locks, and closing a file opened for reading
+    /// waits for no reply. Default: no.
     pub local_locks: bool,
-    /// Idmapped mounts can be made of it (Linux 6.12). The kernel then names the caller only where something is made, and the source
-    /// takes who asks for anything else to be unknown: root's fallocate and copies clear suid and sgid. Needs
+    /// Allow idmapped mounts (Linux 6.12). The kernel then sends the caller only with requests that create files, and
+    /// the source treats other callers as unknown: root's fallocate and copies clear suid and sgid. Requires
     /// [`Self::default_permissions`]. Default: no.
     pub allow_idmap: bool,
-    /// Users other than the one who mounts may enter. Default: no.
+    /// Allow access by users other than the one who mounts. Default: no.
     pub allow_other: bool,
     /// Nothing can be changed through this mount. Default: no.
     pub read_only: bool,
@@ -86,12 +87,12 @@ pub struct Options {
     /// The source's files lie on an overlayfs (a container's root) or another file system that is stacked on one. Only
     /// then can they be passed through; but no overlayfs can be put on such a mount. Default: no.
     pub stacked_source: bool,
-    /// Entries of each CPU's ring: so many requests of one CPU can be served and answered by one call. Each takes
-    /// 1 MiB of address space, of which only what is used takes memory. Default: 8.
+    /// The number of entries per ring: how many requests of one CPU a single call serves. Each takes 1 MiB of address
+    /// space, but memory only for used pages. Default: 8.
     pub ring_depth: usize,
-    /// How long a handler, the transfer of a file's data, or a copy from file to file may take before its caller is told
-    /// EIO; zero: as long as it likes. Default: 120 s. Callers that wait for a lock are not meant. What the kernel cannot
-    /// cancel (a disk that hangs) goes on unseen, with a thread and the memory of one request.
+    /// How long a handler, a transfer, or a copy between files may take before its caller gets EIO; zero: no limit.
+    /// Default: 120 s. Lock requests that wait are exempt. A transfer that the kernel cannot cancel (a hanging disk)
+    /// continues in the background, with a thread and the memory of one request.
     pub handler_timeout: Duration,
     /// Threads that read /dev/fuse at least; 0 (the default): one, which is fastest for a single client (eight for a source
     /// whose calls wait), and as many more as requests keep busy.
@@ -102,8 +103,7 @@ pub struct Options {
     pub mount: crate::MountOptions,
 }
 
-/// More than the disks and networks below a source take for anything but failing, and what kernels report as a hung
-/// task.
+/// Longer than working disks and networks take, and the limit at which kernels report a hung task.
 const HANDLER_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Enough that a burst of one CPU is served in one pass; more gained nothing.

@@ -29,8 +29,8 @@ const TURNS_MIN: u64 = 8;
 /// that wait for it: these only need the time between a reply and their next request.
 const WAIT_MAX: Duration = Duration::from_micros(15);
 
-/// How long a thread that had to wait competes before it gives way again, and how long at most when that goes on: until
-/// it could give way for so long without waiting.
+/// How long a thread that had to wait runs at normal priority, and the maximum after repeated waits, until it has run
+/// at idle priority for as long without a wait.
 const COMPETES_MIN: Duration = Duration::from_millis(100);
 const COMPETES_MAX: Duration = Duration::from_mins(1);
 const UNDISTURBED: Duration = Duration::from_secs(1);
@@ -51,7 +51,7 @@ struct State {
     seen: Turns,
     /// Since when it gives way, if it does.
     gives_way: Option<Instant>,
-    /// Not before this, after it had to wait.
+    /// The earliest return to idle priority after a wait.
     again: Option<Instant>,
     /// How long it competes when it has to wait the next time.
     competes: Duration,
@@ -72,7 +72,7 @@ enum SchedAction {
     Serves,
     /// A few.
     Little,
-    /// None, for nobody wants anything.
+    /// None, because no other thread needs the CPU.
     Rests,
     /// None, or it waits long for each.
     Starves,
@@ -308,7 +308,7 @@ mod tests {
             over.store(true, Ordering::Relaxed);
             hog.join().unwrap();
             assert!(alone, "it has its CPU for itself");
-            assert!(crowded, "somebody else has its CPU");
+            assert!(crowded, "another thread has its CPU");
             assert!(still, "not for a while");
         });
     }

@@ -21,8 +21,8 @@ pub struct Stats {
     pub message_bytes: u64,
 }
 
-/// The counters of one worker, who alone writes them: a load and a store each, no locked instruction. On a cache line
-/// of their own.
+/// The counters of one worker, their only writer: a load and a store each, without a locked instruction. On a separate
+/// cache line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Counters {
@@ -56,7 +56,7 @@ impl AllCounters {
     /// Counters for one more worker, or those of one that has ended.
     pub(crate) fn lend(&self) -> Arc<Counters> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Only ours is left of what was lent to a worker that has ended.
+        // Only this reference is left after the end of a worker.
         if let Some(free) = all.iter().find(|counters| Arc::strong_count(counters) == 1) {
             return Arc::clone(free);
         }

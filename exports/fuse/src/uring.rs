@@ -4,9 +4,9 @@
 //! hand-over costs a context switch and no wake-up of another CPU. Replies and the fetching of the next requests are
 //! one call. Payloads lie in memory that is shared with the kernel for good.
 //!
-//! The kernel wants a queue for every CPU that could ever be there before it uses any, and once it has offered the
-//! rings requests wait for them; so everything that can fail is done before we accept the offer ([`Rings::prepare`]),
-//! and what still fails when the entries are registered makes the kernel take the offer back.
+//! The kernel requires a queue for every possible CPU before it uses any, and once it has offered rings, requests wait
+//! for them. So everything that can fail is done before the offer is accepted ([`Rings::prepare`]). If the registration
+//! of entries still fails, the kernel withdraws the offer.
 
 mod carrier;
 mod kick;
@@ -52,10 +52,11 @@ impl Rings {
         Ok(rings)
     }
 
-    /// Registers all entries, after INIT was answered, and serves.
+    /// Registers all entries after the reply to INIT, and serves.
     ///
     /// # Errors
-    /// [`NoUring::Refused`]: the kernel has gone back to /dev/fuse.
+    ///
+    /// [`NoUring::Refused`]: the kernel uses /dev/fuse again.
     pub(crate) fn begin(&self) -> Result<(), NoUring> {
         let (told, outcomes) = channel();
         for (queue, parked_worker) in &self.queues {

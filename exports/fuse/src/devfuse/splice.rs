@@ -24,7 +24,7 @@ const UNPRIVILEGED_BYTES: usize = 1 << 20;
 
 /// The pipe of one reader.
 #[derive(Debug, Default)]
-pub(super) enum Spliced {
+pub(super) enum SplicePipe {
     /// Not needed yet, or the last one was discarded with its contents.
     #[default]
     None,
@@ -45,13 +45,13 @@ pub(super) struct Pipe {
 
 /// A reply in a pipe: header and data.
 #[derive(Debug)]
-pub(super) struct Loaded {
+pub(super) struct LoadedReply {
     pipe: Pipe,
     pub(super) bytes: usize,
     pub(super) calls: u64,
 }
 
-impl Spliced {
+impl SplicePipe {
     /// Returns a pipe, if possible with room for this many bytes of data.
     fn take(&mut self, data_bytes: usize) -> Option<Pipe> {
         if matches!(self, Self::None) {
@@ -75,7 +75,7 @@ impl Spliced {
 
     /// Puts a reply into the pipe: the data of a read, which runs now and may block. `None` if the reply must be
     /// copied: it is short, there is no pipe, or the file returns fewer bytes.
-    pub(super) fn load(&mut self, transfer: &Transfer, unique: u64, room_bytes: usize) -> Option<Loaded> {
+    pub(super) fn load(&mut self, transfer: &Transfer, unique: u64, room_bytes: usize) -> Option<LoadedReply> {
         if !transfer.is_read() || transfer.bytes() < BYTES_MIN {
             return None;
         }
@@ -94,12 +94,12 @@ impl Spliced {
         let len = u32::try_from(HEADER_BYTES + bytes).ok()?;
         let header: [u8; HEADER_BYTES] = OutHeader { len, error: 0, unique }.as_bytes().try_into().ok()?;
         let calls = pipe.fill(&header, transfer, bytes)?;
-        Some(Loaded { pipe, bytes, calls })
+        Some(LoadedReply { pipe, bytes, calls })
     }
 
     /// Sends a reply, and keeps the pipe.
-    pub(super) fn send(&mut self, loaded: Loaded, channel: BorrowedFd<'_>) -> Result<(), Errno> {
-        let Loaded { pipe, bytes, .. } = loaded;
+    pub(super) fn send(&mut self, loaded: LoadedReply, channel: BorrowedFd<'_>) -> Result<(), Errno> {
+        let LoadedReply { pipe, bytes, .. } = loaded;
         let bytes = HEADER_BYTES + bytes;
         loop {
             match splice(&pipe.from, None, channel, None, bytes, SpliceFlags::empty()) {

@@ -324,7 +324,7 @@ mod tests {
         waiting.one(&shared);
         assert!(shared.is_behind());
         assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));
-        // Of what is being told now somebody may know no more than of what is noted.
+        // Notifications in progress count as queued ones.
         assert!(shared.is_behind());
         attributes(&shared, 3);
         waiting.one(&shared);
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(shared.set_aside(|| None::<()>), None, "it has just come back");
         assert!(shared.lock().stuck.is_empty());
         shared.set_aside(|| Some(())).unwrap();
-        // The next one tells whatever is of other inodes.
+        // The next thread sends notifications of other inodes.
         assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));
         entry(&shared, 8, b"y");
         entry(&shared, 7, b"z");
@@ -374,7 +374,7 @@ mod tests {
         attributes(&shared, 4);
         assert_eq!(next(&shared).1, Job::Attributes(Ino(4)));
         assert_eq!(waiting.done(), 2);
-        // What was put off is told when he is back.
+        // Deferred notifications are sent when the thread returns.
         shared.come_back(stuck);
         let jobs = all(&shared);
         assert!(jobs.contains(&Job::Entry(Ino(7), Name::new(b"z").unwrap().to_buf())), "{jobs:?}");
@@ -408,7 +408,7 @@ mod tests {
             assert_eq!(next(&shared).1, Job::Entry(Ino(1), name.clone()), "round {round}");
             all(&shared);
         }
-        // And where it is the directory that is in use, nobody can do anything.
+        // If the directory itself is locked, no thread can proceed.
         shared.note(&Change::Removed { dir: Ino(1), name: name.clone(), ino: Ino(10) });
         let (_, job) = next(&shared);
         assert_eq!(job, Job::Removed(Ino(1), name.clone(), Ino(10)));

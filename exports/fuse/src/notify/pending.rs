@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use ferry_vfs::{Change, Ino, NameBuf};
 
-/// The most notes kept. Past it the kernel is told that anything may have changed.
+/// The maximum number of pending changes. Beyond it the kernel drops everything.
 pub(super) const NOTES_MAX: usize = 1 << 16;
 
 /// Bytes of a file, the end exclusive.
@@ -13,8 +13,7 @@ pub(super) type Span = (u64, u64);
 /// All of a file.
 const WHOLE: Span = (0, u64::MAX);
 
-/// What the kernel is to be told. Equal changes fall together; the order does not matter, for all are about what it
-/// is to forget.
+/// The pending notifications. Equal ones are merged; their order does not matter, because they only drop cached data.
 #[derive(Debug, Default)]
 pub(super) struct PendingNotifications {
     attributes: HashSet<Ino>,
@@ -26,7 +25,7 @@ pub(super) struct PendingNotifications {
     overflow: bool,
 }
 
-/// One thing to tell the kernel.
+/// A notification for the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Job {
     /// Anything may have changed. Told as [`of_all`] has it.
@@ -43,9 +42,9 @@ pub(super) enum Job {
     Data(Ino, Span),
     /// The attributes.
     Attributes(Ino),
-    /// What nobody uses of an inode is to be given up altogether.
+    /// The unused state of this inode is pruned.
     Prune(Ino),
-    /// As is what nobody uses of any.
+    /// The unused state of all inodes is pruned.
     PruneAll,
 }
 
@@ -63,8 +62,8 @@ impl Job {
     }
 }
 
-/// What it comes down to that anything may have changed, for a kernel that knows these inodes. Each is a job of its own: whoever
-/// is kept by one takes no other along.
+/// Returns the notifications that drop everything, for a kernel that knows these inodes. Each is a separate job, so
+/// that one that blocks delays no other.
 pub(super) fn of_all(known: Vec<Ino>) -> impl Iterator<Item = Job> {
     let data = known.into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE));
     std::iter::once(Job::Names).chain(data)
@@ -136,7 +135,7 @@ impl PendingNotifications {
         (self.data.keys().chain(&self.attributes).copied(), self.overflow)
     }
 
-    /// All of it, in the order in which it is told.
+    /// Returns everything, in the order of sending.
     pub(super) fn into_jobs(self) -> impl Iterator<Item = Job> {
         let Self { mut attributes, data, entries, removed, unsure, overflow } = self;
         attributes.retain(|ino| !data.contains_key(ino));
@@ -182,7 +181,7 @@ mod tests {
         let has = |job: &Job| jobs[3..].contains(job);
         assert!(has(&Job::Data(Ino(3), (10, u64::MAX))) && has(&Job::Data(Ino(1), WHOLE)));
         assert!(has(&Job::Attributes(Ino(2))) && has(&Job::Attributes(Ino(9))));
-        assert_eq!(jobs.len(), 7, "who hears of data hears of attributes: {jobs:?}");
+        assert_eq!(jobs.len(), 7, "data notifications include attributes: {jobs:?}");
         let mut all = PendingNotifications::default();
         all.add(&Change::All);
         assert!(!all.is_empty());

@@ -1,5 +1,5 @@
-//! What a kernel with a write-back cache is to give up altogether: it believes its own length and times of a file for as
-//! long as it knows it.
+//! Inodes to prune from a kernel with a write-back cache, which uses its own length and times of a file while it knows
+//! it.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -8,14 +8,14 @@ use ferry_vfs::Ino;
 
 use super::pending::{Job, NOTES_MAX, PendingNotifications};
 
-/// When the kernel is told once more to give up what it has written itself: it may have been using the inode for a moment.
+/// When to prune again an inode that the kernel has written: it may have been in use at the first attempt.
 const PRUNE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What is to be pruned: at once, and again one to two seconds later.
 #[derive(Debug, Default)]
 pub(super) struct Prunes {
     new: HashSet<Ino>,
-    /// What was given out since the last time that something was given out again, and what before that.
+    /// The inodes pruned since the last repetition, and those before it.
     again: [HashSet<Ino>; 2],
     all: bool,
     /// When something is to be given out again.

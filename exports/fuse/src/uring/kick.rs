@@ -29,8 +29,8 @@ pub(super) const NOTIFY_REPLY: u32 = 41;
 /// The kernel counts the requests that it makes itself from below, in steps of two.
 const UNIQUE: u64 = 1 << 62;
 
-/// Asks for one message about a regular file that the kernel knows; of other inodes it gives none. `number` tells it from
-/// others under way, also of other CPUs.
+/// Requests one message about a regular file that the kernel knows; the kernel sends none about other inodes. `number`
+/// distinguishes it from others in flight, also of other CPUs.
 pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(), Errno> {
     let notify_unique = UNIQUE | (number << 1);
     let retrieve = NotifyRetrieveOut { notify_unique, nodeid: file, offset: 0, size: 0, padding: 0 };
@@ -42,8 +42,8 @@ pub(super) fn kick(device: BorrowedFd<'_>, file: u64, number: u64) -> Result<(),
 /// For mounts of which the kernel knows no regular file: asks for the attributes of the root, as anybody might, so many
 /// times and from the queue's CPU. Another thread does, for the request comes to the one that calls.
 ///
-/// That thread may find no free entry either, and then waits behind the others. So whoever registers entries pokes whether or not somebody
-/// still does: new callers may have taken the entries of the last time.
+/// That thread may find no free entry either, and then waits behind the others. So every registration kicks, because
+/// new callers may have taken the previous entries.
 pub(super) fn kick_by_stat(queue: &Arc<Queue>, times: usize) {
     queue.pokers.fetch_add(1, Ordering::AcqRel);
     let present = ServingThread::new(&queue.connection);

@@ -22,9 +22,9 @@ struct Head {
 
 /// The memory of a few entries: their heads, then their payloads. Pages that are never used cost nothing.
 ///
-/// Each payload is mapped twice. The kernel knows the first address, for good; transfers move data through the second. So
-/// a transfer that does not end can be left where it is: the first address gets other pages ([`Chunk::replace`]), and
-/// what the transfer still does at the second harms nobody.
+/// Each payload is mapped twice. The kernel permanently knows the first address; transfers use the second. So a
+/// transfer that does not end can be abandoned: the first address gets other pages ([`Chunk::replace`]), and the
+/// transfer at the second does no harm.
 #[derive(Debug)]
 pub(super) struct Chunk {
     base: NonNull<u8>,
@@ -66,7 +66,7 @@ impl Mapping {
         Ok(Self { base: base.cast(), bytes })
     }
 
-    /// The address, for whoever unmaps it later.
+    /// Returns the address, for a later unmap.
     fn into_raw(self) -> *mut u8 {
         std::mem::ManuallyDrop::new(self).base
     }
@@ -108,7 +108,7 @@ impl Chunk {
         };
         let seconds: Vec<Mapping> = (0..entries).map(second).collect::<Result<_, _>>()?;
         let seconds = seconds.into_iter().map(|second| AtomicPtr::new(second.into_raw())).collect();
-        let base = NonNull::new(mapping.into_raw()).expect("mmap answers no null pointer");
+        let base = NonNull::new(mapping.into_raw()).expect("mmap returns no null pointer");
         let chunk = Self { base, bytes, heads_bytes, payload_bytes, seconds };
         for index in 0..entries {
             let vectors = [
@@ -158,12 +158,13 @@ impl Chunk {
         Ok(Spare { first, second })
     }
 
-    /// Gives an entry's payload other memory. What a transfer is still using stays at the second address that it had; the
-    /// answer owns that. Should the kernel refuse, which it has no reason to, the entry cannot be used any more.
+    /// Replaces the memory of an entry's payload. A running transfer keeps the old memory at its second address, which
+    /// the returned value owns. If the kernel refuses, which is not expected, the entry is unusable.
     ///
     /// # Safety
-    /// Whoever calls has the entry for itself, but for a transfer at the second address of its payload. The answer is kept,
-    /// or forgotten for whoever makes the transfer, until that has ended.
+    ///
+    /// The caller owns the entry, except for a transfer at the second address of its payload. The returned value is
+    /// kept, or leaked for the transfer, until that has ended.
     pub(super) unsafe fn replace(&self, index: usize, spare: Spare) -> (Mapping, rustix::io::Result<()>) {
         let Spare { first, second } = spare;
         let base = self.seconds[index].swap(second.into_raw(), Ordering::AcqRel);
@@ -187,16 +188,17 @@ impl Chunk {
         Mapping { base: second, bytes: self.payload_bytes }
     }
 
-    /// The two vectors that REGISTER tells the kernel of.
+    /// Returns the two vectors for REGISTER.
     pub(super) fn vectors(&self, index: usize) -> *const Segment {
         // SAFETY: within the mapping.
         unsafe { (&raw const (*self.head(index)).vectors).cast() }
     }
 
-    /// The request's header, and what the kernel says about the entry.
+    /// Returns the request's header, and the kernel's data about the entry.
     ///
     /// # Safety
-    /// The kernel has given the entry to us, and nobody else writes to it meanwhile.
+    ///
+    /// The kernel has passed the entry to this process, and no other thread writes to it meanwhile.
     pub(super) unsafe fn request(&self, index: usize) -> (InHeader, UringEntInOut) {
         // SAFETY: within the mapping; any bytes are a valid value; the caller keeps others away.
         let header = unsafe { (&raw const (*self.head(index)).header).read() };
@@ -287,7 +289,7 @@ pub(super) struct Message {
 }
 
 impl Message {
-    /// Takes in what the kernel says, within the bounds of the memory.
+    /// Reads the kernel's data, limited to the size of the memory.
     pub(super) fn new(header: &InHeader, entry: &UringEntInOut, payload_bytes_max: usize) -> Self {
         let op_bytes_max = UringReqHeader::new_zeroed().op_in.as_bytes().len();
         let payload_bytes = (entry.payload_sz as usize).min(payload_bytes_max);

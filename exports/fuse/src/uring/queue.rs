@@ -1,4 +1,4 @@
-//! The queue of one CPU: its ring, its entries, and who owns it.
+//! The queue of one CPU: its ring, its entries, and its owner.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
@@ -27,7 +27,7 @@ const BLOCKS_MAX: usize = 256;
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
 const THREADS_MAX: usize = 32;
 
-/// As many with those whose request was given up. Each may keep the entries that it was given, so there are blocks for all.
+/// The maximum including threads with aborted requests. Each may keep its entries, so there are chunks for all.
 const THREADS_ALL_MAX: usize = 240;
 const _: () = assert!(THREADS_ALL_MAX < BLOCKS_MAX);
 
@@ -68,7 +68,7 @@ pub(super) enum Mail {
 struct Calls {
     /// Those whose threads are blocked while others have the queue.
     away: Vec<BlockedCall>,
-    /// The request of the owner's own call was given up: nobody was to be had to take the queue over.
+    /// The request of the owner's own call was aborted, because no thread was available to take over the queue.
     given_up: Option<CallSnapshot>,
 }
 
@@ -97,10 +97,10 @@ pub(super) struct Queue {
     pub(super) pokers: AtomicUsize,
     /// Transfers that the ring is making.
     pub(super) moving: RingTransfers,
-    /// Requests that are answered later, and those whose handler is blocked.
+    /// Requests with a later reply, and those with a blocked handler.
     pub(super) parked: AtomicIsize,
     calls: Mutex<Calls>,
-    /// Requests that other threads will answer, and the entries that these lie in.
+    /// Requests that other threads will reply to, and their entries.
     pub(super) deferred: DeferredReplies<(usize, Generation)>,
     pub(super) watch: Watch,
     /// The entry that is being served.
@@ -155,7 +155,7 @@ impl Queue {
         Ok(queue)
     }
 
-    /// Makes memory for `depth` more entries; answers their indices, none if there are enough already.
+    /// Allocates memory for `depth` more entries; returns their indexes, none if there are enough.
     pub(super) fn add_block(&self) -> io::Result<std::ops::Range<usize>> {
         let first = self.registered.load(Ordering::Relaxed);
         let Some(cell) = self.blocks.get(first / self.depth) else { return Ok(first..first) };
@@ -187,18 +187,19 @@ impl Queue {
         self.blocks.iter().map_while(OnceLock::get).flat_map(|block| &block.states).enumerate()
     }
 
-    /// Writes a whole reply into an entry whose term runs, and has it committed. Does nothing if somebody has answered.
+    /// Writes a whole reply into an entry of a current generation, and commits it. Does nothing if there is a reply
+    /// already.
     pub(super) fn answer(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         self.write_reply(index, generation, reply)?;
         self.mail.post(Mail::Commit(index));
         Ok(())
     }
 
-    /// As [`Self::answer`], for who commits it.
+    /// As [`Self::answer`], for a caller that commits the entry.
     pub(super) fn write_reply(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         block.states[slot].generation_cell.try_end(generation)?;
-        // SAFETY: whoever ends the term has the entry for itself until it is committed.
+        // SAFETY: the thread that ends the generation owns the entry until it is committed.
         unsafe {
             block.chunk.copy_in(slot, 0, reply);
             block.chunk.set_reply_payload(slot, reply.len().saturating_sub(ferry_serve::HEADER_BYTES));
@@ -234,16 +235,17 @@ impl Queue {
         self.calls().away.retain(|away| away.call != call);
     }
 
-    /// One more thread for the queue, which waits for an order, beside so many whose requests were given up.
+    /// Starts another thread for the queue, which waits for a command, besides `lost` threads with aborted requests.
     ///
     /// # Errors
-    /// No thread can be had, or there are enough.
+    ///
+    /// Those of starting a thread, or there are enough.
     pub(super) fn add_thread(self: &Arc<Self>, lost: usize) -> io::Result<Arc<ParkedWorker>> {
         let threads = self.threads.load(Ordering::Relaxed);
         if threads >= THREADS_MAX + lost || threads >= THREADS_ALL_MAX {
             self.full.call_once(|| {
                 tracing::warn!(
-                    "{threads} handlers of CPU {} are blocked in the source, {lost} of them given up: its other requests wait",
+                    "{threads} handlers of CPU {} are blocked in the source, {lost} of them aborted: its other requests wait",
                     self.cpu
                 );
             });
@@ -308,7 +310,7 @@ impl MonitoredWorker for Queue {
         match calls.away.iter_mut().find(|away| away.call == serving.call) {
             Some(away) => away.is_given_up = true,
             None if self.watch.look() == serving.call => calls.given_up = Some(serving.call),
-            // It is back; somebody else was to answer.
+            // The handler has returned, but another thread had to reply.
             None => {}
         }
         Ok(())

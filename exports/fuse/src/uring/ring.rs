@@ -50,7 +50,7 @@ const WAITING_TRANSFERS_MAX: u32 = 64;
 
 /// Marks completions of the mailbox's poll; the rest is the number of the watch.
 const MAIL: u64 = 1 << 63;
-/// Marks completions of cancellations, which nobody waits for.
+/// Marks completions of cancellations, which are ignored.
 const CANCEL: u64 = 1 << 61;
 /// Marks completions of transfers; the rest is the entry's index, as it is for requests.
 const TRANSFER: u64 = 1 << 62;
@@ -64,7 +64,7 @@ pub(super) enum Completed {
     Lost(usize, Errno),
     /// The transfer for the entry's request has ended, with a count or a negative error.
     Transfer(usize, i32),
-    /// There is mail; which watch says so, and whether it will tell of more.
+    /// A watched descriptor is readable: its watch, and whether the watch continues.
     Mail(u64, bool),
 }
 

@@ -1,12 +1,13 @@
 //! Transfers on the ring, while its worker serves other requests.
 //!
-//! While a transfer is under way its entry's term cannot be ended, so that nobody gives the entry back to the kernel while
-//! data are moved into or out of it. It may be begun by one owner of the queue and completed by the next, so all that it
-//! needs lies with the entry.
+//! While a transfer is in flight its entry's generation cannot end, so that the entry does not return to the kernel
+//! during the transfer. One owner of the queue may begin it and the next one complete it, so all its state is stored
+//! with the entry.
 //!
-//! What takes too long is cancelled, and what the kernel cannot cancel (a disk that hangs) is left: its caller is told, the
-//! entry gets other memory and goes back to the kernel, and the transfer goes on in the old memory, which is kept with
-//! its file until it has ended. So it is with a transfer that a worker makes itself and does not come back from.
+//! A transfer that takes too long is cancelled. If the kernel cannot cancel it (a hanging disk), it is abandoned: its
+//! caller gets an error, the entry gets other memory and returns to the kernel, and the transfer continues in the old
+//! memory, which is kept with its file until it ends. The same applies to a transfer that a worker runs itself without
+//! returning.
 
 use std::collections::HashMap;
 use std::io;
@@ -40,7 +41,7 @@ pub(super) struct RunningTransfer {
     number: usize,
     /// Since when.
     since: Instant,
-    /// It took too long: what its caller is told, unless it succeeds all the same.
+    /// It took too long: the error for its caller, unless it still succeeds.
     given_up: Option<AbandonedTransfer>,
 }
 
@@ -63,7 +64,7 @@ impl std::fmt::Debug for RunningTransfer {
 pub(super) struct RingTransfers {
     count: AtomicUsize,
     begun: AtomicUsize,
-    /// Those whose callers were told that they have failed, with what they still use.
+    /// Abandoned transfers, whose callers got an error, with the resources that they still use.
     left: Mutex<HashMap<usize, (RunningTransfer, Mapping)>>,
 }
 
@@ -97,7 +98,7 @@ pub(super) enum TransferOutcome {
     Made(io::Result<usize>),
     /// It would wait. This is where it would move data; the term stays its own until it is left to the ring or dropped.
     Waits(*mut u8),
-    /// The term is somebody else's.
+    /// The generation has ended.
     Over,
 }
 
@@ -213,7 +214,7 @@ impl Block {
     /// A transfer that this thread made, or did not, is over.
     pub(super) fn end_move(&self, slot: usize, generation: Generation, second: *mut u8) {
         if !self.states[slot].generation_cell.end_move(generation) {
-            // SAFETY: who robs a transfer that a worker makes leaves it the memory; it has just ended.
+            // SAFETY: revoking a worker's transfer leaves it its memory, and the transfer has just ended.
             drop(unsafe { self.chunk.abandoned_memory(second) });
         }
     }
@@ -222,12 +223,12 @@ impl Block {
     /// there is a reply to commit.
     fn leave(&self, slot: usize, generation: Generation, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
         let spare = self.chunk.spare().map_err(|error| {
-            tracing::warn!("a request that takes too long waits on, for there is no memory to answer it: {error}");
+            tracing::warn!("a request that takes too long cannot be aborted for lack of memory: {error}");
             NotEnded::Held
         })?;
         self.states[slot].generation_cell.revoke(generation)?;
-        // SAFETY: whoever ends the term has the entry for itself until it is committed, but for the transfer; that the
-        // answer is kept as long as that goes on is up to the two callers.
+        // SAFETY: the thread that ends the generation owns the entry until it is committed, except for the transfer;
+        // both callers keep the returned memory until the transfer ends.
         let (memory, replaced) = unsafe { self.chunk.replace(slot, spare) };
         if let Err(error) = replaced {
             tracing::error!("an entry and its caller wait for good, for its memory cannot be replaced: {error}");
@@ -244,7 +245,7 @@ impl Block {
 
 /// These are for the owner of the queue.
 impl Worker<'_> {
-    /// Queues what is left of an entry's transfer.
+    /// Queues the rest of an entry's transfer.
     pub(super) fn begin_transfer(&self, index: usize) {
         let queue = self.queue;
         let Some((block, slot)) = queue.entry(index) else { return };
@@ -307,13 +308,13 @@ impl Worker<'_> {
         let mut carrier = RingCarrier { queue, block, slot, index, generation, message, counters, transfer: None };
         let bytes = unfinished.finish(&mut carrier, outcome);
         if state.generation_cell.end(generation) {
-            // SAFETY: whoever ends the term has the entry for itself until it is committed.
+            // SAFETY: the thread that ends the generation owns the entry until it is committed.
             unsafe { block.chunk.set_reply_payload(slot, bytes.saturating_sub(HEADER_BYTES)) };
             self.commit(index);
         }
     }
 
-    /// A transfer has ended whose caller was told an error. If it has changed a file after all, others are told.
+    /// Called when an abandoned transfer ends. If it has changed a file after all, the change is published.
     fn finish_abandoned(&self, under_way: RunningTransfer, memory: Mapping, outcome: io::Result<usize>) {
         let Self { queue, counters, .. } = self;
         let RunningTransfer { unfinished, generation, message, number, .. } = under_way;
@@ -343,7 +344,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Answers a request whose transfer the kernel does not cancel, and keeps what that still uses.
+    /// Replies to a request whose transfer the kernel does not cancel, and keeps the resources that it still uses.
     fn leave(&self, index: usize, (block, slot): (&Block, usize), state: &mut Option<RunningTransfer>) {
         let queue = self.queue;
         let Some(RunningTransfer { generation, number, given_up: Some(given_up), .. }) = state else { return };

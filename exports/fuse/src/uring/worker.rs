@@ -24,7 +24,7 @@ use crate::machine::stay_on;
 use crate::sched_idle::SchedIdle;
 use crate::stats::Counters;
 
-/// What a thread that stands by is told.
+/// A command for a standby thread.
 #[derive(Debug)]
 pub(super) enum Order {
     /// Register the entries, say how that went, and serve.
@@ -43,10 +43,10 @@ pub(super) struct ParkedWorker {
 }
 
 impl ParkedWorker {
-    /// Tells the thread what to do.
+    /// Sends the thread a command.
     pub(super) fn give(&self, order: Order) {
         let mut waiting = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        // To look is no more than what every order begins with.
+        // Looking at the queue is the start of every command.
         if waiting.is_none() || !matches!(order, Order::Look) {
             *waiting = Some(order);
         }
@@ -69,7 +69,8 @@ impl ParkedWorker {
 /// Starts a thread that stands by for a queue.
 ///
 /// # Errors
-/// No thread can be had.
+///
+/// Those of starting a thread.
 pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<ParkedWorker>> {
     let parked_worker = Arc::new(ParkedWorker::default());
     let present = ServingThread::new(&queue.connection);
@@ -163,7 +164,7 @@ impl<'a> Worker<'a> {
             _ => outcome,
         };
         let failed = outcome.is_err();
-        // Whoever asked has given up if it is not there any more.
+        // If it is gone, its caller has aborted it.
         let _ = told.send((self.queue.cpu, outcome));
         if failed {
             return Ended::Over;
@@ -176,7 +177,7 @@ impl<'a> Worker<'a> {
         self.own(ownership)
     }
 
-    /// Serves until the queue is somebody else's, or over.
+    /// Serves until the queue has another owner, or the end.
     fn own(&mut self, mut ownership: Ownership) -> Ended {
         self.add_entries();
         loop {
@@ -245,7 +246,7 @@ impl<'a> Worker<'a> {
             && !more
             && let Err(error) = self.watch_mail()
         {
-            tracing::error!("replies that come later cannot be told of: {error}");
+            tracing::error!("cannot watch for later replies: {error}");
         }
     }
 
@@ -265,7 +266,7 @@ impl<'a> Worker<'a> {
         // SAFETY: this thread owns the queue.
         let watched = self.push(|| unsafe { queue.ring.unwatch(former) }).and_then(|()| self.watch_mail());
         if let Err(error) = watched.and_then(|()| self.submit()) {
-            tracing::error!("replies of CPU {} that come later cannot be told of: {error}", queue.cpu);
+            tracing::error!("cannot watch for later replies of CPU {}: {error}", queue.cpu);
         }
         // Each goes to an entry that waits for a request, which becomes ours with the reply, or stays with the other.
         self.kick(queue.depth);
@@ -305,13 +306,13 @@ impl<'a> Worker<'a> {
         let Some((block, slot)) = queue.entry(index) else { return true };
         let state = &block.states[slot];
         let generation = state.generation_cell.current();
-        // SAFETY: the kernel has just given the entry to us, and nobody else knows of this term yet.
+        // SAFETY: the kernel has just passed the entry to this thread, and no other thread knows this generation yet.
         let (header, ring_entry) = unsafe { block.chunk.request(slot) };
         let message = Message::new(&header, &ring_entry, block.chunk.payload_bytes());
         state.unique.store(header.unique, Ordering::Relaxed);
         state.commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
         if header.opcode == NOTIFY_REPLY {
-            // Our own nudge; any answer does.
+            // The own kick; any reply is fine.
             if queue.write_reply(index, generation, &encode_error(header.unique, Errno::NOSYS)).is_ok() {
                 self.commit(index);
             }
@@ -332,7 +333,7 @@ impl<'a> Worker<'a> {
         };
         let ours = queue.watch.leave(ownership);
         if !ours {
-            // The monitor counted it when it gave the queue to somebody else.
+            // The monitor counted it when it gave the queue to another thread.
             queue.come_back(call);
         }
         match outcome {
@@ -342,7 +343,7 @@ impl<'a> Worker<'a> {
                 if later == Served::Later && may_be_abandoned(header.opcode) {
                     queue.deferred.begin(header.unique, (index, generation));
                     if !state.generation_cell.runs(generation) {
-                        // It was answered before that.
+                        // Its reply was sent before that.
                         queue.deferred.end(header.unique);
                     }
                 }
@@ -352,12 +353,12 @@ impl<'a> Worker<'a> {
             }
             Outcome::Served(Served::Reply(bytes)) if bytes >= HEADER_BYTES => {
                 if state.generation_cell.end(generation) {
-                    // SAFETY: whoever ends the term has the entry for itself until it is committed.
+                    // SAFETY: the thread that ends the generation owns the entry until it is committed.
                     unsafe { block.chunk.set_reply_payload(slot, bytes - HEADER_BYTES) };
                     self.send(index, ours);
                 }
             }
-            // Given up by the monitor; or a request that wants no reply, but an entry must be given back with one.
+            // Aborted by the monitor; or a request without a reply, whose entry must still return with one.
             Outcome::Served(_) => {
                 let _ = queue.answer(index, generation, &encode_error(header.unique, Errno::IO));
             }
