@@ -55,12 +55,12 @@ impl Key {
 /// Distinguishes a file from a later one with the same, reused number.
 #[derive(Clone, Copy, Debug, Default)]
 struct BirthStamp {
-    /// None where the server does not tell.
+    /// `None` if the server does not report it.
     time: Option<Timespec>,
-    /// 0 where the server does not tell.
+    /// 0 if the server does not report it.
     generation: u64,
-    /// The session in which the server was asked last. In one session a fid stays with its file, and the time may change: that
-    /// of overlayfs does when a file is written to first.
+    /// The session of the last request for it. Within a session a fid stays with its file, but the time may change:
+    /// overlayfs changes it when a file is first written.
     serial: u64,
 }
 
@@ -69,7 +69,7 @@ impl BirthStamp {
         Self { time: found.attr.btime, generation: found.generation, serial }
     }
 
-    /// Whether that is the same file, as far as the server tells.
+    /// Returns whether that is the same file, as far as the server reports.
     fn is_of_same_file(&self, other: &Self) -> bool {
         let is_same_time = self.time.is_none() || other.time.is_none() || self.time == other.time;
         let is_told = self.generation != 0 && other.generation != 0;
@@ -84,7 +84,7 @@ pub(crate) struct Place {
     pub(crate) name: NameBuf,
 }
 
-/// What tells a file's contents from earlier ones: version, time of the data, size.
+/// Distinguishes versions of a file's contents: version, modification time, size.
 pub(crate) type Stamp = (u32, Timespec, u64);
 
 /// A file of the server.
@@ -101,13 +101,13 @@ pub(crate) struct Inode {
     pub(crate) beside: Mutex<ExtraFids>,
     pub(crate) locks: Mutex<OwnLocks>,
     pub(crate) cached: OnceLock<Arc<CachedFile>>,
-    /// What the file was like when what is kept of its data was asked for.
+    /// The state of the file when its cached data were requested.
     pub(crate) valid: Mutex<Option<Stamp>>,
-    /// As the server told last.
+    /// As last reported by the server.
     pub(crate) seen: Mutex<Option<(Qid, Attr)>>,
     /// When this client changed it last: of a directory its names, of others data and attributes.
     changed: AtomicU64,
-    /// When it was seen to have no capabilities, and how that was told.
+    /// When it was found to have no capabilities, and the server's error.
     pub(crate) no_capabilities: Mutex<Option<(Instant, Errno)>>,
 }
 
@@ -136,18 +136,18 @@ impl Inode {
         self.kind == FileType::Directory
     }
 
-    /// This client has changed it: what was asked of it before is not true any more.
+    /// Records a change by this client, which invalidates earlier replies.
     pub(crate) fn change(&self) {
         let now = CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
         self.changed.fetch_max(now, Ordering::AcqRel);
     }
 
-    /// Whether what was asked of it at this time is true as far as this client's own changes go.
+    /// Returns whether a reply to a request at this time is still valid, considering this client's own changes.
     pub(crate) fn is_unchanged_since(&self, time: u64) -> bool {
         self.changed.load(Ordering::Acquire) <= time
     }
 
-    /// What its contents are told by, as the server told last.
+    /// Returns the version of its contents, as last reported by the server.
     pub(crate) fn stamp(&self) -> Option<Stamp> {
         lock(&self.seen).map(|(qid, attr)| (qid.version, attr.mtime, attr.size))
     }
@@ -184,7 +184,7 @@ impl Inode {
         Ok(found)
     }
 
-    /// Makes sure that what a new connection has in its place is this file.
+    /// Verifies that the file at its location on a new connection is the same.
     fn verify_same_file(&self, session: &Session, held: &Held) -> Outcome<()> {
         let born = *lock(&self.born);
         let is_told = born.time.is_some() || born.generation != 0;
@@ -211,7 +211,7 @@ impl Inode {
         is_same
     }
 
-    /// Notes attributes that were asked for by a fid of this file.
+    /// Records attributes that were requested by a fid of this file.
     pub(crate) fn record_attr(&self, found: &Getattr) {
         let mut born = lock(&self.born);
         born.time = found.attr.btime.or(born.time);
@@ -238,7 +238,7 @@ impl Inode {
     }
 }
 
-/// Walks along a few names; returns what is at their end.
+/// Walks along a few names; returns the file at their end.
 pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(Arc<Held>, Qid)> {
     let mut buffer = Vec::new();
     let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
@@ -278,7 +278,7 @@ struct Tables {
     inodes: HashMap<Ino, InodeEntry>,
     by_key: HashMap<Key, Ino>,
     next: u64,
-    /// How many nobody refers to, which are there to be made durable.
+    /// The number of unreferenced inodes that are kept for a sync.
     unsynced: usize,
     /// There were more than that.
     is_overfull: bool,
@@ -322,7 +322,7 @@ impl Inodes {
         if inode.is_dir() { Ok(inode) } else { Err(Errno::NOTDIR) }
     }
 
-    /// Counts a reference to what was found in a place, in a session.
+    /// Adds a reference to the file found at a location, in a session.
     pub(crate) fn add_reference(
         &self,
         found: &Getattr,
@@ -369,7 +369,7 @@ impl Inodes {
 
     /// Gives references back. What this ends is dropped without a lock held. A file that is to be made durable stays.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
-        // Before the tables are locked: whoever opens the file asks the server with the file's lock held.
+        // Before the tables are locked, because an open sends requests with the file's lock held.
         let is_unsynced = self.get(ino).is_ok_and(|inode| inode.is_unsynced());
         let mut guard = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         let tables = &mut *guard;
@@ -393,7 +393,7 @@ impl Inodes {
         drop(known);
     }
 
-    /// Whether all files are known that are to be made durable; what is not is told once.
+    /// Returns whether all files to sync are known; an unknown one is reported once.
     pub(crate) fn has_all_unsynced(&self) -> Result<()> {
         let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         if std::mem::take(&mut tables.is_overfull) {
@@ -405,7 +405,7 @@ impl Inodes {
         Ok(())
     }
 
-    /// Files that nobody refers to need not stay when they are durable.
+    /// Removes durable files without references.
     pub(crate) fn drop_synced(&self) {
         let is_left = |known: &&InodeEntry| known.references == 0;
         let left: Vec<Arc<Inode>> = {

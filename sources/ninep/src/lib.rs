@@ -13,8 +13,8 @@
 //!
 //! # How it is put together
 //!
-//! * `transport`: how a server is reached; `connection`: one connection, requests out and replies in; `session`: what Tversion
-//!   begins on it, users and fids; `link`: the way to the server, which outlives connections;
+//! * `transport`: how a server is reached; `connection`: one connection, requests out and replies in; `session`: the
+//!   state that Tversion begins, users and fids; `link`: the access to the server, which outlives connections;
 //! * `inode`: files, each with its fid and the place where it was found; `file`, `names`, `listing`, `xattr`, `locks`: the
 //!   requests;
 //! * [`cache`]: the bytes of files, read ahead and written behind.
@@ -29,9 +29,9 @@
 //!
 //! # Whom it trusts
 //!
-//! The server with the files; not with this process. Replies are decoded with every length checked, and one that breaks the
-//! protocol ends the connection. Permissions are checked by the client's kernel; the server sees one user
-//! ([`Options::uid`]), but for new files, which are made as whoever makes them.
+//! The server with the files; not with this process. Replies are decoded with every length checked, and an invalid one
+//! ends the connection. The client's kernel checks permissions. The server sees one user ([`Options::uid`]), except for
+//! new files, which are created as the caller.
 #![forbid(unsafe_code)]
 
 pub mod cache;
@@ -66,7 +66,7 @@ pub use options::{Cache, Error, Options};
 pub use tls::{Tls, TlsError};
 pub use transport::{Stream, Tcp, Transport, Unix, Vsock};
 
-/// Messages are at least as long as the protocol's longest short ones, and at most what this client fills.
+/// The range of message sizes: from the protocol's longest short messages to this client's maximum.
 const MSIZE: std::ops::RangeInclusive<u32> = ferry_wire::ninep::MSIZE_MIN..=64 << 20;
 /// Tags are 16 bits, and some are for locks.
 const DEPTH: std::ops::RangeInclusive<usize> = 1..=4096;
@@ -107,8 +107,8 @@ impl Client {
         Self::connect_by(Connector::begin(|| ()).map_err(Error::Threads)?, transport, options)
     }
 
-    /// Looks at the root, so that umount(8), which does so first, does not wait for a server that is gone by then. It takes 2 s
-    /// at most, whatever the server does.
+    /// Fetches the root's attributes, so that umount(8), which requests them first, does not wait for a server that is
+    /// gone by then. It takes at most 2 s.
     ///
     /// # Errors
     /// The server's.
@@ -155,7 +155,7 @@ impl Client {
         Ok(client)
     }
 
-    /// What it has done so far, and what it holds.
+    /// Returns the counters and resources.
     pub fn usage(&self) -> Usage {
         let Shared { link, inodes, files, dirs, .. } = &*self.shared;
         Usage {

@@ -13,7 +13,7 @@ use crate::transport::Transport;
 
 /// A server that is started again is back at once, mostly.
 const BACK_OFF_MIN: Duration = Duration::from_millis(20);
-/// Nobody waits much longer than needed, and a server that is away for a day is asked 40,000 times.
+/// The maximum delay between two connection attempts: short for waiting callers, and few attempts during a long outage.
 const BACK_OFF_MAX: Duration = Duration::from_secs(2);
 
 /// See the module.
@@ -26,7 +26,7 @@ pub(crate) struct Link {
     /// There is a new session, or it is over.
     changed: Condvar,
     is_over: AtomicBool,
-    /// For the keeper: somebody has seen that the connection is lost, or it is over.
+    /// Signals the keeper that the connection is lost, or the client ends.
     bell: (Mutex<bool>, Condvar),
 }
 
@@ -136,7 +136,7 @@ impl Link {
         self.bell.1.notify_all();
     }
 
-    /// The keeper sleeps until somebody rings.
+    /// Lets the keeper sleep until a signal.
     pub(crate) fn sleep(&self, at_most: Duration) {
         let rung = lock(&self.bell.0);
         let (mut rung, _) = self
@@ -147,7 +147,7 @@ impl Link {
         *rung = false;
     }
 
-    /// The keeper waits, whoever rings.
+    /// Lets the keeper sleep, whatever the signals.
     fn rest(&self, time: Duration) {
         let rung = lock(&self.bell.0);
         drop(self.bell.1.wait_timeout_while(rung, time, |_| !self.is_over()));

@@ -16,11 +16,11 @@ use crate::session::{Held, Session};
 
 /// The most bytes of names that one message brings.
 const LISTING_BYTES: usize = 64 << 10;
-/// The same while names of the directory come and go by this client, with each of which all is asked for again that was not told.
+/// As above, while this client changes names in the directory, each of which discards the requested entries.
 const LISTING_BYTES_CHANGING: usize = 8 << 10;
 /// Names that are looked up at a time.
 const BATCH: usize = 32;
-/// Messages without a name that can be told, one after the other, that are borne: a server that has no other ones lies.
+/// The maximum number of consecutive messages without a valid name; more are an error of the server.
 const VAIN_MAX: usize = 16;
 
 /// A name of a listing.
@@ -45,7 +45,7 @@ enum LookupState {
     Unknown,
 }
 
-/// What the server listed and the client was not told yet.
+/// Entries that the server listed and the client has not received yet.
 #[derive(Debug, Default)]
 struct Listing {
     /// The offset of the first item.
@@ -53,7 +53,7 @@ struct Listing {
     items: VecDeque<Item>,
     /// Nothing comes behind the items.
     is_end: bool,
-    /// The time before the items were asked for.
+    /// The time before the items were requested.
     time: u64,
     /// Names come and go.
     is_changing: bool,
@@ -113,7 +113,7 @@ impl Shared {
         }
     }
 
-    /// Gives back what nobody was told of.
+    /// Releases entries that the client has not received.
     fn forget_listing(&self, listing: &mut Listing) {
         for item in listing.items.drain(..) {
             if let LookupState::Found(entry, _) = item.looked {
@@ -122,7 +122,7 @@ impl Shared {
         }
     }
 
-    /// Drops what was looked ahead if this client has changed names since.
+    /// Discards prefetched entries if this client has changed names since.
     fn refresh_listing(&self, listing: &mut Listing, dir: &Inode) {
         if !dir.is_unchanged_since(listing.time) {
             self.forget_listing(listing);
@@ -148,7 +148,7 @@ impl Shared {
         let (mut told, mut vain) = (false, 0);
         loop {
             if listing.items.is_empty() {
-                // One message at a time, once there is something to tell.
+                // One message at a time, once there are entries to return.
                 if listing.is_end || told {
                     return Ok(());
                 }
@@ -201,11 +201,11 @@ impl Shared {
         session.ask(&request, |reply| match reply {
             Reply::Readdir(data) if data.len() <= bytes_max as usize => {
                 let next = DirEntries::new(data).last().map(|entry| entry.next);
-                // One that sends us back would have us list for ever, as would one that sends what is no entry.
+                // An offset that does not advance, or an invalid entry, would make the listing endless.
                 if next == Some(offset) || (next.is_none() && !data.is_empty()) {
                     return None;
                 }
-                // What is no name is not told to anybody.
+                // Invalid names are skipped.
                 let is_name = |name: &[u8]| matches!(name, b"." | b"..") || Name::new(name).is_ok();
                 let items = DirEntries::new(data).filter(|entry| is_name(entry.name)).map(|entry| Item {
                     ino: entry.qid.path,

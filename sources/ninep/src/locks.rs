@@ -1,5 +1,5 @@
-//! POSIX locks: they are the server's, which does the waiting, too. What is noted here is what has to be asked for again
-//! when the connection was lost, for the server has then given it to others.
+//! POSIX locks. The server owns them and implements waiting. This module records the locks to set again after a lost
+//! connection, when the server has released them.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, HashMap};
@@ -20,7 +20,7 @@ use crate::inode::Inode;
 use crate::options::Cache;
 use crate::session::Session;
 
-/// A server that does not let requests wait is asked again so often; Linux's client asks every 30 s.
+/// The retry interval for servers that do not let requests wait; Linux's client uses 30 s.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
 /// Ranges that one owner may lock in one file, as many as with other sources ([`ferry_vfs::Locks`]).
@@ -46,7 +46,7 @@ type Ranges = BTreeMap<u64, (LockKind, u64)>;
 
 #[derive(Debug)]
 struct OwnedRanges {
-    /// The process as the server was told it; an owner keeps it, for to the server it is part of who he is.
+    /// The process id sent to the server; an owner keeps it, because the server identifies owners by it.
     pid: u32,
     ranges: Ranges,
 }
@@ -62,7 +62,7 @@ impl OwnLocks {
         own < OWNER_RANGES_MAX && all.load(Ordering::Relaxed) < RANGES_MAX
     }
 
-    /// Notes what the server has granted; ranges count in `all`.
+    /// Records locks that the server has granted; the ranges count in `all`.
     fn set(&mut self, new: &Lock, all: &Arc<AtomicUsize>) {
         if self.owners.is_empty() {
             self.all = Arc::clone(all);
@@ -99,7 +99,7 @@ impl Drop for OwnLocks {
     }
 }
 
-/// Puts a range in the place of what it overlaps, and together with its neighbours of its kind.
+/// Inserts a range in place of overlapping ones, and merges it with adjacent ones of its type.
 fn set(ranges: &mut Ranges, new: &Lock) {
     let (mut start, mut end) = (new.start, new.end);
     let reach = start.saturating_sub(1)..=end.saturating_add(1);
@@ -144,7 +144,7 @@ struct WaitState {
 enum Stage {
     /// The server has it.
     Sent(Arc<Connection>, Tag),
-    /// The server was told to forget it.
+    /// The server was asked to cancel it.
     GivenUp,
     /// It is to be sent then.
     Again(Instant),
@@ -158,7 +158,7 @@ impl WaitState {
     }
 }
 
-/// The requests that wait, and what owners are called.
+/// The waiting requests, and the names of owners.
 #[derive(Debug, Default)]
 pub(crate) struct ParkedLocks {
     waits: Mutex<Vec<Arc<Wait>>>,
@@ -169,7 +169,7 @@ pub(crate) struct ParkedLocks {
 }
 
 impl ParkedLocks {
-    /// Whether nobody waits.
+    /// Returns whether no request waits.
     pub(crate) fn is_empty(&self) -> bool {
         lock(&self.waits).is_empty()
     }
@@ -184,7 +184,7 @@ impl ParkedLocks {
         lock(&self.waits).retain(|other| !Arc::ptr_eq(other, wait));
     }
 
-    /// What the server is told as the name of an owner.
+    /// Returns the name of an owner for the server.
     fn name(&self, owner: LockOwner) -> String {
         format!("{}{:016x}", self.prefix(), self.names.hash_one(owner))
     }
@@ -195,8 +195,8 @@ impl ParkedLocks {
 }
 
 impl Inode {
-    /// Others see what was written before they get the lock. What they write then must not be undone by what is kept here
-    /// for a restart of the server.
+    /// Others must see earlier writes before they get the lock. Their own writes must not be undone by data that are
+    /// kept here for a restart of the server.
     fn release_synced(&self) {
         if let Some(file) = self.cached() {
             file.write_out();
@@ -206,8 +206,8 @@ impl Inode {
 }
 
 impl Shared {
-    /// What others wrote before they gave a lock up is to be seen by whoever has it now: by this client's cache, and by the
-    /// kernels of its own clients, which ask for the file's length and time before they read on.
+    /// A new holder of a lock must see what others wrote under it. So this client's cache is invalidated, as are the
+    /// kernels of its clients, which query the file's length and time before further reads.
     fn forget_clean(&self, inode: &Inode) {
         let Some(file) = inode.cached() else { return };
         inode.release_synced();
@@ -215,7 +215,7 @@ impl Shared {
         if self.link.options.cache == Cache::Auto {
             let ino = inode.ino;
             self.changes.publish(SessionId::default(), || Change::Attr { ino });
-            // Should the server's clock be too coarse to tell.
+            // In case the server's clock is too coarse to show it.
             self.changes.publish(SessionId::default(), || Change::Data { ino, offset: 0, len: u64::MAX });
         }
     }
@@ -225,7 +225,7 @@ impl Shared {
         LockRequest { kind, start, end, pid: lock(&inode.locks).pid(wanted), client: client.as_bytes() }
     }
 
-    /// Takes or gives up a lock without waiting.
+    /// Sets or releases a lock without waiting.
     fn lock_now(&self, session: &Arc<Session>, inode: &Inode, wanted: &Lock, reclaim: bool) -> Outcome<()> {
         let client = self.parked.name(wanted.owner);
         let fid = inode.open_fid(self, session)?;
@@ -323,7 +323,7 @@ impl Shared {
                 shared.wait_answered(&other, &connection, answer);
             }
         });
-        // Held until the tag is noted: the answer may come before.
+        // Held until the tag is recorded, because the reply may arrive before.
         let mut state = lock(&wait.state);
         match session.park(request, wake) {
             Ok(tag) if tag != Tag::NONE => state.stage = Stage::Sent(Arc::clone(&session.connection), tag),
@@ -335,7 +335,7 @@ impl Shared {
         }
     }
 
-    /// The server has answered; on its connection's reader, so that nothing here may ask it for anything.
+    /// Called with the reply on the connection's reader thread, so it must not send requests.
     fn wait_answered(self: &Arc<Self>, wait: &Arc<Wait>, connection: &Connection, answer: Answer) {
         let outcome = match answer {
             Answer::Lost { .. } => Err(RequestError::Lost { harmless: true }),
@@ -345,7 +345,7 @@ impl Shared {
             }
         };
         let (shared, wait) = (Arc::clone(self), Arc::clone(wait));
-        // Whoever is woken may want to unlock, and that asks the server.
+        // A woken caller may unlock, which sends a request.
         let told = std::thread::Builder::new().name("9p-lock".into()).spawn(move || match outcome {
             Ok(LockStatus::Success) => shared.end_wait(&wait, Ok(())),
             Ok(LockStatus::Blocked | LockStatus::Grace) => {
@@ -359,11 +359,11 @@ impl Shared {
             }
         });
         if let Err(error) = told {
-            tracing::error!("who waits for a lock cannot be told, for no thread can be had: {error}");
+            tracing::error!("cannot complete a lock request, because no thread can be started: {error}");
         }
     }
 
-    /// Ends a wait. A lock that was granted although nobody wants it any more is given back.
+    /// Ends a wait. A lock that was granted after its request was cancelled is released.
     fn end_wait(&self, wait: &Arc<Wait>, outcome: Result<()>) {
         self.parked.remove(wait);
         let waiter = {
@@ -381,14 +381,14 @@ impl Shared {
                 let unlock = Lock { kind: LockKind::Unlock, ..wait.lock };
                 let given = self.link.with_retry(|session| self.lock_now(session, &wait.opened.inode, &unlock, false));
                 if let Err(errno) = given {
-                    tracing::debug!("a lock that nobody wants cannot be given back: {errno}");
+                    tracing::debug!("cannot release an unneeded lock: {errno}");
                 }
             }
             None => {}
         }
     }
 
-    /// What the keeper does about those who wait.
+    /// The keeper's work for waiting requests.
     pub(crate) fn check_blocked_locks(self: &Arc<Self>) {
         let waits: Vec<Arc<Wait>> = lock(&self.parked.waits).clone();
         for wait in waits {
@@ -452,13 +452,13 @@ impl Shared {
         let owners = std::mem::take(&mut *lock(&opened.owners));
         for owner in owners {
             if let Err(errno) = self.drop_owner(&opened.inode, owner) {
-                tracing::debug!("a lock of a closed file cannot be given up: {errno}");
+                tracing::debug!("cannot release a lock of a closed file: {errno}");
             }
         }
     }
 
-    /// Takes the locks again that were had by an earlier connection. Where one cannot be had, whoever has the file open
-    /// gets `EIO` from now on: he must not go on as if nobody else had changed it.
+    /// Sets the locks of an earlier connection again. If one is not granted, users of the file get `EIO` from now on,
+    /// because others may have changed it.
     pub(crate) fn reacquire_locks(&self, session: &Arc<Session>) {
         for inode in self.inodes.all() {
             let locks = lock(&inode.locks).all();
@@ -497,7 +497,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against what each byte is locked as.
+        /// The type of the lock of each byte.
         #[test]
         fn has_what_was_set_last_in_as_few_ranges_as_can_be(
             steps in prop::collection::vec((kind(), 0..20_u64, 0..8_u64), 1..40),

@@ -15,10 +15,10 @@ use crate::session::{Held, Session};
 /// Permission bits.
 const PERMISSIONS: u32 = 0o7777;
 const S_ISGID: u32 = 0o2000;
-/// Flags that are for the server. Where appended data go is said by offsets, and what is to be durable by Tfsync.
+/// Flags for the server. Appends use offsets, and syncs use Tfsync.
 const CREATE_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::RDWR).union(OFlags::TRUNC).union(OFlags::EXCL);
 
-/// A walk to one name, and the question for what is there.
+/// A walk to one name, and a request for its attributes.
 struct Step1 {
     fid: Fid,
     found: Outcome<Option<(Qid, Option<Getattr>)>>,
@@ -78,7 +78,7 @@ impl Shared {
             let inode = self.inodes.add_reference(&found, session.serial, place, held)?;
             let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
             if inode.cached().is_some_and(|file| file.size() != attr.size) {
-                // Which of both is newer can be told only of attributes that were asked for after a mark.
+                // Only attributes that were requested after a mark can be ordered.
                 attr = self.getattr_of(&inode).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
             }
             Ok(Entry::new(inode.ino, attr))
@@ -86,15 +86,14 @@ impl Shared {
         Ok(entries.collect())
     }
 
-    /// A name was changed by this client: who lists the directory is to see it, and whoever keeps the name is told.
+    /// Called when this client changed a name: listings of the directory must see it, and caches are notified.
     fn publish_entry(&self, cx: &Caller<'_>, dir: &Inode, name: Name<'_>) {
         dir.change();
         self.changes.publish(cx.session, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
-    /// The group of what a caller makes in a directory, and whether it passes that on: where the directory has setgid
-    /// it is the directory's, as Linux's client says it (`v9fs_get_fsgid_for_create`), for servers that do not find
-    /// that on their own.
+    /// Returns the group of a new file in a directory, and whether it inherits setgid. With setgid it is the
+    /// directory's group, as in Linux's client (`v9fs_get_fsgid_for_create`), for servers that do not derive it.
     fn group_in(&self, dir: &Inode, cx: &Caller<'_>) -> Result<(u32, u32)> {
         let seen = lock(&dir.seen).map(|(_, attr)| attr);
         let attr = seen.map_or_else(|| self.getattr_of(dir), Ok)?;
@@ -170,7 +169,7 @@ impl Shared {
                 _ => None,
             })?;
             self.publish_entry(cx, &dir, name);
-            // It is made: should the connection be lost now, it is open no more, and whoever asked must be told so.
+            // It is created: if the connection is lost now, it is no longer open, and the caller must learn that.
             let entry = self.find(session, &dir, name).map_err(|fail| match fail {
                 RequestError::Lost { .. } => RequestError::Lost { harmless: false },
                 other => other,
@@ -255,7 +254,7 @@ impl Shared {
     }
 }
 
-/// Removes a name by the older message, which knows no types, and ends the fid whatever it answers (remove(5)).
+/// Removes a name by the older message, which knows no types, and releases the fid whatever its reply (remove(5)).
 fn remove_by_fid(session: &Arc<Session>, dir: Fid, name: Name<'_>, is_dir: bool) -> Outcome<()> {
     let (held, qid) = walk(session, dir, &[name.to_buf()])?;
     match (qid.kind == QidKind::DIR, is_dir) {
@@ -268,7 +267,7 @@ fn remove_by_fid(session: &Arc<Session>, dir: Fid, name: Name<'_>, is_dir: bool)
     removed
 }
 
-/// Walks to each name, and asks for the attributes right behind if the server has borne that so far.
+/// Walks to each name, and requests the attributes in parallel if the server has supported that so far.
 fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<Step1> {
     let asks = session.is_in_order();
     let mut requests = Vec::new();

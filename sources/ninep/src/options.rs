@@ -7,19 +7,20 @@ use ferry_vfs::Errno;
 
 use crate::cache::Limits;
 
-/// The longest message that is offered: what Linux's own client sends over sockets at most.
+/// The maximum message size that is offered in bytes: that of Linux's client over sockets.
 const MSIZE: u32 = 1 << 20;
 /// Requests under way at a time: at 1 MiB each they fill a link of 10 Gbit/s with 50 ms of delay.
 const DEPTH: usize = 64;
-/// One fills a link unless the network gives each connection a share of its own, and reads what a server sends by one thread.
+/// The default number of connections. One saturates a link, unless the network limits each connection; one thread reads
+/// its replies.
 const CONNECTIONS: usize = 1;
-/// More than a busy server takes for anything; what a disk below it takes at worst.
+/// Longer than a busy server, or a disk below it, takes at worst.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Long enough for a server to be started again, and short of the 120 s after which mounts give a request up
 /// themselves.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What this client keeps of what it has seen.
+/// What this client caches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
     /// Nothing: each read and write is a request.
@@ -27,7 +28,7 @@ pub enum Cache {
     /// Data until a file is opened again and has changed (close-to-open).
     #[default]
     Auto,
-    /// Data until it is dropped to make room: for trees that nobody else changes.
+    /// Data until eviction: for trees that no other client changes.
     Always,
 }
 
@@ -36,8 +37,8 @@ pub enum Cache {
 pub struct Options {
     /// The tree to attach to; empty: the server's only one.
     pub tree: Vec<u8>,
-    /// The user who attaches, by number: all requests are made as this one, but for those that make files, which are made as
-    /// whoever makes them. Default: the user of this process.
+    /// The user id that attaches: all requests use it, except those that create files, which use the caller's. Default:
+    /// the user of this process.
     pub uid: u32,
     /// The user's name, for servers that want one. Default: empty, as Linux's client sends it.
     pub user: Vec<u8>,
@@ -48,16 +49,16 @@ pub struct Options {
     /// Connections, 1 to 16. With more than one, data of files of which more than 4 MiB are moved take turns on all; fewer
     /// are made where the server takes no more. They end together. Default: 1.
     pub connections: usize,
-    /// How long the server may say nothing while it owes an answer. Then the connection is given up, and made again.
-    /// Default: 30 s.
+    /// How long the server may be silent while a reply is due. Then the connection is closed and reopened. Default: 30
+    /// s.
     pub timeout: Duration,
-    /// How long requests wait for a server that has gone before they fail with `EIO`, counted from the loss of the connection: later
+    /// How long requests wait for a lost server before they fail with `EIO`, from the loss of the connection: later
     /// ones fail at once until the server is back. Default: 60 s.
     pub patience: Duration,
     /// What is kept. Default: [`Cache::Auto`].
     pub cache: Cache,
-    /// Memory for what is kept of files' data, in bytes, from 16 MiB on. A quarter of it may wait to be written, and another
-    /// quarter be written and not durable yet. Default: 256 MiB.
+    /// Memory for cached file data, in bytes, at least 16 MiB. A quarter of it may be unwritten, and another quarter
+    /// written but not durable. Default: 256 MiB.
     pub cache_bytes: usize,
     /// Nothing is to be changed. Default: no.
     pub read_only: bool,
@@ -106,25 +107,25 @@ pub enum Error {
     Version {
         /// Where.
         address: String,
-        /// The version it answered.
+        /// The version in its reply.
         spoken: String,
     },
-    /// The messages that it wants cannot carry what is needed.
+    /// Its maximum message size is too small.
     #[error("the 9P server at {address} wants messages of {msize} bytes; at least 4096 are needed")]
     Msize {
         /// Where.
         address: String,
-        /// What it answered.
+        /// Its message size.
         msize: u32,
     },
-    /// It lets this user, or nobody, attach to this tree.
+    /// It refuses this user, or every user, access to this tree.
     #[error("the 9P server at {address} refuses user {uid} the tree \"{tree}\": {errno}")]
     Refused {
         /// Where.
         address: String,
         /// Who.
         uid: u32,
-        /// What was asked for.
+        /// The option.
         tree: String,
         /// Why.
         errno: Errno,

@@ -11,7 +11,7 @@ use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError, loc
 use crate::options::{Error, Options};
 use crate::transport::Transport;
 
-/// A fid of a connection, ended when nobody has it any more.
+/// A fid of a connection, released when the last reference is dropped.
 #[derive(Debug)]
 pub(crate) struct Held {
     connection: Arc<Connection>,
@@ -131,7 +131,7 @@ impl Session {
         self.further.len() + 1
     }
 
-    /// Ends the session if the server owes an answer by some connection, and has been silent there for too long.
+    /// Ends the session if a reply is overdue on a connection that is silent for too long.
     pub(crate) fn check(&self) {
         self.connection.check();
         self.further.iter().for_each(|root| root.connection.check());
@@ -151,7 +151,7 @@ impl Session {
             Ok(()) => {}
             Err(fail) => {
                 self.connection.free_fid(fid);
-                // Whoever may not attach may not do what he wants to.
+                // A user who may not attach may not do the operation either.
                 return Err(if let RequestError::Errno(_) = fail { RequestError::Errno(Errno::ACCESS) } else { fail });
             }
         }
@@ -159,8 +159,8 @@ impl Session {
         Ok(Arc::clone(lock(&self.users).entry(uid).or_insert(root)))
     }
 
-    /// Whether a request may be sent before the one that makes its fid was answered. Nothing in the protocol says that a
-    /// server may not serve it first, so whoever does this must be ready to ask again.
+    /// Returns whether a request may be sent before the reply to the one that creates its fid. The protocol allows a
+    /// server to serve it first, so the caller must be ready to retry.
     pub(crate) fn is_in_order(&self) -> bool {
         self.in_order.load(Ordering::Relaxed)
     }
@@ -207,7 +207,7 @@ fn user(name: &[u8], uid: u32) -> User<'_> {
     User { name, uid: Some(uid) }
 }
 
-/// Connects, agrees on the version, and attaches; answers the root.
+/// Connects, negotiates the version, and attaches; returns the root.
 fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<(Arc<Held>, Qid), Error> {
     let address = transport.address();
     let stream = transport.connect(options.timeout);

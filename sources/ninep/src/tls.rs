@@ -1,4 +1,4 @@
-//! TLS 1.3 for TCP, by rustls: the server proves who it is, and this client too if it has a certificate.
+//! TLS 1.3 for TCP, by rustls: the server is authenticated, and this client, too, if it has a certificate.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -27,7 +27,7 @@ pub enum TlsError {
     /// A file cannot be read.
     #[error("cannot read {}", .0.display())]
     Unreadable(PathBuf, #[source] io::Error),
-    /// A file is not what it should be.
+    /// A file has invalid contents.
     #[error("{path} holds no {what} in PEM (a part that begins with -----BEGIN {label}-----)", path = .path.display())]
     Missing {
         /// The file.
@@ -60,11 +60,12 @@ impl fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Reads the authorities one of which must have signed the server's certificate, which must be for this host, and this
-    /// client's own certificate (with those that vouch for it) and key, where the server wants one; all in PEM.
+    /// Reads the authorities for the server's certificate, which must be valid for this host, and this client's own
+    /// certificate chain and key, if the server requires one; all in PEM.
     ///
     /// # Errors
-    /// [`TlsError`]: a file is not there, not what it should be, or does not fit the other.
+    ///
+    /// [`TlsError`]: a file is missing, invalid, or does not match the other.
     pub fn new(tcp: Tcp, authorities: &Path, own: Option<(&Path, &Path)>) -> Result<Self, TlsError> {
         let name = ServerName::try_from(tcp.host.clone()).map_err(|_| TlsError::Host(tcp.host.clone()))?;
         let mut roots = RootCertStore::empty();
@@ -117,7 +118,7 @@ impl Transport for Tls {
         let mut socket = self.tcp.socket(timeout)?;
         let mut tls = ClientConnection::new(Arc::clone(&self.config), self.name.clone()).map_err(io::Error::other)?;
         tls.set_buffer_limit(None);
-        // A server that says nothing is given up; afterwards it may be silent as long as nothing is asked.
+        // A silent server is disconnected during the handshake; afterwards it may be silent while no reply is due.
         socket.set_read_timeout(Some(timeout))?;
         while tls.is_handshaking() {
             tls.complete_io(&mut socket).map_err(meant)?;
@@ -135,8 +136,8 @@ impl Transport for Tls {
     }
 }
 
-/// What comes from the server. It never sends, so that it and the server cannot wait for each other to read: what TLS itself
-/// has to say (the answer to an update of keys) goes out with the next request.
+/// The reader of the server's data. It never sends, so that it and the server cannot wait for each other to read: TLS's
+/// own messages (the reply to a key update) are sent with the next request.
 struct Reader {
     tls: Arc<Mutex<ClientConnection>>,
     socket: TcpStream,
@@ -161,14 +162,14 @@ impl Read for Reader {
 }
 
 impl Reader {
-    /// Takes what is deciphered already, or can be; none if more has to come from the socket.
+    /// Takes decrypted data; none if more has to arrive on the socket.
     fn decipher(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         let mut tls = lock(&self.tls);
         loop {
             match tls.reader().read(bytes) {
                 Ok(count) => return Ok(Some(count)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // Whether the end was announced is the same to 9P, whose messages tell their lengths.
+                // 9P messages carry their lengths, so an unannounced end makes no difference.
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Some(0)),
                 Err(error) => return Err(error),
             }
@@ -210,7 +211,7 @@ impl Write for Writer {
     }
 }
 
-/// The same error, in words that say what to do.
+/// Returns the error with a remedy.
 fn meant(error: io::Error) -> io::Error {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match inner {

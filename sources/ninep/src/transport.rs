@@ -29,7 +29,7 @@ pub struct Stream {
     pub reader: Box<dyn Read + Send>,
     /// To the server.
     pub writer: Box<dyn Write + Send>,
-    /// Ends both halves, whoever waits in them.
+    /// Closes both halves, which wakes waiting threads.
     pub hang_up: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -124,8 +124,8 @@ impl Transport for Tcp {
     }
 }
 
-/// Whether a socket has reached itself, which happens on this host where nobody listens on a port that is also given to
-/// those who connect.
+/// Returns whether a socket is connected to itself, which happens on this host if no server listens on a port of the
+/// ephemeral range.
 fn is_loop(stream: &TcpStream) -> bool {
     matches!((stream.local_addr(), stream.peer_addr()), (Ok(here), Ok(there)) if here == there)
 }

@@ -13,8 +13,8 @@ use crate::session::{Held, Session};
 
 /// The longest value, and list of names, in bytes (Linux: `XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const VALUE_BYTES_MAX: u64 = 64 << 10;
-/// What Linux asks for before it writes to a file whose attributes it has been told since it asked last, which with a new
-/// file is its first write.
+/// The attribute that Linux requests before a write to a file with changed attributes; for a new file that is its first
+/// write.
 const CAPABILITIES: &[u8] = b"security.capability";
 /// How long their absence is believed: as long as mounts keep attributes.
 const ABSENT: Duration = Duration::from_secs(1);
@@ -26,7 +26,7 @@ impl Shared {
         if name != CAPABILITIES || self.cache.is_none() {
             return self.ask_xattr(&inode, name);
         }
-        // Held meanwhile, so that whoever sets them has the last word.
+        // Held meanwhile, so that a concurrent change of attributes wins.
         let mut absent = lock(&inode.no_capabilities);
         if let Some((_, errno)) = absent.filter(|(since, _)| since.elapsed() < ABSENT) {
             return Err(errno);

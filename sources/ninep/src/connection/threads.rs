@@ -75,7 +75,7 @@ fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io:
         return Err(wrong(format!("a reply to a request {} that was not sent", frame.tag.0)));
     };
     if frame.kind != kind::RLERROR && frame.kind != asked + 1 {
-        return Err(wrong(format!("a request of type {asked} was answered by type {}", frame.kind)));
+        return Err(wrong(format!("a request of type {asked} got a reply of type {}", frame.kind)));
     }
     let message = match frame.kind == kind::TREAD + 1 {
         true => read_data(connection, reader, tag, size)?,
@@ -104,7 +104,7 @@ fn read_data(connection: &Connection, reader: &mut BufReader<Listening>, tag: u1
     let Some(mut buffer) = buffer else { return Err(wrong("data that were not requested")) };
     if size.checked_sub(READ_HEAD_BYTES) != Some(count) || count > buffer.len() {
         return Err(wrong(format!(
-            "{count} bytes of data in a reply of {size}, where {} were asked for",
+            "{count} bytes of data in a reply of {size}, where {} were requested",
             buffer.len()
         )));
     }
