@@ -247,12 +247,12 @@ impl RequestParts {
 }
 
 /// A body that can be read again from the start.
-pub(crate) trait Again: Read {
+pub(crate) trait RewindableRead: Read {
     /// Back to the beginning.
     fn again(&mut self) -> std::io::Result<()>;
 }
 
-impl<T: Read + std::io::Seek> Again for T {
+impl<T: Read + std::io::Seek> RewindableRead for T {
     fn again(&mut self) -> std::io::Result<()> {
         self.rewind()
     }
@@ -260,12 +260,12 @@ impl<T: Read + std::io::Seek> Again for T {
 
 /// What is uploaded.
 pub(crate) struct Content<'a> {
-    pub reader: &'a mut dyn Again,
+    pub reader: &'a mut dyn RewindableRead,
     pub bytes: u64,
 }
 
 impl<'a> Content<'a> {
-    pub(crate) fn of(reader: &'a mut dyn Again, bytes: u64) -> Self {
+    pub(crate) fn of(reader: &'a mut dyn RewindableRead, bytes: u64) -> Self {
         Self { reader, bytes }
     }
 
