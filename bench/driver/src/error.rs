@@ -1,4 +1,4 @@
-//! What can go wrong between the driver and a server.
+//! Errors between the driver and a server.
 
 use std::io;
 use std::time::Duration;

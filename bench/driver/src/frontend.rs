@@ -1,4 +1,4 @@
-//! The vhost-user conversation: from the socket to running queues.
+//! The vhost-user front end: from the socket to running queues.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};

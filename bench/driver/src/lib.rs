@@ -3,10 +3,11 @@
 //!
 //! * [`Driver`]: a connection. [`Driver::connect`] negotiates, shares memory and starts the queues; methods such as
 //!   [`Driver::lookup`], [`Driver::read`] or [`Driver::setlk`] are one request each.
-//! * [`Driver::send`] and [`Driver::receive`], [`Driver::call`]: any request, waited for later, or typed by `ferry-wire`.
-//! * [`Queue`]: raw pieces, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
-//! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish any nonsense.
-//! * [`load`]: load at full speed, on a file or a disk, and what it costs the server.
+//! * [`Driver::send`] and [`Driver::receive`], [`Driver::call`]: any request, with a later reply, or typed by
+//!   `ferry-wire`.
+//! * [`Queue`]: raw buffers, several requests in flight, [`Queue::poll`] and [`Queue::wait`].
+//! * [`ring`] and [`memory`]: bare descriptors and ring entries, to publish invalid ones, too.
+//! * [`load`]: load at full speed on a file or a disk, and its costs for the server.
 //! * [`walk`]: a whole share by READDIRPLUS.
 //! * [`hostile`]: malformed input, case by case, each followed by a good request.
 //!

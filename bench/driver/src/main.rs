@@ -1,4 +1,4 @@
-//! Drives a virtio-fs or virtio-blk server from the host: load, malformed input, a look at what it offers.
+//! Drives a virtio-fs or virtio-blk server from the host: load, malformed input, and a query of its features.
 
 mod spawner;
 

@@ -1,4 +1,4 @@
-//! What a load costs the server: CPU time, sleeps, system calls.
+//! The costs of a load for the server: CPU time, sleeps, system calls.
 
 use std::collections::BTreeMap;
 use std::fs::File;

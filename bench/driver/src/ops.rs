@@ -1,4 +1,4 @@
-//! Typed requests, one method each, for tests that read like the system calls they stand for.
+//! Typed requests, one method each, so that tests read like system calls.
 //!
 //! All of them use the selected queue ([`Driver::select`]) and the caller ([`Driver::set_caller`]), and wait for the
 //! reply. Errors are [`Error::Errno`] for an error reply, else as [`Driver::ask`].

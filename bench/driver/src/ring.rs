@@ -1,7 +1,7 @@
 //! The driver's side of a virtqueue, split or packed.
 //!
-//! [`Ring`] is the bare mechanism: descriptors, what is available, what is used, and when to notify. It neither owns
-//! buffers nor checks what it is told to publish, so that a test can publish nonsense.
+//! [`Ring`] is the bare mechanism: descriptors, the available and the used entries, and notifications. It neither owns
+//! buffers nor checks what it publishes, so that a test can publish invalid entries.
 
 mod packed;
 mod split;

@@ -1,4 +1,4 @@
-//! Keeps a server running that ends with its client, as virtiofsd does.
+//! Restarts a server that ends with its client, as virtiofsd does.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

@@ -1,4 +1,4 @@
-//! A walk over a whole share by READDIRPLUS, as a guest's that keeps every inode it met; and its forgetting them.
+//! A walk over a whole share by READDIRPLUS, as by a guest that keeps every inode; and the release of the inodes.
 
 use std::path::Path;
 use std::time::Duration;

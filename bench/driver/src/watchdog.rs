@@ -1,6 +1,6 @@
-//! An end to waiting for a server that does not answer a vhost-user message.
+//! A time limit for servers that do not reply to a vhost-user message.
 //!
-//! The `vhost` crate repeats a read that timed out without end, so that a socket's own time-out does not help.
+//! The `vhost` crate retries a read that timed out without limit, so a socket timeout does not help.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;

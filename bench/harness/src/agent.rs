@@ -1,4 +1,4 @@
-//! A guest that runs one command after the other, as it is told.
+//! A guest that runs one command after another.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, PipeWriter, Write};

@@ -1,4 +1,4 @@
-//! What is shared: files for fio and the driver, trees, repositories.
+//! The shared data: files for fio and the driver, trees, repositories.
 
 use std::fs::{self, File};
 use std::io::Write;

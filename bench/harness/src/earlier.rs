@@ -1,4 +1,4 @@
-//! Lines of earlier runs: a run in parts ends in one report.
+//! Lines of earlier runs, so that partial runs form one report.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;

@@ -1,4 +1,4 @@
-//! fio's command line and its answer.
+//! fio's command line and its output.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! One row's result: a line of JSON.
+//! The result of one row: a line of JSON.
 
 use std::collections::BTreeMap;
 

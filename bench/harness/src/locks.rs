@@ -1,4 +1,4 @@
-//! The locks table: what each operation of the table of locks costs, with how many locks and requests that wait.
+//! The locks table: the cost of each operation of the lock table, by the number of locks and waiting requests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

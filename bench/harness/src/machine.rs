@@ -1,4 +1,4 @@
-//! What the figures were measured on.
+//! The machine of the measurements.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

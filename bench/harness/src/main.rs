@@ -1,6 +1,6 @@
 //! Measures Ferry against other servers, interleaved, and prints one JSON object per row.
 //!
-//! `bench/run` builds and starts it, and gives it a folder for its data that goes afterwards.
+//! `bench/run` builds and starts it, and gives it a temporary directory for its data.
 
 #![forbid(unsafe_code)]
 

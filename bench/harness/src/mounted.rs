@@ -1,4 +1,4 @@
-//! File systems that are mounted on this host, each with its server.
+//! File systems mounted on this host, each with its server.
 
 use std::ffi::OsString;
 use std::fs::File;

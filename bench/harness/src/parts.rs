@@ -1,4 +1,4 @@
-//! Parts that the reports of all tables have.
+//! Parts common to the reports of all tables.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,4 +1,4 @@
-//! Descriptor chains that loop, lead nowhere, mix directions, or nest.
+//! Descriptor chains that loop, have invalid addresses, mix directions, or nest.
 
 use ferry_wire::fuse::abi::{Opcode, ReadIn, WriteIn};
 use zerocopy::IntoBytes;

@@ -1,4 +1,4 @@
-//! Requests that are wrong as FUSE messages: lengths, opcodes, inodes, handles, sizes.
+//! Invalid FUSE messages: lengths, opcodes, inodes, handles, sizes.
 
 use ferry_wire::fuse::abi::{
     BatchForgetIn, CopyFileRangeIn, FallocateIn, FlushIn, ForgetIn, FsyncIn, GetattrIn, GetxattrIn, InitIn, IoctlIn,

@@ -1,7 +1,7 @@
 //! Malformed input, case by case, against any server.
 //!
-//! Each case gets a connection of its own, with a directory and a file in it (the share must be writable), sends its
-//! nonsense, and then a good request: the server must answer with an error or drop the chain, and go on.
+//! Each case gets its own connection with a directory and a file in it (the share must be writable), sends malformed
+//! input, and then a valid request: the server must reply with an error or drop the chain, and continue.
 
 mod chains;
 mod headers;

@@ -1,6 +1,6 @@
-//! Bad names, in every request that takes one.
+//! Invalid names, in every request that has one.
 //!
-//! A server that takes a name for a path, and has no sandbox, makes `/ferry-hostile-escape` on its host.
+//! A server without a sandbox that takes a name for a path creates `/ferry-hostile-escape` on its host.
 
 use ferry_wire::fuse::abi::{CreateIn, LinkIn, MkdirIn, MknodIn, Opcode, Rename2In, RenameIn};
 use zerocopy::IntoBytes;

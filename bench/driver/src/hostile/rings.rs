@@ -1,4 +1,4 @@
-//! Rings that lie about themselves, and rings that are nowhere.
+//! Rings with inconsistent indexes, and rings outside of memory.
 
 use std::sync::atomic::Ordering;
 

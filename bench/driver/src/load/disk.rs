@@ -1,4 +1,4 @@
-//! The disk that a load works on.
+//! The disk of a load.
 
 use ferry_wire::blk::DeviceFeatures;
 

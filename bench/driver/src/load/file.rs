@@ -1,4 +1,4 @@
-//! The file that a load works on.
+//! The file of a load.
 
 use rustix::io::Errno;
 

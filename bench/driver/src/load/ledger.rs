@@ -1,4 +1,4 @@
-//! What each block of a disk must hold: for loads that are checked.
+//! The expected contents of each block of a disk, for verified loads.
 //!
 //! Every write of a block is another generation of it, and its data tell generation and place. A block is never in
 //! flight twice. So a write that was acknowledged and lost, one that was carried out once more after a later one, and

@@ -1,7 +1,7 @@
-//! Load at full speed, and what it costs.
+//! Load at full speed, and its costs.
 //!
-//! The requests are built once, with their descriptors; from one round to the next only `unique` and the offset are
-//! rewritten. A thread drives one queue or several, by polling their used rings or by sleeping until a call comes.
+//! The requests are built once, with their descriptors; each round only rewrites `unique` and the offset. A thread
+//! drives one or several queues, by polling their used rings or by sleeping until a call.
 
 mod disk;
 mod file;

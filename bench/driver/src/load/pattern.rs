@@ -1,4 +1,4 @@
-//! Data that can be checked anywhere: each 8 bytes are a function of their offset and a seed.
+//! Verifiable data: each 8 bytes are a function of their offset and a seed.
 
 /// The seed of the data that a file is made with.
 pub(super) const SEED_INITIAL: u64 = 0x1;

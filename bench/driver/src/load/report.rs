@@ -1,4 +1,4 @@
-//! What a load found, as one JSON object.
+//! The results of a load, as one JSON object.
 
 use std::collections::BTreeMap;
 

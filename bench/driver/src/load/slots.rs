@@ -1,4 +1,4 @@
-//! Prebuilt requests: what stays the same is written once; only the offset, and a FUSE request's `unique`, change.
+//! Prebuilt requests: constant parts are written once; only the offset, and a FUSE request's `unique`, change.
 
 use crate::memory::{Buffer, PAGE_BYTES};
 use crate::queue::descriptor;

@@ -1,7 +1,7 @@
-//! Makes, looks at and removes files in a directory from several threads, and prints how many per second as JSON.
+//! Creates, queries and removes files in a directory from several threads, and prints the rates per second as JSON.
 //!
-//! Each thread has a directory of its own. `stat` asks the file system each time (AT_STATX_FORCE_SYNC); `cached-stat` lets
-//! the kernel answer from its caches, which a pass before has filled.
+//! Each thread has its own directory. `stat` queries the file system each time (AT_STATX_FORCE_SYNC); `cached-stat`
+//! uses the kernel's caches, which a previous pass has filled.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
-//! The null file system, mounted: any name in its one directory is a file, writes go nowhere, reads give zeros.
+//! The null file system, mounted: any name in its one directory is a file, writes are discarded, reads return zeros.
 //!
-//! What remains is the cost of the way there and back. bench/peers/null.c is the same with libfuse.
+//! Only the cost of the transport remains. bench/peers/null.c is the same with libfuse.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! fio's command line for a disk, and its answer.
+//! fio's command line for a disk, and its output.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Runs the rows: all systems of a row in turn, so that what changes on the machine changes for all.
+//! Runs the rows: all systems of a row in turn, so that changes of the machine affect all.
 
 use std::collections::BTreeMap;
 use std::path::Path;

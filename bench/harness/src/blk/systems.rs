@@ -1,4 +1,4 @@
-//! What offers a disk, ours and the peers, and how each is started.
+//! The disk servers, ferry and its peers, and how each is started.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

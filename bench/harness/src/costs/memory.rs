@@ -1,4 +1,4 @@
-//! What a server keeps for a guest that has met a million inodes.
+//! The memory of a server for a guest that has looked up a million inodes.
 
 use std::collections::BTreeMap;
 use std::fs::File;

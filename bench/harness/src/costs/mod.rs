@@ -1,4 +1,4 @@
-//! The costs table: memory, walls around the server, watching what changes on the host.
+//! The costs table: memory, the sandbox, and watching for changes on the host.
 
 mod memory;
 mod report;

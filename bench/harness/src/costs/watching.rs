@@ -1,4 +1,5 @@
-//! What it costs to watch for changes on the host: files are made, changed, renamed and removed on a file system that is watched.
+//! The cost of watching for changes on the host: files are created, changed, renamed and removed on a watched file
+//! system.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -1,4 +1,4 @@
-//! The report: the published table beside ours, and what was to be reached.
+//! The report: the published table beside the measured one, and the targets.
 
 use std::fmt::Write as _;
 use std::path::Path;

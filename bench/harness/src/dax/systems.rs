@@ -1,4 +1,4 @@
-//! What is mounted in the guest, and what each line compares with.
+//! The mounts in the guest, and the comparison of each line.
 
 use crate::fio;
 use crate::line::FERRY;

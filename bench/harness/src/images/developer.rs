@@ -1,4 +1,5 @@
-//! A tree like that of a developer's image, the same each time: deep folders, many small files, few large ones, hard links, attributes.
+//! A tree like a developer's image, reproducible: deep directories, many small files, few large ones, hard links,
+//! attributes.
 
 use std::fs;
 use std::path::{Path, PathBuf};

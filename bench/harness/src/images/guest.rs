@@ -1,4 +1,4 @@
-//! A tree in a guest: our image by our virtio-fs device, and what the kernel has mounted here by virtiofsd's.
+//! A tree in a guest: the image over ferry's virtio-fs device, and the kernel's mount over virtiofsd's.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

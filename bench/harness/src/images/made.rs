@@ -1,4 +1,4 @@
-//! The images: by which commands they are made, and how large they are.
+//! The images: the commands that build them, and their sizes.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

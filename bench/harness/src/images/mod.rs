@@ -1,4 +1,4 @@
-//! The images table: trees as images, mounted by the kernel and by us.
+//! The images table: trees as images, mounted by the kernel and by ferry.
 
 mod developer;
 mod guest;

@@ -1,4 +1,4 @@
-//! Mounted images, each by its own way. They go when they are dropped.
+//! Mounted images of each kind, unmounted when dropped.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Runs the rows: all systems in turn, so that what changes on the machine changes for all.
+//! Runs the rows: all systems in turn, so that changes of the machine affect all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! The ways to a tree that are measured, ours and the peers'.
+//! The measured ways to a tree, of ferry and its peers.
 
 use crate::line::FERRY;
 

@@ -1,4 +1,4 @@
-//! A tree like that of a distribution's root, the same each time.
+//! A tree like a distribution's root, reproducible.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;

@@ -1,4 +1,4 @@
-//! The stat walk: every name of a tree listed and looked at, and nothing else.
+//! The stat walk: lists every directory of a tree and queries every name.
 
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,4 @@
-//! The metadata table: large trees in a guest, and how many requests each file takes.
+//! The metadata table: large trees in a guest, and the requests per file.
 
 mod report;
 
