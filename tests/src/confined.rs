@@ -1,4 +1,4 @@
-//! The program that shares a directory from behind all of its walls.
+//! The program, sharing a directory from its default sandbox.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::{Place, folder};
 
-/// `ferry share`, confined as it is by default, with a fresh directory.
+/// `ferry share` in its default sandbox, with a fresh directory.
 #[derive(Debug)]
 pub struct Confined {
     child: Child,
@@ -21,7 +21,7 @@ pub struct Confined {
 }
 
 impl Confined {
-    /// Starts it with more flags, and waits until it listens.
+    /// Starts it with further flags, and waits until it listens.
     pub fn start(flags: &[&str]) -> Self {
         let folder = folder(Place::Disk);
         let (socket, path) = (folder.path().join("s"), folder.path().join("shared"));
@@ -39,12 +39,12 @@ impl Confined {
         confined
     }
 
-    /// What it said on standard error.
+    /// Returns its standard error.
     pub fn said(&self) -> String {
         fs::read_to_string(self.folder.path().join("stderr")).unwrap()
     }
 
-    /// Whether it still serves: what a filter forbids would have ended it.
+    /// Returns whether it still serves: a forbidden system call would have ended it.
     pub fn is_alive(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }

@@ -1,4 +1,4 @@
-//! A file system of delays, and what its slow requests do to others: for shares of it, by whatever protocol.
+//! A file system of delays, and the effect of its slow requests on others, over every protocol.
 
 use std::collections::HashSet;
 use std::fs;

@@ -1,4 +1,4 @@
-//! A process that has put walls around itself, as it looks from outside.
+//! A process in a sandbox, as it looks from outside.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! What the whole-system tests share: a directory being served, guests that use it, and the process's own usage.
 //!
-//! The servers run in the test's own process, so that a test sees what they hold ([`Dir::usage`], descriptors,
-//! threads). Everything is given up on drop, also when a test fails: guests are killed, servers stopped, directories
+//! The servers run in the test's own process, so that a test sees their resources ([`Dir::usage`], descriptors,
+//! threads). Everything is released on drop, even when a test fails: guests are killed, servers stopped, directories
 //! removed.
 
 #![forbid(unsafe_code)]

@@ -1,7 +1,7 @@
-//! What tests of 9P share: a directory served by TCP, and guests whose kernel mounts it.
+//! Shared by the tests of 9P: a directory served over TCP, and guests whose kernel mounts it.
 //!
-//! User-mode Linux has a network of its own, so the two are joined by a tap device of the host, which takes root. (The
-//! kernel could also speak 9P over a serial line, but a line loses its place when a message is longer than 32 KiB.)
+//! User-mode Linux has a separate network, so a tap device of the host joins the two, which requires root. (9P over a
+//! serial line fails with messages longer than 32 KiB.)
 
 use std::ffi::OsString;
 use std::net::TcpListener;

@@ -1,5 +1,5 @@
-//! The command blocks of README.md and `docs/`, and the examples of the help: to run them as they are written, in namespaces of
-//! their own, so that the places that they name are free.
+//! The command blocks of README.md and `docs/`, and the examples of the help. They run as written, in separate
+//! namespaces, so that the paths that they use are free.
 
 use std::collections::BTreeSet;
 use std::fs;

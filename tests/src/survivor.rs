@@ -1,4 +1,4 @@
-//! `ferry share --state` in a process of its own, which can be killed and started again under its guest.
+//! `ferry share --state` in a separate process, which can be killed and restarted under its guest.
 
 use std::fs;
 use std::os::fd::AsRawFd;

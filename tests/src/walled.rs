@@ -1,4 +1,4 @@
-//! The program, started by some user in a folder of his own, with its walls as they are by default.
+//! The program, started by any user in a private directory, with its default sandbox.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};

@@ -1,4 +1,4 @@
-//! DAX windows: guests that have one, and a front end's side of it, that is what the server asks for and what it is answered.
+//! DAX windows: guests with one, and a front end that checks the server's requests.
 
 use std::ffi::OsString;
 use std::fs::File;

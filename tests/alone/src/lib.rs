@@ -1,7 +1,8 @@
-//! Tests that share their process with no other test.
+//! Tests that run in a separate process.
 //!
-//! The integration tests of a crate are one program, and its tests run side by side. A test that changes what belongs to the whole
-//! process (limits, the log's subscriber) or measures it (descriptors, threads, memory) runs in a process of its own:
+//! The integration tests of a crate are one program, and its tests run concurrently. A test that changes the state of
+//! the whole process (limits, the log's subscriber), or measures it (descriptors, threads, memory), runs in a separate
+//! process:
 //!
 //! ```no_run
 //! #[test]
@@ -25,7 +26,8 @@ const TEST: &str = "FERRY_TEST_IN_OWN_PROCESS";
 /// and returns when that has passed.
 ///
 /// # Panics
-/// When the test fails in its own process, or the calling thread is not the one that the harness started for the test.
+///
+/// If the test fails in its own process, or the calling thread is not the one that the harness started for the test.
 #[must_use]
 pub fn in_own_process() -> bool {
     let thread = std::thread::current();
@@ -47,10 +49,11 @@ pub fn in_own_process() -> bool {
     false
 }
 
-/// Gives the calling thread, and threads that it starts later, a umask of their own, which is 0.
+/// Gives the calling thread, and threads that it starts later, a separate umask of 0.
 ///
 /// # Panics
-/// When the kernel refuses that, which it does not for any user.
+///
+/// If the kernel refuses that, which it does for no user.
 pub fn clear_umask() {
     // SAFETY: `FS` makes the root, the working directory and the umask this thread's own. No descriptor and no memory changes.
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS) }.expect("a thread may have a umask of its own");
@@ -61,7 +64,7 @@ pub fn clear_umask() {
 mod tests {
     use super::*;
 
-    /// Set where [`the_outcome_is_that_of_another_process`] is to fail in its own process.
+    /// Set when [`the_outcome_is_that_of_another_process`] must fail in its own process.
     const FAILS: &str = "FERRY_TEST_FAILS";
 
     #[test]

@@ -1,8 +1,8 @@
-//! A test that cannot run here says so.
+//! Reports tests that cannot run here.
 //!
-//! A test that returns early passes, and nobody learns that it checked nothing. [`skip!`] writes a line to standard error, past the
-//! harness, which shows the output of failed tests only. `scripts/test` collects the lines, and counts them at its end. Where the
-//! environment variable `CI` is set, a test that is skipped fails: a machine for CI has all that the tests need.
+//! A test that returns early passes, although it checked nothing. [`skip!`] writes a line to standard error, past the
+//! harness, which only shows the output of failed tests. `scripts/test` collects and counts the lines. If the
+//! environment variable `CI` is set, a skipped test fails, because a CI machine has everything that the tests need.
 //!
 //! ```
 //! fn mounts_are_listed() {
@@ -20,11 +20,11 @@ use std::fmt;
 use std::fs::File;
 use std::io::Write;
 
-/// The file that lines are appended to, beside standard error.
+/// The file to which lines are appended, besides standard error.
 const FILE: &str = "FERRY_SKIPPED";
 
-/// Says that the test that runs is skipped, wholly or in part, and why: the arguments are those of [`format!`]. It does not return
-/// from the test.
+/// Reports that the running test is skipped, completely or in part, and why: the arguments are those of [`format!`]. It
+/// does not return from the test.
 #[macro_export]
 macro_rules! skip {
     ($($why:tt)*) => {
@@ -35,7 +35,8 @@ macro_rules! skip {
 /// What [`skip!`] does.
 ///
 /// # Panics
-/// Where `CI` is set.
+///
+/// If `CI` is set.
 #[track_caller]
 pub fn skipped(why: fmt::Arguments<'_>) {
     let line = line(&test(), &why.to_string());
@@ -53,12 +54,12 @@ fn is_ci(value: Option<&OsStr>) -> bool {
     value.is_some_and(|value| !["", "0", "false"].iter().any(|no| value == *no))
 }
 
-/// One line, whatever the reason contains.
+/// Returns one line, whatever the reason contains.
 fn line(test: &str, why: &str) -> String {
     format!("skipped: {test}: {}\n", why.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The program and the test. The harness names threads after tests.
+/// Returns the program and the test. The harness names threads after tests.
 fn test() -> String {
     let program = std::env::current_exe().unwrap_or_default();
     let program = program.file_name().unwrap_or_default().to_string_lossy();
@@ -72,7 +73,7 @@ mod tests {
 
     use super::*;
 
-    /// Set where [`skips`] is to be skipped.
+    /// Set when [`skips`] must be skipped.
     const SKIPS: &str = "FERRY_TEST_SKIPS";
 
     #[test]

@@ -1,6 +1,6 @@
-//! A file system of one file, `disk`, that fails in places, mounted until somebody unmounts it.
+//! A file system of one file, `disk`, with faulty zones, mounted until it is unmounted.
 //!
-//! `ferry-bad-disk MOUNTPOINT`. The file has a zone of 64 KiB at each MiB; what is wrong there, says [`Zone`].
+//! `ferry-bad-disk MOUNTPOINT`. The file has a zone of 64 KiB at each MiB; [`Zone`] lists their faults.
 
 #![forbid(unsafe_code)]
 
@@ -24,7 +24,7 @@ const SLOW: Duration = Duration::from_secs(2);
 /// The file's inode.
 const FILE: Ino = Ino(2);
 
-/// What is wrong with a part of the file.
+/// The fault of a part of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Zone {
     Good,
@@ -34,20 +34,20 @@ enum Zone {
     Full,
     /// Cannot be written.
     Unwritable,
-    /// Gives half of what is asked for.
+    /// Returns half of the requested bytes.
     Short,
     /// Takes long.
     Slow,
-    /// From then on nothing becomes durable.
+    /// From then on syncs fail.
     Breaks,
-    /// From then on it does again.
+    /// From then on syncs succeed again.
     Mends,
 }
 
 const ZONES: [Zone; 8] =
     [Zone::Good, Zone::Unreadable, Zone::Full, Zone::Unwritable, Zone::Short, Zone::Slow, Zone::Breaks, Zone::Mends];
 
-/// The worst zone that a range touches.
+/// Returns the worst zone that a range touches.
 fn zone(at: &IoRange) -> Zone {
     let end = at.offset.saturating_add(at.len.into());
     let touched = |number: u64| at.offset < (number << 20) + ZONE_BYTES && end > number << 20;

@@ -1,7 +1,8 @@
-//! Puts walls around itself, as a server does, and tries to get out: `ferry-escape WALLS DIR ATTEMPT [WHAT]`.
+//! Enters a sandbox, as a server does, and tries to escape: `ferry-escape LAYERS DIR ATTEMPT [WHAT]`.
 //!
-//! Walls are a list of `namespaces`, `capabilities`, `landlock`, `landlock:PORT`, `seccomp`, `seccomp-log`, `seccomp-trap`, of a role with less,
-//! `worker`, `disk`, `mapper`, `connector`, `outside`, `holder`, or `none`; the directory is what stays inside. Says `worked`, or the number of the error.
+//! LAYERS is a list of `namespaces`, `capabilities`, `landlock`, `landlock:PORT`, `seccomp`, `seccomp-log`,
+//! `seccomp-trap`, of a role with less, `worker`, `disk`, `mapper`, `connector`, `outside`, `holder`, or `none`; DIR is
+//! the directory that stays accessible. Prints `worked`, or the number of the error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -23,12 +24,12 @@ use rustix::process::Pid;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
-    let [_, walls, dir, attempt, what @ ..] = &args[..] else { panic!("ferry-escape WALLS DIR ATTEMPT [WHAT]") };
-    let walls: Vec<&str> = walls.split(',').collect();
+    let [_, layers, dir, attempt, what @ ..] = &args[..] else { panic!("ferry-escape LAYERS DIR ATTEMPT [WHAT]") };
+    let layers: Vec<&str> = layers.split(',').collect();
     let mut dir = PathBuf::from(dir);
     // As a server has the files of its disks.
     let before = (attempt == "again").then(|| File::open(&what[0]).unwrap());
-    if walls.contains(&"namespaces") {
+    if layers.contains(&"namespaces") {
         let held = BlockedSignals::hold().unwrap();
         ferry_isolation::is_possible(&View::default()).unwrap();
         let view = View { roots: vec![Root { path: dir, access: Access::ReadWrite }], ..View::default() };
@@ -39,10 +40,10 @@ fn main() -> ExitCode {
         held.release().unwrap();
     }
     let share = File::open(dir).unwrap();
-    if walls.contains(&"capabilities") {
+    if layers.contains(&"capabilities") {
         Capabilities::of_server(false).limit(Capabilities::NONE).unwrap();
     }
-    if let Some(landlock) = walls.iter().find_map(|wall| wall.strip_prefix("landlock")) {
+    if let Some(landlock) = layers.iter().find_map(|wall| wall.strip_prefix("landlock")) {
         // The only port that can be connected to.
         let ports: Vec<u16> = landlock.strip_prefix(':').map(|port| port.parse().unwrap()).into_iter().collect();
         let fenced =
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
         assert_ne!(fenced, ferry_isolation::LandlockStatus::Not);
     }
     for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
-        if walls.contains(&word) {
+        if layers.contains(&word) {
             Filter::of(Role::Server, action).unwrap().apply().unwrap();
         }
     }
@@ -63,7 +64,7 @@ fn main() -> ExitCode {
         ("holder", Role::Holder),
     ];
     for (word, role) in roles {
-        if walls.contains(&word) {
+        if layers.contains(&word) {
             Filter::of(role, Action::Kill).unwrap().apply().unwrap();
         }
     }
@@ -158,7 +159,7 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
     }
 }
 
-/// The kernel has made the call, as its answer shows.
+/// The kernel has carried out the call, as its result shows.
 fn came_to(answer: rustix::io::Result<()>, expected: Errno) -> io::Result<()> {
     match answer {
         Err(errno) if errno == expected => Ok(()),

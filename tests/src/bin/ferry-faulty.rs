@@ -1,7 +1,7 @@
-//! A file system that misbehaves, each file in a way of its own, mounted until somebody unmounts it.
+//! A file system with faulty files, each with another fault, mounted until it is unmounted.
 //!
-//! `ferry-faulty MOUNTPOINT PATH SECONDS`: by which path requests travel, and after how many seconds a handler is given
-//! up. The file `good` behaves: who asks about it must not notice what the others do.
+//! `ferry-faulty MOUNTPOINT PATH SECONDS`: the transport of requests, and the time limit of a handler in seconds. The
+//! file `good` has no fault: its users must not notice the others.
 
 #![forbid(unsafe_code)]
 
@@ -19,12 +19,12 @@ use ferry_vfs::{
 
 /// What `good` holds.
 const GOOD: &[u8] = b"as it should be\n";
-/// The size that the others say they have, unless they lie about that.
+/// The reported size of the other files, unless that is their fault.
 const SIZE: u64 = 65_536;
-/// More than any answer may have.
+/// More than a reply may contain.
 const FAR_TOO_MUCH: usize = 4 << 20;
 
-/// What is wrong with each file; its inode is its place here, after the root's.
+/// The fault of each file; its inode number is its index here, after the root's.
 const FILES: &[&str] = &[
     "good",
     "panic-lookup",
@@ -86,7 +86,7 @@ impl Faulty {
     }
 }
 
-/// The name of an inode; empty for the root.
+/// Returns the name of an inode; empty for the root.
 fn name(ino: Ino) -> &'static str {
     let place = usize::try_from(ino.0).ok().and_then(|ino| ino.checked_sub(2));
     place.and_then(|place| FILES.get(place)).copied().unwrap_or_default()

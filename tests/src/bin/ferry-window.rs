@@ -1,11 +1,11 @@
-//! What a program in a guest does with files that it has mapped: `ferry-window ACTION ARG...`, each one system call or two.
+//! Operations of a guest's program on mapped files: `ferry-window ACTION ARG...`, one or two system calls each.
 //!
 //! * `sum FILE`: the sum of its bytes, read through a mapping.
 //! * `store FILE OFFSET TEXT`: stores the text through a shared mapping, and makes it durable.
 //! * `append FROM TO`: appends FROM to TO; the buffer of the write is a mapping of FROM.
-//! * `keep FILE READY GO`: maps FILE, touches all of it, makes READY, waits for GO, then reads each page and stores into it; says how
-//!   many had something in them before.
-//! * `fill FROM TO`: reads FROM into a shared mapping of TO, which is as long at least.
+//! * `keep FILE READY GO`: maps FILE, reads every page, creates READY, waits for GO, then reads each page and stores
+//!   into it; prints how many were not zero before.
+//! * `fill FROM TO`: reads FROM into a shared mapping of TO, which is at least as long.
 
 #![allow(clippy::unwrap_used, reason = "an action that cannot go on has failed")]
 

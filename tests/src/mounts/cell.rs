@@ -1,4 +1,4 @@
-//! The matrix: which source, by which path, how much cached.
+//! The test matrix: source, transport, cache mode.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! Every kind of change, made on one side and looked for on the other.
+//! Every kind of change, made on one side and checked on the other.
 
 use std::fs::{self, File, Permissions};
 use std::io::Write;

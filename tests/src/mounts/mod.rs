@@ -1,8 +1,8 @@
 //! File systems mounted on this host by the program itself: `ferry mount` as a user runs it.
 //!
-//! A [`Cell`] of the matrix is a source and a path of requests; [`Mounted`] is one such mount, with a folder of its
-//! own. Programs run on it through its [`Site`], each with a limit of time. Nothing here may hang: each mount has a
-//! watchdog that ends its FUSE connection, whereupon everything that waits for it gets an error.
+//! A [`Cell`] of the matrix is a source and a transport; [`Mounted`] is one such mount, with its own directory.
+//! Programs run on it through its [`Site`], each with a time limit. Nothing may hang: each mount has a watchdog that
+//! aborts its FUSE connection, so that all waiting processes get an error.
 
 mod cell;
 mod changes;

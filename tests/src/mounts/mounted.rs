@@ -1,4 +1,4 @@
-//! One mount: the program, its folder, its end.
+//! One mount: the program, its directory, its end.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

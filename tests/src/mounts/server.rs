@@ -1,4 +1,4 @@
-//! 9P servers of a directory, as programs of their own: ours and other people's.
+//! 9P servers of a directory, as separate programs: ferry and others.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! Settings of the running kernel, changed for the length of a test.
+//! Settings of the running kernel, changed for the duration of a test.
 
 use std::fs;
 use std::sync::{Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! Running programs in a folder, each with a limit of time.
+//! Programs that run in a directory, each with a time limit.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Other people's programs that test file systems, and what people do with file systems all day.
+//! Public test suites for file systems, and everyday programs.
 
 pub mod build;
 pub mod fsx;

@@ -1,4 +1,5 @@
-//! Tests that nothing else may run beside: they change settings of the machine, or measure time. They run one at a time (`ferry_tests::alone`).
+//! Tests that must not run beside others: they change settings of the machine, or measure time. They run one at a time
+//! (`ferry_tests::alone`).
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 

@@ -1,7 +1,7 @@
-//! Kernels that forbid io_uring, or FUSE over it: a mount falls back to /dev/fuse and says so.
+//! Kernels that forbid io_uring, or FUSE over it: a mount falls back to /dev/fuse and reports it.
 //!
-//! These tests change settings of the whole machine for a moment; nothing else runs beside them (a test program of
-//! their own, and one at a time).
+//! These tests change settings of the whole machine for a moment, so they are in a separate program and run one at a
+//! time.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Requests that wait hold up no others: a share of a directory on a FUSE file system of delays, on one queue.
+//! Requests that block do not delay others: a share of a directory on a FUSE file system of delays, on one queue.
 
 use std::collections::HashSet;
 use std::fs;

@@ -1,5 +1,5 @@
-//! One directory, changed through one mount, by another process or on the host, and seen through another mount: how old is
-//! what it shows?
+//! One directory, changed through one mount, by another process or on the host, and read through another mount: how
+//! stale is the result?
 
 use std::fs::{self, File, Permissions};
 use std::io::{Read, Write};
@@ -105,7 +105,7 @@ fn lag(what: &str, bound: Duration, change: impl FnOnce(), seen: impl Fn() -> bo
 
 /// When a change is to be seen by whoever has looked before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seen {
+enum Staleness {
     /// When he looks again, for he is asked each time.
     AtOnce,
     /// So long after it was made, or by then if he is told.
@@ -113,10 +113,10 @@ enum Seen {
 }
 
 /// How late changes through `one` are seen through `two`, which knows what was there before; never later than is said.
-fn measure(what: &str, one: &Path, two: &Path, seen: Seen) {
+fn measure(what: &str, one: &Path, two: &Path, seen: Staleness) {
     let bound = match seen {
-        Seen::AtOnce => Duration::ZERO,
-        Seen::Within(bound) => bound,
+        Staleness::AtOnce => Duration::ZERO,
+        Staleness::Within(bound) => bound,
     };
     let name = |number: u32| (one.join(format!("f{number}")), two.join(format!("f{number}")));
     let mut worst: [(Duration, u32); 5] = Default::default();
@@ -152,20 +152,22 @@ fn measure(what: &str, one: &Path, two: &Path, seen: Seen) {
         names.iter().zip(worst).map(|(name, (lag, looks))| format!("{name} {lag:.1?}/{looks}")).collect();
     println!("{what}: {seen:?}; latest/looks: {}", shown.join(", "));
     match seen {
-        Seen::AtOnce => assert!(worst.iter().all(|(_, looks)| *looks == 1), "{what}: not at the first look: {shown:?}"),
-        Seen::Within(bound) => {
+        Staleness::AtOnce => {
+            assert!(worst.iter().all(|(_, looks)| *looks == 1), "{what}: not at the first look: {shown:?}")
+        }
+        Staleness::Within(bound) => {
             assert!(least.iter().all(|lag| *lag <= bound + SLACK_LEAST), "{what}: not within {bound:?}: {least:.1?}");
         }
     }
 }
 
 /// What may be old, and for how long: nothing, a second, or until somebody was told.
-fn when(cache: &str, writeback: bool, told: bool) -> Seen {
+fn when(cache: &str, writeback: bool, told: bool) -> Staleness {
     match cache {
         // Who writes back believes what it knows until it is told.
-        "none" if !writeback => Seen::AtOnce,
-        "auto" if !told => Seen::Within(Duration::from_secs(1)),
-        _ => Seen::Within(Duration::ZERO),
+        "none" if !writeback => Staleness::AtOnce,
+        "auto" if !told => Staleness::Within(Duration::from_secs(1)),
+        _ => Staleness::Within(Duration::ZERO),
     }
 }
 
@@ -245,7 +247,7 @@ fn staleness_in_one_process_with_two_sources() {
         let cells = [&cell(cache, false), &cell(cache, false)];
         let Some(pair) = Pair::with_each(cells, LIMIT, [&["--read-only"], &[]]) else { return };
         let [a, b] = pair.paths();
-        measure(&format!("one process, two sources, cache={cache}"), b, a, Seen::Within(Duration::ZERO));
+        measure(&format!("one process, two sources, cache={cache}"), b, a, Staleness::Within(Duration::ZERO));
         pair.finish();
     }
 }

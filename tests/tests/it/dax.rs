@@ -1,4 +1,4 @@
-//! The DAX window: in a stock QEMU guest with a stock kernel, and by a front end that does as it likes.
+//! The DAX window: in a stock QEMU guest with a stock kernel, and with a hostile front end.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,9 +28,9 @@ const REQUESTS: &str = "ferry_engine::requests: ";
 
 /// What the server was asked, by operation: the log of requests, counted.
 #[derive(Clone, Default)]
-struct Asked(Arc<Mutex<String>>);
+struct MessageLog(Arc<Mutex<String>>);
 
-impl Write for Asked {
+impl Write for MessageLog {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let text = String::from_utf8_lossy(bytes);
         // What goes wrong is to be seen; the requests are many.
@@ -46,10 +46,10 @@ impl Write for Asked {
     }
 }
 
-impl Asked {
+impl MessageLog {
     /// From now on, those of the share of this test's. The tests of a process have one log.
     fn begin() -> Self {
-        static ONE: OnceLock<Asked> = OnceLock::new();
+        static ONE: OnceLock<MessageLog> = OnceLock::new();
         let asked = ONE.get_or_init(Self::start).clone();
         asked.counts();
         asked
@@ -122,7 +122,7 @@ fn a_guest_reads_and_writes_through_its_window() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let asked = Asked::begin();
+    let asked = MessageLog::begin();
     let programs = programs();
     let options = Options {
         cache: Cache::None,
@@ -182,7 +182,7 @@ fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let asked = Asked::begin();
+    let asked = MessageLog::begin();
     let programs = programs();
     let options = Options {
         cache: Cache::None,
@@ -270,7 +270,7 @@ fn mappings_are_created_and_removed() {
         return;
     }
     // Before the usual log is made: there is one for all tests of a process.
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("native");
     let (mut driver, line, node) = native(&share);
     // A whole chunk: the file itself.
@@ -339,7 +339,7 @@ fn a_write_across_the_end_follows_earlier_stores() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("across");
     let (mut driver, line, node) = native(&share);
     let (copy, start) = map_end(&mut driver, &line, node);
@@ -385,7 +385,7 @@ fn the_end_of_a_file_is_not_left_behind() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("behind");
     let (mut driver, line, node) = native(&share);
     let (copy, start) = map_end(&mut driver, &line, node);
@@ -421,7 +421,7 @@ fn a_copy_is_not_read_for_every_request() {
     }
     const REQUESTS: u64 = 50;
     let _alone = alone();
-    Asked::begin();
+    MessageLog::begin();
     let options = Options { read_only: true, queues: 1, name: "copied".into(), ..Options::default() };
     let share = Share::with(Place::Disk, options);
     let path = share.path.join("file");
@@ -469,7 +469,7 @@ fn a_panic_in_a_listener_keeps_the_window() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("panics");
     let (mut driver, line, node) = native(&share);
     // A request that never comes is an error.
@@ -501,7 +501,7 @@ fn holes_are_filled_before_the_guest_writes() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("native-holes");
     let file = File::create(share.path.join("file")).unwrap();
     file.set_len(2 * CHUNK).unwrap();
@@ -529,7 +529,7 @@ fn a_silent_front_end_blocks_no_request() {
         return;
     }
     // Before the usual log is made: there is one for all tests of a process.
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("silent");
     let (mut driver, line, node) = native(&share);
     let ticket = send(&mut driver, &setup(node, 0, 0, SETUPMAPPING_READ));
@@ -569,7 +569,7 @@ fn a_file_truncated_by_the_host_ends_no_process() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Asked::begin();
+    MessageLog::begin();
     let share = share_with_file("truncated");
     let (mut driver, line, node) = native(&share);
     let handle = driver.open(node, 2).unwrap().fh;

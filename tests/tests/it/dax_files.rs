@@ -1,4 +1,4 @@
-//! Which files a guest uses its window for, where it leaves that to the server: `ferry share --dax-files`.
+//! The files for which a guest uses its window if it leaves the choice to the server: `ferry share --dax-files`.
 
 use std::fs::{self, File};
 use std::time::Duration;

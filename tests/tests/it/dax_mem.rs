@@ -1,4 +1,4 @@
-//! The DAX window on the source `mem`: a guest maps the very pages that the server copies from and to.
+//! The DAX window on the source `mem`: a guest maps the pages that the server copies from and to.
 
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! Files in a guest's window that another client makes shorter: nobody touches a page behind the end of a file.
+//! Files in a guest's window that another client shortens: no access goes past the end of a file.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! Other people's suites in a stock QEMU guest with a DAX window.
+//! Public suites in a stock QEMU guest with a DAX window.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Disks, through other people's client: libblkio in qemu-io.
+//! Disks with a public client: libblkio in qemu-io.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! Disks on files and devices that fail, and drivers that pull the ground away.
+//! Disks on failing files and devices, and drivers that remove memory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! Images as disks, through other people's client, and mounted by the kernel from a copy of the disk.
+//! Images as disks with a public client, and mounted by the kernel from a copy of the disk.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -1,4 +1,4 @@
-//! Disks under load that is checked: every block must hold what was written there last, also when servers are killed.
+//! Disks under a verified load: every block must hold its last write, even when servers are killed.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

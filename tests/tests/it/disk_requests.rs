@@ -1,4 +1,4 @@
-//! Disks, through a driver that cuts descriptors as it likes and sends what makes no sense.
+//! Disks with a driver that splits descriptors freely and sends invalid requests.
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;

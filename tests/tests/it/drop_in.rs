@@ -1,4 +1,4 @@
-//! Called as `virtiofsd`, with virtiofsd's options: a Linux guest sees the same of both.
+//! Called as `virtiofsd`, with virtiofsd's options: a Linux guest sees no difference.
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;

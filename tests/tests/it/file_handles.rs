@@ -1,5 +1,5 @@
-//! File handles of mounts on this host (`name_to_handle_at(2)`, `open_by_handle_at(2)`), as NFS servers use them: they lead to
-//! their files also when the kernel has forgotten these, as those of the host's own file system do.
+//! File handles of mounts on this host (`name_to_handle_at(2)`, `open_by_handle_at(2)`), as NFS servers use them. They
+//! lead to their files even when the kernel has evicted the inodes, as on the host's own file system.
 
 use std::ffi::CString;
 use std::fs::{self, File};

@@ -1,7 +1,7 @@
 //! What two guests and the host see of each other's files, one step after the other.
 //!
-//! A step is announced by a file of its own, and so is a failure, for which nobody then waits. Guests cannot be told of changes: with `cache=auto` names and attributes
-//! may be a second old; whoever opens a file sees what is in it now.
+//! Each step, and each failure, is announced by a file. Guests cannot be notified of changes: with `cache=auto` names
+//! and attributes may be a second old, and an open sees the current contents.
 
 use std::fs;
 use std::io::Write;

@@ -1,5 +1,6 @@
-//! Requests of far more bytes than were agreed on, in chains whose descriptors all have the same memory: they cost the guest nothing, and
-//! the server must not make room for them, whatever its source. One test, for it measures its process.
+//! Requests of far more bytes than negotiated, in chains whose descriptors all refer to the same memory. They cost the
+//! guest nothing, so the server must not allocate memory for them, whatever its source. One test, because it measures
+//! its process.
 
 use std::sync::Arc;
 use std::time::Duration;

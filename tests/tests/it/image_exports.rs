@@ -1,4 +1,4 @@
-//! Images through the exports: the whole tree as it was, by virtio-fs and by 9P, and never bytes that nobody put into it.
+//! Images through the exports: the whole unchanged tree over virtio-fs and 9P, and never other bytes.
 
 use crate::common;
 

@@ -1,5 +1,5 @@
-//! Images where the kernel itself proves the bytes of files: ext4 with fs-verity in a QEMU guest. Objects of the layout composefs, and packs of
-//! the layout flat.
+//! Images with files that the kernel verifies: ext4 with fs-verity in a QEMU guest. Objects of the layout composefs,
+//! and packs of the layout flat.
 
 use std::ffi::OsStr;
 use std::path::Path;

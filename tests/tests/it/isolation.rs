@@ -1,4 +1,4 @@
-//! The walls around a server, each tried from inside, and what the program puts up on its own.
+//! The sandbox of a server: each layer tried from inside, and the program's default layers.
 
 use std::fs;
 use std::net::TcpListener;
@@ -421,7 +421,7 @@ fn files_that_are_moved_out_are_not_opened() {
 
 /// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
 #[test]
-fn what_cannot_be_had_is_said() {
+fn unavailable_features_are_reported() {
     if !is_root() {
         return;
     }

@@ -1,4 +1,4 @@
-//! The walls around a server of disks: what the program puts up on its own, and that disks work behind them as before.
+//! The sandbox of a server of disks: the program's default layers, and disks that work in it.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -318,7 +318,7 @@ fn the_lock_is_the_servers() {
 }
 
 #[test]
-fn walls_are_as_the_flags_say() {
+fn the_sandbox_follows_the_flags() {
     if !is_root() {
         return;
     }
@@ -335,7 +335,7 @@ fn walls_are_as_the_flags_say() {
 
 /// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
 #[test]
-fn what_cannot_be_had_is_said() {
+fn unavailable_features_are_reported() {
     if !is_root() {
         return;
     }

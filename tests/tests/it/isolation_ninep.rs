@@ -1,5 +1,5 @@
-//! The walls around a server that shares a 9P server's tree again: they stand, and the server behind is reached through them, also after
-//! it was away.
+//! The sandbox of a server that shares a 9P server's tree: its layers hold, and it still reaches the 9P server, even
+//! after an outage.
 
 use crate::certificates;
 
@@ -373,7 +373,7 @@ fn a_missing_server_is_reported() {
 
 /// Without namespaces the other walls stand, and the server is reached all the same.
 #[test]
-fn walls_are_as_the_flags_say() {
+fn the_sandbox_follows_the_flags() {
     if !is_root() {
         return;
     }

@@ -1,4 +1,4 @@
-//! The walls around a server of images and of persistent memory, and that both can be read as before behind them.
+//! The sandbox of a server of images and of persistent memory, and that both can be read in it.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};

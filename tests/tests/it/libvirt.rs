@@ -1,5 +1,5 @@
-//! Libvirt starts the program on its own, as it starts virtiofsd: it finds it by its descriptor, passes it a listening
-//! socket and its own set of options, and gives QEMU's guest the file systems.
+//! Libvirt starts the program as it starts virtiofsd: it finds it by its descriptor file, passes it a listening socket
+//! and options, and gives QEMU's guest the file systems.
 
 use std::fs;
 use std::path::Path;

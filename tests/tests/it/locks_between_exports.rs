@@ -1,5 +1,5 @@
-//! One table of locks for all exports of a source that has locks of its own: a mount on this host, a 9P client and a guest exclude each
-//! other and wait for each other, also where they go by the same number.
+//! One lock table for all exports of a source: a mount on this host, a 9P client and a guest exclude each other and
+//! wait for each other, even with equal owner numbers.
 
 use std::fs::{self, File};
 use std::path::Path;

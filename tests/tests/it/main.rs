@@ -1,4 +1,4 @@
-//! The integration tests, in one program: one for each file would take much longer to link.
+//! The integration tests, in one program, because one per file takes much longer to link.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 

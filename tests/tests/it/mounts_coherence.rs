@@ -1,5 +1,4 @@
-//! Two mounts of one source with `--cache always`: what one changes, the other shows, and what nobody changes costs
-//! nothing.
+//! Two mounts of one source with `--cache always`: each shows the other's changes, and unchanged files cost nothing.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

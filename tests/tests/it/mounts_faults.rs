@@ -1,4 +1,4 @@
-//! Mounts that cannot be made, and servers that die.
+//! Mounts that fail, and servers that die.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -207,7 +207,7 @@ fn ended_by_a_signal() {
 
 /// A second process's flags that make no sense are refused before anything is mounted.
 #[test]
-fn what_cannot_be_had_is_said() {
+fn unavailable_features_are_reported() {
     let Some((folder, at)) = mountpoint() else { return };
     let pmem = format!("pmem:{}", folder.path().join("below").display());
     let here = Site::on_host(folder.path());

@@ -1,4 +1,4 @@
-//! Mounts in a guest with a newer kernel (Linux 7.2, FUSE 7.45): what differs from the host's shows here.
+//! Mounts in a guest with a newer kernel (Linux 7.2, FUSE 7.45), which differs from the host's.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Handlers of a source that panic, block, lie: an error to that caller alone.
+//! Handlers of a source that panic, block or return wrong results: only their caller gets an error.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,5 +1,5 @@
-//! Servers that are killed while they tell the kernel of changes: a thread that does so may be unable to end before the
-//! mount does.
+//! Servers that are killed while they notify the kernel of changes: such a thread may be unable to end before the mount
+//! does.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;

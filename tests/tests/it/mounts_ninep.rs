@@ -1,5 +1,5 @@
 //! Mounts of a 9P server on this host (`ferry mount 9p:...`): several of one server, many callers, and a server that is
-//! killed and started again.
+//! killed and restarted.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,4 @@
-//! Other people's suites and programs on mounts of this host: each source, by each path.
+//! Public suites and programs on mounts of this host: each source with each transport.
 
 use std::collections::BTreeSet;
 use std::path::Path;

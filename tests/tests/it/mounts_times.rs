@@ -1,4 +1,4 @@
-//! Times of files that change without a request, as programs like make go by them.
+//! Times of files that change without a request, which programs like make depend on.
 
 use std::process::Command;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The server's life cycle and its borders, driven from the host as a guest's kernel would.
+//! The server's life cycle and limits, driven from the host as by a guest's kernel.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, symlink};

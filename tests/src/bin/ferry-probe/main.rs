@@ -1,8 +1,8 @@
-//! Checks a file system from within: what each system call must do, one small check after the other.
+//! Checks a file system from within: the required behaviour of each system call, in small checks.
 //!
-//! `ferry-probe DIR [CHECK...]` runs the checks in fresh folders below DIR and says of each `NAME ok` or
-//! `NAME FAILED: why`. It runs in the guest on a share, and on the host as a reference: what fails there too is
-//! not the share's fault. `ferry-probe --role ROLE ARG...` is one of several processes of a check.
+//! `ferry-probe DIR [CHECK...]` runs the checks in fresh directories below DIR and prints for each `NAME ok` or `NAME
+//! FAILED: why`. It runs in a guest on a share, and on the host as a reference: a failure on both is not the share's.
+//! `ferry-probe --role ROLE ARG...` is one of several processes of a check.
 
 #![allow(clippy::unwrap_used, reason = "a check that cannot go on has failed")]
 
@@ -22,10 +22,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-/// A check's name, and what it does in a folder of its own.
+/// A check's name, and its function, which gets a directory of its own.
 type Check = (&'static str, fn(&Path));
 
-/// Where and why the last check failed.
+/// The location and reason of the last failure.
 static WHY: Mutex<String> = Mutex::new(String::new());
 
 fn main() -> ExitCode {

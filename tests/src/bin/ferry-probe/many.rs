@@ -45,14 +45,14 @@ impl Role {
         Self { child, input, output }
     }
 
-    /// A process that has the lock.
+    /// A process that holds the lock.
     pub fn hold(kind: &str, path: &Path) -> Self {
         let mut role = Self::start(&["hold", kind, path.to_str().unwrap()]);
         assert_eq!(role.line(), "held");
         role
     }
 
-    /// Whether another process can have the lock now.
+    /// Returns whether another process can take the lock now.
     pub fn try_lock(kind: &str, path: &Path) -> bool {
         Self::start(&["try", kind, path.to_str().unwrap()]).line() == "held"
     }
@@ -87,7 +87,7 @@ impl Drop for Role {
     }
 }
 
-/// What a process is to do.
+/// The role of a process.
 pub fn role(args: &[String]) -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
@@ -155,7 +155,7 @@ pub fn role(args: &[String]) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Listens on a unix socket, and carries what comes there to an address and back, until it is killed.
+/// Listens on a unix socket, and relays its connections to an address, until it is killed.
 fn forward(path: &str, address: &str) {
     let carry = |mut from: Box<dyn Read + Send>, mut to: Box<dyn Write + Send>, end: Box<dyn Fn() + Send>| {
         std::thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! Who may do what: suid, sgid and capabilities that must vanish, owners of what is made, ACLs, xattrs.
+//! Privileges: suid, sgid and capabilities that must be cleared, owners of created files, ACLs, xattrs.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
@@ -29,7 +29,7 @@ pub const CHECKS: &[Check] = &[
     ("acl-clears-sgid", acl_clears_sgid),
 ];
 
-/// A file of root's that anybody may write and run, with suid and sgid.
+/// A file of root that every user may write and execute, with suid and sgid.
 fn privileged(dir: &Path, name: &str) -> PathBuf {
     let path = dir.join(name);
     fs::write(&path, [1; 10_000]).unwrap();
@@ -44,7 +44,7 @@ fn open(path: &Path) -> File {
 
 pub type Change = (&'static str, fn(&Path));
 
-/// What takes suid and sgid away.
+/// Operations that clear suid and sgid.
 pub const CHANGES: &[Change] = &[
     ("write", |path| open(path).write_all_at(b"x", 0).unwrap()),
     ("append", |path| std::io::Write::write_all(&mut File::options().append(true).open(path).unwrap(), b"x").unwrap()),
@@ -63,7 +63,7 @@ pub const CHANGES: &[Change] = &[
     ("create-trunc", |path| drop(File::create(path).unwrap())),
 ];
 
-/// The same, by calls that not every protocol has.
+/// The same, with calls that not every protocol supports.
 pub const RANGE_CHANGES: &[Change] = &[
     ("fallocate", |path| fallocate(open(path), FallocateFlags::empty(), 0, 20_000).unwrap()),
     ("punch", |path| {

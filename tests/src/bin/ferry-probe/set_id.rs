@@ -1,4 +1,4 @@
-//! Files with suid and sgid: who may keep the bits, and that nobody runs a file by bits that are gone.
+//! Files with suid and sgid: who may keep the bits, and that cleared bits have no effect.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt, chown};

@@ -1,4 +1,4 @@
-//! Many at once on the same names and on the same bytes.
+//! Concurrent operations on the same names and bytes.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
