@@ -78,11 +78,10 @@ pub struct Options {
     pub name: Option<String>,
     /// The type in the table of mounts, after `fuse.`. Default: `ferry`.
     pub subtype: String,
-    /// The source has other exports too. With [`Cache::Always`], a file whose first open is for writing is then not
-    /// passed through, so that the others are told of each write. The kernel wants opens that overlap to agree: a file
-    /// that is being read stays passed through when somebody opens it for writing as well; what that one writes then goes
-    /// by the server all the same. Only of what it stores through a shared mapping the others are told when it is
-    /// closed. Default: no.
+    /// The source has other exports. With [`Cache::Always`], a file first opened for writing then does not use
+    /// passthrough, so that the others are notified of each write. The kernel requires overlapping opens to agree: a file
+    /// that is being read keeps passthrough when it is opened for writing, too, but its writes go through the server.
+    /// Stores through a shared mapping are only notified at close. Default: no.
     pub shared: bool,
     /// The source's files lie on an overlayfs (a container's root) or another file system that is stacked on one. Only
     /// then can they be passed through; but no overlayfs can be put on such a mount. Default: no.

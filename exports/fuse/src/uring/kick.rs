@@ -1,9 +1,9 @@
 //! Makes the kernel look for requests that wait for a ring entry.
 //!
 //! A request that finds no free entry is queued, and the kernel looks at that queue only when a reply is committed:
-//! entries that are registered meanwhile stay empty. So after a registration we ask the kernel for a message to
-//! ourselves, one for each new entry (FUSE protocol 7.45, `FUSE_NOTIFY_RETRIEVE` of no bytes of a file): it comes
-//! through the queue of the CPU that asks, and what is committed to it fetches a request that waits.
+//! entries that are registered meanwhile stay empty. So after a registration the worker requests a message to itself
+//! per new entry (FUSE protocol 7.45, `FUSE_NOTIFY_RETRIEVE` of no bytes of a file). The message arrives on the queue of
+//! the requesting CPU, and committing its reply fetches a waiting request.
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;

@@ -190,7 +190,7 @@ impl Queue {
         true
     }
 
-    /// Answers a request whose transfer a worker makes and does not come back from.
+    /// Replies to a request whose transfer blocks its worker.
     pub(super) fn revoke(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         let state = &block.states[slot];
@@ -291,7 +291,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Answers the request whose transfer has ended.
+    /// Replies to the request whose transfer has ended.
     fn finish_transfer(&self, index: usize, outcome: io::Result<usize>) {
         let Self { queue, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return };
