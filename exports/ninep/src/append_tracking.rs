@@ -1,10 +1,9 @@
 //! Detects appends by a client that writes at the end of file that it knows.
 //!
-//! `O_APPEND` comes with Tlopen alone: neither does a Twrite repeat it, nor is the server told when `fcntl` takes it from the client's
-//! file. But a client that appends writes where it believes the end to be, and others, also other processes of this client, for
-//! which Linux may have other inodes, may have made the file longer. So a Twrite by a fid that was opened for appending is appended if its
-//! offset lies between what was known of the end through this fid and where the file ends now. Any other offset is meant as it is said: the
-//! flag is gone, or the client writes pages of its cache back.
+//! Only Tlopen carries `O_APPEND`: a Twrite does not repeat it, and the server does not learn when `fcntl` clears it. A
+//! client that appends writes at the end that it knows, but others may have made the file longer. So a Twrite through a
+//! fid opened for appending is an append if its offset is between the end known through this fid and the current end.
+//! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

@@ -28,14 +28,13 @@
 //!   inside TLS (feature `tls`);
 //! * `device`: descriptor chains.
 //!
-//! # Whom it trusts
+//! # Trust
 //!
-//! Nobody, with the server: whatever comes is decoded once, with every length checked; what a client can make us hold is
-//! limited, and a client that begins and does not go on is disconnected ([`Limits`]). But 9P has no authentication: whoever
-//! can connect is believed to be who it says, unless [`Users`] says otherwise. So unix sockets are to be for their user
-//! alone, and TCP beyond this machine has to be asked for ([`Options::remote`]), except with TLS that lets in only clients
-//! with a certificate. A vsock socket is there for the virtual machines of this host: all of them reach it, unless its
-//! address says which.
+//! No client is trusted with the server: messages are decoded once, with every length checked. The resources of a client
+//! are limited, and a client that stalls is disconnected ([`Limits`]). But 9P has no authentication: the server believes
+//! the user ids that a client sends, unless [`Users`] restricts them. So a unix socket must be private to its user, and
+//! TCP for other machines must be enabled ([`Options::remote`]), unless TLS requires client certificates. A vsock socket
+//! is reachable by all virtual machines of this host, unless its address names one.
 #![forbid(unsafe_code)]
 
 mod append_tracking;
