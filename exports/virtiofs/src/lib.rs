@@ -95,20 +95,20 @@ pub struct Options {
     pub on_migration_error: OnMigrationError,
     /// How the target host finds inodes when a guest is migrated.
     pub migration: IdentityScope,
-    /// What threads call before they begin with their work, which is the same until they end.
+    /// Called by threads before they begin their work, which stays the same until they end.
     pub begun: Begun,
 }
 
-/// What threads of the device call before they begin.
+/// Functions that threads of the device call before they begin.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Begun {
-    /// One that serves a guest's requests, and starts threads for those that take long.
+    /// Called by a thread that serves a guest's requests, or starts threads for slow ones.
     pub worker: Option<fn()>,
-    /// One that maps files in a guest's window.
+    /// Called by the thread that maps files in a guest's window.
     pub mapper: Option<fn()>,
 }
 
-/// What to do about inodes that cannot be taken to another host, or are not found there.
+/// How to handle inodes that cannot be migrated, or are not found on the target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnMigrationError {
     /// The migration fails.
@@ -216,16 +216,16 @@ pub enum Error {
     /// The number of queues.
     #[error("{0} request queues; choose 1 to {QUEUES_MAX}")]
     Queues(usize),
-    /// What a server before this one has left.
+    /// The state that the previous server left.
     #[error(transparent)]
     TakeUp(#[from] RestoreError),
-    /// What is written down would be of no use.
-    #[error("only a directory's files can be found again by the server after this one")]
+    /// The source's inodes cannot be identified by the next server.
+    #[error("only a directory's files can be found again by the next server")]
     NoIdentities,
-    /// Memory for what is in flight.
-    #[error("memory for what is in flight cannot be had: {0}")]
+    /// Memory for requests in flight.
+    #[error("cannot allocate memory for requests in flight: {0}")]
     InFlight(std::io::Error),
-    /// What is kept.
+    /// The stored state.
     #[error(transparent)]
     Kept(#[from] StoreError),
     /// The window.
@@ -233,11 +233,11 @@ pub enum Error {
     Window(u64),
 }
 
-/// A source being offered on a socket.
+/// A source that is exported on a socket.
 pub struct Export {
     server: Server,
     source: Arc<dyn FileSystem>,
-    /// Its file goes when this is dropped.
+    /// Its file is removed when this is dropped.
     socket: Option<Socket>,
 }
 
@@ -248,17 +248,17 @@ impl std::fmt::Debug for Export {
 }
 
 impl Export {
-    /// Makes the socket, for this user alone, and serves it on threads of its own, one front end after another.
+    /// Creates the socket, private to this user, and serves it on separate threads, one front end after another.
     ///
     /// # Errors
-    /// [`Error`]: the socket cannot be made, or the options make no sense.
+    /// [`Error`]: the socket cannot be created, or the options are invalid.
     pub fn listen(socket: &Path, source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
         let socket = Socket::bind(socket)?;
         let export = Self::from_listener(socket.listener()?, source, options)?;
         Ok(Self { socket: Some(socket), ..export })
     }
 
-    /// Serves a socket that somebody else made.
+    /// Serves an existing socket.
     ///
     /// # Errors
     /// [`Error`].
@@ -274,18 +274,18 @@ impl Export {
         Ok(Self { server, source, socket: None })
     }
 
-    /// For whoever waits until there is nobody to serve any more, see [`Options::once`].
+    /// Returns a value to wait for the end of the only guest, see [`Options::once`].
     pub fn ended(&self) -> Ended {
         self.server.ended()
     }
 
-    /// Takes no more requests, ends those under way, makes everything durable and removes the socket. What the guest holds
+    /// Stops accepting requests, completes those in flight, syncs everything and removes the socket. The guest's session
     /// is kept for the next server, see [`Options::kept`].
     pub fn stop(self) {
         self.end(Server::stop);
     }
 
-    /// The same where there is no next server: the guest loses the device, and nothing is kept for it.
+    /// As [`Self::stop`], without a next server: the guest loses the device, and its session is not kept.
     pub fn stop_for_good(self) {
         self.end(Server::stop_for_good);
     }
