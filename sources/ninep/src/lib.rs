@@ -21,15 +21,15 @@
 //!
 //! # When the connection is lost
 //!
-//! It is made again, however long that takes, and requests wait for it for [`Options::patience`]. Fids are found again
-//! by the names that led to them, and must be the same file (`ESTALE` else); open files are opened again, locks taken
-//! again. Requests that were under way are made again if that comes to the same; where it does not (making, linking,
-//! renaming, removing) whoever asked gets `EIO`, for nobody knows whether it was done. A write that no fsync was
-//! answered for may be lost together with the server: the next fsync says so.
+//! The client reconnects, however long that takes, and requests wait for [`Options::patience`]. Fids are found again by
+//! the names that led to them; another file there is an error (`ESTALE`). Open files are reopened and locks set again.
+//! Idempotent requests in flight are repeated. Others (creating, linking, renaming, removing) fail with `EIO`, because
+//! their outcome is unknown. A write without a successful fsync may be lost with the server; the next fsync reports
+//! that.
 //!
-//! # Whom it trusts
+//! # Trust
 //!
-//! The server with the files; not with this process. Replies are decoded with every length checked, and an invalid one
+//! The server is trusted with the files, but not with this process. Replies are decoded with every length checked, and an invalid one
 //! ends the connection. The client's kernel checks permissions. The server sees one user ([`Options::uid`]), except for
 //! new files, which are created as the caller.
 #![forbid(unsafe_code)]
