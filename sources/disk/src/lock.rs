@@ -67,7 +67,7 @@ fn try_take(file: &File, path: &Path, writes: bool) -> Result<(), Error> {
     let in_use = |what| Err(Error::InUse { path: path.into(), what });
     for used in uses {
         if is_taken(file, FORBIDS + used) {
-            return in_use(if *used == WRITE { "it wants nobody else to write" } else { "it wants it for itself" });
+            return in_use(if *used == WRITE { "it forbids other writers" } else { "it requires exclusive use" });
         }
     }
     match forbids.iter().any(|forbidden| is_taken(file, USES + forbidden)) {
