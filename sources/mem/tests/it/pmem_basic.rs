@@ -363,7 +363,7 @@ fn a_second_tier_takes_what_does_not_fit_the_first() {
     check(&fs);
     drop(fs);
     std::fs::write(&tier2, vec![0; 33 << 20]).unwrap();
-    assert!(sentence(&path, &options).contains("no second tier"));
+    assert!(sentence(&path, &options).contains("not a second tier"));
 }
 
 /// What a power cut at this moment would leave: nobody has synced, and nobody has closed the image.
