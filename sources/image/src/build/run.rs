@@ -48,18 +48,18 @@ fn build_with<W: ContentWriter>(
     let refused = |at: &str, reason: &str| Error::Input { path: source.into(), at: at.into(), reason: reason.into() };
     let mut tree = match Input::of(source, &meter)? {
         Input::Tar(_) | Input::Dump(_) | Input::Oci(_) if !options.filter.exclude.is_empty() => {
-            let reason = "only of directories something can be left out (tar has an --exclude of its own)";
+            let reason = "files can be excluded only when the source is a directory (use the --exclude of tar)";
             return Err(refused("as a whole", reason));
         }
         Input::Directory | Input::Dump(_) | Input::Oci(_) if options.whiteouts.is_some() => {
-            let reason = "what becomes of whiteouts is asked of archives only, which are layers by themselves";
+            let reason = "whiteouts can be chosen only for a tar archive, which is one layer";
             return Err(refused("as a whole", reason));
         }
         Input::Directory => directory::read(source, &mut writer, options.threads.max(1), &options.filter, progress)?,
         Input::Dump(file) if W::IS_COMPOSEFS => dump::read(file, source)?,
         Input::Dump(_) => {
             let reason =
-                "it has the names of files' bytes only, which the layout flat has no use for: use the layout composefs";
+                "it names the objects of files but has no data, which the layout flat needs: use the layout composefs";
             return Err(refused("a dump file", reason));
         }
         Input::Tar(file) => tar::read(file, source, options.whiteouts, &mut writer)?,

@@ -159,5 +159,5 @@ impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
     }
 }
 
-/// What a look at an image's bytes answers.
+/// The result of reading bytes of an image.
 pub type Checked<T> = Result<T, Flaw>;

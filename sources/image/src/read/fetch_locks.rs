@@ -66,7 +66,7 @@ impl FetchLocks {
     pub(crate) fn of(store: &Path) -> Self {
         let file = File::options().read(true).write(true).create(true).truncate(false).open(store.join(FILE));
         if let Err(error) = &file {
-            tracing::debug!("{}: whether others fetch the same is not known: {error}", store.display());
+            tracing::debug!("{}: cannot tell what other processes fetch: {error}", store.display());
         }
         Self(file.ok())
     }
@@ -118,7 +118,7 @@ impl Drop for FetchLock<'_> {
     fn drop(&mut self) {
         let Some(file) = self.file else { return };
         if let Err(error) = fcntl(file, FcntlArg::F_OFD_SETLK(&request(libc::F_UNLCK, self.range))) {
-            tracing::warn!("others wait for what was fetched: {error}");
+            tracing::warn!("cannot unlock fetched objects, so other processes wait: {error}");
         }
     }
 }

@@ -62,7 +62,7 @@ impl Objects {
     pub fn open_with(image: &Image, folder: &Path, missing: Option<Missing>) -> Result<Self> {
         // Others can be read all the same.
         if let Some(Err(error)) = missing.as_ref().map(|missing| repair_packs(image, folder, Some(&*missing.from))) {
-            tracing::warn!("{}: what is damaged in the store stays so", told(&error));
+            tracing::warn!("{}: damaged packs in the store are not repaired", told(&error));
         }
         Self::open_repaired(image, folder, missing)
     }

@@ -42,7 +42,7 @@ impl PartialPacks {
         self.elsewhere.get_or_init(|| {
             let found = Store::open(&self.store).and_then(|store| store.places());
             found.unwrap_or_else(|error| {
-                tracing::warn!("{error}: what other packs have is fetched all the same");
+                tracing::warn!("{error}: objects are fetched even where other packs have them");
                 StorePlaces::known(Places::new())
             })
         })

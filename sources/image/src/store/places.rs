@@ -126,7 +126,7 @@ impl StorePlaces {
             return None;
         }
         if !layout::is_whole(&self.store, &index) {
-            tracing::warn!("{}: the pack {pack} is cut off and not used", self.store.display());
+            tracing::warn!("{}: the pack {pack} is truncated and not used", self.store.display());
             return None;
         }
         Some(Usable { damaged: layout::noted(&self.store, pack), index })
@@ -134,7 +134,7 @@ impl StorePlaces {
 
     /// All places, by the packs' indexes.
     fn read_all(&self) -> Places {
-        tracing::warn!("{}: the table of packs is damaged, and made again", self.store.display());
+        tracing::warn!("{}: the table of packs is damaged and is rebuilt", self.store.display());
         // Whoever opens the store next makes another one.
         let table = layout::packs_folder(&self.store).join(pack_table::FILE);
         if let Err(error) = std::fs::remove_file(&table) {
