@@ -9,6 +9,7 @@
 //! * [`BlockingPool`]: a few threads for slow calls that have no asynchronous form.
 //! * [`Watch`], [`Monitor`]: replace the worker of a queue while a handler is blocked.
 //! * [`Mailbox`]: how other threads and the control plane reach a worker.
+//! * [`Windows`]: which files are mapped in DAX windows, and how truncation waits for them.
 //! * [`RatelimitedLog`]: a rate limit for log lines that a client can cause.
 //! * [`requests`]: a log of requests and their outcomes.
 //!
@@ -51,6 +52,7 @@ mod ring;
 mod sync_on_stop;
 mod transfers;
 mod watch;
+mod windows;
 mod worker_monitor;
 
 pub use blocking::{read_blocking, sync_blocking, write_blocking};
@@ -68,4 +70,5 @@ pub use registered::MemoryOwner;
 pub use sync_on_stop::sync_on_stop;
 pub use transfers::{IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints};
 pub use watch::{CallSnapshot, Ownership, Watch};
+pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 pub use worker_monitor::{AbortPolicy, BLOCKED, CurrentRequest, Monitor, MonitorHandle, MonitoredWorker, Replacement};

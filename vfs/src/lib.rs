@@ -140,7 +140,6 @@ mod names;
 mod ratelimited_log;
 mod removal;
 mod types;
-mod windows;
 
 pub use acl::mode_without_acl;
 pub use attr::{openable, without_privileges};
@@ -163,7 +162,6 @@ pub use types::{
     Attr, ByNumber, Caller, CopyRange, CreateArgs, Data, DirItem, DirRange, Entry, Features, Handle, Ino, IoRange,
     Lock, LockKind, LockOutcome, LockOwner, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
-pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 
 /// What every method of the contract answers.
 pub type Result<T> = std::result::Result<T, Errno>;

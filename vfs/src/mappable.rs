@@ -12,7 +12,7 @@ pub trait Mappable {
     /// Returns a descriptor of the whole file: the same bytes at the same offsets, open for reading, and for writing too
     /// if `writes`. The file need not be open: Linux names it by inode. The descriptor stays valid when the file is
     /// unlinked. The source does not see what the client reads and writes through the mapping. Before a source makes
-    /// such a file shorter, it calls [`Windows::shortening`](crate::Windows::shortening).
+    /// such a file shorter, it has it taken out of the windows (`shortening` of the crate `ferry-engine`).
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         Err(Errno::NOSYS)
     }

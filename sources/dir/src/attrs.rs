@@ -3,9 +3,10 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use ferry_engine::{Shortening, Windows};
 use ferry_vfs::{
-    Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SessionId, SetAttr, SetTime,
-    Shortening, Statfs, Windows, without_privileges,
+    Attr, Caller, Change, Errno, FileType, Handle, Ino, Lockable, OFlags, Result, SessionId, SetAttr, SetTime, Statfs,
+    without_privileges,
 };
 use rustix::fs::{Access, AtFlags, Gid, Mode, Statx, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, Uid};
 use rustix::path::DecInt;

@@ -4,9 +4,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use ferry_engine::Windows;
 use ferry_vfs::{
     Backing, Caller, Change, CopyRange, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable,
-    OFlags, Result, Seek, Windows, openable,
+    OFlags, Result, Seek, openable,
 };
 use rustix::fs::{Mode, SeekFrom};
 use rustix::path::DecInt;

@@ -7,7 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use ferry_vfs::{Errno, FileId, FileType, Ino, Result, Timespec};
+use ferry_engine::FileId;
+use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
 use crate::mount::Mount;
 use crate::number::{self, HandleNumbers};

@@ -23,7 +23,8 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Data, FallocateFlags, FileId, Ino, Input, Name, Output, Result, Seek, Timespec};
+use ferry_engine::FileId;
+use ferry_vfs::{Backing, Data, FallocateFlags, Ino, Input, Name, Output, Result, Seek, Timespec};
 
 use crate::machine::kernel_time;
 use crate::tree::Tree;

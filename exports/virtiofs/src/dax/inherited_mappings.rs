@@ -8,8 +8,9 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use ferry_engine::{FileId, Member, Windows};
 use ferry_state::MappedFile;
-use ferry_vfs::{Backing, Caller, FileId, FileSystem, Ino, Member, SessionId, Windows};
+use ferry_vfs::{Backing, Caller, FileSystem, Ino, SessionId};
 use ferry_vhost::Window;
 use rustix::fs::fstat;
 
@@ -24,7 +25,7 @@ use super::table::ActiveMapping;
 pub(super) struct InheritedMappings {
     pub(super) placed: Vec<ActiveMapping>,
     pub(super) files: HashMap<Ino, Open>,
-    pub(super) claims: HashMap<u64, ferry_vfs::Claim>,
+    pub(super) claims: HashMap<u64, ferry_engine::Claim>,
     unfinished: IncompleteMappings,
 }
 

@@ -6,10 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
+use ferry_engine::{Claim, Done, FileId, Member, Windows};
 use ferry_serve::{Mapping, MappingReply, RatelimitedLog};
-use ferry_vfs::{
-    Backing, Caller, Change, Claim, Done, Errno, FileId, FileSystem, Ino, Member, Piece, Result, SessionId, Windows,
-};
+use ferry_vfs::{Backing, Caller, Change, Errno, FileSystem, Ino, Piece, Result, SessionId};
 use ferry_vhost::{Part, Window, WindowError};
 use rustix::fs::fstat;
 

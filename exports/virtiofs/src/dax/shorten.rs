@@ -11,7 +11,7 @@
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferry_vfs::{Done, FileId, Window};
+use ferry_engine::{Done, FileId, Window};
 use rustix::fs::fstat;
 
 use super::PAGE_BYTES;

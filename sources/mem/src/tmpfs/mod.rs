@@ -20,7 +20,8 @@ mod pages;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, FileId, Ino, Input, Output, Result, Seek, Timespec};
+use ferry_engine::FileId;
+use ferry_vfs::{Backing, Data, Errno, Extent, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 use rustix::fs::{AtFlags, Mode, OFlags, SeekFrom};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
 use rustix::path::DecInt;

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use ferry_engine::{Shortening, Windows};
 use ferry_vfs::{
-    Attr, Caller, Change, Entry, Errno, Ino, Result, SessionId, SetAttr, SetTime, Shortening, Timespec, Windows,
-    without_privileges,
+    Attr, Caller, Change, Entry, Errno, Ino, Result, SessionId, SetAttr, SetTime, Timespec, without_privileges,
 };
 
 use super::acl::{self, Acl};

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use ferry_engine::Windows;
 use ferry_vfs::{
     Backing, Caller, Change, CopyRange, CreateArgs, Data, Entry, Errno, FallocateFlags, FileType, Handle, Ino, Input,
-    IoRange, Lockable, Name, OFlags, Output, Result, Seek, Windows, openable,
+    IoRange, Lockable, Name, OFlags, Output, Result, Seek, openable,
 };
 
 use super::attrs::{S_ISGID, S_ISUID, S_IXGRP, now_after};

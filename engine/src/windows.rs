@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
-use crate::{Errno, Result, SessionId};
+use ferry_vfs::{Errno, Result, SessionId};
 
 /// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
 /// is not to hold up other clients, and then has itself to blame.
@@ -258,7 +258,7 @@ impl Windows {
     }
 
     /// To be called before a file is made as short as `end` on behalf of this session, with no lock in hand that
-    /// [`crate::Mappable::map`] takes; what comes back is to be dropped afterwards. Waits until windows of other sessions
+    /// [`ferry_vfs::Mappable::map`] takes; what comes back is to be dropped afterwards. Waits until windows of other sessions
     /// have nothing behind the end any more, 10 s at most: a window that takes longer is not waited for again before it is
     /// back. Costs one load in processes without windows, where `file` is not called.
     pub fn shortening(&self, by: SessionId, file: impl FnOnce() -> Option<FileId>, end: u64) -> Shortening {
