@@ -66,31 +66,41 @@ fn servers_of_idle_guests_sleep() {
     let sockets = ["fs", "blk", "9p-device", "9p"].map(|name| place.path().join(name));
     let [data, disk, fs, blk, device, unix] =
         [&data, &disk, &sockets[0], &sockets[1], &sockets[2], &sockets[3]].map(|path| path.to_str().unwrap());
-    sleeps(&["share", data, "--virtiofs", fs], fs.as_ref(), 0, |socket| {
-        let mut driver = driver(socket, 1, 0);
-        driver.init().unwrap();
-        driver.getattr(ROOT).unwrap();
-        Box::new(driver)
-    });
-    sleeps(&["disk", disk, "--vhost-user", blk], blk.as_ref(), DISK_WAKES_MAX, |socket| {
-        let mut driver = driver(socket, 0, 0);
-        let ticket = driver.queue(0).submit(&[&[0; 16]], &[512, 1]).unwrap();
-        assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply.last(), Some(&0));
-        Box::new(driver)
-    });
     let version = [&21u32.to_le_bytes()[..], &[100, 255, 255], &8192u32.to_le_bytes(), b"\x08\x009P2000.L"].concat();
-    sleeps(&["share", data, "--9p", &format!("vhost-user:{device}")], device.as_ref(), 0, |socket| {
-        let mut driver = driver(socket, 0, 1);
-        let ticket = driver.queue(0).submit(&[&version], &[8192]).unwrap();
-        assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply[..4], version[..4]);
-        Box::new(driver)
-    });
-    sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), NINEP_WAKES_MAX, |socket| {
-        let mut stream = retry(|| UnixStream::connect(socket).ok());
-        stream.write_all(&version).unwrap();
-        let mut reply = [0; 21];
-        stream.read_exact(&mut reply).unwrap();
-        assert_eq!(reply[..4], version[..4]);
-        Box::new(stream)
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            sleeps(&["share", data, "--virtiofs", fs], fs.as_ref(), 0, |socket| {
+                let mut driver = driver(socket, 1, 0);
+                driver.init().unwrap();
+                driver.getattr(ROOT).unwrap();
+                Box::new(driver)
+            });
+        });
+        scope.spawn(|| {
+            sleeps(&["disk", disk, "--vhost-user", blk], blk.as_ref(), DISK_WAKES_MAX, |socket| {
+                let mut driver = driver(socket, 0, 0);
+                let ticket = driver.queue(0).submit(&[&[0; 16]], &[512, 1]).unwrap();
+                assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply.last(), Some(&0));
+                Box::new(driver)
+            });
+        });
+        scope.spawn(|| {
+            sleeps(&["share", data, "--9p", &format!("vhost-user:{device}")], device.as_ref(), 0, |socket| {
+                let mut driver = driver(socket, 0, 1);
+                let ticket = driver.queue(0).submit(&[&version], &[8192]).unwrap();
+                assert_eq!(driver.queue(0).wait_for(ticket, LIMIT).unwrap().reply[..4], version[..4]);
+                Box::new(driver)
+            });
+        });
+        scope.spawn(|| {
+            sleeps(&["share", data, "--9p", &format!("unix:{unix}")], unix.as_ref(), NINEP_WAKES_MAX, |socket| {
+                let mut stream = retry(|| UnixStream::connect(socket).ok());
+                stream.write_all(&version).unwrap();
+                let mut reply = [0; 21];
+                stream.read_exact(&mut reply).unwrap();
+                assert_eq!(reply[..4], version[..4]);
+                Box::new(stream)
+            });
+        });
     });
 }
