@@ -260,7 +260,8 @@ fn mistakes_are_named() {
     assert!(refused(2, &mut offer(&ours)).contains("image:PATH needs --store"));
     let twice = refused(2, offer(&disk).arg(&image).arg("--vhost-user").arg(&socket));
     assert!(twice.contains("is given twice"), "{twice}");
-    for wrong in [["--format", "vmdk"], ["--queues", "257"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
+    for wrong in
+        [["--format", "vmdk"], ["--queues", "257"], ["--queues", "0"], ["--cache", "maybe"], ["--poll-us", "x"]]
     {
         let output = run(offer(&disk).args(wrong));
         assert_eq!(output.status.code(), Some(2), "{wrong:?}");
