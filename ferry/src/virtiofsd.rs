@@ -1,35 +1,23 @@
 //! `virtiofsd`, or `ferry-virtiofsd`: under these names the program takes the options of virtiofsd 1.14, also in the older form `-o a=b,c` that
 //! libvirt passes, and does what `ferry share` does with its own for them.
 
+mod maps;
+mod process;
+
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
-use rustix::process::{Resource, Rlimit, getegid, geteuid, getrlimit, setrlimit};
+use rustix::process::{getegid, geteuid};
 
 use crate::sandbox::{Modcaps, Sandbox, Seccomp};
-use crate::socket;
+use maps::{Map, namespace_rules};
+pub use process::{ProcessSetup, leave_pid_file, remove_pid_file};
 
 /// The name of the program that this stands in for.
 const NAME: &str = "virtiofsd";
 /// The name that `make install` gives it beside that one.
 const INSTALLED: &str = "ferry-virtiofsd";
-
-/// Linux's number for whoever cannot be named (`/proc/sys/kernel/overflowuid`).
-const OVERFLOW: u64 = 65_534;
-/// One more than the highest number of a user or group.
-const IDS: u64 = u32::MAX as u64;
-/// Open files that are asked for without a word, if the host has so many for a process.
-const NOFILE_USUAL: u64 = 1_000_000;
-/// Where the host says how many a process may have at most.
-const NR_OPEN: &str = "/proc/sys/fs/nr_open";
-
-/// The file with this process's number, which is locked as long as it is open: until this process ends.
-static PID_FILE: Mutex<Option<(PathBuf, File)>> = Mutex::new(None);
 
 /// Whether the program was started under that name.
 pub fn is_one(program: &OsStr) -> bool {
@@ -55,15 +43,6 @@ pub const CAPABILITIES: &str = r#"{
     "separate-options"
   ]
 }"#;
-
-/// What this process does before it shares.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct ProcessSetup {
-    /// The limit of open files.
-    nofile: Option<u64>,
-    /// A file for the number of this process.
-    pid_file: Option<PathBuf>,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum When {
@@ -402,166 +381,6 @@ impl Args {
     }
 }
 
-impl ProcessSetup {
-    /// Carries them out. A limit that may not be raised so far is raised as far as it may.
-    ///
-    /// # Errors
-    /// What cannot be had, in a sentence.
-    pub fn make(&self) -> Result<(), String> {
-        match self.nofile {
-            Some(0) => {}
-            Some(limit) => {
-                if let Err(error) = set_limit(limit) {
-                    let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
-                    eprintln!(
-                        "virtiofsd: --rlimit-nofile {limit}: {error}; it is {most}, the most that this user may have"
-                    );
-                }
-            }
-            None => {
-                let host = std::fs::read_to_string(NR_OPEN).ok().and_then(|number| number.trim().parse().ok());
-                let limit = NOFILE_USUAL.min(host.unwrap_or(NOFILE_USUAL));
-                if getrlimit(Resource::Nofile).maximum.is_some_and(|most| most < limit) {
-                    // What may be had is no less than before.
-                    let _ = set_limit(limit);
-                }
-            }
-        }
-        let Some(path) = &self.pid_file else { return Ok(()) };
-        let is_locked = |error: &std::io::Error| error.kind() == ErrorKind::WouldBlock;
-        let file = socket::retry_in_use(|| write_pid(path), is_locked).map_err(|error| {
-            if is_locked(&error) {
-                let owner = std::fs::read_to_string(path).unwrap_or_default();
-                return format!(
-                    "{} is locked by a server that runs, process {}: end that one, or choose another --socket-path",
-                    path.display(),
-                    owner.trim()
-                );
-            }
-            format!("{} cannot be written: {error}", path.display())
-        })?;
-        *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some((path.clone(), file));
-        Ok(())
-    }
-}
-
-/// Lets go of the file with the number of the process that was started, in another one: it is still locked by that one, and a
-/// server behind walls has no file outside of them.
-pub fn leave_pid_file() {
-    *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = None;
-}
-
-/// Removes the file with this process's number, if it has one and that still has its name: nobody runs whose number it is.
-pub fn remove_pid_file() {
-    let Some((path, file)) = PID_FILE.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
-    if is_at(&path, &file).unwrap_or_default() {
-        // Where it cannot be removed it is as it was.
-        let _ = std::fs::remove_file(&path);
-    }
-}
-
-/// Whether a path leads to this file.
-fn is_at(path: &Path, file: &File) -> rustix::io::Result<bool> {
-    let (file, named) = (rustix::fs::fstat(file)?, rustix::fs::lstat(path)?);
-    Ok((named.st_dev, named.st_ino) == (file.st_dev, file.st_ino))
-}
-
-/// Sets the limit, and what it can be raised to: a source raises it as far as it may.
-fn set_limit(limit: u64) -> rustix::io::Result<()> {
-    setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) })
-}
-
-/// Writes this process's number down, for its user alone, and not through a link. The file is locked until it is closed, as virtiofsd
-/// has it, so that none that is started later takes it.
-///
-/// # Errors
-/// [`ErrorKind::WouldBlock`]: somebody else has locked it, and it is as it was. The system's.
-fn write_pid(path: &Path) -> std::io::Result<File> {
-    // Not blocking: a FIFO there has nobody who reads.
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mode = Mode::RUSR | Mode::WUSR;
-    let mut file = loop {
-        let file = File::from(rustix::fs::open(path, flags, mode)?);
-        // What is written to is changed: it must be no other file of ours, by another name, and nobody else's.
-        let found = rustix::fs::fstat(&file)?;
-        let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
-        if !is_file || found.st_nlink > 1 || found.st_uid != rustix::process::geteuid().as_raw() {
-            return Err(std::io::Error::other("it is no regular file of this user's with one name; remove it"));
-        }
-        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        // Between the two somebody may have removed or replaced it.
-        if is_at(path, &file).unwrap_or_default() {
-            break file;
-        }
-    };
-    file.set_len(0)?;
-    rustix::fs::fchmod(&file, mode)?;
-    writeln!(file, "{}", std::process::id())?;
-    Ok(file)
-}
-
-/// A map of a user namespace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Map {
-    guest: u64,
-    host: u64,
-    count: u64,
-}
-
-impl Map {
-    fn parse(map: &str) -> Result<Self, String> {
-        let wrong = || format!("{map:?} is no map: :GUEST:HOST:COUNT:, as in :0:100000:65536:");
-        let separator = map.chars().next().ok_or_else(wrong)?;
-        let body = map.strip_prefix(separator).and_then(|map| map.strip_suffix(separator)).ok_or_else(wrong)?;
-        let numbers: Vec<u64> = body
-            .split(separator)
-            .map(str::parse::<u32>)
-            .map(|number| number.map(u64::from))
-            .collect::<Result<_, _>>()
-            .map_err(|_| wrong())?;
-        let [guest, host, count] = numbers[..] else { return Err(wrong()) };
-        Ok(Self { guest, host, count })
-    }
-
-    /// Whether a server that can make files of this number only can go by it.
-    fn is_for(self, id: u32) -> Result<(), String> {
-        let Self { guest, host, count } = self;
-        if host == u64::from(id) && count == 1 {
-            return Ok(());
-        }
-        Err(format!(
-            ":{guest}:{host}:{count}:: a server without privileges can make files of its own number only, {id}: start it as root, \
-             or with that number alone, as in :0:{id}:1:"
-        ))
-    }
-}
-
-/// The maps of a user namespace as rules for numbers: those of no map are nobody's.
-fn namespace_rules(maps: &[Map]) -> Vec<String> {
-    if maps.is_empty() {
-        return Vec::new();
-    }
-    let mut rules: Vec<String> =
-        maps.iter().map(|Map { guest, host, count }| format!("map:{guest}:{host}:{count}")).collect();
-    let inside = maps.iter().map(|map| (map.guest, map.count)).collect();
-    let outside = maps.iter().map(|map| (map.host, map.count)).collect();
-    rules.extend(gaps(inside).map(|(base, count)| format!("forbid-guest:{base}:{count}")));
-    rules.extend(gaps(outside).map(|(base, count)| format!("squash-host:{base}:{OVERFLOW}:{count}")));
-    rules
-}
-
-/// The ranges of numbers that are in none of these.
-fn gaps(mut ranges: Vec<(u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
-    ranges.sort_unstable();
-    ranges.push((IDS, 0));
-    let mut from = 0;
-    ranges.into_iter().filter_map(move |(base, count)| {
-        let gap = (from, base.saturating_sub(from));
-        from = from.max(base + count);
-        (gap.1 > 0).then_some(gap)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -669,58 +488,6 @@ mod tests {
             let error = line(args).expect_err(args);
             assert!(error.contains(words), "{args}: {error}");
         }
-    }
-
-    #[test]
-    fn maps_of_a_namespace_leave_all_others_out() {
-        let maps = [":0:100000:65536:", "/70000/5/1/"].map(|map| Map::parse(map).expect(map));
-        let rules = namespace_rules(&maps);
-        let expected = [
-            "map:0:100000:65536",
-            "map:70000:5:1",
-            "forbid-guest:65536:4464",
-            "forbid-guest:70001:4294897294",
-            "squash-host:0:65534:5",
-            "squash-host:6:65534:99994",
-            "squash-host:165536:65534:4294801759",
-        ];
-        assert_eq!(rules, expected);
-        let rules: Vec<ferry_idmap::Rule> = rules.iter().map(|rule| rule.parse().expect(rule)).collect();
-        ferry_idmap::Ids::new(&rules).expect("no two of one number");
-    }
-
-    #[test]
-    fn a_map_that_takes_privileges_is_refused_without_them() {
-        let map = |map| Map::parse(map).expect(map).is_for(1000);
-        assert_eq!(map(":0:1000:1:"), Ok(()));
-        assert_eq!(map(":5:1000:1:"), Ok(()));
-        for refused in [":0:1000:2:", ":1:100000:65536:", ":0:0:1:"] {
-            let said = map(refused).expect_err(refused);
-            assert!(said.starts_with(refused) && said.ends_with("as in :0:1000:1:"), "{said}");
-        }
-    }
-
-    /// The file's place is known beforehand: somebody may have put there what is to be overwritten.
-    #[test]
-    fn a_process_number_is_written_to_a_file_of_its_own_alone() {
-        use std::os::unix::fs::{PermissionsExt, symlink};
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        std::fs::write(at("precious"), "precious").expect("a file");
-        std::fs::hard_link(at("precious"), at("linked")).expect("a link");
-        symlink(at("precious"), at("symlink")).expect("a link");
-        rustix::fs::mknodat(rustix::fs::CWD, at("fifo"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a FIFO");
-        for name in ["linked", "symlink", "fifo"] {
-            write_pid(&at(name)).expect_err(name);
-        }
-        let found = std::fs::metadata(at("precious")).expect("it is there");
-        assert_eq!(std::fs::read(at("precious")).expect("it is there"), b"precious");
-        assert_ne!(found.permissions().mode() & 0o777, 0o600);
-        let file = write_pid(&at("pid")).expect("a free path");
-        assert_eq!(write_pid(&at("pid")).expect_err("it is locked").kind(), ErrorKind::WouldBlock);
-        drop(file);
-        let _again = write_pid(&at("pid")).expect("it was left");
-        assert_eq!(std::fs::read_to_string(at("pid")).expect("it is there").trim(), std::process::id().to_string());
     }
 
     #[test]
