@@ -8,11 +8,13 @@
 //! ([`crate::guardian`]) holds it, too, and when the server has died answers in its place, [`answer_for_dead_server`]: what is here may be read,
 //! all else is an I/O error. It goes when the packs are whole, nobody has them open any more, or the next server says that it is there,
 //! by a lock on each of them. The marks are of the files, so that server answers for the old mount, too.
-#![allow(unsafe_code, reason = "a descriptor that comes in an event, and a lease, which have no safe name elsewhere")]
+#![allow(unsafe_code, reason = "a lease has no safe name elsewhere")]
+
+mod event;
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -32,17 +34,14 @@ use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
 use rustix::io::Errno;
 
 use super::fuse_fallback::KernelMountError;
+use event::{PermissionEvent, ask};
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
 const FAN_PRE_ACCESS: u64 = 0x0010_0000;
-/// `FAN_EVENT_INFO_TYPE_RANGE`.
-const INFO_RANGE: u8 = 6;
 /// `FAN_ALLOW`.
 const ALLOW: u32 = 1;
 /// `FAN_DENY`, with the error for the reader: `EIO`.
 const DENY: u32 = 2 | (5 << 24);
-/// Room for an event with its range (48 bytes), and not for two.
-const EVENT_BYTES: usize = 64;
 /// The byte of a pack by whose lock a server says that it is there: no pack is so long.
 const SERVED_BYTE: i64 = i64::MAX - 1;
 /// How often the guardian looks whether it is still needed.
@@ -56,67 +55,6 @@ const PAUSE: Duration = Duration::from_millis(10);
 const WAITING_MAX: usize = 256;
 /// Who was refused is refused again for so long: EROFS asks again for each page of what it could not read.
 const REFUSAL: Duration = Duration::from_secs(1);
-
-/// A question of the kernel's: may this be read?
-#[derive(Debug)]
-struct PermissionEvent {
-    /// The file, opened for us such that nobody is asked when we use it.
-    file: OwnedFd,
-    /// The number that the answer names the question by.
-    number: RawFd,
-    pid: i32,
-    /// Offset and length in bytes; all of the file if the kernel does not say.
-    range: (u64, u64),
-}
-
-/// What an event says: the number of its descriptor, the process, and the range.
-fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
-    let field = |at: usize| bytes.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
-    let wide = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes);
-    let all = usize::try_from(field(0)?).ok()?;
-    let head = usize::from(u16::from_ne_bytes(bytes.get(6..8)?.try_into().ok()?));
-    let (fd, pid) = (field(16)?, field(20)?);
-    let mut range = (0, u64::MAX);
-    let mut at = head;
-    while at + 4 <= all.min(bytes.len()) {
-        let length = usize::from(u16::from_ne_bytes(bytes.get(at + 2..at + 4)?.try_into().ok()?));
-        if bytes[at] == INFO_RANGE {
-            range = (wide(at + 8)?, wide(at + 16)?);
-        }
-        at += length.max(4);
-    }
-    Some((fd, pid, range))
-}
-
-/// The next question; waits for one.
-fn ask(group: impl AsFd) -> io::Result<PermissionEvent> {
-    let mut bytes = [0; EVENT_BYTES];
-    let count = rustix::io::read(&group, &mut bytes)?;
-    let event = read_event(bytes.get(..count).unwrap_or_default());
-    let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
-    // SAFETY: the kernel has just opened it for whoever reads the event, and nobody else has read this one.
-    let file = unsafe { OwnedFd::from_raw_fd(number) };
-    Ok(PermissionEvent { file, number, pid, range })
-}
-
-impl PermissionEvent {
-    fn answer(&self, group: impl AsFd, response: u32) {
-        let mut bytes = [0; 8];
-        bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
-        bytes[4..].copy_from_slice(&response.to_ne_bytes());
-        // A reader that was killed waits for nothing.
-        if let Err(error) = rustix::io::write(group, &bytes)
-            && error != Errno::NOENT
-        {
-            tracing::error!("the kernel cannot be answered: {error}");
-        }
-    }
-
-    fn key(&self) -> io::Result<(u64, u64)> {
-        let stat = rustix::fs::fstat(&self.file)?;
-        Ok((stat.st_dev, stat.st_ino))
-    }
-}
 
 /// A pack that is watched.
 #[derive(Debug)]
@@ -470,37 +408,6 @@ mod tests {
     use ferry_image::{BuildOptions, Digest, Fetch, Image, Missing, Store, build};
 
     use super::*;
-
-    /// The length of `struct fanotify_event_metadata`.
-    const HEAD_BYTES: usize = 24;
-
-    fn event(infos: &[(u8, &[u8])]) -> Vec<u8> {
-        let mut bytes = vec![0; HEAD_BYTES];
-        for (kind, rest) in infos {
-            let length = u16::try_from(4 + rest.len()).expect("it is short");
-            bytes.extend([&[*kind, 0][..], &length.to_ne_bytes(), rest].concat());
-        }
-        let all = u32::try_from(bytes.len()).expect("it is short");
-        bytes[..4].copy_from_slice(&all.to_ne_bytes());
-        bytes[6..8].copy_from_slice(&24_u16.to_ne_bytes());
-        bytes[16..20].copy_from_slice(&7_i32.to_ne_bytes());
-        bytes[20..24].copy_from_slice(&42_i32.to_ne_bytes());
-        bytes
-    }
-
-    #[test]
-    fn events_are_read_with_and_without_their_range() {
-        let range = [&[0; 4][..], &4096_u64.to_ne_bytes(), &8192_u64.to_ne_bytes()].concat();
-        assert_eq!(read_event(&event(&[])), Some((7, 42, (0, u64::MAX))));
-        assert_eq!(read_event(&event(&[(INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
-        assert_eq!(read_event(&event(&[(4, &[1; 8]), (INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
-        assert_eq!(read_event(&event(&[(INFO_RANGE, &range[..12])])), None, "cut off");
-        assert_eq!(read_event(&[0; 23]), None);
-        // Lengths of nothing do not go round for ever.
-        let mut odd = event(&[(9, &[0; 4])]);
-        odd[HEAD_BYTES + 2..HEAD_BYTES + 4].copy_from_slice(&0_u16.to_ne_bytes());
-        assert_eq!(read_event(&odd), Some((7, 42, (0, u64::MAX))));
-    }
 
     #[test]
     fn refusals_hold_for_their_parts_and_not_for_long() {

@@ -1,0 +1,112 @@
+//! fanotify's permission events: the kernel's questions, and the answers to them.
+#![allow(unsafe_code, reason = "a descriptor that comes in an event has no safe name elsewhere")]
+
+use std::io;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
+
+use rustix::io::Errno;
+
+/// `FAN_EVENT_INFO_TYPE_RANGE`.
+const INFO_RANGE: u8 = 6;
+/// Room for an event with its range (48 bytes), and not for two.
+const EVENT_BYTES: usize = 64;
+
+/// A question of the kernel's: may this be read?
+#[derive(Debug)]
+pub struct PermissionEvent {
+    /// The file, opened for us such that nobody is asked when we use it.
+    pub file: OwnedFd,
+    /// The number that the answer names the question by.
+    pub number: RawFd,
+    /// The process that reads.
+    pub pid: i32,
+    /// Offset and length in bytes; all of the file if the kernel does not say.
+    pub range: (u64, u64),
+}
+
+/// What an event says: the number of its descriptor, the process, and the range.
+fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
+    let field = |at: usize| bytes.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
+    let wide = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes);
+    let all = usize::try_from(field(0)?).ok()?;
+    let head = usize::from(u16::from_ne_bytes(bytes.get(6..8)?.try_into().ok()?));
+    let (fd, pid) = (field(16)?, field(20)?);
+    let mut range = (0, u64::MAX);
+    let mut at = head;
+    while at + 4 <= all.min(bytes.len()) {
+        let length = usize::from(u16::from_ne_bytes(bytes.get(at + 2..at + 4)?.try_into().ok()?));
+        if bytes[at] == INFO_RANGE {
+            range = (wide(at + 8)?, wide(at + 16)?);
+        }
+        at += length.max(4);
+    }
+    Some((fd, pid, range))
+}
+
+/// The next question; waits for one.
+pub fn ask(group: impl AsFd) -> io::Result<PermissionEvent> {
+    let mut bytes = [0; EVENT_BYTES];
+    let count = rustix::io::read(&group, &mut bytes)?;
+    let event = read_event(bytes.get(..count).unwrap_or_default());
+    let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: the kernel has just opened it for whoever reads the event, and nobody else has read this one.
+    let file = unsafe { OwnedFd::from_raw_fd(number) };
+    Ok(PermissionEvent { file, number, pid, range })
+}
+
+impl PermissionEvent {
+    /// Gives the kernel its answer.
+    pub fn answer(&self, group: impl AsFd, response: u32) {
+        let mut bytes = [0; 8];
+        bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
+        bytes[4..].copy_from_slice(&response.to_ne_bytes());
+        // A reader that was killed waits for nothing.
+        if let Err(error) = rustix::io::write(group, &bytes)
+            && error != Errno::NOENT
+        {
+            tracing::error!("the kernel cannot be answered: {error}");
+        }
+    }
+
+    /// The device and inode number of the file.
+    pub fn key(&self) -> io::Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.file)?;
+        Ok((stat.st_dev, stat.st_ino))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The length of `struct fanotify_event_metadata`.
+    const HEAD_BYTES: usize = 24;
+
+    fn event(infos: &[(u8, &[u8])]) -> Vec<u8> {
+        let mut bytes = vec![0; HEAD_BYTES];
+        for (kind, rest) in infos {
+            let length = u16::try_from(4 + rest.len()).expect("it is short");
+            bytes.extend([&[*kind, 0][..], &length.to_ne_bytes(), rest].concat());
+        }
+        let all = u32::try_from(bytes.len()).expect("it is short");
+        bytes[..4].copy_from_slice(&all.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&24_u16.to_ne_bytes());
+        bytes[16..20].copy_from_slice(&7_i32.to_ne_bytes());
+        bytes[20..24].copy_from_slice(&42_i32.to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn events_are_read_with_and_without_their_range() {
+        let range = [&[0; 4][..], &4096_u64.to_ne_bytes(), &8192_u64.to_ne_bytes()].concat();
+        assert_eq!(read_event(&event(&[])), Some((7, 42, (0, u64::MAX))));
+        assert_eq!(read_event(&event(&[(INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(read_event(&event(&[(4, &[1; 8]), (INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(read_event(&event(&[(INFO_RANGE, &range[..12])])), None, "cut off");
+        assert_eq!(read_event(&[0; 23]), None);
+        // Lengths of nothing do not go round for ever.
+        let mut odd = event(&[(9, &[0; 4])]);
+        odd[HEAD_BYTES + 2..HEAD_BYTES + 4].copy_from_slice(&0_u16.to_ne_bytes());
+        assert_eq!(read_event(&odd), Some((7, 42, (0, u64::MAX))));
+    }
+}
