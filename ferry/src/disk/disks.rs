@@ -53,6 +53,9 @@ pub fn bind(disk: &Args, inherited: Option<Bound>) -> Result<Option<Bound>> {
     }
 }
 
+/// From when on it is worth a word that storage has not answered.
+const SLOW: Duration = Duration::from_secs(1);
+
 /// Waits until the storage of a disk answers, and says so if it takes long; whether it did before a signal came that ends this process.
 ///
 /// Another process asks it: one that waits for storage can, with some, not even be killed, and this one is to end at once.
@@ -78,7 +81,10 @@ fn answers(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
             Ok(_) => {
                 let signal = signals.next()?.map(|arrival| arrival.signal.as_raw());
                 if let Some(signal) = signal.filter(|signal| ENDINGS.contains(signal)) {
-                    tracing::warn!("{file} is not served: its storage had not answered when signal {signal} came");
+                    // A start that another disk has failed ends all others, which are no slower than usual.
+                    if begun.elapsed() >= SLOW {
+                        tracing::warn!("{file} is not served: its storage had not answered when signal {signal} came");
+                    }
                     return Ok(false);
                 }
             }

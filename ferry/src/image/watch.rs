@@ -401,6 +401,7 @@ pub fn until_unmounted(id: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
+    use std::os::fd::OwnedFd;
     use std::sync::RwLock;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 

@@ -184,6 +184,8 @@ fn a_signal_ends_a_server_whose_storage_hangs() {
         command.arg("disk").arg(at("mnt/a")).args(flags).arg(at("s"));
         let mut server = command.stderr(fs::File::create(at("log")).expect("a file")).spawn().expect("it starts");
         soon("it listens", || at("s").exists());
+        // Nothing is said of storage that takes less than 1 s.
+        std::thread::sleep(Duration::from_millis(1200));
         let pid = rustix::process::Pid::from_child(&server);
         rustix::process::kill_process(pid, signal).expect("it runs");
         assert_eq!(common::wait(&mut server), Some(0));
