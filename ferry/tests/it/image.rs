@@ -245,7 +245,7 @@ fn what_goes_into_an_image_is_chosen() {
     let mut line = ferry();
     line.args(["image", "build", "--exclude", "*.o"]).arg(&archive).arg("-o").arg(made.place.at("x"));
     let said = refused(1, line.arg("--store").arg(made.place.at("flat.store")));
-    assert!(said.contains("only of directories"), "{said}");
+    assert!(said.contains("only when the source is a directory"), "{said}");
 }
 
 #[test]
