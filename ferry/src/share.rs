@@ -121,7 +121,9 @@ impl<'a> Start<'a> {
         let confinement = confinement.transpose()?;
         let sockets = Sockets::make(self.shares, std::mem::take(&mut self.inherited))?;
         let stores = state::open_all_stores(self.shares)?;
-        let control = (None, self.control.take().or_else(Control::bind));
+        // Inside a sandbox it is too late.
+        let is_confined = confinement.is_some();
+        let control = (None, self.control.take().or_else(|| is_confined.then(Control::bind).flatten()));
         let (up, serving) = (Arc::default(), Serving::default());
         Ok((Shares { start: self, control, up, serving, sources, sockets: (sockets, stores), new_files }, confinement))
     }
@@ -166,7 +168,7 @@ impl Serve for Shares<'_> {
         self.up = start(self.start.shares, &opened, sockets, self.start.words, &mut self.serving)?.into();
         self.new_files.keep();
         let (up, logging) = (Arc::clone(&self.up), self.start.logging.clone());
-        self.control.0 = Control::start(self.control.1.take(), up, logging, OWNER);
+        self.control.0 = Control::start(self.control.1.take().or_else(Control::bind), up, logging, OWNER);
         Ok(())
     }
 

@@ -69,6 +69,7 @@ mod carrier;
 mod close_to_open;
 mod dispatch;
 mod mappings;
+mod open_file;
 mod operations;
 mod passthrough;
 mod persistence;

@@ -11,14 +11,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferry_state::{Init, JournalEntry, Slot};
-use ferry_vfs::{
-    Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags, Removals, Result, SessionId,
-};
+use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::blocking_locks::BlockedLocks;
 use crate::close_to_open::{ReportedSize, StaleOpens};
 use crate::mappings::Mappings;
+use crate::open_file::Open;
 use crate::passthrough::Passthrough;
 use crate::persistence::{HeldLocks, OpenRecord, SessionRecord};
 use crate::readdirplus_auto::ReaddirplusAuto;
@@ -30,14 +29,6 @@ pub use slot::SessionSlot;
 const OPENS_MAX: usize = 1 << 20;
 /// Shards, so that workers rarely meet; a power of two.
 const SHARDS: usize = 64;
-
-/// An open file or directory. The inode belongs to it: a source may use one handle for all its files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Open {
-    pub(crate) ino: Ino,
-    pub(crate) handle: Handle,
-    pub(crate) is_dir: bool,
-}
 
 /// An inode that the client knows.
 #[derive(Default)]

@@ -8,9 +8,9 @@ use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use super::names::NewName;
 use crate::carrier::Served;
+use crate::open_file::Open;
 use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
-use crate::session::Open;
 
 /// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
 const TRUNCATE: SetAttr = SetAttr {

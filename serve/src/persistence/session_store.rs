@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferry_state::{Init, OpenFile, SavedLock, SessionStore, Slot};
 use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
-use crate::session::Open;
+use crate::open_file::Open;
 
 /// Why what a client held cannot be taken up.
 #[derive(Debug, thiserror::Error)]

@@ -9,11 +9,11 @@ use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 use crate::cache::{Cache, Limits};
 use crate::connection::{Connection, Outcome, Outgoing, RequestError, lock};
 use crate::data::WaitingTransfers;
-use crate::file::Opened;
 use crate::inode::{Inode, Inodes};
 use crate::link::Link;
 use crate::listing::OpenDir;
 use crate::locks::ParkedLocks;
+use crate::open_fids::Opened;
 use crate::options::{self, Error};
 use crate::session::{Held, Session};
 

@@ -13,8 +13,8 @@ use crate::cache::CachedFile;
 use crate::client::{WANTED, attributes};
 use crate::connection::{Outcome, RequestError, lock};
 use crate::extra_connections::ExtraFids;
-use crate::file::Io;
 use crate::locks::OwnLocks;
+use crate::open_fids::Io;
 use crate::options::Options;
 use crate::session::{Held, Session};
 

@@ -47,6 +47,7 @@ mod link;
 mod listing;
 mod locks;
 mod names;
+mod open_fids;
 mod options;
 mod session;
 #[cfg(feature = "tls")]

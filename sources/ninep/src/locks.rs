@@ -15,8 +15,8 @@ use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 use crate::client::Shared;
 use crate::connection::{Answer, Connection, Outcome, Outgoing, RequestError, Wake, lock};
-use crate::file::Opened;
 use crate::inode::Inode;
+use crate::open_fids::Opened;
 use crate::options::Cache;
 use crate::session::Session;
 

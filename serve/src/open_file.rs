@@ -1,0 +1,11 @@
+//! What identifies an open file.
+
+use ferry_vfs::{Handle, Ino};
+
+/// An open file or directory. The inode belongs to it: a source may use one handle for all its files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Open {
+    pub(crate) ino: Ino,
+    pub(crate) handle: Handle,
+    pub(crate) is_dir: bool,
+}
