@@ -17,7 +17,7 @@ const KNOWN_FILES: &[(&str, usize)] = &[
     ("exports/virtiofs", 9),
     ("ferry", 31),
     ("fs", 2),
-    ("serve", 8),
+    ("serve", 7),
     ("sources/dir", 11),
     ("sources/disk", 5),
     ("sources/mem", 10),
