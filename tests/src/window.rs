@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount};
+use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use crate::{Cache, MOUNTPOINT, Options, Place, Share, folder, guest_on};
@@ -58,8 +59,13 @@ pub fn next_wish(line: &UnixStream) -> Option<Wish> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let parts = &mut [IoSliceMut::new(&mut message)];
-    let bytes =
-        recvmsg(line, parts, &mut control, RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC).map_or(0, |got| got.bytes);
+    let bytes = loop {
+        match recvmsg(line, parts, &mut control, RecvFlags::WAITALL | RecvFlags::CMSG_CLOEXEC) {
+            // Calls of sockets with a timeout are never restarted after a signal for the process.
+            Err(Errno::INTR) => {}
+            got => break got.map_or(0, |got| got.bytes),
+        }
+    };
     let file = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut files) => files.next().map(File::from),
         _ => None,
