@@ -142,7 +142,7 @@ pub enum Data<'a> {
     Near(&'a [u8], &'a [u8]),
     /// In a pack.
     Far {
-        /// Which of [`Image::packs`].
+        /// Which of `Image::packs`.
         pack: usize,
         /// The first block there.
         block: u64,

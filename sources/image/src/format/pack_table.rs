@@ -10,7 +10,7 @@
 //!
 //! Numbers are little endian. The first bits of a digest tell its bucket, so that a lookup reads one bucket and no more. The table is a hint: it
 //! is made of the packs' indexes whenever it is missing, damaged or far behind, and what it says counts once the index of the pack, proved
-//! by the pack's name, says so, too ([`crate::store::places`]).
+//! by the pack's name, says so, too (`store/places.rs`).
 
 use std::fs::File;
 use std::io;
