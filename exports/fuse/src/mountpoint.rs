@@ -105,7 +105,7 @@ impl Mountpoint {
     /// Returns whether the mount is still in place: it may be unmounted, or covered by another mount.
     #[must_use]
     pub fn is_ours(&self) -> bool {
-        !self.gone && Identity::of(&self.path) == Ok(self.identity)
+        !self.gone && !self.identity.has_ended() && Identity::of(&self.path) == Ok(self.identity)
     }
 
     /// Returns the number of the connection in `/sys/fs/fuse/connections`.

@@ -40,7 +40,41 @@ impl Identity {
         let seen = statx_cached(path, MNT_ID_UNIQUE)?;
         Ok(Self { id: seen.stx_mnt_id, major: seen.stx_dev_major, minor: seen.stx_dev_minor })
     }
+
+    /// Returns whether the mount has ended. `false` if the kernel cannot tell (before Linux 6.8).
+    ///
+    /// Unlike a look at the path this holds no reference to a mount that another process has made there since, whose
+    /// `umount` would fail with `EBUSY` at that moment.
+    pub(super) fn has_ended(self) -> bool {
+        let request = MountRequest { bytes: MOUNT_REQUEST_BYTES, spare: 0, id: self.id, mask: STATMOUNT_MNT_BASIC };
+        let mut reply = [0_u64; STATMOUNT_BYTES / size_of::<u64>()];
+        // SAFETY: statmount(2) reads a request of the length that it begins with, and writes at most `STATMOUNT_BYTES`
+        // to the reply. Both live until it returns.
+        let outcome =
+            unsafe { libc::syscall(SYS_STATMOUNT, &raw const request, reply.as_mut_ptr(), STATMOUNT_BYTES, 0_usize) };
+        outcome < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOENT)
+    }
 }
+
+/// The number of statmount(2) (Linux 6.8), the same on all architectures.
+const SYS_STATMOUNT: libc::c_long = 457;
+/// Requests the ids and the flags of a mount.
+const STATMOUNT_MNT_BASIC: u64 = 0x2;
+/// The length of `struct statmount` in bytes, without strings.
+const STATMOUNT_BYTES: usize = 512;
+/// `MNT_ID_REQ_SIZE_VER0`: the length of [`MountRequest`] in bytes.
+const MOUNT_REQUEST_BYTES: u32 = 24;
+
+/// `struct mnt_id_req` of `linux/mount.h`.
+#[repr(C)]
+struct MountRequest {
+    bytes: u32,
+    spare: u32,
+    id: u64,
+    mask: u64,
+}
+
+const _: () = assert!(size_of::<MountRequest>() == MOUNT_REQUEST_BYTES as usize);
 
 /// Returns the id of the mount of a path, if it is a ferry mount; its server may have died.
 pub(super) fn of_ferry(path: &Path) -> Option<u64> {

@@ -114,6 +114,35 @@ fn a_dropped_mount_leaves_nothing_behind() {
     assert!(place.mounts().is_empty());
 }
 
+/// The end of a mount is found without a look at its path, where another process may have mounted since: the look would make
+/// that process's `umount` fail with `EBUSY`.
+#[test]
+fn the_next_mount_is_never_busy_for_the_end_of_the_last_one() {
+    const ROUNDS: usize = 300;
+    if !can_mount() {
+        return;
+    }
+    let place = Place::new();
+    let (device, ended) = Mountpoint::mount(&place.path, &MountOptions::default()).unwrap();
+    drop(device);
+    rustix::mount::unmount(&place.path, rustix::mount::UnmountFlags::NOFOLLOW).unwrap();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                assert!(!ended.is_ours());
+            }
+        });
+        let busy = (0..ROUNDS).find(|_| {
+            let (device, mut next) = Mountpoint::mount(&place.path, &MountOptions::default()).unwrap();
+            drop(device);
+            next.unmount().is_err()
+        });
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(busy, None, "the mount of this round is busy");
+    });
+}
+
 #[test]
 fn a_mount_in_use_says_so() {
     if !can_mount() {
