@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use ferry_vfs::Backing;
-use rustix::fs::Advice;
+use rustix::fs::{Advice, FlockOperation};
 
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::read_object;
@@ -62,6 +62,15 @@ pub(crate) struct Pack {
     waiting: (Mutex<()>, Condvar),
 }
 
+impl Drop for Pack {
+    fn drop(&mut self) {
+        if self.absent.is_some() {
+            // Closing alone keeps the lock for as long as a child process has a copy of the descriptor, which it has until its exec.
+            let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+        }
+    }
+}
+
 impl Pack {
     pub(crate) fn new(file: File, fd: OwnedFd, index: Index, ahead: bool) -> Self {
         let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
@@ -71,8 +80,10 @@ impl Pack {
     }
 
     /// The same pack where it may have holes.
-    pub(crate) fn with_holes(self, absent: PartialPack) -> Self {
-        Self { absent: Some(absent), is_sealed: false, ..self }
+    pub(crate) fn with_holes(mut self, absent: PartialPack) -> Self {
+        self.absent = Some(absent);
+        self.is_sealed = false;
+        self
     }
 
     /// That its objects are not dropped again.

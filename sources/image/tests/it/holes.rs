@@ -19,6 +19,7 @@ use ferry_image::{
     BuildOptions, Data, Digest, ExclusiveStore, Fetch, Image, Missing, Needed, Nid, Source, Store, Trace, build,
 };
 use ferry_vfs::Errno;
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 
 const PIECE: u64 = 64 << 10;
 
@@ -137,6 +138,30 @@ fn whole_packs_are_proved_in_pieces_beside_what_is_fetched() {
         assert!(later == bytes(2, 700_000), "{bound:?}");
         assert!(from.asked().iter().all(|pack| *pack == absent), "{:?}", from.asked());
     }
+}
+
+/// A child process has a copy of each descriptor until its exec, and with it of the lock of a part of a pack.
+#[test]
+fn a_copy_of_a_descriptor_keeps_no_part_of_a_pack_in_use() {
+    let (bench, _) = two();
+    let from = Elsewhere::of(&bench);
+    let source = open(&bench, "second", &from, None);
+    assert!(!read(&source, "later", 0, 1000).expect("it can be had").is_empty());
+    let process = pidfd_open(getpid(), PidfdFlags::empty()).expect("a descriptor");
+    let packs = here(&bench).join("packs");
+    let copies: Vec<_> = fs::read_dir("/proc/self/fd")
+        .expect("a directory")
+        .map(|entry| entry.expect("an entry"))
+        .filter(|entry| fs::read_link(entry.path()).is_ok_and(|path| path.starts_with(&packs)))
+        .map(|entry| {
+            let number = entry.file_name().into_string().expect("a number").parse().expect("a number");
+            pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).expect("a copy")
+        })
+        .collect();
+    assert!(!copies.is_empty());
+    drop(source);
+    // Alone, which a lock that is still held would refuse.
+    drop(open(&bench, "second", &from, Some(64 << 10)));
 }
 
 #[test]
