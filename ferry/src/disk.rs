@@ -222,7 +222,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.len() > 1 {
         return processes::run(None, (disks, inherited), (&sandbox_flags, json), signals);
     }
-    let new_files = NewFiles::until(Success::new()?);
+    let new_files = NewFiles::new(Success::new()?);
     serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
         match json {
             true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,

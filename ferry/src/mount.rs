@@ -44,7 +44,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let (json, detached) = (args.json || args.detached, args.detached);
     let share = args.into_share();
     let nulls = detached.then(DevNull::open).transpose()?;
-    let new_files = NewFiles::until(Success::new()?);
+    let new_files = NewFiles::new(Success::new()?);
     let inherited = HashMap::new();
     let start = Start { shares: &[share], words: &words, inherited, sandbox_flags: None, logging, control: None };
     start.run(BlockedSignals::hold()?, new_files, |up| {
@@ -170,7 +170,7 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     // Until it has been mounted.
     let _nameless = without_names(&mut share)?;
     let mut sources = Sources::of(std::slice::from_ref(&share));
-    let mut new_files = NewFiles::until(Success::new()?);
+    let mut new_files = NewFiles::new(Success::new()?);
     sources.open(None, &mut new_files)?;
     let source = sources.begin()?.pop().context("a share has a source")?;
     let name = exports::name(&share);

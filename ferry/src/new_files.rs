@@ -1,4 +1,4 @@
-//! Files that a start makes: images of `pmem:`, raw disks. They go again if the start fails.
+//! Files that a start creates: images of `pmem:`, and raw disks. They are removed if the start fails.
 
 use std::fs::{self, File, Metadata};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,49 +10,52 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// How all processes of a start learn that it has succeeded: a pipe that has something in it from then on.
+/// The signal to all processes of a start that it has succeeded: a pipe with a byte in it.
 #[derive(Debug)]
 pub struct Success {
     reader: OwnedFd,
-    /// None where another process says so.
+    /// `None` in processes that only wait for the signal.
     writer: Option<OwnedFd>,
 }
 
 impl Success {
-    /// Of a start that goes on. To be called before processes are made of this one.
+    /// Creates the pipe. Call it before the fork.
+    ///
+    /// # Errors
+    /// No descriptor is left.
     pub fn new() -> Result<Self> {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("no pipe can be had")?;
         Ok(Self { reader, writer: Some(writer) })
     }
 
-    /// Leaves it to the process that this one was made of to say so.
+    /// Returns the child's side, which only waits.
     #[must_use]
     pub fn of_parent(self) -> Self {
         Self { writer: None, ..self }
     }
 
-    /// Says so.
-    pub fn say(&self) {
+    /// Sends the signal.
+    pub fn send(&self) {
         // The pipe is empty, and its reader is here.
         let _ = self.writer.as_ref().map(|writer| rustix::io::write(writer, &[1]));
     }
 
-    /// Whether it has been said.
-    fn is_said(&self) -> bool {
-        self.look(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).contains(PollFlags::IN)
+    /// Returns whether the signal was sent.
+    fn is_sent(&self) -> bool {
+        self.poll(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).contains(PollFlags::IN)
     }
 
-    /// Waits until it is said, or the process that would say so lets go of it; returns which.
+    /// Waits for the signal; returns `false` if the sender closes its end without it.
     pub fn wait(&self) -> bool {
         loop {
-            let seen = self.look(None);
-            if !seen.is_empty() {
-                return seen.contains(PollFlags::IN);
+            let events = self.poll(None);
+            if !events.is_empty() {
+                return events.contains(PollFlags::IN);
             }
         }
     }
 
-    fn look(&self, left: Option<&Timespec>) -> PollFlags {
+    fn poll(&self, left: Option<&Timespec>) -> PollFlags {
         let mut polled = [PollFd::new(&self.reader, PollFlags::IN)];
         match poll(&mut polled, left) {
             Ok(_) => polled[0].revents(),
@@ -61,67 +64,70 @@ impl Success {
         }
     }
 
-    /// The same, for whoever else is to know it.
+    /// Returns another waiting side.
+    ///
+    /// # Errors
+    /// No descriptor is left.
     pub fn try_clone(&self) -> Result<Self> {
         let reader = self.reader.try_clone().context("no descriptor is left")?;
         Ok(Self { reader, writer: None })
     }
 }
 
-/// The files that this start has made so far. They are removed when this is dropped, unless the start has succeeded. Until then their locks are
-/// held, so that nobody else begins to use them.
+/// The files that this start has created. Dropping this removes them, unless the start has succeeded. Their descriptors hold
+/// their locks, so that no other process starts to use a file that may be removed.
 #[derive(Debug)]
 pub struct NewFiles {
-    made: Vec<(PathBuf, File)>,
+    files: Vec<(PathBuf, File)>,
     success: Success,
 }
 
 impl NewFiles {
-    /// None yet.
-    pub fn until(success: Success) -> Self {
-        Self { made: Vec::new(), success }
+    /// Returns an empty list.
+    pub fn new(success: Success) -> Self {
+        Self { files: Vec::new(), success }
     }
 
-    /// Takes care of files that were made; their descriptors hold their locks.
-    pub fn add(&mut self, made: impl IntoIterator<Item = (PathBuf, File)>) {
-        self.made.extend(made);
+    /// Adds new files, by their path and a descriptor that holds the lock.
+    pub fn add(&mut self, files: impl IntoIterator<Item = (PathBuf, File)>) {
+        self.files.extend(files);
     }
 
-    /// Leaves them to the process that made them, which is not the one that serves.
-    pub fn take_over(&mut self) {
-        self.made.clear();
+    /// Leaves the files to the process outside the sandbox, which can remove them.
+    pub fn leave(&mut self) {
+        self.files.clear();
     }
 
-    /// What can be read from once the start has succeeded; `None` if it has made no files.
+    /// Returns the descriptor to poll for success; `None` if there are no files.
     pub fn event(&self) -> Option<BorrowedFd<'_>> {
-        (!self.made.is_empty()).then(|| self.success.reader.as_fd())
+        (!self.files.is_empty()).then(|| self.success.reader.as_fd())
     }
 
-    /// This process serves. If nobody else has a say in it, the start has succeeded.
+    /// Called when this process serves: sends the signal, unless another process decides, and closes the files if it was sent.
     pub fn keep(&mut self) {
-        self.success.say();
+        self.success.send();
         self.release();
     }
 
     /// Closes the files if the start has succeeded.
     pub fn release(&mut self) {
-        if self.success.is_said() {
-            self.made.clear();
+        if self.success.is_sent() {
+            self.files.clear();
         }
     }
 }
 
 impl Drop for NewFiles {
     fn drop(&mut self) {
-        if self.made.is_empty() || self.success.is_said() {
+        if self.files.is_empty() || self.success.is_sent() {
             return;
         }
         let identity = |found: Metadata| (found.dev(), found.ino());
-        for (path, file) in &self.made {
+        for (path, file) in &self.files {
             let there = fs::symlink_metadata(path).map(identity);
             let is_there = there.is_ok_and(|there| file.metadata().is_ok_and(|here| identity(here) == there));
             if is_there && let Err(error) = fs::remove_file(path) {
-                tracing::warn!("{} was made by a start that failed, and cannot be removed: {error}", path.display());
+                tracing::warn!("{} was created by a start that failed, and cannot be removed: {error}", path.display());
             }
         }
     }
@@ -144,10 +150,10 @@ mod tests {
             names.sort();
             names
         };
-        let none = || NewFiles::until(Success::new().expect("a pipe"));
+        let none = || NewFiles::new(Success::new().expect("a pipe"));
         let mut failed = none();
         failed.add([make("a"), make("b")]);
-        // Somebody else has put another one in its place.
+        // Another file has taken the place of this one.
         fs::rename(make("other").0, folder.path().join("b")).expect("renamed");
         drop(failed);
         assert_eq!(names(), ["b"]);
@@ -158,16 +164,16 @@ mod tests {
         drop(kept);
         assert_eq!(names(), ["b", "c"]);
 
-        // One of several servers is up: whether that is enough, the process that began them says.
+        // One of several servers is up; the process that started them decides whether the start has succeeded.
         for succeeds in [false, true] {
             let success = Success::new().expect("a pipe");
             let of_child = success.try_clone().expect("a descriptor");
             let waits = of_child.try_clone().expect("a descriptor");
-            let mut of_child = NewFiles::until(of_child);
+            let mut of_child = NewFiles::new(of_child);
             of_child.add([make("d")]);
             of_child.keep();
             if succeeds {
-                success.say();
+                success.send();
             }
             drop(success);
             assert_eq!(waits.wait(), succeeds);

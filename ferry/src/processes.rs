@@ -1,8 +1,7 @@
-//! Several servers: each disk is opened and served by a process of its own, and so are the shares beside them, so that one whose storage hangs
-//! holds up no other.
+//! Several servers: one process per disk, and one for the shares beside them, so that storage that hangs delays no other server.
 //!
-//! This process makes the sockets of disks, begins the others, which do all that one does for one disk or for shares, and waits. It passes
-//! signals on, says in JSON what is up, and removes the sockets' files in the end.
+//! The parent creates the sockets of disks, starts the children, and waits. It forwards signals, prints in JSON what is up, and removes
+//! the socket files at the end.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -24,13 +23,13 @@ use crate::sandbox::{self, SandboxFlags};
 use crate::share::{Start, say, shown};
 use crate::socket::Bound;
 
-/// What a process may say of a disk or of shares, which is mostly a few paths for each.
+/// The maximum length in bytes of a child's report, which has a few paths per disk or share.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
-/// How long disks that are not open yet may take to end: each has files to remove.
+/// How long disks that are not open yet may take to end: each removes its files.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Serves shares and disks; returns the status to end with, in each of the processes that there are then.
+/// Serves shares and disks; returns the exit status, in the parent and in every child.
 pub fn run(
     shares: Option<Start<'_>>,
     (disks, inherited): (&[disk::Args], Vec<Option<Bound>>),
@@ -41,7 +40,7 @@ pub fn run(
     let mut sockets = bound.collect::<Result<Vec<_>>>()?;
     sandbox::set_public_pid();
     let has_shares = shares.is_some();
-    let mut servers = Servers { all: Vec::new(), has_shares, json, is_told: false, ending: None, status: 0 };
+    let mut servers = Servers { all: Vec::new(), has_shares, json, is_announced: false, ending: None, status: 0 };
     let mut control = None;
     if let Some(shares) = shares.filter(|start| !start.shares.is_empty()) {
         if let Some(report) = servers.begin(None)? {
@@ -64,75 +63,81 @@ pub fn run(
         let (report, new_files) = report.split()?;
         let only = disks.get(number..=number).unwrap_or_default();
         return disk::serve(only, vec![own], (sandbox_flags, signals), new_files, |opened| {
-            let is_told = report.tell(&opened.described().into_iter().next().unwrap_or_default())?;
-            if is_told && !json {
+            let is_announced = report.send(&opened.described().into_iter().next().unwrap_or_default())?;
+            if is_announced && !json {
                 opened.announce()?;
             }
-            Ok(is_told)
+            Ok(is_announced)
         });
     }
     let arrives = signals.descriptor()?;
-    // No file is opened from here on, and no descriptor made: for the paths of messages the folder is known already.
+    // The filter forbids opening files, so the working directory, for paths in messages, is read before.
     crate::share::here();
     sandbox::confine_supervisor(sandbox_flags)?;
     servers.wait(&signals, &arrives)
 }
 
-/// How a process that serves says that it is up, and learns that the others are, too.
+/// A child's report that it is up, and the signal that the start has succeeded.
 pub struct Report {
     writer: OwnedFd,
     success: Success,
 }
 
 impl Report {
-    /// The one to say it with, and what is to take care of the files that are made.
-    pub fn split(self) -> Result<(Line, NewFiles)> {
-        Ok((Line(self.writer, self.success.try_clone()?), NewFiles::until(self.success)))
+    /// Splits it into the sender of the report and the list of new files.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn split(self) -> Result<(ReportSender, NewFiles)> {
+        Ok((ReportSender(self.writer, self.success.try_clone()?), NewFiles::new(self.success)))
     }
 }
 
-/// Where a process that serves says what it serves.
-pub struct Line(OwnedFd, Success);
+/// Sends a child's report to the parent.
+pub struct ReportSender(OwnedFd, Success);
 
-impl Line {
-    /// Says it to the process that waits; whether the start has succeeded, as soon as that is known.
-    pub fn tell(self, what: &Value) -> Result<bool> {
+impl ReportSender {
+    /// Sends what the child serves; waits for the start's outcome, and returns whether it has succeeded.
+    ///
+    /// # Errors
+    /// The parent has ended.
+    pub fn send(self, what: &Value) -> Result<bool> {
         let Self(writer, success) = self;
-        let said = File::from(writer).write_all(format!("{what}\n").as_bytes());
-        said.context("the process that was started has gone")?;
+        let sent = File::from(writer).write_all(format!("{what}\n").as_bytes());
+        sent.context("the process that was started has gone")?;
         Ok(success.wait())
     }
 }
 
-/// The processes that serve.
+/// The children.
 struct Servers<'a> {
     all: Vec<Server<'a>>,
-    /// A program is told of shares, too, if only that there are none.
+    /// The JSON has a list of shares, which may be empty.
     has_shares: bool,
     json: bool,
-    /// It was said what is up; a disk that is not is on its own from then on.
-    is_told: bool,
-    /// Since when they are being ended.
+    /// The start has succeeded; a disk that comes up later does not change that.
+    is_announced: bool,
+    /// When the first signal to end arrived.
     ending: Option<Instant>,
-    /// To end with.
+    /// The exit status.
     status: u8,
 }
 
-/// A process that serves.
+/// A child.
 struct Server<'a> {
-    /// None: it serves the shares.
+    /// `None` for the child that serves the shares.
     disk: Option<&'a disk::Args>,
     child: Child,
-    /// Where it says what is up; none once it has.
-    says: Option<File>,
-    /// How it learns that the start has succeeded; none once it has failed.
+    /// The pipe of its report; `None` once that has arrived.
+    report: Option<File>,
+    /// The signal that the start has succeeded; `None` once it has failed.
     success: Option<Success>,
     line: Vec<u8>,
     end: Option<End>,
 }
 
 impl<'a> Servers<'a> {
-    /// Begins a process that serves a disk, or the shares. In it, what it reports with is returned.
+    /// Starts a child for a disk, or for the shares. Returns its report, in the child only.
     fn begin(&mut self, disk: Option<&'a disk::Args>) -> Result<Option<Report>> {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("no pipe can be had")?;
         let success = Success::new()?;
@@ -144,7 +149,7 @@ impl<'a> Servers<'a> {
         self.all.push(Server {
             disk,
             child,
-            says: Some(reader.into()),
+            report: Some(reader.into()),
             success: Some(success),
             line: Vec::new(),
             end: None,
@@ -152,7 +157,7 @@ impl<'a> Servers<'a> {
         Ok(None)
     }
 
-    /// Waits until all have ended, for signals, which are told by a descriptor that `arrives`.
+    /// Waits until all have ended, and forwards signals; `arrives` can be read when there is one.
     fn wait(&mut self, signals: &BlockedSignals, arrives: &OwnedFd) -> Result<u8> {
         let begun = Instant::now();
         loop {
@@ -162,23 +167,23 @@ impl<'a> Servers<'a> {
                 }
             }
             let grace = self.ending.map(|begun| GRACE.saturating_sub(begun.elapsed()));
-            // One that hangs may not even be killed: it goes when its storage answers, or is given up.
+            // A child whose storage hangs cannot even be killed; it ends when the storage answers.
             let hangs = |server: &Server<'_>| grace == Some(Duration::ZERO) && server.disk.is_some() && !server.is_up();
             if self.all.iter().all(|server| server.end.is_some() || hangs(server)) {
                 return Ok(self.status);
             }
             let is_decided = self.all.iter().all(|server| server.end.is_some() || server.is_up());
-            // What shares are there is known once they are up; disks without them are told of as they are by then.
+            // Shares are always announced when they are up; disks are announced in the state that they are in by then.
             let are_shares_up = self.all.iter().all(|server| server.disk.is_some() || server.is_up());
             let is_late = are_shares_up && begun.elapsed() >= PATIENCE;
-            if !self.is_told && self.ending.is_none() && (is_decided || is_late) {
-                self.is_told = true;
-                self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::say);
+            if !self.is_announced && self.ending.is_none() && (is_decided || is_late) {
+                self.is_announced = true;
+                self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::send);
                 self.announce()?;
             }
-            let patience = (!self.is_told && are_shares_up).then(|| PATIENCE.saturating_sub(begun.elapsed()));
+            let patience = (!self.is_announced && are_shares_up).then(|| PATIENCE.saturating_sub(begun.elapsed()));
             let left = grace.filter(|left| !left.is_zero()).or(patience.filter(|_| grace.is_none()));
-            if is_ready(arrives, self.all.iter().filter_map(|server| server.says.as_ref()), left)?
+            if is_ready(arrives, self.all.iter().filter_map(|server| server.report.as_ref()), left)?
                 && let Some(arrival) = signals.next()?
             {
                 self.pass_on(arrival.signal, arrival.from_terminal);
@@ -186,8 +191,8 @@ impl<'a> Servers<'a> {
         }
     }
 
-    /// A mistake in one ends all as long as nobody was told that they are up, and so does the end of one that served. One whose storage
-    /// answers too late, and with an error, ends alone.
+    /// Handles the end of a child. Before the announcement, and after it for a child that served, it ends all others. A disk whose storage
+    /// fails after the announcement ends alone.
     fn take_end(&mut self, number: usize, end: End) {
         let server = &self.all[number];
         let (file, was_up) = (server.shown(), server.is_up());
@@ -201,14 +206,14 @@ impl<'a> Servers<'a> {
         if self.ending.is_some() {
             return;
         }
-        if was_up || !self.is_told {
+        if was_up || !self.is_announced {
             self.pass_on(Signal::TERM, false);
         } else {
             eprintln!("ferry: {file} is not served; the other disks are");
         }
     }
 
-    /// Passes a signal on, but for one that a terminal has sent to all.
+    /// Forwards a signal, unless a terminal has sent it to all processes.
     fn pass_on(&mut self, signal: Signal, from_terminal: bool) {
         if [Signal::TERM, Signal::INT, Signal::QUIT].contains(&signal) {
             self.ending.get_or_insert_with(Instant::now);
@@ -219,7 +224,7 @@ impl<'a> Servers<'a> {
         }
     }
 
-    /// Tells a program what is up, and what is not.
+    /// Prints what is up, and what is not, as JSON.
     fn announce(&self) -> Result<()> {
         let there = || self.all.iter().filter(|server| server.end.is_none() || server.is_up());
         if !self.json || there().next().is_none() {
@@ -244,13 +249,13 @@ impl Server<'_> {
         self.line.ends_with(b"\n")
     }
 
-    /// Hears what it says, and returns how it ended, once.
+    /// Reads its report, and returns how it ended, once.
     fn look(&mut self) -> Result<Option<End>> {
-        if let Some(says) = &mut self.says {
+        if let Some(report) = &mut self.report {
             let left = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
-            let heard = says.take(left).read_to_end(&mut self.line);
-            let goes_on = heard.is_err_and(|error| error.kind() == ErrorKind::WouldBlock) && !self.is_up();
-            self.says = self.says.take().filter(|_| goes_on);
+            let read = report.take(left).read_to_end(&mut self.line);
+            let goes_on = read.is_err_and(|error| error.kind() == ErrorKind::WouldBlock) && !self.is_up();
+            self.report = self.report.take().filter(|_| goes_on);
         }
         if self.end.is_some() {
             return Ok(None);
@@ -259,7 +264,7 @@ impl Server<'_> {
         Ok(self.end)
     }
 
-    /// What it said that it serves, or, as long as it does not know, which disk it is.
+    /// Returns its report, or the disk's name if there is none yet.
     fn described(&self) -> Value {
         let unknown = |disk: &disk::Args| {
             serde_json::json!({
@@ -273,7 +278,7 @@ impl Server<'_> {
     }
 }
 
-/// Waits until one of them can be read; whether it is the first.
+/// Waits until one of the descriptors can be read; returns whether it is the first.
 fn is_ready<'a>(first: &OwnedFd, others: impl Iterator<Item = &'a File>, left: Option<Duration>) -> Result<bool> {
     let mut polled = vec![PollFd::new(first, PollFlags::IN)];
     polled.extend(others.map(|file| PollFd::new(file, PollFlags::IN)));

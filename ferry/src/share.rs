@@ -52,7 +52,7 @@ pub fn run(
         return processes::run(Some(start), (disks, inherited_disks), (sandbox_flags, json), signals);
     }
     let once = shares.iter().any(|share| share.once);
-    let new_files = NewFiles::until(Success::new()?);
+    let new_files = NewFiles::new(Success::new()?);
     start.run(BlockedSignals::hold()?, new_files, |up| {
         match json {
             true => say(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
@@ -97,11 +97,11 @@ impl<'a> Start<'a> {
         self.control.iter_mut().for_each(Socket::leave_file);
         let shares = self.shares;
         self.run(signals, new_files, |up| {
-            let is_told = report.tell(&shown_all(up))?;
-            if is_told && !json {
+            let is_announced = report.send(&shown_all(up))?;
+            if is_announced && !json {
                 announce(shares, up)?;
             }
-            Ok(is_told)
+            Ok(is_announced)
         })
     }
 
@@ -151,7 +151,7 @@ impl Serve for Shares<'_> {
 
     fn take_over(&mut self) -> Result<()> {
         self.sockets.0.take_over()?;
-        self.new_files.take_over();
+        self.new_files.leave();
         virtiofsd::leave_pid_file();
         self.control.1.iter_mut().for_each(Socket::leave_file);
         Ok(())

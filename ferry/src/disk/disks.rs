@@ -191,7 +191,7 @@ impl Serve for Disks<'_> {
     }
 
     fn take_over(&mut self) -> Result<()> {
-        self.new_files.take_over();
+        self.new_files.leave();
         self.sockets.iter_mut().try_for_each(Bound::take_over)
     }
 

@@ -20,6 +20,19 @@ impl Server {
         Ok(cx.done(buffer, &Reply::Bytes(checks::target(&target)?)))
     }
 
+    /// Labels a new inode, and replies with it.
+    fn reply_with_new(
+        &self,
+        cx: &Context<'_>,
+        name: NewName<'_>,
+        entry: Entry,
+        buffer: &mut impl ReplyBuffer,
+    ) -> Result<Served> {
+        let entry = self.apply_security_label(cx, entry, Some(name))?;
+        let (NewName::Dir(name) | NewName::Other(name)) = name;
+        self.entry(cx, Some(name), entry, buffer)
+    }
+
     pub(crate) fn symlink(
         &self,
         cx: &Context<'_>,
@@ -28,8 +41,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.share.source.symlink(&cx.caller, cx.ino, name, target)?;
-        let entry = self.apply_security_label(cx, entry, Some(NewName::Other(name)))?;
-        self.entry(cx, Some(name), entry, buffer)
+        self.reply_with_new(cx, NewName::Other(name), entry, buffer)
     }
 
     pub(crate) fn mknod(
@@ -40,8 +52,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.share.source.mknod(&cx.caller, cx.ino, name, new)?;
-        let entry = self.apply_security_label(cx, entry, Some(NewName::Other(name)))?;
-        self.entry(cx, Some(name), entry, buffer)
+        self.reply_with_new(cx, NewName::Other(name), entry, buffer)
     }
 
     pub(crate) fn mkdir(
@@ -52,8 +63,7 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let entry = self.share.source.mkdir(&cx.caller, cx.ino, name, new)?;
-        let entry = self.apply_security_label(cx, entry, Some(NewName::Dir(name)))?;
-        self.entry(cx, Some(name), entry, buffer)
+        self.reply_with_new(cx, NewName::Dir(name), entry, buffer)
     }
 
     pub(crate) fn link(

@@ -96,8 +96,8 @@ impl Server {
             made = made.map_err(|errno| if errno == Errno::EXIST { Errno::STALE } else { errno });
         }
         let (entry, handle) = made?;
-        let apply_security_label = self.apply_security_label(cx, entry, Some(NewName::Other(name)));
-        let entry = apply_security_label.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        let labelled = self.apply_security_label(cx, entry, Some(NewName::Other(name)));
+        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, buffer)
     }
 

@@ -283,8 +283,8 @@ impl Server {
             false => Err(errno),
         };
         let (attr, handle) = opened.inspect_err(|_| source.forget(entry.ino, 1))?;
-        let apply_security_label = self.apply_security_label(cx, Entry { attr, ..entry }, None);
-        let entry = apply_security_label.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
+        let labelled = self.apply_security_label(cx, Entry { attr, ..entry }, None);
+        let entry = labelled.inspect_err(|_| source.release(&cx.caller, entry.ino, handle))?;
         self.created(cx, Some(name), (entry, handle), flags, carrier)
     }
 
