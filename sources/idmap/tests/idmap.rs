@@ -1,12 +1,14 @@
 //! A memory file system before and behind the translations: every call that carries a number or a name.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_idmap::{IdMapped, Ids, Rule, Xattrs};
 use ferry_mem::{Mem, Options};
 use ferry_vfs::{
-    Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Ino, Name, OFlags, SetAttr, XattrFlags,
+    Caller, CreateArgs, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, Handle, IdentityScope, Ino, Mappable,
+    Migrate, Name, OFlags, Result, SetAttr, XattrFlags,
 };
 
 fn ids(rules: &[&str]) -> Ids {
@@ -158,4 +160,45 @@ fn capabilities_are_good_for_the_other_root() {
 fn renamed_acls_are_none() {
     let (mem, mapped) = both(":map::user.virtiofs.:");
     assert_eq!((mem.features().posix_acl, mapped.features().posix_acl), (both("").1.features().posix_acl, false));
+}
+
+/// A source that may be migrated and mapped, or not.
+struct Optional {
+    offers: bool,
+}
+
+impl FileSystem for Optional {
+    fn migrate(&self) -> Option<&dyn Migrate> {
+        self.offers.then_some(self)
+    }
+
+    fn mappable(&self) -> Option<&dyn Mappable> {
+        self.offers.then_some(self)
+    }
+}
+
+impl Migrate for Optional {
+    fn identify(&self, ino: Ino, _: IdentityScope) -> Result<Vec<u8>> {
+        Ok(ino.0.to_le_bytes().into())
+    }
+
+    fn adopt(&self, _: Ino, _: u64, _: (&[u8], IdentityScope), _: Option<BorrowedFd<'_>>) -> Result<()> {
+        Err(Errno::STALE)
+    }
+
+    fn adopt_open(&self, _: &Caller<'_>, _: Ino, _: Handle, _: OFlags, _: Option<OwnedFd>) -> Result<()> {
+        Err(Errno::STALE)
+    }
+}
+
+impl Mappable for Optional {}
+
+#[test]
+fn the_layer_offers_what_its_source_offers() {
+    for offers in [false, true] {
+        let layer = IdMapped::new(Arc::new(Optional { offers }), ids(&[]), ids(&[]), Xattrs::default());
+        assert_eq!((layer.migrate().is_some(), layer.mappable().is_some()), (offers, offers));
+        let found = layer.migrate().map(|source| source.identify(Ino(7), IdentityScope::Host));
+        assert_eq!(found, offers.then(|| Ok(7_u64.to_le_bytes().into())));
+    }
 }
