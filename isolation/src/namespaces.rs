@@ -88,11 +88,11 @@ fn fork_child() -> Result<Option<Child>> {
     step(rustix::process::set_parent_process_death_signal(Some(Signal::KILL)), || {
         "the end of the process outside cannot be learnt".into()
     })?;
-    // The parent may have ended before that.
+    // The parent may have ended before that. Then this process ends as silently: an error would be handled, and reported, as the parent's.
     let mut polled = [PollFd::new(&lives_here, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
-        return Err(Error::Told("the supervisor has ended".into()));
+        exit(End::Signal(Signal::KILL.as_raw()).status());
     }
     Ok(None)
 }

@@ -85,9 +85,13 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // Without a mount a server ends.
-        while !self.is_free() && rustix::mount::unmount(&self.mnt, UnmountFlags::DETACH).is_ok() {}
+        detach(&self.mnt);
     }
+}
+
+/// Removes all that is mounted on a directory, also while it is used. Without a mount a server ends.
+pub fn detach(mountpoint: &Path) {
+    while rustix::mount::unmount(mountpoint, UnmountFlags::DETACH).is_ok() {}
 }
 
 /// Unmounts what nobody uses.

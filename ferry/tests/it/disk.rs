@@ -6,12 +6,13 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use common::place::detach;
 use common::{Server, ferry, refused, run};
 
 #[test]
@@ -86,50 +87,70 @@ fn soon(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A file of a FUSE file system whose server has stopped: as a network file system whose server is away.
+/// A FUSE file system with a file of 4 MiB, `a`. When its server is stopped, it is as a network file system whose server is away.
+struct Far {
+    server: Server,
+    mnt: PathBuf,
+}
+
+impl Far {
+    /// In this folder: the file is `mnt/a`.
+    fn mount(folder: &Path) -> Self {
+        let (source, mnt) = (folder.join("far"), folder.join("mnt"));
+        [&source, &mnt].into_iter().for_each(|path| fs::create_dir_all(path).expect("a folder"));
+        fs::File::create(source.join("a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
+        Self { server: Server::start(ferry().arg("share").arg(source).arg("--mount").arg(&mnt)), mnt }
+    }
+
+    fn stop(&self) {
+        self.server.signal(Signal::STOP);
+    }
+
+    fn go_on(&self) {
+        self.server.signal(Signal::CONT);
+    }
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        // A server that is killed leaves its mount.
+        detach(&self.mnt);
+    }
+}
+
 #[test]
 fn a_disk_whose_storage_hangs_holds_up_no_other() {
     common::needs_fuse!();
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let at = |name: &str| folder.path().join(name);
-    for name in ["far", "mnt"] {
-        fs::create_dir(at(name)).expect("a folder");
-    }
-    for name in ["far/a", "b"] {
-        fs::File::create(at(name)).and_then(|file| file.set_len(4 << 20)).expect("a file");
-    }
-    let mut far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
+    fs::File::create(at("b")).and_then(|file| file.set_len(4 << 20)).expect("a file");
+    let far = Far::mount(folder.path());
     let line = |log: &str| {
         let mut command = ferry();
         command.arg("disk").arg(at("mnt/a")).arg("--vhost-user").arg(at("s"));
         command.arg(at("b")).arg("--vhost-user").arg(at("t")).stderr(fs::File::create(at(log)).expect("a file"));
         command
     };
-    far.signal(Signal::STOP);
+    far.stop();
     let mut disks = Server::start(&mut line("log"));
     assert_eq!((&disks.line["disks"][0]["bytes"], &disks.line["disks"][1]["bytes"]), (&().into(), &(4 << 20).into()));
     let said = || fs::read_to_string(at("log")).expect("what it says");
     soon("the other one answers", || answers(&at("t")));
     soon("it is named", || said().contains("mnt/a is not open after 3 s"));
     assert!(!answers(&at("s")));
-    far.signal(Signal::CONT);
+    far.go_on();
     soon("it answers, too", || answers(&at("s")));
     disks.signal(Signal::TERM);
     assert_eq!(disks.status(), Some(0), "{}", said());
 
-    // One that hangs ends when it is told to.
-    far.signal(Signal::TERM);
-    assert_eq!(far.status(), Some(0));
-    let mut far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
-    far.signal(Signal::STOP);
+    // One that hangs ends when it is told to. With a new mount, nothing of the file is cached.
+    drop(far);
+    let far = Far::mount(folder.path());
+    far.stop();
     let mut disks = Server::start(&mut line("again"));
     disks.signal(Signal::TERM);
     assert_eq!(disks.status(), Some(0));
     assert!(!at("s").exists() && !at("t").exists());
-    far.signal(Signal::CONT);
-    // One that is killed leaves its mount.
-    far.signal(Signal::TERM);
-    assert_eq!(far.status(), Some(0));
 }
 
 /// One that hangs beside shares, in a file: all others are served, it is named, and served when its storage answers.
@@ -138,17 +159,13 @@ fn a_disk_in_a_file_whose_storage_hangs_holds_up_no_share_and_no_disk() {
     common::needs_fuse!();
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let at = |name: &str| folder.path().join(name);
-    for name in ["far", "mnt", "data"] {
-        fs::create_dir(at(name)).expect("a folder");
-    }
-    for name in ["far/a", "b"] {
-        fs::File::create(at(name)).and_then(|file| file.set_len(4 << 20)).expect("a file");
-    }
+    fs::create_dir(at("data")).expect("a folder");
+    fs::File::create(at("b")).and_then(|file| file.set_len(4 << 20)).expect("a file");
     let text = "[[disk]]\nfile = \"mnt/a\"\nvhost-user = \"s\"\n[[disk]]\nfile = \"b\"\nvhost-user = \"t\"\n\
                 [[share]]\nsource = \"data\"\nvirtiofs = \"v\"\n";
     fs::write(at("f.toml"), text).expect("a file");
-    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
-    far.signal(Signal::STOP);
+    let far = Far::mount(folder.path());
+    far.stop();
     let mut command = ferry();
     command.arg("share").arg("--config").arg(at("f.toml")).stderr(fs::File::create(at("log")).expect("a file"));
     let mut server = Server::start(&mut command);
@@ -158,7 +175,7 @@ fn a_disk_in_a_file_whose_storage_hangs_holds_up_no_share_and_no_disk() {
     soon("the others answer", || answers(&at("t")) && answers(&at("v")));
     soon("it is named", || said().contains("mnt/a is not open after 3 s"));
     assert!(!answers(&at("s")));
-    far.signal(Signal::CONT);
+    far.go_on();
     soon("it answers, too", || answers(&at("s")));
     server.signal(Signal::TERM);
     assert_eq!(server.status(), Some(0), "{}", said());
@@ -171,12 +188,8 @@ fn a_signal_ends_a_server_whose_storage_hangs() {
     common::needs_fuse!();
     let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
     let at = |name: &str| folder.path().join(name);
-    for name in ["far", "mnt"] {
-        fs::create_dir(at(name)).expect("a folder");
-    }
-    fs::File::create(at("far/a")).and_then(|file| file.set_len(4 << 20)).expect("a file");
-    let far = Server::start(ferry().arg("share").arg(at("far")).arg("--mount").arg(at("mnt")));
-    far.signal(Signal::STOP);
+    let far = Far::mount(folder.path());
+    far.stop();
     for (signal, flags) in
         [(Signal::TERM, &["--vhost-user"][..]), (Signal::INT, &["--sandbox", "none", "--vhost-user"])]
     {
@@ -193,7 +206,7 @@ fn a_signal_ends_a_server_whose_storage_hangs() {
         assert!(said.contains("mnt/a is not served: its storage had not answered"), "{said}");
         assert!(!at("s").exists());
     }
-    far.signal(Signal::CONT);
+    far.go_on();
 }
 
 /// Of a start that fails nothing is left, and what was there before is as it was.
