@@ -15,13 +15,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::{io::IoSlice, mem::MaybeUninit};
 
 use rustix::cmsg_space;
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
 
 use crate::keeper::Packet;
 
 /// The maximum number of descriptors of a message and its reply: the limit of vhost-user, and one.
-pub const FILES_MAX: usize = 33;
+pub(crate) const FILES_MAX: usize = 33;
 const NUMBERS: usize = 6;
 /// The longest message and reply.
 const MESSAGE_BYTES_MAX: usize = 12 + 4096;
@@ -113,30 +113,20 @@ pub(crate) fn execute_step(packet: Packet, socket: BorrowedFd<'_>, records: &mut
 }
 
 /// Takes this many bytes from a front end's socket without blocking, and closes their descriptors.
-///
-/// # Errors
-///
-/// There are fewer bytes.
-pub fn take(socket: BorrowedFd<'_>, mut bytes: usize) -> Result<(), Errno> {
+fn take(socket: BorrowedFd<'_>, mut bytes: usize) -> Result<(), Errno> {
     let mut buffer = [0; 512];
     while bytes > 0 {
         let wanted = bytes.min(buffer.len());
-        match recv(socket, &mut buffer[..wanted], RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Err(Errno::CONNRESET),
-            Ok((_, came)) => bytes -= came.min(bytes),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
+        match retry_on_intr(|| recv(socket, &mut buffer[..wanted], RecvFlags::DONTWAIT))? {
+            (_, 0) => return Err(Errno::CONNRESET),
+            (_, came) => bytes -= came.min(bytes),
         }
     }
     Ok(())
 }
 
 /// Replies to a front end without blocking: one that does not read its replies gets none.
-///
-/// # Errors
-///
-/// The front end is gone or does not read.
-pub fn answer(socket: BorrowedFd<'_>, reply: &[u8], files: &[OwnedFd]) -> Result<(), Errno> {
+fn answer(socket: BorrowedFd<'_>, reply: &[u8], files: &[OwnedFd]) -> Result<(), Errno> {
     if reply.is_empty() {
         return Ok(());
     }
@@ -146,13 +136,8 @@ pub fn answer(socket: BorrowedFd<'_>, reply: &[u8], files: &[OwnedFd]) -> Result
     if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&files)) {
         return Err(Errno::TOOMANYREFS);
     }
-    let sent = loop {
-        match sendmsg(socket, &[IoSlice::new(reply)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-            Err(Errno::INTR) => {}
-            other => break other,
-        }
-    };
-    match sent {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    match retry_on_intr(|| sendmsg(socket, &[IoSlice::new(reply)], &mut control, flags)) {
         Ok(sent) if sent == reply.len() => Ok(()),
         // A partial reply is useless, and the next one would be taken for its rest.
         other => {

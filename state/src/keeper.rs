@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, accept_with, connect, recvmsg, sendmsg, socket_with,
@@ -118,12 +118,7 @@ fn send(
     if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
         return Err(Errno::TOOMANYREFS);
     }
-    loop {
-        match sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL) {
-            Err(Errno::INTR) => {}
-            other => return other.map(drop),
-        }
-    }
+    retry_on_intr(|| sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)).map(drop)
 }
 
 /// Receives the next packet; `None` at the end.
@@ -131,12 +126,8 @@ fn receive(socket: BorrowedFd<'_>) -> Result<Option<Packet>, Errno> {
     let mut bytes = vec![0; PACKET_BYTES_MAX];
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        match recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Err(Errno::INTR) => {}
-            other => break other?,
-        }
-    };
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let received = retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags))?;
     let mut files = Vec::new();
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(came) = message {
@@ -158,12 +149,7 @@ fn receive(socket: BorrowedFd<'_>) -> Result<Option<Packet>, Errno> {
 
 fn wait(fd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     let left = Timespec::try_from(within).map_err(|_| Errno::INVAL)?;
-    loop {
-        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&left)) {
-            Err(Errno::INTR) => {}
-            other => return other.map(|ready| ready > 0),
-        }
-    }
+    retry_on_intr(|| poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&left))).map(|ready| ready > 0)
 }
 
 fn stream() -> Result<OwnedFd, Errno> {
@@ -340,14 +326,8 @@ struct HeldDescriptors {
 /// Receives the next packet of a server; `None` when it is gone, or it is time to end.
 fn next(server: BorrowedFd<'_>, end: &OwnedFd) -> Result<Option<Packet>, Errno> {
     let mut fds = [PollFd::new(end, PollFlags::IN), PollFd::from_borrowed_fd(server, PollFlags::IN)];
-    loop {
-        match poll(&mut fds, None) {
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
-            Ok(_) if fds[0].revents().is_empty() => return receive(server),
-            Ok(_) => return Ok(None),
-        }
-    }
+    retry_on_intr(|| poll(&mut fds, None))?;
+    if fds[0].revents().is_empty() { receive(server) } else { Ok(None) }
 }
 
 fn serve(server: BorrowedFd<'_>, end: &OwnedFd, held: &mut HeldDescriptors) -> Result<(), Errno> {

@@ -47,6 +47,7 @@ pub use chain::Chain;
 pub use ferry_engine::RatelimitedLog;
 pub use inflight::in_flight_memory;
 pub use io::Io;
+pub use persistent_connection::{Commit, ConnectionStore, Records, StoredConnection};
 pub use server::{Ended, Server, ServerError};
 pub use socket::{Socket, SocketError};
 pub use window::{Part, Window, WindowError};
@@ -130,10 +131,9 @@ pub trait Device: Send + Sync + 'static {
     fn last(&self) -> Option<std::sync::Arc<ferry_vfs::Backing>> {
         None
     }
-    /// Where connections are kept, so that front ends do not notice when this process ends and another one goes on. What is in
-    /// flight must be the device's own ([`in_flight`](Self::in_flight)), and there can be neither a window nor a configuration that
-    /// is written or changes.
-    fn keeps_connections(&self) -> Option<std::sync::Arc<ferry_state::SessionStore>> {
+    /// Where connections are stored, so that front ends do not notice when this process ends and another one goes on. What is
+    /// in flight must be the device's own ([`in_flight`](Self::in_flight)), and the configuration must not change.
+    fn connection_store(&self) -> Option<std::sync::Arc<dyn ConnectionStore>> {
         None
     }
     /// The front end is gone, and this server stays: what the driver held is void.

@@ -1,9 +1,10 @@
-//! A front-end connection that survives a restart of the server (`ferry-state`, `connection.rs`).
+//! A front-end connection that survives a restart of the server.
 //!
-//! Messages are looked at in the socket, handed to the same code as on any other connection by a pair of sockets of our
-//! own, and then committed: the keeper takes the message, records what the next server must know of it, and sends the reply. A
-//! server that takes a connection over hands the recorded messages to that code first.
+//! Messages are peeked at in the socket, forwarded through a socket pair to the code that serves any other connection,
+//! and then committed: the [`ConnectionStore`] takes the message, records what the next server must know of it, and sends
+//! the reply. A server that takes a connection over forwards the recorded messages to that code first.
 
+mod connection_store;
 mod replay_log;
 
 use std::io::{IoSlice, IoSliceMut};
@@ -13,7 +14,6 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_state::{Commit, FILES_MAX, KeeperError, Records, SessionStore};
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -23,9 +23,12 @@ use rustix::net::{
 };
 
 use crate::channel::{HEADER_BYTES, number};
+pub use connection_store::{Commit, ConnectionStore, Records, StoredConnection};
 use replay_log::ReplayLog;
 pub(crate) use replay_log::was_added;
 
+/// The most descriptors of a message and its reply: the limit of vhost-user, and one.
+const FILES_MAX: usize = 33;
 /// The longest body that vhost-user has.
 const BODY_BYTES_MAX: usize = 4096;
 /// How long the rest of a message that came in part may take, before it is looked for again.
@@ -58,21 +61,26 @@ pub(crate) struct Message {
     pub(crate) files: Vec<OwnedFd>,
 }
 
-/// A front end whose connection is kept.
+/// A front end whose connection is stored.
 #[derive(Debug)]
 pub(crate) struct PersistentConnection {
     socket: UnixStream,
-    /// The near end of the pair by which messages are handed on.
+    /// The near end of the pair through which messages are forwarded.
     inner: UnixStream,
-    /// `None` once it is lost: then this server does what the keeper would do, and nothing is kept any more.
-    kept: Option<Arc<SessionStore>>,
+    /// `None` once it is lost: then this server takes and answers messages, and records nothing.
+    store: Option<Arc<dyn ConnectionStore>>,
     replay_log: ReplayLog,
 }
 
 impl PersistentConnection {
-    /// Serves a connection that is kept already; messages are handed on by `inner`.
-    pub(crate) fn new(socket: UnixStream, inner: UnixStream, kept: Arc<SessionStore>, records: &Records) -> Self {
-        Self { socket, inner, kept: Some(kept), replay_log: ReplayLog::of(records) }
+    /// Serves a connection that is in `store`; messages are forwarded by `inner`.
+    pub(crate) fn new(
+        socket: UnixStream,
+        inner: UnixStream,
+        store: Arc<dyn ConnectionStore>,
+        records: &Records,
+    ) -> Self {
+        Self { socket, inner, store: Some(store), replay_log: ReplayLog::of(records) }
     }
 
     /// Waits for a message, hands a copy of it on, and leaves it where it is.
@@ -82,17 +90,9 @@ impl PersistentConnection {
         Ok(message)
     }
 
-    /// Hands a message on.
+    /// Forwards a message. The one before was read, so there is room for all of it.
     pub(crate) fn forward(&self, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
-        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&files)) {
-            return Err(LostError::Files);
-        }
-        // Whatever was handed on before was read; so there is room for all of it.
-        sendmsg(&self.inner, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
-        Ok(())
+        send(&self.inner, bytes, files)
     }
 
     /// What was answered to the message that was handed on last.
@@ -155,35 +155,56 @@ impl PersistentConnection {
         reply: &Message,
         taken_bytes: usize,
     ) -> Result<(), LostError> {
-        if let Some(kept) = &self.kept {
+        if let Some(store) = &self.store {
             let files = if entry.has_files { &message.files[..] } else { &[] };
-            let outcome = kept.commit(&Commit {
+            let outcome = store.commit(&Commit {
                 taken_bytes,
                 record: entry.record.as_ref().map(|(key, bytes)| (*key, &bytes[..], files)),
                 drops: &entry.drops,
                 reply: &reply.bytes,
                 reply_files: &reply.files,
             });
-            match outcome {
-                Ok(()) => return Ok(()),
-                Err(error) => self.continue_without_keeper(&error),
-            }
+            let Err(error) = outcome else { return Ok(()) };
+            tracing::error!("should this server end, its guest is lost: {error}");
+            store.end();
+            self.store = None;
         }
-        // What the keeper may have taken in its last moment, it has answered.
+        // A message that the store took in its last moment is answered.
         let left = peek_offset(&self.socket)?.min(taken_bytes);
         if left > 0 {
-            ferry_state::take(self.socket.as_fd(), left)?;
-            ferry_state::answer(self.socket.as_fd(), &reply.bytes, &reply.files)?;
+            take(&self.socket, left)?;
+            send(&self.socket, &reply.bytes, &reply.files)?;
         }
         Ok(())
     }
+}
 
-    fn continue_without_keeper(&mut self, error: &KeeperError) {
-        tracing::error!("should this server end, its guest is lost: {error}");
-        if let Some(kept) = self.kept.take() {
-            kept.end_connection();
+/// Sends bytes and descriptors without blocking.
+fn send(socket: &UnixStream, bytes: &[u8], files: &[OwnedFd]) -> Result<(), LostError> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FILES_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&files)) {
+        return Err(LostError::Files);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let sent = rustix::io::retry_on_intr(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags))?;
+    if sent == bytes.len() { Ok(()) } else { Err(Errno::AGAIN.into()) }
+}
+
+/// Takes so many bytes from a socket without blocking, and closes their descriptors.
+fn take(socket: &UnixStream, bytes: usize) -> Result<(), LostError> {
+    let (mut buffer, mut have) = (vec![0; bytes], 0);
+    while have < bytes {
+        match receive(socket, &mut buffer[have..], None, RecvFlags::empty())? {
+            0 => return Err(LostError::HungUp),
+            came => have += came,
         }
     }
+    Ok(())
 }
 
 /// Reads a message as far as its header says, and takes nothing of it.
@@ -252,12 +273,7 @@ fn receive(
         None => RecvAncillaryBuffer::new(&mut none),
     };
     let flags = flags | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let received = loop {
-        match recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
-            Err(Errno::INTR) => {}
-            other => break other?,
-        }
-    };
+    let received = rustix::io::retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags))?;
     let Some(files) = files else { return Ok(received.bytes) };
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(came) = message {
@@ -317,7 +333,7 @@ mod tests {
     fn send(socket: &UnixStream, request: u32, body: &[u8], files: &[OwnedFd]) {
         let length = u32::try_from(body.len()).unwrap();
         let message = [&[request, 1, length].map(u32::to_ne_bytes).concat()[..], body].concat();
-        ferry_state::answer(socket.as_fd(), &message, files).unwrap();
+        super::send(socket, &message, files).unwrap();
     }
 
     #[test]
@@ -339,21 +355,21 @@ mod tests {
                 assert_eq!(peek_offset(&ours).unwrap(), 12 + body);
             }
             // What was taken counts backwards, also of a part.
-            ferry_state::take(ours.as_fd(), 5).unwrap();
+            take(&ours, 5).unwrap();
             assert_eq!(peek_offset(&ours).unwrap(), 7 + body);
-            ferry_state::take(ours.as_fd(), 7 + body).unwrap();
+            take(&ours, 7 + body).unwrap();
             assert_eq!(peek_offset(&ours).unwrap(), 0);
         }
         // One that comes in parts, and with its end the end of waiting.
         let header = [8u32, 1, 8].map(u32::to_ne_bytes).concat();
-        ferry_state::answer(front_end.as_fd(), &header, &[]).unwrap();
+        super::send(&front_end, &header, &[]).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| peek(&ours, &stop));
             std::thread::sleep(4 * REST);
-            ferry_state::answer(front_end.as_fd(), &[7; 8], &[]).unwrap();
+            super::send(&front_end, &[7; 8], &[]).unwrap();
             assert_eq!(waits.join().unwrap().unwrap().bytes[12..], [7; 8]);
         });
-        ferry_state::take(ours.as_fd(), 20).unwrap();
+        take(&ours, 20).unwrap();
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         assert!(matches!(peek(&ours, &stop), Err(LostError::Stopped)));
         drop(front_end);
@@ -361,7 +377,7 @@ mod tests {
         // Longer than anything that may be said.
         let (front_end, ours) = UnixStream::pair().unwrap();
         let header = [8u32, 1, u32::MAX].map(u32::to_ne_bytes).concat();
-        ferry_state::answer(front_end.as_fd(), &header, &[]).unwrap();
+        super::send(&front_end, &header, &[]).unwrap();
         assert!(matches!(peek(&ours, &event()), Err(LostError::Long(_))));
     }
 }

@@ -9,14 +9,13 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use ferry_engine::RatelimitedLog;
-use ferry_state::{FRONT_END_AWAITED, LeftConnection, Records, SessionStore};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::Device;
 use crate::channel::{self, Channel};
 use crate::connection::{Connection, Inherited};
-use crate::persistent_connection::{self, LostError, PersistentConnection};
+use crate::persistent_connection::{self, ConnectionStore, LostError, PersistentConnection, Records, StoredConnection};
 
 /// Why a device cannot be served: a thread or descriptor cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -56,7 +55,7 @@ const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 #[derive(Debug)]
 struct Stop {
     event: OwnedFd,
-    /// The front end that is connected now, and whether its connection is kept.
+    /// The front end that is connected now, and whether its connection is stored.
     stream: Mutex<Option<(UnixStream, bool)>>,
     /// The front end had gone before it was time to stop, or is to be let go for good.
     had_left: AtomicBool,
@@ -104,7 +103,7 @@ impl Server {
     }
 
     /// Stops taking requests, ends those that were taken, and lets go of the front end, unless its connection
-    /// [is kept](Device::keeps_connections) for the next server.
+    /// [is stored](Device::connection_store) for the next server.
     pub fn stop(mut self) {
         self.stop_and_join(false);
     }
@@ -121,8 +120,8 @@ impl Server {
         self.stop.had_left.store(had_left, Ordering::Relaxed);
         self.stop.for_good.store(for_good, Ordering::Relaxed);
         let _ = rustix::io::write(&self.stop.event, &1u64.to_ne_bytes());
-        if let Some((stream, is_kept)) = stream.as_ref()
-            && (for_good || !is_kept)
+        if let Some((stream, is_stored)) = stream.as_ref()
+            && (for_good || !is_stored)
         {
             // It may have gone by itself.
             let _ = stream.shutdown(std::net::Shutdown::Both);
@@ -197,17 +196,17 @@ fn has_left(stream: &UnixStream) -> bool {
 fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     // All front ends have them together: whoever comes again and again is not heard more often.
     let ratelimited_log = Arc::<RatelimitedLog>::default();
-    let kept = device.keeps_connections();
-    let mut left = kept.as_ref().and_then(take_over);
-    // The front end of the guest that was here before may connect again, but is not waited for any longer than this.
-    let has_absent_guest = left.is_none() && kept.is_some_and(|kept| kept.has_client());
-    let mut awaited = has_absent_guest.then(|| Instant::now() + FRONT_END_AWAITED);
+    let store = device.connection_store();
+    let mut left = store.as_ref().and_then(take_over);
+    // The front end of the guest that was here before may connect again.
+    let timeout = store.filter(|_| left.is_none()).and_then(|store| store.reconnect_timeout());
+    let mut awaited = timeout.map(|timeout| Instant::now() + timeout);
     let forget = || Connection::new(Arc::clone(device), Arc::clone(&ratelimited_log)).gone();
     loop {
         let conversation = match left.take() {
             Some(conversation) => conversation,
             None => match stop.accept(listener, awaited, &ratelimited_log) {
-                Ok(Accepted::FrontEnd(stream)) => begin(stream, device.keeps_connections()),
+                Ok(Accepted::FrontEnd(stream)) => begin(stream, device.connection_store()),
                 Ok(Accepted::Nobody) => {
                     tracing::info!("the guest that was here before is gone: its files and locks are given back");
                     awaited = None;
@@ -223,7 +222,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
             },
         };
         awaited = None;
-        let current = conversation.stream.try_clone().ok().map(|stream| (stream, conversation.kept.is_some()));
+        let current = conversation.stream.try_clone().ok().map(|stream| (stream, conversation.stored.is_some()));
         *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = current;
         if !stop.is_set() {
             tracing::debug!("a front end connected");
@@ -239,46 +238,46 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
     }
 }
 
-/// A front end, and where its connection is kept with what it said to the server before.
+/// A front end, and where its connection is stored with what it said to the server before.
 struct Conversation {
     stream: UnixStream,
-    kept: Option<(Arc<SessionStore>, Records)>,
+    stored: Option<(Arc<dyn ConnectionStore>, Records)>,
 }
 
 /// Takes up the connection that the server before has left, unless the front end has hung up meanwhile: then it may come again.
-fn take_over(kept: &Arc<SessionStore>) -> Option<Conversation> {
-    let LeftConnection { socket, records } = kept.take_connection()?;
+fn take_over(store: &Arc<dyn ConnectionStore>) -> Option<Conversation> {
+    let StoredConnection { socket, records } = store.take()?;
     let stream = UnixStream::from(socket);
     if has_left(&stream) {
         tracing::debug!("the front end hung up while there was no server");
-        kept.end_connection();
+        store.end();
         return None;
     }
-    Some(Conversation { stream, kept: Some((Arc::clone(kept), records)) })
+    Some(Conversation { stream, stored: Some((Arc::clone(store), records)) })
 }
 
-/// Has a new connection kept.
-fn begin(stream: UnixStream, kept: Option<Arc<SessionStore>>) -> Conversation {
-    let kept = kept.filter(|kept| match kept.keep_connection(stream.as_fd()) {
+/// Stores a new connection.
+fn begin(stream: UnixStream, store: Option<Arc<dyn ConnectionStore>>) -> Conversation {
+    let store = store.filter(|store| match store.put(stream.as_fd()) {
         Ok(()) => true,
         Err(error) => {
             tracing::error!("should this server end, its guest is lost unless its VMM connects again: {error}");
             false
         }
     });
-    Conversation { stream, kept: kept.map(|kept| (kept, Records::new())) }
+    Conversation { stream, stored: store.map(|store| (store, Records::new())) }
 }
 
 /// Speaks with one front end until it goes or says something that cannot be.
 fn converse<D: Device>(
     device: &Arc<D>,
-    Conversation { stream, kept }: Conversation,
+    Conversation { stream, stored }: Conversation,
     stop: &Stop,
     ratelimited_log: &Arc<RatelimitedLog>,
 ) {
     let connection = Arc::new(Mutex::new(Connection::new(Arc::clone(device), Arc::clone(ratelimited_log))));
-    let outcome = match &kept {
-        Some((kept, records)) => listen_lasting(&**device, (stream, kept, records), &connection, stop),
+    let outcome = match &stored {
+        Some((store, records)) => listen_lasting(&**device, (stream, store, records), &connection, stop),
         None => listen(&**device, stream, &connection, stop),
     };
     if let Err(error) = outcome {
@@ -286,8 +285,8 @@ fn converse<D: Device>(
     }
     if !stop.is_set() || stop.had_left.load(Ordering::Relaxed) {
         // First: what is forgotten then would be missed by whoever takes the connection over.
-        if let Some((kept, _)) = kept {
-            kept.end_connection();
+        if let Some((store, _)) = stored {
+            store.end();
         }
         connection.lock().unwrap_or_else(PoisonError::into_inner).gone();
     }
@@ -378,13 +377,13 @@ fn listen<D: Device>(
 /// The same on a connection that no end of this server closes.
 fn listen_lasting<D: Device>(
     device: &D,
-    (stream, kept, records): (UnixStream, &Arc<SessionStore>, &Records),
+    (stream, store, records): (UnixStream, &Arc<dyn ConnectionStore>, &Records),
     connection: &Arc<Mutex<Connection<D>>>,
     stop: &Stop,
 ) -> Result<(), ReleasedConnection> {
     let (near, far) = UnixStream::pair().map_err(ReleasedConnection::Descriptors)?;
     let mut listener = Listener::new(device, far, connection, &stop.channel)?;
-    let mut lasting = PersistentConnection::new(stream, near, Arc::clone(kept), records);
+    let mut lasting = PersistentConnection::new(stream, near, Arc::clone(store), records);
     for (key, (bytes, files)) in records {
         listener.connection().taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
         lasting.forward(bytes, files)?;

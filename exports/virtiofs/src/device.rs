@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
-use ferry_state::{Saved, SessionStore};
+use ferry_state::Saved;
 use ferry_vfs::{Backing, FileSystem};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
+use crate::connection_store::ConnectionStore;
 use crate::dax::Dax;
 use crate::handler::Handler;
 use crate::{Error, OnMigrationError, Options, QUEUES_MAX, Tag};
@@ -194,8 +195,8 @@ impl Device for VirtioFs {
         self.options.kept.as_ref().map(|kept| Arc::clone(kept.line()))
     }
 
-    fn keeps_connections(&self) -> Option<Arc<SessionStore>> {
-        self.options.kept.clone()
+    fn connection_store(&self) -> Option<Arc<dyn ferry_vhost::ConnectionStore>> {
+        Some(Arc::new(ConnectionStore(Arc::clone(self.options.kept.as_ref()?))))
     }
 
     fn gone(&self, guest: &Guest) {

@@ -18,6 +18,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod connection_store;
 mod dax;
 mod device;
 mod handler;

@@ -6,8 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ferry_state::Records;
-
+use super::connection_store::Records;
 use crate::channel::{HEADER_BYTES, number};
 
 /// Requests by their numbers (vhost-user, "Front-end message types").
