@@ -127,6 +127,7 @@ mod attr;
 mod backing;
 mod change;
 pub mod checks;
+mod delegate;
 mod disk;
 mod fs;
 pub mod guide;

@@ -26,7 +26,7 @@ pub(crate) fn is_sgid_mark(mode: u32) -> bool {
 }
 
 impl Dir {
-    pub(crate) fn inode_attr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
+    pub(crate) fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
         if let Some(handle) = handle {
             let open = self.handles.get(cx.session, ino, handle)?;
             return Ok(self.attr(&open.inode, &statx(open.file.as_fd(), b"")?));
@@ -36,7 +36,7 @@ impl Dir {
     }
 
     /// Changes size, owner, mode and times, in an order in which no step undoes an earlier one.
-    pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+    pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         self.writable()?;
         let open = handle.map(|handle| self.handles.get(cx.session, ino, handle)).transpose()?;
         // An open handle of a directory or file serves as well as an O_PATH descriptor.
@@ -180,7 +180,7 @@ impl Dir {
         Ok(cx.in_group_or_root(st.stx_gid))
     }
 
-    pub(crate) fn link_target(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let (inode, fd) = self.path(ino)?;
         if inode.found.kind != FileType::Symlink {
             return Err(Errno::INVAL);
@@ -188,7 +188,7 @@ impl Dir {
         Ok(rustix::fs::readlinkat(fd.as_fd(), "", Vec::new())?.into_bytes())
     }
 
-    pub(crate) fn inode_statfs(&self, ino: Ino) -> Result<Statfs> {
+    pub(crate) fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
         let (_, fd) = self.path(ino)?;
         let host = rustix::fs::fstatvfs(fd.as_fd())?;
         let narrow = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
@@ -205,7 +205,7 @@ impl Dir {
     }
 
     /// Checks access on the host as the caller, for protocols whose client does not check.
-    pub(crate) fn check_access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+    pub(crate) fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         let (_, fd) = self.path(ino)?;
         let access = Access::from_bits(mask).ok_or(Errno::INVAL)?;
         if access.contains(Access::WRITE_OK) {

@@ -18,6 +18,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use ferry_vfs::{Caller, Errno, FileType, Handle, IdentityScope, Ino, Migrate, Name, OFlags, Result, Timespec};
 use rustix::fs::{Mode, Statx};
@@ -26,6 +27,7 @@ use rustix::path::DecInt;
 use crate::Dir;
 use crate::mount::Mount;
 use crate::resolve::{self, statx};
+use crate::search::SEARCH_TIME_MAX;
 use crate::sys::{self, HostHandle};
 use crate::table::{FoundInode, Inode, Key};
 
@@ -164,33 +166,6 @@ pub fn fuzz(bytes: &[u8]) {
 }
 
 impl Dir {
-    pub(crate) fn encode_identity(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        let inode = self.table.get(ino)?;
-        let mode = inode.found.kind.as_raw_mode();
-        let found = &inode.found;
-        if within != IdentityScope::Host {
-            return self.identify_elsewhere(&inode, within);
-        }
-        let place = inode.place();
-        let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
-        let flags = flag(found.mount.id == self.root.found.mount.id, ON_ROOT_MOUNT)
-            | flag(found.btime.is_some(), BIRTH)
-            | flag(found.handle.is_some(), HANDLE)
-            | flag(place.is_some(), PLACE)
-            | flag(found.mount_root, MOUNT_ROOT);
-        let identity = Identity {
-            flags,
-            mode,
-            dev: found.key.dev,
-            ino: found.key.ino,
-            birth: found.btime,
-            handle: found.handle.as_ref().map(HostHandle::parts),
-            place: place.as_ref().map(|(dir, name)| (dir.ino, &**name)),
-            path: None,
-        };
-        identity.encode()
-    }
-
     fn identify_elsewhere(&self, inode: &Arc<Inode>, within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
         if within == IdentityScope::Handles
@@ -248,39 +223,6 @@ impl Dir {
             at = Some(next);
         }
         at.ok_or(Errno::INVAL)
-    }
-
-    pub(crate) fn adopt_inode(
-        &self,
-        ino: Ino,
-        references: u64,
-        (identity, within): (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        let identity = Identity::decode(identity)?;
-        if !identity.is_for(within) {
-            return Err(Errno::PERM);
-        }
-        let Some(file) = file else { return self.adopt_identity(ino, references, &identity) };
-        let st = statx(file, b"")?;
-        if (resolve::key(&st).dev, resolve::key(&st).ino) != (identity.dev, identity.ino) {
-            return Err(Errno::STALE);
-        }
-        if st.stx_nlink > 0 {
-            match self.adopt_identity(ino, references, &identity) {
-                // The host has renamed it.
-                Err(Errno::STALE | Errno::NOENT) => {}
-                other => return other,
-            }
-        }
-        // Seen through the mounts of the other process, which are not ours: linkat fails from there.
-        let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
-        let by_handle = match (&handle, self.root.found.mount.handles()) {
-            (Some(handle), Some(mount)) => sys::open_by_handle(mount, handle, resolve::PATH_FLAGS).ok(),
-            _ => None,
-        };
-        let fd = by_handle.map_or_else(|| self.reopen(file, OFlags::PATH), Ok)?;
-        self.adopt_descriptor(ino, references, fd, &identity)
     }
 
     fn adopt_identity(&self, ino: Ino, references: u64, identity: &Identity<'_>) -> Result<()> {
@@ -374,11 +316,82 @@ impl Dir {
         let key = Key { mount: mount.id, ..resolve::key(st) };
         FoundInode { key, kind, btime, mount, handle, mount_root, verified: true }
     }
+}
 
-    pub(crate) fn adopt_open_file(
+impl Migrate for Dir {
+    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
+        let inode = self.table.get(ino)?;
+        let mode = inode.found.kind.as_raw_mode();
+        let found = &inode.found;
+        if within != IdentityScope::Host {
+            return self.identify_elsewhere(&inode, within);
+        }
+        let place = inode.place();
+        let flag = |is_set: bool, flag: u8| if is_set { flag } else { 0 };
+        let flags = flag(found.mount.id == self.root.found.mount.id, ON_ROOT_MOUNT)
+            | flag(found.btime.is_some(), BIRTH)
+            | flag(found.handle.is_some(), HANDLE)
+            | flag(place.is_some(), PLACE)
+            | flag(found.mount_root, MOUNT_ROOT);
+        let identity = Identity {
+            flags,
+            mode,
+            dev: found.key.dev,
+            ino: found.key.ino,
+            birth: found.btime,
+            handle: found.handle.as_ref().map(HostHandle::parts),
+            place: place.as_ref().map(|(dir, name)| (dir.ino, &**name)),
+            path: None,
+        };
+        identity.encode()
+    }
+
+    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
+        self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
+    }
+
+    fn follows_names(&self, dir: Ino) -> bool {
+        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
+    }
+
+    fn adopt(
+        &self,
+        ino: Ino,
+        references: u64,
+        (identity, within): (&[u8], IdentityScope),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<()> {
+        let identity = Identity::decode(identity)?;
+        if !identity.is_for(within) {
+            return Err(Errno::PERM);
+        }
+        let Some(file) = file else { return self.adopt_identity(ino, references, &identity) };
+        let st = statx(file, b"")?;
+        if (resolve::key(&st).dev, resolve::key(&st).ino) != (identity.dev, identity.ino) {
+            return Err(Errno::STALE);
+        }
+        if st.stx_nlink > 0 {
+            match self.adopt_identity(ino, references, &identity) {
+                // The host has renamed it.
+                Err(Errno::STALE | Errno::NOENT) => {}
+                other => return other,
+            }
+        }
+        // Seen through the mounts of the other process, which are not ours: linkat fails from there.
+        let handle = identity.handle.and_then(|(kind, bytes)| HostHandle::from_parts(kind, bytes));
+        let by_handle = match (&handle, self.root.found.mount.handles()) {
+            (Some(handle), Some(mount)) => sys::open_by_handle(mount, handle, resolve::PATH_FLAGS).ok(),
+            _ => None,
+        };
+        let fd = by_handle.map_or_else(|| self.reopen(file, OFlags::PATH), Ok)?;
+        self.adopt_descriptor(ino, references, fd, &identity)
+    }
+
+    fn adopt_open(
         &self,
         cx: &Caller<'_>,
-        (ino, handle): (Ino, Handle),
+        ino: Ino,
+        handle: Handle,
         flags: OFlags,
         file: Option<OwnedFd>,
     ) -> Result<()> {
@@ -407,41 +420,6 @@ impl Dir {
         let changed = OFlags::APPEND | OFlags::DIRECT;
         let open = Self::opened(inode, file, (flags - changed) | (now & changed));
         self.handles.adopt(cx.session, ino, handle, open)
-    }
-}
-
-impl Migrate for Dir {
-    fn identify(&self, ino: Ino, within: IdentityScope) -> Result<Vec<u8>> {
-        self.encode_identity(ino, within)
-    }
-
-    fn search(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.search_tree(inos, within)
-    }
-
-    fn follows_names(&self, dir: Ino) -> bool {
-        self.table.peek(dir).is_some_and(|dir| dir.found.mount.handles().is_none())
-    }
-
-    fn adopt(
-        &self,
-        ino: Ino,
-        references: u64,
-        identity: (&[u8], IdentityScope),
-        file: Option<BorrowedFd<'_>>,
-    ) -> Result<()> {
-        self.adopt_inode(ino, references, identity, file)
-    }
-
-    fn adopt_open(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        flags: OFlags,
-        file: Option<OwnedFd>,
-    ) -> Result<()> {
-        self.adopt_open_file(cx, (ino, handle), flags, file)
     }
 }
 

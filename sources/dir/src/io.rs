@@ -119,7 +119,7 @@ impl Dir {
         self.retry_with_room_to_keep(open)
     }
 
-    pub(crate) fn open_directory(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+    pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
         let (inode, fd) = self.path(ino)?;
         if !inode.is_dir() {
             return Err(Errno::NOTDIR);
@@ -127,17 +127,6 @@ impl Dir {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
         self.add_handle(cx, inode, file, OFlags::RDONLY)
-    }
-
-    /// Opens a regular file for mapping.
-    pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        let inode = self.table.get(ino)?;
-        openable(inode.found.kind)?;
-        if writes && self.options.read_only {
-            return Err(Errno::ROFS);
-        }
-        let access = if writes { OFlags::RDWR } else { OFlags::RDONLY };
-        self.open_data(&inode, access).map(|file| Arc::new(Backing::new(file)))
     }
 
     /// Returns the location of the bytes of a read or write: the handle's descriptor, at the same offset.
@@ -153,7 +142,7 @@ impl Dir {
 
     /// As [`Self::extent`], for a write. A transfer of an extent lets the host's kernel clear suid and sgid as for a
     /// user outside of the file's groups. If that is wrong for this caller, this function writes the bytes itself.
-    pub(crate) fn write_file(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+    pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         self.writable()?;
         if at.clear_privileges {
             let open = self.handles.get(cx.session, at.ino, at.handle)?;
@@ -185,7 +174,7 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn flush_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+    pub(crate) fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
         self.locks.table.drop_owner(ino, cx.session, owner);
         if open.inode.found.mount.flushes {
@@ -196,18 +185,14 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn release_handle(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+    pub(crate) fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
             Ok(open) => self.locks.table.drop_handle(ino, handle, &open),
             Err(error) => tracing::debug!(?ino, ?handle, %error, "release"),
         }
     }
 
-    pub(crate) fn fsync_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Result<Option<Arc<Backing>>> {
-        self.handles.with(cx.session, ino, handle, |open| Ok(Some(Arc::clone(&open.file))))
-    }
-
-    pub(crate) fn sync_mount(&self, ino: Ino) -> Result<()> {
+    pub(crate) fn syncfs(&self, _: &Caller<'_>, ino: Ino) -> Result<()> {
         let inode = self.table.get(ino)?;
         if inode.ino == Ino::ROOT {
             // The client means all mounts that it sees.
@@ -222,11 +207,13 @@ impl Dir {
         if cx.uid == 0 { Ok(None) } else { self.lose_privileges(cx, &open.inode, open.file.as_fd()) }
     }
 
-    pub(crate) fn fallocate_file(
+    pub(crate) fn fallocate(
         &self,
         cx: &Caller<'_>,
-        (ino, handle): (Ino, Handle),
-        (offset, len): (u64, u64),
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
         flags: FallocateFlags,
     ) -> Result<()> {
         self.writable()?;
@@ -257,7 +244,7 @@ impl Dir {
         Ok(())
     }
 
-    pub(crate) fn seek_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+    pub(crate) fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         let open = self.handles.get(cx.session, ino, handle)?;
         if open.stream.is_some() {
             return Err(Errno::INVAL);
@@ -273,7 +260,7 @@ impl Dir {
         rustix::fs::seek(open.file.as_fd(), from)
     }
 
-    pub(crate) fn copy_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
+    pub(crate) fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         self.writable()?;
         let from = self.handles.get(cx.session, copy.from.0, copy.from.1)?;
         let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;

@@ -39,10 +39,11 @@ const ROOT_XFLAGS: u32 = 0x8 | 0x10;
 type Argument = [u64; IOCTL_BYTES_MAX / 8];
 
 impl Dir {
-    pub(crate) fn inode_ioctl(
+    pub(crate) fn ioctl(
         &self,
         cx: &Caller<'_>,
-        (ino, handle): (Ino, Handle),
+        ino: Ino,
+        handle: Handle,
         command: u32,
         input: &[u8],
         out_bytes_max: usize,

@@ -93,9 +93,9 @@ use std::sync::{Arc, OnceLock};
 use ferry_vfs::{
     Attr, Backing, ByNumber, Caller, Changes, CopyRange, CreateArgs, Data, DirOutput, DirRange, Entry, Errno,
     FallocateFlags, Features, FileSystem, Handle, Handles, Ino, Input, IoRange, Lock, LockOutcome, Mappable, Migrate,
-    Name, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags,
+    Name, OFlags, Output, RenameFlags, Result, Seek, SetAttr, Statfs, Waiter, XattrFlags, openable,
 };
-use rustix::fs::{AtFlags, Mode};
+use rustix::fs::Mode;
 
 use crate::cache::{Cache, IdleEvictor};
 use crate::creds::Creds;
@@ -260,7 +260,7 @@ impl Dir {
             idle_evictor: OnceLock::new(),
             looks_for_acls: AtomicBool::new(false),
         };
-        let acl = dir.xattr_value(Ino::ROOT, b"system.posix_acl_access");
+        let acl = dir.getxattr(&Caller::default(), Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));
         Ok(dir)
     }
@@ -312,79 +312,17 @@ impl FileSystem for Dir {
         Some(self)
     }
 
-    fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.lookup_child(dir, name)
-    }
-
-    fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.lookup_dotdot(dir)
-    }
-
-    fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
-        self.lookup_number(ino)
-    }
+    ferry_vfs::delegate!(self => self;
+        lookup, lookup_parent, lookup_self, getattr, setattr, readlink, mknod, mkdir, symlink, link, unlink, rmdir, rename,
+        create, tmpfile, write, flush, release, opendir, readdir, syncfs, statfs, getxattr, listxattr, setxattr,
+        removexattr, mode_without_acl, access, set_lock, ioctl, fallocate, lseek, copy_file_range);
 
     fn forget(&self, ino: Ino, count: u64) {
         self.table.forget(ino, count);
     }
 
-    fn getattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>) -> Result<Attr> {
-        self.inode_attr(cx, ino, handle)
-    }
-
-    fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        self.change_attr(cx, ino, handle, set)
-    }
-
-    fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.link_target(ino)
-    }
-
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.make_node(cx, dir, name, new)
-    }
-
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.make_directory(cx, dir, name, new)
-    }
-
-    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.make_symlink(cx, dir, name, target)
-    }
-
-    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.link_inode(cx, ino, dir, name)
-    }
-
-    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_entry(cx, dir, name, AtFlags::empty())
-    }
-
-    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.unlink_entry(cx, dir, name, AtFlags::REMOVEDIR)
-    }
-
-    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.rename_entry(cx, from, to, flags)
-    }
-
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         self.open_inode(cx, ino, flags)
-    }
-
-    fn create(
-        &self,
-        cx: &Caller<'_>,
-        dir: Ino,
-        name: Name<'_>,
-        new: &CreateArgs,
-        flags: OFlags,
-    ) -> Result<(Entry, Handle)> {
-        self.create_file(cx, dir, name, new, flags)
-    }
-
-    fn tmpfile(&self, cx: &Caller<'_>, dir: Ino, new: &CreateArgs, flags: OFlags) -> Result<(Entry, Handle)> {
-        self.create_nameless(cx, dir, new, flags)
     }
 
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
@@ -395,128 +333,31 @@ impl FileSystem for Dir {
         self.extent(cx, at)
     }
 
-    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-        self.write_file(cx, at, input)
-    }
-
-    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
-        self.flush_file(cx, ino, handle, owner)
-    }
-
-    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_handle(cx, ino, handle);
-    }
-
     fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_file(cx, ino, handle)
+        self.handles.with(cx.session, ino, handle, |open| Ok(Some(Arc::clone(&open.file))))
     }
 
-    fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.open_directory(cx, ino)
-    }
-
-    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        self.list_directory(cx, at, out)
+    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
+        self.fsync(cx, ino, handle, data_only)
     }
 
     fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.release_handle(cx, ino, handle);
-    }
-
-    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, _: bool) -> Result<Option<Arc<Backing>>> {
-        self.fsync_file(cx, ino, handle)
-    }
-
-    fn syncfs(&self, _: &Caller<'_>, ino: Ino) -> Result<()> {
-        self.sync_mount(ino)
-    }
-
-    fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        self.inode_statfs(ino)
-    }
-
-    fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        self.xattr_value(ino, name)
-    }
-
-    fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.xattr_names(ino)
-    }
-
-    fn setxattr(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        name: &[u8],
-        value: &[u8],
-        flags: XattrFlags,
-        clear_sgid: bool,
-    ) -> Result<()> {
-        self.set_xattr_value(cx.session, ino, name, (value, flags), clear_sgid)
-    }
-
-    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.remove_xattr_value(cx.session, ino, name)
-    }
-
-    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
-        self.mode_without_acl_of(cx, ino, attr)
-    }
-
-    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
-        self.check_access(cx, ino, mask)
+        self.release(cx, ino, handle);
     }
 
     fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
         self.locks.table.get(&self.handles, cx, (ino, handle), lock)
     }
-
-    fn set_lock(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        lock: &Lock,
-        wait: Option<Waiter>,
-    ) -> Result<LockOutcome> {
-        self.set_inode_lock(cx, (ino, handle), lock, wait)
-    }
-
-    fn ioctl(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        command: u32,
-        input: &[u8],
-        out_bytes_max: usize,
-    ) -> Result<Vec<u8>> {
-        self.inode_ioctl(cx, (ino, handle), command, input, out_bytes_max)
-    }
-
-    fn fallocate(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: u64,
-        flags: FallocateFlags,
-    ) -> Result<()> {
-        self.fallocate_file(cx, (ino, handle), (offset, len), flags)
-    }
-
-    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
-        self.seek_file(cx, ino, handle, offset, seek)
-    }
-
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
-        self.copy_range(cx, copy)
-    }
 }
 
 impl Mappable for Dir {
     fn map(&self, _: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        self.map_inode(ino, writes)
+        let inode = self.table.get(ino)?;
+        openable(inode.found.kind)?;
+        if writes && self.options.read_only {
+            return Err(Errno::ROFS);
+        }
+        let access = if writes { OFlags::RDWR } else { OFlags::RDONLY };
+        self.open_data(&inode, access).map(|file| Arc::new(Backing::new(file)))
     }
 }

@@ -192,15 +192,16 @@ impl Dir {
         }
     }
 
-    pub(crate) fn set_inode_lock(
+    pub(crate) fn set_lock(
         &self,
         cx: &Caller<'_>,
-        at: (Ino, Handle),
-        request: &Lock,
+        ino: Ino,
+        handle: Handle,
+        lock: &Lock,
         wait: Option<Waiter>,
     ) -> Result<LockOutcome> {
         let own = |open: &Arc<Open>| self.open_lock_file(open);
-        let locked = self.locks.table.set(&self.handles, cx, at, request, wait, own);
+        let locked = self.locks.table.set(&self.handles, cx, (ino, handle), lock, wait, own);
         if matches!(locked, Ok(LockOutcome::Waiting)) {
             self.locks.watch();
         }

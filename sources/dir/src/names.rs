@@ -15,7 +15,7 @@ use crate::resolve::{self, At, has_name, key, statx};
 use crate::sys;
 use crate::table::{Inode, PathFd};
 
-/// The maximum depth of a directory; see [`Dir::lookup_dotdot`].
+/// The maximum depth of a directory; see [`Dir::lookup_parent`].
 const DEPTH_MAX: usize = 65_536;
 
 impl Dir {
@@ -34,7 +34,7 @@ impl Dir {
         if self.options.read_only { Err(Errno::ROFS) } else { Ok(()) }
     }
 
-    pub(crate) fn lookup_child(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (dir, fd) = self.path(dir)?;
         let (inode, st) = self.find(&dir, fd.as_fd(), name.as_bytes())?;
         Ok(self.entry(&inode, &st))
@@ -42,7 +42,7 @@ impl Dir {
 
     /// Returns the inode with a number, even without a reference of the client; for file handles of trusted clients
     /// ([`ferry_vfs::ByNumber::Host`]).
-    pub(crate) fn lookup_number(&self, ino: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
         let (inode, fd) = match self.table.find_numbered(ino) {
             Some(inode) => (inode, None),
             None => {
@@ -76,7 +76,7 @@ impl Dir {
 
     /// Returns the parent of a directory within the share. It checks all ancestors up to the share's root, because the
     /// host may have moved the directory out of the share.
-    pub(crate) fn lookup_dotdot(&self, dir: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
         let (dir, fd) = self.path(dir)?;
         if !dir.is_dir() {
             return Err(Errno::NOTDIR);
@@ -139,7 +139,7 @@ impl Dir {
         Ok(self.entry(&inode, &st))
     }
 
-    pub(crate) fn make_node(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             // `mknod` with a mode without a type creates a regular file.
             FileType::Unknown if new.mode & 0o170_000 == 0 => FileType::RegularFile,
@@ -152,20 +152,20 @@ impl Dir {
         })
     }
 
-    pub(crate) fn make_directory(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.make(cx.session, (dir, name), |fd| {
             self.as_caller(cx, new, |mode| rustix::fs::mkdirat(fd, name.as_bytes(), mode))
         })
     }
 
-    pub(crate) fn make_symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
+    pub(crate) fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
         self.make(cx.session, (dir, name), |fd| {
             let _guard = self.creds.enter(cx)?;
             rustix::fs::symlinkat(target, fd, name.as_bytes())
         })
     }
 
-    pub(crate) fn link_inode(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let (inode, fd) = self.path(ino)?;
         if inode.is_dir() {
             return Err(Errno::PERM);
@@ -183,7 +183,15 @@ impl Dir {
         Ok(entry)
     }
 
-    pub(crate) fn unlink_entry(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
+    pub(crate) fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, dir, name, AtFlags::empty())
+    }
+
+    pub(crate) fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, dir, name, AtFlags::REMOVEDIR)
+    }
+
+    fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let pinned = self.pin(fd.as_fd(), name.as_bytes());
@@ -202,7 +210,7 @@ impl Dir {
         result
     }
 
-    pub(crate) fn rename_entry(
+    pub(crate) fn rename(
         &self,
         cx: &Caller<'_>,
         from: (Ino, Name<'_>),
@@ -242,7 +250,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn create_file(
+    pub(crate) fn create(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
@@ -283,7 +291,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn create_nameless(
+    pub(crate) fn tmpfile(
         &self,
         cx: &Caller<'_>,
         dir: Ino,

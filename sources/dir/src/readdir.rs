@@ -114,7 +114,7 @@ impl Stream {
 }
 
 impl Dir {
-    pub(crate) fn list_directory(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+    pub(crate) fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         let open: Arc<Open> = self.handles.get(cx.session, at.ino, at.handle)?;
         let mut stream = lock(open.stream.as_ref().ok_or(Errno::NOTDIR)?);
         stream.seek(&open, at.offset)?;

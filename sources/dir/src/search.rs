@@ -18,7 +18,7 @@ use crate::table::{Inode, Key};
 const PATH_BYTES_MAX: usize = 4096;
 
 /// The maximum duration of a search: the guest is paused meanwhile, and the migration waits.
-const SEARCH_TIME_MAX: Duration = Duration::from_secs(10);
+pub(crate) const SEARCH_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// A directory to search: its parent, its name, and its path from the root.
 struct PendingDir {
@@ -40,10 +40,6 @@ struct Search<'a> {
 }
 
 impl Dir {
-    pub(crate) fn search_tree(&self, inos: &[Ino], within: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
-        self.search_until(inos, within, Instant::now() + SEARCH_TIME_MAX)
-    }
-
     /// Returns whether an inode may have a name; inodes without one are not searched for.
     fn is_somewhere(&self, inode: &Inode) -> bool {
         match self.stat(inode.ino) {
@@ -52,7 +48,7 @@ impl Dir {
         }
     }
 
-    fn search_until(&self, inos: &[Ino], within: IdentityScope, until: Instant) -> Vec<(Ino, Vec<u8>)> {
+    pub(crate) fn search_until(&self, inos: &[Ino], within: IdentityScope, until: Instant) -> Vec<(Ino, Vec<u8>)> {
         let inodes = inos.iter().filter_map(|ino| self.table.peek(*ino)).filter(|inode| self.is_somewhere(inode));
         let wanted: HashMap<Key, Arc<Inode>> = inodes.map(|inode| (inode.found.key, inode)).collect();
         let numbers = wanted.keys().map(|key| key.ino).collect();
@@ -136,7 +132,7 @@ impl Search<'_> {
 
 #[cfg(test)]
 mod tests {
-    use ferry_vfs::{Caller, FileSystem, Name};
+    use ferry_vfs::{Caller, Name};
 
     use super::*;
     use crate::Options;

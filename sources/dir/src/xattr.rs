@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferry_vfs::{Attr, Caller, Errno, FileType, Ino, Result, SessionId, Timespec, XattrFlags};
+use ferry_vfs::{Attr, Caller, Errno, FileType, Ino, Result, Timespec, XattrFlags};
 use rustix::fs::Statx;
 use rustix::path::DecInt;
 
@@ -86,7 +86,7 @@ impl Dir {
         })
     }
 
-    pub(crate) fn xattr_value(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+    pub(crate) fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let name = c_name(name)?;
         let (_, fd) = self.path(ino)?;
         grow(|buffer| {
@@ -101,7 +101,7 @@ impl Dir {
 
     /// Looks for an ACL even if the root's own file system has none, because a mount below may have them. Setting an
     /// ACL changes the change time, so an inode without one is checked once.
-    pub(crate) fn mode_without_acl_of(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
+    pub(crate) fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         self.looks_for_acls.store(true, Ordering::Relaxed);
         let inode = self.table.get(ino).ok();
         if inode.as_ref().is_some_and(|inode| inode.is_known_without_acl(attr.ctime)) {
@@ -150,7 +150,7 @@ impl Dir {
         }
     }
 
-    pub(crate) fn xattr_names(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let (_, fd) = self.path(ino)?;
         grow(|buffer| {
             let buffer = std::cell::RefCell::new(buffer);
@@ -162,12 +162,13 @@ impl Dir {
         })
     }
 
-    pub(crate) fn set_xattr_value(
+    pub(crate) fn setxattr(
         &self,
-        by: SessionId,
+        cx: &Caller<'_>,
         ino: Ino,
         name: &[u8],
-        (value, flags): (&[u8], XattrFlags),
+        value: &[u8],
+        flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
         self.writable()?;
@@ -186,11 +187,11 @@ impl Dir {
             if mode & S_ISGID == 0 { Ok(()) } else { self.chmod(&inode, fd.as_fd(), mode & !S_ISGID) }
         };
         let cleared = if clear_sgid { clear() } else { Ok(()) };
-        self.attr_changed(by, &inode);
+        self.attr_changed(cx.session, &inode);
         cleared
     }
 
-    pub(crate) fn remove_xattr_value(&self, by: SessionId, ino: Ino, name: &[u8]) -> Result<()> {
+    pub(crate) fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         self.writable()?;
         let name = c_name(name)?;
         let (inode, fd) = self.path(ino)?;
@@ -199,7 +200,7 @@ impl Dir {
             |dir, path| sys::removexattrat(dir, path, &name),
             |path| rustix::fs::removexattr(path, name.as_c_str()),
         )?;
-        self.attr_changed(by, &inode);
+        self.attr_changed(cx.session, &inode);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! The numbers in the value of a POSIX ACL (`linux/posix_acl_xattr.h`).
+//! The ids in the value of a POSIX ACL (`linux/posix_acl_xattr.h`).
 
 use ferry_vfs::{Errno, Result};
 
@@ -7,20 +7,20 @@ pub const NAMES: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_de
 
 const HEADER_BYTES: usize = 4;
 const ENTRY_BYTES: usize = 8;
-/// Tags of the entries that name somebody.
+/// Tags of entries with an id.
 const ACL_USER: u16 = 0x02;
 const ACL_GROUP: u16 = 0x08;
 
-/// Whether a name is that of an ACL.
-pub fn is_one(name: &[u8]) -> bool {
+/// Returns whether an attribute is an ACL.
+pub fn is_acl(name: &[u8]) -> bool {
     NAMES.contains(&name)
 }
 
-/// Changes the numbers of all users and groups that a value names. One that is no ACL is left to whoever gets it, who
-/// will refuse it.
+/// Maps the ids of all users and groups in a value. An invalid value is passed on, and refused by the source.
 ///
 /// # Errors
-/// `PERM` where there is no other number.
+///
+/// `PERM` if an id has no mapping.
 pub fn each_id(value: &mut [u8], uid: impl Fn(u32) -> Option<u32>, gid: impl Fn(u32) -> Option<u32>) -> Result<()> {
     let Some((_, entries)) = value.split_at_mut_checked(HEADER_BYTES) else { return Ok(()) };
     for entry in entries.chunks_exact_mut(ENTRY_BYTES) {

@@ -1,24 +1,25 @@
-//! The number in the value of `security.capability` (`linux/capability.h`): the root of those for whom a file's
-//! capabilities are good.
+//! The id in the value of `security.capability` (`linux/capability.h`): the root of the user namespace in which a
+//! file's capabilities are valid.
 
 use std::borrow::Cow;
 
 use ferry_vfs::{Errno, Result};
 
-/// The attribute.
+/// The name of the attribute.
 pub const NAME: &[u8] = b"security.capability";
 
 const REVISION_MASK: u32 = 0xFF00_0000;
-/// Of this revision, the number is 0 and not written.
+/// In this revision the id is 0 and not stored.
 const REVISION_2: u32 = 0x0200_0000;
 const REVISION_3: u32 = 0x0300_0000;
 /// A word of revision and flags, and two words of each of two sets.
 const BYTES: usize = 20;
 
-/// The value with another root, or as it is: one of another form is left to whoever gets it, who will refuse it.
+/// Returns the value with another root; an invalid value is passed on, and refused by the source.
 ///
 /// # Errors
-/// `PERM` where there is no other number.
+///
+/// `PERM` if the id has no mapping.
 pub fn of_root(value: &[u8], uid: impl FnOnce(u32) -> Option<u32>) -> Result<Cow<'_, [u8]>> {
     let Some((head, root)) = value.split_at_checked(BYTES) else { return Ok(Cow::Borrowed(value)) };
     let Some((&word, sets)) = head.split_first_chunk() else { return Ok(Cow::Borrowed(value)) };

@@ -1,52 +1,52 @@
-//! Numbers of users or groups, and what they are on the other side.
+//! Maps ids of users or groups.
 
 use std::str::FromStr;
 
-/// What a client's kernel sends where it names nobody; it is nobody's number.
+/// A client's kernel sends this instead of an id; no user has it.
 const NOBODY: u32 = u32::MAX;
 
-/// What is wrong with rules for numbers.
+/// Why rules are invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RuleError {
-    /// It is no rule.
+    /// The text is not a rule.
     #[error(
         "{0:?} is no translation: TYPE:FROM:TO:COUNT, as in map:0:100000:65536, with TYPE one of guest, host, squash-guest, \
          squash-host and map, or forbid-guest:FROM:COUNT"
     )]
     Form(String),
-    /// A number is none, or a range is empty or leaves the numbers that there are.
+    /// A number is invalid, or a range is empty or exceeds 32 bits.
     #[error("{0:?} does not fit: numbers are below 4294967295, and a range has at least one")]
     Range(String),
-    /// Two rules are about the same number.
+    /// Two rules concern the same id.
     #[error("{0} and {1} are about the same numbers: each may be in one rule of a direction only")]
     Overlap(Rule, Rule),
 }
 
-/// A rule of virtiofsd's `--translate-uid` and `--translate-gid`. Written `TYPE:FROM:TO:COUNT`.
+/// A rule of virtiofsd's `--translate-uid` and `--translate-gid`: `TYPE:FROM:TO:COUNT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     kind: RuleKind,
     from: u32,
-    /// What `from` becomes; not of [`RuleKind::ForbidGuest`].
+    /// The target of `from`; unused by [`RuleKind::ForbidGuest`].
     to: u32,
     count: u32,
 }
 
-/// The direction of a rule, and what becomes of a range.
+/// The direction and type of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RuleKind {
-    /// The client's numbers become others here, one by one.
+    /// Maps the client's range to a range of the host.
     Guest,
-    /// Numbers of here become others for the client, one by one.
+    /// Maps a range of the host to a range of the client.
     Host,
-    /// All numbers of the client's range become one here.
+    /// Maps the client's range to a single id of the host.
     SquashGuest,
-    /// All numbers of a range here become one for the client.
+    /// Maps a range of the host to a single id of the client.
     SquashHost,
-    /// Nothing may be given to the client's range.
+    /// Forbids the client's range for new owners.
     ForbidGuest,
-    /// `Guest`, and the same backwards.
+    /// `Guest` and its inverse.
     Map,
 }
 
@@ -96,21 +96,21 @@ impl std::fmt::Display for Rule {
     }
 }
 
-/// What a range becomes.
+/// The target of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum To {
-    /// The numbers from this one on.
+    /// The ids from this one.
     Range(u32),
     One(u32),
     Forbidden,
 }
 
-/// One direction: ranges that do not overlap, in order.
+/// The mapping in one direction: disjoint ranges, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Table(Vec<(u32, u32, To)>);
 
 impl Table {
-    /// What a number becomes; numbers of no range stay.
+    /// Returns the mapping of an id; ids outside of all ranges map to themselves.
     fn get(&self, id: u32) -> Option<u32> {
         let after = self.0.partition_point(|(base, _, _)| *base <= id);
         let Some((base, count, to)) = after.checked_sub(1).and_then(|at| self.0.get(at)) else { return Some(id) };
@@ -125,7 +125,7 @@ impl Table {
     }
 }
 
-/// Which number of a user, or of a group, is which on the other side. The default changes none.
+/// A mapping of user or group ids in both directions. The default is the identity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ids {
     guest: Table,
@@ -133,9 +133,10 @@ pub struct Ids {
 }
 
 impl Ids {
-    /// Puts rules together. Numbers that no rule names stay what they are.
+    /// Combines rules. Ids without a rule map to themselves.
     ///
     /// # Errors
+    ///
     /// [`RuleError::Overlap`].
     pub fn new(rules: &[Rule]) -> Result<Self, RuleError> {
         let (mut guest, mut host) = (Vec::new(), Vec::new());
@@ -167,32 +168,32 @@ impl Ids {
         Ok(Self { guest: table(guest)?, host: table(host)? })
     }
 
-    /// Everything that a client does is done by `mine`, and what is `mine` belongs to its root: for a server without
-    /// privileges, whose user is to be root inside.
+    /// Maps all ids of the client to `mine`, and `mine` to the client's root: for a server without privileges, whose
+    /// user is root inside.
     pub fn of_one(mine: u32) -> Self {
         let all = (0, NOBODY, To::One(mine));
-        // Whoever was 0 here must not look like the client's root as well.
+        // The host's root must not look like the client's root as well.
         let others = if mine == 0 { Vec::new() } else { vec![(0, 1, To::One(OVERFLOW)), (mine, 1, To::One(0))] };
         Self { guest: Table(vec![all]), host: Table(others) }
     }
 
-    /// Whether nothing changes.
+    /// Returns whether every id maps to itself.
     pub(crate) fn is_identity(&self) -> bool {
         self.guest.0.is_empty() && self.host.0.is_empty()
     }
 
-    /// The number here that a client means; nothing if it is forbidden.
+    /// Returns the host's id for one of the client; `None` if it is forbidden.
     pub(crate) fn to_host(&self, id: u32) -> Option<u32> {
         if id == NOBODY { Some(id) } else { self.guest.get(id) }
     }
 
-    /// The number that the client sees.
+    /// Returns the client's id for one of the host.
     pub(crate) fn to_client(&self, id: u32) -> u32 {
         self.host.get(id).unwrap_or(id)
     }
 }
 
-/// Linux's number for whoever cannot be named (`/proc/sys/kernel/overflowuid`).
+/// Linux's id for an owner without a mapping (`/proc/sys/kernel/overflowuid`).
 const OVERFLOW: u32 = 65_534;
 
 #[cfg(test)]

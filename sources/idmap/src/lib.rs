@@ -1,6 +1,5 @@
-//! A source as its clients are to see it: [`IdMapped`] stands before any other source and gives users and groups other
-//! numbers ([`Ids`]) and extended attributes other names ([`Xattrs`]), as virtiofsd does with `--translate-uid` and
-//! `--xattrmap`.
+//! A layer over any source that maps the ids of users and groups ([`Ids`]) and the names of extended attributes
+//! ([`Xattrs`]), as virtiofsd does with `--translate-uid` and `--xattrmap`.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -19,7 +18,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Nothing is kept per inode or file, and data go where they always do: a mapped source answers the same extents.
+//! It has no state per inode or file, and returns the source's own extents.
 #![forbid(unsafe_code)]
 
 mod acl;
@@ -40,7 +39,7 @@ use ferry_vfs::{
 pub use crate::ids::{Ids, Rule, RuleError};
 pub use crate::xattrs::{XattrError, Xattrs};
 
-/// A source with other numbers and names. See the crate's front page.
+/// A source with mapped ids and attribute names. See the crate documentation.
 pub struct IdMapped {
     source: Arc<dyn FileSystem>,
     uids: Ids,
@@ -52,21 +51,21 @@ pub struct IdMapped {
 impl std::fmt::Debug for IdMapped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { uids, gids, xattrs, .. } = self;
-        f.debug_struct("Mapped").field("uids", uids).field("gids", gids).field("xattrs", xattrs).finish_non_exhaustive()
+        f.debug_struct("IdMapped").field("uids", uids).field("gids", gids).field("xattrs", xattrs).finish_non_exhaustive()
     }
 }
 
 impl IdMapped {
-    /// Puts the translations before a source.
+    /// Wraps a source.
     pub fn new(source: Arc<dyn FileSystem>, uids: Ids, gids: Ids, xattrs: Xattrs) -> Self {
         let mut features = source.features();
         // A client that enforces ACLs must find them under their own names.
         features.posix_acl &= acl::NAMES.iter().all(|name| xattrs.is_identity(name));
-        // What goes around us is not translated: nothing of it carries numbers or names.
+        // Descriptors and extents are passed on: their data contain no ids or names.
         Self { source, uids, gids, xattrs, features }
     }
 
-    /// The attributes as the client sees them.
+    /// Returns attributes for the client.
     fn to_client(&self, attr: Attr) -> Attr {
         Attr { uid: self.uids.to_client(attr.uid), gid: self.gids.to_client(attr.gid), ..attr }
     }
@@ -75,8 +74,8 @@ impl IdMapped {
         Entry { attr: self.to_client(entry.attr), ..entry }
     }
 
-    /// Calls `then` for the user that the caller is here. One whose number is forbidden keeps it: what that user may do is
-    /// decided by the source, only what would belong to it is refused ([`Self::with_creator`]).
+    /// Calls `then` with the caller's ids on the host. A forbidden id is passed on: the source decides what that user
+    /// may do, and only new files of it are refused ([`Self::with_creator`]).
     fn with<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> T) -> T {
         let uid = self.uids.to_host(cx.uid).unwrap_or(cx.uid);
         let gid = self.gids.to_host(cx.gid).unwrap_or(cx.gid);
@@ -87,7 +86,7 @@ impl IdMapped {
         then(&Caller { uid, gid, groups: &groups, ..*cx })
     }
 
-    /// The same for calls that make something.
+    /// As [`Self::with`], for calls that create a file.
     fn with_creator<T>(&self, cx: &Caller<'_>, then: impl FnOnce(&Caller<'_>) -> Result<T>) -> Result<T> {
         match (self.uids.to_host(cx.uid), self.gids.to_host(cx.gid)) {
             (Some(_), Some(_)) => self.with(cx, then),
@@ -96,7 +95,7 @@ impl IdMapped {
     }
 }
 
-/// A listing in which entries are as the client sees them.
+/// A listing that maps its entries for the client.
 struct TranslatedListing<'a> {
     mapped: &'a IdMapped,
     out: &'a mut dyn DirOutput,
@@ -133,6 +132,11 @@ impl FileSystem for IdMapped {
         self.source.mappable().is_some().then_some(self)
     }
 
+    // The source stores ACLs under their own names, so `mode_without_acl` needs no mapping.
+    ferry_vfs::delegate!(self.with => self.source;
+        readlink, unlink, rmdir, rename, open, backing, read, write, flush, release, fsync, opendir, releasedir, fsyncdir,
+        syncfs, statfs, mode_without_acl, access, get_lock, set_lock, ioctl, fallocate, lseek, copy_file_range);
+
     fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.with(cx, |cx| self.source.lookup(cx, dir, name)).map(|entry| self.entry_to_client(entry))
     }
@@ -163,10 +167,6 @@ impl FileSystem for IdMapped {
         self.with(cx, |cx| self.source.setattr(cx, ino, handle, &set)).map(|attr| self.to_client(attr))
     }
 
-    fn readlink(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.with(cx, |cx| self.source.readlink(cx, ino))
-    }
-
     fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         self.with_creator(cx, |cx| self.source.mknod(cx, dir, name, new)).map(|entry| self.entry_to_client(entry))
     }
@@ -181,22 +181,6 @@ impl FileSystem for IdMapped {
 
     fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.with(cx, |cx| self.source.link(cx, ino, dir, name)).map(|entry| self.entry_to_client(entry))
-    }
-
-    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.with(cx, |cx| self.source.unlink(cx, dir, name))
-    }
-
-    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.with(cx, |cx| self.source.rmdir(cx, dir, name))
-    }
-
-    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.with(cx, |cx| self.source.rename(cx, from, to, flags))
-    }
-
-    fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
-        self.with(cx, |cx| self.source.open(cx, ino, flags))
     }
 
     fn create(
@@ -216,60 +200,16 @@ impl FileSystem for IdMapped {
         Ok((self.entry_to_client(entry), handle))
     }
 
-    fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
-        self.with(cx, |cx| self.source.backing(cx, ino, handle))
-    }
-
-    fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.with(cx, |cx| self.source.read(cx, at, out))
-    }
-
-    fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-        self.with(cx, |cx| self.source.write(cx, at, input))
-    }
-
-    fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
-        self.with(cx, |cx| self.source.flush(cx, ino, handle, owner))
-    }
-
-    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.with(cx, |cx| self.source.release(cx, ino, handle));
-    }
-
-    fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
-        self.with(cx, |cx| self.source.fsync(cx, ino, handle, data_only))
-    }
-
-    fn opendir(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
-        self.with(cx, |cx| self.source.opendir(cx, ino, flags))
-    }
-
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         self.with(cx, |cx| self.source.readdir(cx, at, &mut TranslatedListing { mapped: self, out }))
     }
 
-    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.with(cx, |cx| self.source.releasedir(cx, ino, handle));
-    }
-
-    fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
-        self.with(cx, |cx| self.source.fsyncdir(cx, ino, handle, data_only))
-    }
-
-    fn syncfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<()> {
-        self.with(cx, |cx| self.source.syncfs(cx, ino))
-    }
-
-    fn statfs(&self, cx: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        self.with(cx, |cx| self.source.statfs(cx, ino))
-    }
-
     fn getxattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        // No file has an attribute that none may have.
+        // No file has a forbidden attribute.
         let hidden = |error| if error == Errno::PERM { Errno::NODATA } else { error };
         let here = self.xattrs.to_host(name).map_err(hidden)?;
         let mut value = self.with(cx, |cx| self.source.getxattr(cx, ino, &here))?;
-        if acl::is_one(name) {
+        if acl::is_acl(name) {
             acl::each_id(&mut value, |uid| Some(self.uids.to_client(uid)), |gid| Some(self.gids.to_client(gid)))?;
         }
         if name == capability::NAME {
@@ -294,7 +234,7 @@ impl FileSystem for IdMapped {
     ) -> Result<()> {
         let here = self.xattrs.to_host(name)?;
         let mut value = Cow::Borrowed(value);
-        if acl::is_one(name) && !(self.uids.is_identity() && self.gids.is_identity()) {
+        if acl::is_acl(name) && !(self.uids.is_identity() && self.gids.is_identity()) {
             acl::each_id(value.to_mut(), |uid| self.uids.to_host(uid), |gid| self.gids.to_host(gid))?;
         }
         if name == capability::NAME {
@@ -306,61 +246,5 @@ impl FileSystem for IdMapped {
     fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         let here = self.xattrs.to_host(name)?;
         self.with(cx, |cx| self.source.removexattr(cx, ino, &here))
-    }
-
-    fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
-        // By the source, which has ACLs under their own names, whatever a client calls them.
-        self.with(cx, |cx| self.source.mode_without_acl(cx, ino, attr))
-    }
-
-    fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
-        self.with(cx, |cx| self.source.access(cx, ino, mask))
-    }
-
-    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
-        self.with(cx, |cx| self.source.get_lock(cx, ino, handle, lock))
-    }
-
-    fn set_lock(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        lock: &Lock,
-        wait: Option<Waiter>,
-    ) -> Result<LockOutcome> {
-        self.with(cx, |cx| self.source.set_lock(cx, ino, handle, lock, wait))
-    }
-
-    fn ioctl(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        command: u32,
-        input: &[u8],
-        out_bytes_max: usize,
-    ) -> Result<Vec<u8>> {
-        self.with(cx, |cx| self.source.ioctl(cx, ino, handle, command, input, out_bytes_max))
-    }
-
-    fn fallocate(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: u64,
-        flags: FallocateFlags,
-    ) -> Result<()> {
-        self.with(cx, |cx| self.source.fallocate(cx, ino, handle, offset, len, flags))
-    }
-
-    fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
-        self.with(cx, |cx| self.source.lseek(cx, ino, handle, offset, seek))
-    }
-
-    fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
-        self.with(cx, |cx| self.source.copy_file_range(cx, copy))
     }
 }

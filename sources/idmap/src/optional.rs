@@ -1,4 +1,4 @@
-//! The optional traits of the source behind the layer.
+//! The optional traits of the wrapped source.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;

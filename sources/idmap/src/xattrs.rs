@@ -1,24 +1,24 @@
-//! Names of extended attributes, and what they are on the other side: the rules of virtiofsd's `--xattrmap`.
+//! Maps names of extended attributes by the rules of virtiofsd's `--xattrmap`.
 
 use std::borrow::Cow;
 use std::str::FromStr;
 
 use ferry_vfs::{Errno, Result};
 
-/// What is wrong with a table of rules.
+/// Why a table of rules is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum XattrError {
     /// A rule has too few fields.
     #[error("the rule {0:?} of the attribute map is not whole: :TYPE:SCOPE:KEY:PREPEND:, or :map:KEY:PREPEND:")]
     Form(String),
-    /// There is no such type.
+    /// The type is unknown.
     #[error("{0:?} in the attribute map is none of prefix, ok, bad, unsupported and map")]
     Kind(String),
-    /// There is no such scope.
+    /// The scope is unknown.
     #[error("{0:?} in the attribute map is none of client, server and all")]
     Scope(String),
-    /// Something follows a rule that ends the table.
+    /// A rule follows one that ends the table.
     #[error("the rule \"map\" of the attribute map is not the last one: {0:?} follows")]
     NotLast(String),
     /// There are no rules.
@@ -26,7 +26,7 @@ pub enum XattrError {
     Empty,
 }
 
-/// What becomes of a name.
+/// The effect of a rule on a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Prefix,
@@ -40,29 +40,29 @@ struct Rule {
     kind: Kind,
     client: bool,
     server: bool,
-    /// How a client's name begins.
+    /// The prefix of the client's names.
     key: String,
-    /// How a name here begins.
+    /// The prefix of the host's names.
     prepend: String,
 }
 
-/// Which name of an attribute is which on the other side. The first rule that fits a name decides; the default changes
-/// none.
+/// A mapping of attribute names. The first matching rule decides; the default is the identity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Xattrs {
     rules: Vec<Rule>,
 }
 
 impl Xattrs {
-    /// Whether a name is the same on both sides, for everybody.
+    /// Returns whether a name maps to itself in both directions.
     pub(crate) fn is_identity(&self, name: &[u8]) -> bool {
         self.to_host(name).is_ok_and(|here| here == name) && self.to_client(name) == Some(name)
     }
 
-    /// The name here that a client means.
+    /// Returns the host's name for one of the client.
     ///
     /// # Errors
-    /// `PERM` and `OPNOTSUPP` as the rules say; `PERM`, too, where none fits.
+    ///
+    /// `PERM` and `OPNOTSUPP` by the rules; `PERM` without a matching rule.
     pub(crate) fn to_host<'a>(&self, name: &'a [u8]) -> Result<Cow<'a, [u8]>> {
         if self.rules.is_empty() {
             return Ok(Cow::Borrowed(name));
@@ -76,7 +76,7 @@ impl Xattrs {
         }
     }
 
-    /// The name that a client sees, if any.
+    /// Returns the client's name for one of the host, if it is visible.
     fn to_client<'a>(&self, name: &'a [u8]) -> Option<&'a [u8]> {
         if self.rules.is_empty() {
             return Some(name);
@@ -89,7 +89,7 @@ impl Xattrs {
         }
     }
 
-    /// A list of names, each ended by NUL, as a client sees it.
+    /// Returns a list of names, each terminated by NUL, for the client.
     pub(crate) fn list_to_client(&self, names: Vec<u8>) -> Vec<u8> {
         if self.rules.is_empty() {
             return names;
@@ -104,7 +104,7 @@ impl Xattrs {
         list
     }
 
-    /// The rules that `map` stands for.
+    /// Returns the rules for `map`.
     fn of_map(key: &str, prepend: &str) -> Vec<Rule> {
         let rule = |kind, client, server, key: &str, prepend: &str| Rule {
             kind,
@@ -115,12 +115,12 @@ impl Xattrs {
         };
         let prefix = rule(Kind::Prefix, true, true, key, prepend);
         if key.is_empty() {
-            // Everything is below the prefix, and what is not is hidden.
+            // Maps all names to names with the prefix, and hides others.
             return vec![prefix, rule(Kind::Bad, false, true, "", "")];
         }
         vec![
             prefix,
-            // What is below the prefix is reached by its short name only, and what has that name here not at all.
+            // Names with the prefix are reached only without it, and host names without it are hidden.
             rule(Kind::Bad, true, false, prepend, ""),
             rule(Kind::Bad, false, true, "", key),
             rule(Kind::Ok, true, true, "", ""),

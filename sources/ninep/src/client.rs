@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Attr, Caller, Changes, Errno, Handles, Ino, Result, SetAttr, Statfs, without_privileges};
+use ferry_vfs::{Attr, Caller, Changes, Errno, Handle, Handles, Ino, Result, SetAttr, Statfs, without_privileges};
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 
 use crate::cache::{Cache, Limits};
@@ -90,7 +90,7 @@ impl Shared {
     }
 
     /// The attributes of a file.
-    pub(crate) fn getattr(&self, ino: Ino) -> Result<Attr> {
+    pub(crate) fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
         let known = lock(&inode.seen).map(|(_, attr)| attr).filter(|_| ino == Ino::ROOT);
         known.map_or_else(|| self.getattr_of(&inode), |known| self.getattr_of_root(&inode, known))
@@ -103,7 +103,7 @@ impl Shared {
     }
 
     /// Returns the statistics of a file's file system.
-    pub(crate) fn statfs(&self, ino: Ino) -> Result<Statfs> {
+    pub(crate) fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
         let inode = self.inodes.get(ino)?;
         let request = |fid| Request::Statfs { fid };
         let known = *lock(&self.totals);
@@ -171,7 +171,7 @@ impl Shared {
 
     /// Returns the known attributes of a file with unwritten data, without a request: the server does not know its
     /// size.
-    pub(crate) fn getattr_hint(&self, ino: Ino) -> Option<Attr> {
+    pub(crate) fn getattr_hint(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Attr> {
         let inode = self.inodes.get(ino).ok()?;
         let file = inode.cached().filter(|file| file.is_dirty())?;
         let seen = *lock(&inode.seen);

@@ -344,7 +344,7 @@ impl Shared {
     }
 
     /// Syncs all written data, including those of closed files.
-    pub(crate) fn syncfs(&self) -> Result<()> {
+    pub(crate) fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
         let mut outcome = self.inodes.has_all_unsynced();
         for inode in self.inodes.all().into_iter().filter(|inode| inode.is_unsynced()) {
             if outcome.is_err() && self.link.current().is_broken() {

@@ -21,24 +21,12 @@ impl FileSystem for Client {
         Some(&self.shared.changes)
     }
 
-    fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.shared.lookup(dir, name)
-    }
-
-    fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
-        self.shared.lookup_parent(dir)
-    }
+    ferry_vfs::delegate!(self => self.shared;
+        lookup, lookup_parent, getattr, getattr_hint, mknod, mkdir, symlink, link, unlink, rmdir, rename, create, release,
+        opendir, readdir, releasedir, syncfs, statfs, removexattr, get_lock, set_lock);
 
     fn forget(&self, ino: Ino, count: u64) {
         self.shared.inodes.forget(ino, count);
-    }
-
-    fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        self.shared.getattr(ino)
-    }
-
-    fn getattr_hint(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Attr> {
-        self.shared.getattr_hint(ino)
     }
 
     fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
@@ -62,51 +50,12 @@ impl FileSystem for Client {
         })
     }
 
-    fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.shared.mknod(cx, dir, name, new)
-    }
-
-    fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
-        self.shared.mkdir(cx, dir, name, new)
-    }
-
-    fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
-        self.shared.symlink(cx, dir, name, target)
-    }
-
-    fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
-        self.shared.link(cx, ino, dir, name)
-    }
-
-    fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.shared.remove(cx, dir, name, false)
-    }
-
-    fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
-        self.shared.remove(cx, dir, name, true)
-    }
-
-    fn rename(&self, cx: &Caller<'_>, from: (Ino, Name<'_>), to: (Ino, Name<'_>), flags: RenameFlags) -> Result<()> {
-        self.shared.rename(cx, from, to, flags)
-    }
-
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         let handle = self.shared.open(cx, ino, flags)?;
         if flags.contains(OFlags::TRUNC) {
             self.shared.changes.publish(cx.session, || Change::Data { ino, offset: 0, len: u64::MAX });
         }
         Ok(handle)
-    }
-
-    fn create(
-        &self,
-        cx: &Caller<'_>,
-        dir: Ino,
-        name: Name<'_>,
-        new: &CreateArgs,
-        flags: OFlags,
-    ) -> Result<(Entry, Handle)> {
-        self.shared.create(cx, dir, name, new, flags)
     }
 
     fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
@@ -124,36 +73,12 @@ impl FileSystem for Client {
         flushed.and(self.shared.drop_owner(&opened.inode, LockOwner { session: cx.session, id: owner }))
     }
 
-    fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.shared.release(cx, ino, handle);
-    }
-
     fn fsync(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         self.shared.fsync(cx, ino, handle, data_only).map(|()| None)
     }
 
-    fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.shared.opendir(cx, ino)
-    }
-
-    fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
-        self.shared.readdir(cx, at, out)
-    }
-
-    fn releasedir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
-        self.shared.releasedir(cx, ino, handle);
-    }
-
     fn fsyncdir(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, data_only: bool) -> Result<Option<Arc<Backing>>> {
         self.shared.fsyncdir(cx, ino, handle, data_only).map(|()| None)
-    }
-
-    fn syncfs(&self, _: &Caller<'_>, _: Ino) -> Result<()> {
-        self.shared.syncfs()
-    }
-
-    fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
-        self.shared.statfs(ino)
     }
 
     fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
@@ -177,24 +102,5 @@ impl FileSystem for Client {
         _clear_sgid: bool,
     ) -> Result<()> {
         self.shared.setxattr(cx, ino, name, value, flags)
-    }
-
-    fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.shared.removexattr(cx, ino, name)
-    }
-
-    fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, lock: &Lock) -> Result<Option<Lock>> {
-        self.shared.get_lock(cx, ino, handle, lock)
-    }
-
-    fn set_lock(
-        &self,
-        cx: &Caller<'_>,
-        ino: Ino,
-        handle: Handle,
-        lock: &Lock,
-        wait: Option<Waiter>,
-    ) -> Result<LockOutcome> {
-        self.shared.set_lock(cx, ino, handle, lock, wait)
     }
 }

@@ -100,7 +100,7 @@ impl OpenDir {
 }
 
 impl Shared {
-    pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+    pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
         let inode = self.inodes.dir(ino)?;
         let dir = OpenDir { inode, fid: Mutex::default(), listing: Mutex::default() };
         self.link.with_retry(|session| dir.fid(self, session))?;

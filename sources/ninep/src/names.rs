@@ -25,12 +25,12 @@ struct Step1 {
 }
 
 impl Shared {
-    pub(crate) fn lookup(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
         self.link.with_retry(|session| self.find(session, &dir, name))
     }
 
-    pub(crate) fn lookup_parent(&self, dir: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_parent(&self, _: &Caller<'_>, dir: Ino) -> Result<Entry> {
         let dir = self.inodes.dir(dir)?;
         let Some(Place { dir: parent, .. }) = dir.place() else {
             return Ok(Entry::new(Ino::ROOT, self.getattr_of(&dir)?));
@@ -204,7 +204,15 @@ impl Shared {
         self.link.with_retry(|session| self.find(session, &dir, name))
     }
 
-    pub(crate) fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, is_dir: bool) -> Result<()> {
+    pub(crate) fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, dir, name, false)
+    }
+
+    pub(crate) fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, dir, name, true)
+    }
+
+    fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, is_dir: bool) -> Result<()> {
         let dir = self.inodes.dir(dir)?;
         self.link.with_retry(|session| {
             let fid = dir.fid(session, &self.link.options)?;

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use ferry_vfs::{Attr, Caller, FileSystem, FileType, Ino};
+use ferry_vfs::{Attr, Caller, FileType, Ino};
 
 use super::PMem;
 use super::codec::Item;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ferry_engine::{Shortening, Windows};
 use ferry_vfs::{
-    Attr, Caller, Change, Entry, Errno, Ino, Result, SessionId, SetAttr, SetTime, Timespec, without_privileges,
+    Attr, Caller, Change, Entry, Errno, Handle, Ino, Result, SessionId, SetAttr, SetTime, Timespec, without_privileges,
 };
 
 use super::acl::{self, Acl};
@@ -128,13 +128,13 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn inode_attr(&self, ino: Ino) -> Result<Attr> {
+    pub(crate) fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
         let node = self.table.get(ino)?;
         let state = node.read();
         self.attr(&node, &state)
     }
 
-    pub(crate) fn change_attr(&self, cx: &Caller<'_>, ino: Ino, set: &SetAttr) -> Result<Attr> {
+    pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, _: Option<Handle>, set: &SetAttr) -> Result<Attr> {
         // Before any lock: a client that has the file mapped may be about to map more of it.
         let _shortening = set.size.map(|size| self.shortening(cx.session, ino, size));
         let _change = self.begin()?;
@@ -253,7 +253,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn check_access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
+    pub(crate) fn access(&self, cx: &Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         let node = self.table.get(ino)?;
         let state = node.read();
         let Meta { mode, uid, gid, .. } = state.meta;

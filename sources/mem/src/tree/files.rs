@@ -81,7 +81,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn open_inode(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
+    pub(crate) fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         let node = self.table.get(ino)?;
         self.open_node(cx, &node, flags)
     }
@@ -163,10 +163,11 @@ impl<S: Store> Tree<S> {
         self.release_hold(node, 1);
     }
 
-    pub(crate) fn create_file(
+    pub(crate) fn create(
         &self,
         cx: &Caller<'_>,
-        (dir, name): (Ino, Name<'_>),
+        dir: Ino,
+        name: Name<'_>,
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
@@ -186,14 +187,14 @@ impl<S: Store> Tree<S> {
         match attr {
             Ok(attr) => Ok((Entry { ino: node.ino, generation: 0, attr }, handle)),
             Err(error) => {
-                self.release_handle(cx, node.ino, handle);
+                self.release(cx, node.ino, handle);
                 self.release_hold(node, 1);
                 Err(error)
             }
         }
     }
 
-    pub(crate) fn create_nameless(
+    pub(crate) fn tmpfile(
         &self,
         cx: &Caller<'_>,
         dir: Ino,
@@ -204,7 +205,7 @@ impl<S: Store> Tree<S> {
         self.open_made(cx, &node, flags)
     }
 
-    pub(crate) fn release_handle(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
+    pub(crate) fn release(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) {
         match self.handles.remove(cx.session, ino, handle) {
             Ok(open) => {
                 self.locks.drop_handle(ino, handle, &open);
@@ -214,7 +215,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn flush_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
+    pub(crate) fn flush(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, owner: u64) -> Result<()> {
         let open = self.handles.get(cx.session, ino, handle)?;
         self.locks.drop_owner(ino, cx.session, owner);
         if S::JOURNALED && open.node.kind == FileType::RegularFile && !self.limits.read_only {
@@ -224,7 +225,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn file_backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
+    pub(crate) fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         if !self.store.has_backing() || self.limits.read_only {
             return None;
         }
@@ -243,22 +244,7 @@ impl<S: Store> Tree<S> {
         Some(backing)
     }
 
-    /// Returns the file with an inode's bytes, for mapping.
-    pub(crate) fn map_inode(&self, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
-        let node = self.table.get(ino)?;
-        openable(node.kind)?;
-        if writes && self.limits.read_only {
-            return Err(Errno::ROFS);
-        }
-        let mut state = node.write();
-        if state.ended {
-            return Err(Errno::STALE);
-        }
-        let file = self.data(&node, &mut state)?;
-        self.store.backing(&file).ok_or(Errno::NOSYS)
-    }
-
-    pub(crate) fn read_file(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
+    pub(crate) fn read(&self, cx: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
         self.handles.with(cx.session, at.ino, at.handle, |open| {
             let state = open.node.read();
             match &state.file()?.file {
@@ -268,7 +254,7 @@ impl<S: Store> Tree<S> {
         })
     }
 
-    pub(crate) fn write_file(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+    pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         let change = self.begin()?;
         if at.offset > FILE_BYTES_MAX - u64::from(at.len) {
             return Err(Errno::FBIG);
@@ -318,7 +304,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn fsync_file(
+    pub(crate) fn fsync(
         &self,
         cx: &Caller<'_>,
         ino: Ino,
@@ -363,11 +349,13 @@ impl<S: Store> Tree<S> {
         Ok(done)
     }
 
-    pub(crate) fn fallocate_file(
+    pub(crate) fn fallocate(
         &self,
         cx: &Caller<'_>,
-        at: (Ino, Handle),
-        (offset, len): (u64, u64),
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
         flags: FallocateFlags,
     ) -> Result<()> {
         if len == 0 {
@@ -376,12 +364,12 @@ impl<S: Store> Tree<S> {
         if offset.checked_add(len).is_none_or(|end| end > FILE_BYTES_MAX) {
             return Err(Errno::FBIG);
         }
-        self.change_data(cx, at, |file| {
+        self.change_data(cx, (ino, handle), |file| {
             if flags != FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE {
                 return self.store.fallocate(file, offset, len, flags);
             }
             Windows::of_process().punch(
-                || self.store.file_id(at.0),
+                || self.store.file_id(ino),
                 offset..offset + len,
                 |flags, part| self.store.fallocate(file, part.start, part.end - part.start, flags),
             )
@@ -389,11 +377,11 @@ impl<S: Store> Tree<S> {
         // Collapsing and inserting move all data behind the range.
         let moves = flags.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE);
         let len = if moves { u64::MAX } else { len };
-        self.changes.publish(cx.session, || Change::Data { ino: at.0, offset, len });
+        self.changes.publish(cx.session, || Change::Data { ino, offset, len });
         Ok(())
     }
 
-    pub(crate) fn seek_file(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
+    pub(crate) fn lseek(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, offset: u64, seek: Seek) -> Result<u64> {
         let open = self.handles.get(cx.session, ino, handle)?;
         let state = open.node.read();
         let Body::File(body) = &state.body else { return Err(Errno::INVAL) };
@@ -403,7 +391,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn copy_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
+    pub(crate) fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
         let ((from_ino, from_handle, from_offset), (to_ino, to_handle, to_offset)) = (copy.from, copy.to);
         let from = self.handles.get(cx.session, from_ino, from_handle)?;
         if from.node.kind != FileType::RegularFile {
@@ -424,7 +412,7 @@ impl<S: Store> Tree<S> {
         Ok(count)
     }
 
-    pub(crate) fn open_directory(&self, cx: &Caller<'_>, ino: Ino) -> Result<Handle> {
+    pub(crate) fn opendir(&self, cx: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
         let node = self.table.get(ino)?;
         if !node.is_dir() {
             return Err(Errno::NOTDIR);

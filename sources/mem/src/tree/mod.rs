@@ -19,7 +19,7 @@ mod xattr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use ferry_vfs::{Changes, Errno, Handles, Ino, Locks, Result, Statfs};
+use ferry_vfs::{Caller, Changes, Errno, Handles, Ino, Locks, Result, Statfs};
 
 use self::files::Open;
 use self::node::{Body, State, Table};
@@ -161,7 +161,7 @@ impl<S: Store> Tree<S> {
         self.taken.remove(amount);
     }
 
-    fn inode_statfs(&self, ino: Ino) -> Result<Statfs> {
+    fn statfs(&self, _: &Caller<'_>, ino: Ino) -> Result<Statfs> {
         self.table.get(ino)?;
         let space = self.store.space()?;
         let block = u64::from(BLOCK_BYTES);

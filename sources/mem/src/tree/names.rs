@@ -37,20 +37,20 @@ impl<S: Store> Tree<S> {
         Ok(Arc::clone(node))
     }
 
-    pub(crate) fn lookup_child(&self, dir: Ino, name: Name<'_>) -> Result<Entry> {
+    pub(crate) fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         self.entry(&self.find(dir, name)?)
     }
 
-    pub(crate) fn lookup_dotdot(&self, dir: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_parent(&self, cx: &Caller<'_>, dir: Ino) -> Result<Entry> {
         let node = self.table.get(dir)?;
         if !node.is_dir() {
             return Err(Errno::NOTDIR);
         }
-        self.lookup_number(Ino(node.parent.load(Ordering::Acquire)))
+        self.lookup_self(cx, Ino(node.parent.load(Ordering::Acquire)))
     }
 
     /// Finds an inode by its number, for file handles.
-    pub(crate) fn lookup_number(&self, ino: Ino) -> Result<Entry> {
+    pub(crate) fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
         let node = self.table.get(ino)?;
         let ended = {
             let state = node.read();
@@ -165,7 +165,7 @@ impl<S: Store> Tree<S> {
         Ok(made)
     }
 
-    pub(crate) fn make_node(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), new: &CreateArgs) -> Result<Entry> {
+    pub(crate) fn mknod(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         let kind = match FileType::from_raw_mode(new.mode) {
             FileType::Unknown if new.mode & S_IFMT == 0 => FileType::RegularFile,
             FileType::Unknown | FileType::Symlink => return Err(Errno::INVAL),
@@ -183,19 +183,14 @@ impl<S: Store> Tree<S> {
         self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn make_directory(
-        &self,
-        cx: &Caller<'_>,
-        (dir, name): (Ino, Name<'_>),
-        new: &CreateArgs,
-    ) -> Result<Entry> {
+    pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
         // As in Linux, mkdir ignores suid and sgid.
         let mode = FileType::Directory.as_raw_mode() | (new.mode & 0o1777);
         let draft = NewInode { mode, umask: new.umask, rdev: 0, body: Body::Dir(Box::<Dir<S>>::default()) };
         self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn make_symlink(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), target: &[u8]) -> Result<Entry> {
+    pub(crate) fn symlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, target: &[u8]) -> Result<Entry> {
         if target.is_empty() || target.contains(&0) {
             return Err(Errno::INVAL);
         }
@@ -203,14 +198,11 @@ impl<S: Store> Tree<S> {
             return Err(Errno::NAMETOOLONG);
         }
         let mode = FileType::Symlink.as_raw_mode() | 0o777;
-        self.entry(&self.make_named(
-            cx,
-            (dir, name),
-            NewInode { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) },
-        )?)
+        let draft = NewInode { mode, umask: 0, rdev: 0, body: Body::Symlink(target.into()) };
+        self.entry(&self.make_named(cx, (dir, name), draft)?)
     }
 
-    pub(crate) fn link_target(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn readlink(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         let target = match &node.read().body {
             Body::Symlink(target) => target.to_vec(),
@@ -220,7 +212,7 @@ impl<S: Store> Tree<S> {
         Ok(target)
     }
 
-    pub(crate) fn link_inode(&self, cx: &Caller<'_>, ino: Ino, (dir, name): (Ino, Name<'_>)) -> Result<Entry> {
+    pub(crate) fn link(&self, cx: &Caller<'_>, ino: Ino, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let change = self.begin()?;
         let (node, dir_node) = (self.table.get(ino)?, self.table.get(dir)?);
         let mut dir_state = dir_node.write();
@@ -258,7 +250,15 @@ impl<S: Store> Tree<S> {
         self.entry(&node)
     }
 
-    pub(crate) fn unlink_entry(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), directory: bool) -> Result<()> {
+    pub(crate) fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, (dir, name), false)
+    }
+
+    pub(crate) fn rmdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
+        self.remove(cx, (dir, name), true)
+    }
+
+    fn remove(&self, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>), directory: bool) -> Result<()> {
         let change = self.begin()?;
         let dir_node = self.table.get(dir)?;
         let mut dir_state = dir_node.write();

@@ -10,7 +10,7 @@ use super::dir::{COOKIE_DOT, COOKIE_DOTDOT};
 use crate::store::Store;
 
 impl<S: Store> Tree<S> {
-    pub(crate) fn list_directory(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
+    pub(crate) fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         let (node, list_end) = self
             .handles
             .with(cx.session, at.ino, at.handle, |open| Ok((Arc::clone(&open.node), Arc::clone(&open.list_end))))?;

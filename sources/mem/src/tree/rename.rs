@@ -78,7 +78,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    pub(crate) fn rename_entry(
+    pub(crate) fn rename(
         &self,
         cx: &Caller<'_>,
         from: (Ino, Name<'_>),

@@ -140,13 +140,13 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn xattr_value(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+    pub(crate) fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         class(name, node.kind)?;
         node.read().xattr(name).map(<[u8]>::to_vec).ok_or(Errno::NODATA)
     }
 
-    pub(crate) fn xattr_names(&self, ino: Ino) -> Result<Vec<u8>> {
+    pub(crate) fn listxattr(&self, cx: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let node = self.table.get(ino)?;
         let state = node.read();
         let mut list = Vec::new();
@@ -154,14 +154,15 @@ impl<S: Store> Tree<S> {
             list.extend_from_slice(name);
             list.push(0);
         }
-        Ok(list)
+        Ok(cx.visible_xattrs(list))
     }
 
-    pub(crate) fn set_xattr_value(
+    pub(crate) fn setxattr(
         &self,
         cx: &Caller<'_>,
         ino: Ino,
-        (name, value): (&[u8], &[u8]),
+        name: &[u8],
+        value: &[u8],
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
@@ -214,7 +215,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    pub(crate) fn remove_xattr_value(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+    pub(crate) fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         let _change = self.begin()?;
         let node = self.table.get(ino)?;
         let class = class(name, node.kind)?;
