@@ -39,11 +39,11 @@ demo: setup build
 	@scripts/demo
 
 test:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry packages
 	@CARGO='$(CARGO)' scripts/test
 
 test-all:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci registry
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry packages
 	@mkdir -p target
 	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
 

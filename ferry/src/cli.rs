@@ -149,13 +149,13 @@ pub enum Command {
     #[command(after_long_help = recipes::TRY)]
     Try(TryArgs),
 
-    /// Print the manual page of ferry, or of one of its commands, in roff.
+    /// Print the manual page of ferry, of one of its commands, or of its configuration file, in roff.
     Man {
-        /// The command whose page to print, for example: image build
+        /// The command whose page to print, for example: image build; or ferry.toml, the configuration file.
         #[arg(value_name = "COMMAND")]
         command: Vec<String>,
 
-        /// Write the pages of ferry and of all its commands to this folder.
+        /// Write the pages of ferry, of all its commands, and of the configuration file to this folder.
         #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
         all: Option<PathBuf>,
     },

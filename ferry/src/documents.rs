@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 pub mod book;
+mod configuration;
 #[cfg(test)]
 mod reference;
 
@@ -15,9 +16,12 @@ use clap::builder::Resettable;
 
 use crate::cli;
 
-/// Prints the page of the program, or of the command with these names (`image build`).
+/// Prints the page of the program, of the command with these names (`image build`), or of the configuration file.
 pub fn man(command: &[String]) -> Result<()> {
     let table = built();
+    if command == [configuration::NAME] {
+        return print(&titled(configuration::NAME, configuration::SECTION, &configuration::page(&table)));
+    }
     let mut found = &table;
     for name in command {
         found = found.find_subcommand(name).with_context(|| {
@@ -33,9 +37,12 @@ pub fn man(command: &[String]) -> Result<()> {
     print(&page(found)?)
 }
 
-/// Writes the pages of the program and of all its commands to a folder, as `man` looks for them.
+/// Writes the pages of the program, of all its commands, and of the configuration file to a folder, as `man` looks for them.
 pub fn man_pages(folder: &Path) -> Result<()> {
     let table = built();
+    let file = folder.join(format!("{}.{}", configuration::NAME, configuration::SECTION));
+    let page_of_file = titled(configuration::NAME, configuration::SECTION, &configuration::page(&table));
+    fs::write(&file, page_of_file).with_context(|| format!("cannot write {}", file.display()))?;
     let mut waiting = vec![&table];
     while let Some(command) = waiting.pop() {
         let file = folder.join(command.get_display_name().unwrap_or("ferry")).with_extension("1");
@@ -61,9 +68,19 @@ fn page(command: &Command) -> Result<Vec<u8>> {
     let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
     let command = command.clone().after_long_help(Resettable::Reset);
     let mut page = Vec::new();
+    let name = command.get_display_name().unwrap_or("ferry").to_owned();
     clap_mangen::Man::new(command).render(&mut page).context("cannot make the page")?;
     page.extend(verbatim("EXAMPLES", &examples).into_bytes());
-    Ok(page)
+    Ok(titled(&name, "1", &page))
+}
+
+/// The page with its title line, in place of the generator's: that one does not quote the empty date, so that the version is
+/// taken for it.
+fn titled(name: &str, section: &str, page: &[u8]) -> Vec<u8> {
+    let title = format!(".TH \"{name}\" \"{section}\" \"\" \"ferry {}\" \"Ferry\"\n", env!("CARGO_PKG_VERSION"));
+    let text = String::from_utf8_lossy(page);
+    let rest = text.split_inclusive('\n').filter(|line| !line.starts_with(".TH "));
+    std::iter::once(title.as_str()).chain(rest).collect::<String>().into_bytes()
 }
 
 /// A section of a man page whose lines stay as they are: commands to copy must not be filled.

@@ -2,15 +2,14 @@
 //!
 //! The test fails if a page is not what the table says. `make reference` writes the pages.
 
-use std::any::TypeId;
 use std::fmt::Write;
 use std::fs;
 
 use clap::builder::StyledStr;
-use clap::{Arg, ArgAction, Command};
-use serde::de::DeserializeOwned;
+use clap::{Arg, Command};
 
 use super::book::{PAGE_BYTES_MAX, root};
+use super::configuration::{keys, value_of};
 use super::{built, commands};
 use crate::{cli, config, disk, virtiofsd};
 
@@ -222,24 +221,6 @@ fn pages_of(command: &Command, depth: usize, share: Option<&Command>) -> Vec<Pag
     }
     pages.insert(0, Page { file, title, depth, text: main });
     pages
-}
-
-/// The keys that a table of the configuration file may have.
-fn keys<T: DeserializeOwned>() -> Vec<String> {
-    let error = toml::from_str::<T>("no-such-key = 1").err().expect("there is no such key");
-    error.message().split('`').skip(3).step_by(2).map(String::from).collect()
-}
-
-/// What may stand behind a key, by what its flag takes.
-fn value_of(flag: &Arg) -> &'static str {
-    let parser = flag.get_value_parser().type_id();
-    let is_number = [TypeId::of::<u16>(), TypeId::of::<u32>(), TypeId::of::<u64>()].iter().any(|id| parser == *id);
-    match flag.get_action() {
-        ArgAction::SetTrue => "`true`",
-        ArgAction::Append => "list of strings",
-        _ if is_number => "number",
-        _ => "string",
-    }
 }
 
 /// The keys of one table that are flags of a command, heading by heading.

@@ -17,6 +17,7 @@ mod image_trace;
 mod image_upper;
 mod log_followers;
 mod log_lines;
+mod manual;
 mod mount;
 mod mount_ninep;
 mod places;
