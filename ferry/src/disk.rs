@@ -21,6 +21,7 @@ use crate::launch;
 use crate::new_files::{NewFiles, Success};
 use crate::processes;
 use crate::sandbox::{self, Confinement, SandboxFlags};
+use crate::service_manager;
 use crate::share::say;
 use crate::size::Size;
 use crate::socket::Bound;
@@ -217,6 +218,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     let signals = BlockedSignals::hold()?;
     // Inherited descriptors first: nothing has been opened yet that could have their numbers.
     let inherited = inherit(disks)?;
+    service_manager::inherit(&[], disks)?;
     let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
     let json = disks.iter().any(|disk| disk.json);
     if disks.len() > 1 {

@@ -9,6 +9,7 @@ use rustix::process::Signal;
 
 use crate::new_files::NewFiles;
 use crate::sandbox::{Confinement, Entered, Inside};
+use crate::service_manager;
 
 /// The signals that end a server. SIGHUP is none of them: a server that was started with nohup outlives its terminal.
 pub const ENDINGS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_raw(), FOR_GOOD];
@@ -61,6 +62,7 @@ pub fn run<S: Serve>(
     };
     if sandbox.as_ref().is_some_and(|inside| inside.is_split()) {
         server.take_over()?;
+        service_manager::leave();
     }
     let mut endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
     signals.release()?;
@@ -70,7 +72,9 @@ pub fn run<S: Serve>(
     let mut signal = None;
     if ready(&server)? {
         server.when_over(endings.over())?;
+        service_manager::ready();
         signal = endings.wait();
+        service_manager::stopping();
         match signal {
             Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
             None => tracing::info!("ending: nobody is left to serve"),

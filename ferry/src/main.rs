@@ -24,6 +24,7 @@ mod processes;
 mod recipes;
 mod remote;
 mod sandbox;
+mod service_manager;
 mod share;
 mod size;
 mod socket;
@@ -158,6 +159,9 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let level = cli.log.or_else(of_environment).unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
+    if matches!(&cli.command, Command::Share(_) | Command::Disk(_) | Command::Mount(_)) {
+        service_manager::connect();
+    }
     match cli.command {
         Command::Share(args) => {
             let file = match &args.config {

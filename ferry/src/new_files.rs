@@ -98,9 +98,9 @@ impl NewFiles {
         self.files.clear();
     }
 
-    /// Returns the descriptor to poll for success; `None` if there are no files.
-    pub fn event(&self) -> Option<BorrowedFd<'_>> {
-        (!self.files.is_empty()).then(|| self.success.reader.as_fd())
+    /// Returns the descriptor to poll for success.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.success.reader.as_fd()
     }
 
     /// Called when this process serves: sends the signal, unless another process decides, and closes the files if it was sent.
@@ -109,11 +109,13 @@ impl NewFiles {
         self.release();
     }
 
-    /// Closes the files if the start has succeeded.
-    pub fn release(&mut self) {
-        if self.success.is_sent() {
+    /// Closes the files if the start has succeeded; returns whether it has.
+    pub fn release(&mut self) -> bool {
+        let is_sent = self.success.is_sent();
+        if is_sent {
             self.files.clear();
         }
+        is_sent
     }
 }
 

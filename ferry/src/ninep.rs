@@ -14,6 +14,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::cli::{Acl, Share};
 use crate::exports;
+use crate::service_manager;
 use crate::socket::{Bound, retry_in_use};
 
 /// `VMADDR_CID_ANY` of Linux: vsock clients of every virtual machine.
@@ -306,7 +307,10 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
 /// Listens on an address of this machine; returns which.
 fn tcp(host: &str, port: u16) -> std::io::Result<(TcpListener, SocketAddr)> {
     let in_use = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
-    let listener = retry_in_use(|| TcpListener::bind((host, port)), in_use)?;
+    let listener = match service_manager::take_tcp(host, port) {
+        Some(listener) => listener,
+        None => retry_in_use(|| TcpListener::bind((host, port)), in_use)?,
+    };
     // Port 0 is any that is free.
     let bound = listener.local_addr()?;
     Ok((listener, bound))

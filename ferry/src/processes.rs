@@ -20,6 +20,7 @@ use serde_json::Value;
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
 use crate::sandbox::{self, SandboxFlags};
+use crate::service_manager;
 use crate::share::{Start, say, shown};
 use crate::socket::Bound;
 
@@ -45,16 +46,19 @@ pub fn run(
     if let Some(shares) = shares.filter(|start| !start.shares.is_empty()) {
         if let Some(report) = servers.begin(None)? {
             drop(servers);
+            service_manager::leave();
             sockets.iter_mut().flatten().for_each(Bound::leave);
             drop(sockets);
             return shares.run_beside_disks(signals, report, json);
         }
         // This process removes its file in the end.
         control = shares.control;
+        service_manager::close_sockets();
     }
     for (number, disk) in disks.iter().enumerate() {
         let Some(report) = servers.begin(Some(disk))? else { continue };
         drop(servers);
+        service_manager::leave();
         let mut own = sockets.get_mut(number).and_then(Option::take);
         own.as_mut().map_or(Ok(()), Bound::take_over)?;
         control.iter_mut().for_each(Socket::leave_file);
@@ -180,6 +184,7 @@ impl<'a> Servers<'a> {
                 self.is_announced = true;
                 self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::send);
                 self.announce()?;
+                service_manager::ready();
             }
             let patience = (!self.is_announced && are_shares_up).then(|| PATIENCE.saturating_sub(begun.elapsed()));
             let left = grace.filter(|left| !left.is_zero()).or(patience.filter(|_| grace.is_none()));
@@ -216,6 +221,7 @@ impl<'a> Servers<'a> {
     /// Forwards a signal, unless a terminal has sent it to all processes.
     fn pass_on(&mut self, signal: Signal, from_terminal: bool) {
         if [Signal::TERM, Signal::INT, Signal::QUIT].contains(&signal) {
+            service_manager::stopping();
             self.ending.get_or_insert_with(Instant::now);
             self.all.iter_mut().for_each(|server| server.success = None);
         }

@@ -22,12 +22,14 @@ use ferry_isolation::{
     Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Side, Supervisor,
     View,
 };
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::cli::{FileHandles, Share, Watch};
 use crate::disk;
+use crate::launch::ENDINGS;
 use crate::new_files::NewFiles;
+use crate::service_manager;
 use crate::source::{Kind, Sources};
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
@@ -379,14 +381,21 @@ impl Confinement {
 impl Waiting {
     /// Waits for the process inside; returns its status. Holds the new files until that process serves.
     pub fn wait(self, signals: &BlockedSignals, new_files: &mut NewFiles) -> Result<u8> {
-        let failed = match new_files.event() {
-            Some(event) => self.0.wait_for(event, signals)?,
-            None => None,
+        let arrived = |signal: Signal| {
+            if ENDINGS.contains(&signal.as_raw()) {
+                service_manager::stopping();
+            }
         };
-        new_files.release();
+        let failed = self.0.wait_for(new_files.event(), signals, arrived)?;
+        let has_started = new_files.release();
         let end = match failed {
             Some(end) => end,
-            None => self.0.wait(signals)?,
+            None => {
+                if has_started {
+                    service_manager::ready();
+                }
+                self.0.wait(signals, arrived)?
+            }
         };
         if let ferry_isolation::End::Signal(_) = end {
             eprintln!("ferry: the server was ended by {end}");

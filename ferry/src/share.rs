@@ -23,6 +23,7 @@ use crate::ninep::Listening;
 use crate::processes::{self, Report};
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
+use crate::service_manager;
 use crate::socket::Bound;
 use crate::source::{self, Kind, Sources};
 use crate::state;
@@ -41,6 +42,7 @@ pub fn run(
 ) -> Result<u8> {
     refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = inherit(shares)?;
+    service_manager::inherit(shares, disks)?;
     let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;

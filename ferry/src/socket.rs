@@ -10,6 +10,8 @@ use anyhow::{Context, Result, ensure};
 use ferry_vhost::{Socket, SocketError};
 use rustix::net::AddressFamily;
 
+use crate::service_manager;
+
 /// How long a server that was killed may take to go.
 const MOMENT: Duration = Duration::from_secs(2);
 /// How often it is looked at.
@@ -30,6 +32,14 @@ impl Bound {
 
     /// The same for a group as well, by its name or number.
     pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
+        if let Some(listener) = service_manager::take_unix(path) {
+            ensure!(
+                group.is_none(),
+                "--socket-group: the service manager has made the socket {}: write SocketGroup= in its socket unit",
+                path.display()
+            );
+            return Ok(Self::Inherited(listener));
+        }
         let gid = group.map(number_of).transpose()?;
         let in_use = |error: &SocketError| matches!(error, SocketError::InUse(_));
         Ok(Self::Made(retry_in_use(|| Socket::bind_for(path, gid), in_use)?))
@@ -37,19 +47,11 @@ impl Bound {
 
     /// Takes over a socket that whoever started this process is already listening on.
     pub fn inherit(number: u16) -> Result<Self> {
+        let fd = inherited(number)?;
         let what = format!("descriptor {number}");
-        let taken = format!("/proc/self/fd/{number}");
-        ensure!(
-            number > 2 && fs::symlink_metadata(taken).is_ok(),
-            "{what} is not open; start ferry with a listening unix socket as {what}"
-        );
-        // SAFETY: from_raw_fd needs an open descriptor that nothing else owns. It is open: that was just seen. It was
-        // inherited, and the caller takes each number once, before this process opens descriptors of its own.
-        let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from(number)) };
         let listening = rustix::net::sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX)
             && rustix::net::sockopt::socket_acceptconn(&fd) == Ok(true);
         ensure!(listening, "{what} is not a listening unix socket; bind and listen before starting ferry");
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).with_context(|| format!("cannot use {what}"))?;
         Ok(Self::Inherited(fd.into()))
     }
 
@@ -75,6 +77,22 @@ impl Bound {
             Self::Inherited(listener) => listener.try_clone().context("cannot use the inherited socket"),
         }
     }
+}
+
+/// Takes over an inherited descriptor, which children of this process do not inherit. The caller takes each number once, before this
+/// process opens descriptors of its own.
+pub fn inherited(number: u16) -> Result<OwnedFd> {
+    let what = format!("descriptor {number}");
+    let taken = format!("/proc/self/fd/{number}");
+    ensure!(
+        number > 2 && fs::symlink_metadata(taken).is_ok(),
+        "{what} is not open; start ferry with a listening unix socket as {what}"
+    );
+    // SAFETY: from_raw_fd needs an open descriptor that nothing else owns. It is open: that was just seen. It was
+    // inherited, and the caller takes each number once, before this process opens descriptors of its own.
+    let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from(number)) };
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).with_context(|| format!("cannot use {what}"))?;
+    Ok(fd)
 }
 
 /// Tries for a while what fails only because a socket is in use: a server that was killed may take a moment to go, because it

@@ -141,7 +141,7 @@ pub fn is_possible(view: &View) -> Result<()> {
     let tried = BlockedSignals::hold().and_then(|held| Ok((split(view)?, held)));
     let outcome = match tried {
         Ok((Side::Inside(_), _)) => leave_network(),
-        Ok((Side::Outside(outside), held)) => match outside.wait(&held) {
+        Ok((Side::Outside(outside), held)) => match outside.wait(&held, |_| {}) {
             Ok(End::Status(status)) => exit(status),
             Ok(end) => Err(Error::Told(format!("a process that tested namespaces ended by {end}"))),
             Err(error) => Err(error),

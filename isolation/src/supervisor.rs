@@ -94,17 +94,17 @@ impl Supervisor {
     }
 
     /// Forwards signals until the server has ended; they were blocked before the split. A terminal sends its signals to
-    /// both processes, so those are not forwarded.
+    /// both processes, so those are not forwarded. `arrived` is called with each signal first.
     ///
     /// # Errors
     ///
     /// Those of the system: signals cannot be received.
-    pub fn wait(self, signals: &BlockedSignals) -> Result<End> {
+    pub fn wait(self, signals: &BlockedSignals, mut arrived: impl FnMut(Signal)) -> Result<End> {
         loop {
             if let Some(end) = self.0.end()? {
                 return Ok(end);
             }
-            self.pass_on(signals)?;
+            self.pass_on(signals, &mut arrived)?;
         }
     }
 
@@ -112,7 +112,12 @@ impl Supervisor {
     ///
     /// # Errors
     /// The system's: signals cannot be caught, or no descriptor is left.
-    pub fn wait_for(&self, event: BorrowedFd<'_>, signals: &BlockedSignals) -> Result<Option<End>> {
+    pub fn wait_for(
+        &self,
+        event: BorrowedFd<'_>,
+        signals: &BlockedSignals,
+        mut arrived: impl FnMut(Signal),
+    ) -> Result<Option<End>> {
         let arrives = signals.descriptor()?;
         loop {
             if let Some(end) = self.0.end()? {
@@ -124,7 +129,7 @@ impl Supervisor {
                 Err(error) => return Err(Error::Told(format!("a server cannot be waited for: {error}"))),
             }
             if !polled[1].revents().is_empty() {
-                self.pass_on(signals)?;
+                self.pass_on(signals, &mut arrived)?;
             } else if !polled[0].revents().is_empty() {
                 return Ok(None);
             }
@@ -132,9 +137,12 @@ impl Supervisor {
     }
 
     /// Waits for a signal, and passes it on.
-    fn pass_on(&self, signals: &BlockedSignals) -> Result<()> {
-        if let Some(Arrival { signal, from_terminal: false }) = signals.next()? {
-            self.0.signal(signal);
+    fn pass_on(&self, signals: &BlockedSignals, arrived: &mut impl FnMut(Signal)) -> Result<()> {
+        if let Some(Arrival { signal, from_terminal }) = signals.next()? {
+            arrived(signal);
+            if !from_terminal {
+                self.0.signal(signal);
+            }
         }
         Ok(())
     }

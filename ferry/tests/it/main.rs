@@ -25,5 +25,6 @@ mod pmem;
 mod registry;
 mod registry_tls;
 mod registry_verity;
+mod service_manager;
 mod share;
 mod trial;

@@ -1,0 +1,263 @@
+//! The service manager that started this process, such as systemd: it passes listening sockets (sd_listen_fds(3)) and wants to be told
+//! when the service is ready (sd_notify(3)).
+//!
+//! Both protocols are a few environment variables, so no library is needed. The notification socket is connected before the sandbox
+//! hides its path. Only the process that the service manager knows keeps it: a server that reads what a guest says cannot reach the
+//! manager. Passed sockets are matched with shares and disks by their addresses, so that one configuration file works with a
+//! socket unit and without.
+
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::net::AddressFamily;
+
+use crate::cli::Share;
+use crate::disk;
+use crate::ninep::Address;
+use crate::share::here;
+use crate::socket;
+use crate::status::misuse;
+
+/// The number of the first passed descriptor (`SD_LISTEN_FDS_START`).
+const FIRST_FD: u16 = 3;
+
+/// More sockets than any unit passes; descriptors have 16-bit numbers in the flags, too.
+const SOCKETS_MAX: u16 = 4096;
+
+/// The connected notification socket, in the process that the service manager knows.
+static NOTIFICATIONS: Mutex<Option<UnixDatagram>> = Mutex::new(None);
+
+/// The passed sockets that no share or disk has taken yet.
+static SOCKETS: Mutex<Vec<Passed>> = Mutex::new(Vec::new());
+
+/// A passed socket.
+#[derive(Debug)]
+enum Passed {
+    Unix(PathBuf, UnixListener),
+    Tcp(SocketAddr, TcpListener),
+}
+
+/// A static behind a lock, which no code that can panic holds.
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Connects to the service manager, if there is one that wants to be told. A failure is a warning: the variable may have been inherited
+/// from another service.
+pub fn connect() {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else { return };
+    match connected(&name.to_string_lossy()) {
+        Ok(socket) => *lock(&NOTIFICATIONS) = Some(socket),
+        Err(error) => tracing::warn!(
+            "cannot tell the service manager when this server is ready: NOTIFY_SOCKET={}: {error}",
+            name.to_string_lossy()
+        ),
+    }
+}
+
+fn connected(name: &str) -> std::io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    match (name.strip_prefix('@'), name.starts_with('/')) {
+        (Some(name), _) => socket.connect_addr(&UnixAddr::from_abstract_name(name)?)?,
+        (None, true) => socket.connect(name)?,
+        (None, false) => return Err(std::io::Error::other("this is neither a path nor an abstract address (@NAME)")),
+    }
+    Ok(socket)
+}
+
+/// Tells the service manager that all is served that can be.
+pub fn ready() {
+    tell("READY=1");
+}
+
+/// Tells the service manager that this server ends, whoever wanted it to.
+pub fn stopping() {
+    tell("STOPPING=1");
+}
+
+fn tell(what: &str) {
+    // Not send(2), which the filter of a process that waits for a sandboxed server does not allow.
+    if let Some(socket) = &*lock(&NOTIFICATIONS)
+        && let Err(error) = rustix::io::write(socket, what.as_bytes())
+    {
+        eprintln!("ferry: cannot tell the service manager {what}: {error}");
+    }
+}
+
+/// Leaves the service manager to the process that it knows: to be called by a child that serves.
+pub fn leave() {
+    *lock(&NOTIFICATIONS) = None;
+}
+
+/// Takes over the sockets that the service manager passes, for the shares and disks that would listen at the same addresses. To be called
+/// before this process opens descriptors of its own.
+///
+/// # Errors
+/// A socket is passed that no share or disk listens on, or that is of no use.
+pub fn inherit(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
+    let variable = |name| std::env::var(name).unwrap_or_default();
+    let (pid, count) = (variable("LISTEN_PID"), variable("LISTEN_FDS"));
+    // Otherwise these are of another process, which has started this one.
+    if pid != std::process::id().to_string() {
+        return Ok(());
+    }
+    let count = count.parse::<u16>().ok().filter(|count| *count <= SOCKETS_MAX);
+    let count = count
+        .with_context(|| format!("LISTEN_FDS={}: this is no number up to {SOCKETS_MAX}", variable("LISTEN_FDS")))?;
+    let by_number: Vec<u16> =
+        shares.iter().filter_map(|share| share.fd).chain(disks.iter().filter_map(|disk| disk.fd)).collect();
+    let wanted = Wanted::of(shares, disks);
+    for number in (FIRST_FD..FIRST_FD + count).filter(|number| !by_number.contains(number)) {
+        let passed = Passed::from(number, socket::inherited(number)?)?;
+        ensure_wanted(&wanted, number, &passed).map_err(misuse)?;
+        lock(&SOCKETS).push(passed);
+    }
+    Ok(())
+}
+
+/// Closes the sockets that no share or disk of this process takes: they are another child's.
+pub fn close_sockets() {
+    lock(&SOCKETS).clear();
+}
+
+/// Returns the passed socket of a path, once.
+pub fn take_unix(path: &Path) -> Option<UnixListener> {
+    let mut sockets = lock(&SOCKETS);
+    let at = sockets.iter().position(|passed| matches!(passed, Passed::Unix(other, _) if is_same(other, path)))?;
+    match sockets.swap_remove(at) {
+        Passed::Unix(_, listener) => Some(listener),
+        Passed::Tcp(..) => None,
+    }
+}
+
+/// Returns the passed socket of an address, once.
+pub fn take_tcp(host: &str, port: u16) -> Option<TcpListener> {
+    let mut sockets = lock(&SOCKETS);
+    if sockets.is_empty() {
+        return None;
+    }
+    let addresses = resolve(host, port);
+    let at = sockets.iter().position(|passed| matches!(passed, Passed::Tcp(own, _) if addresses.contains(own)))?;
+    match sockets.swap_remove(at) {
+        Passed::Tcp(_, listener) => Some(listener),
+        Passed::Unix(..) => None,
+    }
+}
+
+/// Where shares and disks listen.
+#[derive(Default)]
+struct Wanted {
+    paths: Vec<PathBuf>,
+    addresses: Vec<SocketAddr>,
+}
+
+impl Wanted {
+    fn of(shares: &[Share], disks: &[disk::Args]) -> Self {
+        let mut wanted = Self::default();
+        for share in shares {
+            wanted.paths.extend(share.virtiofs.clone());
+            match &share.ninep {
+                Some(Address::Unix(path) | Address::VhostUser(path)) => wanted.paths.push(path.clone()),
+                Some(Address::Tcp(host, port) | Address::Tls(host, port)) => {
+                    wanted.addresses.extend(resolve(host, *port));
+                }
+                Some(Address::Vsock(..)) | None => {}
+            }
+        }
+        wanted.paths.extend(disks.iter().filter_map(|disk| disk.vhost_user.clone()));
+        wanted
+    }
+}
+
+/// What cannot be resolved is reported when it is listened on.
+fn resolve(host: &str, port: u16) -> Vec<SocketAddr> {
+    (host, port).to_socket_addrs().map(Iterator::collect).unwrap_or_default()
+}
+
+/// Whether two paths lead to one socket: `/var/run` may be a link to `/run`.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let other = here().join(other);
+    let real = |path: &Path| path.canonicalize().ok();
+    one == other || real(one).is_some_and(|one| real(&other) == Some(one))
+}
+
+fn ensure_wanted(wanted: &Wanted, number: u16, passed: &Passed) -> Result<()> {
+    let (address, is_wanted) = match passed {
+        Passed::Unix(path, _) => (path.display().to_string(), wanted.paths.iter().any(|other| is_same(path, other))),
+        Passed::Tcp(address, _) => (format!("tcp:{address}"), wanted.addresses.contains(address)),
+    };
+    ensure!(
+        is_wanted,
+        "the service manager passes a socket at {address} (descriptor {number}), and no share or disk listens there: give one this \
+         address, or fd = {number}"
+    );
+    Ok(())
+}
+
+impl Passed {
+    fn from(number: u16, fd: OwnedFd) -> Result<Self> {
+        let is_listening = rustix::net::sockopt::socket_acceptconn(&fd) == Ok(true);
+        ensure!(
+            is_listening,
+            "descriptor {number} of the service manager is no listening socket: use ListenStream= and Accept=no in the socket unit"
+        );
+        let family = rustix::net::sockopt::socket_domain(&fd).context("cannot use a passed socket")?;
+        if family == AddressFamily::UNIX {
+            let listener = UnixListener::from(fd);
+            let address = listener.local_addr().context("cannot use a passed socket")?;
+            let path = address
+                .as_pathname()
+                .ok_or_else(|| anyhow!("descriptor {number} of the service manager has no path"))?;
+            return Ok(Self::Unix(path.to_owned(), listener));
+        }
+        ensure!(
+            [AddressFamily::INET, AddressFamily::INET6].contains(&family),
+            "descriptor {number} of the service manager is neither a unix nor a TCP socket"
+        );
+        let listener = TcpListener::from(fd);
+        let address = listener.local_addr().context("cannot use a passed socket")?;
+        Ok(Self::Tcp(address, listener))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notification_sockets_have_paths_or_abstract_names() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("notify");
+        let manager = UnixDatagram::bind(&path).expect("a socket");
+        let abstract_name = format!("ferry-test-notify-{}", std::process::id());
+        let address = UnixAddr::from_abstract_name(&abstract_name).expect("an address");
+        let abstract_manager = UnixDatagram::bind_addr(&address).expect("a socket");
+        for (name, manager) in
+            [(path.display().to_string(), &manager), (format!("@{abstract_name}"), &abstract_manager)]
+        {
+            let socket = connected(&name).expect("connected");
+            rustix::io::write(&socket, b"READY=1").expect("sent");
+            let mut buffer = [0; 32];
+            let bytes = manager.recv(&mut buffer).expect("a message");
+            assert_eq!(&buffer[..bytes], b"READY=1");
+        }
+        for name in ["vsock:2:1", "notify", "/no/such/socket", "@no-such-socket"] {
+            connected(name).expect_err(name);
+        }
+    }
+
+    #[test]
+    fn sockets_are_the_same_through_links() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let _listener = UnixListener::bind(&path).expect("a socket");
+        std::os::unix::fs::symlink(folder.path(), folder.path().join("link")).expect("a link");
+        assert!(is_same(&path, &path) && is_same(&path, &folder.path().join("link/s")));
+        assert!(!is_same(&path, &folder.path().join("t")) && !is_same(Path::new("/no/a"), Path::new("/no/b")));
+    }
+}
