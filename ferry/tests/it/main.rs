@@ -28,3 +28,4 @@ mod registry_verity;
 mod service_manager;
 mod share;
 mod trial;
+mod units;

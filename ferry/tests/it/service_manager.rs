@@ -19,30 +19,30 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, sockopt}
 use rustix::process::{Pid, Signal};
 
 /// Far more than a start takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Long enough for a message that must not come.
 const MOMENT: Duration = Duration::from_millis(300);
 
 /// A notification socket.
-struct Manager {
+pub struct Manager {
     socket: UnixDatagram,
     path: std::path::PathBuf,
 }
 
 impl Manager {
-    fn new(folder: &Path) -> Self {
+    pub fn new(folder: &Path) -> Self {
         let path = folder.join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
         sockopt::set_socket_passcred(&socket, true).unwrap();
         Self { socket, path }
     }
 
-    fn start(&self, command: &mut Command) -> Child {
+    pub fn start(&self, command: &mut Command) -> Child {
         command.env("NOTIFY_SOCKET", &self.path).stdout(Stdio::null()).spawn().unwrap()
     }
 
     /// The next message and who has sent it.
-    fn next(&self, patience: Duration) -> Option<(String, i32)> {
+    pub fn next(&self, patience: Duration) -> Option<(String, i32)> {
         self.socket.set_read_timeout(Some(patience)).unwrap();
         let mut bytes = [0; 256];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
@@ -58,7 +58,7 @@ impl Manager {
     }
 }
 
-fn signal(child: &Child, signal: Signal) {
+pub fn signal(child: &Child, signal: Signal) {
     rustix::process::kill_process(Pid::from_child(child), signal).unwrap();
 }
 

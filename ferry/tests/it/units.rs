@@ -1,0 +1,149 @@
+//! The units of systemd in `dist/systemd`, as `make install` writes them.
+
+use crate::common;
+use crate::service_manager::{Manager, PATIENCE, signal};
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{ferry, run, wait};
+use rustix::process::Signal;
+
+/// Directives that give a service a namespace of mounts (systemd.exec(5)), in which it would mount for itself alone.
+const WITH_MOUNT_NAMESPACE: [&str; 22] = [
+    "BindPaths",
+    "BindReadOnlyPaths",
+    "ExecPaths",
+    "InaccessiblePaths",
+    "MountAPIVFS",
+    "MountFlags",
+    "NoExecPaths",
+    "PrivateDevices",
+    "PrivateMounts",
+    "PrivateTmp",
+    "ProcSubset",
+    "ProtectControlGroups",
+    "ProtectHome",
+    "ProtectKernelLogs",
+    "ProtectKernelModules",
+    "ProtectKernelTunables",
+    "ProtectProc",
+    "ProtectSystem",
+    "ReadOnlyPaths",
+    "RootDirectory",
+    "RootImage",
+    "TemporaryFileSystem",
+];
+
+fn units() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd");
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+/// The values of a directive of a unit, in their order.
+fn values(unit: &Path, directive: &str) -> Vec<String> {
+    let text = fs::read_to_string(unit).unwrap();
+    let lines = text.lines().filter_map(|line| line.split_once('='));
+    lines.filter(|(name, _)| *name == directive).map(|(_, value)| value.to_owned()).collect()
+}
+
+fn unit(name: &str) -> PathBuf {
+    units().into_iter().find(|path| path.ends_with(name)).unwrap()
+}
+
+#[test]
+fn systemd_takes_the_units() {
+    if Command::new("systemd-analyze").arg("--version").stdout(Stdio::null()).status().is_err() {
+        return ferry_skip::skip!("no systemd-analyze: apt-get install systemd");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut install = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
+    install.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", "").env("PREFIX", folder.path());
+    assert!(run(&mut install).status.success());
+    let units = units();
+    assert_eq!(units.len(), 5, "{units:?}");
+    for unit in units {
+        let installed = folder.path().join("lib/systemd/system").join(unit.file_name().unwrap());
+        // The pages are not where this machine's man looks for them.
+        let output = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&installed));
+        // It says what is wrong with the machine's own units, too.
+        let said = String::from_utf8_lossy(&output.stderr);
+        let wrong: Vec<_> = said.lines().filter(|line| line.contains("ferry")).collect();
+        assert!(output.status.success() && wrong.is_empty(), "{}: {said}", unit.display());
+    }
+}
+
+/// Mounts of the service are the host's, and whatever its program needs is left to it.
+#[test]
+fn no_unit_takes_what_its_server_needs() {
+    for unit in units() {
+        let text = fs::read_to_string(&unit).unwrap();
+        let set: Vec<_> = text.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name).collect();
+        for directive in ["PrivateUsers", "RestrictNamespaces", "SystemCallFilter", "RootDirectory", "DynamicUser"] {
+            assert!(!set.contains(&directive), "{}: {directive}", unit.display());
+        }
+        if unit.ends_with("ferry-mount@.service") {
+            let wrong: Vec<_> = WITH_MOUNT_NAMESPACE.iter().filter(|name| set.contains(*name)).collect();
+            assert!(wrong.is_empty(), "{}: {wrong:?}", unit.display());
+        }
+    }
+}
+
+/// What a server has of capabilities and system calls, as /proc shows it.
+fn confinement(pid: u32) -> Vec<String> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    let server = children.split_whitespace().next().unwrap();
+    let status = fs::read_to_string(format!("/proc/{server}/status")).unwrap();
+    let names = ["CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp:"];
+    status.lines().filter(|line| names.iter().any(|name| line.starts_with(name))).map(str::to_owned).collect()
+}
+
+/// With the capabilities of its unit a server is confined as without a unit, and has nothing to warn of.
+#[test]
+fn a_server_in_its_unit_is_confined_as_without() {
+    if !rustix::process::geteuid().is_root()
+        || Command::new("setpriv").arg("--version").stdout(Stdio::null()).status().is_err()
+    {
+        return ferry_skip::skip!("needs root and setpriv");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let manager = Manager::new(folder.path());
+    let path = |name: &str| folder.path().join(name);
+    fs::create_dir(path("tree")).unwrap();
+    fs::write(path("disk"), [0; 4096]).unwrap();
+    fs::write(path("share.toml"), "[[share]]\nsource = \"tree\"\nvirtiofs = \"s\"\n").unwrap();
+    fs::write(path("disk.toml"), "[[disk]]\nfile = \"disk\"\nvhost-user = \"s\"\npin-memory = true\n").unwrap();
+    for (name, config) in [("ferry-share@.service", "share.toml"), ("ferry-disk@.service", "disk.toml")] {
+        let kept = values(&unit(name), "CapabilityBoundingSet").join(" ").replace("CAP_", "+").to_lowercase();
+        let kept = format!("-all,{}", kept.split_whitespace().collect::<Vec<_>>().join(","));
+        let run = |in_unit: bool| {
+            let mut command = if in_unit { Command::new("setpriv") } else { ferry() };
+            if in_unit {
+                command.args(["--bounding-set", &kept, "--no-new-privs", env!("CARGO_BIN_EXE_ferry")]);
+            }
+            let log = path("log");
+            command.arg("share").arg("--config").arg(path(config)).stderr(fs::File::create(&log).unwrap());
+            let mut child = manager.start(&mut command);
+            let (said, pid) = manager.next(PATIENCE).unwrap();
+            assert_eq!(said, "READY=1");
+            // A disk beside others would be a grandchild; here the server's parent is the one that is known or its child.
+            let known = u32::try_from(pid).unwrap();
+            let parent = if name.starts_with("ferry-disk") { only_child(known) } else { known };
+            let confinement = confinement(parent);
+            signal(&child, Signal::TERM);
+            assert!(manager.next(PATIENCE).is_some());
+            assert_eq!(wait(&mut child), Some(0));
+            let log = fs::read_to_string(log).unwrap();
+            assert!(!log.contains("WARN"), "{name}: {log}");
+            confinement
+        };
+        let (without, within) = (run(false), run(true));
+        assert!(without.len() == 5 && without == within, "{name}: {without:?}, {within:?}");
+    }
+}
+
+fn only_child(pid: u32) -> u32 {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.split_whitespace().next().unwrap().parse().unwrap()
+}
