@@ -49,7 +49,7 @@ impl Capabilities {
         Self(self.0.union(CapabilitySet::IPC_LOCK))
     }
 
-    /// What this thread has.
+    /// Returns the capabilities of this thread.
     ///
     /// # Errors
     ///
@@ -63,18 +63,19 @@ impl Capabilities {
     ///
     /// # Errors
     ///
-    /// [`Error::NoCapability`]: the invalid word.
+    /// [`Error::CapabilityList`]: the invalid word.
     pub fn modified(mut self, list: &str) -> Result<Self> {
         for word in list.split(':') {
-            let wrong = || Error::NoCapability(word.into());
+            let invalid = || Error::CapabilityList(word.into());
             let (keep, name) = match word.split_at_checked(1) {
                 Some(("+", name)) => (true, name),
                 Some(("-", name)) => (false, name),
-                _ => return Err(wrong()),
+                _ => return Err(invalid()),
             };
             let name = name.to_ascii_uppercase();
-            let found = CapabilitySet::from_name(name.strip_prefix("CAP_").unwrap_or(&name)).ok_or_else(wrong)?;
-            self.0.set(found, keep);
+            let capability =
+                CapabilitySet::from_name(name.strip_prefix("CAP_").unwrap_or(&name)).ok_or_else(invalid)?;
+            self.0.set(capability, keep);
         }
         Ok(self)
     }
@@ -94,7 +95,7 @@ impl Capabilities {
         self.0.contains(CapabilitySet::SETUID.union(CapabilitySet::SETGID))
     }
 
-    /// Those that are in both.
+    /// Returns the capabilities that are in both sets.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
@@ -113,15 +114,15 @@ impl Capabilities {
     }
 
     /// Drops all other capabilities of this thread permanently, also from the bounding set if the thread may change it.
-    /// It adds none that the thread lacks. Those in `meanwhile` stay until a later call.
+    /// It adds none that the thread lacks. Those in `temporary` stay until a later call.
     ///
     /// # Errors
     ///
     /// [`Error::Capabilities`]: those of prctl(2) and capset(2).
-    pub fn limit(self, meanwhile: Self) -> Result<()> {
+    pub fn limit(self, temporary: Self) -> Result<()> {
         let now = rustix::thread::capabilities(None).map_err(Error::Capabilities)?;
         let has_bounds = now.effective.contains(CapabilitySet::SETPCAP);
-        for capability in CapabilitySet::all().iter().filter(|one| has_bounds && !self.0.contains(*one)) {
+        for capability in CapabilitySet::all().iter().filter(|capability| has_bounds && !self.0.contains(*capability)) {
             match rustix::thread::remove_capability_from_bounding_set(capability) {
                 // This kernel does not have the capability.
                 Ok(()) | Err(Errno::INVAL) => {}
@@ -134,14 +135,14 @@ impl Capabilities {
             Err(errno) => return Err(Error::Capabilities(errno)),
         }
         let sets = CapabilitySets {
-            effective: now.effective & (self.0 | meanwhile.0),
-            permitted: now.permitted & (self.0 | meanwhile.0),
+            effective: now.effective & (self.0 | temporary.0),
+            permitted: now.permitted & (self.0 | temporary.0),
             inheritable: CapabilitySet::empty(),
         };
         rustix::thread::set_capabilities(None, sets).map_err(Error::Capabilities)
     }
 
-    /// As in `/proc/PID/status`.
+    /// Returns the bits as `/proc/PID/status` shows them.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0.bits()

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// The newest Landlock version that is used and tested; older kernels enforce a subset.
 const KNOWN: ABI = ABI::V6;
 
-/// What stays inside the fence.
+/// The files to which access stays allowed.
 #[derive(Clone, Copy, Debug)]
 pub enum LandlockRules<'a> {
     /// Only these files and the contents of these directories; `true`: read-only. Execution and device ioctls are
@@ -42,41 +42,41 @@ pub enum LandlockStatus {
 /// # Errors
 ///
 /// [`Error::Landlock`]: the kernel refused the ruleset. A kernel without Landlock is not an error.
-pub fn restrict_landlock(fence: LandlockRules<'_>, ports: &[u16]) -> Result<LandlockStatus> {
-    let made = make(fence, ports).map_err(|error| Error::Landlock(error.to_string()))?;
-    Ok(match made {
+pub fn restrict_landlock(rules: LandlockRules<'_>, ports: &[u16]) -> Result<LandlockStatus> {
+    let status = restrict(rules, ports).map_err(|error| Error::Landlock(error.to_string()))?;
+    Ok(match status {
         RulesetStatus::FullyEnforced => LandlockStatus::Wholly,
         RulesetStatus::PartiallyEnforced => LandlockStatus::Partly,
         RulesetStatus::NotEnforced => LandlockStatus::Not,
     })
 }
 
-fn make(fence: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
-    let mut rules = Ruleset::default()
+fn restrict(rules: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
+    let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessNet::from_all(KNOWN))?
         .scope(Scope::from_all(KNOWN))?;
-    let beneath = match fence {
+    let beneath = match rules {
         LandlockRules::Below(beneath) => {
-            rules = rules.handle_access(AccessFs::from_all(KNOWN))?;
+            ruleset = ruleset.handle_access(AccessFs::from_all(KNOWN))?;
             beneath
         }
         LandlockRules::AllFiles => &[],
     };
-    let mut rules = rules.create()?;
-    for (place, read_only) in beneath {
+    let mut ruleset = ruleset.create()?;
+    for (file, read_only) in beneath {
         // The kernel accepts no directory rights for a file.
-        let is_file = rustix::fs::fstat(place).is_ok_and(|found| !FileType::from_raw_mode(found.st_mode).is_dir());
+        let is_file = rustix::fs::fstat(file).is_ok_and(|stat| !FileType::from_raw_mode(stat.st_mode).is_dir());
         let access = if is_file { AccessFs::from_file(KNOWN) } else { AccessFs::from_all(KNOWN) };
-        rules = rules.add_rule(PathBeneath::new(place, allowed(*read_only) & access))?;
+        ruleset = ruleset.add_rule(PathBeneath::new(file, allowed_access(*read_only) & access))?;
     }
     for port in ports {
-        rules = rules.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
+        ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
     }
-    Ok(rules.restrict_self()?.ruleset)
+    Ok(ruleset.restrict_self()?.ruleset)
 }
 
-fn allowed(read_only: bool) -> BitFlags<AccessFs> {
+fn allowed_access(read_only: bool) -> BitFlags<AccessFs> {
     if read_only {
         AccessFs::ReadFile | AccessFs::ReadDir
     } else {

@@ -36,7 +36,7 @@ pub use capabilities::Capabilities;
 pub use landlock::{LandlockRules, LandlockStatus, restrict_landlock};
 pub use namespaces::{Side, begin_child, change_root, hide_directories, is_possible, leave_network, split};
 pub use root::{Access, Root, View};
-pub use supervisor::{Arrival, BlockedSignals, Child, End, Supervisor};
+pub use supervisor::{BlockedSignals, Child, End, ReceivedSignal, Supervisor};
 pub use syscalls::{Action, Filter, Role};
 
 use rustix::io::Errno;
@@ -47,30 +47,30 @@ pub enum Error {
     /// The kernel refused a step of creating namespaces.
     #[error("{step}: {errno}")]
     Namespaces {
-        /// What was tried, in words.
+        /// The step, in words.
         step: String,
-        /// What the kernel said.
+        /// The error of the kernel.
         errno: Errno,
     },
-    /// Another process reported the reason.
+    /// A system call failed, in this process or in a child that tested namespaces.
     #[error("{0}")]
-    Told(String),
+    System(String),
     /// Only a process with one thread can enter the sandbox.
     #[error("this process has {0} threads already")]
     Threads(usize),
     /// An invalid list of capabilities.
     #[error("{0:?} is no list of capabilities: write +NAME to keep one and -NAME to drop one, as in +sys_admin:-mknod")]
-    NoCapability(String),
+    CapabilityList(String),
     /// The kernel refused to change capabilities.
     #[error("capabilities cannot be dropped: {0}")]
     Capabilities(Errno),
-    /// no_new_privs cannot be set.
+    /// The kernel refused to set no_new_privs.
     #[error("no_new_privs cannot be set: {0}")]
     NoNewPrivileges(Errno),
-    /// Landlock.
+    /// The kernel refused the Landlock ruleset.
     #[error("Landlock: {0}")]
     Landlock(String),
-    /// seccomp.
+    /// The seccomp filter is invalid, or the kernel refused it.
     #[error("seccomp: {0}")]
     Seccomp(String),
 }

@@ -40,19 +40,21 @@ pub fn split(view: &View) -> Result<Side> {
     flags.set(UnshareFlags::NEWUSER, as_user);
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     step(unshare(flags), || match as_user {
-        true => "no namespace of users can be had (is it forbidden by sysctl, or by a container?)".into(),
-        false => "no namespace of processes can be had".into(),
+        true => "cannot create a user namespace (does a sysctl or a container forbid it?)".into(),
+        false => "cannot create a PID namespace".into(),
     })?;
     if as_user {
-        for (file, text) in [("setgroups", "deny".to_owned()), ("uid_map", one(uid)), ("gid_map", one(gid))] {
+        for (file, text) in
+            [("setgroups", "deny".to_owned()), ("uid_map", identity_map(uid)), ("gid_map", identity_map(gid))]
+        {
             fs::write(Path::new("/proc/self").join(file), text)
-                .map_err(|error| Error::Told(format!("/proc/self/{file} cannot be written: {error}")))?;
+                .map_err(|error| Error::System(format!("cannot write /proc/self/{file}: {error}")))?;
         }
     }
     match fork_child()? {
         Some(child) => Ok(Side::Outside(Supervisor::new(child))),
         None => {
-            step(unshare(UnshareFlags::NEWNS), || "no namespace of mounts can be had".into())?;
+            step(unshare(UnshareFlags::NEWNS), || "cannot create a mount namespace".into())?;
             if !view.network {
                 leave_network()?;
             }
@@ -80,18 +82,19 @@ fn has_one_thread() -> Result<()> {
 
 /// Creates a child that does not outlive this process.
 fn fork_child() -> Result<Option<Child>> {
-    let (lives_here, lives) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
+    let (reader, writer) = step(pipe_with(PipeFlags::CLOEXEC), || "cannot create a pipe".into())?;
     if let Some(child) = fork()? {
-        return Ok(Some(Child::new(child, lives)));
+        return Ok(Some(Child::new(child, writer)));
     }
-    drop(lives);
+    drop(writer);
     step(rustix::process::set_parent_process_death_signal(Some(Signal::KILL)), || {
-        "the end of the process outside cannot be learnt".into()
+        "cannot request a signal for the end of the parent process".into()
     })?;
-    // The parent may have ended before that. Then this process ends as silently: an error would be handled, and reported, as the parent's.
-    let mut polled = [PollFd::new(&lives_here, PollFlags::empty())];
+    // The parent may have ended before that. Then this process ends silently: the caller would report an error as the
+    // parent's.
+    let mut polled = [PollFd::new(&reader, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    if poll(&mut polled, Some(&now)).is_ok_and(|found| found > 0) {
+    if poll(&mut polled, Some(&now)).is_ok_and(|ready| ready > 0) {
         exit(End::Signal(Signal::KILL.as_raw()).status());
     }
     Ok(None)
@@ -104,7 +107,7 @@ fn fork_child() -> Result<Option<Child>> {
 ///
 /// [`Error::Namespaces`]: this thread may not create namespaces.
 pub fn leave_network() -> Result<()> {
-    step(unshare(UnshareFlags::NEWNET), || "no namespace of networks can be had".into())
+    step(unshare(UnshareFlags::NEWNET), || "cannot create a network namespace".into())
 }
 
 /// Hides directories of [`split`] from this thread and the threads that it starts later, in a new mount namespace.
@@ -113,10 +116,10 @@ pub fn leave_network() -> Result<()> {
 /// # Errors
 ///
 /// [`Error::Namespaces`]: this thread may not create namespaces, or a path is not a mount point.
-pub fn hide_directories(places: &[&Path]) -> Result<()> {
-    step(unshare(UnshareFlags::NEWNS), || "no second namespace of mounts can be had".into())?;
-    let leave = |place: &&Path| rustix::mount::unmount(*place, UnmountFlags::DETACH);
-    places.iter().try_for_each(|place| step(leave(place), || format!("{} cannot be left", place.display())))
+pub fn hide_directories(paths: &[&Path]) -> Result<()> {
+    step(unshare(UnshareFlags::NEWNS), || "cannot create a second mount namespace".into())?;
+    let unmount = |path: &&Path| rustix::mount::unmount(*path, UnmountFlags::DETACH);
+    paths.iter().try_for_each(|path| step(unmount(path), || format!("cannot unmount {}", path.display())))
 }
 
 /// Tests in a short-lived child whether [`split`] and leaving the network work here.
@@ -125,34 +128,33 @@ pub fn hide_directories(places: &[&Path]) -> Result<()> {
 ///
 /// The step that failed.
 pub fn is_possible(view: &View) -> Result<()> {
-    let (reader, writer) = step(pipe_with(PipeFlags::CLOEXEC), || "no pipe can be had".into())?;
+    let (reader, writer) = step(pipe_with(PipeFlags::CLOEXEC), || "cannot create a pipe".into())?;
     if let Some(child) = fork()? {
         drop(writer);
-        let mut why = String::new();
-        let told = fs::File::from(reader).read_to_string(&mut why);
+        let mut reason = String::new();
+        let read = fs::File::from(reader).read_to_string(&mut reason);
         let waited = rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty());
-        let well = matches!(waited, Ok(Some((_, status))) if status.exit_status() == Some(0));
-        return match told {
-            Ok(_) if well && why.is_empty() => Ok(()),
-            _ if !why.is_empty() => Err(Error::Told(why)),
-            _ => Err(Error::Told("a process that tested namespaces failed".into())),
+        let succeeded = matches!(waited, Ok(Some((_, status))) if status.exit_status() == Some(0));
+        return match read {
+            Ok(_) if succeeded && reason.is_empty() => Ok(()),
+            _ if !reason.is_empty() => Err(Error::System(reason)),
+            _ => Err(Error::System("a process that tested namespaces failed".into())),
         };
     }
-    let tried = BlockedSignals::hold().and_then(|held| Ok((split(view)?, held)));
-    let outcome = match tried {
+    let outcome = match BlockedSignals::hold().and_then(|signals| Ok((split(view)?, signals))) {
         Ok((Side::Inside(_), _)) => leave_network(),
-        Ok((Side::Outside(outside), held)) => match outside.wait(&held, |_| {}) {
+        Ok((Side::Outside(supervisor), signals)) => match supervisor.wait(&signals, |_| {}) {
             Ok(End::Status(status)) => exit(status),
-            Ok(end) => Err(Error::Told(format!("a process that tested namespaces ended by {end}"))),
+            Ok(end) => Err(Error::System(format!("a process that tested namespaces ended by {end}"))),
             Err(error) => Err(error),
         },
         Err(error) => Err(error),
     };
-    let said = match outcome {
+    let reported = match outcome {
         Ok(()) => Ok(()),
         Err(error) => fs::File::from(writer).write_all(error.to_string().as_bytes()),
     };
-    exit(u8::from(said.is_err()))
+    exit(u8::from(reported.is_err()))
 }
 
 /// Changes the root directory with `chroot`. Descriptors of directories outside still give access to them.
@@ -161,12 +163,12 @@ pub fn is_possible(view: &View) -> Result<()> {
 ///
 /// The step that failed; `CAP_SYS_CHROOT` is required.
 pub fn change_root(dir: &Path) -> Result<()> {
-    step(rustix::process::chdir(dir), || format!("{} cannot be entered", dir.display()))?;
-    step(rustix::process::chroot("."), || format!("{} cannot become the root directory", dir.display()))
+    step(rustix::process::chdir(dir), || format!("cannot enter {}", dir.display()))?;
+    step(rustix::process::chroot("."), || format!("cannot make {} the root directory", dir.display()))
 }
 
 /// Returns a map of an id to itself.
-fn one(id: u32) -> String {
+fn identity_map(id: u32) -> String {
     format!("{id} {id} 1")
 }
 

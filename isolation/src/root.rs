@@ -11,9 +11,9 @@ use rustix::mount::{
 
 use crate::{Error, Result};
 
-/// Where shared directories are.
+/// The parent of the shared directories.
 const SHARES: &str = "share";
-/// How a server accesses its own descriptors.
+/// The directory through which a server reopens its own descriptors.
 const FDS: &str = "proc/self/fd";
 /// The user id map of this process.
 const MAP: &str = "proc/self/uid_map";
@@ -32,9 +32,9 @@ pub enum Access {
 /// A directory that stays visible.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Root {
-    /// Its path, outside.
+    /// Its path on the host.
     pub path: PathBuf,
-    /// What for.
+    /// The access to it.
     pub access: Access,
 }
 
@@ -52,8 +52,8 @@ pub struct View {
 }
 
 /// Adds the name of a step to the kernel's error.
-pub(crate) fn step<T>(outcome: rustix::io::Result<T>, words: impl FnOnce() -> String) -> Result<T> {
-    outcome.map_err(|errno| Error::Namespaces { step: words(), errno })
+pub(crate) fn step<T>(outcome: rustix::io::Result<T>, name: impl FnOnce() -> String) -> Result<T> {
+    outcome.map_err(|errno| Error::Namespaces { step: name(), errno })
 }
 
 /// Creates the new root and enters it. Requires a mount namespace of this process. Returns the paths of the directories
@@ -61,58 +61,58 @@ pub(crate) fn step<T>(outcome: rustix::io::Result<T>, words: impl FnOnce() -> St
 pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
     // Mounts of the host still propagate in, but none propagate out.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
-    step(rustix::mount::mount_change("/", slave), || "the mounts cannot be separated from the host's".into())?;
+    step(rustix::mount::mount_change("/", slave), || "cannot separate the mounts from those of the host".into())?;
     let cloned = roots.iter().map(|root| clone(&root.path, true)).collect::<Result<Vec<_>>>()?;
     let copies = files.iter().map(|path| clone(path, false)).collect::<Result<Vec<_>>>()?;
     let (fds, map) = (clone(Path::new("/proc/self/fd"), false)?, clone(Path::new("/proc/self/uid_map"), false)?);
-    let new = empty()?;
+    let new = create_tmpfs()?;
     // /proc always exists. It serves only as a mount point and disappears with the old root.
     let move_here = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    step(rustix::mount::move_mount(&new, "", CWD, "/proc", move_here), || "an empty folder cannot be mounted".into())?;
+    step(rustix::mount::move_mount(&new, "", CWD, "/proc", move_here), || "cannot mount an empty directory".into())?;
     let mut inside = Vec::new();
-    folder(new.as_fd(), SHARES)?;
+    create_dir(new.as_fd(), SHARES)?;
     for (number, (root, tree)) in roots.iter().zip(&cloned).enumerate() {
         let name = format!("{SHARES}/{number}");
-        folder(new.as_fd(), &name)?;
+        create_dir(new.as_fd(), &name)?;
         attach(tree.as_fd(), new.as_fd(), &name)?;
         let flags = match root.access {
             Access::ReadWrite => 0,
             Access::ReadOnly => libc::MOUNT_ATTR_RDONLY,
             Access::Sockets => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOEXEC,
         };
-        let made = set_flags(tree.as_fd(), flags | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV, true);
-        step(made, || format!("the mounts below {} cannot be made nosuid and nodev", root.path.display()))?;
+        let outcome = set_flags(tree.as_fd(), flags | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV, true);
+        step(outcome, || format!("cannot make the mounts below {} nosuid and nodev", root.path.display()))?;
         inside.push(Path::new("/").join(name));
     }
     for name in ["proc", "proc/self", FDS] {
-        folder(new.as_fd(), name)?;
+        create_dir(new.as_fd(), name)?;
     }
     attach(fds.as_fd(), new.as_fd(), FDS)?;
-    file(new.as_fd(), MAP)?;
+    create_file(new.as_fd(), MAP)?;
     attach(map.as_fd(), new.as_fd(), MAP)?;
     for (path, copy) in files.iter().zip(&copies) {
         let name = path.strip_prefix("/").unwrap_or(path);
-        let above: Vec<&Path> = name.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty()).collect();
-        for above in above.into_iter().rev() {
-            match rustix::fs::mkdirat(&new, above, Mode::from_raw_mode(0o755)) {
+        let parents: Vec<&Path> = name.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty()).collect();
+        for parent in parents.into_iter().rev() {
+            match rustix::fs::mkdirat(&new, parent, Mode::from_raw_mode(0o755)) {
                 Ok(()) | Err(Errno::EXIST) => {}
-                Err(errno) => step(Err(errno), || format!("cannot create /{}", above.display()))?,
+                Err(errno) => step(Err(errno), || format!("cannot create /{}", parent.display()))?,
             }
         }
         let name = name.to_string_lossy();
-        file(new.as_fd(), &name)?;
+        create_file(new.as_fd(), &name)?;
         attach(copy.as_fd(), new.as_fd(), &name)?;
         let flags = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
-        let made = set_flags(copy.as_fd(), flags | libc::MOUNT_ATTR_RDONLY, false);
-        step(made, || format!("{} cannot become read-only", path.display()))?;
+        let outcome = set_flags(copy.as_fd(), flags | libc::MOUNT_ATTR_RDONLY, false);
+        step(outcome, || format!("cannot make {} read-only", path.display()))?;
     }
-    step(set_flags(new.as_fd(), libc::MOUNT_ATTR_RDONLY, false), || "the new root cannot become read-only".into())?;
-    step(rustix::process::fchdir(&new), || "the new root cannot be entered".into())?;
+    step(set_flags(new.as_fd(), libc::MOUNT_ATTR_RDONLY, false), || "cannot make the new root read-only".into())?;
+    step(rustix::process::fchdir(&new), || "cannot enter the new root".into())?;
     // The old root is mounted over the new one and then unmounted: pivot_root(2), "pivot_root(".", ".")".
-    step(rustix::process::pivot_root(".", "."), || "the root cannot be changed".into())?;
-    let gone = rustix::mount::unmount(".", UnmountFlags::DETACH);
-    step(gone, || "the host's mounts cannot be let go of".into())?;
-    step(rustix::process::chdir("/"), || "the new root cannot be entered".into())?;
+    step(rustix::process::pivot_root(".", "."), || "cannot change the root".into())?;
+    let unmounted = rustix::mount::unmount(".", UnmountFlags::DETACH);
+    step(unmounted, || "cannot unmount the host's mounts".into())?;
+    step(rustix::process::chdir("/"), || "cannot enter the new root".into())?;
     Ok(inside)
 }
 
@@ -120,16 +120,16 @@ pub(crate) fn enter(View { roots, files, .. }: &View) -> Result<Vec<PathBuf>> {
 fn clone(path: &Path, recursive: bool) -> Result<OwnedFd> {
     let mut flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     flags.set(OpenTreeFlags::AT_RECURSIVE, recursive);
-    step(rustix::mount::open_tree(CWD, path, flags), || format!("{} cannot be mounted", path.display()))
+    step(rustix::mount::open_tree(CWD, path, flags), || format!("cannot clone the mount of {}", path.display()))
 }
 
 fn attach(tree: BorrowedFd<'_>, root: BorrowedFd<'_>, name: &str) -> Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-    step(rustix::mount::move_mount(tree, "", root, name, flags), || format!("/{name} cannot be mounted"))
+    step(rustix::mount::move_mount(tree, "", root, name, flags), || format!("cannot mount /{name}"))
 }
 
 /// Creates a small tmpfs, detached.
-fn empty() -> Result<OwnedFd> {
+fn create_tmpfs() -> Result<OwnedFd> {
     let make = || {
         let fs = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         // It only holds directories and empty files, and becomes read-only.
@@ -144,12 +144,12 @@ fn empty() -> Result<OwnedFd> {
     step(make(), || "cannot create an empty directory (tmpfs)".into())
 }
 
-fn folder(root: BorrowedFd<'_>, name: &str) -> Result<()> {
+fn create_dir(root: BorrowedFd<'_>, name: &str) -> Result<()> {
     step(rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755)), || format!("cannot create /{name}"))
 }
 
 /// Creates an empty file as a mount point.
-fn file(root: BorrowedFd<'_>, name: &str) -> Result<()> {
+fn create_file(root: BorrowedFd<'_>, name: &str) -> Result<()> {
     let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::CLOEXEC;
     step(rustix::fs::openat(root, name, flags, Mode::RUSR).map(drop), || format!("cannot create /{name}"))
 }

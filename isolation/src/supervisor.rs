@@ -9,20 +9,20 @@ use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
 use crate::{Error, Result};
 
-/// Signals to the known process that are meant for the server.
-const PASSED_ON: [Signal; 5] = [Signal::TERM, Signal::INT, Signal::QUIT, Signal::USR1, Signal::USR2];
+/// Signals that are forwarded to the server.
+const FORWARDED: [Signal; 5] = [Signal::TERM, Signal::INT, Signal::QUIT, Signal::USR1, Signal::USR2];
 
 /// A child of this process, which does not outlive it.
 #[derive(Debug)]
 pub struct Child {
     pid: Pid,
-    /// Open as long as this process lives; the child polls the other end.
-    _lives: OwnedFd,
+    /// Open while this process runs; the child polls the other end.
+    _alive: OwnedFd,
 }
 
 impl Child {
-    pub(crate) fn new(pid: Pid, lives: OwnedFd) -> Self {
-        Self { pid, _lives: lives }
+    pub(crate) fn new(pid: Pid, alive: OwnedFd) -> Self {
+        Self { pid, _alive: alive }
     }
 
     /// Sends it a signal. If it has ended already, [`Self::end`] reports that.
@@ -34,7 +34,7 @@ impl Child {
     ///
     /// # Errors
     ///
-    /// [`Error::Told`]: the end was returned before.
+    /// [`Error::System`]: the end was returned before.
     pub fn end(&self) -> Result<Option<End>> {
         match waitpid(Some(self.pid), WaitOptions::NOHANG) {
             Ok(Some((_, status))) => Ok(match (status.terminating_signal(), status.exit_status()) {
@@ -43,12 +43,12 @@ impl Child {
                 (None, None) => None,
             }),
             Ok(None) | Err(rustix::io::Errno::INTR) => Ok(None),
-            Err(errno) => Err(Error::Told(format!("cannot wait for the server: {errno}"))),
+            Err(errno) => Err(Error::System(format!("cannot wait for the server: {errno}"))),
         }
     }
 }
 
-/// The process outside of the namespaces, with the server as its only child, which does not outlive it.
+/// The process outside the namespaces. Its only child is the server, which does not outlive it.
 #[derive(Debug)]
 pub struct Supervisor(Child);
 
@@ -104,41 +104,41 @@ impl Supervisor {
             if let Some(end) = self.0.end()? {
                 return Ok(end);
             }
-            self.pass_on(signals, &mut arrived)?;
+            self.forward_signal(signals, &mut arrived)?;
         }
     }
 
-    /// The same, but returns `None` as soon as there is something to read from `event`, or its other end is closed.
+    /// As [`Self::wait`], but returns `None` as soon as `event` is readable or its other end is closed.
     ///
     /// # Errors
-    /// The system's: signals cannot be caught, or no descriptor is left.
+    /// Those of the system: signals cannot be received, or no descriptor is left.
     pub fn wait_for(
         &self,
         event: BorrowedFd<'_>,
         signals: &BlockedSignals,
         mut arrived: impl FnMut(Signal),
     ) -> Result<Option<End>> {
-        let arrives = signals.descriptor()?;
+        let signal_fd = signals.descriptor()?;
         loop {
             if let Some(end) = self.0.end()? {
                 return Ok(Some(end));
             }
-            let mut polled = [PollFd::new(&event, PollFlags::IN), PollFd::new(&arrives, PollFlags::IN)];
+            let mut polled = [PollFd::new(&event, PollFlags::IN), PollFd::new(&signal_fd, PollFlags::IN)];
             match poll(&mut polled, None) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(Error::Told(format!("a server cannot be waited for: {error}"))),
+                Err(error) => return Err(Error::System(format!("cannot wait for the server: {error}"))),
             }
             if !polled[1].revents().is_empty() {
-                self.pass_on(signals, &mut arrived)?;
+                self.forward_signal(signals, &mut arrived)?;
             } else if !polled[0].revents().is_empty() {
                 return Ok(None);
             }
         }
     }
 
-    /// Waits for a signal, and passes it on.
-    fn pass_on(&self, signals: &BlockedSignals, arrived: &mut impl FnMut(Signal)) -> Result<()> {
-        if let Some(Arrival { signal, from_terminal }) = signals.next()? {
+    /// Waits for a signal and forwards it.
+    fn forward_signal(&self, signals: &BlockedSignals, arrived: &mut impl FnMut(Signal)) -> Result<()> {
+        if let Some(ReceivedSignal { signal, from_terminal }) = signals.next()? {
             arrived(signal);
             if !from_terminal {
                 self.0.signal(signal);
@@ -148,25 +148,25 @@ impl Supervisor {
     }
 }
 
-/// A signal for a server.
+/// A signal to forward to a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Arrival {
-    /// Which one.
+pub struct ReceivedSignal {
+    /// The signal.
     pub signal: Signal,
-    /// A terminal has sent it to all processes of the group.
+    /// A terminal sent it to all processes of the group.
     pub from_terminal: bool,
 }
 
 /// Blocked signals, so that none is lost while a process starts or splits.
 #[derive(Clone, Copy)]
 pub struct BlockedSignals {
-    held: libc::sigset_t,
-    before: libc::sigset_t,
+    set: libc::sigset_t,
+    previous: libc::sigset_t,
 }
 
 impl std::fmt::Debug for BlockedSignals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Held")
+        f.write_str("BlockedSignals")
     }
 }
 
@@ -175,20 +175,20 @@ impl BlockedSignals {
     ///
     /// # Errors
     ///
-    /// [`Error::Told`]: none is known.
+    /// [`Error::System`]: none is known.
     pub fn hold() -> Result<Self> {
         // SAFETY: a sigset_t is plain integers, for which zeros are valid; sigemptyset, sigaddset and sigprocmask are given
         // pointers to such that live for the call.
         unsafe {
-            let mut held: libc::sigset_t = std::mem::zeroed();
-            let mut before: libc::sigset_t = std::mem::zeroed();
-            libc::sigemptyset(&raw mut held);
-            for signal in PASSED_ON.into_iter().chain([Signal::CHILD]) {
-                libc::sigaddset(&raw mut held, signal.as_raw());
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            let mut previous: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            for signal in FORWARDED.into_iter().chain([Signal::CHILD]) {
+                libc::sigaddset(&raw mut set, signal.as_raw());
             }
-            match libc::sigprocmask(libc::SIG_BLOCK, &raw const held, &raw mut before) {
-                0 => Ok(Self { held, before }),
-                _ => Err(Error::Told(format!("cannot block signals: {}", std::io::Error::last_os_error()))),
+            match libc::sigprocmask(libc::SIG_BLOCK, &raw const set, &raw mut previous) {
+                0 => Ok(Self { set, previous }),
+                _ => Err(Error::System(format!("cannot block signals: {}", std::io::Error::last_os_error()))),
             }
         }
     }
@@ -197,50 +197,50 @@ impl BlockedSignals {
     ///
     /// # Errors
     ///
-    /// [`Error::Told`]: none is known.
+    /// [`Error::System`]: none is known.
     pub fn release(self) -> Result<()> {
         // SAFETY: sigprocmask is given a pointer to a set that lives for the call.
-        match unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut()) } {
+        match unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const self.previous, std::ptr::null_mut()) } {
             0 => Ok(()),
-            _ => Err(Error::Told(format!("cannot unblock signals: {}", std::io::Error::last_os_error()))),
+            _ => Err(Error::System(format!("cannot unblock signals: {}", std::io::Error::last_os_error()))),
         }
     }
 
-    /// Waits; returns the signal if it is for a server.
+    /// Waits for a signal. Returns it if it is for a server.
     ///
     /// # Errors
     ///
-    /// [`Error::Told`]: none is known.
-    pub fn next(&self) -> Result<Option<Arrival>> {
+    /// [`Error::System`]: none is known.
+    pub fn next(&self) -> Result<Option<ReceivedSignal>> {
         // SAFETY: a siginfo_t is plain data, for which zeros are valid, and sigwaitinfo is given pointers to it and to a set
         // that live for the call.
         let (number, info) = unsafe {
             let mut info: libc::siginfo_t = std::mem::zeroed();
-            (libc::sigwaitinfo(&raw const self.held, &raw mut info), info)
+            (libc::sigwaitinfo(&raw const self.set, &raw mut info), info)
         };
         if number < 0 {
             let error = std::io::Error::last_os_error();
             return match error.kind() {
                 std::io::ErrorKind::Interrupted => Ok(None),
-                _ => Err(Error::Told(format!("cannot wait for signals: {error}"))),
+                _ => Err(Error::System(format!("cannot wait for signals: {error}"))),
             };
         }
-        // Those of a terminal come from the kernel and go to the whole group.
+        // Signals of a terminal come from the kernel and go to the whole group.
         let from_terminal = info.si_code == libc::SI_KERNEL;
-        let signal = PASSED_ON.into_iter().find(|signal| signal.as_raw() == number);
-        Ok(signal.map(|signal| Arrival { signal, from_terminal }))
+        let signal = FORWARDED.into_iter().find(|signal| signal.as_raw() == number);
+        Ok(signal.map(|signal| ReceivedSignal { signal, from_terminal }))
     }
 
     /// Returns a descriptor for poll(2), readable when [`Self::next`] would not block.
     ///
     /// # Errors
     ///
-    /// [`Error::Told`]: no descriptor is left.
+    /// [`Error::System`]: no descriptor is left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         // SAFETY: signalfd is given a pointer to a set that lives for the call.
-        let fd = unsafe { libc::signalfd(-1, &raw const self.held, libc::SFD_CLOEXEC) };
+        let fd = unsafe { libc::signalfd(-1, &raw const self.set, libc::SFD_CLOEXEC) };
         if fd < 0 {
-            return Err(Error::Told(format!("cannot poll signals: {}", std::io::Error::last_os_error())));
+            return Err(Error::System(format!("cannot poll signals: {}", std::io::Error::last_os_error())));
         }
         // SAFETY: the descriptor is new, and nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_become_the_statuses_of_shells() {
+    fn exit_statuses_follow_the_convention_of_shells() {
         assert_eq!((End::Status(3).status(), End::Signal(9).status()), (3, 137));
         assert!(End::Signal(libc::SIGSYS).to_string().contains("seccomp"));
         assert_eq!(End::Signal(9).to_string(), "signal 9");

@@ -3,20 +3,19 @@
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
+use libc::c_long;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
 };
 
 use crate::{Error, Result};
 
-mod roles;
-
 pub use roles::Role;
 use roles::{
-    NAMES_AND_USERS, NOT_OF_CONNECTOR, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_CONNECTOR, OF_HELPERS, OF_HOLDER,
-    OF_OUTSIDE, OLDER_NOT_OF_THREADS, OLDER_OF_HOLDER, OLDER_OF_OUTSIDE,
+    LEGACY_NOT_OF_THREADS, NAMES_AND_USERS, NOT_OF_CONNECTOR, NOT_OF_DISK, NOT_OF_MAPPER, NOT_OF_WORKER, OF_CONNECTOR,
+    OF_HELPERS, OF_KEEPER, OF_SUPERVISOR, SYS_getxattrat, SYS_io_pgetevents, SYS_listxattrat, SYS_removexattrat,
+    SYS_setxattrat,
 };
-use roles::{SYS_GETXATTRAT, SYS_LISTXATTRAT, SYS_REMOVEXATTRAT, SYS_SETXATTRAT};
 
 /// What happens to a server that makes a forbidden system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,223 +41,66 @@ impl FromStr for Action {
     }
 }
 
-/// Which the library lacks.
-#[cfg(target_arch = "x86_64")]
-const SYS_IO_PGETEVENTS: libc::c_long = 333;
-#[cfg(not(target_arch = "x86_64"))]
-const SYS_IO_PGETEVENTS: libc::c_long = 292;
+/// Returns a list of system calls, by the names of libc or, for those that it lacks, of this module.
+macro_rules! calls {
+    ($($(#[$cfg:meta])* $name:ident)*) => {{
+        #[allow(clippy::wildcard_imports, reason = "only for the names of system calls")]
+        use libc::*;
+        &[$($(#[$cfg])* $name,)*]
+    }};
+}
+
+mod roles;
 
 /// Allowed with any arguments.
-const PLAIN: &[libc::c_long] = &[
+const UNCONDITIONAL: &[c_long] = calls! {
     // Data.
-    libc::SYS_read,
-    libc::SYS_readv,
-    libc::SYS_pread64,
-    libc::SYS_preadv,
-    libc::SYS_preadv2,
-    libc::SYS_write,
-    libc::SYS_writev,
-    libc::SYS_pwrite64,
-    libc::SYS_pwritev,
-    libc::SYS_pwritev2,
-    libc::SYS_splice,
-    libc::SYS_tee,
-    libc::SYS_vmsplice,
-    libc::SYS_sendfile,
-    libc::SYS_copy_file_range,
-    libc::SYS_lseek,
-    libc::SYS_fsync,
-    libc::SYS_fdatasync,
-    libc::SYS_sync_file_range,
-    libc::SYS_syncfs,
-    libc::SYS_fallocate,
-    libc::SYS_ftruncate,
-    libc::SYS_truncate,
-    libc::SYS_fadvise64,
-    libc::SYS_readahead,
-    libc::SYS_io_uring_setup,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
-    libc::SYS_io_setup,
-    libc::SYS_io_submit,
-    libc::SYS_io_getevents,
-    SYS_IO_PGETEVENTS,
-    libc::SYS_io_cancel,
-    libc::SYS_io_destroy,
+    SYS_read SYS_readv SYS_pread64 SYS_preadv SYS_preadv2 SYS_write SYS_writev SYS_pwrite64 SYS_pwritev SYS_pwritev2
+    SYS_splice SYS_tee SYS_vmsplice SYS_sendfile SYS_copy_file_range SYS_lseek SYS_fsync SYS_fdatasync
+    SYS_sync_file_range SYS_syncfs SYS_fallocate SYS_ftruncate SYS_truncate SYS_fadvise64 SYS_readahead
+    SYS_io_uring_setup SYS_io_uring_enter SYS_io_uring_register SYS_io_setup SYS_io_submit SYS_io_getevents
+    SYS_io_pgetevents SYS_io_cancel SYS_io_destroy
     // Files and their names.
-    libc::SYS_openat,
-    libc::SYS_openat2,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_name_to_handle_at,
-    libc::SYS_close,
-    libc::SYS_close_range,
-    libc::SYS_dup,
-    libc::SYS_dup3,
-    libc::SYS_fcntl,
-    libc::SYS_flock,
-    libc::SYS_fstat,
-    libc::SYS_newfstatat,
-    libc::SYS_statx,
-    libc::SYS_statfs,
-    libc::SYS_fstatfs,
-    libc::SYS_getdents64,
-    libc::SYS_mkdirat,
-    libc::SYS_mknodat,
-    libc::SYS_symlinkat,
-    libc::SYS_linkat,
-    libc::SYS_unlinkat,
-    libc::SYS_renameat,
-    libc::SYS_renameat2,
-    libc::SYS_readlinkat,
-    libc::SYS_fchmod,
-    libc::SYS_fchmodat,
-    libc::SYS_fchmodat2,
-    libc::SYS_fchown,
-    libc::SYS_fchownat,
-    libc::SYS_utimensat,
-    libc::SYS_faccessat,
-    libc::SYS_faccessat2,
-    libc::SYS_getxattr,
-    libc::SYS_lgetxattr,
-    libc::SYS_fgetxattr,
-    libc::SYS_setxattr,
-    libc::SYS_lsetxattr,
-    libc::SYS_fsetxattr,
-    libc::SYS_listxattr,
-    libc::SYS_llistxattr,
-    libc::SYS_flistxattr,
-    libc::SYS_removexattr,
-    libc::SYS_lremovexattr,
-    libc::SYS_fremovexattr,
-    SYS_SETXATTRAT,
-    SYS_GETXATTRAT,
-    SYS_LISTXATTRAT,
-    SYS_REMOVEXATTRAT,
-    libc::SYS_umask,
-    libc::SYS_chdir,
-    libc::SYS_fchdir,
-    libc::SYS_getcwd,
+    SYS_openat SYS_openat2 SYS_open_by_handle_at SYS_name_to_handle_at SYS_close SYS_close_range SYS_dup SYS_dup3
+    SYS_fcntl SYS_flock SYS_fstat SYS_newfstatat SYS_statx SYS_statfs SYS_fstatfs SYS_getdents64 SYS_mkdirat
+    SYS_mknodat SYS_symlinkat SYS_linkat SYS_unlinkat SYS_renameat SYS_renameat2 SYS_readlinkat SYS_fchmod
+    SYS_fchmodat SYS_fchmodat2 SYS_fchown SYS_fchownat SYS_utimensat SYS_faccessat SYS_faccessat2 SYS_getxattr
+    SYS_lgetxattr SYS_fgetxattr SYS_setxattr SYS_lsetxattr SYS_fsetxattr SYS_listxattr SYS_llistxattr SYS_flistxattr
+    SYS_removexattr SYS_lremovexattr SYS_fremovexattr SYS_setxattrat SYS_getxattrat SYS_listxattrat
+    SYS_removexattrat SYS_umask SYS_chdir SYS_fchdir SYS_getcwd
     // User ids: these have no effect without capabilities.
-    libc::SYS_setfsuid,
-    libc::SYS_setfsgid,
-    libc::SYS_setgroups,
-    libc::SYS_getgroups,
-    libc::SYS_capget,
-    libc::SYS_capset,
-    libc::SYS_getuid,
-    libc::SYS_geteuid,
-    libc::SYS_getgid,
-    libc::SYS_getegid,
-    libc::SYS_getresuid,
-    libc::SYS_getresgid,
+    SYS_setfsuid SYS_setfsgid SYS_setgroups SYS_getgroups SYS_capget SYS_capset SYS_getuid SYS_geteuid SYS_getgid
+    SYS_getegid SYS_getresuid SYS_getresgid
     // Memory.
-    libc::SYS_brk,
-    libc::SYS_munmap,
-    libc::SYS_mremap,
-    libc::SYS_madvise,
-    libc::SYS_mincore,
-    libc::SYS_mlock,
-    libc::SYS_munlock,
-    libc::SYS_msync,
-    libc::SYS_memfd_create,
-    libc::SYS_membarrier,
+    SYS_brk SYS_munmap SYS_mremap SYS_madvise SYS_mincore SYS_mlock SYS_munlock SYS_msync SYS_memfd_create
+    SYS_membarrier
     // Waiting and waking.
-    libc::SYS_futex,
-    libc::SYS_futex_waitv,
-    libc::SYS_ppoll,
-    libc::SYS_pselect6,
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_pwait2,
-    libc::SYS_eventfd2,
-    libc::SYS_timerfd_create,
-    libc::SYS_timerfd_settime,
-    libc::SYS_timerfd_gettime,
-    libc::SYS_pipe2,
-    libc::SYS_nanosleep,
-    libc::SYS_clock_nanosleep,
-    libc::SYS_clock_gettime,
-    libc::SYS_clock_getres,
-    libc::SYS_gettimeofday,
-    libc::SYS_restart_syscall,
+    SYS_futex SYS_futex_waitv SYS_ppoll SYS_pselect6 SYS_epoll_create1 SYS_epoll_ctl SYS_epoll_pwait
+    SYS_epoll_pwait2 SYS_eventfd2 SYS_timerfd_create SYS_timerfd_settime SYS_timerfd_gettime SYS_pipe2 SYS_nanosleep
+    SYS_clock_nanosleep SYS_clock_gettime SYS_clock_getres SYS_gettimeofday SYS_restart_syscall
     // Existing and accepted sockets; none is created.
-    libc::SYS_accept,
-    libc::SYS_accept4,
-    libc::SYS_sendto,
-    libc::SYS_recvfrom,
-    libc::SYS_sendmsg,
-    libc::SYS_recvmsg,
-    libc::SYS_shutdown,
-    libc::SYS_getsockname,
-    libc::SYS_getpeername,
-    libc::SYS_getsockopt,
-    libc::SYS_setsockopt,
-    libc::SYS_socketpair,
+    SYS_accept SYS_accept4 SYS_sendto SYS_recvfrom SYS_sendmsg SYS_recvmsg SYS_shutdown SYS_getsockname
+    SYS_getpeername SYS_getsockopt SYS_setsockopt SYS_socketpair
     // Threads, signals, and exit. Signals only reach processes of this PID namespace.
-    libc::SYS_set_robust_list,
-    libc::SYS_get_robust_list,
-    libc::SYS_rseq,
-    libc::SYS_set_tid_address,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_gettid,
-    libc::SYS_getpid,
-    libc::SYS_getppid,
-    libc::SYS_tgkill,
-    libc::SYS_sched_yield,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_sched_setaffinity,
-    libc::SYS_sched_getparam,
-    libc::SYS_sched_getscheduler,
-    libc::SYS_sched_setscheduler,
-    libc::SYS_getcpu,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_rt_sigtimedwait,
-    libc::SYS_sigaltstack,
+    SYS_set_robust_list SYS_get_robust_list SYS_rseq SYS_set_tid_address SYS_exit SYS_exit_group SYS_gettid
+    SYS_getpid SYS_getppid SYS_tgkill SYS_sched_yield SYS_sched_getaffinity SYS_sched_setaffinity SYS_sched_getparam
+    SYS_sched_getscheduler SYS_sched_setscheduler SYS_getcpu SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn
+    SYS_rt_sigtimedwait SYS_sigaltstack
     // The machine.
-    libc::SYS_getrandom,
-    libc::SYS_getrusage,
-    libc::SYS_prlimit64,
-    libc::SYS_sysinfo,
-    libc::SYS_uname,
-    libc::SYS_times,
+    SYS_getrandom SYS_getrusage SYS_prlimit64 SYS_sysinfo SYS_uname SYS_times
     // Another filter can only forbid more.
-    libc::SYS_seccomp,
-];
+    SYS_seccomp
+};
 
-/// Older forms of these calls, which newer architectures lack.
+/// Legacy forms of these calls, which newer architectures lack.
 #[cfg(target_arch = "x86_64")]
-const OLDER: &[libc::c_long] = &[
-    libc::SYS_open,
-    libc::SYS_stat,
-    libc::SYS_lstat,
-    libc::SYS_poll,
-    libc::SYS_select,
-    libc::SYS_epoll_wait,
-    libc::SYS_epoll_create,
-    libc::SYS_dup2,
-    libc::SYS_pipe,
-    libc::SYS_eventfd,
-    libc::SYS_mkdir,
-    libc::SYS_rmdir,
-    libc::SYS_unlink,
-    libc::SYS_rename,
-    libc::SYS_link,
-    libc::SYS_symlink,
-    libc::SYS_readlink,
-    libc::SYS_access,
-    libc::SYS_chmod,
-    libc::SYS_chown,
-    libc::SYS_lchown,
-    libc::SYS_getrlimit,
-    libc::SYS_time,
-    libc::SYS_arch_prctl,
-];
+const LEGACY: &[c_long] = calls! {
+    SYS_open SYS_stat SYS_lstat SYS_poll SYS_select SYS_epoll_wait SYS_epoll_create SYS_dup2 SYS_pipe SYS_eventfd
+    SYS_mkdir SYS_rmdir SYS_unlink SYS_rename SYS_link SYS_symlink SYS_readlink SYS_access SYS_chmod SYS_chown
+    SYS_lchown SYS_getrlimit SYS_time SYS_arch_prctl
+};
 #[cfg(not(target_arch = "x86_64"))]
-const OLDER: &[libc::c_long] = &[];
+const LEGACY: &[c_long] = &[];
 
 /// The allowed operations of prctl(2): names of threads and mappings, and restrictions of a thread.
 const PRCTL: [libc::c_int; 8] = [
@@ -273,11 +115,11 @@ const PRCTL: [libc::c_int; 8] = [
 ];
 
 /// Ioctls that insert input into a terminal.
-const TYPING: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
+const TERMINAL_INPUT: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
 
 /// Flags of clone(2) that create a thread of this process, in its namespaces.
 const THREAD: libc::c_int = libc::CLONE_THREAD;
-const NEW: libc::c_int = libc::CLONE_NEWNS
+const NEW_NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET
@@ -306,27 +148,25 @@ impl Filter {
     ///
     /// [`Error::Seccomp`]: the architecture is not supported.
     pub fn of(role: Role, action: Action) -> Result<Self> {
-        let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(wrong)?;
+        let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(seccomp_error)?;
         let action = match action {
             Action::Kill => SeccompAction::KillProcess,
             Action::Log => SeccompAction::Log,
             Action::Trap => SeccompAction::Trap,
         };
         let compiled = |rules, mismatch, matched| -> Result<BpfProgram> {
-            SeccompFilter::new(rules, mismatch, matched, arch).and_then(TryInto::try_into).map_err(wrong)
+            SeccompFilter::new(rules, mismatch, matched, arch).and_then(TryInto::try_into).map_err(seccomp_error)
         };
-        let answered = |rules, errno: i32| {
-            let answer = SeccompAction::Errno(errno.cast_unsigned());
-            compiled(rules, SeccompAction::Allow, answer)
-        };
+        let fails =
+            |rules, errno: i32| compiled(rules, SeccompAction::Allow, SeccompAction::Errno(errno.cast_unsigned()));
         let mut programs = Vec::new();
         if !matches!(role, Role::Worker | Role::Disk | Role::Mapper) {
             // The flags of clone3 are in memory, which a filter cannot read. ENOSYS makes the C library use clone.
             // Threads of a server inherit that from the server's filter.
-            programs.push(answered(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?);
+            programs.push(fails(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?);
         }
         if role == Role::Connector {
-            programs.push(answered(refused_of_connector()?, libc::EACCES)?);
+            programs.push(fails(refused_of_connector()?, libc::EACCES)?);
         }
         programs.push(compiled(rules(role)?, action, SeccompAction::Allow)?);
         Ok(Self { programs })
@@ -338,11 +178,11 @@ impl Filter {
     ///
     /// [`Error::Seccomp`]: the kernel refused.
     pub fn apply(&self) -> Result<()> {
-        self.programs.iter().try_for_each(|program| seccompiler::apply_filter(program).map_err(wrong))
+        self.programs.iter().try_for_each(|program| seccompiler::apply_filter(program).map_err(seccomp_error))
     }
 }
 
-fn wrong(error: impl std::fmt::Display) -> Error {
+fn seccomp_error(error: impl std::fmt::Display) -> Error {
     Error::Seccomp(error.to_string())
 }
 
@@ -351,7 +191,7 @@ fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Result<SeccompRule> {
     let conditions = conditions.iter().map(|(argument, operator, value)| {
         SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
     });
-    conditions.collect::<std::result::Result<Vec<_>, _>>().and_then(SeccompRule::new).map_err(wrong)
+    conditions.collect::<std::result::Result<Vec<_>, _>>().and_then(SeccompRule::new).map_err(seccomp_error)
 }
 
 fn bits(flags: libc::c_int) -> u64 {
@@ -359,19 +199,20 @@ fn bits(flags: libc::c_int) -> u64 {
 }
 
 /// Returns the rule of mmap(2) and mprotect(2): no executable memory.
-fn no_code() -> Result<SeccompRule> {
+fn no_executable_memory() -> Result<SeccompRule> {
     rule(&[(2, SeccompCmpOp::MaskedEq(bits(libc::PROT_EXEC)), 0)])
 }
 
 fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let without = |calls: &[&[libc::c_long]]| {
-        let left_out =
-            |call: &i64| calls.iter().any(|calls| calls.contains(call)) || OLDER_NOT_OF_THREADS.contains(call);
-        Ok(of_server()?.into_iter().filter(|(call, _)| !left_out(call)).collect())
+        let is_excluded =
+            |call: &i64| calls.iter().any(|calls| calls.contains(call)) || LEGACY_NOT_OF_THREADS.contains(call);
+        Ok(of_server()?.into_iter().filter(|(call, _)| !is_excluded(call)).collect())
     };
-    let only = |calls: &[libc::c_long], older: &[libc::c_long]| {
-        let plain = OF_HELPERS.iter().chain(calls).chain(older).map(|call| (*call, Vec::new()));
-        let memory = [(libc::SYS_mmap, vec![no_code()?]), (libc::SYS_mprotect, vec![no_code()?])];
+    let only = |calls: &[c_long]| {
+        let plain = OF_HELPERS.iter().chain(calls).map(|call| (*call, Vec::new()));
+        let memory =
+            [(libc::SYS_mmap, vec![no_executable_memory()?]), (libc::SYS_mprotect, vec![no_executable_memory()?])];
         Ok(plain.chain(memory).collect())
     };
     match role {
@@ -386,8 +227,8 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
             rules.extend(OF_CONNECTOR.iter().chain(&some).map(|call| (*call, Vec::new())));
             Ok(rules)
         }
-        Role::Outside => only(OF_OUTSIDE, OLDER_OF_OUTSIDE),
-        Role::Holder => only(OF_HOLDER, OLDER_OF_HOLDER),
+        Role::Outside => only(OF_SUPERVISOR),
+        Role::Holder => only(OF_KEEPER),
     }
 }
 
@@ -421,21 +262,21 @@ fn refused_of_connector() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
 
 fn of_server() -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        PLAIN.iter().chain(OLDER).map(|call| (*call, Vec::new())).collect();
-    // The other filter refuses it without ending the server.
+        UNCONDITIONAL.iter().chain(LEGACY).map(|call| (*call, Vec::new())).collect();
+    // The first filter refuses it without ending the server.
     rules.insert(libc::SYS_clone3, Vec::new());
-    let thread = SeccompCmpOp::MaskedEq(bits(THREAD | NEW));
+    let thread = SeccompCmpOp::MaskedEq(bits(THREAD | NEW_NAMESPACES));
     rules.insert(libc::SYS_clone, vec![rule(&[(0, thread, bits(THREAD))])?]);
     // Only the thread's own working directory and umask.
     rules.insert(libc::SYS_unshare, vec![rule(&[(0, SeccompCmpOp::Eq, bits(libc::CLONE_FS))])?]);
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![no_code()?]);
+        rules.insert(call, vec![no_executable_memory()?]);
     }
-    let not: Vec<_> = TYPING.iter().map(|command| (1, SeccompCmpOp::Ne, *command & 0xffff_ffff)).collect();
-    rules.insert(libc::SYS_ioctl, vec![rule(&not)?]);
-    let asked = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
-    rules.insert(libc::SYS_prctl, asked.collect::<Result<_>>()?);
-    // Copies within this process, in which the memory may be missing (a window of mapped files).
+    let other: Vec<_> = TERMINAL_INPUT.iter().map(|command| (1, SeccompCmpOp::Ne, *command & 0xffff_ffff)).collect();
+    rules.insert(libc::SYS_ioctl, vec![rule(&other)?]);
+    let options = PRCTL.iter().map(|option| rule(&[(0, SeccompCmpOp::Eq, bits(*option))]));
+    rules.insert(libc::SYS_prctl, options.collect::<Result<_>>()?);
+    // Copies within this process, whose memory may be missing (a window of mapped files).
     let own = u64::from(std::process::id());
     for call in [libc::SYS_process_vm_readv, libc::SYS_process_vm_writev] {
         rules.insert(call, vec![rule(&[(0, SeccompCmpOp::Eq, own)])?]);
@@ -464,37 +305,14 @@ mod tests {
     #[test]
     fn calls_that_escape_the_sandbox_are_not_allowed() {
         let rules = rules(Role::Server).expect("sound rules");
-        for call in [
-            libc::SYS_execve,
-            libc::SYS_execveat,
-            libc::SYS_socket,
-            libc::SYS_connect,
-            libc::SYS_bind,
-            libc::SYS_ptrace,
-            libc::SYS_kill,
-            libc::SYS_tkill,
-            libc::SYS_mount,
-            libc::SYS_move_mount,
-            libc::SYS_open_tree,
-            libc::SYS_fsopen,
-            libc::SYS_pivot_root,
-            libc::SYS_chroot,
-            libc::SYS_setns,
-            libc::SYS_bpf,
-            libc::SYS_perf_event_open,
-            libc::SYS_keyctl,
-            libc::SYS_add_key,
-            libc::SYS_userfaultfd,
-            libc::SYS_init_module,
-            libc::SYS_finit_module,
-            libc::SYS_kexec_load,
-            libc::SYS_reboot,
-            libc::SYS_pidfd_getfd,
-            libc::SYS_setuid,
-            libc::SYS_personality,
-            libc::SYS_swapon,
-        ] {
-            assert!(!rules.contains_key(&call), "{call}");
+        let forbidden: &[c_long] = calls! {
+            SYS_execve SYS_execveat SYS_socket SYS_connect SYS_bind SYS_ptrace SYS_kill SYS_tkill SYS_mount
+            SYS_move_mount SYS_open_tree SYS_fsopen SYS_pivot_root SYS_chroot SYS_setns SYS_bpf SYS_perf_event_open
+            SYS_keyctl SYS_add_key SYS_userfaultfd SYS_init_module SYS_finit_module SYS_kexec_load SYS_reboot
+            SYS_pidfd_getfd SYS_setuid SYS_personality SYS_swapon
+        };
+        for call in forbidden {
+            assert!(!rules.contains_key(call), "{call}");
         }
         let bounded = [
             libc::SYS_clone,
@@ -509,6 +327,7 @@ mod tests {
             assert!(rules.get(&call).is_some_and(|rules| !rules.is_empty()), "{call}");
         }
     }
+
     #[test]
     fn threads_are_allowed_less_than_their_server() {
         let calls = |role| rules(role).expect("sound rules").into_keys().collect::<std::collections::BTreeSet<_>>();
