@@ -19,7 +19,7 @@ use anyhow::{Context, Result, bail};
 pub use connecting::ServerAccess;
 use ferry_9p_client::Connector;
 use ferry_isolation::{
-    Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Side, Supervisor,
+    Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Split, Supervisor,
     View,
 };
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
@@ -63,11 +63,11 @@ pub fn set_public_pid() {
 
 /// Takes from this process what it does without who only waits, and removes the files of sockets, in whosever folder they are.
 pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
-    Capabilities::of_keeper().limit(Capabilities::NONE)?;
+    Capabilities::ALL_USERS.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
     if let Some(action) = sandbox_flags.action() {
         // Where there is no seccomp, the other side says so.
-        let filtered = Filter::of(Role::Outside, action).and_then(|filter| filter.apply());
+        let filtered = Filter::of(Role::Supervisor, action).and_then(|filter| filter.apply());
         filtered.or_else(|error| sandbox_flags.seccomp.map_or(Ok(()), |_| Err(error)))?;
     }
     Ok(())
@@ -273,7 +273,7 @@ impl Confinement {
         let needed = match (shares.iter().any(is_tree), !roots.iter().any(is_used)) {
             (true, _) => Capabilities::of_server(wants_handles),
             // Objects of images, whosever they are.
-            (false, false) => Capabilities::of_reader(),
+            (false, false) => Capabilities::ALL_USERS,
             // All that is done with a disk, an image, a file of persistent memory or a connection, its open descriptors allow.
             (false, true) => Capabilities::NONE,
         };
@@ -336,11 +336,11 @@ impl Confinement {
     fn split(self, had: Capabilities) -> Result<Entered> {
         set_public_pid();
         match ferry_isolation::split(&self.view).context("--sandbox namespace")? {
-            Side::Outside(outside) => {
+            Split::Supervisor(outside) => {
                 confine_supervisor(&self.sandbox_flags)?;
                 Ok(Entered::Outside(Waiting(outside)))
             }
-            Side::Inside(places) => {
+            Split::Server(places) => {
                 let as_user = !had.can_mount();
                 if as_user {
                     let _ = ALONE.set(());
@@ -367,7 +367,7 @@ impl Confinement {
                 ferry_isolation::hide_directories(&sockets).context("--sandbox namespace")?;
             }
         }
-        kept.limit(if as_user { Capabilities::NONE } else { Capabilities::PLACES })?;
+        kept.limit(if as_user { Capabilities::NONE } else { Capabilities::MOUNTS })?;
         Ok(Entered::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))
     }
 
@@ -461,11 +461,11 @@ impl Inside {
             (None, "none".to_owned())
         };
         match fenced {
-            Some(LandlockStatus::Not) => tracing::warn!(
+            Some(LandlockStatus::None) => tracing::warn!(
                 "no Landlock: this kernel has none, or it is not turned on (CONFIG_SECURITY_LANDLOCK, lsm=landlock,...)"
             ),
-            Some(LandlockStatus::Partly) => tracing::debug!("this kernel knows a part of Landlock's rules"),
-            Some(LandlockStatus::Wholly) | None => {}
+            Some(LandlockStatus::Partial) => tracing::debug!("this kernel knows a part of Landlock's rules"),
+            Some(LandlockStatus::Full) | None => {}
         }
         kept.limit(Capabilities::NONE)?;
         ferry_isolation::no_new_privileges()?;

@@ -128,7 +128,7 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     ferry_isolation::no_new_privileges()?;
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;
     // Where there is no seccomp, it still has no capabilities, and opens nothing by itself.
-    let _ = Filter::of(Role::Holder, Action::Kill).and_then(|filter| filter.apply());
+    let _ = Filter::of(Role::Keeper, Action::Kill).and_then(|filter| filter.apply());
     let kept = ferry_state::keep(&listener, &end);
     if let Some(folder) = folder {
         // The next one makes its own.

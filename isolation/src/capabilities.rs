@@ -25,22 +25,16 @@ impl Capabilities {
     /// None at all.
     pub const NONE: Self = Self(CapabilitySet::empty());
 
+    /// The capability to read files of all users, and to remove files in their directories, as root can.
+    pub const ALL_USERS: Self = Self(CapabilitySet::DAC_OVERRIDE);
+
+    /// The capabilities for creating mounts and changing the root directory.
+    pub const MOUNTS: Self = Self(CapabilitySet::SYS_ADMIN.union(CapabilitySet::SYS_CHROOT));
+
     /// Returns those of a server of directories; with file handles, including the one to open them.
     #[must_use]
     pub const fn of_server(file_handles: bool) -> Self {
         Self(if file_handles { OF_SERVER.union(CapabilitySet::DAC_READ_SEARCH) } else { OF_SERVER })
-    }
-
-    /// Returns those for removing files in other users' directories.
-    #[must_use]
-    pub const fn of_keeper() -> Self {
-        Self(CapabilitySet::DAC_OVERRIDE)
-    }
-
-    /// Returns those for reading files of all users, as root can.
-    #[must_use]
-    pub const fn of_reader() -> Self {
-        Self(CapabilitySet::DAC_OVERRIDE)
     }
 
     /// Adds the capability to exceed the limit of locked memory.
@@ -79,9 +73,6 @@ impl Capabilities {
         }
         Ok(self)
     }
-
-    /// The capabilities for creating mounts and changing the root directory.
-    pub const PLACES: Self = Self(CapabilitySet::SYS_ADMIN.union(CapabilitySet::SYS_CHROOT));
 
     /// Returns whether the set allows creating namespaces and mounts.
     #[must_use]
@@ -164,8 +155,8 @@ mod tests {
     fn lists_of_capabilities_are_parsed() {
         let server = Capabilities::of_server(false);
         for (list, expected) in [
-            ("+sys_admin:+sys_chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
-            ("+CAP_SYS_ADMIN:+Sys_Chroot", Capabilities(server.0 | Capabilities::PLACES.0)),
+            ("+sys_admin:+sys_chroot", Capabilities(server.0 | Capabilities::MOUNTS.0)),
+            ("+CAP_SYS_ADMIN:+Sys_Chroot", Capabilities(server.0 | Capabilities::MOUNTS.0)),
             ("+SYS_ADMIN:-sys_admin", server),
             ("+dac_read_search", Capabilities::of_server(true)),
             ("-chown:-dac_override:-fowner:-fsetid:-setgid:-setuid:-mknod:-setfcap", Capabilities::NONE),

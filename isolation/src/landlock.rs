@@ -28,11 +28,11 @@ pub enum LandlockRules<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LandlockStatus {
     /// All of it.
-    Wholly,
+    Full,
     /// The part that this kernel supports.
-    Partly,
+    Partial,
     /// Nothing: this kernel has no Landlock, or it is disabled.
-    Not,
+    None,
 }
 
 /// Restricts this thread and its future children. Forbidden are other files than those of the rules, TCP except to the
@@ -45,9 +45,9 @@ pub enum LandlockStatus {
 pub fn restrict_landlock(rules: LandlockRules<'_>, ports: &[u16]) -> Result<LandlockStatus> {
     let status = restrict(rules, ports).map_err(|error| Error::Landlock(error.to_string()))?;
     Ok(match status {
-        RulesetStatus::FullyEnforced => LandlockStatus::Wholly,
-        RulesetStatus::PartiallyEnforced => LandlockStatus::Partly,
-        RulesetStatus::NotEnforced => LandlockStatus::Not,
+        RulesetStatus::FullyEnforced => LandlockStatus::Full,
+        RulesetStatus::PartiallyEnforced => LandlockStatus::Partial,
+        RulesetStatus::NotEnforced => LandlockStatus::None,
     })
 }
 

@@ -34,7 +34,7 @@ mod syscalls;
 
 pub use capabilities::Capabilities;
 pub use landlock::{LandlockRules, LandlockStatus, restrict_landlock};
-pub use namespaces::{Side, begin_child, change_root, hide_directories, is_possible, leave_network, split};
+pub use namespaces::{Split, begin_child, change_root, hide_directories, is_possible, leave_network, split};
 pub use root::{Access, Root, View};
 pub use supervisor::{BlockedSignals, Child, End, ReceivedSignal, Supervisor};
 pub use syscalls::{Action, Filter, Role};

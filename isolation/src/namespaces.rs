@@ -16,11 +16,11 @@ use crate::{Capabilities, Error, Result, root};
 
 /// The process in which [`split`] returned.
 #[derive(Debug)]
-pub enum Side {
+pub enum Split {
     /// The original process.
-    Outside(Supervisor),
+    Supervisor(Supervisor),
     /// The server, process 1 of its namespace, with the shared directories' new paths.
-    Inside(Vec<PathBuf>),
+    Server(Vec<PathBuf>),
 }
 
 /// Splits this process. The child has its own namespaces of mounts, processes and networks (unless the view keeps the
@@ -33,7 +33,7 @@ pub enum Side {
 ///
 /// The step that failed. This process may then be unable to create children. A process that can run without namespaces
 /// calls [`is_possible`] first.
-pub fn split(view: &View) -> Result<Side> {
+pub fn split(view: &View) -> Result<Split> {
     has_one_thread()?;
     let mut flags = UnshareFlags::NEWPID;
     let as_user = !Capabilities::of_thread()?.can_mount();
@@ -52,13 +52,13 @@ pub fn split(view: &View) -> Result<Side> {
         }
     }
     match fork_child()? {
-        Some(child) => Ok(Side::Outside(Supervisor::new(child))),
+        Some(child) => Ok(Split::Supervisor(Supervisor::new(child))),
         None => {
             step(unshare(UnshareFlags::NEWNS), || "cannot create a mount namespace".into())?;
             if !view.network {
                 leave_network()?;
             }
-            root::enter(view).map(Side::Inside)
+            root::enter(view).map(Split::Server)
         }
     }
 }
@@ -142,8 +142,8 @@ pub fn is_possible(view: &View) -> Result<()> {
         };
     }
     let outcome = match BlockedSignals::hold().and_then(|signals| Ok((split(view)?, signals))) {
-        Ok((Side::Inside(_), _)) => leave_network(),
-        Ok((Side::Outside(supervisor), signals)) => match supervisor.wait(&signals, |_| {}) {
+        Ok((Split::Server(_), _)) => leave_network(),
+        Ok((Split::Supervisor(supervisor), signals)) => match supervisor.wait(&signals, |_| {}) {
             Ok(End::Status(status)) => exit(status),
             Ok(end) => Err(Error::System(format!("a process that tested namespaces ended by {end}"))),
             Err(error) => Err(error),

@@ -227,8 +227,8 @@ fn rules(role: Role) -> Result<BTreeMap<i64, Vec<SeccompRule>>> {
             rules.extend(OF_CONNECTOR.iter().chain(&some).map(|call| (*call, Vec::new())));
             Ok(rules)
         }
-        Role::Outside => only(OF_SUPERVISOR),
-        Role::Holder => only(OF_KEEPER),
+        Role::Supervisor => only(OF_SUPERVISOR),
+        Role::Keeper => only(OF_KEEPER),
     }
 }
 
@@ -292,7 +292,7 @@ mod tests {
     fn filters_compile() {
         for action in [Action::Kill, Action::Log, Action::Trap] {
             let one = [Role::Worker, Role::Disk, Role::Mapper].map(|role| (role, 1));
-            let two = [Role::Server, Role::Outside, Role::Holder].map(|role| (role, 2));
+            let two = [Role::Server, Role::Supervisor, Role::Keeper].map(|role| (role, 2));
             for (role, programs) in one.into_iter().chain(two).chain([(Role::Connector, 3)]) {
                 let filter = Filter::of(role, action).expect("this architecture");
                 assert_eq!(filter.programs.len(), programs, "{role:?}");
@@ -352,7 +352,7 @@ mod tests {
         assert!(connector.is_superset(&more));
         let not = NAMES_AND_USERS.iter().chain(NOT_OF_CONNECTOR);
         assert!(not.clone().all(|call| server.contains(call)) && not.clone().all(|call| !connector.contains(call)));
-        for role in [Role::Outside, Role::Holder] {
+        for role in [Role::Supervisor, Role::Keeper] {
             assert!(!calls(role).contains(&libc::SYS_openat), "{role:?}");
         }
     }

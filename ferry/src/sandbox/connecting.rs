@@ -47,7 +47,7 @@ impl Confinement {
 
     fn connector(&self, reach: ServerAccess, is_fenced: bool, as_user: bool) -> Result<Connector> {
         // Whosever the socket is, as root can.
-        let kept = if reach.by_path { Capabilities::of_reader() } else { Capabilities::NONE };
+        let kept = if reach.by_path { Capabilities::ALL_USERS } else { Capabilities::NONE };
         let kept = self.kept(kept, as_user)?;
         let (told, outcome) = mpsc::channel();
         let sandbox_flags = self.sandbox_flags.clone();

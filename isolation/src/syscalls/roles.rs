@@ -28,10 +28,10 @@ pub enum Role {
     /// server's messages and resolve its name. It starts before the server's filter applies, so no thread of the server
     /// has its calls.
     Connector,
-    /// The process outside, which waits, forwards signals, and removes socket files.
-    Outside,
-    /// The process that holds descriptors for one server after another, and opens nothing.
-    Holder,
+    /// The process outside the namespaces, which waits, forwards signals, and removes socket files.
+    Supervisor,
+    /// The process that keeps descriptors for one server after another, and opens nothing.
+    Keeper,
 }
 
 /// The server's calls that a worker lacks: accepting connections, receiving (descriptors above all), and changing

@@ -1,7 +1,7 @@
 //! Enters a sandbox, as a server does, and tries to escape: `ferry-escape LAYERS DIR ATTEMPT [WHAT]`.
 //!
 //! LAYERS is a list of `namespaces`, `capabilities`, `landlock`, `landlock:PORT`, `seccomp`, `seccomp-log`,
-//! `seccomp-trap`, of a role with less, `worker`, `disk`, `mapper`, `connector`, `outside`, `holder`, or `none`; DIR is
+//! `seccomp-trap`, of a role with less, `worker`, `disk`, `mapper`, `connector`, `supervisor`, `keeper`, or `none`; DIR is
 //! the directory that stays accessible. Prints `worked`, or the number of the error.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
@@ -16,7 +16,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use ferry_isolation::{Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, Role, Root, Side, View};
+use ferry_isolation::{Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, Role, Root, Split, View};
 use rustix::fs::{FileType, Mode, OFlags, makedev, mknodat, openat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
@@ -34,8 +34,8 @@ fn main() -> ExitCode {
         ferry_isolation::is_possible(&View::default()).unwrap();
         let view = View { roots: vec![Root { path: dir, access: Access::ReadWrite }], ..View::default() };
         match ferry_isolation::split(&view).unwrap() {
-            Side::Outside(outside) => return outside.wait(&held).unwrap().status().into(),
-            Side::Inside(places) => dir = places[0].clone(),
+            Split::Supervisor(supervisor) => return supervisor.wait(&held).unwrap().status().into(),
+            Split::Server(places) => dir = places[0].clone(),
         }
         held.release().unwrap();
     }
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         let ports: Vec<u16> = landlock.strip_prefix(':').map(|port| port.parse().unwrap()).into_iter().collect();
         let fenced =
             ferry_isolation::restrict_landlock(LandlockRules::Below(&[(share.as_fd(), false)]), &ports).unwrap();
-        assert_ne!(fenced, ferry_isolation::LandlockStatus::Not);
+        assert_ne!(fenced, ferry_isolation::LandlockStatus::None);
     }
     for (word, action) in [("seccomp", Action::Kill), ("seccomp-log", Action::Log), ("seccomp-trap", Action::Trap)] {
         if layers.contains(&word) {
@@ -60,8 +60,8 @@ fn main() -> ExitCode {
         ("disk", Role::Disk),
         ("mapper", Role::Mapper),
         ("connector", Role::Connector),
-        ("outside", Role::Outside),
-        ("holder", Role::Holder),
+        ("supervisor", Role::Supervisor),
+        ("keeper", Role::Keeper),
     ];
     for (word, role) in roles {
         if layers.contains(&word) {

@@ -156,15 +156,15 @@ fn each_role_is_held_to_its_own() {
         ("disk", &["accept", "receive", "unlink", "memory", "fork", "execute"]),
         ("mapper", &["accept", "unlink", "thread", "fork", "execute"]),
         ("connector", &["accept", "receive", "listen", "unlink", "memory", "fork", "execute"]),
-        ("outside", &["accept", "receive", "memory", "thread", "fork", "execute"]),
-        ("holder", &["memory", "thread", "fork", "execute", "signal"]),
+        ("supervisor", &["accept", "receive", "memory", "thread", "fork", "execute"]),
+        ("keeper", &["memory", "thread", "fork", "execute", "signal"]),
     ];
     for (role, attempts) in too_much {
         let walls =
             if ["worker", "disk", "mapper"].contains(&role) { format!("seccomp,{role}") } else { role.to_owned() };
         let myself = std::process::id().to_string();
         attempts.iter().for_each(|attempt| escapes.is_stopped(&walls, attempt, &myself, SIGSYS));
-        if ["outside", "holder"].contains(&role) {
+        if ["supervisor", "keeper"].contains(&role) {
             escapes.is_stopped(&walls, "below", "file", SIGSYS);
         }
     }

@@ -97,7 +97,7 @@ fn unix_sockets_are_reached(user: u32) {
     let client = Home::of(user).serve(&line);
     client.says(ALL);
     client.says("a thread that connects is confined landlock=Some(Wholly)");
-    let connector = if user == 0 { ours(Capabilities::of_reader()) } else { 0 };
+    let connector = if user == 0 { ours(Capabilities::ALL_USERS) } else { 0 };
     let expected = Expected { shares: 1, connector: Some(connector), socket: Some(0), ..Expected::default() };
     let behind = goes_on(&client, &expected, behind, |server| again(server, "unix:n"));
     assert_eq!(client.inside.has_own("user"), user != 0);
@@ -264,7 +264,7 @@ fn a_directory_beside_it_has_its_own_sandbox() {
     let expected = Expected {
         shares: 2,
         capabilities: ours(Capabilities::of_server(true)),
-        connector: Some(ours(Capabilities::of_reader())),
+        connector: Some(ours(Capabilities::ALL_USERS)),
         socket: Some(1),
         ..Expected::default()
     };

@@ -98,7 +98,7 @@ fn images_of_composefs_are_confined() {
     served.says("confined namespaces=true landlock=Some(Wholly) capabilities=DAC_OVERRIDE seccomp=Some(Kill)");
     assert!(served.inside.open_files().iter().all(|path| !path.starts_with(served.home.at("store"))));
     let driver = is_read(&served, "one");
-    served.is_confined(1, &[], Capabilities::of_reader().bits() & Capabilities::of_thread().unwrap().bits());
+    served.is_confined(1, &[], Capabilities::ALL_USERS.bits() & Capabilities::of_thread().unwrap().bits());
     let seen = served.inside.file("root/share/0").metadata().unwrap();
     let objects = served.home.at("store/objects").metadata().unwrap();
     assert_eq!((seen.dev(), seen.ino()), (objects.dev(), objects.ino()));
