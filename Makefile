@@ -75,4 +75,4 @@ fuzz:
 	@scripts/fuzz
 
 reference:
-	FERRY_WRITE_REFERENCE=1 $(CARGO) test --locked -p ferry --bin ferry documents::reference
+	FERRY_WRITE_REFERENCE=1 $(CARGO) test --locked -p ferry --bin ferry tests::reference

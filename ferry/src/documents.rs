@@ -1,10 +1,6 @@
 //! The man pages and the completions, made of the table of flags.
 
-#[cfg(test)]
-pub mod book;
-mod configuration;
-#[cfg(test)]
-mod reference;
+pub mod configuration;
 
 use std::fs;
 use std::io::Write;
@@ -53,14 +49,14 @@ pub fn man_pages(folder: &Path) -> Result<()> {
 }
 
 /// The table of flags, in which each command knows its whole name. The command `help` has no page.
-fn built() -> Command {
+pub fn built() -> Command {
     let mut table = cli::table().disable_help_subcommand(true);
     table.build();
     table
 }
 
 /// The commands of a command that have pages.
-fn commands(of: &Command) -> impl Iterator<Item = &Command> {
+pub fn commands(of: &Command) -> impl Iterator<Item = &Command> {
     of.get_subcommands().filter(|command| !command.is_hide_set())
 }
 

@@ -31,6 +31,8 @@ mod socket;
 mod source;
 mod state;
 mod status;
+#[cfg(test)]
+mod tests;
 mod try_cmd;
 mod virtiofsd;
 

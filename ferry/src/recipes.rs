@@ -185,9 +185,6 @@ fn shell_word(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod lines;
-
-#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,6 +1,6 @@
 //! Every command block of README.md and of the book in `docs/`, and every command line among the examples of the help: it is run as it is
 //! written, or listed here with what it needs that a machine for tests has not got. (That the program takes each line is a test of its
-//! own, in `ferry/src/recipes/lines.rs`.)
+//! own, in `ferry/src/tests/command_lines.rs`.)
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -9,8 +9,12 @@ use clap::builder::StyledStr;
 use clap::{Arg, Command};
 
 use super::book::{PAGE_BYTES_MAX, root};
+<<<<<<< HEAD:ferry/src/documents/reference.rs
 use super::configuration::{keys, value_of};
 use super::{built, commands};
+=======
+use crate::documents::{built, commands};
+>>>>>>> 1a892154 (ferry: put the tests of documents and command lines in one folder):ferry/src/tests/reference.rs
 use crate::{cli, config, disk, virtiofsd};
 
 /// Has the test write the pages instead of comparing them.

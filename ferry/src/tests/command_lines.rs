@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::documents::book::documents;
+use super::book::documents;
 use crate::{cli, groups, helper};
 
 /// The digest that stands for the word DIGEST.
