@@ -1,57 +1,22 @@
 //! The table of flags. Help, man page, completions and the configuration file's keys all come from it.
 
-mod share;
-mod values;
-
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use clap::CommandFactory;
 use clap::builder::ArgPredicate;
 
+use crate::flags::{Cache, Share, memory_mib};
 use crate::help;
 use crate::recipes;
 use crate::sandbox::SandboxFlags;
 use crate::status;
-pub use share::{Share, as_keys};
-use values::memory_mib;
-pub use values::{
-    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough, Watch, Window,
-    made_tag, tag_of,
-};
 
-/// What only the exports of `ferry share` understand; `ferry mount` has the same table without them.
-const SHARE_ONLY: [&str; 29] = [
-    "virtiofs",
-    "fd",
-    "mount",
-    "tag",
-    "queues",
-    "poll_us",
-    "socket_group",
-    "posix_acl",
-    "security_label",
-    "once",
-    "state",
-    "migration_on_error",
-    "migration_mode",
-    "migration_verify_handles",
-    "no_mmap",
-    "no_readdirplus",
-    "dax",
-    "dax_files",
-    "9p",
-    "9p-remote",
-    "9p-users",
-    "9p-msize",
-    "9p-connections",
-    "9p-slow",
-    "9p-idle",
-    "9p-no-read-ahead",
-    "tls_cert",
-    "tls_key",
-    "tls_client_ca",
-];
+/// The flags without a heading that only `ferry share` has.
+const SHARE_ONLY: [&str; 4] = ["virtiofs", "mount", "tag", "9p"];
+/// The headings whose flags only `ferry share` has.
+const SHARE_ONLY_HEADINGS: [&str; 4] =
+    ["Sockets and queues", "For virtual machines", "Restart and migration", "For 9P"];
 
 /// Share directories, memory and images with virtual machines, 9P clients and mounts, and serve disks.
 #[derive(Debug, clap::Parser)]
@@ -316,48 +281,12 @@ impl MountArgs {
     pub fn into_share(self) -> Share {
         Share { mount: self.mountpoint, ..self.share }
     }
+}
 
-    /// The first flag that was given and is for `ferry share` only.
-    pub fn share_only(&self) -> Option<&'static str> {
-        let Share { virtiofs, fd, mount, tag, queues, poll_us, ninep, ninep_remote, ninep_users, .. } = &self.share;
-        let Share { ninep_msize, ninep_connections, ninep_slow, ninep_idle, ninep_no_read_ahead, .. } = &self.share;
-        let Share { tls_cert, tls_key, tls_client_ca, .. } = &self.share;
-        let Share { socket_group, posix_acl, security_label, once, state, migration_on_error, .. } = &self.share;
-        let Share { migration_mode, migration_verify_handles, .. } = &self.share;
-        let Share { no_mmap, no_readdirplus, dax, dax_files, .. } = &self.share;
-        let given: [bool; SHARE_ONLY.len()] = [
-            virtiofs.is_some(),
-            fd.is_some(),
-            mount.is_some(),
-            tag.is_some(),
-            queues.is_some(),
-            poll_us.is_some(),
-            socket_group.is_some(),
-            *posix_acl != Acl::default(),
-            security_label.is_some(),
-            *once,
-            state.is_some(),
-            *migration_on_error != OnMigrationError::default(),
-            *migration_mode != MigrationMode::default(),
-            *migration_verify_handles,
-            *no_mmap,
-            *no_readdirplus,
-            dax.is_some(),
-            dax_files.is_some(),
-            ninep.is_some(),
-            *ninep_remote,
-            ninep_users.is_some(),
-            ninep_msize.is_some(),
-            ninep_connections.is_some(),
-            ninep_slow.is_some(),
-            ninep_idle.is_some(),
-            *ninep_no_read_ahead,
-            tls_cert.is_some(),
-            tls_key.is_some(),
-            tls_client_ca.is_some(),
-        ];
-        given.iter().zip(SHARE_ONLY).find(|(given, _)| **given).map(|(_, name)| name)
-    }
+/// Whether only `ferry share` has this flag.
+pub fn is_share_only(flag: &clap::Arg) -> bool {
+    SHARE_ONLY.contains(&flag.get_id().as_str())
+        || flag.get_help_heading().is_some_and(|at| SHARE_ONLY_HEADINGS.contains(&at))
 }
 
 /// The whole table, with what differs between commands that have flags in common.
@@ -370,7 +299,10 @@ pub fn table() -> clap::Command {
             let mount = mount.arg(help_all());
             let mount = mount.mut_arg("source", |arg| arg.default_value_if("explain", ArgPredicate::IsPresent, "mem"));
             let mount = mount.mut_arg("source", |arg| arg.required_unless_present("explain"));
-            SHARE_ONLY.into_iter().fold(mount, |mount, id| mount.mut_arg(id, |arg| arg.hide(true)))
+            mount.mut_args(|arg| {
+                let is_hidden = arg.is_hide_set() || is_share_only(&arg);
+                arg.hide(is_hidden)
+            })
         })
 }
 

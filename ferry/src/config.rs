@@ -6,10 +6,10 @@ use anyhow::{Context, Result, bail};
 use ferry_control::nearest;
 use serde::Deserialize;
 
-use crate::cli::Share;
 use crate::disk;
+use crate::flags::Share;
+use crate::paths::start_dir;
 use crate::sandbox::{Modcaps, Sandbox, SandboxFlags, Seccomp};
-use crate::share::here;
 use crate::status::misuse;
 
 /// What a file names.
@@ -42,7 +42,7 @@ pub fn read(path: &Path) -> Result<File> {
     let folder = path.parent().unwrap_or(Path::new(""));
     let read = parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()));
     let mut file = read.map_err(misuse)?;
-    file.shares.iter_mut().for_each(|share| share.begin_in(here()));
+    file.shares.iter_mut().for_each(|share| share.begin_in(start_dir()));
     Ok(file)
 }
 

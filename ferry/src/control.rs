@@ -9,8 +9,8 @@ use anyhow::Result;
 use ferry_control::{Owner, ServedShare, ShareStatus, TransportReport};
 use ferry_vfs::FileSystem;
 
-use crate::cli::Share;
-use crate::{exports, sandbox, share};
+use crate::flags::{Address, Kind, Share};
+use crate::{paths, sandbox};
 
 pub use client::{Target, is_in_mount, statuses};
 
@@ -20,19 +20,19 @@ pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
 /// A share before it is mounted; `name` is what the log calls it.
 pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedShare {
     let is_device = share.virtiofs.is_some() || share.fd.is_some();
-    let has_tag = is_device || matches!(share.ninep, Some(crate::ninep::Address::VhostUser(_)));
+    let has_tag = is_device || matches!(share.ninep, Some(Address::VhostUser(_)));
     let shown = ShareStatus {
         source: match share.kind() {
-            crate::source::Kind::Dir(path) => share::shown(&path),
+            Kind::Dir(path) => paths::absolute(&path),
             _ => share.source.to_string_lossy().into_owned(),
         },
         tag: has_tag.then(|| share.tag_or_default().as_str().to_owned()),
-        virtiofs: share.virtiofs.as_deref().map(share::shown),
+        virtiofs: share.virtiofs.as_deref().map(paths::absolute),
         fd: share.fd,
         ninep: None,
         mount: None,
         read_only: share.read_only,
-        queues: is_device.then(|| exports::device_options(share).queues),
+        queues: is_device.then(|| share.queue_count()),
     };
     ServedShare::new(shown, name.into(), source)
 }

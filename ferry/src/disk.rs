@@ -15,17 +15,15 @@ use serde::{Deserialize, Deserializer};
 
 pub use disks::{Disks, PATIENCE, bind, inherit, refuse_duplicates};
 
-use crate::cli::as_keys;
-use crate::image::ImageDigest;
+use crate::flags::{ImageDigest, as_keys};
 use crate::launch;
 use crate::new_files::{NewFiles, Success};
+use crate::output::print_json;
 use crate::processes;
 use crate::sandbox::{self, Confinement, SandboxFlags};
 use crate::service_manager;
-use crate::share::say;
 use crate::size::Size;
 use crate::socket::Bound;
-use crate::source::Sources;
 use crate::status::misuse;
 
 /// As many as vhost-user has numbers for ([`ferry_blk::QUEUES_MAX`]).
@@ -211,7 +209,7 @@ type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>, Option<(P
 /// Serves disks until SIGTERM or SIGINT, each in a process of its own if there are several; returns the status to end with.
 pub fn run(disks: &[Args]) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
-        return say(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
+        return print_json(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
     }
     refuse_duplicates(disks).map_err(misuse)?;
     // None gets lost until they are caught, on whichever side.
@@ -227,7 +225,7 @@ pub fn run(disks: &[Args]) -> Result<u8> {
     let new_files = NewFiles::new(Success::new()?);
     serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
         match json {
-            true => say(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
+            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
             false => opened.announce()?,
         }
         Ok(true)
@@ -243,7 +241,7 @@ pub fn serve(
     new_files: NewFiles,
     ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {
-    let confinement = Confinement::of(sandbox_flags, &[], &Sources::default(), disks)?;
+    let confinement = Confinement::of(sandbox_flags, &[], Vec::new(), disks.iter().any(|disk| disk.pin_memory))?;
     match Disks::open(disks, sockets, &signals, new_files)? {
         Some(opened) => launch::run(opened, Some(confinement), signals, ready),
         None => Ok(0),

@@ -3,7 +3,6 @@
 pub mod configuration;
 
 use std::fs;
-use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -11,6 +10,7 @@ use clap::Command;
 use clap::builder::Resettable;
 
 use crate::cli;
+use crate::output::print;
 
 /// Prints the page of the program, of the command with these names (`image build`), or of the configuration file.
 pub fn man(command: &[String]) -> Result<()> {
@@ -100,12 +100,4 @@ pub fn completions(shell: clap_complete::Shell) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut cli::table(), "ferry", &mut script);
     print(&script)
-}
-
-fn print(text: &[u8]) -> Result<()> {
-    match std::io::stdout().write_all(text) {
-        // A pager that was left early.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        result => result.context("cannot write to standard output"),
-    }
 }

@@ -10,12 +10,11 @@ use ferry_fuse::MountOptions;
 use ferry_vfs::{FileSystem, IdentityScope};
 use ferry_virtiofs::SessionStore;
 
-use crate::cli::{Acl, Cache, Carrier, DaxFiles, MigrationMode, OnMigrationError, Passthrough, Share, Window};
+use crate::flags::{Acl, Cache, Carrier, DaxFiles, Kind, MigrationMode, OnMigrationError, Passthrough, Share, Window};
 use crate::guardian::{Guardian, GuardianTask};
 use crate::mount_options;
 use crate::ninep::Listening;
 use crate::socket::Bound;
-use crate::source::Kind;
 use crate::state;
 
 /// The exports that are being served, each with the socket that goes when it ends.
@@ -138,14 +137,9 @@ impl Drop for Serving {
     }
 }
 
-/// What the table of mounts and the log call a share.
-pub fn name(share: &Share) -> String {
-    share.fsname.clone().unwrap_or_else(|| share.source.to_string_lossy().into_owned())
-}
-
 /// What the log calls shares: those that would have the same name are told apart by where they are.
 pub fn names(shares: &[Share]) -> Vec<String> {
-    let plain: Vec<String> = shares.iter().map(name).collect();
+    let plain: Vec<String> = shares.iter().map(Share::name).collect();
     let place = |share: &Share| {
         let path = share.mount.as_ref().or(share.virtiofs.as_ref()).map(|path| path.display().to_string());
         path.or_else(|| share.ninep.as_ref().map(ToString::to_string)).or_else(|| share.fd.map(|fd| format!("fd {fd}")))
@@ -160,7 +154,7 @@ pub fn names(shares: &[Share]) -> Vec<String> {
 /// The options of the virtio-fs device that a share is.
 pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     let mut options = ferry_virtiofs::Options {
-        name: name(share),
+        name: share.name(),
         // Not the default: some versions of QEMU do not bear a device that tells its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),
@@ -170,6 +164,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         writeback: kernel_collects(share),
         mmap: !share.no_mmap,
         readdirplus: !share.no_readdirplus,
+        queues: share.queue_count(),
         once: share.once,
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
@@ -190,9 +185,6 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     }
     if let Some(DaxFiles(files)) = share.dax_files {
         options.dax_files = files;
-    }
-    if let Some(queues) = share.queues {
-        options.queues = usize::from(queues);
     }
     if let Some(poll) = share.poll() {
         options.poll = poll;
@@ -224,7 +216,7 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         allow_idmap: share.allow_idmap,
         allow_other: share.allow_other,
         read_only: share.read_only,
-        fsname: name(share),
+        fsname: share.name(),
         name: Some(log_name.into()),
         stacked_source: lies_on_overlayfs(share),
         shared,

@@ -1,13 +1,12 @@
 //! `ferry fsck`: checks a persistent memory file system that is not mounted.
 
-use std::io::Write;
-
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use ferry_control::printable;
 use ferry_mem::pmem::{self, OpenError};
 
 use crate::cli::FsckArgs;
-use crate::source::Kind;
+use crate::flags::Kind;
+use crate::output::print;
 use crate::status;
 
 /// Checks, and repairs where asked to; returns the status for the outcome.
@@ -30,7 +29,6 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
             return Ok(status);
         }
     };
-    let mut out = std::io::stdout().lock();
     let text = if args.json {
         serde_json::to_string(&report)? + "\n"
     } else {
@@ -44,6 +42,6 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
         text += &format!("{}: {state}; {inodes} inodes, {used} of {all} blocks used\n", path.display());
         text
     };
-    out.write_all(text.as_bytes()).context("cannot write to standard output")?;
+    print(&text)?;
     Ok(if report.is_clean() || report.repaired { status::DONE } else { status::WRONG })
 }

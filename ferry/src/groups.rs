@@ -9,12 +9,14 @@ use std::os::unix::ffi::OsStrExt;
 
 use clap::FromArgMatches;
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 
-use crate::cli::{self, Cli, Command, Share, ShareArgs};
+use crate::cli::{self, Cli, Command, ShareArgs};
 use crate::disk;
+use crate::flags::Share;
 use crate::help;
 use crate::mount_options;
-use crate::share::here;
+use crate::paths::start_dir;
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -49,8 +51,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
         Some("mount") => parse_mount(&table, &args, at)?,
         _ => parse_one(args.clone())?,
     };
-    more.iter_mut().for_each(|share| share.begin_in(here()));
-    cli.command.begin_in(here());
+    more.iter_mut().for_each(|share| share.begin_in(start_dir()));
+    cli.command.begin_in(start_dir());
     Ok(Invocation { cli, more, more_disks, args, at })
 }
 
@@ -111,10 +113,15 @@ fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cl
     let (before, after) = args.split_at(at + 1);
     let after =
         mount_options::expand(table, after).map_err(|text| error("mount", ErrorKind::UnknownArgument, &text))?;
-    let cli = parse_one(before.iter().cloned().chain(after).collect())?;
+    let matches = matches(before.iter().cloned().chain(after).collect())?;
+    let cli = Cli::from_arg_matches(&matches)?;
     let Command::Mount(args) = &cli.command else { return Ok(cli) };
-    if let Some(flag) = args.share_only() {
-        let text = format!("unexpected argument '--{}': it is for ferry share", flag.replace('_', "-"));
+    let is_given = |flag: &&clap::Arg| {
+        let given = matches.subcommand_matches("mount").and_then(|mount| mount.value_source(flag.get_id().as_str()));
+        cli::is_share_only(flag) && given == Some(ValueSource::CommandLine)
+    };
+    if let Some(flag) = table.find_subcommand("mount").and_then(|mount| mount.get_arguments().find(is_given)) {
+        let text = format!("unexpected argument '--{}': it is for ferry share", flag.get_long().unwrap_or_default());
         return Err(error("mount", ErrorKind::UnknownArgument, &text));
     }
     // As a mount it is judged, whether there is a place for it yet.
@@ -126,8 +133,12 @@ fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cl
 }
 
 fn parse_one(args: Vec<OsString>) -> Result<Cli, clap::Error> {
-    let table = help::marked(cli::table(), help::wants_all(&args));
-    Cli::from_arg_matches(&table.try_get_matches_from(args)?)
+    Cli::from_arg_matches(&matches(args)?)
+}
+
+fn matches(args: Vec<OsString>) -> Result<clap::ArgMatches, clap::Error> {
+    let all = help::wants_all(&args);
+    help::marked(cli::table(), all).try_get_matches_from(args)
 }
 
 fn share_of(cli: Cli) -> Result<Share, clap::Error> {
@@ -290,7 +301,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_flag_of_the_whole_call_stands_anywhere() {
+    fn a_flag_of_the_whole_call_stands_anywstart_dir() {
         let args = "ferry share /a --virtiofs 1.sock --json /b --virtiofs 2.sock --log warn";
         let Invocation { cli, more, .. } = parse(args.split(' ').map(OsString::from)).expect("a good line");
         assert_eq!(cli.log.as_deref(), Some("warn"));
@@ -313,7 +324,7 @@ pub mod tests {
     #[test]
     fn directories_may_begin_with_a_dash() {
         let shares = shares("ferry share --virtiofs s -- -a").expect("a good line");
-        assert_eq!(shares[0].source, here().join("-a"));
+        assert_eq!(shares[0].source, start_dir().join("-a"));
     }
 
     /// Those that are used later, also by a server that has left the folder; sockets are made before.
@@ -339,7 +350,7 @@ pub mod tests {
             panic!("not the share command")
         };
         let share = args.share.expect("it has one");
-        let expected = [format!("9p:unix:{}/s", here().display()).into(), here().join("m")];
+        let expected = [format!("9p:unix:{}/s", start_dir().display()).into(), start_dir().join("m")];
         assert_eq!([share.source, share.mount.expect("given")], expected);
     }
 
@@ -363,7 +374,7 @@ pub mod tests {
         assert_eq!(share.source, Path::new("pmem:/x"));
         assert_eq!(share.mount.as_deref(), Some(Path::new("/m")));
         assert_eq!(share.size.map(|size| size.0), Some(1 << 30));
-        assert!(share.read_only && share.allow_other && share.cache == cli::Cache::Always);
+        assert!(share.read_only && share.allow_other && share.cache == crate::flags::Cache::Always);
         assert_eq!(share.depth, Some(4));
     }
 

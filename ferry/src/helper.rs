@@ -5,8 +5,8 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use crate::flags::Kind;
 use crate::mount_options::{self, Remount};
-use crate::source::Kind;
 
 /// mount(8): incorrect invocation or permissions.
 pub const USAGE_STATUS: u8 = 1;

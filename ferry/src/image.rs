@@ -1,5 +1,6 @@
 //! `ferry image`: builds, mounts, checks and shows images.
 
+mod args;
 mod build;
 mod fuse_fallback;
 mod lazy;
@@ -8,6 +9,7 @@ mod mount;
 mod named;
 pub mod registry;
 mod repair;
+mod report;
 mod store;
 mod trace;
 mod upper;
@@ -15,20 +17,20 @@ mod verity;
 pub mod watch;
 
 use std::ffi::OsString;
-use std::io::{BufWriter, IsTerminal, Write};
+use std::io::{BufWriter, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use ferry_control::printable;
-use ferry_image::{Algorithm, Digest, DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
+use ferry_image::{DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
 use ferry_vfs::{FileType, Name};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::{Deserialize, Deserializer};
-use serde_json::{Value, json};
+use serde_json::json;
 
+use crate::output::{ignore_closed_pipe, print};
 use crate::status;
+use args::{ImageArg, StoreArg};
+use report::{bar, set_name};
 
 /// Copy-paste lines for the help.
 pub const EXAMPLES: &str = "\
@@ -155,82 +157,6 @@ pub enum Command {
     Diff(store::DiffArgs),
 }
 
-#[derive(Debug, clap::Args)]
-pub struct StoreArg {
-    /// The folder with the bytes of the files.
-    #[arg(long, value_name = "DIR")]
-    store: PathBuf,
-}
-
-#[derive(Debug, clap::Args)]
-pub struct ImageArg {
-    /// The image.
-    #[arg(value_name = "IMAGE")]
-    image: PathBuf,
-    /// Go on only if the image has this digest: of the tree (tree:, which ferry image build prints; the same in every store), or its own.
-    #[arg(long, value_name = "DIGEST")]
-    digest: Option<ImageDigest>,
-}
-
-impl ImageArg {
-    fn digest(&self) -> Option<Digest> {
-        self.digest.map(|digest| digest.0)
-    }
-
-    /// Opens the image; the digest of a tree is proved with the indexes in the store.
-    fn open(&self, store: Option<&Path>) -> Result<Image> {
-        let image = Image::open(&self.image, self.digest())?;
-        match (self.digest().is_some_and(|digest| digest.algorithm() == Algorithm::Tree), store) {
-            (true, Some(store)) => image.prove_tree(store)?,
-            (true, None) => bail!(
-                "what proves the digest of a tree is in the store, too: add --store DIR, or take the digest of the image \
-                 (ferry image info shows it)"
-            ),
-            (false, _) => {}
-        }
-        Ok(image)
-    }
-
-    /// The same for whoever checks it: that a file is no image, or another one, is what was found.
-    fn open_if_one(&self, store: Option<&Path>) -> Result<std::result::Result<Image, String>> {
-        use ferry_image::Error;
-
-        match self.open(store) {
-            Ok(image) => Ok(Ok(image)),
-            Err(error) => match error.downcast_ref() {
-                Some(Error::Invalid { .. } | Error::OtherDigest { .. } | Error::Unsound { .. }) => {
-                    Ok(Err(format!("{error:#}")))
-                }
-                _ => Err(error),
-            },
-        }
-    }
-}
-
-/// A digest as people write it.
-#[derive(Clone, Copy, Debug)]
-pub struct ImageDigest(pub Digest);
-
-impl FromStr for ImageDigest {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let digest = Digest::parse(text.as_bytes());
-        let why = || {
-            format!(
-                "{text:?} is no digest: it is tree:, blake3: or sha256: and 64 hexadecimal digits, as ferry image build and info print it"
-            )
-        };
-        digest.map(Self).ok_or_else(why)
-    }
-}
-
-impl<'de> Deserialize<'de> for ImageDigest {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
-    }
-}
-
 /// Does what was asked for; returns the status.
 pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
     match command {
@@ -284,14 +210,7 @@ fn dump(image: &Image, path: &Path) -> Result<()> {
         DumpError::Io(error) => error.into(),
         error => error.into(),
     });
-    ended(written.and_then(|()| Ok(out.flush()?)))
-}
-
-fn bar(what: &str) -> ProgressBar {
-    let target =
-        if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-    let style = ProgressStyle::with_template(&format!("{{wide_bar}} {{pos}}/{{len}} {what} {{eta}}"));
-    ProgressBar::with_draw_target(Some(0), target).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    ignore_closed_pipe(written.and_then(|()| Ok(out.flush()?)))
 }
 
 /// Finds a path, without following symbolic links.
@@ -345,27 +264,7 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
         Ok(())
     };
     let walked = walk(image, from, path.as_os_str().as_bytes(), |step, inode| line(&step.path(), inode));
-    ended(walked.and_then(|()| Ok(out.flush()?)))
-}
-
-/// Says a name in JSON: as text, and where that is not all of it (it is no UTF-8) as hexadecimal digits of its bytes, too.
-fn set_name(answer: &mut Value, key: &str, name: &[u8]) {
-    answer[key] = String::from_utf8_lossy(name).into();
-    if std::str::from_utf8(name).is_err() {
-        let digits: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
-        answer[format!("{key}_hex")] = digits.into();
-    }
-}
-
-/// A reader that has seen enough is no error.
-fn ended(outcome: Result<()>) -> Result<()> {
-    match outcome {
-        Err(error) => match error.downcast_ref::<std::io::Error>() {
-            Some(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-            _ => Err(error),
-        },
-        Ok(()) => Ok(()),
-    }
+    ignore_closed_pipe(walked.and_then(|()| Ok(out.flush()?)))
 }
 
 /// How long it is; of a device its numbers, major and minor.
@@ -438,7 +337,7 @@ fn cat(arg: &ImageArg, path: &Path, store: &Path) -> Result<()> {
             return Ok(());
         }
         if let Err(error) = out.write_all(&piece[..count]) {
-            return ended(Err(error.into()));
+            return ignore_closed_pipe(Err(error.into()));
         }
         offset += count as u64;
     }
@@ -528,11 +427,6 @@ fn say(findings: &[String], json: bool) -> Result<u8> {
     };
     print(&text)?;
     Ok(if findings.is_empty() { status::DONE } else { status::WRONG })
-}
-
-fn print(text: &str) -> Result<()> {
-    ended(std::io::stdout().lock().write_all(text.as_bytes()).map_err(Into::into))
-        .context("cannot write to standard output")
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use ferry_control::{LOG_LINE_BYTES_MAX, Request, Status, printable, printable_js
 
 use crate::cli::LogArgs;
 use crate::control::{Target, statuses};
+use crate::output::print;
 
 /// Shows or changes it.
 pub fn run(args: &LogArgs) -> Result<()> {
@@ -54,12 +55,12 @@ fn list(json: bool) -> Result<()> {
     }
     let text =
         if json { printable_json(&serde_json::to_string(&all)?) + "\n" } else { all.iter().map(described).collect() };
-    write(&text)
+    print(&text)
 }
 
 fn show(status: &Status, json: bool) -> Result<()> {
     let text = if json { printable_json(&serde_json::to_string(status)?) + "\n" } else { described(status) };
-    write(&text)
+    print(&text)
 }
 
 /// A server in a line, and each of its shares in another.
@@ -77,10 +78,6 @@ fn described(status: &Status) -> String {
         text += &format!("  {}{}\n", printable(&share.source), places.collect::<Vec<_>>().join(","));
     }
     text
-}
-
-fn write(text: &str) -> Result<()> {
-    std::io::stdout().write_all(text.as_bytes()).context("cannot write to standard output")
 }
 
 #[cfg(test)]

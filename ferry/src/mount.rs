@@ -14,12 +14,13 @@ use anyhow::{Context, Result, bail};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 use ferry_isolation::BlockedSignals;
 
-use crate::cli::{MountArgs, Share};
+use crate::cli::MountArgs;
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
+use crate::flags::{Kind, Share};
 use crate::new_files::{NewFiles, Success};
 use crate::share::Start;
-use crate::source::{self, Kind, Sources};
+use crate::source::{self, Sources};
 
 /// A log may name files; it is its owner's.
 const LOG_MODE: u32 = 0o600;
@@ -173,7 +174,7 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let mut new_files = NewFiles::new(Success::new()?);
     sources.open(None, &mut new_files)?;
     let source = sources.begin()?.pop().context("a share has a source")?;
-    let name = exports::name(&share);
+    let name = share.name();
     let options = exports::mount_options(&share, &name, &args.options, false);
     let mut serving = Serving::default();
     let seen = source::as_clients_see(&share, std::sync::Arc::clone(&source))?;

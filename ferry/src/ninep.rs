@@ -1,155 +1,28 @@
 //! The 9P export's flags as a user writes them, and the sockets that they mean.
 
-use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_ninep::Identity;
-use serde::Deserialize;
 use socket2::{Domain, SockAddr, Socket, Type};
 
-use crate::cli::{Acl, Share};
-use crate::exports;
+use crate::flags::{Acl, Address, Share, Users};
+use crate::paths::absolute;
 use crate::service_manager;
 use crate::socket::{Bound, retry_in_use};
-
-/// `VMADDR_CID_ANY` of Linux: vsock clients of every virtual machine.
-pub const ANY_CID: u32 = u32::MAX;
 
 /// Connections that wait to be taken, as for TCP.
 const VSOCK_BACKLOG: i32 = 128;
 
-/// Where 9P clients come from.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
-pub enum Address {
-    /// A unix socket.
-    Unix(PathBuf),
-    /// A unix socket on which a virtual machine monitor finds a device.
-    VhostUser(PathBuf),
-    /// A TCP port on an address of this machine.
-    Tcp(String, u16),
-    /// The same, with TLS.
-    Tls(String, u16),
-    /// A vsock port of one of this machine's context identifiers, or of all.
-    Vsock(u32, u32),
-}
-
-impl FromStr for Address {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        const FORMS: &str = "unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, vsock:CID:PORT or vhost-user:SOCKET";
-        let wrong = |what: &str| Err(format!("{text:?} {what}; write {FORMS}"));
-        if let Some(path) = text.strip_prefix("unix:") {
-            return if path.is_empty() { wrong("has no path") } else { Ok(Self::Unix(path.into())) };
-        }
-        if let Some(path) = text.strip_prefix("vhost-user:") {
-            return if path.is_empty() { wrong("has no path") } else { Ok(Self::VhostUser(path.into())) };
-        }
-        let Some((kind @ ("tcp" | "tls" | "vsock"), rest)) = text.split_once(':') else {
-            return wrong("is no address for 9P");
-        };
-        let Some((host, port)) = rest.rsplit_once(':') else { return wrong("has no port") };
-        if kind == "vsock" {
-            let cid = if matches!(host, "any" | "-1") { Some(ANY_CID) } else { host.parse().ok() };
-            return match (cid, port.parse()) {
-                (None, _) => wrong("has a CID that is neither a number nor any"),
-                // The greatest number stands for "any port".
-                (Some(cid), Ok(port)) if port != u32::MAX => Ok(Self::Vsock(cid, port)),
-                _ => wrong("has a port that is no number from 0 to 4294967294"),
-            };
-        }
-        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-        match port.parse() {
-            Ok(_) if host.is_empty() => wrong("has no host"),
-            Ok(port) if kind == "tls" => Ok(Self::Tls(host.into(), port)),
-            Ok(port) => Ok(Self::Tcp(host.into(), port)),
-            Err(_) => wrong("has a port that is no number from 0 to 65535"),
-        }
-    }
-}
-
-impl TryFrom<String> for Address {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::VhostUser(path) => write!(f, "vhost-user:{}", path.display()),
-            Self::Tcp(host, port) if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
-            Self::Tcp(host, port) => write!(f, "tcp:{host}:{port}"),
-            Self::Tls(host, port) if host.contains(':') => write!(f, "tls:[{host}]:{port}"),
-            Self::Tls(host, port) => write!(f, "tls:{host}:{port}"),
-            Self::Vsock(ANY_CID, port) => write!(f, "vsock:any:{port}"),
-            Self::Vsock(cid, port) => write!(f, "vsock:{cid}:{port}"),
-        }
-    }
-}
-
-impl Address {
-    /// The same, its path seen from a folder.
-    pub fn in_folder(self, folder: &Path) -> Self {
-        match self {
-            Self::Unix(path) => Self::Unix(folder.join(path)),
-            Self::VhostUser(path) => Self::VhostUser(folder.join(path)),
-            other => other,
-        }
-    }
-
-    /// Whether two sockets can have it: 0 is any TCP port that is free.
-    pub fn is_any(&self) -> bool {
-        matches!(self, Self::Tcp(_, 0) | Self::Tls(_, 0))
-    }
-}
-
-/// As whom 9P clients act: `client`, `only=UID,...` or `UID:GID`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
-pub enum Users {
-    #[default]
-    Client,
-    Only(Vec<u32>),
-    One(u32, u32),
-}
-
-impl FromStr for Users {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} says no users; write client, only=UID,UID..., or UID:GID");
-        // The greatest number stands for "nobody at all".
-        let id = |text: &str| text.parse().ok().filter(|id| *id != u32::MAX).ok_or_else(wrong);
-        if text == "client" {
-            return Ok(Self::Client);
-        }
-        if let Some(list) = text.strip_prefix("only=") {
-            return Ok(Self::Only(list.split(',').map(id).collect::<Result<_, _>>()?));
-        }
-        let (uid, gid) = text.split_once(':').ok_or_else(wrong)?;
-        Ok(Self::One(id(uid)?, id(gid)?))
-    }
-}
-
-impl Users {
-    /// The same with the groups that users have on this host.
-    fn resolve(&self) -> Result<ferry_ninep::Users> {
-        Ok(match self {
-            Self::Client => ferry_ninep::Users::Client,
-            Self::Only(uids) => ferry_ninep::Users::Only(uids.iter().map(|uid| identity(*uid)).collect::<Result<_>>()?),
-            Self::One(uid, gid) => ferry_ninep::Users::Squash { uid: *uid, gid: *gid },
-        })
-    }
+/// Adds the groups that users have on this host.
+fn with_groups(users: &Users) -> Result<ferry_ninep::Users> {
+    Ok(match users {
+        Users::Client => ferry_ninep::Users::Client,
+        Users::Only(uids) => ferry_ninep::Users::Only(uids.iter().map(|uid| identity(*uid)).collect::<Result<_>>()?),
+        Users::One(uid, gid) => ferry_ninep::Users::Squash { uid: *uid, gid: *gid },
+    })
 }
 
 /// A user of this host. This process's own has the groups that the process has.
@@ -168,14 +41,6 @@ fn identity(uid: u32) -> Result<Identity> {
     let groups = nix::unistd::getgrouplist(&name, user.gid)
         .with_context(|| format!("{flag}: cannot look up the groups of the user"))?;
     Ok(Identity { uid, gid: user.gid.as_raw(), groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect() })
-}
-
-impl TryFrom<String> for Users {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
 }
 
 #[derive(Debug)]
@@ -201,16 +66,16 @@ impl Listening {
     pub fn of(share: &Share) -> Result<Option<Self>> {
         let group = share.socket_group.as_deref();
         let Some(address) = &share.ninep else { return Ok(None) };
-        let users = share.ninep_users.clone().unwrap_or_default().resolve()?;
+        let users = with_groups(share.ninep_users.as_ref().unwrap_or(&Users::Client))?;
         let (listener, bound, address) = match address {
             Address::Unix(path) => {
                 let bound = Bound::bind_for(path, group)?;
-                let address = format!("unix:{}", crate::share::shown(path));
+                let address = format!("unix:{}", absolute(path));
                 (Listener::Clients(bound.listener()?.into()), Some(bound), address)
             }
             Address::VhostUser(path) => {
                 let bound = Bound::bind_for(path, group)?;
-                let address = format!("vhost-user:{}", crate::share::shown(path));
+                let address = format!("vhost-user:{}", absolute(path));
                 (Listener::Vmm(bound.listener()?), Some(bound), address)
             }
             Address::Tcp(host, port) => {
@@ -285,7 +150,7 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     let default = ferry_ninep::Options::default();
     let seconds = |given: Option<u64>| given.map(Duration::from_secs);
     ferry_ninep::Options {
-        name: exports::name(share),
+        name: share.name(),
         read_only: share.read_only,
         xattr: !share.no_xattr,
         posix_acl: share.posix_acl == Acl::Always,
@@ -350,43 +215,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_written() {
-        for (text, address) in [
-            ("unix:/run/s", Address::Unix("/run/s".into())),
-            ("unix:a:b", Address::Unix("a:b".into())),
-            ("vhost-user:s", Address::VhostUser("s".into())),
-            ("tcp:127.0.0.1:564", Address::Tcp("127.0.0.1".into(), 564)),
-            ("tcp:[::1]:0", Address::Tcp("::1".into(), 0)),
-            ("tcp:localhost:5640", Address::Tcp("localhost".into(), 5640)),
-            ("tls:[::]:0", Address::Tls("::".into(), 0)),
-            ("tls:host:564", Address::Tls("host".into(), 564)),
-            ("vsock:2:564", Address::Vsock(2, 564)),
-            ("vsock:any:100000", Address::Vsock(ANY_CID, 100_000)),
-        ] {
-            assert_eq!(text.parse(), Ok(address.clone()), "{text}");
-            assert_eq!(address.to_string(), text);
-        }
-        assert_eq!("vsock:-1:5".parse(), Ok(Address::Vsock(ANY_CID, 5)));
-        for (text, words) in [
-            ("/run/s", "no address for 9P"),
-            ("unix:", "no path"),
-            ("vhost-user:", "no path"),
-            ("tcp:564", "no port"),
-            ("tcp::564", "no host"),
-            ("tcp:h:65536", "no number"),
-            ("tcp:h:", "no number"),
-            ("rdma:2:564", "no address for 9P"),
-            ("tls:564", "no port"),
-            ("vsock:564", "no port"),
-            ("vsock:host:564", "has a CID"),
-            ("vsock:2:4294967295", "no number"),
-        ] {
-            let error = text.parse::<Address>().expect_err(text);
-            assert!(error.contains(words), "{error}");
-        }
-    }
-
-    #[test]
     fn flags_become_options() {
         use clap::FromArgMatches;
 
@@ -404,20 +232,6 @@ mod tests {
         assert_eq!((set.msize_max, set.read_ahead_bytes_max, set.limits.connections_max), (16 << 20, 0, 7));
         assert_eq!(set.limits.slow_timeout, Duration::from_secs(8));
         assert_eq!(set.limits.idle_timeout, Some(Duration::from_secs(9)));
-    }
-
-    #[test]
-    fn users_are_read() {
-        for (text, users) in [
-            ("client", Users::Client),
-            ("only=0,1000", Users::Only(vec![0, 1000])),
-            ("1000:100", Users::One(1000, 100)),
-        ] {
-            assert_eq!(text.parse(), Ok(users), "{text}");
-        }
-        for text in ["", "root", "1000", "only=", "only=a", "1:2:3", "4294967295:0", "-1:0"] {
-            assert!(text.parse::<Users>().is_err(), "{text}");
-        }
     }
 
     #[test]

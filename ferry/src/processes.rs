@@ -19,9 +19,11 @@ use serde_json::Value;
 
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
+use crate::output::print_json;
+use crate::paths::{absolute, start_dir};
 use crate::sandbox::{self, SandboxFlags};
 use crate::service_manager;
-use crate::share::{Start, say, shown};
+use crate::share::Start;
 use crate::socket::Bound;
 
 /// The maximum length in bytes of a child's report, which has a few paths per disk or share.
@@ -76,7 +78,7 @@ pub fn run(
     }
     let arrives = signals.descriptor()?;
     // The filter forbids opening files, so the working directory, for paths in messages, is read before.
-    crate::share::here();
+    start_dir();
     sandbox::confine_supervisor(sandbox_flags)?;
     servers.wait(&signals, &arrives)
 }
@@ -242,13 +244,13 @@ impl<'a> Servers<'a> {
             line["shares"] = shares.map_or_else(|| Value::Array(Vec::new()), Server::described);
         }
         line["disks"] = there().filter(|server| server.disk.is_some()).map(Server::described).collect();
-        say(&line)
+        print_json(&line)
     }
 }
 
 impl Server<'_> {
     fn shown(&self) -> String {
-        self.disk.map_or_else(|| "the shares".into(), |disk| disk.path().map(shown).unwrap_or_default())
+        self.disk.map_or_else(|| "the shares".into(), |disk| disk.path().map(absolute).unwrap_or_default())
     }
 
     fn is_up(&self) -> bool {
@@ -275,7 +277,7 @@ impl Server<'_> {
         let unknown = |disk: &disk::Args| {
             serde_json::json!({
                 "file": self.shown(),
-                "vhost_user": disk.vhost_user.as_deref().map(shown),
+                "vhost_user": disk.vhost_user.as_deref().map(absolute),
                 "fd": disk.fd,
                 "bytes": null,
             })

@@ -25,12 +25,11 @@ use ferry_isolation::{
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::Deserialize;
 
-use crate::cli::{FileHandles, Share, Watch};
-use crate::disk;
+use crate::flags::{FileHandles, Kind, Share, Watch};
 use crate::launch::ENDINGS;
 use crate::new_files::NewFiles;
 use crate::service_manager;
-use crate::source::{Kind, Sources};
+use crate::size::deserialize_from_str;
 
 /// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
 const NOBODY: u32 = 65_534;
@@ -110,8 +109,7 @@ pub enum Seccomp {
 }
 
 /// Capabilities that are kept or dropped besides.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "String")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Modcaps(String);
 
 impl FromStr for Modcaps {
@@ -122,13 +120,7 @@ impl FromStr for Modcaps {
     }
 }
 
-impl TryFrom<String> for Modcaps {
-    type Error = String;
-
-    fn try_from(list: String) -> Result<Self, String> {
-        list.parse()
-    }
-}
+deserialize_from_str!(Modcaps);
 
 impl fmt::Display for Modcaps {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -254,7 +246,12 @@ pub fn fits(sandbox_flags: &SandboxFlags, shares: &[Share]) -> Result<bool> {
 
 impl Confinement {
     /// The walls for these shares, with the source of each, and for these disks.
-    pub fn of(sandbox_flags: &SandboxFlags, shares: &[Share], sources: &Sources, disks: &[disk::Args]) -> Result<Self> {
+    pub fn of(
+        sandbox_flags: &SandboxFlags,
+        shares: &[Share],
+        access: Vec<(Option<Root>, Option<ServerAccess>)>,
+        pins_memory: bool,
+    ) -> Result<Self> {
         let mut roots: Vec<Root> = Vec::new();
         let mut number_of = |root: Root| {
             roots.iter().position(|other| *other == root).unwrap_or_else(|| {
@@ -262,7 +259,8 @@ impl Confinement {
                 roots.len() - 1
             })
         };
-        let root_of: Vec<_> = sources.roots().map(|root| root.map(&mut number_of)).collect();
+        let (of_sources, reaches): (Vec<_>, Vec<_>) = access.into_iter().unzip();
+        let root_of: Vec<_> = of_sources.into_iter().map(|root| root.map(&mut number_of)).collect();
         let is_used = |root: &Root| root.access != Access::Sockets;
         let is_one = roots.len() == 1 && roots.iter().all(is_used) && !root_of.contains(&None);
         if sandbox_flags.sandbox == Some(Sandbox::Chroot) && !is_one {
@@ -277,8 +275,6 @@ impl Confinement {
             // All that is done with a disk, an image, a file of persistent memory or a connection, its open descriptors allow.
             (false, true) => Capabilities::NONE,
         };
-        let pins_memory = disks.iter().any(|disk| disk.pin_memory);
-        let reaches: Vec<_> = sources.reaches().collect();
         let mut files: Vec<_> = reaches.iter().flatten().flat_map(ServerAccess::files).collect();
         files.sort_unstable();
         files.dedup();

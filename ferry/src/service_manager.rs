@@ -16,10 +16,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::net::AddressFamily;
 
-use crate::cli::Share;
+use crate::flags::Share;
 use crate::disk;
-use crate::ninep::Address;
-use crate::share::here;
+use crate::flags::Address;
+use crate::paths::start_dir;
 use crate::socket;
 use crate::status::misuse;
 
@@ -181,7 +181,7 @@ fn resolve(host: &str, port: u16) -> Vec<SocketAddr> {
 
 /// Whether two paths lead to one socket: `/var/run` may be a link to `/run`.
 fn is_same(one: &Path, other: &Path) -> bool {
-    let other = here().join(other);
+    let other = start_dir().join(other);
     let real = |path: &Path| path.canonicalize().ok();
     one == other || real(one).is_some_and(|one| real(&other) == Some(one))
 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, Logging, ServedShare, ShareStatus};
@@ -13,19 +13,20 @@ use ferry_vfs::FileSystem;
 use ferry_vhost::Socket;
 use ferry_virtiofs::SessionStore;
 
-use crate::cli::Share;
 use crate::control::{self, OWNER};
 use crate::disk;
 use crate::exports::{self, Serving};
+use crate::flags::{Kind, Share};
 use crate::launch::{self, FOR_GOOD, Serve};
 use crate::new_files::{NewFiles, Success};
 use crate::ninep::Listening;
+use crate::output::print_json;
 use crate::processes::{self, Report};
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
 use crate::service_manager;
 use crate::socket::Bound;
-use crate::source::{self, Kind, Sources};
+use crate::source::{self, Sources};
 use crate::state;
 use crate::status::misuse;
 use crate::virtiofsd;
@@ -57,7 +58,7 @@ pub fn run(
     let new_files = NewFiles::new(Success::new()?);
     start.run(BlockedSignals::hold()?, new_files, |up| {
         match json {
-            true => say(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
+            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
             false => announce(shares, up)?,
         }
         if once {
@@ -118,7 +119,7 @@ impl<'a> Start<'a> {
         let confinement = flags.map(|flags| -> Result<Confinement> {
             // Mistakes in a source show before anything is made.
             sources.prepare(&mut new_files)?;
-            Confinement::of(flags, self.shares, &sources, &[])
+            Confinement::of(flags, self.shares, sources.access(), false)
         });
         let confinement = confinement.transpose()?;
         let sockets = Sockets::make(self.shares, std::mem::take(&mut self.inherited))?;
@@ -329,12 +330,6 @@ fn shown_all(up: &[ServedShare]) -> serde_json::Value {
     serde_json::json!(up.iter().map(ServedShare::status).collect::<Vec<_>>())
 }
 
-/// Says a line to a program.
-pub fn say(line: &serde_json::Value) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).context("cannot write to standard output")
-}
-
 /// Says to a person that every share is up, as what to give QEMU.
 fn announce(shares: &[Share], up: &[ServedShare]) -> Result<()> {
     let mut out = std::io::stdout().lock();
@@ -362,19 +357,4 @@ fn announce(shares: &[Share], up: &[ServedShare]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Where this process was started.
-static HERE: LazyLock<PathBuf> = LazyLock::new(|| std::env::current_dir().unwrap_or_default());
-
-/// Where this process was started, also after it has left that folder; empty if that has no path any more. The command line is
-/// read with it, before anything else.
-pub fn here() -> &'static Path {
-    &HERE
-}
-
-/// A path as whoever reads it needs it, wherever that is.
-pub fn shown(path: &Path) -> String {
-    let path = here().join(path);
-    std::path::absolute(&path).unwrap_or(path).to_string_lossy().into_owned()
 }

@@ -2,7 +2,18 @@
 
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer};
+/// Implements `Deserialize` for types that configuration files spell as the command line does.
+macro_rules! deserialize_from_str {
+    ($($name:ty),+) => {$(
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+                String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    )+};
+}
+
+pub(crate) use deserialize_from_str;
 
 /// A number of bytes, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,11 +43,7 @@ impl FromStr for Size {
     }
 }
 
-impl<'de> Deserialize<'de> for Size {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
-    }
-}
+deserialize_from_str!(Size);
 
 #[cfg(test)]
 mod tests {

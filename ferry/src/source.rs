@@ -2,8 +2,6 @@
 
 mod opening;
 
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,89 +13,11 @@ use ferry_isolation::Capabilities;
 use ferry_mem::pmem;
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
-use crate::cli::{Acl, FileHandles, MapUser, Share};
+use crate::flags::{Acl, FileHandles, Kind, MapUser, Share};
 use crate::image::registry::Origin;
-use crate::remote::{self, Server};
+use crate::remote;
 
 pub use opening::Sources;
-
-/// What begins the name of a persistent memory file system.
-const PMEM: &[u8] = b"pmem:";
-/// What begins the name of an image.
-const IMAGE: &[u8] = b"image:";
-/// What begins the address of a 9P server.
-const NINEP: &[u8] = b"9p:";
-
-/// Which source a word means.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A directory of this host.
-    Dir(PathBuf),
-    /// A memory file system that ends with the process.
-    Mem,
-    /// A memory file system in this file or device.
-    Pmem(PathBuf),
-    /// The tree in this image.
-    Image(PathBuf),
-    /// The tree of a 9P server, by its address, which may be none: [`Server`].
-    Ninep(OsString),
-}
-
-impl Kind {
-    /// Whether somebody else says whose the files are and what they are: a server, the author of an image.
-    pub fn is_foreign(&self) -> bool {
-        matches!(self, Self::Image(_) | Self::Ninep(_))
-    }
-
-    /// Reads the word: `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory, too.
-    pub fn of(word: &Path) -> Self {
-        let bytes = word.as_os_str().as_bytes();
-        if let Some(address) = bytes.strip_prefix(NINEP) {
-            return Self::Ninep(OsStr::from_bytes(address).into());
-        }
-        if let Some(path) = bytes.strip_prefix(IMAGE) {
-            return Self::Image(OsStr::from_bytes(path).into());
-        }
-        match bytes.strip_prefix(PMEM) {
-            Some(path) => Self::Pmem(OsStr::from_bytes(path).into()),
-            None if bytes == b"mem" => Self::Mem,
-            None => Self::Dir(word.into()),
-        }
-    }
-
-    /// The source of a share, by the one name that its path has.
-    fn as_clients_see(share: &Share) -> Self {
-        match share.kind() {
-            Self::Dir(path) => Self::Dir(path.canonicalize().unwrap_or(path)),
-            Self::Pmem(path) => Self::Pmem(path.canonicalize().unwrap_or(path)),
-            Self::Image(path) => Self::Image(path.canonicalize().unwrap_or(path)),
-            other @ (Self::Mem | Self::Ninep(_)) => other,
-        }
-    }
-
-    /// The word for this source with its path, if it has one, seen from a folder.
-    pub fn word_in(self, folder: &Path) -> PathBuf {
-        // People read it in the table of mounts, so without `/./`.
-        let plain = |path: PathBuf| folder.join(path).components().collect::<PathBuf>();
-        let below = |prefix: &[u8], path: PathBuf| {
-            let mut word = OsStr::from_bytes(prefix).to_owned();
-            word.push(plain(path));
-            word.into()
-        };
-        match self {
-            Self::Mem => "mem".into(),
-            Self::Dir(path) => plain(path),
-            Self::Pmem(path) => below(PMEM, path),
-            Self::Image(path) => below(IMAGE, path),
-            Self::Ninep(address) => {
-                let seen = Server::of(&address).map(|server| server.in_folder(folder).word());
-                let mut word = OsStr::from_bytes(NINEP).to_owned();
-                word.push(seen.unwrap_or(address));
-                word.into()
-            }
-        }
-    }
-}
 
 /// What the flags say about a source, as opposed to its exports.
 #[derive(Clone, Debug, PartialEq)]
@@ -210,45 +130,4 @@ fn ours(source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
         given.with_context(|| format!("the new file system cannot be given to user {}", user.as_raw()))?;
     }
     Ok(source)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_mean_sources() {
-        for (word, kind) in [
-            ("mem", Kind::Mem),
-            ("./mem", Kind::Dir("./mem".into())),
-            ("/srv/mem", Kind::Dir("/srv/mem".into())),
-            ("pmem:/dev/pmem0", Kind::Pmem("/dev/pmem0".into())),
-            ("pmem:a", Kind::Pmem("a".into())),
-            ("./pmem:a", Kind::Dir("./pmem:a".into())),
-            ("pmem", Kind::Dir("pmem".into())),
-            ("9p:unix:/s", Kind::Ninep("unix:/s".into())),
-            ("./9p:unix", Kind::Dir("./9p:unix".into())),
-            ("image:a.img", Kind::Image("a.img".into())),
-        ] {
-            assert_eq!(Kind::of(word.as_ref()), kind, "{word}");
-        }
-    }
-
-    #[test]
-    fn words_have_their_paths_from_a_folder() {
-        for (word, seen) in [
-            ("mem", "mem"),
-            ("a", "/f/a"),
-            (".", "/f"),
-            ("./mem", "/f/mem"),
-            ("/a", "/a"),
-            ("pmem:a", "pmem:/f/a"),
-            ("pmem:/a", "pmem:/a"),
-            ("9p:unix:s", "9p:unix:/f/s"),
-            ("image:a.img", "image:/f/a.img"),
-            ("9p:tcp:h:1/t", "9p:tcp:h:1/t"),
-        ] {
-            assert_eq!(Kind::of(word.as_ref()).word_in("/f".as_ref()), Path::new(seen), "{word}");
-        }
-    }
 }

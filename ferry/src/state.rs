@@ -20,8 +20,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
-use crate::cli::Share;
-use crate::exports;
+use crate::flags::Share;
 
 /// The name that the process has in a list of processes, and by which the program knows what it is to be.
 const NAME: &str = "ferry-keeper";
@@ -44,7 +43,7 @@ fn reach(dir: &Path, share: &Share) -> Result<Arc<SessionStore>> {
     let what = || format!("--state {}", dir.display());
     let folder = Folder::open(dir).with_context(what)?;
     let line = line(&folder, dir).with_context(what)?;
-    let geometry = ferry_virtiofs::geometry(exports::device_options(share).queues);
+    let geometry = ferry_virtiofs::geometry(share.queue_count());
     SessionStore::open(line, geometry).map(Arc::new).with_context(what)
 }
 

@@ -12,8 +12,9 @@ use ferry_fs::ShutdownSignals;
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use crate::cli::{TryArgs, made_tag, tag_of};
+use crate::cli::TryArgs;
 use crate::exports::Serving;
+use crate::flags::{default_tag, tag_from_name};
 use crate::socket::Bound;
 
 /// The share of `/` that QEMU guests have their programs from. Tags of directories never begin with a dot here.
@@ -127,8 +128,8 @@ impl Place<'_> {
 fn tags(dirs: &[PathBuf]) -> Vec<String> {
     let mut tags: Vec<String> = Vec::new();
     for dir in dirs {
-        let tag = tag_of(dir).as_str().trim_start_matches('.').to_owned();
-        let tag = made_tag(&tag).as_str().to_owned();
+        let tag = default_tag(dir).as_str().trim_start_matches('.').to_owned();
+        let tag = tag_from_name(&tag).as_str().to_owned();
         let stem: String = tag.chars().take(30).collect();
         let numbered = (2..).map(|number| format!("{stem}-{number}"));
         let free = std::iter::once(tag).chain(numbered).find(|tag| !tags.contains(tag));

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use rustix::process::{getegid, geteuid};
 
+use crate::flags::Acl;
 use crate::sandbox::{Modcaps, Sandbox, Seccomp};
 use maps::{Map, namespace_rules};
 pub use process::{ProcessSetup, leave_pid_file, remove_pid_file};
@@ -43,13 +44,6 @@ pub const CAPABILITIES: &str = r#"{
     "separate-options"
   ]
 }"#;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum When {
-    Never,
-    Auto,
-    Always,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Cache {
@@ -107,7 +101,7 @@ struct Args {
     xattr: bool,
     /// POSIX ACLs; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
-    posix_acl: When,
+    posix_acl: Acl,
     /// Rules for the names of extended attributes; implies --xattr.
     #[arg(long, value_name = "RULES")]
     xattrmap: Option<String>,
@@ -182,7 +176,7 @@ struct Args {
     no_killpriv_v2: bool,
     /// Labels of security modules, given to files when they are made; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
-    security_label: When,
+    security_label: Acl,
     /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody. With --sandbox=namespace only; for
     /// users other than root, their own number is all that there is.
     #[arg(long, value_name = "MAP")]
@@ -254,10 +248,10 @@ impl Args {
             ("no_announce_submounts", None) => self.no_announce_submounts = true,
             ("xattr", None) => self.xattr = true,
             ("no_xattr", None) => self.xattr = false,
-            ("posix_acl", None) => self.posix_acl = When::Auto,
-            ("no_posix_acl", None) => self.posix_acl = When::Never,
-            ("security_label", None) => self.security_label = When::Auto,
-            ("no_security_label", None) => self.security_label = When::Never,
+            ("posix_acl", None) => self.posix_acl = Acl::Auto,
+            ("no_posix_acl", None) => self.posix_acl = Acl::Never,
+            ("security_label", None) => self.security_label = Acl::Auto,
+            ("no_security_label", None) => self.security_label = Acl::Never,
             ("writeback", None) => self.writeback = true,
             ("no_writeback", None) => self.writeback = false,
             ("readdirplus", None) => self.no_readdirplus = false,
@@ -278,13 +272,11 @@ impl Args {
     }
 
     fn into_share(self) -> Result<VirtiofsdCommand, String> {
-        let (has_map, has_acl) = (self.xattrmap.is_some(), self.posix_acl != When::Never);
+        let (has_map, has_acl) = (self.xattrmap.is_some(), self.posix_acl != Acl::Never);
         let dir = self.shared_dir.as_ref().ok_or("--shared-dir is missing: the directory to share")?;
         let mut line: Vec<OsString> = vec!["ferry".into(), "--log".into()];
         let level = if self.debug { Level::Debug } else { self.log_level };
-        line.push(
-            clap::ValueEnum::to_possible_value(&level).map_or_else(String::new, |value| value.get_name().into()).into(),
-        );
+        line.push(word(&level));
         line.extend(self.syslog.then(|| "--syslog".into()));
         line.extend(["share".into(), dir.into(), "--once".into()]);
         let mut give = |flag: &str, value: OsString| {
@@ -317,30 +309,18 @@ impl Args {
             Cache::Metadata => "metadata",
         };
         give("--cache", cache.into());
-        let handles = match self.inode_file_handles {
-            FileHandles::Never => "never",
-            FileHandles::Prefer => "prefer",
-            FileHandles::Mandatory => "mandatory",
-        };
-        give("--inode-file-handles", handles.into());
-        for (flag, when) in [("--posix-acl", self.posix_acl), ("--security-label", self.security_label)] {
-            let when = match when {
-                When::Never => "never",
-                When::Auto => "auto",
-                When::Always => "always",
-            };
-            give(flag, when.into());
-        }
+        give("--inode-file-handles", word(&self.inode_file_handles));
+        give("--posix-acl", word(&self.posix_acl));
+        give("--security-label", word(&self.security_label));
         if let Some(rules) = self.xattrmap {
             give("--xattrmap", rules.into());
         }
-        let word = |value: Option<clap::builder::PossibleValue>| value.map(|value| value.get_name().to_owned());
         for (flag, value) in [
-            ("--sandbox", self.sandbox.and_then(|kind| word(clap::ValueEnum::to_possible_value(&kind)))),
-            ("--seccomp", self.seccomp.and_then(|action| word(clap::ValueEnum::to_possible_value(&action)))),
-            ("--modcaps", self.modcaps.map(|list| list.to_string())),
+            ("--sandbox", self.sandbox.as_ref().map(word)),
+            ("--seccomp", self.seccomp.as_ref().map(word)),
+            ("--modcaps", self.modcaps.map(|list| list.to_string().into())),
         ] {
-            value.into_iter().for_each(|value| give(flag, value.into()));
+            value.into_iter().for_each(|value| give(flag, value));
         }
         let has_maps = !(self.uid_map.is_empty() && self.gid_map.is_empty());
         if has_maps && self.sandbox.is_some_and(|kind| kind != Sandbox::Namespace) {
@@ -362,7 +342,7 @@ impl Args {
         let flags = [
             (self.readonly, "--read-only"),
             (!self.no_announce_submounts, "--announce-submounts"),
-            (!(self.xattr || has_map || has_acl || self.security_label != When::Never), "--no-xattr"),
+            (!(self.xattr || has_map || has_acl || self.security_label != Acl::Never), "--no-xattr"),
             (!self.allow_mmap && matches!(self.cache, Cache::Never | Cache::Metadata), "--no-mmap"),
             (self.no_readdirplus, "--no-readdirplus"),
             (self.writeback, "--writeback"),
@@ -379,6 +359,11 @@ impl Args {
         }
         Ok(VirtiofsdCommand::Share(preparations, line))
     }
+}
+
+/// Returns the word that the command line has for a value.
+fn word<T: clap::ValueEnum>(value: &T) -> OsString {
+    value.to_possible_value().map(|value| value.get_name().into()).unwrap_or_default()
 }
 
 #[cfg(test)]

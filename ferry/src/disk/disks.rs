@@ -16,8 +16,8 @@ use rustix::io::Errno;
 use super::Args;
 use crate::launch::{ENDINGS, Serve};
 use crate::new_files::NewFiles;
+use crate::paths::absolute;
 use crate::recipes;
-use crate::share::shown;
 use crate::socket::Bound;
 
 /// How long a disk may take to open before that is said, and the others do without it: far more than any does that is well.
@@ -174,10 +174,10 @@ impl<'a> Disks<'a> {
             let (path, bytes) = (one.args.path()?.display(), one.disk.geometry().bytes);
             match &one.args.vhost_user {
                 Some(socket) if out.is_terminal() => {
-                    let line = recipes::qemu_disk(&shown(socket));
+                    let line = recipes::qemu_disk(&absolute(socket));
                     writeln!(out, "{path}: {line}").context("cannot write to standard output")?;
                 }
-                socket => tracing::info!(%path, bytes, socket = socket.as_deref().map(shown), "offering a disk"),
+                socket => tracing::info!(%path, bytes, socket = socket.as_deref().map(absolute), "offering a disk"),
             }
         }
         Ok(())
@@ -221,8 +221,8 @@ impl Opened<'_> {
     fn described(&self) -> serde_json::Value {
         let (geometry, features) = (self.disk.geometry(), self.disk.features());
         serde_json::json!({
-            "file": self.args.path().ok().map(shown),
-            "vhost_user": self.args.vhost_user.as_deref().map(shown),
+            "file": self.args.path().ok().map(absolute),
+            "vhost_user": self.args.vhost_user.as_deref().map(absolute),
             "fd": self.args.fd,
             "bytes": geometry.bytes,
             "block_bytes": geometry.logical_block_bytes,

@@ -6,8 +6,8 @@ use clap::{Arg, ArgAction, Command};
 use clap_mangen::roff::{Roff, bold, italic, roman};
 use serde::de::DeserializeOwned;
 
-use crate::cli::as_keys;
-use crate::{cli, config, disk};
+use crate::flags::as_keys;
+use crate::{config, disk, flags};
 
 /// The name of the page.
 pub const NAME: &str = "ferry.toml";
@@ -45,7 +45,7 @@ pub fn page(table: &Command) -> Vec<u8> {
     page.control("SH", ["SHARES"]).text([roman("Keys of a [[share]] table.")]);
     page.control("TP", []).text([bold("source"), roman(" (string, required)")]);
     page.text([roman(help(positional(share)).join(" ") + " The key dir is the same.")]);
-    add_keys(&mut page, share, &keys::<cli::Share>());
+    add_keys(&mut page, share, &keys::<flags::Share>());
     page.control("SH", ["DISKS"]).text([roman("Keys of a [[disk]] table.")]);
     page.control("TP", []).text([bold("file"), roman(" (string, required)")]);
     page.text([roman(help(positional(disk)).join(" "))]);
@@ -143,7 +143,7 @@ mod tests {
     fn every_key_is_on_the_page() {
         let table = super::super::built();
         let page = String::from_utf8(page(&table)).expect("text");
-        let all = [keys::<config::File>(), keys::<cli::Share>(), keys::<disk::Args>()].concat();
+        let all = [keys::<config::File>(), keys::<flags::Share>(), keys::<disk::Args>()].concat();
         assert!(all.len() > 80, "{all:?}");
         for key in all.iter().filter(|key| !["share", "disk", "dir"].contains(&key.as_str())) {
             assert!(page.contains(&format!("\\fB{}\\fR (", key.replace('-', "\\-"))), "{key}");

@@ -10,7 +10,9 @@ use ferry_image::{
 };
 use serde_json::json;
 
-use super::{StoreArg, bar, print};
+use super::args::StoreArg;
+use super::report::bar;
+use crate::output::print;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum LayoutName {

@@ -2,7 +2,6 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -11,6 +10,7 @@ use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
 use super::mount::MountArgs;
+use crate::recipes::shell_word;
 
 /// Why the kernel mounts no image here, whichever it is.
 #[derive(Debug)]
@@ -69,14 +69,7 @@ fn words(args: &MountArgs) -> Vec<OsString> {
 
 /// The line for a shell.
 fn shown(words: &[OsString]) -> String {
-    words.iter().fold(String::from("ferry"), |line, word| {
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/.,:=@_+-".contains(&byte);
-        let text = word.to_string_lossy();
-        match word.as_bytes() {
-            bytes if !bytes.is_empty() && bytes.iter().copied().all(is_plain) => format!("{line} {text}"),
-            _ => format!("{line} '{}'", text.replace('\'', r"'\''")),
-        }
-    })
+    words.iter().fold(String::from("ferry"), |line, word| format!("{line} {}", shell_word(&word.to_string_lossy())))
 }
 
 #[cfg(test)]

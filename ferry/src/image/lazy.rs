@@ -17,8 +17,9 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::mount::{MountArgs, attach};
-use super::registry::{self, Background, JOBS_MAX, Origin};
+use super::registry::{self, Background, Origin};
 use super::watch::{Watch, until_unmounted};
+use crate::flags::JOBS_MAX;
 use crate::guardian::{Guardian, GuardianTask};
 use crate::mount::{DevNull, in_background};
 use crate::size::Size;
@@ -191,7 +192,7 @@ fn fetch(background: Background, objects: &Arc<ferry_image::Objects>, sender: &S
 fn ready(nulls: Option<DevNull>) -> Result<()> {
     match nulls {
         Some(nulls) => {
-            super::print("mounted\n")?;
+            crate::output::print("mounted\n")?;
             nulls.leave(None)
         }
         None => {

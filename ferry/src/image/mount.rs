@@ -18,13 +18,13 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
+use super::args::{ImageArg, StoreArg};
 use super::fuse_fallback::{self, KernelMountError};
 use super::lazy::{self, LazyArgs};
 use super::loops::Loop;
 use super::named;
 use super::upper::Upper;
 use super::verity::{self, Packs, VerityPolicy};
-use super::{ImageArg, StoreArg};
 
 #[derive(Debug, clap::Args)]
 pub struct MountArgs {

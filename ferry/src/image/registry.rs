@@ -7,14 +7,12 @@ use anyhow::Result;
 use anyhow::bail;
 use ferry_image::{Digest, Source};
 
-use super::{ImageArg, ImageDigest, StoreArg};
-use crate::cli::Share;
+use super::args::{ImageArg, StoreArg};
+use crate::flags::{ImageDigest, JOBS_MAX, Share};
 use crate::size::Size;
 
 /// How many requests at a time, unless told otherwise.
 const JOBS: u16 = 4;
-/// More connections to one server are rude.
-pub const JOBS_MAX: u16 = 256;
 /// How many requests more than those may be under way, all together, for readers wait for them.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
@@ -156,8 +154,9 @@ mod with {
     use ferry_registry::{Client, Counts, Options, Packs, PullOptions, Pulled, Pushed, Remote};
     use serde_json::json;
 
-    use super::super::{bar, print};
+    use super::super::report::bar;
     use super::*;
+    use crate::output::print;
 
     /// How long the server is left alone when fetching beside the readers has failed.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use ferry_image::{Image, RepairCounts, Sealed, note_damage, repair_packs, seal_image};
 
-use super::ImageArg;
+use super::args::ImageArg;
 use super::registry::{self, Origin};
 
 #[derive(Debug, clap::Args)]

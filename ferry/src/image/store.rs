@@ -10,7 +10,9 @@ use ferry_image::{
 };
 use serde_json::json;
 
-use super::{StoreArg, ended, print, set_name};
+use super::args::StoreArg;
+use super::report::set_name;
+use crate::output::{ignore_closed_pipe, print};
 use crate::status;
 
 /// What begins the names of images that a build has not completed.
@@ -205,7 +207,7 @@ pub fn diff(args: &DiffArgs) -> Result<u8> {
         Ok(())
     });
     let walked = walked.and_then(|()| Ok(out.flush()?));
-    ended(walked).with_context(|| damaged(&args.old, &args.new))?;
+    ignore_closed_pipe(walked).with_context(|| damaged(&args.old, &args.new))?;
     Ok(if same { status::DONE } else { status::WRONG })
 }
 

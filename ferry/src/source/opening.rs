@@ -11,12 +11,12 @@ use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
 use ferry_vfs::FileSystem;
 
-use super::{Kind, Options, is_new, ours};
-use crate::cli::{Cache, Share, Watch};
+use super::{Options, is_new, ours};
 use crate::detached_mounts::DetachedMounts;
+use crate::flags::{Cache, Kind, Server, Share, Watch};
 use crate::image::registry;
 use crate::new_files::NewFiles;
-use crate::remote::{PreparedServer, Server};
+use crate::remote::PreparedServer;
 use crate::sandbox::{Inside, ServerAccess};
 
 /// The sources of one process. Shares that name one source with the same flags use one object: they see each other's changes and
@@ -67,7 +67,7 @@ impl Sources {
     pub fn of(shares: &[Share]) -> Self {
         let mut all: Vec<Source> = Vec::new();
         let mut number_of = |share: &Share| {
-            let (kind, options) = (Kind::as_clients_see(share), Options::of(share));
+            let (kind, options) = (share.kind().canonical(), Options::of(share));
             let same = all.iter().position(|other| other.kind == kind && other.options == options);
             same.unwrap_or_else(|| {
                 let named = share.kind();
@@ -94,16 +94,11 @@ impl Sources {
         Ok(())
     }
 
-    /// The directory that has to stay visible for each source.
-    pub fn roots(&self) -> impl Iterator<Item = Option<Root>> {
-        self.all.iter().map(Source::root)
-    }
-
-    /// How each source reaches its server, if it has one.
-    pub fn reaches(&self) -> impl Iterator<Item = Option<ServerAccess>> {
-        self.all
-            .iter()
-            .map(|source| if let Stage::Server(server) = &source.stage { Some(server.reach()) } else { None })
+    /// Returns what each source needs of the host: its directory, and the way to its server.
+    pub fn access(&self) -> Vec<(Option<Root>, Option<ServerAccess>)> {
+        let server =
+            |source: &Source| if let Stage::Server(server) = &source.stage { Some(server.reach()) } else { None };
+        self.all.iter().map(|source| (source.root(), server(source))).collect()
     }
 
     /// Opens the sources where they are seen: inside a sandbox for which they were prepared, or without one.

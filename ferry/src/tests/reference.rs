@@ -9,13 +9,9 @@ use clap::builder::StyledStr;
 use clap::{Arg, Command};
 
 use super::book::{PAGE_BYTES_MAX, root};
-<<<<<<< HEAD:ferry/src/documents/reference.rs
-use super::configuration::{keys, value_of};
-use super::{built, commands};
-=======
+use crate::documents::configuration::{keys, value_of};
 use crate::documents::{built, commands};
->>>>>>> 1a892154 (ferry: put the tests of documents and command lines in one folder):ferry/src/tests/reference.rs
-use crate::{cli, config, disk, virtiofsd};
+use crate::{config, disk, flags, virtiofsd};
 
 /// Has the test write the pages instead of comparing them.
 const WRITE: &str = "FERRY_WRITE_REFERENCE";
@@ -267,7 +263,7 @@ fn configuration(table: &Command) -> String {
          ## `[[disk]]`\n\n{}",
         of_file.iter().map(|key| format!("`{key}`")).collect::<Vec<_>>().join(", "),
         place(share, Some("Confinement")),
-        table_of(share, &keys::<cli::Share>().into_iter().filter(|key| key != "dir").collect::<Vec<_>>()),
+        table_of(share, &keys::<flags::Share>().into_iter().filter(|key| key != "dir").collect::<Vec<_>>()),
         table_of(disk, &keys::<disk::Args>()),
     )
 }

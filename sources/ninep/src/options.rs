@@ -33,7 +33,7 @@ pub enum Cache {
 }
 
 /// How to use a server.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// The tree to attach to; empty: the server's only one.
     pub tree: Vec<u8>,

@@ -1,14 +1,13 @@
 //! Flags that do not go together, or not with their source or exports, each told in one sentence. In files, where flags are keys, it is
-//! shown without their dashes ([`as_keys`]).
+//! shown without their dashes ([`super::as_keys`]).
 
 use std::fmt::Display;
 
-use super::super::values::{Acl, Cache, FileHandles, Passthrough, Watch};
-use super::Share;
-use crate::ninep::{Address, Users};
-use crate::remote::Server;
+use super::address::{Address, Users};
+use super::share::Share;
+use super::source::{Kind, Server};
+use super::values::{Acl, Cache, FileHandles, Passthrough, Watch};
 use crate::size::Size;
-use crate::source::Kind;
 
 /// The least memory for data of a 9P server: with less, what is read ahead pushes itself out.
 const SERVER_CACHE_BYTES_MIN: u64 = 16 << 20;
@@ -248,12 +247,6 @@ impl Share {
     fn makes_unix_socket(&self) -> bool {
         self.virtiofs.is_some() || matches!(self.ninep, Some(Address::Unix(_) | Address::VhostUser(_)))
     }
-}
-
-/// The same sentence for a file.
-pub fn as_keys(sentence: &str) -> String {
-    let words = sentence.split(' ');
-    words.map(|word| word.strip_prefix("--").unwrap_or(word)).collect::<Vec<_>>().join(" ")
 }
 
 /// The first of some flags that was given.

@@ -1,27 +1,24 @@
 //! The flags of one share: a source, and the exports that it goes through.
 
-mod contradictions;
-
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-pub use contradictions::as_keys;
 use ferry_idmap::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
+use super::address::{Address, Users};
+use super::source::Kind;
 use super::values::{
-    Acl, Cache, Carrier, DaxFiles, FileHandles, MapUser, MigrationMode, OnMigrationError, Passthrough, Watch, Window,
-    made_tag, tag_of,
+    Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
+    Watch, Window, as_keys, default_tag, tag_from_name,
 };
-use crate::image::ImageDigest;
-use crate::image::registry::JOBS_MAX;
-use crate::ninep::{Address, Users};
 use crate::size::Size;
-use crate::source::Kind;
 
+/// The maximum number of parallel requests to a registry.
+pub const JOBS_MAX: u16 = 256;
 /// More request queues than this help no guest: Linux makes at most one per CPU.
 const QUEUES_MAX: u16 = 64;
 /// Past a second of polling an idle share costs a whole CPU for nothing.
@@ -486,10 +483,20 @@ impl Share {
     /// The tag that was given, or one made of the source's own name.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
-            Kind::Dir(path) | Kind::Pmem(path) | Kind::Image(path) => tag_of(&path),
-            Kind::Mem => made_tag("mem"),
-            Kind::Ninep(_) => made_tag("9p"),
+            Kind::Dir(path) | Kind::Pmem(path) | Kind::Image(path) => default_tag(&path),
+            Kind::Mem => tag_from_name("mem"),
+            Kind::Ninep(_) => tag_from_name("9p"),
         })
+    }
+
+    /// Returns the name in the table of mounts and in the log.
+    pub fn name(&self) -> String {
+        self.fsname.clone().unwrap_or_else(|| self.source.to_string_lossy().into_owned())
+    }
+
+    /// Returns the number of queues of its device.
+    pub fn queue_count(&self) -> usize {
+        self.queues.map_or_else(|| ferry_virtiofs::Options::default().queues, usize::from)
     }
 
     /// How long to poll, where it was given.

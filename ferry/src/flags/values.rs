@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::str::FromStr;
 
+use ferry_image::Digest;
 use ferry_virtiofs::Tag;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
-use crate::size::Size;
+use crate::size::{Size, deserialize_from_str};
 
 /// What a guest may keep, and for how long.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
@@ -177,27 +178,41 @@ impl FromStr for DaxFiles {
     }
 }
 
-impl<'de> Deserialize<'de> for Window {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
+/// A digest as people write it.
+#[derive(Clone, Copy, Debug)]
+pub struct ImageDigest(pub Digest);
+
+impl FromStr for ImageDigest {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digest = Digest::parse(text.as_bytes());
+        let why = || {
+            format!(
+                "{text:?} is no digest: it is tree:, blake3: or sha256: and 64 hexadecimal digits, as ferry image build and info print it"
+            )
+        };
+        digest.map(Self).ok_or_else(why)
     }
 }
 
-impl<'de> Deserialize<'de> for DaxFiles {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input)?.parse().map_err(serde::de::Error::custom)
-    }
+/// The same sentence for a file.
+pub fn as_keys(sentence: &str) -> String {
+    let words = sentence.split(' ');
+    words.map(|word| word.strip_prefix("--").unwrap_or(word)).collect::<Vec<_>>().join(" ")
 }
+
+deserialize_from_str!(Window, DaxFiles, ImageDigest);
 
 /// A tag made of a directory's own name, also for `.` and `..`.
-pub fn tag_of(dir: &Path) -> Tag {
+pub fn default_tag(dir: &Path) -> Tag {
     let absolute = dir.canonicalize();
     let name = absolute.as_deref().unwrap_or(dir).file_name();
-    made_tag(&name.unwrap_or_default().to_string_lossy())
+    tag_from_name(&name.unwrap_or_default().to_string_lossy())
 }
 
 /// A tag made of any name: what shells, `fstab` and VMM options would trip over becomes a dash.
-pub fn made_tag(name: &str) -> Tag {
+pub fn tag_from_name(name: &str) -> Tag {
     let safe = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
     let tag: String = name.chars().map(safe).take(Tag::BYTES_MAX).collect();
     let tag = if tag.chars().any(|c| c.is_ascii_alphanumeric()) { &tag } else { "share" };
@@ -230,7 +245,7 @@ mod tests {
             ("数据", "share"),
             ("0123456789012345678901234567890123456789", "012345678901234567890123456789012345"),
         ] {
-            assert_eq!(made_tag(name).as_str(), tag, "{name}");
+            assert_eq!(tag_from_name(name).as_str(), tag, "{name}");
         }
     }
 

@@ -1,0 +1,15 @@
+//! The flags of one share, their values, and what does not go together.
+
+mod address;
+mod contradictions;
+mod share;
+mod source;
+mod values;
+
+pub use address::{Address, Users};
+pub use share::{JOBS_MAX, Share};
+pub use source::{Kind, Server};
+pub use values::{
+    Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
+    Watch, Window, as_keys, default_tag, memory_mib, tag_from_name,
+};
