@@ -1,9 +1,11 @@
 //! A thread pool for blocking calls that have no asynchronous form.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
+
+use crate::lock::lock;
 
 /// The maximum number of concurrent slow calls. They mostly wait for a disk, so it may exceed the number of CPUs.
 const THREADS_MAX: usize = 8;
@@ -76,10 +78,6 @@ struct Shared {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Starts another thread if it is useful and the system allows it.
     fn reinforce(self: &Arc<Self>, state: &mut State) {
         if !state.wants_thread() {
@@ -100,14 +98,14 @@ pub struct BlockingPool(Arc<Shared>);
 
 impl std::fmt::Debug for BlockingPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("threads", &self.0.lock().threads.len()).finish()
+        f.debug_struct("Lane").field("threads", &lock(&self.0.state).threads.len()).finish()
     }
 }
 
 impl BlockingPool {
     /// Runs `job` on another thread; on this one if no thread can be started.
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
-        let mut state = self.0.lock();
+        let mut state = lock(&self.0.state);
         state.jobs.push_back(Box::new(job));
         self.0.reinforce(&mut state);
         if state.threads.is_empty() {
@@ -127,7 +125,7 @@ impl BlockingPool {
     /// Waits until all calls are done; returns the number of calls unfinished after `patience`.
     fn close(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
-        let mut state = self.0.lock();
+        let mut state = lock(&self.0.state);
         state.closed = true;
         self.0.changed.notify_all();
         // A call may own the object that contains the pool, so the pool does not wait for its own thread.
@@ -159,7 +157,7 @@ impl Drop for BlockingPool {
 }
 
 fn work(shared: &Arc<Shared>) {
-    let mut state = shared.lock();
+    let mut state = lock(&shared.state);
     loop {
         let has_room = state.has_room();
         if has_room && let Some(job) = state.jobs.pop_front() {
@@ -169,7 +167,7 @@ fn work(shared: &Arc<Shared>) {
             drop(state);
             // A panic in a job must not remove the thread from the count.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
-            state = shared.lock();
+            state = lock(&shared.state);
             state.note(None);
             continue;
         }
@@ -208,7 +206,7 @@ mod tests {
             });
         }
         // One more thread may run, in case all others block.
-        assert!(blocking_pool.0.lock().threads.len() <= THREADS_MAX + 1);
+        assert!(lock(&blocking_pool.0.state).threads.len() <= THREADS_MAX + 1);
         drop(blocking_pool);
         assert_eq!(done.load(Ordering::Relaxed), 100);
     }
@@ -223,7 +221,7 @@ mod tests {
             let (blocked, begins) = (Arc::clone(&blocked), begins.clone());
             blocking_pool.run(move || {
                 let _ = begins.send(());
-                let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                let _ = lock(&blocked).recv();
             });
         }
         (0..THREADS_MAX).for_each(|_| begun.recv().expect("all threads are blocked"));
@@ -245,7 +243,7 @@ mod tests {
             for _ in 0..THREADS_MAX {
                 let blocked = Arc::clone(&blocked);
                 blocking_pool.run(move || {
-                    let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let _ = lock(&blocked).recv();
                 });
             }
             let tell = tell.clone();
@@ -255,7 +253,7 @@ mod tests {
             assert_eq!(told.recv_timeout(PATIENCE), Ok(round));
             assert!(begin.elapsed() >= OVERDUE, "they count for a while");
         }
-        assert!(blocking_pool.0.lock().threads.len() <= 3 * (THREADS_MAX + 1));
+        assert!(lock(&blocking_pool.0.state).threads.len() <= 3 * (THREADS_MAX + 1));
         drop(keep);
         assert_eq!(blocking_pool.close(PATIENCE), 0);
     }
@@ -269,14 +267,14 @@ mod tests {
         for _ in 0..2 * THREADS_MAX + 1 {
             let blocked = Arc::clone(&blocked);
             blocking_pool.run(move || {
-                let _ = blocked.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                let _ = lock(&blocked).recv();
             });
         }
         blocking_pool.run(move || {
             let _ = tell.send(());
         });
         assert_eq!(told.recv_timeout(PATIENCE), Ok(()), "{blocking_pool:?}");
-        assert!(blocking_pool.0.lock().threads.len() <= 2 * THREADS_MAX + 2, "{blocking_pool:?}");
+        assert!(lock(&blocking_pool.0.state).threads.len() <= 2 * THREADS_MAX + 2, "{blocking_pool:?}");
         drop(keep);
         assert_eq!(blocking_pool.close(PATIENCE), 0);
     }

@@ -1,10 +1,12 @@
 //! A mailbox through which other threads send messages to a worker.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
+
+use crate::lock::lock;
 
 /// A queue of messages and the descriptor that wakes its reader.
 #[derive(Debug)]
@@ -25,13 +27,9 @@ impl<T> Mailbox<T> {
         Ok(Self { items: Mutex::new(Some(Vec::new())), filled: AtomicBool::new(false), wake })
     }
 
-    fn items(&self) -> MutexGuard<'_, Option<Vec<T>>> {
-        self.items.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Posts a message and wakes the reader. Once the mailbox is closed, the message is dropped.
     pub fn post(&self, item: T) {
-        match &mut *self.items() {
+        match &mut *lock(&self.items) {
             Some(items) => items.push(item),
             None => return,
         }
@@ -48,13 +46,13 @@ impl<T> Mailbox<T> {
     /// Takes all messages, oldest first.
     pub fn take(&self) -> Vec<T> {
         self.filled.store(false, Ordering::Release);
-        self.items().as_mut().map(std::mem::take).unwrap_or_default()
+        lock(&self.items).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Closes the mailbox: drops its messages and all later ones.
     pub fn close(&self) {
         // Dropping a message may post another one, so the lock must not be held.
-        let left = self.items().take();
+        let left = lock(&self.items).take();
         drop(left);
     }
 }

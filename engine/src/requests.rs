@@ -3,10 +3,12 @@
 use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{LazyLock, Mutex, PoisonError, RwLock};
 use std::time::Instant;
 
 use ferry_vfs::{Errno, Ino, OFlags, SetAttr};
+
+use crate::lock::lock;
 
 /// The maximum number of inodes in a [`Filter`].
 pub const INODES_MAX: usize = 16;
@@ -41,13 +43,9 @@ pub fn watch(filter: Option<Filter>) {
     let mut current = FILTER.write().unwrap_or_else(PoisonError::into_inner);
     ON.store(filter.is_some(), Ordering::Relaxed);
     if filter.is_none() {
-        *paths() = HashMap::new();
+        *lock(&PATHS) = HashMap::new();
     }
     *current = filter;
-}
-
-fn paths() -> MutexGuard<'static, HashMap<(String, Ino), String>> {
-    PATHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Records the name of an inode, which later log lines show, if requests are logged.
@@ -58,7 +56,7 @@ pub fn record_name(share: &str, (dir, name): (Ino, &[u8]), ino: Ino) {
     let name = String::from_utf8_lossy(name);
     let path = match dir {
         Ino::ROOT => format!("/{name}"),
-        _ => match paths().get(&(share.to_owned(), dir)) {
+        _ => match lock(&PATHS).get(&(share.to_owned(), dir)) {
             Some(dir) => format!("{dir}/{name}"),
             None => return,
         },
@@ -72,7 +70,7 @@ pub fn record_path(share: &str, path: &[u8], ino: Ino) {
 }
 
 fn set_path(share: &str, ino: Ino, path: String) {
-    let mut paths = paths();
+    let mut paths = lock(&PATHS);
     if paths.len() >= PATHS_MAX {
         paths.clear();
     }
@@ -84,7 +82,7 @@ fn file(share: &str, ino: Ino) -> String {
     match ino {
         Ino::ROOT => "/".into(),
         Ino(number) => {
-            let path = paths().get(&(share.to_owned(), ino)).cloned();
+            let path = lock(&PATHS).get(&(share.to_owned(), ino)).cloned();
             path.unwrap_or_else(|| format!("inode {number}"))
         }
     }

@@ -16,12 +16,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
 use ferry_vfs::{Errno, Result, SessionId};
+
+use crate::lock::lock;
 
 /// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
 /// is not to hold up other clients, and then has itself to blame.
@@ -122,13 +124,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Changes what is known of a file, and forgets it if that is nothing.
     fn with<T>(&self, file: FileId, change: impl FnOnce(&mut File) -> T) -> T {
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let known = table.files.entry(file).or_default();
         let outcome = change(known);
         if known.parts.is_empty() && known.ends.is_empty() {
@@ -159,7 +157,7 @@ impl Windows {
     /// the length that the file has *after* this.
     pub fn claim(&self, member: &Arc<Member>, by: SessionId, file: FileId, part: Range<u64>) -> Claim {
         let number = {
-            let mut table = self.0.table();
+            let mut table = lock(&self.0.table);
             table.parts_ever += 1;
             table.parts_ever
         };
@@ -174,7 +172,7 @@ impl Windows {
 
     /// Where a file is about to end; `u64::MAX` if nobody is making it shorter.
     pub fn limit(&self, file: FileId) -> u64 {
-        self.0.table().files.get(&file).map_or(u64::MAX, File::limit)
+        lock(&self.0.table).files.get(&file).map_or(u64::MAX, File::limit)
     }
 
     /// What windows may store to of this part of a file, in order. Costs one load in processes without windows, where `file` is not
@@ -184,7 +182,7 @@ impl Windows {
             return Vec::new();
         }
         let Some(file) = file() else { return Vec::new() };
-        let table = self.0.table();
+        let table = lock(&self.0.table);
         let parts = table.files.get(&file).map_or(&[][..], |known| &known.parts);
         let mut stored: Vec<_> = parts
             .iter()

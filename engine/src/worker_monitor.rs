@@ -2,7 +2,7 @@
 //! if the export's policy requires it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use ferry_vfs::Errno;
 
 use crate::barrier::{barrier, register_barrier};
 use crate::generation::{Generation, GenerationCell, NotEnded};
+use crate::lock::lock;
 use crate::watch::{CallSnapshot, Watch};
 
 /// How often workers are checked. A check costs one load per worker.
@@ -117,7 +118,7 @@ impl std::fmt::Debug for MonitorHandle {
 impl MonitorHandle {
     /// Monitors another worker until it is dropped.
     pub fn add(&self, post: Weak<dyn MonitoredWorker>) {
-        self.0.workers.lock().unwrap_or_else(PoisonError::into_inner).push(post);
+        lock(&self.0.workers).push(post);
         self.ring();
     }
 
@@ -129,7 +130,7 @@ impl MonitorHandle {
     }
 
     fn wake(&self) {
-        if let Some(thread) = &*self.0.thread.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(thread) = &*lock(&self.0.thread) {
             thread.unpark();
         }
     }
@@ -153,7 +154,7 @@ impl Monitor {
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
             MonitorLoop { shared, verdict, seen: Vec::new(), blocked: Vec::new(), polled: Instant::now() }.run();
         })?;
-        *monitor_handle.0.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
+        *lock(&monitor_handle.0.thread) = Some(thread.thread().clone());
         Ok(Self { monitor_handle, thread: Some(thread) })
     }
 }
@@ -238,7 +239,7 @@ impl MonitorLoop {
 
     /// Takes over new workers.
     fn add_new_workers(&mut self, now: Instant) {
-        let mut new = std::mem::take(&mut *self.shared.workers.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut new = std::mem::take(&mut *lock(&self.shared.workers));
         self.seen.extend(new.drain(..).filter_map(|post| {
             let seen = post.upgrade()?.watch().look();
             Some(Observation { post, seen, since: now, relieved: false, is_noted: false })

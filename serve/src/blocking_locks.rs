@@ -2,8 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_engine::lock;
 use ferry_vfs::{Errno, Result, Waiter};
 
 /// INTERRUPTs of requests that are not parked, remembered for when they are: more than ever run at the same time,
@@ -30,13 +31,9 @@ pub(crate) struct BlockedLock {
 }
 
 impl BlockedLock {
-    fn lock(&self) -> MutexGuard<'_, WaitState> {
-        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends the wait; returns whether it had not ended before.
     fn end(&self, outcome: Result<()>) -> bool {
-        let mut stage = self.lock();
+        let mut stage = lock(&self.stage);
         if stage.outcome.is_some() {
             return false;
         }
@@ -51,7 +48,7 @@ impl BlockedLock {
 
     /// Lets the answer go; returns whether it went at once.
     fn park(&self) -> bool {
-        let mut stage = self.lock();
+        let mut stage = lock(&self.stage);
         stage.parked = true;
         let Some(outcome) = stage.outcome else { return false };
         let answer = stage.answer.take();
@@ -85,10 +82,6 @@ struct State {
 pub(crate) struct BlockedLocks(Mutex<State>);
 
 impl BlockedLocks {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A waiter for request `unique`, which is answered by `answer`. A lock that is granted although the client was
     /// told EINTR is passed to `give_back`.
     pub(crate) fn waiter(
@@ -103,7 +96,7 @@ impl BlockedLocks {
         let (waits, ended) = (Arc::clone(self), Arc::clone(&wait));
         let wake = move |outcome: Result<()>| {
             if ended.end(outcome) {
-                waits.lock().parked.remove(&unique);
+                lock(&waits.0).parked.remove(&unique);
             } else if outcome.is_ok() {
                 give_back();
             }
@@ -113,7 +106,7 @@ impl BlockedLocks {
 
     /// The source keeps the waiter: from now on the request can be interrupted.
     pub(crate) fn park(&self, unique: u64, wait: Arc<BlockedLock>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         if let Some(index) = state.early.iter().position(|early| *early == unique) {
             state.early.remove(index);
             drop(state);
@@ -124,19 +117,19 @@ impl BlockedLocks {
         state.parked.insert(unique, Arc::clone(&wait));
         drop(state);
         if wait.park() {
-            self.lock().parked.remove(&unique);
+            lock(&self.0).parked.remove(&unique);
         }
     }
 
     /// The client goes on elsewhere, or here later, and asks again: nobody is to get a lock for it meanwhile.
     pub(crate) fn give_up(&self) {
-        let parked: Vec<_> = self.lock().parked.drain().map(|(_, wait)| wait).collect();
+        let parked: Vec<_> = lock(&self.0).parked.drain().map(|(_, wait)| wait).collect();
         parked.iter().for_each(|wait| wait.interrupt());
     }
 
     /// The client wants no answer to a request any more.
     pub(crate) fn interrupt(&self, unique: u64) {
-        let mut state = self.lock();
+        let mut state = lock(&self.0);
         match state.parked.remove(&unique) {
             Some(wait) => {
                 drop(state);
@@ -204,7 +197,7 @@ mod tests {
                 waiter.dismiss();
             }
             assert_eq!(*seen.0.lock().unwrap(), (answers.to_vec(), given_back), "{steps}");
-            assert!(waits.lock().parked.is_empty(), "{steps}: nothing is kept");
+            assert!(lock(&waits.0).parked.is_empty(), "{steps}: nothing is kept");
         }
     }
 
@@ -212,7 +205,7 @@ mod tests {
     fn early_interrupts_are_bounded_and_for_their_own_request() {
         let waits = Arc::new(BlockedLocks::default());
         (0..10 * EARLY_MAX as u64).for_each(|unique| waits.interrupt(2 * unique));
-        assert_eq!(waits.lock().early.len(), EARLY_MAX);
+        assert_eq!(lock(&waits.0).early.len(), EARLY_MAX);
         let (store, wait, seen) = waiter(&waits, 3);
         waits.park(3, wait);
         assert!(store.is_waiting() && seen.0.lock().unwrap().0.is_empty());

@@ -10,9 +10,10 @@
 
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use ferry_vfs::{Attr, FileType, Handle, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, Operation};
 
@@ -52,7 +53,7 @@ impl StaleOpens {
     /// The thread opens a file of which the client knows another length (`is_news`), or the right one: returns whether
     /// it is to be refused.
     fn refuses(&self, ino: Ino, pid: u32, is_news: bool) -> bool {
-        let mut refusals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut refusals = lock(&self.0);
         if !is_news && refusals.is_empty() {
             return false;
         }

@@ -20,10 +20,10 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use ferry_engine::RatelimitedLog;
+use ferry_engine::{RatelimitedLog, lock};
 use ferry_vfs::{Backing, Errno, Ino, OFlags};
 
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
@@ -103,7 +103,7 @@ impl Passthrough {
 
     fn shard(&self, ino: Ino) -> MutexGuard<'_, Shard> {
         let index = usize::try_from(ino.0 % SHARDS as u64).unwrap_or(0);
-        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[index])
     }
 
     /// An inode is opened once more, with these flags: returns how it is passed through, if it is. `file` is asked for if this

@@ -8,8 +8,9 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use ferry_engine::lock;
 use ferry_state::{Init, JournalEntry, Slot};
 use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
@@ -184,13 +185,13 @@ impl Session {
     /// The inodes that the client knows of, the root apart: for a carrier that has to tell it that anything may have
     /// changed.
     pub fn inodes(&self) -> Vec<Ino> {
-        let shards = self.shards.iter().map(|shard| shard.lock().unwrap_or_else(PoisonError::into_inner));
+        let shards = self.shards.iter().map(lock);
         shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
     }
 
     fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {
         let index = usize::try_from(number % SHARDS as u64).unwrap_or(0);
-        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[index])
     }
 
     /// The client is told of an inode, and has one reference more; returns what it is told.
@@ -364,8 +365,7 @@ impl Drop for Session {
             }
         };
         for shard in &self.shards {
-            let Shard { references, opens, .. } =
-                std::mem::take(&mut *shard.lock().unwrap_or_else(PoisonError::into_inner));
+            let Shard { references, opens, .. } = std::mem::take(&mut *lock(shard));
             for (open, opening) in opens {
                 (0..opening.count).for_each(|_| sure(&|| self.close(&caller, open)));
             }

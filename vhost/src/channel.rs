@@ -7,9 +7,10 @@ use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -49,23 +50,19 @@ struct State {
 pub(crate) struct Channel(Mutex<State>);
 
 impl Channel {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A front end is there.
     pub(crate) fn begin(&self) {
-        *self.state() = State { connected: true, ..State::default() };
+        *lock(&self.0) = State { connected: true, ..State::default() };
     }
 
     /// The front end is gone.
     pub(crate) fn end(&self) {
-        *self.state() = State::default();
+        *lock(&self.0) = State::default();
     }
 
     /// The front end can be reached here.
     pub(crate) fn set(&self, socket: OwnedFd) {
-        let mut state = self.state();
+        let mut state = lock(&self.0);
         state.socket = Some(socket);
         if state.owes {
             state.tell();
@@ -74,7 +71,7 @@ impl Channel {
 
     /// Tells the front end, as soon as it can be reached, to read the configuration space again.
     pub(crate) fn config_changed(&self) {
-        let mut state = self.state();
+        let mut state = lock(&self.0);
         if state.connected {
             state.tell();
         }

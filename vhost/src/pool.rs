@@ -8,9 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use ferry_engine::IDLE_THREAD;
+use ferry_engine::{IDLE_THREAD, lock};
 
-use crate::takeover::lock;
 use crate::threads::Threads;
 
 /// What a thread is to do, with a handler of its own.

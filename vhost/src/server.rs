@@ -4,11 +4,11 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use ferry_engine::RatelimitedLog;
+use ferry_engine::{RatelimitedLog, lock};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
@@ -38,13 +38,13 @@ impl Ended {
     /// Waits for that.
     pub fn wait(&self) {
         let (ended, changed) = &*self.0;
-        let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = lock(ended);
         drop(changed.wait_while(ended, |ended| !*ended));
     }
 
     fn say(&self) {
         let (ended, changed) = &*self.0;
-        *ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(ended) = true;
         changed.notify_all();
     }
 }
@@ -115,7 +115,7 @@ impl Server {
 
     fn stop_and_join(&mut self, for_good: bool) {
         let Some(thread) = self.thread.take() else { return };
-        let stream = self.stop.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = lock(&self.stop.stream);
         let had_left = for_good || stream.as_ref().is_some_and(|(stream, _)| has_left(stream));
         self.stop.had_left.store(had_left, Ordering::Relaxed);
         self.stop.for_good.store(for_good, Ordering::Relaxed);
@@ -223,7 +223,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
         };
         awaited = None;
         let current = conversation.stream.try_clone().ok().map(|stream| (stream, conversation.stored.is_some()));
-        *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = current;
+        *lock(&stop.stream) = current;
         if !stop.is_set() {
             tracing::debug!("a front end connected");
             stop.channel.begin();
@@ -231,7 +231,7 @@ fn serve<D: Device>(listener: &UnixListener, device: &Arc<D>, stop: &Stop) {
             stop.channel.end();
             tracing::debug!("the front end is gone");
         }
-        *stop.stream.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&stop.stream) = None;
         if device.serves_once() {
             return;
         }
@@ -288,7 +288,7 @@ fn converse<D: Device>(
         if let Some((store, _)) = stored {
             store.end();
         }
-        connection.lock().unwrap_or_else(PoisonError::into_inner).gone();
+        lock(&connection).gone();
     }
 }
 
@@ -335,16 +335,12 @@ impl<'a, D: Device> Listener<'a, D> {
         Ok(Self { requests, ours, connection, channel, takes_channel })
     }
 
-    fn connection(&self) -> MutexGuard<'_, Connection<D>> {
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for a message, and acts upon it.
     fn hear(&mut self) -> Result<Received, ReleasedConnection> {
-        let taken = channel::take(&self.ours, self.takes_channel, || self.connection().acknowledges());
+        let taken = channel::take(&self.ours, self.takes_channel, || lock(self.connection).acknowledges());
         let outcome = match taken {
             Ok(Some(socket)) => {
-                self.connection().attach(&socket);
+                lock(self.connection).attach(&socket);
                 self.channel.set(socket);
                 Ok(())
             }
@@ -355,7 +351,7 @@ impl<'a, D: Device> Listener<'a, D> {
             Ok(()) => Ok(Received::Done),
             Err(Error::Disconnected | Error::PartialMessage) => Ok(Received::Over),
             Err(error @ (Error::ReqHandlerError(_) | Error::InvalidOperation(_))) => {
-                self.connection().refuses(&error);
+                lock(self.connection).refuses(&error);
                 Ok(Received::Refused)
             }
             Err(error) => Err(ReleasedConnection::Message(error)),
@@ -385,7 +381,7 @@ fn listen_lasting<D: Device>(
     let mut listener = Listener::new(device, far, connection, &stop.channel)?;
     let mut lasting = PersistentConnection::new(stream, near, Arc::clone(store), records);
     for (key, (bytes, files)) in records {
-        listener.connection().taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
+        lock(listener.connection).taking_over(Inherited::Now { later: persistent_connection::was_added(*key) });
         lasting.forward(bytes, files)?;
         if listener.hear()? != Received::Done {
             tracing::warn!("the front end's message {key:#x} to the server before cannot be repeated");
@@ -393,7 +389,7 @@ fn listen_lasting<D: Device>(
         lasting.reply()?;
     }
     if !records.is_empty() {
-        listener.connection().taking_over(Inherited::Done);
+        lock(listener.connection).taking_over(Inherited::Done);
         tracing::debug!("a front end was taken over");
     }
     loop {
@@ -403,10 +399,10 @@ fn listen_lasting<D: Device>(
             Err(error) => return Err(error.into()),
         };
         lasting.record_before(&message)?;
-        let runs = listener.connection().runs();
+        let runs = lock(listener.connection).runs();
         let heard = listener.hear();
         let reply = lasting.reply()?;
-        lasting.record_base(listener.connection().resting())?;
+        lasting.record_base(lock(listener.connection).resting())?;
         lasting.commit(&message, &reply, (matches!(heard, Ok(Received::Done)), runs))?;
         heard?;
     }

@@ -7,10 +7,10 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch};
+use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch, lock};
 
 use crate::chain::Chain;
 use crate::pool::Pool;
@@ -24,11 +24,6 @@ const SLOW_FOR: Duration = Duration::from_secs(2);
 const LOOKS: u32 = 20;
 /// ... and between two of them so many calls end, or fewer: then each takes a millisecond or more, and others wait for it.
 const CALLS_PER_LOOK_MAX: u32 = 5;
-
-/// Locks, also after a panic elsewhere: no critical section of this crate leaves its data half changed.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Whether requests of a connection are slow at the moment.
 #[derive(Debug)]

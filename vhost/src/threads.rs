@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Mutex;
 use std::thread::{Builder, JoinHandle};
 
-use crate::takeover::lock;
+use ferry_engine::lock;
 
 /// All threads that serve one connection, for who waits for their end.
 #[derive(Debug, Default)]

@@ -11,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::channel::{self, ConnectionBroken, WaitLimit};
@@ -115,7 +116,7 @@ static KNOWN: Mutex<BTreeMap<FileId, usize>> = Mutex::new(BTreeMap::new());
 
 /// Whether a file is in a window.
 pub(crate) fn is_known(file: FileId) -> bool {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&file)
+    lock(&KNOWN).contains_key(&file)
 }
 
 /// A file's being known.
@@ -123,14 +124,14 @@ struct KnownFile(FileId);
 
 impl KnownFile {
     fn new(file: FileId) -> Self {
-        *KNOWN.lock().unwrap_or_else(PoisonError::into_inner).entry(file).or_insert(0) += 1;
+        *lock(&KNOWN).entry(file).or_insert(0) += 1;
         Self(file)
     }
 }
 
 impl Drop for KnownFile {
     fn drop(&mut self) {
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&KNOWN);
         if let Some(count) = known.get_mut(&self.0) {
             *count -= 1;
             if *count == 0 {
@@ -170,11 +171,7 @@ impl Window {
     /// Whether the front end maps files that are open for reading only. QEMU does not, and neither does it map them so that the guest
     /// cannot write; it is known by telling of what it maps, so not before the first mapping.
     pub fn maps_read_only(&self) -> bool {
-        self.state().tells == Some(false)
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state).tells == Some(false)
     }
 
     /// Has the front end map a part of a file, where nothing is mapped yet. When this comes back, the guest sees it.
@@ -184,10 +181,10 @@ impl Window {
     /// [`WindowError`].
     pub fn map(&self, file: BorrowedFd<'_>, part: Part) -> Result<(), WindowError> {
         let id = file_id(file).map_err(WindowError::File)?;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock(&self.turn);
         let told = AddedRegion { file: id, file_offset: part.file_offset, bytes: part.bytes };
         let line = {
-            let mut state = self.state();
+            let mut state = lock(&self.state);
             if state.regions >= REGIONS_MAX {
                 return Err(WindowError::TooMany(state.regions));
             }
@@ -198,7 +195,7 @@ impl Window {
             line
         };
         let outcome = self.ask(&line, &Message::map(part), Some(file));
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
             state.mapped.remove(&part.window_offset);
@@ -247,35 +244,35 @@ impl Window {
     /// # Errors
     /// [`WindowError`].
     pub fn unmap(&self, part: Part) -> Result<(), WindowError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock(&self.turn);
         self.undo(part)
     }
 
     /// The same for whoever has the turn.
     fn undo(&self, part: Part) -> Result<(), WindowError> {
-        let line = self.state().line()?;
+        let line = lock(&self.state).line()?;
         let outcome = self.ask(&line, &Message::unmap(part), None);
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
         Ok(())
     }
 
     fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, ConnectionBroken> {
-        let may_be_stale = self.state().may_be_stale;
-        let wait_limit = WaitLimit { within: self.reply_within, is_over: &|| self.state().ended };
+        let may_be_stale = lock(&self.state).may_be_stale;
+        let wait_limit = WaitLimit { within: self.reply_within, is_over: &|| lock(&self.state).ended };
         channel::ask(line, (asked.code, &asked.body), file, &wait_limit, may_be_stale)
     }
 
     /// The front end has mapped what the server before this one has asked it for.
     pub(crate) fn take_over(&self) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         (state.taken_over, state.may_be_stale) = (true, true);
     }
 
     /// Whether the front end has mapped what a server before this one has asked it for.
     pub fn is_taken_over(&self) -> bool {
-        self.state().taken_over
+        lock(&self.state).taken_over
     }
 
     /// The server before had a part of this file mapped at this place of the window.
@@ -284,7 +281,7 @@ impl Window {
     /// Those of `fstat(2)`.
     pub fn adopt(&self, window_offset: u64, file: BorrowedFd<'_>) -> std::io::Result<()> {
         let known = KnownFile::new(file_id(file)?);
-        self.state().mapped.insert(window_offset, known);
+        lock(&self.state).mapped.insert(window_offset, known);
         Ok(())
     }
 
@@ -310,7 +307,7 @@ impl Window {
             self.map(memory.as_fd(), part)?;
             self.unmap(part)?;
         }
-        self.state().may_be_stale = false;
+        lock(&self.state).may_be_stale = false;
         Ok(())
     }
 
@@ -322,7 +319,7 @@ impl Window {
             tracing::error!("the front end's channel for the window cannot be used: {error}");
             return;
         }
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if !state.ended {
             state.line = Some(Arc::new(stream));
         }
@@ -330,12 +327,12 @@ impl Window {
 
     /// The front end tells of a change of its memory. Until [`Self::memory_changed`] it is made to wait.
     pub(crate) fn memory_change_begins(&self) {
-        self.state().waits = true;
+        lock(&self.state).waits = true;
     }
 
     /// The front end has told of its regions of memory, `added` being the new one.
     pub(crate) fn memory_changed(&self, regions: usize, added: Option<AddedRegion>) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.regions = regions;
         state.waits = false;
         state.heard = Some(Instant::now());
@@ -355,7 +352,7 @@ impl Window {
     /// The connection is over: nobody waits any longer. The socket is not shut down, for the next server may have it
     /// (`--state`), and User-mode Linux gives up a device whose socket is.
     pub(crate) fn end(&self) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.ended = true;
         state.line = None;
         state.mapped.clear();

@@ -10,7 +10,7 @@ use ferry_serve::{Server, SessionSlot, Share};
 use crate::device::Device;
 use crate::interrupted::Interrupted;
 use crate::stats::AllCounters;
-use ferry_engine::MonitorHandle;
+use ferry_engine::{MonitorHandle, lock};
 
 /// One connection to the kernel.
 #[derive(Debug)]
@@ -60,17 +60,17 @@ impl ConnectionEnd {
     pub(crate) fn mark_ended(&self) {
         self.ended.store(true, Ordering::Release);
         // Under the lock, so that no waiter misses it between its check and its wait.
-        let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let threads = lock(&self.threads);
         self.changed.notify_all();
         drop(threads);
-        for tell in std::mem::take(&mut *self.told.lock().unwrap_or_else(PoisonError::into_inner)) {
+        for tell in std::mem::take(&mut *lock(&self.told)) {
             tell();
         }
     }
 
     /// Calls `tell` when the connection ends, or now if it has.
     pub(crate) fn when_ended(&self, tell: impl Fn() + Send + Sync + 'static) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = lock(&self.told);
         if self.is_ended() {
             drop(told);
             tell();
@@ -85,7 +85,7 @@ impl ConnectionEnd {
 
     /// Waits until the connection has ended.
     pub(crate) fn wait(&self) {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = lock(&self.threads);
         while !self.is_ended() {
             threads = self.changed.wait(threads).unwrap_or_else(PoisonError::into_inner);
         }
@@ -94,7 +94,7 @@ impl ConnectionEnd {
     /// Waits for this long; returns whether the connection has ended.
     pub(crate) fn wait_for(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = lock(&self.threads);
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if self.is_ended() || left.is_zero() {
@@ -107,7 +107,7 @@ impl ConnectionEnd {
     /// Waits until no thread serves; returns how many still do after `patience`.
     pub(crate) fn wait_for_threads(&self, patience: Duration) -> usize {
         let until = Instant::now() + patience;
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = lock(&self.threads);
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if *threads == 0 || left.is_zero() {
@@ -120,14 +120,14 @@ impl ConnectionEnd {
 
 impl ServingThread {
     pub(crate) fn new(connection: &Arc<Connection>) -> Self {
-        *connection.end.threads.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *lock(&connection.end.threads) += 1;
         Self(Arc::clone(&connection.end))
     }
 }
 
 impl Drop for ServingThread {
     fn drop(&mut self) {
-        *self.0.threads.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *lock(&self.0.threads) -= 1;
         self.0.changed.notify_all();
     }
 }

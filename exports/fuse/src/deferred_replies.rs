@@ -4,9 +4,10 @@
 //! long or are interrupted.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
+use ferry_engine::lock;
 use ferry_wire::fuse::Opcode;
 
 /// A deferred request.
@@ -34,30 +35,26 @@ pub(crate) fn may_be_abandoned(opcode: u32) -> bool {
 }
 
 impl<P> DeferredReplies<P> {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, DeferredRequest<P>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records that another thread will reply to a request.
     pub(crate) fn begin(&self, unique: u64, place: P) {
-        self.lock().insert(unique, DeferredRequest { place, since: Instant::now(), is_given_up: false });
+        lock(&self.0).insert(unique, DeferredRequest { place, since: Instant::now(), is_given_up: false });
     }
 
     /// Removes a request; returns whether it was aborted.
     pub(crate) fn end(&self, unique: u64) -> bool {
-        self.lock().remove(&unique).is_some_and(|asked| asked.is_given_up)
+        lock(&self.0).remove(&unique).is_some_and(|asked| asked.is_given_up)
     }
 
     /// Returns the number of aborted requests that have not ended.
     pub(crate) fn given_up(&self) -> usize {
-        self.lock().values().filter(|asked| asked.is_given_up).count()
+        lock(&self.0).values().filter(|asked| asked.is_given_up).count()
     }
 
     /// Calls `give_up` for each request. It returns `None` if the request may continue, otherwise whether its caller
     /// got an error. Returns whether any may continue.
     pub(crate) fn apply_policy(&self, mut give_up: impl FnMut(u64, &P, Instant) -> Option<bool>) -> bool {
         let mut goes_on = false;
-        for (unique, asked) in self.lock().iter_mut().filter(|(_, asked)| !asked.is_given_up) {
+        for (unique, asked) in lock(&self.0).iter_mut().filter(|(_, asked)| !asked.is_given_up) {
             match give_up(*unique, &asked.place, asked.since) {
                 Some(told) => asked.is_given_up = told,
                 None => goes_on = true,

@@ -1,7 +1,7 @@
 //! A mounted source.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
@@ -21,7 +21,7 @@ use crate::notify::Notifier;
 use crate::stats::{AllCounters, Stats};
 use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
-use ferry_engine::{Monitor, MonitorHandle};
+use ferry_engine::{Monitor, MonitorHandle, lock};
 
 /// With io_uring, /dev/fuse only carries FORGET and INTERRUPT; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;
@@ -247,20 +247,22 @@ impl Export {
         if self.stopped.swap(true, Ordering::AcqRel) {
             return;
         }
-        drop(take(&self.notifier));
+        let notifier = lock(&self.notifier).take();
+        drop(notifier);
         self.unmount();
         let left = self.connection.end.wait_for_threads(THREADS_PATIENCE);
         if left > 0 {
             tracing::warn!("{left} threads of a mount are still blocked in the source; they are abandoned");
         }
-        drop(take(&self.monitor));
+        let monitor = lock(&self.monitor).take();
+        drop(monitor);
         self.connection.session.end();
         ferry_engine::sync_on_stop(&*self.source);
     }
 
     /// Unmounts. Users of files on the mount have a moment to finish, and are then cut off.
     fn unmount(&self) {
-        let mut mountpoint = self.mountpoint.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mountpoint = lock(&self.mountpoint);
         let until = Instant::now() + STOP_PATIENCE;
         while let Err(error) = mountpoint.unmount() {
             if matches!(error, MountError::Busy { .. }) && Instant::now() < until {
@@ -305,11 +307,6 @@ impl Drop for Export {
         self.connection.end.mark_ended();
         self.rings = None;
     }
-}
-
-/// Takes a part out, so that it is dropped without the lock.
-fn take<T>(part: &Mutex<Option<T>>) -> Option<T> {
-    part.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Returns whether the kernel caches anything, and so needs notifications.

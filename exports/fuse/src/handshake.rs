@@ -2,9 +2,10 @@
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ferry_engine::lock;
 use ferry_serve::{SessionSlot, ShareOptions};
 use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
@@ -75,11 +76,11 @@ impl RequestedOptions {
     }
 
     fn uring(&self) -> Result<(), NoUring> {
-        self.uring.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.uring).clone()
     }
 
     fn no_uring(&self, reason: NoUring) {
-        *self.uring.lock().unwrap_or_else(PoisonError::into_inner) = Err(reason);
+        *lock(&self.uring) = Err(reason);
     }
 
     fn adjust(&self, wanted: &mut InitOptions) {

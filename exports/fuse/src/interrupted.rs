@@ -3,10 +3,10 @@
 //! The server ends a waiting request at once. This module is for the others: the monitor aborts a handler that
 //! continues for long after its caller was interrupted.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::AbortPolicy;
+use ferry_engine::{AbortPolicy, lock};
 use ferry_vfs::Errno;
 
 /// How long a handler may continue after its caller was interrupted.
@@ -24,13 +24,9 @@ const KEPT_MAX: usize = 4096;
 pub(crate) struct Interrupted(Mutex<Vec<(u64, Instant)>>);
 
 impl Interrupted {
-    fn lock(&self) -> MutexGuard<'_, Vec<(u64, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records that the caller of a request was interrupted.
     pub(crate) fn note(&self, unique: u64) {
-        let mut notes = self.lock();
+        let mut notes = lock(&self.0);
         notes.retain(|(number, since)| *number != unique && since.elapsed() < KEPT);
         if notes.len() < KEPT_MAX {
             notes.push((unique, Instant::now()));
@@ -51,7 +47,7 @@ impl Interrupted {
 
     /// Returns whether the caller of a request was interrupted at least this long ago.
     pub(crate) fn contains(&self, unique: u64, at_least: Duration) -> bool {
-        self.lock().iter().any(|(number, since)| *number == unique && since.elapsed() >= at_least)
+        lock(&self.0).iter().any(|(number, since)| *number == unique && since.elapsed() >= at_least)
     }
 }
 
@@ -63,7 +59,7 @@ mod tests {
     fn interrupts_are_remembered_for_a_limited_time() {
         let interrupted = Interrupted::default();
         (0..2 * KEPT_MAX as u64).for_each(|unique| interrupted.note(unique));
-        assert_eq!(interrupted.lock().len(), KEPT_MAX);
+        assert_eq!(lock(&interrupted.0).len(), KEPT_MAX);
         assert!(interrupted.contains(4, Duration::ZERO));
         assert!(!interrupted.contains(4, Duration::MAX));
         assert!(!interrupted.contains(u64::MAX, Duration::ZERO));

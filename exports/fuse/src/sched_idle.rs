@@ -15,9 +15,10 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use rustix::thread::{Pid, gettid};
 
 use crate::machine::place_of;
@@ -90,7 +91,7 @@ impl SchedIdle {
     /// The monitor looks. Whether the thread is to give way at all, if it may; and whether anything was served: a machine with many
     /// CPUs has many threads that have nothing to do.
     pub(crate) fn look(&self, wanted: bool, served: bool) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state.gives_way.is_none() && !served {
             return;
         }
@@ -125,7 +126,7 @@ impl SchedIdle {
             // Before the lock is taken: the monitor would wait for it as long as this thread does for its CPU.
             let _ = set_policy(0, libc::SCHED_OTHER);
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state.turns.is_some() {
             state.again = state.again.max(Some(Instant::now() + COMPETES_MIN));
             self.set(&mut state, false);

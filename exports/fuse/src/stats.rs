@@ -1,8 +1,9 @@
 //! Statistics.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use ferry_engine::lock;
 
 /// What was served so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -55,7 +56,7 @@ pub(crate) struct AllCounters(Mutex<Vec<Arc<Counters>>>);
 impl AllCounters {
     /// Counters for one more worker, or those of one that has ended.
     pub(crate) fn lend(&self) -> Arc<Counters> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         // Only this reference is left after the end of a worker.
         if let Some(free) = all.iter().find(|counters| Arc::strong_count(counters) == 1) {
             return Arc::clone(free);
@@ -67,7 +68,7 @@ impl AllCounters {
 
     /// The sum of all.
     pub(crate) fn sum(&self) -> Stats {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = lock(&self.0);
         all.iter().fold(Stats::default(), |sum, one| Stats {
             requests: sum.requests + one.requests.get(),
             read_bytes: sum.read_bytes + one.read_bytes.get(),

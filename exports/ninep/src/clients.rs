@@ -8,11 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+use ferry_engine::lock;
 use ferry_vfs::SessionId;
 use socket2::SockRef;
 
 use crate::connection::Connection;
-use crate::hub::lock;
 use crate::shrink::shrink;
 
 /// The maximum number of fids, waiting locks, flushes and lock owners of one client, of some 300 bytes each: Linux

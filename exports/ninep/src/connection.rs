@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -11,7 +12,7 @@ use rustix::net::Shutdown;
 
 use crate::carrier::Client;
 use crate::clients::{ConnectionAccount, Resource};
-use crate::hub::{Hub, lock};
+use crate::hub::Hub;
 use crate::outbox::{Out, Outbox, SendResult, Socket};
 use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::{self, Session};

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::BlockingPool;
+use ferry_engine::{BlockingPool, lock};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -37,11 +37,6 @@ const HELD_BYTES: usize = 256;
 /// The keys of epoll events: the stop event, then listeners, then connections.
 pub(crate) const KEY_BELL: u64 = 0;
 const KEY_CONNECTIONS: u64 = 1 << 32;
-
-/// Locks, even after a panic: no critical section of this crate leaves inconsistent data.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// What clients hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use ferry_engine::lock;
 use ferry_vfs::{
     Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result, SessionId,
     XattrFlags, checks,
@@ -15,7 +16,6 @@ use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_
 
 use crate::append_tracking::AppendTracking;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
-use crate::hub::lock;
 use crate::read_ahead::Reader;
 use crate::share::Share;
 use crate::shrink::shrink;

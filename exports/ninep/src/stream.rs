@@ -7,11 +7,11 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
+use ferry_engine::lock;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 #[cfg(feature = "tls")]
-use crate::hub::lock;
 #[cfg(feature = "tls")]
 use crate::tls::{Channel, Tls};
 

@@ -2,8 +2,9 @@
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_engine::lock;
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::Saved;
 use ferry_vfs::{Backing, FileSystem};
@@ -180,7 +181,7 @@ impl Device for VirtioFs {
     }
 
     fn session(&self) -> Guest {
-        let before = self.before.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let before = lock(&self.before).take();
         before.unwrap_or_else(|| {
             let (session, dax) = new_session(self.share.source(), &self.options);
             Guest::new(Arc::new(session), dax)

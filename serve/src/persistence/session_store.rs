@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_engine::lock;
 use ferry_state::{Init, OpenFile, SavedLock, SessionStore, Slot};
 use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
@@ -168,30 +169,26 @@ impl InodeLocks {
 pub(crate) struct HeldLocks(Mutex<HashMap<Ino, InodeLocks>>);
 
 impl HeldLocks {
-    fn all(&self) -> MutexGuard<'_, HashMap<Ino, InodeLocks>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn list(&self) -> Vec<SavedLock> {
-        self.all().values().flat_map(InodeLocks::all).map(|(lock, _)| *lock).collect()
+        lock(&self.0).values().flat_map(InodeLocks::all).map(|(lock, _)| *lock).collect()
     }
 
     /// A lock that is written down already.
-    pub(crate) fn adopt(&self, lock: SavedLock, slot: Option<Slot>) {
-        self.all().entry(lock.ino).or_default().insert(lock, slot);
+    pub(crate) fn adopt(&self, saved: SavedLock, slot: Option<Slot>) {
+        lock(&self.0).entry(saved.ino).or_default().insert(saved, slot);
     }
 
     /// The client has got a lock, or (without a kind) given one up.
-    pub(crate) fn set(&self, record: Option<&SessionRecord>, lock: &SavedLock, kind: LockKind) {
-        let mut all = self.all();
-        let held = all.entry(lock.ino).or_default();
-        let (old, new) = held.change(lock, kind);
+    pub(crate) fn set(&self, record: Option<&SessionRecord>, saved: &SavedLock, kind: LockKind) {
+        let mut all = lock(&self.0);
+        let held = all.entry(saved.ino).or_default();
+        let (old, new) = held.change(saved, kind);
         // First the new ones: what a server in between finds is too much, and put right when the request is repeated.
         for lock in new {
             held.insert(lock, record.and_then(|to| to.store.lock(to.epoch, lock)));
         }
         if held.is_empty() {
-            all.remove(&lock.ino);
+            all.remove(&saved.ino);
         }
         erase(record, old);
     }
@@ -202,7 +199,7 @@ impl HeldLocks {
         ino: Ino,
         take: impl FnOnce(&mut InodeLocks) -> Vec<StoredLock>,
     ) {
-        let mut all = self.all();
+        let mut all = lock(&self.0);
         let Some(held) = all.get_mut(&ino) else { return };
         erase(record, take(held));
         if held.is_empty() {
@@ -275,6 +272,6 @@ mod tests {
         locks.released(None, open(7), false);
         assert_eq!(ranges(&locks), [(2, 50, 60)]);
         locks.released(None, open(8), true);
-        assert!(locks.list().is_empty() && locks.all().is_empty());
+        assert!(locks.list().is_empty() && locks.0.lock().unwrap().is_empty());
     }
 }

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_engine::lock;
 use ferry_state::{Init, JournalEntry, Node, OpenFile, PreviousSession, Saved, SavedLock, SessionStore};
 use ferry_vfs::{Caller, Errno, IdentityScope, Ino, Lock, LockKind, LockOwner, Migrate, Name, OFlags, Result};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitOutcome, InitRequest, LockRequest, Negotiated, negotiate};
@@ -139,7 +140,7 @@ impl Session {
 
     /// What the server before has begun with a request.
     pub(crate) fn journal_entry(&self, unique: u64) -> Option<JournalEntry> {
-        self.journal_entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&unique)
+        lock(&self.journal_entries).remove(&unique)
     }
 
     /// Takes over inodes, open files and locks. Returns how many could not be.
@@ -328,7 +329,7 @@ impl Session {
         let mut saved = Saved { init: self.init, locks: self.locks.list(), ..Saved::default() };
         let mut missing: HashMap<Ino, u64> = HashMap::new();
         for shard in &self.shards {
-            let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            let shard = lock(shard);
             for (open, opening) in &shard.opens {
                 saved.opens.push(OpenFile { flags: opening.flags.bits(), ..OpenFile::from(*open) });
             }

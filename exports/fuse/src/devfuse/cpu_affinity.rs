@@ -11,10 +11,11 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
+use ferry_engine::lock;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::machine::{place_of, stay_on};
@@ -66,7 +67,7 @@ impl Drop for CpuAffinity {
 impl CpuAffinity {
     /// Called at each check of the monitor. Several readers run on any CPU.
     pub(super) fn look(&self, alone: bool, served: Stats) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = lock(&self.seen);
         let requests = served.requests - seen.requests;
         let bytes = served.message_bytes - seen.message_bytes;
         *seen = served;

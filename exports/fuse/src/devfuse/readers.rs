@@ -8,10 +8,10 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{MonitoredWorker, Watch};
+use ferry_engine::{MonitoredWorker, Watch, lock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
@@ -63,10 +63,6 @@ pub(crate) struct Readers {
     pub(super) cpu_affinity: CpuAffinity,
     /// Requests that other threads will reply to. Shared, because those threads may outlive the mount.
     pub(super) deferred: Arc<DeferredReplies<()>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Readers {

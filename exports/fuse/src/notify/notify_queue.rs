@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_engine::lock;
 use ferry_vfs::{Change, DeliveryGuard, Ino};
 
 use super::pending::{Job, PendingNotifications};
@@ -127,20 +128,16 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, NotifyQueue> {
-        self.notify_queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn note(&self, change: &Change) {
-        self.change(self.lock(), |notify_queue| notify_queue.notes.add(change));
+        self.change(lock(&self.notify_queue), |notify_queue| notify_queue.notes.add(change));
     }
 
     pub(super) fn is_behind(&self) -> bool {
-        self.lock().is_behind()
+        lock(&self.notify_queue).is_behind()
     }
 
     pub(super) fn when_delivered(&self, told: DeliveryGuard) {
-        let notify_queue = self.lock();
+        let notify_queue = lock(&self.notify_queue);
         if notify_queue.is_behind() {
             self.change(notify_queue, |notify_queue| notify_queue.told.push(told));
         }
@@ -158,7 +155,7 @@ impl Shared {
     /// Returns the next job and its number, for the only thread that is not stuck; its last job is done. Waits for one;
     /// `None` after the close. `prunes`: whether changed inodes are pruned.
     pub(super) fn next(&self, prunes: bool) -> Option<(u64, Job)> {
-        let mut notify_queue = self.lock();
+        let mut notify_queue = lock(&self.notify_queue);
         notify_queue.current = None;
         loop {
             if notify_queue.closed {
@@ -172,7 +169,7 @@ impl Shared {
                 drop(notify_queue);
                 // Without the lock: the waiting threads continue here.
                 drop(told);
-                notify_queue = self.lock();
+                notify_queue = lock(&self.notify_queue);
             } else if !notify_queue.begin_round(prunes) {
                 let left = notify_queue.prunes.next.map(|next| next.saturating_duration_since(Instant::now()));
                 notify_queue = match left {
@@ -185,19 +182,19 @@ impl Shared {
 
     /// Splits the current job into these.
     pub(super) fn more(&self, jobs: impl Iterator<Item = Job>) {
-        self.lock().round.extend(jobs);
+        lock(&self.notify_queue).round.extend(jobs);
     }
 
     /// The first half of the current job is done; the second may block on another inode.
     pub(super) fn goes_on(&self, waits_for: Ino) {
-        if let Some(step) = &mut self.lock().current {
+        if let Some(step) = &mut lock(&self.notify_queue).current {
             step.waits_for = Some(waits_for);
         }
     }
 
     /// Records that the current thread is stuck, if `take` confirms it under the lock: another thread continues.
     pub(super) fn set_aside<T>(&self, take: impl FnOnce() -> Option<T>) -> Option<T> {
-        let mut notify_queue = self.lock();
+        let mut notify_queue = lock(&self.notify_queue);
         let taken = take()?;
         if let Some(Step { number, job, waits_for }) = notify_queue.current.take() {
             // Names go all the same.
@@ -214,12 +211,12 @@ impl Shared {
 
     /// Returns whether the maximum number of threads is reached.
     pub(super) fn is_full(&self) -> bool {
-        self.lock().stuck.len() >= STUCK_MAX
+        lock(&self.notify_queue).stuck.len() >= STUCK_MAX
     }
 
     /// Called when a stuck thread returns: its deferred notifications can be sent.
     pub(super) fn come_back(&self, number: u64) {
-        let mut notify_queue = self.lock();
+        let mut notify_queue = lock(&self.notify_queue);
         notify_queue.stuck.retain(|stuck| stuck.number != number);
         let over = if notify_queue.stuck.is_empty() { std::mem::take(&mut notify_queue.late) } else { Vec::new() };
         self.change(notify_queue, |notify_queue| {
@@ -232,7 +229,7 @@ impl Shared {
     /// Drops guards whose deadline has passed; returns whether any are left.
     pub(super) fn let_go(&self) -> bool {
         let now = Instant::now();
-        let mut notify_queue = self.lock();
+        let mut notify_queue = lock(&self.notify_queue);
         let (late, over) = std::mem::take(&mut notify_queue.late).into_iter().partition(|(until, _)| *until > now);
         notify_queue.late = late;
         let some = !notify_queue.late.is_empty();
@@ -243,7 +240,7 @@ impl Shared {
     }
 
     pub(super) fn close(&self) {
-        let mut notify_queue = self.lock();
+        let mut notify_queue = lock(&self.notify_queue);
         let left = std::mem::take(&mut *notify_queue);
         notify_queue.closed = true;
         drop(notify_queue);
@@ -351,7 +348,7 @@ mod tests {
         let (stuck, job) = next(&shared);
         assert_eq!(job.waits_for(), Some(Ino(7)));
         assert_eq!(shared.set_aside(|| None::<()>), None, "it has just come back");
-        assert!(shared.lock().stuck.is_empty());
+        assert!(lock(&shared.notify_queue).stuck.is_empty());
         shared.set_aside(|| Some(())).unwrap();
         // The next thread sends notifications of other inodes.
         assert_eq!(next(&shared).1, Job::Attributes(Ino(2)));

@@ -2,11 +2,12 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, Once, OnceLock};
 use std::time::Instant;
 
 use ferry_engine::{
     CallSnapshot, CurrentRequest, Generation, GenerationCell, Mailbox, MonitoredWorker, NotEnded, Replacement, Watch,
+    lock,
 };
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
@@ -172,7 +173,7 @@ impl Queue {
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
         let parked = parked.saturating_sub(self.deferred.given_up());
-        let kept = self.calls().away.len() * self.depth;
+        let kept = lock(&self.calls).away.len() * self.depth;
         parked + kept + self.depth / 2 >= self.registered.load(Ordering::Relaxed)
     }
 
@@ -216,7 +217,7 @@ impl Queue {
     /// Has every thread of the queue look whether it is over.
     pub(super) fn look(&self) {
         self.mail.post(Mail::Look);
-        for parked_worker in &*self.spares.lock().unwrap_or_else(PoisonError::into_inner) {
+        for parked_worker in &*lock(&self.spares) {
             parked_worker.give(Order::Look);
         }
     }
@@ -225,14 +226,10 @@ impl Queue {
         self.closed.load(Ordering::Acquire) || self.connection.end.is_ended()
     }
 
-    fn calls(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A thread that was blocked is back.
     pub(super) fn come_back(&self, call: CallSnapshot) {
         self.parked.fetch_sub(1, Ordering::Relaxed);
-        self.calls().away.retain(|away| away.call != call);
+        lock(&self.calls).away.retain(|away| away.call != call);
     }
 
     /// Starts another thread for the queue, which waits for a command, besides `lost` threads with aborted requests.
@@ -274,10 +271,10 @@ impl MonitoredWorker for Queue {
 
     fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
         // Until the call is among those that are away: its thread may come back at once.
-        let mut calls = self.calls();
+        let mut calls = lock(&self.calls);
         let is_given_up = calls.given_up == Some(seen);
         let lost = calls.away.iter().filter(|away| away.is_given_up).count() + usize::from(is_given_up);
-        let spare = self.spares.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let spare = lock(&self.spares).pop();
         let Some(parked_worker) = spare.or_else(|| self.add_thread(lost).ok()) else { return Replacement::Nobody };
         match self.watch.take(seen) {
             Some(ownership) => {
@@ -287,7 +284,7 @@ impl MonitoredWorker for Queue {
                 Replacement::Found
             }
             None => {
-                self.spares.lock().unwrap_or_else(PoisonError::into_inner).push(parked_worker);
+                lock(&self.spares).push(parked_worker);
                 Replacement::NotNeeded
             }
         }
@@ -301,7 +298,7 @@ impl MonitoredWorker for Queue {
     fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
         let reply = encode_error(serving.unique, errno);
         // Until the call is marked: its thread may come back at once.
-        let mut calls = self.calls();
+        let mut calls = lock(&self.calls);
         match self.answer(serving.place, serving.generation, &reply) {
             // Perhaps by a transfer that its thread does not come back from.
             Err(NotEnded::Held) => self.revoke(serving.place, serving.generation, &reply)?,
@@ -341,6 +338,6 @@ impl MonitoredWorker for Queue {
 
     fn tick(self: Arc<Self>, served: bool) {
         let wanted = self.moving.is_quiet();
-        self.ways.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|way| way.look(wanted, served));
+        lock(&self.ways).iter().for_each(|way| way.look(wanted, served));
     }
 }

@@ -12,17 +12,17 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{Generation, NotEnded, Transfer};
+use ferry_engine::{Generation, NotEnded, Transfer, lock};
 use ferry_serve::{DetachedTransfer, HEADER_BYTES};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::encode_error;
 
 use super::carrier::RingCarrier;
 use super::memory::{Mapping, Message};
-use super::queue::{Block, Mail, Queue, State};
+use super::queue::{Block, Mail, Queue};
 use super::worker::Worker;
 
 /// Bits of an entry's index in the number of a transfer: more than there are entries.
@@ -83,14 +83,6 @@ impl RingTransfers {
     pub(super) fn is_quiet(&self) -> bool {
         self.count.load(Ordering::Relaxed) == 0
     }
-
-    fn abandoned_memory(&self) -> MutexGuard<'_, HashMap<usize, (RunningTransfer, Mapping)>> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn lock(state: &State) -> MutexGuard<'_, Option<RunningTransfer>> {
-    state.under_way.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What became of a transfer that a worker has tried to make.
@@ -138,7 +130,7 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
     let Some((block, slot)) = queue.entry(index) else { return };
     let BlockingTransfer { transfer, unfinished, generation, message, second } = waits;
     let state = &block.states[slot];
-    let mut under_way = lock(state);
+    let mut under_way = lock(&state.under_way);
     // Whoever robs a worker of its term does it under the lock, and only while nothing lies here.
     if !state.generation_cell.moves(generation) {
         return block.end_move(slot, generation, second);
@@ -173,7 +165,7 @@ impl Queue {
         }
         let now = Instant::now();
         for (index, state) in self.states() {
-            let mut under_way = lock(state);
+            let mut under_way = lock(&state.under_way);
             let Some(under_way) = &mut *under_way else { continue };
             match &mut under_way.given_up {
                 None => {
@@ -194,7 +186,7 @@ impl Queue {
     pub(super) fn revoke(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         let (block, slot) = self.entry(index).ok_or(NotEnded::Over)?;
         let state = &block.states[slot];
-        let under_way = lock(state);
+        let under_way = lock(&state.under_way);
         if under_way.is_some() {
             // It is the ring's by now.
             return Err(NotEnded::Held);
@@ -249,7 +241,7 @@ impl Worker<'_> {
     pub(super) fn begin_transfer(&self, index: usize) {
         let queue = self.queue;
         let Some((block, slot)) = queue.entry(index) else { return };
-        let (number, entry) = match &*lock(&block.states[slot]) {
+        let (number, entry) = match &*lock(&block.states[slot].under_way) {
             None => return,
             Some(RunningTransfer { number, given_up: Some(AbandonedTransfer { errno, .. }), .. }) => {
                 (*number, Err(io::Error::from(*errno)))
@@ -272,13 +264,13 @@ impl Worker<'_> {
         let queue = self.queue;
         queue.moving.count.fetch_sub(1, Ordering::Relaxed);
         let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-        let left = queue.moving.abandoned_memory().remove(&number);
+        let left = lock(&queue.moving.left).remove(&number);
         if let Some((under_way, memory)) = left {
             return self.finish_abandoned(under_way, memory, result);
         }
         let index = RingTransfers::index(number);
         let Some((block, slot)) = queue.entry(index) else { return };
-        let outcome = match &mut *lock(&block.states[slot]) {
+        let outcome = match &mut *lock(&block.states[slot].under_way) {
             Some(RunningTransfer { given_up: Some(given_up), .. }) if result.is_err() => {
                 Some(Err(io::Error::from(given_up.errno)))
             }
@@ -296,7 +288,8 @@ impl Worker<'_> {
         let Self { queue, counters, .. } = self;
         let Some((block, slot)) = queue.entry(index) else { return };
         let state = &block.states[slot];
-        let Some(RunningTransfer { transfer, unfinished, generation, message, .. }) = lock(state).take() else {
+        let Some(RunningTransfer { transfer, unfinished, generation, message, .. }) = lock(&state.under_way).take()
+        else {
             return;
         };
         if let (true, Ok(bytes)) = (transfer.is_read(), &outcome) {
@@ -329,7 +322,7 @@ impl Worker<'_> {
     /// Has an entry's transfer end sooner, or leaves it.
     pub(super) fn cancel_transfer(&self, index: usize) {
         let Some((block, slot)) = self.queue.entry(index) else { return };
-        let mut state = lock(&block.states[slot]);
+        let mut state = lock(&block.states[slot].under_way);
         let number = match &*state {
             Some(RunningTransfer { given_up: Some(AbandonedTransfer { is_left: true, .. }), .. }) => {
                 return self.leave(index, (block, slot), &mut state);
@@ -353,7 +346,7 @@ impl Worker<'_> {
             Ok((memory, answered)) => {
                 let number = *number;
                 if let Some(under_way) = state.take() {
-                    queue.moving.abandoned_memory().insert(number, (under_way, memory));
+                    lock(&queue.moving.left).insert(number, (under_way, memory));
                 }
                 if answered {
                     queue.parked.fetch_sub(1, Ordering::Relaxed);
@@ -368,7 +361,7 @@ impl Worker<'_> {
     /// The connection has ended: waits until no transfer touches the memory any more.
     pub(super) fn drain(&self) {
         let queue = self.queue;
-        for (index, _) in queue.states().filter(|(_, state)| lock(state).is_some()) {
+        for (index, _) in queue.states().filter(|(_, state)| lock(&state.under_way).is_some()) {
             self.cancel_transfer(index);
         }
         while !queue.moving.is_quiet() {

@@ -4,10 +4,10 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 
-use ferry_engine::{Ownership, Transfer};
+use ferry_engine::{Ownership, Transfer, lock};
 use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
 use ferry_wire::fuse::{Opcode, encode_error};
@@ -45,7 +45,7 @@ pub(super) struct ParkedWorker {
 impl ParkedWorker {
     /// Sends the thread a command.
     pub(super) fn give(&self, order: Order) {
-        let mut waiting = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = lock(&self.order);
         // Looking at the queue is the start of every command.
         if waiting.is_none() || !matches!(order, Order::Look) {
             *waiting = Some(order);
@@ -58,7 +58,7 @@ impl ParkedWorker {
 
     fn wait(&self) -> Order {
         loop {
-            if let Some(order) = self.order.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if let Some(order) = lock(&self.order).take() {
                 return order;
             }
             std::thread::park();
@@ -108,7 +108,7 @@ pub(super) struct Worker<'a> {
 impl<'a> Worker<'a> {
     fn new(queue: &'a Arc<Queue>) -> Self {
         let way = Arc::new(SchedIdle::here());
-        queue.ways.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&way));
+        lock(&queue.ways).push(Arc::clone(&way));
         Self {
             queue,
             door: queue.ring.handle(),
@@ -138,7 +138,7 @@ impl<'a> Worker<'a> {
             if let Ended::Over = ended {
                 return;
             }
-            self.queue.spares.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(parked_worker));
+            lock(&self.queue.spares).push(Arc::clone(parked_worker));
             if self.queue.is_over() {
                 return;
             }

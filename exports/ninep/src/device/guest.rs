@@ -3,13 +3,13 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
+use ferry_engine::lock;
 use ferry_vfs::Errno;
 use ferry_vhost::Port;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 
 use crate::carrier::Client;
 use crate::clients::{Clients, ConnectionAccount, Resource};
-use crate::hub::lock;
 use crate::request_table::{Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::Session;
 use crate::shrink::Trimmer;

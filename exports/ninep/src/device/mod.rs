@@ -10,12 +10,11 @@ use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use ferry_engine::IoMode;
+use ferry_engine::{IoMode, lock};
 use ferry_vhost::{Device, Port, Server, WorkerOptions};
 
 use self::guest::Guest;
 use self::handler::Handler;
-use crate::hub::lock;
 use crate::share::Share;
 use crate::shrink::Trimmer;
 use crate::{Error, Usage};

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::{DataInput, DataOutput, TransferRequest};
+use ferry_engine::{DataInput, DataOutput, TransferRequest, lock};
 use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, WRITE_HEAD_BYTES, encode_data_head, kind};
 
 use super::{Context, ReplyPlace, encode};
 use crate::carrier::{NinepCarrier, NinepReply};
-use crate::hub::lock;
 use crate::read_ahead::ReadAhead;
 use crate::request_table::Ticket;
 use crate::session::{File, NewValue, Open, State};

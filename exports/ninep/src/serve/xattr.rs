@@ -1,10 +1,10 @@
 //! Extended attributes: each value is a fid of its own.
 
+use ferry_engine::lock;
 use ferry_vfs::{Errno, Result, XattrFlags, checks};
 use ferry_wire::ninep::{Fid, Reply};
 
 use super::Context;
-use crate::hub::lock;
 use crate::session::{File, NewValue, State};
 
 impl Context<'_> {

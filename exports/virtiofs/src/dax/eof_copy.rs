@@ -13,9 +13,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use ferry_engine::lock;
 use ferry_vfs::{Backing, Errno, Ino, Result};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite};
@@ -241,10 +242,6 @@ pub(super) struct EofCopies {
     /// Their number: the only check while there are none.
     count: AtomicUsize,
     files: Mutex<HashMap<Ino, Arc<Mutex<FileCopies>>>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl EofCopies {

@@ -24,10 +24,10 @@ mod table;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use ferry_engine::{Member, Windows};
+use ferry_engine::{Member, Windows, lock};
 use ferry_serve::{Mapping, MappingReply, Mappings};
 use ferry_state::MappedFile;
 use ferry_vfs::{Errno, FileSystem, Ino, Mappable, Result, SessionId};
@@ -137,21 +137,13 @@ impl Dax {
         MapperStart { line, tasks, member }
     }
 
-    fn asked(&self) -> MutexGuard<'_, HashSet<Ino>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn thread(&self) -> MutexGuard<'_, Option<(MapperHandle, JoinHandle<()>)>> {
-        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Called when the front end has a window.
     pub(crate) fn open(&self, window: &Arc<Window>) {
-        let mut thread = self.thread();
+        let mut thread = lock(&self.thread);
         if thread.is_some() {
             return;
         }
-        let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let adopted = lock(&self.adopted).take();
         let (beginning, mut adopted) = adopted.unwrap_or_else(|| (self.begin(), InheritedMappings::default()));
         adopted.open(window, &self.eof_copies);
         let MapperStart { line, tasks, member } = beginning;
@@ -174,13 +166,13 @@ impl Dax {
 
     /// Called when a queue is about to start.
     pub(crate) fn resume(&self) {
-        if let Some((line, _)) = &*self.thread() {
+        if let Some((line, _)) = &*lock(&self.thread) {
             line.send(Task::Resume);
         }
     }
 
     fn post(&self, task: Task) {
-        let unsent = match &*self.thread() {
+        let unsent = match &*lock(&self.thread) {
             Some((line, _)) => line.send(task),
             None => Some(task),
         };
@@ -192,7 +184,7 @@ impl Dax {
 
 impl Mappings for Dax {
     fn is_open(&self) -> bool {
-        self.thread().is_some()
+        lock(&self.thread).is_some()
     }
 
     fn takes(&self, file_bytes: u64) -> bool {
@@ -200,7 +192,7 @@ impl Mappings for Dax {
     }
 
     fn map(&self, mapping: Mapping, answer: MappingReply) {
-        let mut asked = self.asked();
+        let mut asked = lock(&self.asked);
         asked.insert(mapping.ino);
         self.post(Task::Map(mapping, answer));
     }
@@ -211,7 +203,7 @@ impl Mappings for Dax {
 
     fn forget(&self, by: SessionId, ino: Ino) {
         // Most forgotten inodes are not in the window, and a front end may take long for those that are.
-        let mut asked = self.asked();
+        let mut asked = lock(&self.asked);
         if asked.remove(&ino) {
             self.post(Task::Forget(by, ino));
         }
@@ -245,18 +237,18 @@ impl Mappings for Dax {
             name: &self.name,
         };
         let adopted = adopting.adopt(mapped);
-        self.asked().extend(adopted.inodes());
-        *self.adopted.lock().unwrap_or_else(PoisonError::into_inner) = Some((beginning, adopted));
+        lock(&self.asked).extend(adopted.inodes());
+        *lock(&self.adopted) = Some((beginning, adopted));
     }
 
     fn clear(&self, answer: MappingReply) {
-        let mut asked = self.asked();
+        let mut asked = lock(&self.asked);
         asked.clear();
         match self.is_open() {
             true => self.post(Task::Clear(answer)),
             false => {
                 // The front end after a restart may have no window.
-                let adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let adopted = lock(&self.adopted).take();
                 for placed in adopted.into_iter().flat_map(|(_, adopted)| adopted.placed) {
                     let _ = self.eof_copies.remove(placed.ino, placed.part.window_offset);
                 }
@@ -269,7 +261,7 @@ impl Mappings for Dax {
 impl Drop for Dax {
     fn drop(&mut self) {
         // The connection has ended, so the thread does not block.
-        if let Some((line, thread)) = self.thread().take() {
+        if let Some((line, thread)) = lock(&self.thread).take() {
             line.hang_up();
             if thread.join().is_err() {
                 tracing::error!("{}: the thread of the window panicked", self.name);
@@ -290,7 +282,7 @@ mod tests {
     fn unmapped_inodes_are_forgotten_without_the_thread() {
         let dax = Dax::new(Arc::new(Nothing), &Options::default());
         let (sender, tasks) = channel();
-        *dax.thread() = Some((MapperHandle::new(sender, String::new()), std::thread::spawn(|| ())));
+        *lock(&dax.thread) = Some((MapperHandle::new(sender, String::new()), std::thread::spawn(|| ())));
         let by = SessionId::unique();
         let posted = || tasks.try_iter().map(|task| matches!(task, Task::Forget(..))).collect::<Vec<_>>();
         dax.forget(by, Ino(7));

@@ -9,9 +9,9 @@
 //! new end.
 
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use ferry_engine::{Done, FileId, Window};
+use ferry_engine::{Done, FileId, Window, lock};
 use rustix::fs::fstat;
 
 use super::PAGE_BYTES;
@@ -33,7 +33,7 @@ impl MapperHandle {
 
     /// Sends the thread a task; returns the task if there is no thread.
     pub(super) fn send(&self, task: Task) -> Option<Task> {
-        match &*self.sender.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*lock(&self.sender) {
             Some(sender) => sender.send(task).err().map(|unsent| unsent.0),
             None => Some(task),
         }
@@ -41,7 +41,7 @@ impl MapperHandle {
 
     /// Nothing comes any more.
     pub(super) fn hang_up(&self) {
-        self.sender.lock().unwrap_or_else(PoisonError::into_inner).take();
+        lock(&self.sender).take();
     }
 }
 
