@@ -174,11 +174,6 @@ impl Transfers {
         !self.queued.is_empty()
     }
 
-    /// Whether io_uring is used.
-    pub fn has_ring(&self) -> bool {
-        self.ring.is_some()
-    }
-
     /// Registers this memory and no other, so that transfers skip the page lookup; has no effect without io_uring.
     /// Registration allocates and **pins** all pages. The ring does not notice if another program then replaces pages
     /// (a balloon, `fallocate` with punched holes).

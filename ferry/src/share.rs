@@ -199,7 +199,7 @@ fn check_places(shares: &[Share]) -> Result<()> {
     let is_missing = |path: &Path| path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
     for share in shares {
         if let Some(mount) = share.mount.as_ref().filter(|mount| is_missing(mount)) {
-            return Err(ferry_fuse::MountError::Missing { path: mount.clone() }.into());
+            return Err(ferry_fuse::MountError::Missing(mount.clone()).into());
         }
         let folder = |socket: &PathBuf| socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(is_missing);
         if let Some(socket) = share.virtiofs.as_ref().filter(|socket| folder(socket) == Some(true)) {

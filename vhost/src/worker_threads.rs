@@ -125,9 +125,6 @@ fn serve<H: QueueHandler>(
 }
 
 /// Starts worker `index` of a device; `told` is told whether it serves.
-///
-/// # Errors
-/// No descriptors, or no thread.
 pub(crate) fn start<D: Device>(
     (device, session): (&Arc<D>, &Arc<D::Session>),
     index: usize,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferry_serve::{Server, SessionSlot, Share};
 
@@ -13,7 +13,6 @@ use crate::stats::AllCounters;
 use ferry_engine::{MonitorHandle, lock};
 
 /// One connection to the kernel.
-#[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) device: Arc<Device>,
     /// Where it is mounted.
@@ -44,15 +43,8 @@ pub(crate) struct ConnectionEnd {
     told: Mutex<Vec<Box<dyn Fn() + Send + Sync>>>,
 }
 
-impl std::fmt::Debug for ConnectionEnd {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("End").field("ended", &self.ended).field("threads", &self.threads).finish_non_exhaustive()
-    }
-}
-
 /// A serving thread. Dropping it decrements the count. It must be the thread's last action, so that its descriptors are
 /// closed for a thread that waits for the count.
-#[derive(Debug)]
 pub(crate) struct ServingThread(Arc<ConnectionEnd>);
 
 impl ConnectionEnd {
@@ -85,36 +77,19 @@ impl ConnectionEnd {
 
     /// Waits until the connection has ended.
     pub(crate) fn wait(&self) {
-        let mut threads = lock(&self.threads);
-        while !self.is_ended() {
-            threads = self.changed.wait(threads).unwrap_or_else(PoisonError::into_inner);
-        }
+        drop(self.changed.wait_while(lock(&self.threads), |_| !self.is_ended()));
     }
 
     /// Waits for this long; returns whether the connection has ended.
     pub(crate) fn wait_for(&self, patience: Duration) -> bool {
-        let until = Instant::now() + patience;
-        let mut threads = lock(&self.threads);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if self.is_ended() || left.is_zero() {
-                return self.is_ended();
-            }
-            threads = self.changed.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        drop(self.changed.wait_timeout_while(lock(&self.threads), patience, |_| !self.is_ended()));
+        self.is_ended()
     }
 
     /// Waits until no thread serves; returns how many still do after `patience`.
     pub(crate) fn wait_for_threads(&self, patience: Duration) -> usize {
-        let until = Instant::now() + patience;
-        let mut threads = lock(&self.threads);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if *threads == 0 || left.is_zero() {
-                return *threads;
-            }
-            threads = self.changed.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let waited = self.changed.wait_timeout_while(lock(&self.threads), patience, |threads| *threads > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 

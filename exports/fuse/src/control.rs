@@ -12,10 +12,6 @@ const PLACE: &str = "/sys/fs/fuse/connections";
 
 /// Sets the read-ahead of a mount in bytes, and with it the size of a request, from the default of 128 KiB
 /// (`read_ahead_kb`, Documentation/ABI/testing/sysfs-class-bdi in Linux).
-///
-/// # Errors
-///
-/// Those of `open(2)` and `write(2)`: sysfs is missing or not writable.
 pub(crate) fn read_ahead(number: u32, bytes: u32) -> io::Result<()> {
     let file = File::options().write(true).open(format!("/sys/class/bdi/0:{number}/read_ahead_kb"));
     file?.write_all((bytes >> 10).to_string().as_bytes())
@@ -28,11 +24,7 @@ pub struct AbortSwitch(File);
 
 impl AbortSwitch {
     /// Opens the switch of a mounted connection.
-    ///
-    /// # Errors
-    ///
-    /// The connection has ended, or belongs to another user; or the controls are not mounted and this process may not
-    /// mount them.
+    /// It fails for another user's connection, and if the controls are not mounted and this process may not mount them.
     pub(crate) fn of(number: u32) -> io::Result<Self> {
         match File::options().write(true).open(format!("{PLACE}/{number}/abort")) {
             Ok(file) => Ok(Self(file)),

@@ -30,7 +30,6 @@ pub(crate) use readers::Readers;
 use splice::{LoadedReply, SplicePipe};
 
 /// A reader thread, as other threads see it.
-#[derive(Debug)]
 struct Reader {
     readers: Arc<Readers>,
     channel: Arc<OwnedFd>,
@@ -57,10 +56,6 @@ impl Reader {
 }
 
 /// Serves the first messages on this thread until the reply to INIT; `look_at` gets each one before it is served.
-///
-/// # Errors
-///
-/// The kernel sends nothing, or the negotiation fails.
 pub(crate) fn serve_first(connection: &Arc<Connection>, look_at: &mut dyn FnMut(&[u8])) -> io::Result<Negotiated> {
     let reader = Arc::new(Reader::new(&Readers::none(connection, 1), connection.device.as_fd().try_clone_to_owned()?));
     let mut work = Work::new(&reader);

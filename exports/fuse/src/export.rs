@@ -265,7 +265,7 @@ impl Export {
         let mut mountpoint = lock(&self.mountpoint);
         let until = Instant::now() + STOP_PATIENCE;
         while let Err(error) = mountpoint.unmount() {
-            if matches!(error, MountError::Busy { .. }) && Instant::now() < until {
+            if matches!(error, MountError::Busy(_)) && Instant::now() < until {
                 std::thread::sleep(STOP_AGAIN);
                 continue;
             }

@@ -49,10 +49,7 @@ pub(crate) struct RequestedOptions {
 
 impl RequestedOptions {
     /// Determines the available options, as far as possible before the mount.
-    ///
-    /// # Errors
-    ///
-    /// io_uring or passthrough is required but not available.
+    /// It fails if io_uring or passthrough is required but not available.
     pub(crate) fn new(options: &Options, features: Features) -> Result<Self, Error> {
         let uring = match options.path {
             Path::Devfuse => Err(NoUring::Unwanted),
@@ -209,10 +206,7 @@ fn look_at(
 /// More entries than the kernel has background requests per CPU are useless.
 const RING_DEPTH_MAX: usize = 256;
 
-/// Waits until the kernel has sent a request.
-///
-/// # Errors
-/// It does not.
+/// Waits until the kernel has sent a request, which it must soon.
 pub(crate) fn await_message(device: &Device) -> io::Result<()> {
     let mut fds = [PollFd::from_borrowed_fd(device.as_fd(), PollFlags::IN)];
     let patience = Timespec { tv_sec: INIT_PATIENCE.as_secs().cast_signed(), tv_nsec: 0 };

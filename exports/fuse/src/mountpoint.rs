@@ -79,19 +79,19 @@ impl Mountpoint {
     /// [`MountError`]: a sentence with the path and a remedy.
     pub fn remount(path: &Path, options: &MountOptions) -> Result<(), MountError> {
         let refused = |error| match error {
-            Errno::PERM => MountError::RemountRefused { path: path.into() },
-            Errno::BUSY => MountError::RemountBusy { path: path.into() },
+            Errno::PERM => MountError::RemountRefused(path.into()),
+            Errno::BUSY => MountError::RemountBusy(path.into()),
             error => MountError::Remount { path: path.into(), reason: error.into() },
         };
         if !check::is_mount_of_ferry(path) {
-            return Err(MountError::NotOurs { path: path.into() });
+            return Err(MountError::NotOurs(path.into()));
         }
         let flags = options.remount_flags();
         rustix::mount::mount_remount(path, flags, c"").map_err(refused)?;
         // A server that was started read-only refuses this in any case, before it looks for the name.
         if !options.read_only && rustix::fs::removexattr(path, "user.ferry.remount") == Err(Errno::ROFS) {
             rustix::mount::mount_remount(path, flags | MountFlags::RDONLY, c"").map_err(refused)?;
-            return Err(MountError::ServedReadOnly { path: path.into() });
+            return Err(MountError::ServedReadOnly(path.into()));
         }
         Ok(())
     }
@@ -195,7 +195,7 @@ fn unmount(path: &Path, flags: UnmountFlags) -> Result<(), MountError> {
     match rustix::mount::unmount(path, flags) {
         // Another process was faster.
         Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
-        Err(Errno::BUSY) => Err(MountError::Busy { path: path.into() }),
+        Err(Errno::BUSY) => Err(MountError::Busy(path.into())),
         Err(error) => Err(MountError::Unmount { path: path.into(), reason: std::io::Error::from(error).to_string() }),
     }
 }

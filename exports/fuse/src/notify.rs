@@ -31,7 +31,6 @@ use notify_queue::Shared;
 use pending::Job;
 
 /// Queues the changes of a source.
-#[derive(Debug)]
 struct ChangeListener {
     connection: Arc<Connection>,
     shared: Arc<Shared>,
@@ -72,7 +71,6 @@ impl Listener for ChangeListener {
 }
 
 /// Notifies the kernel of changes, until dropped.
-#[derive(Debug)]
 pub(crate) struct Notifier {
     teller: Arc<NotifyThread>,
     subscription: Option<Subscription>,
@@ -80,10 +78,6 @@ pub(crate) struct Notifier {
 
 impl Notifier {
     /// Starts the thread; returns `None` if the source publishes nothing.
-    ///
-    /// # Errors
-    ///
-    /// Those of starting a thread.
     pub(crate) fn start(connection: &Arc<Connection>) -> io::Result<Option<Self>> {
         let Some(changes) = connection.share.source().changes().cloned() else { return Ok(None) };
         let shared = Arc::new(Shared::default());
@@ -118,7 +112,6 @@ impl Drop for Notifier {
 
 /// The shared state of a mount's notification threads. All but one are stuck in the kernel; they end when it releases
 /// them.
-#[derive(Debug)]
 struct NotifyThread {
     connection: Arc<Connection>,
     shared: Arc<Shared>,

@@ -87,16 +87,10 @@ pub(crate) struct Connection {
 }
 
 /// Requests in flight, and unsent replies.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Exchange {
     request_table: RequestTable,
     outbox: Outbox,
-}
-
-impl std::fmt::Debug for Connection {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connection").field("key", &self.key).finish_non_exhaustive()
-    }
 }
 
 impl Connection {

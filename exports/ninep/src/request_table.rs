@@ -60,7 +60,7 @@ pub(crate) enum RejectedRequest {
 }
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct RequestTable {
     requests: HashMap<Tag, ActiveRequest>,
     next_number: u64,

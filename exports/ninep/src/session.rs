@@ -52,14 +52,8 @@ impl Drop for Session {
     }
 }
 
-impl std::fmt::Debug for Session {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Session").field("id", &self.id).field("msize", &self.msize).finish_non_exhaustive()
-    }
-}
-
 /// What a fid is.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct File {
     pub(crate) node: Arc<Node>,
     /// Its location, for Trename and Tremove.
@@ -71,7 +65,6 @@ pub(crate) struct File {
 }
 
 /// A directory and a name in it.
-#[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) dir: Arc<Node>,
     pub(crate) name: NameBuf,
@@ -84,7 +77,7 @@ impl Place {
 }
 
 /// What was done with a fid.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) enum State {
     /// Nothing yet.
     Path,
@@ -108,12 +101,6 @@ pub(crate) struct Node {
     source: Arc<dyn FileSystem>,
     /// The source counts a reference.
     counted: bool,
-}
-
-impl std::fmt::Debug for Node {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Node").field(&self.ino).finish()
-    }
 }
 
 impl Node {
@@ -204,12 +191,6 @@ pub(crate) struct Open {
     holder: Arc<ConnectionAccount>,
     /// How it is read.
     pub(crate) reader: Mutex<Reader>,
-}
-
-impl std::fmt::Debug for Open {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Open").field("node", &self.node).field("handle", &self.handle).finish_non_exhaustive()
-    }
 }
 
 impl Open {

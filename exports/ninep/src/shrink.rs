@@ -61,12 +61,6 @@ pub(crate) struct Trimmer {
     held: Box<dyn Fn() -> usize + Send + Sync>,
 }
 
-impl std::fmt::Debug for Trimmer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trimmer").field("most", &self.most).field("looks", &self.looks).finish_non_exhaustive()
-    }
-}
-
 impl Trimmer {
     /// `held` returns the held amount.
     pub(crate) fn new(held: impl Fn() -> usize + Send + Sync + 'static) -> Arc<Self> {

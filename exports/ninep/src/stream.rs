@@ -7,11 +7,12 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use ferry_engine::lock;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 #[cfg(feature = "tls")]
+use ferry_engine::lock;
+
 #[cfg(feature = "tls")]
 use crate::tls::{Channel, Tls};
 

@@ -12,18 +12,6 @@ use crate::open_file::Open;
 use crate::reply::ReplyOutcome;
 use crate::server::{Context, Server};
 
-/// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
-const TRUNCATE: SetAttr = SetAttr {
-    mode: None,
-    uid: None,
-    gid: None,
-    size: Some(0),
-    atime: None,
-    mtime: None,
-    ctime: None,
-    clear_privileges: true,
-};
-
 /// How often a file is to be made whose name comes and goes: Linux looks again only once, and programs see an error then.
 const CREATE_TRIES: usize = 8;
 
@@ -39,7 +27,9 @@ impl Server {
         let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC);
         let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };
         let handle = source.open(&cx.caller, cx.ino, open_flags)?;
-        if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &TRUNCATE) {
+        // The host's kernel would keep suid and sgid at an open, for we may.
+        let truncate = SetAttr { size: Some(0), clear_privileges: true, ..SetAttr::default() };
+        if truncate_apart && let Err(errno) = source.setattr(&cx.caller, cx.ino, Some(handle), &truncate) {
             source.release(&cx.caller, cx.ino, handle);
             return Err(errno);
         }

@@ -35,7 +35,6 @@ const PER_CPU: usize = 4;
 const CALM: Duration = Duration::from_millis(50);
 
 /// The reader threads of one connection.
-#[derive(Debug)]
 pub(crate) struct Readers {
     pub(super) connection: Arc<Connection>,
     /// The initial and minimum number.
@@ -66,11 +65,7 @@ pub(crate) struct Readers {
 }
 
 impl Readers {
-    /// Starts `base` threads.
-    ///
-    /// # Errors
-    ///
-    /// Not even one thread can be started.
+    /// Starts `base` threads, or at least one.
     pub(crate) fn start(connection: &Arc<Connection>, base: usize) -> io::Result<()> {
         let readers = Self::none(connection, base);
         for started in 0..base {

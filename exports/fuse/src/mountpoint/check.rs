@@ -121,7 +121,7 @@ pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, 
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| reach_error(path, error.into()))?;
     if !nonempty && !is_empty(&fd).map_err(|error| reach_error(path, error.into()))? {
-        return Err(MountError::NotEmpty { path: path.clone() });
+        return Err(MountError::NotEmpty(path.clone()));
     }
     Ok(Place { path: path.clone(), fd })
 }
@@ -207,8 +207,8 @@ fn is_empty(fd: &OwnedFd) -> Result<bool, Errno> {
 fn reach_error(path: &Path, error: io::Error) -> MountError {
     let path = path.to_owned();
     match Errno::from_io_error(&error) {
-        Some(Errno::NOENT) => MountError::Missing { path },
-        Some(Errno::NOTDIR) => MountError::NotDirectory { path },
+        Some(Errno::NOENT) => MountError::Missing(path),
+        Some(Errno::NOTDIR) => MountError::NotDirectory(path),
         Some(Errno::ACCESS | Errno::PERM) => MountError::Access { path, reason: error },
         Some(Errno::MFILE | Errno::NFILE) => MountError::Descriptors,
         _ => MountError::System { path, reason: error },

@@ -8,26 +8,17 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum MountError {
     /// Nothing is there.
-    #[error("the mount point {path} does not exist; make it first: mkdir -p {path}", path = .path.display())]
-    Missing {
-        /// The mount point.
-        path: PathBuf,
-    },
+    #[error("the mount point {path} does not exist; make it first: mkdir -p {path}", path = .0.display())]
+    Missing(PathBuf),
     /// A file, which cannot be the root of a file system.
-    #[error("the mount point {path} is not a directory; choose an empty directory", path = .path.display())]
-    NotDirectory {
-        /// The mount point.
-        path: PathBuf,
-    },
+    #[error("the mount point {path} is not a directory; choose an empty directory", path = .0.display())]
+    NotDirectory(PathBuf),
     /// Its files would be hidden.
     #[error(
         "the mount point {path} is not empty; choose an empty directory, or say nonempty to hide what is in it",
-        path = .path.display()
+        path = .0.display()
     )]
-    NotEmpty {
-        /// The mount point.
-        path: PathBuf,
-    },
+    NotEmpty(PathBuf),
     /// Another ferry serves it.
     #[error(
         "{path} is already a ferry mount, of {source_name}, and it is alive; unmount it first (umount {path}) or choose \
@@ -82,22 +73,16 @@ pub enum MountError {
     #[error(
         "mounting {path} needs root or the program fusermount3, which is not installed: apt-get install fuse3, or your \
          distribution's package of that name",
-        path = .path.display()
+        path = .0.display()
     )]
-    NoHelper {
-        /// The mount point.
-        path: PathBuf,
-    },
+    NoHelper(PathBuf),
     /// Root without the capability, as in most containers.
     #[error(
         "mounting {path} is not permitted here; it needs CAP_SYS_ADMIN (for a container: --cap-add SYS_ADMIN --device \
          /dev/fuse)",
-        path = .path.display()
+        path = .0.display()
     )]
-    NotPermitted {
-        /// The mount point.
-        path: PathBuf,
-    },
+    NotPermitted(PathBuf),
     /// The administrator has not allowed it.
     #[error(
         "only root may let other users into a mount; leave out allow_other, or let root add the line user_allow_other to \
@@ -105,11 +90,8 @@ pub enum MountError {
     )]
     AllowOther,
     /// Another user's directory.
-    #[error("you may not write to the mount point {path}; choose a directory of your own", path = .path.display())]
-    NotYours {
-        /// The mount point.
-        path: PathBuf,
-    },
+    #[error("you may not write to the mount point {path}; choose a directory of your own", path = .0.display())]
+    NotYours(PathBuf),
     /// Too many files are open.
     #[error("no file descriptor is left for the mount; raise the limit (ulimit -n)")]
     Descriptors,
@@ -138,38 +120,26 @@ pub enum MountError {
         reason: io::Error,
     },
     /// Not a ferry mount.
-    #[error("on {path} is no mount of ferry's", path = .path.display())]
-    NotOurs {
-        /// The mount point.
-        path: PathBuf,
-    },
+    #[error("on {path} is no mount of ferry's", path = .0.display())]
+    NotOurs(PathBuf),
     /// Not permitted; fusermount3 cannot remount.
     #[error(
         "only root may remount {path}; others unmount it (fusermount3 -u {path}) and mount it again",
-        path = .path.display()
+        path = .0.display()
     )]
-    RemountRefused {
-        /// The mount point.
-        path: PathBuf,
-    },
+    RemountRefused(PathBuf),
     /// A file is open for writing.
     #[error(
         "{path} cannot be made read-only: files of it are open for writing (fuser -vm {path} shows by whom)",
-        path = .path.display()
+        path = .0.display()
     )]
-    RemountBusy {
-        /// The mount point.
-        path: PathBuf,
-    },
+    RemountBusy(PathBuf),
     /// The kernel would allow changes, but the server refuses them.
     #[error(
         "{path} was mounted read-only, so its server changes nothing; unmount it, and mount it again to write to it",
-        path = .path.display()
+        path = .0.display()
     )]
-    ServedReadOnly {
-        /// The mount point.
-        path: PathBuf,
-    },
+    ServedReadOnly(PathBuf),
     /// Whatever else the kernel says.
     #[error("cannot remount {path}: {reason}", path = .path.display())]
     Remount {
@@ -179,11 +149,8 @@ pub enum MountError {
         reason: io::Error,
     },
     /// It is in use.
-    #[error("{path} is in use: end the processes that have files of it open (fuser -vm {path})", path = .path.display())]
-    Busy {
-        /// The mount point.
-        path: PathBuf,
-    },
+    #[error("{path} is in use: end the processes that have files of it open (fuser -vm {path})", path = .0.display())]
+    Busy(PathBuf),
     /// It stays.
     #[error("cannot unmount {path}: {reason}; try: umount -l {path}", path = .path.display())]
     Unmount {

@@ -74,7 +74,7 @@ pub(super) fn unmount(path: &Path, lazily: bool) -> Result<(), MountError> {
     }
     let text = String::from_utf8_lossy(&output.stderr);
     if text.contains("Device or resource busy") {
-        return Err(MountError::Busy { path: path.into() });
+        return Err(MountError::Busy(path.into()));
     }
     Err(MountError::Unmount { path: path.into(), reason: sentence(&text) })
 }
@@ -104,10 +104,8 @@ fn said(child: &mut Child) -> String {
 
 fn not_started(path: &Path, error: std::io::Error) -> MountError {
     match error.kind() {
-        std::io::ErrorKind::NotFound if rustix::process::geteuid().is_root() => {
-            MountError::NotPermitted { path: path.into() }
-        }
-        std::io::ErrorKind::NotFound => MountError::NoHelper { path: path.into() },
+        std::io::ErrorKind::NotFound if rustix::process::geteuid().is_root() => MountError::NotPermitted(path.into()),
+        std::io::ErrorKind::NotFound => MountError::NoHelper(path.into()),
         _ => MountError::Helper { path: path.into(), text: error.to_string() },
     }
 }
@@ -118,11 +116,11 @@ fn refused(path: &Path, text: &str) -> MountError {
     if text.contains("user_allow_other") {
         MountError::AllowOther
     } else if text.contains("no write access to mountpoint") {
-        MountError::NotYours { path }
+        MountError::NotYours(path)
     } else if text.contains("modprobe fuse") || text.contains("device not found") {
         MountError::NoDevice
     } else if text.contains("mount failed: Operation not permitted") {
-        MountError::NotPermitted { path }
+        MountError::NotPermitted(path)
     } else if text.contains("/dev/fuse: Permission denied") || text.contains("/dev/fuse: Operation not permitted") {
         MountError::DeviceRefused
     } else {

@@ -94,9 +94,6 @@ unsafe impl Sync for Chunk {}
 
 impl Chunk {
     /// Maps memory for `entries` of `payload_bytes` each.
-    ///
-    /// # Errors
-    /// No memory, or no address space (`ulimit -v`).
     pub(super) fn new(entries: usize, payload_bytes: usize) -> rustix::io::Result<Self> {
         let heads_bytes = (entries * size_of::<Head>()).next_multiple_of(PAGE_BYTES);
         let payload_bytes = payload_bytes.next_multiple_of(PAGE_BYTES);
@@ -148,9 +145,6 @@ impl Chunk {
     }
 
     /// Memory for [`Self::replace`].
-    ///
-    /// # Errors
-    /// There is none.
     pub(super) fn spare(&self) -> rustix::io::Result<Spare> {
         let first = Mapping::new(self.payload_bytes)?;
         // SAFETY: the whole of a mapping that was just made.

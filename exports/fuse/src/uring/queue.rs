@@ -33,7 +33,7 @@ const THREADS_ALL_MAX: usize = 240;
 const _: () = assert!(THREADS_ALL_MAX < BLOCKS_MAX);
 
 /// What one entry's request has beside the memory.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct State {
     pub(super) generation_cell: GenerationCell,
     pub(super) unique: AtomicU64,
@@ -43,7 +43,6 @@ pub(super) struct State {
 }
 
 /// Entries that were registered together.
-#[derive(Debug)]
 pub(super) struct Block {
     pub(super) chunk: Chunk,
     pub(super) states: Box<[State]>,
@@ -79,7 +78,6 @@ struct BlockedCall {
     is_given_up: bool,
 }
 
-#[derive(Debug)]
 pub(super) struct Queue {
     pub(super) connection: Arc<Connection>,
     pub(super) cpu: usize,
@@ -119,9 +117,6 @@ pub(super) struct Queue {
 
 impl Queue {
     /// Prepares all that a queue needs, so that nothing but the registration can fail later.
-    ///
-    /// # Errors
-    /// No io_uring, memory or descriptors.
     pub(super) fn new(connection: &Arc<Connection>, cpu: usize, depth: usize) -> io::Result<Self> {
         let id = u16::try_from(cpu).map_err(|_| io::Error::from(Errno::RANGE))?;
         let ring = Ring::new(depth, depth * BLOCKS_MAX, std::os::fd::AsFd::as_fd(&*connection.device))?;
@@ -233,10 +228,6 @@ impl Queue {
     }
 
     /// Starts another thread for the queue, which waits for a command, besides `lost` threads with aborted requests.
-    ///
-    /// # Errors
-    ///
-    /// Those of starting a thread, or there are enough.
     pub(super) fn add_thread(self: &Arc<Self>, lost: usize) -> io::Result<Arc<ParkedWorker>> {
         let threads = self.threads.load(Ordering::Relaxed);
         if threads >= THREADS_MAX + lost || threads >= THREADS_ALL_MAX {

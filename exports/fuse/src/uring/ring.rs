@@ -75,20 +75,11 @@ pub(super) struct Ring {
     pub(super) unprivileged: Option<u16>,
 }
 
-impl std::fmt::Debug for Ring {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Ring")
-    }
-}
-
 impl Ring {
     /// Makes a ring for `entries` entries of a connection.
     ///
     /// Not for a single issuer, nor with deferred task work: another thread must be able to go on with the ring when
     /// its worker is blocked in a handler.
-    ///
-    /// # Errors
-    /// io_uring is not allowed, or there is no memory or descriptor left.
     pub(super) fn new(entries: usize, entries_max: usize, device: BorrowedFd<'_>) -> io::Result<Self> {
         let submissions = u32::try_from(entries + 1).unwrap_or(u32::MAX);
         let completions = u32::try_from(2 * (entries_max + 1)).unwrap_or(u32::MAX);
@@ -221,9 +212,6 @@ pub(super) struct RingHandle<'a>(Submitter<'a>);
 
 impl RingHandle<'_> {
     /// Submits so many entries and, with `wait`, waits for a completion.
-    ///
-    /// # Errors
-    /// Those of `io_uring_enter(2)`; EINTR is none.
     pub(super) fn enter(&self, submit: u32, wait: bool) -> io::Result<()> {
         // SAFETY: no argument goes along, and the entries are valid by the contract of `push`.
         match unsafe { self.0.enter::<()>(submit, u32::from(wait), ENTER_GETEVENTS, None) } {

@@ -53,14 +53,8 @@ struct AbandonedTransfer {
     is_left: bool,
 }
 
-impl std::fmt::Debug for RunningTransfer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UnderWay").field("since", &self.since).field("given_up", &self.given_up).finish_non_exhaustive()
-    }
-}
-
 /// The transfers of a queue that its ring is making.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct RingTransfers {
     count: AtomicUsize,
     begun: AtomicUsize,

@@ -67,10 +67,6 @@ impl ParkedWorker {
 }
 
 /// Starts a thread that stands by for a queue.
-///
-/// # Errors
-///
-/// Those of starting a thread.
 pub(super) fn start_worker(queue: &Arc<Queue>) -> io::Result<Arc<ParkedWorker>> {
     let parked_worker = Arc::new(ParkedWorker::default());
     let present = ServingThread::new(&queue.connection);

@@ -154,7 +154,7 @@ fn a_mount_in_use_says_so() {
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
     let held = rustix::fs::open(&place.path, flags, rustix::fs::Mode::empty()).unwrap();
     let error = mount.unmount().unwrap_err();
-    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    assert!(matches!(error, MountError::Busy(_)), "{error}");
     assert!(error.to_string().contains("fuser"), "{error}");
     assert!(mount.is_ours());
     mount.detach().unwrap();

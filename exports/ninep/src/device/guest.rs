@@ -15,7 +15,6 @@ use crate::session::Session;
 use crate::shrink::Trimmer;
 
 /// A message whose head was read.
-#[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) head: [u8; HEADER_BYTES],
     /// The negotiated message size, in bytes.
@@ -24,7 +23,7 @@ pub(super) struct Arrival {
 }
 
 /// A chain that the worker has taken.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct TakenChain {
     /// Until it is served.
     arrival: Option<Arrival>,
@@ -32,7 +31,7 @@ struct TakenChain {
     ticket: Option<Ticket>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Requests {
     request_table: RequestTable,
     /// By the low half of the chains' tokens.
@@ -50,7 +49,6 @@ impl Requests {
 }
 
 /// See the module.
-#[derive(Debug)]
 pub(crate) struct Guest {
     holder: Arc<ConnectionAccount>,
     requests: Mutex<Requests>,

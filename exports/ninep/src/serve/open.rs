@@ -16,18 +16,6 @@ use crate::carrier::NinepReply;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
-/// What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
-const TRUNCATE: SetAttr = SetAttr {
-    mode: None,
-    uid: None,
-    gid: None,
-    size: Some(0),
-    atime: None,
-    mtime: None,
-    ctime: None,
-    clear_privileges: true,
-};
-
 /// Flags that are not passed on. Buffers of replies are not aligned for `O_DIRECT`, and the client's kernel bypasses
 /// its own page cache.
 const NOT_PASSED: OFlags = OFlags::DIRECT.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW);
@@ -72,7 +60,9 @@ impl Context<'_> {
         let truncate_apart = user.clears_privileges() && flags.contains(OFlags::TRUNC);
         let plain = flags - NOT_PASSED;
         let handle = source.open(&cx, node.ino, if truncate_apart { plain - OFlags::TRUNC } else { plain })?;
-        if truncate_apart && let Err(errno) = source.setattr(&self.writer(user), node.ino, Some(handle), &TRUNCATE) {
+        // What a truncation at open is where suid and sgid are to go: the host's kernel would keep them, for we may.
+        let truncate = SetAttr { size: Some(0), clear_privileges: true, ..SetAttr::default() };
+        if truncate_apart && let Err(errno) = source.setattr(&self.writer(user), node.ino, Some(handle), &truncate) {
             source.release(&cx, node.ino, handle);
             return Err(errno);
         }

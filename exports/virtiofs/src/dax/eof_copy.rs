@@ -252,28 +252,18 @@ impl EofCopies {
         lock(&self.files).get(&ino).cloned()
     }
 
-    /// Synchronizes the copies of a part of a file with the file.
-    ///
-    /// # Errors
-    ///
-    /// Those of reading and writing; other parts are synchronized nevertheless.
+    /// Synchronizes the copies of a part of a file with the file, also after an error in another part.
     pub(super) fn sync(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
         self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, true))
     }
 
     /// As [`Self::sync`], for writable copies only.
-    ///
-    /// # Errors
-    /// As for [`Self::sync`].
     pub(super) fn writeback(&self, ino: Ino, part: &Range<u64>) -> Result<()> {
         self.of(ino).map_or(Ok(()), |file| lock(&file).sync(part, false))
     }
 
     /// As [`Self::sync`], for all of a file whose state has changed. Later stores of the guest, and of others through
     /// mappings, may stay unsynchronized, because they need not change the time stamp.
-    ///
-    /// # Errors
-    /// As for [`Self::sync`].
     pub(super) fn sync_if_changed(&self, ino: Ino) -> Result<()> {
         let Some(file) = self.of(ino) else { return Ok(()) };
         let mut file = lock(&file);
@@ -296,10 +286,7 @@ impl EofCopies {
     }
 
     /// Removes the copy of the chunk at this offset, which the guest has unmapped.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Self::sync`]: the guest's stores may be lost.
+    /// After an error the guest's stores may be lost.
     pub(super) fn remove(&self, ino: Ino, window_offset: u64) -> Result<()> {
         let mut files = lock(&self.files);
         let Some(file) = files.get(&ino).cloned() else { return Ok(()) };

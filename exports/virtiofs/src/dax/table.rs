@@ -47,9 +47,6 @@ impl Table {
     }
 
     /// Returns the plan for a request.
-    ///
-    /// # Errors
-    ///
     /// `INVAL`: it is not within the window, not aligned, or would split another mapping.
     pub(super) fn plan(&self, asked: &Mapping) -> Result<MapPlan> {
         let Mapping { ino, offset, len, window_offset, write, .. } = *asked;
@@ -67,9 +64,6 @@ impl Table {
     }
 
     /// Returns the mappings in a range of the window.
-    ///
-    /// # Errors
-    ///
     /// `INVAL`: one of them extends beyond it.
     pub(super) fn within(&self, start: u64, end: u64) -> Result<Vec<ActiveMapping>> {
         let before = self.placed.range(..start).next_back().filter(|(_, placed)| placed.end() > start);
