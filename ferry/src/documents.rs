@@ -9,8 +9,11 @@ use anyhow::{Context, Result};
 use clap::Command;
 use clap::builder::Resettable;
 
-use crate::cli;
 use crate::output::print;
+use crate::{cli, virtiofsd};
+
+/// The name that this program has as virtiofsd's replacement.
+const DROP_IN: &str = "ferry-virtiofsd";
 
 /// Prints the page of the program, of the command with these names (`image build`), or of the configuration file.
 pub fn man(command: &[String]) -> Result<()> {
@@ -33,12 +36,16 @@ pub fn man(command: &[String]) -> Result<()> {
     print(&page(found)?)
 }
 
-/// Writes the pages of the program, of all its commands, and of the configuration file to a folder, as `man` looks for them.
+/// Writes the pages of the program, of all its commands and names, and of the configuration file to a folder, as `man` looks for them.
 pub fn man_pages(folder: &Path) -> Result<()> {
     let table = built();
     let file = folder.join(format!("{}.{}", configuration::NAME, configuration::SECTION));
     let page_of_file = titled(configuration::NAME, configuration::SECTION, &configuration::page(&table));
     fs::write(&file, page_of_file).with_context(|| format!("cannot write {}", file.display()))?;
+    let mut drop_in = virtiofsd::table();
+    drop_in.build();
+    let file = folder.join(DROP_IN).with_extension("1");
+    fs::write(&file, named_page(&drop_in, DROP_IN)?).with_context(|| format!("cannot write {}", file.display()))?;
     let mut waiting = vec![&table];
     while let Some(command) = waiting.pop() {
         let file = folder.join(command.get_display_name().unwrap_or("ferry")).with_extension("1");
@@ -61,13 +68,16 @@ pub fn commands(of: &Command) -> impl Iterator<Item = &Command> {
 }
 
 fn page(command: &Command) -> Result<Vec<u8>> {
+    named_page(command, command.get_display_name().unwrap_or("ferry"))
+}
+
+fn named_page(command: &Command, name: &str) -> Result<Vec<u8>> {
     let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-    let command = command.clone().after_long_help(Resettable::Reset);
+    let command = command.clone().display_name(name).after_long_help(Resettable::Reset);
     let mut page = Vec::new();
-    let name = command.get_display_name().unwrap_or("ferry").to_owned();
     clap_mangen::Man::new(command).render(&mut page).context("cannot make the page")?;
     page.extend(verbatim("EXAMPLES", &examples).into_bytes());
-    Ok(titled(&name, "1", &page))
+    Ok(titled(name, "1", &page))
 }
 
 /// The page with its title line, in place of the generator's: that one does not quote the empty date, so that the version is

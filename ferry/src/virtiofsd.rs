@@ -208,7 +208,6 @@ struct Args {
 }
 
 /// The table of virtiofsd's options.
-#[cfg(test)]
 pub fn table() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -40,7 +40,9 @@ fn each_command_has_a_man_page() {
     }
     let of_file = fs::read(folder.path().join("ferry.toml.5")).unwrap();
     assert_eq!(run(ferry().args(["man", "ferry.toml"])).stdout, of_file);
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), all.len() + 1, "pages of no command");
+    let drop_in = fs::read_to_string(folder.path().join("ferry-virtiofsd.1")).unwrap();
+    assert!(drop_in.contains("\nferry\\-virtiofsd \\- ") && drop_in.contains("socket\\-path"), "{drop_in:.500}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), all.len() + 2, "pages of no command");
 }
 
 #[test]
