@@ -20,13 +20,13 @@ const EXAMPLE: &str = "\
 # /etc/ferry/web.toml, for ferry-share@web.service
 [[share]]
 source = \"/srv/web\"
-virtiofs = \"/run/ferry/web.sock\"
+virtiofs = \"/run/ferry-share/web.sock\"
 tag = \"web\"
 read-only = true
 
 [[disk]]
 file = \"/srv/web.raw\"
-vhost-user = \"/run/ferry/web-disk.sock\"";
+vhost-user = \"/run/ferry-share/web-disk.sock\"";
 
 /// Returns the page.
 pub fn page(table: &Command) -> Vec<u8> {

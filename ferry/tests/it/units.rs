@@ -83,6 +83,10 @@ fn no_unit_takes_what_its_server_needs() {
         for directive in ["PrivateUsers", "RestrictNamespaces", "SystemCallFilter", "RootDirectory", "DynamicUser"] {
             assert!(!set.contains(&directive), "{}: {directive}", unit.display());
         }
+        // /run/ferry has root's control sockets, and nobody else may enter it.
+        for place in [values(&unit, "ListenStream"), values(&unit, "RuntimeDirectory")].concat() {
+            assert!(!Path::new("/run").join(&place).starts_with("/run/ferry"), "{}: {place}", unit.display());
+        }
         if unit.ends_with("ferry-mount@.service") {
             let wrong: Vec<_> = WITH_MOUNT_NAMESPACE.iter().filter(|name| set.contains(*name)).collect();
             assert!(wrong.is_empty(), "{}: {wrong:?}", unit.display());
