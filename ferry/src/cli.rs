@@ -24,7 +24,7 @@ const SHARE_ONLY_HEADINGS: [&str; 4] =
 #[command(after_long_help = format!("{}\n\n{}", recipes::OVERVIEW, status::TABLE))]
 pub struct Cli {
     /// What to log on standard error: error, warn, info, debug, trace, or a list like info,ferry_virtiofs=debug
-    /// [default: the environment's FERRY_LOG, or info; for try, warn].
+    /// [default: the environment's FERRY_LOG, or info; for try, warn; for doctor, off].
     #[arg(long, global = true, value_name = "LEVEL")]
     pub log: Option<String>,
 
@@ -96,6 +96,15 @@ pub enum Command {
     /// or a file in a mount or a shared directory, which means the requests about this file alone.
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
+
+    /// Check what this machine offers for each export, and what it lacks.
+    ///
+    /// Each check says what was found and, if something is lacking, what follows from it and the command that changes it.
+    /// A check is missing if an export does not work without it, and degraded if exports work less well.
+    /// It mounts mem for a moment, runs `--version` of the virtual machine monitors in PATH, and may load kernel modules, as a mount would. The status is 0 if nothing that the exports need is
+    /// missing, and 1 otherwise.
+    #[command(after_long_help = recipes::DOCTOR)]
+    Doctor(crate::doctor::Args),
 
     /// Check a persistent memory file system that is not mounted, and repair it.
     ///

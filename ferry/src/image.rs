@@ -3,6 +3,7 @@
 mod args;
 mod build;
 mod fuse_fallback;
+pub mod kernel;
 mod lazy;
 mod loops;
 mod mount;

@@ -6,6 +6,7 @@ mod config;
 mod control;
 mod detached_mounts;
 mod disk;
+mod doctor;
 mod documents;
 mod exports;
 mod flags;
@@ -156,12 +157,17 @@ fn advice(text: &str) -> &'static str {
 }
 
 fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Result<u8> {
-    let quiet = matches!(&cli.command, Command::Try(args) if !args.verbose);
+    let default_level = match &cli.command {
+        Command::Try(args) if !args.verbose => "warn",
+        // Its report says what would be logged.
+        Command::Doctor(_) => "off",
+        _ => "info",
+    };
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let common = cli.common();
     // Not as clap has it, which would show the flag in all usage lines then.
     let of_environment = || std::env::var("FERRY_LOG").ok().filter(|level| !level.is_empty());
-    let level = cli.log.or_else(of_environment).unwrap_or_else(|| if quiet { "warn" } else { "info" }.into());
+    let level = cli.log.or_else(of_environment).unwrap_or_else(|| default_level.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
     if matches!(&cli.command, Command::Share(_) | Command::Disk(_) | Command::Mount(_)) {
@@ -185,6 +191,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),
         Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),

@@ -14,10 +14,11 @@ use anyhow::{Context, Result, bail};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 use ferry_isolation::BlockedSignals;
 
-use crate::cli::MountArgs;
+use crate::cli::{self, MountArgs};
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, Serving};
 use crate::flags::{Kind, Share};
+use crate::groups;
 use crate::new_files::{NewFiles, Success};
 use crate::share::Start;
 use crate::source::{self, Sources};
@@ -133,13 +134,7 @@ fn explain(args: MountArgs) -> Result<()> {
     let explained = match &args.mountpoint {
         None => match running(&args.share.source) {
             Some(explained) => explained?,
-            None => {
-                let folder = tempfile::Builder::new().prefix("ferry-explain.").tempdir();
-                let folder = folder.context("cannot make a mount point in the folder for temporary files")?;
-                let explained = try_mount(&args, folder.path())?;
-                folder.close().context("cannot remove the mount point")?;
-                explained
-            }
+            None => try_mount_somewhere(&args)?,
         },
         Some(mountpoint) => try_mount(&args, mountpoint)?,
     };
@@ -162,6 +157,23 @@ fn running(path: &Path) -> Option<Result<TransportReport>> {
     };
     let share = share.filter(|_| file.is_none())?;
     Some(client.ask(&Request::Explain { share }).map(|(explained, _)| explained))
+}
+
+/// The transport of a mount of `mem` on this machine, by the same trial as `ferry mount --explain`.
+pub fn explain_mem() -> Result<TransportReport> {
+    let invocation = groups::parse(["ferry", "mount", "--explain"].map(OsString::from))?;
+    match invocation.cli.command {
+        cli::Command::Mount(args) => try_mount_somewhere(&args),
+        command => bail!("{command:?} is not a mount"),
+    }
+}
+
+fn try_mount_somewhere(args: &MountArgs) -> Result<TransportReport> {
+    let folder = tempfile::Builder::new().prefix("ferry-explain.").tempdir();
+    let folder = folder.context("cannot make a mount point in the folder for temporary files")?;
+    let explained = try_mount(args, folder.path())?;
+    folder.close().context("cannot remove the mount point")?;
+    Ok(explained)
 }
 
 /// Mounts, asks and unmounts: only the kernel's answer to a mount tells.

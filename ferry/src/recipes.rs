@@ -139,6 +139,13 @@ Examples:
   ferry log /run/src.sock debug            a share for virtual machines, at another level
   ferry log /run/src.sock default          as it was started";
 
+/// Shown by `ferry doctor --help`.
+pub const DOCTOR: &str = "\
+Examples:
+  ferry doctor                             all exports
+  ferry doctor --for virtiofs,disk         what virtual machines need
+  ferry doctor --for mount --json          for a script, which looks at the status, too";
+
 /// Shown by `ferry fsck --help`.
 pub const FSCK: &str = "\
 Examples:

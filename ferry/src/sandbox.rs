@@ -516,7 +516,7 @@ fn narrow(which: fn(&ThreadFilters) -> &Filter) {
 
 /// Has the limit of locked memory not stand in the way of who pins a guest's, as it does not stand in root's, who will
 /// not be root any more. Returns whether that was possible.
-fn may_lock_memory() -> bool {
+pub fn may_lock_memory() -> bool {
     let limit = getrlimit(Resource::Memlock);
     let is_root = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None }).is_ok();
     if !is_root {

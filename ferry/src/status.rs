@@ -15,7 +15,7 @@ pub const WRONG: u8 = 4;
 pub const TABLE: &str = "\
 Exit status, of all commands:
   0  it was done; what was checked is in order, or is so after --repair
-  1  it could not be done, and standard error says why
+  1  it could not be done, and standard error says why; for doctor: something needed is missing
   2  the command line or the configuration file makes no sense
   4  what was checked is damaged or is no image, or the two that were compared differ
 ferry try and ferry image trace end with the status of the command that they run, 128 + N if signal N

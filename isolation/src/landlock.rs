@@ -51,6 +51,17 @@ pub fn restrict_landlock(rules: LandlockRules<'_>, ports: &[u16]) -> Result<Land
     })
 }
 
+/// Returns the version of Landlock that the kernel enforces; `None` if it enforces none.
+#[must_use]
+pub fn landlock_version() -> Option<u32> {
+    /// `LANDLOCK_CREATE_RULESET_VERSION` of linux/landlock.h: no ruleset is created, the version is returned.
+    const VERSION: libc::c_uint = 1;
+    let no_attributes = std::ptr::null::<libc::c_void>();
+    // SAFETY: with this flag the pointer must be null and the size 0, and no memory is accessed.
+    let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, no_attributes, 0_usize, VERSION) };
+    u32::try_from(version).ok().filter(|version| *version > 0)
+}
+
 fn restrict(rules: LandlockRules<'_>, ports: &[u16]) -> std::result::Result<RulesetStatus, RulesetError> {
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)

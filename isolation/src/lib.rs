@@ -33,7 +33,7 @@ mod supervisor;
 mod syscalls;
 
 pub use capabilities::Capabilities;
-pub use landlock::{LandlockRules, LandlockStatus, restrict_landlock};
+pub use landlock::{LandlockRules, LandlockStatus, landlock_version, restrict_landlock};
 pub use namespaces::{Split, begin_child, change_root, hide_directories, is_possible, leave_network, split};
 pub use root::{Access, Root, View};
 pub use supervisor::{BlockedSignals, Child, End, ReceivedSignal, Supervisor};

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::Path;
+use crate::machine::{NoUring, uring_allowed};
 
 /// Whether a feature is used, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -11,16 +12,28 @@ pub struct Verdict {
     pub used: bool,
     /// Why not, and how to enable it.
     pub reason: Option<String>,
+    /// The command that enables it, if one does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
 }
 
 impl Verdict {
     pub(crate) fn used() -> Self {
-        Self { used: true, reason: None }
+        Self { used: true, reason: None, remedy: None }
     }
 
     pub(crate) fn not(reason: impl ToString) -> Self {
-        Self { used: false, reason: Some(reason.to_string()) }
+        Self { used: false, reason: Some(reason.to_string()), remedy: None }
     }
+
+    pub(crate) fn no_uring(reason: &NoUring) -> Self {
+        Self { remedy: reason.remedy().map(str::to_owned), ..Self::not(reason) }
+    }
+}
+
+/// Returns whether a mount could use FUSE-over-io_uring, as far as this shows before a mount.
+pub fn uring_verdict() -> Verdict {
+    uring_allowed().map_or_else(|reason| Verdict::no_uring(&reason), |()| Verdict::used())
 }
 
 /// The transport of a mount's requests and data.
@@ -81,7 +94,7 @@ mod tests {
     fn reports_what_is_missing_and_the_remedy() {
         let mut explanation = Explanation {
             path: Path::Devfuse,
-            uring: Verdict::not(crate::machine::NoUring::Parameter),
+            uring: Verdict::no_uring(&NoUring::Parameter),
             passthrough: Verdict::not("it needs CAP_SYS_ADMIN"),
             notifications: Verdict::used(),
             rings: 0,
@@ -102,5 +115,7 @@ mod tests {
         let json = serde_json::to_value(&explanation).unwrap();
         assert_eq!(json["path"], "uring");
         assert_eq!(json["passthrough"]["used"], false);
+        assert_eq!(json["uring"]["remedy"], "echo Y > /sys/module/fuse/parameters/enable_uring");
+        assert!(json["passthrough"].get("remedy").is_none(), "{json}");
     }
 }

@@ -149,7 +149,7 @@ impl Export {
             device_number: mountpoint.connection(),
             explanation: Explanation {
                 path: if rings.is_ok() { Path::Uring } else { Path::Devfuse },
-                uring: rings.as_ref().map_or_else(Verdict::not, |_| Verdict::used()),
+                uring: rings.as_ref().map_or_else(Verdict::no_uring, |_| Verdict::used()),
                 passthrough: requested.passthrough(&agreed),
                 notifications: match &notifier {
                     Some(_) => Verdict::used(),

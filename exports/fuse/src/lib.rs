@@ -38,7 +38,7 @@ mod transfer;
 mod uring;
 
 pub use control::AbortSwitch;
-pub use explain::{Explanation, Verdict};
+pub use explain::{Explanation, Verdict, uring_verdict};
 pub use export::{Error, Export};
 pub use ferry_serve::Cache;
 pub use mountpoint::{MountError, MountOptions, Mounted, Mountpoint};

@@ -39,6 +39,15 @@ pub(crate) enum NoUring {
 }
 
 impl NoUring {
+    /// Returns the command that allows it, if one does.
+    pub(crate) fn remedy(&self) -> Option<&'static str> {
+        match self {
+            Self::Parameter => Some("echo Y > /sys/module/fuse/parameters/enable_uring"),
+            Self::Sysctl => Some("sysctl -w kernel.io_uring_disabled=0"),
+            _ => None,
+        }
+    }
+
     /// Returns whether another machine, or a changed setting, would support it.
     pub(crate) fn is_of_this_machine(&self) -> bool {
         !matches!(self, Self::Unwanted | Self::Waits)

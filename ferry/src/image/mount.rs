@@ -222,7 +222,8 @@ pub(super) fn by_descriptor(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
-fn context(kind: &str) -> Result<OwnedFd> {
+/// Begins a mount of this type.
+pub(super) fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
         Err(Errno::NODEV) => Err(KernelMountError(format!("this kernel has no {kind} (modprobe {kind})")).into()),

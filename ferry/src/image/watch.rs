@@ -96,36 +96,49 @@ pub struct Watch {
 /// What to do where the kernel cannot be asked to wait.
 const ELSE: &str = "mount with ferry mount image:... --from, which needs nothing of the kernel but FUSE";
 
+/// Checks that this process can have the kernel wait for what is not here, on a file system that can.
+pub fn is_possible() -> Result<()> {
+    let group = new_group()?;
+    let file = tempfile::tempfile().context("cannot make a file in the folder for temporary files")?;
+    match mark(&group, &by_fd(&file)) {
+        Err(nix::errno::Errno::EINVAL) => Err(too_old()),
+        // The kernel knows the event, and this folder's file system does not have it.
+        Ok(()) | Err(nix::errno::Errno::EOPNOTSUPP) => Ok(()),
+        Err(error) => Err(error).context("cannot watch a file"),
+    }
+}
+
+fn new_group() -> Result<Fanotify> {
+    let flags = InitFlags::FAN_CLASS_PRE_CONTENT | InitFlags::FAN_CLOEXEC | InitFlags::FAN_UNLIMITED_QUEUE;
+    let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
+    match Fanotify::init(flags, files) {
+        Err(nix::errno::Errno::EPERM) => {
+            Err(KernelMountError("only root can have the kernel wait for what is not here".into()).into())
+        }
+        Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
+            Err(KernelMountError("this kernel cannot wait for what is not here".into()).into())
+        }
+        group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}")),
+    }
+}
+
+fn mark(group: &Fanotify, path: &Path) -> nix::Result<()> {
+    group.mark(MarkFlags::FAN_MARK_ADD, MaskFlags::from_bits_retain(FAN_PRE_ACCESS), CWD, Some(path))
+}
+
+fn too_old() -> anyhow::Error {
+    KernelMountError("this kernel cannot wait for what is not here (Linux 6.14 or later can)".into()).into()
+}
+
 impl Watch {
     /// Marks the packs that are not all here. What is read and written of them from now on, by us, nobody is asked about.
     pub fn begin(objects: &mut Objects) -> Result<Self> {
-        let flags = InitFlags::FAN_CLASS_PRE_CONTENT | InitFlags::FAN_CLOEXEC | InitFlags::FAN_UNLIMITED_QUEUE;
-        let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
-        let group = match Fanotify::init(flags, files) {
-            Err(nix::errno::Errno::EPERM) => {
-                return Err(KernelMountError("only root can have the kernel wait for what is not here".into()).into());
-            }
-            Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
-                return Err(KernelMountError("this kernel cannot wait for what is not here".into()).into());
-            }
-            group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}"))?,
-        };
+        let group = new_group()?;
         let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, by_fd(file))).collect();
         let (mut watched, mut early) = (Vec::new(), Vec::new());
         for (number, path) in packs {
-            let mark = group.mark(
-                MarkFlags::FAN_MARK_ADD,
-                MaskFlags::from_bits_retain(FAN_PRE_ACCESS),
-                CWD,
-                Some(path.as_path()),
-            );
-            match mark {
-                Err(nix::errno::Errno::EINVAL) => {
-                    return Err(KernelMountError(
-                        "this kernel cannot wait for what is not here (Linux 6.14 or later can)".into(),
-                    )
-                    .into());
-                }
+            match mark(&group, &path) {
+                Err(nix::errno::Errno::EINVAL) => return Err(too_old()),
                 Err(nix::errno::Errno::EOPNOTSUPP) => {
                     let why = "the store's file system cannot wait for what is not here (ext4, XFS and btrfs can)";
                     return Err(KernelMountError(why.into()).into());

@@ -3,6 +3,7 @@
 
 pub mod images;
 pub mod place;
+pub mod schema;
 pub mod servers;
 
 use std::io::{BufRead, BufReader};

@@ -10,6 +10,7 @@ mod common;
 
 mod composefs;
 mod disk;
+mod doctor;
 mod foreign;
 mod image;
 mod image_store;

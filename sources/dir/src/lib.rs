@@ -108,7 +108,7 @@ use crate::watch::Watch;
 
 #[cfg(fuzzing)]
 pub use crate::identity::fuzz as fuzz_identity;
-pub use crate::watch::{OwnChanges, WatchError};
+pub use crate::watch::{OwnChanges, WatchError, can_watch};
 
 /// How a directory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -14,7 +14,7 @@ mod events;
 use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -85,6 +85,16 @@ impl From<Errno> for WatchError {
             errno => Self::Host(errno),
         }
     }
+}
+
+/// Checks that this process may watch the file system of a directory for changes.
+///
+/// # Errors
+/// It may not, or the kernel or the file system does not report them.
+pub fn can_watch(directory: BorrowedFd<'_>) -> std::result::Result<(), WatchError> {
+    // Everybody may have a group; a file system is for root.
+    let group = sys::fanotify_group()?;
+    Ok(sys::fanotify_mark_file_system(group.as_fd(), directory, MASK)?)
 }
 
 /// A fanotify group.

@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         ferry_isolation::is_possible(&View::default()).unwrap();
         let view = View { roots: vec![Root { path: dir, access: Access::ReadWrite }], ..View::default() };
         match ferry_isolation::split(&view).unwrap() {
-            Split::Supervisor(supervisor) => return supervisor.wait(&held).unwrap().status().into(),
+            Split::Supervisor(supervisor) => return supervisor.wait(&held, |_| {}).unwrap().status().into(),
             Split::Server(places) => dir = places[0].clone(),
         }
         held.release().unwrap();

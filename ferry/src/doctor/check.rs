@@ -1,0 +1,123 @@
+//! A check of this machine, and what it means for the exports.
+
+use serde::Serialize;
+
+/// Exports that a machine is checked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Export {
+    /// `ferry share --virtiofs`.
+    Virtiofs,
+    /// `ferry mount`.
+    Mount,
+    /// `ferry disk`.
+    Disk,
+    /// `ferry share --9p`, and mounts of 9p: sources.
+    #[value(name = "9p")]
+    #[serde(rename = "9p")]
+    Ninep,
+    /// `ferry image mount`.
+    Image,
+}
+
+impl Export {
+    /// All of them, in the order of reports.
+    pub const ALL: [Self; 5] = [Self::Virtiofs, Self::Mount, Self::Disk, Self::Ninep, Self::Image];
+    /// Those that serve virtual machines or 9P clients, and confine themselves.
+    pub const SERVERS: &[Self] = &[Self::Virtiofs, Self::Disk, Self::Ninep];
+
+    /// The word of `--for`.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Virtiofs => "virtiofs",
+            Self::Mount => "mount",
+            Self::Disk => "disk",
+            Self::Ninep => "9p",
+            Self::Image => "image",
+        }
+    }
+}
+
+/// The result of a check for the exports that were asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// The machine has it.
+    Ok,
+    /// Exports work without it, or with less of it.
+    Degraded,
+    /// An export does not work without it.
+    Missing,
+}
+
+impl State {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Degraded => "degraded",
+            Self::Missing => "missing",
+        }
+    }
+}
+
+/// What a machine lacks.
+#[derive(Debug)]
+pub struct Lack {
+    /// What does not work, or works less well.
+    pub consequence: String,
+    /// A line for a shell that changes it; a comment of the shell if no command does.
+    pub remedy: String,
+    /// Some of it is there, so that exports that need it work.
+    pub is_partial: bool,
+}
+
+/// One check.
+#[derive(Debug)]
+pub struct Check {
+    /// What is checked.
+    pub name: &'static str,
+    /// What was found.
+    pub found: String,
+    /// What is lacking, if anything is.
+    pub lack: Option<Lack>,
+    needed_by: &'static [Export],
+    helps: &'static [Export],
+}
+
+impl Check {
+    /// A check of something that `needed_by` do not work without, and that `helps` work better with.
+    pub fn new(name: &'static str, needed_by: &'static [Export], helps: &'static [Export]) -> Self {
+        Self { name, found: String::new(), lack: None, needed_by, helps }
+    }
+
+    /// The machine has it.
+    pub fn found(self, found: impl Into<String>) -> Self {
+        Self { found: found.into(), ..self }
+    }
+
+    /// The machine does not have it.
+    pub fn lacks(self, found: impl Into<String>, consequence: impl Into<String>, remedy: impl Into<String>) -> Self {
+        let lack = Lack { consequence: consequence.into(), remedy: remedy.into(), is_partial: false };
+        Self { found: found.into(), lack: Some(lack), ..self }
+    }
+
+    /// The machine has less of it than would be good.
+    pub fn has_less(self, found: impl Into<String>, consequence: impl Into<String>, remedy: impl Into<String>) -> Self {
+        let lack = Lack { consequence: consequence.into(), remedy: remedy.into(), is_partial: true };
+        Self { found: found.into(), lack: Some(lack), ..self }
+    }
+
+    /// Which of these exports it concerns.
+    pub fn exports(&self, of: &[Export]) -> Vec<Export> {
+        of.iter().copied().filter(|one| self.needed_by.contains(one) || self.helps.contains(one)).collect()
+    }
+
+    /// Its state for these exports.
+    pub fn state(&self, exports: &[Export]) -> State {
+        match &self.lack {
+            None => State::Ok,
+            Some(lack) if !lack.is_partial && self.needed_by.iter().any(|one| exports.contains(one)) => State::Missing,
+            Some(_) => State::Degraded,
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Versions of the kernel and of programs.
+
+use super::check::{Check, Export};
+
+/// The oldest kernel that Ferry is tried on, that of Debian 12.
+const KERNEL_TRIED: Version = Version(6, 1);
+
+/// A version, as far as it decides anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub u32, pub u32);
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.0, self.1)
+    }
+}
+
+/// The first version in a text: `QEMU emulator version 11.1.3 (Debian 1:11.1.3)`, `v52.0`, `6.18.44-fc`.
+pub fn first_version(text: &str) -> Option<Version> {
+    let words = text.split(|c: char| c.is_whitespace() || matches!(c, '(' | ')' | ','));
+    words.into_iter().find_map(|word| {
+        let (major, rest) = word.strip_prefix('v').unwrap_or(word).split_once('.')?;
+        let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        let minor = &rest[..end];
+        // No sign, which the parser of numbers would take.
+        (is_number(major) && is_number(minor)).then(|| Some(Version(major.parse().ok()?, minor.parse().ok()?)))?
+    })
+}
+
+/// The check of the running kernel.
+pub fn kernel() -> Check {
+    let check = Check::new("kernel", &[], &Export::ALL);
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let found = format!("Linux {}", release.trim());
+    match first_version(&release) {
+        Some(version) if version >= KERNEL_TRIED => check.found(found),
+        Some(_) => check.has_less(
+            found,
+            format!("Ferry is not tried on kernels before Linux {KERNEL_TRIED}"),
+            format!("# boot Linux {KERNEL_TRIED} or later"),
+        ),
+        None => check.has_less(found, "the version of this kernel is not known", "uname -r"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_from_what_programs_print() {
+        for (text, version) in [
+            ("QEMU emulator version 11.1.3 (Debian 1:11.1.3+ds-1)\nCopyright (c) 2003-2026\n", Some(Version(11, 1))),
+            ("QEMU emulator version 7.2.19", Some(Version(7, 2))),
+            ("/usr/sbin/libvirtd (libvirt) 9.0.0", Some(Version(9, 0))),
+            ("cloud-hypervisor v52.0", Some(Version(52, 0))),
+            ("crosvm 0.1.0-abcdef", Some(Version(0, 1))),
+            ("6.18.44-fc-v669", Some(Version(6, 18))),
+            ("6.1", Some(Version(6, 1))),
+            ("7.3-rc7", Some(Version(7, 3))),
+            ("x.y 3.z 4.5", Some(Version(4, 5))),
+        ] {
+            assert_eq!(first_version(text), version, "{text:?}");
+        }
+        let long = "9".repeat(100) + ".1";
+        for bad in ["", " ", "6", "6.", ".1", "-6.1", "+6.1", "6.-1", "version", "v", "\u{1b}[2J", "６.１", &long] {
+            assert_eq!(first_version(bad), None, "{bad:?}");
+        }
+        assert!(Version(6, 9) < Version(6, 12) && Version(6, 12) < Version(7, 0));
+    }
+}

@@ -1,0 +1,219 @@
+//! `ferry doctor` on machines that lack something.
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::common::schema::Schema;
+use crate::common::{ferry, needs_fuse, run};
+
+/// A user that nobody is.
+const STRANGER: u32 = 64_321;
+
+/// The JSON of a run, checked against its schema, and its exit status.
+fn report(command: &mut Command) -> (Value, Option<i32>) {
+    let output = run(command.arg("--json"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
+    assert!(errors.is_empty(), "{errors}");
+    Schema::of("watch.md", "JSON of ferry doctor").check(&json);
+    let missing = json["checks"].as_array().unwrap().iter().any(|check| check["state"] == "missing");
+    assert_eq!(json["complete"], !missing, "{json}");
+    assert_eq!(output.status.code(), Some(i32::from(missing)), "{json}");
+    (json, output.status.code())
+}
+
+fn doctor(args: &[&str]) -> Command {
+    let mut command = ferry();
+    command.arg("doctor").args(args);
+    command
+}
+
+/// `ferry doctor` by way of another program.
+fn by(program: &str, before: &[&str], args: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    command.args(before).arg(ferry().get_program()).arg("doctor").args(args).env_remove("FERRY_LOG");
+    command
+}
+
+/// In a mount namespace of its own, after a script.
+fn after(script: &str, args: &[&str]) -> Command {
+    let script = format!("set -e; {script}; exec \"$@\"");
+    by("unshare", &["--mount", "--propagation", "private", "sh", "-c", &script, "sh"], args)
+}
+
+fn check<'a>(report: &'a Value, name: &str) -> &'a Value {
+    let checks = report["checks"].as_array().unwrap();
+    checks.iter().find(|check| check["name"] == name).unwrap_or_else(|| panic!("no check {name}: {report}"))
+}
+
+#[test]
+fn every_lack_has_a_consequence_and_a_remedy_of_one_line() {
+    for exports in ["virtiofs", "mount", "disk", "9p", "image", "virtiofs,mount,disk,9p,image"] {
+        let (report, _) = report(&mut doctor(&["--for", exports]));
+        let checks = report["checks"].as_array().unwrap();
+        assert!(checks.len() > 3, "{report}");
+        for check in checks {
+            let is_ok = check["state"] == "ok";
+            assert_eq!(check.get("consequence").is_none(), is_ok, "{check}");
+            assert_eq!(check.get("remedy").is_none(), is_ok, "{check}");
+            assert!(!check["found"].as_str().unwrap().is_empty(), "{check}");
+            let concerned = check["exports"].as_array().unwrap();
+            let is_asked = |export: &Value| exports.split(',').any(|asked| *export == asked);
+            assert!(!concerned.is_empty() && concerned.iter().all(is_asked), "{check}");
+            if let Some(remedy) = check["remedy"].as_str() {
+                assert!(!remedy.is_empty() && !remedy.contains('\n'), "{check}");
+                // A shell takes it, without running it.
+                let parsed = Command::new("sh").args(["-n", "-c", remedy]).status().unwrap();
+                assert!(parsed.success(), "{check}");
+            }
+        }
+    }
+}
+
+#[test]
+fn text_and_json_agree() {
+    let (report, status) = report(&mut doctor(&["--for", "9p"]));
+    let output = run(&mut doctor(&["--for", "9p"]));
+    assert_eq!(output.status.code(), status);
+    let text = String::from_utf8(output.stdout).unwrap();
+    for check in report["checks"].as_array().unwrap() {
+        let [state, name] = ["state", "name"].map(|field| check[field].as_str().unwrap());
+        let line = text.lines().find(|line| line.get(10..).is_some_and(|rest| rest.starts_with(&format!("{name} "))));
+        assert!(line.is_some_and(|line| line.starts_with(state)), "{check}: {text}");
+    }
+}
+
+#[test]
+fn what_a_mount_says_of_its_paths_is_what_the_doctor_says() {
+    needs_fuse!();
+    let (report, _) = report(&mut doctor(&["--for", "mount"]));
+    let explained = run(ferry().args(["mount", "--explain", "--json"]));
+    let explained: Value = serde_json::from_slice(&explained.stdout).unwrap();
+    for (name, field) in [("fuse ring", "uring"), ("passthrough", "passthrough")] {
+        let (check, verdict) = (check(&report, name), &explained[field]);
+        assert_eq!(check["state"] == "ok", verdict["used"] == true, "{check}: {verdict}");
+        if let Some(reason) = verdict["reason"].as_str() {
+            assert_eq!(check["found"], reason);
+        }
+    }
+    let left = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!left.contains("ferry-explain."), "{left}");
+}
+
+#[test]
+fn a_machine_without_the_device_lacks_mounts_and_serves_guests() {
+    needs_fuse!();
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().display();
+    let script =
+        format!("mount -t tmpfs -o mode=755,dev none {at}; mknod -m 666 {at}/null c 1 3; mount --bind {at} /dev");
+    let (mount, status) = report(&mut after(&script, &["--for", "mount"]));
+    assert_eq!(status, Some(1), "{mount}");
+    for name in ["fuse device", "fuse mount"] {
+        let check = check(&mount, name);
+        assert_eq!(check["state"], "missing", "{check}");
+        assert!(check["remedy"].as_str().unwrap().contains("/dev/fuse"), "{check}");
+    }
+    // Without mounts by the kernel's EROFS only.
+    let (image, _) = report(&mut after(&script, &["--for", "image"]));
+    assert_eq!(check(&image, "fuse device")["state"], "degraded");
+    let (ninep, status) = report(&mut after(&script, &["--for", "9p"]));
+    assert_eq!(status, Some(0), "{ninep}");
+}
+
+#[test]
+fn a_machine_that_hides_the_module_is_judged_by_a_mount() {
+    needs_fuse!();
+    let (hidden, status) = report(&mut after("mount -t tmpfs none /sys/module/fuse", &["--for", "mount"]));
+    assert_eq!(status, Some(0), "{hidden}");
+    assert_eq!(check(&hidden, "fuse mount")["state"], "ok");
+    // The module's folder is there, and its parameter is not.
+    let ring = check(&hidden, "fuse ring");
+    assert!(ring["state"] == "degraded" && ring["found"].as_str().unwrap().contains("6.14"), "{ring}");
+    let (hidden, status) = report(&mut after("mount -t tmpfs none /sys", &["--for", "mount"]));
+    assert_eq!(status, Some(0), "{hidden}");
+}
+
+#[test]
+fn a_user_is_told_what_only_root_has() {
+    if !rustix::process::geteuid().is_root() {
+        ferry_skip::skip!("needs root, to become another user");
+        return;
+    }
+    let user = [format!("--reuid={STRANGER}"), format!("--regid={STRANGER}")];
+    let before = [user[0].as_str(), &user[1], "--clear-groups"];
+    let (report, _) = report(&mut by("setpriv", &before, &[]));
+    for (name, word) in [("erofs", "root"), ("fanotify", "root"), ("fanotify for images", "root")] {
+        let check = check(&report, name);
+        assert_eq!(check["state"], "degraded", "{check}");
+        assert!(check["found"].as_str().unwrap().contains(word), "{check}");
+        assert_eq!(check["remedy"], "# run ferry as root");
+    }
+    let mode = fs::metadata("/dev/fuse").map(|found| found.permissions().mode());
+    if mode.is_ok_and(|mode| mode & 0o006 == 0) {
+        let device = check(&report, "fuse device");
+        assert!(device["state"] == "missing" && device["remedy"] == "chmod 666 /dev/fuse", "{device}");
+    }
+}
+
+#[test]
+fn low_limits_are_reported() {
+    let (low, _) = report(&mut by("prlimit", &["--nofile=256:256", "--"], &["--for", "virtiofs"]));
+    let descriptors = check(&low, "descriptors");
+    assert_eq!(descriptors["state"], "degraded");
+    assert!(descriptors["consequence"].as_str().unwrap().contains("256"), "{descriptors}");
+    // So few that checks fail: they say so, and none ends the program.
+    let (none, _) = report(&mut by("prlimit", &["--nofile=4:4", "--"], &[]));
+    assert!(check(&none, "io_uring")["found"].as_str().is_some_and(|found| !found.is_empty()), "{none}");
+}
+
+/// A folder with programs of these names, each a script.
+fn programs(scripts: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, script) in scripts {
+        let path = folder.path().join(name);
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn virtual_machine_monitors_are_found_and_judged() {
+    let list =
+        r#"case "$1" in --version) echo QEMU emulator version 9.2.0;; *) echo 'name "vhost-user-fs-pci"';; esac"#;
+    let folder = programs(&[
+        ("qemu-system-x86_64", list),
+        ("qemu-system-aarch64", list),
+        ("crosvm", "exit 1"),
+        ("cloud-hypervisor", "printf 'cloud-hypervisor v52.0 \\033]0;title\\007\\n'"),
+    ]);
+    let with = |folder: &Path| {
+        let mut command = doctor(&["--for", "virtiofs,disk"]);
+        command.env("PATH", folder);
+        command
+    };
+    let (report, _) = report(&mut with(folder.path()));
+    assert_eq!(check(&report, "vmm")["state"], "ok");
+    let qemu = check(&report, "QEMU");
+    assert!(qemu["found"].as_str().unwrap().contains("9.2.0"), "{qemu}");
+    assert!(qemu["state"] == "degraded" && qemu["remedy"].as_str().unwrap().contains("QEMU 11.1"), "{qemu}");
+    let devices = check(&report, "vhost-user");
+    assert!(devices["found"].as_str().unwrap().contains("no vhost-user-blk-pci"), "{devices}");
+    assert_eq!(check(&report, "cloud-hypervisor")["state"], "ok");
+    assert!(check(&report, "crosvm")["found"].as_str().unwrap().contains("prints no version"));
+    let text = String::from_utf8(run(&mut with(folder.path())).stdout).unwrap();
+    assert!(text.contains("title") && !text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+}
+
+#[test]
+fn an_unknown_export_is_named() {
+    let said = run(&mut doctor(&["--for", "virtiofs,nfs"]));
+    let text = String::from_utf8(said.stderr).unwrap();
+    assert!(said.status.code() == Some(2) && text.contains("nfs") && text.contains("virtiofs"), "{text}");
+}
