@@ -38,16 +38,17 @@ pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
             podman.into_iter().chain(docker).map(|file| (file, false)).collect()
         }
     };
-    for (file, must_be) in files {
-        let wrong = |reason: String| Error::Setting { what: format!("the credentials in {}", file.display()), reason };
+    for (file, is_required) in files {
+        let invalid =
+            |reason: String| Error::Setting { what: format!("the credentials in {}", file.display()), reason };
         let text = match std::fs::read(&file) {
             Ok(text) => text,
-            Err(error) if !must_be && error.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(wrong(error.to_string())),
+            Err(error) if !is_required && error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(invalid(error.to_string())),
         };
         // serde's message could quote a password.
         let config: Config = serde_json::from_slice(&text)
-            .map_err(|error| wrong(format!("no JSON as podman writes it, line {}", error.line())))?;
+            .map_err(|error| invalid(format!("no JSON as podman writes it, line {}", error.line())))?;
         let scheme = base.scheme();
         let paths = ["", "/v1/", "/v2/"].map(|path| format!("{scheme}://{host}{path}"));
         let hosts = [host.to_owned()].into_iter().chain(paths);
@@ -55,7 +56,7 @@ pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
         if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
             let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
             if !plain.is_some_and(|plain| plain.contains(':')) {
-                return Err(wrong(format!("the entry of {host} is not USER:PASSWORD in base64")));
+                return Err(invalid(format!("the entry of {host} is not USER:PASSWORD in base64")));
             }
             return Ok(Some(auth));
         }

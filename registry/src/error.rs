@@ -10,10 +10,10 @@ use ferry_image::told;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A reference that is none.
+    /// An invalid reference.
     #[error("{text:?} is not the location of an image: {reason}; write oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG")]
     Reference {
-        /// What was written.
+        /// The reference.
         text: String,
         /// What is wrong with it.
         reason: String,
@@ -21,7 +21,7 @@ pub enum Error {
     /// An invalid environment variable.
     #[error("{what}: {reason}")]
     Setting {
-        /// Which one.
+        /// The variable, or what it sets.
         what: String,
         /// What is wrong with it.
         reason: String,
@@ -34,19 +34,19 @@ pub enum Error {
     Redirect {
         /// The redirecting server.
         from: String,
-        /// Where to.
+        /// The URL that it names.
         to: String,
-        /// Why not.
+        /// Why that is forbidden.
         reason: &'static str,
     },
     /// A registry names a token server that must not get credentials.
     #[error(
-        "{registry} names {realm} as its server of tokens; credentials go there only if both are asked by https, or it is the registry itself"
+        "{registry} names {realm} as its server of tokens; credentials are sent there only if both use https, or if it is the registry itself"
     )]
     Realm {
         /// The registry.
         registry: String,
-        /// Which one.
+        /// The token server.
         realm: String,
     },
     /// A server is not reachable, or the connection was lost.
@@ -54,21 +54,21 @@ pub enum Error {
     Transport {
         /// The URL of the request.
         url: String,
-        /// What came of it.
+        /// The cause.
         why: Box<ureq::Error>,
     },
     /// A response is incomplete.
-    #[error("{url}: the response ends after {got} of {wanted} bytes")]
+    #[error("{url}: the response ends after {received} of {wanted} bytes")]
     Short {
         /// The URL of the request.
         url: String,
-        /// How much came.
-        got: u64,
-        /// How much was to come.
+        /// The number of bytes received.
+        received: u64,
+        /// The number of bytes requested.
         wanted: u64,
     },
-    /// A server says no.
-    #[error("{url}: the server answers {status}{}", said(.text))]
+    /// A server refuses a request.
+    #[error("{url}: the server answers {status}{}", explanation(.text))]
     Status {
         /// The URL of the request.
         url: String,
@@ -76,15 +76,15 @@ pub enum Error {
         status: u16,
         /// The text of the response.
         text: String,
-        /// When to ask again.
-        after: Option<Duration>,
+        /// How long to wait before the next attempt.
+        retry_after: Option<Duration>,
     },
     /// There is no such image.
     #[error("there is no image {0}")]
     NoImage(String),
     /// An invalid response.
     #[error("{url}: {reason}")]
-    Answer {
+    Response {
         /// The URL of the request.
         url: String,
         /// What is wrong.
@@ -93,27 +93,27 @@ pub enum Error {
     /// A manifest that does not describe an image of Ferry.
     #[error("the manifest of {name} is not that of a Ferry image: {reason}")]
     Manifest {
-        /// Whose.
+        /// The image.
         name: String,
         /// What is wrong.
         reason: String,
     },
     /// A container image of podman or docker.
     #[error(
-        "{name} is a container image, which holds archives: fetch it by \"skopeo copy {options}docker://{place} oci:DIR\", and make an image of Ferry's of it by \"ferry image build oci:DIR -o IMAGE --store STORE\""
+        "{name} is a container image, which holds archives: fetch it with \"skopeo copy {options}docker://{place} oci:DIR\", and convert it with \"ferry image build oci:DIR -o IMAGE --store STORE\""
     )]
     Container {
-        /// Which one.
+        /// The image.
         name: String,
         /// Options for skopeo.
         options: &'static str,
-        /// What skopeo calls it.
+        /// Its name for skopeo.
         place: String,
     },
     /// An image or a store is not usable.
     #[error(transparent)]
     Image(#[from] ferry_image::Error),
-    /// An object cannot be had.
+    /// An object is not available.
     #[error("{0}")]
     Object(ferry_image::ObjectError),
     /// A file cannot be used.
@@ -121,9 +121,9 @@ pub enum Error {
     Io {
         /// The operation.
         what: &'static str,
-        /// Which one.
+        /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
     /// Two independent errors.
@@ -148,7 +148,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     /// Returns whether a retry of the request may succeed.
-    pub(crate) fn may_pass(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         use ureq::Error as U;
         match self {
             Self::Short { .. } => true,
@@ -165,10 +165,10 @@ impl Error {
         }
     }
 
-    /// Returns how long the server wants to be left alone.
-    pub(crate) fn after(&self) -> Option<Duration> {
+    /// Returns how long the server wants the client to wait before the next attempt.
+    pub(crate) fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Status { after, .. } => *after,
+            Self::Status { retry_after, .. } => *retry_after,
             _ => None,
         }
     }
@@ -187,13 +187,13 @@ fn tls_error(why: &ureq::Error) -> Option<&rustls::Error> {
 fn advice(why: &ureq::Error) -> &'static str {
     match tls_error(why) {
         Some(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)) => {
-            "; no authority trusted by this host has signed its certificate: SSL_CERT_FILE names a file in PEM with other authorities to trust"
+            "; no authority that this host trusts has signed its certificate: set SSL_CERT_FILE to a PEM file with the authorities to trust"
         }
         _ => "",
     }
 }
 
-fn said(text: &str) -> String {
+fn explanation(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(": {text}") }
 }
 
@@ -203,11 +203,11 @@ mod tests {
 
     #[test]
     fn interrupted_handshakes_are_retried_and_invalid_certificates_are_not() {
-        let may_pass = |why: rustls::Error| {
+        let is_transient = |why: rustls::Error| {
             let why = Box::new(io::Error::new(io::ErrorKind::InvalidData, why).into());
-            Error::Transport { url: "https://registry.invalid".into(), why }.may_pass()
+            Error::Transport { url: "https://registry.invalid".into(), why }.is_transient()
         };
-        assert!(may_pass(rustls::Error::AlertReceived(rustls::AlertDescription::InternalError)));
-        assert!(!may_pass(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)));
+        assert!(is_transient(rustls::Error::AlertReceived(rustls::AlertDescription::InternalError)));
+        assert!(!is_transient(rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)));
     }
 }

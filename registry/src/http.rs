@@ -2,25 +2,25 @@
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use ureq::http::{HeaderMap, Method, Response, header};
+use ureq::http::{Method, header};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Body, SendBody};
 use url::Url;
 
 use crate::error::{Error, Result};
-use crate::manifest::cut;
+use crate::manifest::excerpt;
 use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
 /// The maximum number of attempts.
-const TRIES_MAX: u32 = 5;
+const ATTEMPTS_MAX: u32 = 5;
 /// The first pause between two attempts; each further one is twice as long.
 const PAUSE: Duration = Duration::from_millis(250);
 /// The maximum pause that a server may request.
@@ -37,7 +37,7 @@ const TEXT_BYTES_MAX: u64 = 4096;
 /// Options of requests.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Contact other machines without encryption, too.
+    /// Whether other machines may be contacted without encryption.
     pub plain_http: bool,
     /// How long a server may be silent.
     pub patience: Duration,
@@ -74,50 +74,51 @@ pub struct Client {
     /// The origin may be on another machine.
     is_remote: Arc<AtomicBool>,
     options: Options,
-    under_way: UnderWay,
+    slots: Slots,
     requests: AtomicU64,
     received_bytes: AtomicU64,
     sent_bytes: AtomicU64,
 }
 
-/// The number of threads with a request in flight.
+/// The slots of threads with a request in flight.
 #[derive(Debug, Default)]
-struct UnderWay {
-    count: Mutex<usize>,
-    less: Condvar,
+struct Slots {
+    used: Mutex<usize>,
+    freed: Condvar,
 }
 
-/// The slot of one of them, until dropped.
+/// The slot of one thread, until dropped.
 #[derive(Debug)]
-struct Slot<'a>(&'a UnderWay);
+struct Slot<'a>(&'a Slots);
 
-impl UnderWay {
+impl Slots {
     /// Waits for a free slot. A thread with a slot never waits for another one, so there is no deadlock.
     fn enter(&self, max: usize) -> Slot<'_> {
-        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
-        let full = |count: &mut usize| *count >= max.max(1);
-        *self.less.wait_while(count, full).unwrap_or_else(PoisonError::into_inner) += 1;
+        let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let full = |used: &mut usize| *used >= max.max(1);
+        *self.freed.wait_while(used, full).unwrap_or_else(PoisonError::into_inner) += 1;
         Slot(self)
     }
 }
 
 impl Drop for Slot<'_> {
     fn drop(&mut self) {
-        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.less.notify_one();
+        *self.0.used.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.freed.notify_one();
     }
 }
 
 /// The response to a request.
-pub(crate) struct Answer<'a> {
+pub(crate) struct Response<'a> {
     client: &'a Client,
     /// The URL that responded.
     pub url: Url,
-    response: Response<Body>,
+    inner: ureq::http::Response<Body>,
 }
 
-/// One request.
-pub(crate) struct Request<'a> {
+/// One request, without its body.
+#[derive(Clone)]
+pub(crate) struct Request {
     pub method: Method,
     pub url: Url,
     /// The server that the user named. `url` may be on another one: a redirect, a realm, an upload location.
@@ -125,20 +126,42 @@ pub(crate) struct Request<'a> {
     pub headers: Vec<(header::HeaderName, String)>,
     /// Credentials or a token for the server of `url`. A redirect to another server drops it.
     pub authorization: Option<String>,
-    /// The body, and its length.
-    pub body: Option<(&'a mut dyn Read, u64)>,
     /// The expected length of the response, which determines its time limit.
     pub bytes: u64,
 }
 
-impl Request<'_> {
+impl Request {
     pub(crate) fn new(method: Method, url: Url) -> Self {
-        Self { method, origin: url.clone(), url, headers: Vec::new(), authorization: None, body: None, bytes: 0 }
+        Self { method, origin: url.clone(), url, headers: Vec::new(), authorization: None, bytes: 0 }
     }
 
     pub(crate) fn with(mut self, name: header::HeaderName, value: impl Into<String>) -> Self {
         self.headers.push((name, value.into()));
         self
+    }
+
+    /// Requests only a range of the resource.
+    pub(crate) fn with_range(self, range: &Range<u64>) -> Self {
+        Self { bytes: range.end - range.start, ..self }
+            .with(header::RANGE, format!("bytes={}-{}", range.start, range.end - 1))
+    }
+}
+
+/// A reader that can start again.
+pub(crate) trait ReadSeek: Read + Seek {}
+
+impl<T: Read + Seek> ReadSeek for T {}
+
+/// The body of a request, which may be sent more than once.
+pub(crate) struct Upload<'a> {
+    pub reader: &'a mut dyn ReadSeek,
+    /// The length in bytes.
+    pub bytes: u64,
+}
+
+impl Upload<'_> {
+    pub(crate) fn rewind(&mut self) -> Result<()> {
+        self.reader.rewind().map_err(Error::Sink)
     }
 }
 
@@ -153,7 +176,7 @@ pub(crate) fn shown(url: &Url) -> String {
 
 /// Checks whether a redirect is allowed, as far as the URL shows; `is_local`: also to this machine. [`RemoteResolver`]
 /// checks the resolved addresses.
-fn follow(from: &Url, to: &Url, is_local: bool) -> Result<()> {
+fn check_redirect(from: &Url, to: &Url, is_local: bool) -> Result<()> {
     let refused = |reason| Err(Error::Redirect { from: shown(from), to: shown(to), reason });
     if from.scheme() == "https" && to.scheme() != "https" {
         return refused("that would be without encryption");
@@ -195,7 +218,7 @@ impl Client {
             any_agent: config.new_agent(),
             remote_agent: Agent::with_parts(config, DefaultConnector::default(), RemoteResolver::default()),
             options,
-            under_way: UnderWay::default(),
+            slots: Slots::default(),
             requests: AtomicU64::new(0),
             received_bytes: AtomicU64::new(0),
             sent_bytes: AtomicU64::new(0),
@@ -204,11 +227,10 @@ impl Client {
 
     /// Returns the counters.
     pub fn counts(&self) -> Counts {
-        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Counts {
-            requests: of(&self.requests),
-            received_bytes: of(&self.received_bytes),
-            sent_bytes: of(&self.sent_bytes),
+            requests: self.requests.load(Ordering::Relaxed),
+            received_bytes: self.received_bytes.load(Ordering::Relaxed),
+            sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
         }
     }
 
@@ -217,7 +239,7 @@ impl Client {
     }
 
     /// Checks that a request without encryption stays on this machine, unless allowed.
-    fn permit(&self, url: &Url) -> Result<()> {
+    fn check_encryption(&self, url: &Url) -> Result<()> {
         match url.scheme() {
             "https" => Ok(()),
             "http" if is_loopback(url) || self.options.plain_http => Ok(()),
@@ -230,36 +252,36 @@ impl Client {
         is_loopback(origin) || !self.is_remote.load(Ordering::Acquire)
     }
 
-    /// Checks whether the origin may name this URL as the next one.
-    pub(crate) fn follow(&self, origin: &Url, to: &Url) -> Result<()> {
-        follow(origin, to, self.is_local(origin))
+    /// Checks whether the origin may refer to this URL.
+    pub(crate) fn check_redirect(&self, origin: &Url, to: &Url) -> Result<()> {
+        check_redirect(origin, to, self.is_local(origin))
     }
 
     /// Sends a request; returns a response of any status. Reads follow redirects, writes do not.
-    pub(crate) fn send(&self, mut request: Request<'_>) -> Result<Answer<'_>> {
+    pub(crate) fn send(&self, mut request: Request, mut upload: Option<&mut Upload<'_>>) -> Result<Response<'_>> {
         for _ in 0..=REDIRECTS_MAX {
-            self.permit(&request.url)?;
-            let response = self.once(&mut request)?;
+            self.check_encryption(&request.url)?;
+            let inner = self.send_once(&request, upload.as_deref_mut())?;
             let reads = matches!(request.method, Method::GET | Method::HEAD);
-            if !reads || !response.status().is_redirection() {
-                return Ok(Answer { client: self, url: request.url, response });
+            if !reads || !inner.status().is_redirection() {
+                return Ok(Response { client: self, url: request.url, inner });
             }
-            let to = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
-            let to = to.and_then(|to| request.url.join(to).ok()).ok_or_else(|| Error::Answer {
+            let to = inner.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
+            let to = to.and_then(|to| request.url.join(to).ok()).ok_or_else(|| Error::Response {
                 url: shown(&request.url),
                 reason: "the server sends on without saying where to".into(),
             })?;
-            follow(&request.url, &to, self.is_local(&request.origin))?;
+            check_redirect(&request.url, &to, self.is_local(&request.origin))?;
             if to.origin() != request.url.origin() {
                 // A redirect back does not restore it.
                 request.authorization = None;
             }
             request.url = to;
         }
-        Err(Error::Answer { url: shown(&request.url), reason: format!("more than {REDIRECTS_MAX} redirects") })
+        Err(Error::Response { url: shown(&request.url), reason: format!("more than {REDIRECTS_MAX} redirects") })
     }
 
-    fn once(&self, request: &mut Request<'_>) -> Result<Response<Body>> {
+    fn send_once(&self, request: &Request, upload: Option<&mut Upload<'_>>) -> Result<ureq::http::Response<Body>> {
         self.requests.fetch_add(1, Ordering::Relaxed);
         let url = shown(&request.url);
         let failed = |why: ureq::Error| match why {
@@ -273,7 +295,7 @@ impl Client {
             false if self.is_local(&request.origin) => &self.any_agent,
             false => &self.remote_agent,
         };
-        let sent = request.body.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let sent = upload.as_ref().map_or(0, |upload| upload.bytes);
         let time = self.options.patience + Duration::from_secs((request.bytes + sent) / SPEED_MIN);
         let mut builder = ureq::http::Request::builder().method(request.method.clone()).uri(request.url.as_str());
         for (name, value) in &request.headers {
@@ -282,16 +304,15 @@ impl Client {
         if let Some(value) = &request.authorization {
             builder = builder.header(header::AUTHORIZATION, value);
         }
-        let wrong = |error| failed(ureq::Error::Http(error));
-        let outcome = match &mut request.body {
-            Some((reader, bytes)) => {
-                let made = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
-                let made = agent.configure_request(made.map_err(wrong)?).timeout_global(Some(time)).build();
-                agent.run(made)
+        let invalid = |error| failed(ureq::Error::Http(error));
+        let outcome = match upload {
+            Some(Upload { reader, bytes }) => {
+                let built = builder.header(header::CONTENT_LENGTH, *bytes).body(SendBody::from_reader(*reader));
+                agent.run(agent.configure_request(built.map_err(invalid)?).timeout_global(Some(time)).build())
             }
             None => {
-                let made = agent.configure_request(builder.body(()).map_err(wrong)?).timeout_global(Some(time));
-                agent.run(made.build())
+                let built = builder.body(()).map_err(invalid)?;
+                agent.run(agent.configure_request(built).timeout_global(Some(time)).build())
             }
         };
         let outcome = outcome.map_err(failed);
@@ -301,17 +322,17 @@ impl Client {
 
     /// Retries until success, a permanent failure, or the maximum number of attempts. All requests are made in here,
     /// and none inside another attempt, so the maximum of concurrent requests holds. A pausing thread holds no slot.
-    pub(crate) fn persist<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
-        let mut tries = 1;
+    pub(crate) fn retry<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        let mut attempts = 1;
         loop {
-            let slot = self.under_way.enter(self.options.requests_max);
+            let slot = self.slots.enter(self.options.requests_max);
             let outcome = attempt();
             drop(slot);
             match outcome {
-                Err(error) if error.may_pass() && tries < TRIES_MAX => {
-                    tracing::debug!("{error}: asked again");
-                    thread::sleep(pause(tries, error.after()));
-                    tries += 1;
+                Err(error) if error.is_transient() && attempts < ATTEMPTS_MAX => {
+                    tracing::debug!("{error}: the request is retried");
+                    thread::sleep(pause(attempts, error.retry_after()));
+                    attempts += 1;
                 }
                 outcome => return outcome,
             }
@@ -320,101 +341,100 @@ impl Client {
 }
 
 /// Returns the pause after this many attempts, randomized so that clients do not retry together.
-fn pause(tries: u32, after: Option<Duration>) -> Duration {
-    let least = PAUSE * 2_u32.pow(tries.min(8) - 1);
-    let some = RandomState::new().hash_one(tries) % 1024;
-    let some = u32::try_from(some).unwrap_or_default();
-    (after.unwrap_or_default().max(least) + least * some / 1024).min(PAUSE_MAX)
+fn pause(attempts: u32, retry_after: Option<Duration>) -> Duration {
+    let least = PAUSE * 2_u32.pow(attempts.min(8) - 1);
+    let random = u32::try_from(RandomState::new().hash_one(attempts) % 1024).unwrap_or_default();
+    (retry_after.unwrap_or_default().max(least) + least * random / 1024).min(PAUSE_MAX)
 }
 
-impl fmt::Debug for Answer<'_> {
+impl fmt::Debug for Response<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Answer").field("url", &shown(&self.url)).field("status", &self.status()).finish_non_exhaustive()
+        f.debug_struct("Response")
+            .field("url", &shown(&self.url))
+            .field("status", &self.status())
+            .finish_non_exhaustive()
     }
 }
 
-impl Answer<'_> {
+impl Response<'_> {
     pub(crate) fn status(&self) -> u16 {
-        self.response.status().as_u16()
-    }
-
-    pub(crate) fn headers(&self) -> &HeaderMap {
-        self.response.headers()
+        self.inner.status().as_u16()
     }
 
     pub(crate) fn header(&self, name: header::HeaderName) -> Option<&str> {
-        self.headers().get(name).and_then(|value| value.to_str().ok())
+        self.inner.headers().get(name).and_then(|value| value.to_str().ok())
     }
 
     /// Returns the error for an unexpected response.
-    pub(crate) fn refused(self) -> Error {
+    pub(crate) fn into_error(self) -> Error {
         let status = self.status();
-        let after = self.header(header::RETRY_AFTER).and_then(|value| value.parse().ok()).map(Duration::from_secs);
+        let retry_after =
+            self.header(header::RETRY_AFTER).and_then(|value| value.parse().ok()).map(Duration::from_secs);
         let url = shown(&self.url);
         let mut text = Vec::new();
         // An incomplete text is better than none.
-        let _ = self.response.into_body().into_reader().take(TEXT_BYTES_MAX).read_to_end(&mut text);
-        Error::Status { url, status, text: cut(String::from_utf8_lossy(&text).trim()), after }
+        let _ = self.inner.into_body().into_reader().take(TEXT_BYTES_MAX).read_to_end(&mut text);
+        Error::Status { url, status, text: excerpt(String::from_utf8_lossy(&text).trim()), retry_after }
     }
 
-    pub(crate) fn nonsense(&self, reason: impl Into<String>) -> Error {
-        Error::Answer { url: shown(&self.url), reason: reason.into() }
+    pub(crate) fn invalid(&self, reason: impl Into<String>) -> Error {
+        Error::Response { url: shown(&self.url), reason: reason.into() }
     }
 
     /// Returns the whole body, if it is not longer than this.
-    pub(crate) fn all(self, bytes_max: u64) -> Result<Vec<u8>> {
-        let wrong = self.nonsense(format!("the response has more than {bytes_max} bytes"));
+    pub(crate) fn read_all(self, bytes_max: u64) -> Result<Vec<u8>> {
+        let too_long = self.invalid(format!("the response has more than {bytes_max} bytes"));
         let url = shown(&self.url);
         let mut bytes = Vec::new();
-        let read = self.response.into_body().into_reader().take(bytes_max + 1).read_to_end(&mut bytes);
+        let read = self.inner.into_body().into_reader().take(bytes_max + 1).read_to_end(&mut bytes);
         self.client.received_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        read.map_err(|error| broken(url, error))?;
-        if bytes.len() as u64 > bytes_max { Err(wrong) } else { Ok(bytes) }
+        read.map_err(|error| transport_error(url, error))?;
+        if bytes.len() as u64 > bytes_max { Err(too_long) } else { Ok(bytes) }
     }
 
-    /// Passes on the requested range, whether the server sent that range or everything. Adds to `got` the number of
-    /// bytes. Bytes beyond it are not read.
-    pub(crate) fn range(
+    /// Passes the requested range to `sink`, whether the server sent that range or everything. Adds the number of bytes
+    /// to `received`. Bytes beyond the range are not read.
+    pub(crate) fn read_range(
         self,
         range: &Range<u64>,
-        got: &mut u64,
+        received: &mut u64,
         sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
     ) -> Result<()> {
         let mut skip = match self.status() {
             206 => {
-                let said = self.header(header::CONTENT_RANGE).unwrap_or_default();
+                let content_range = self.header(header::CONTENT_RANGE).unwrap_or_default();
                 let expected = format!("bytes {}-{}/", range.start, range.end - 1);
-                if !said.starts_with(&expected) {
-                    return Err(self.nonsense(format!("{:?} is not the requested range", cut(said))));
+                if !content_range.starts_with(&expected) {
+                    return Err(self.invalid(format!("{:?} is not the requested range", excerpt(content_range))));
                 }
                 0
             }
             // The server does not support ranges.
             200 => range.start,
-            _ => return Err(self.refused()),
+            _ => return Err(self.into_error()),
         };
         let url = shown(&self.url);
         let wanted = range.end - range.start;
-        let mut reader = self.response.into_body().into_reader();
+        let mut reader = self.inner.into_body().into_reader();
         let mut buffer = vec![0; 64 << 10];
         let mut left = wanted;
         while left > 0 {
             let count = usize::try_from((skip + left).min(buffer.len() as u64)).unwrap_or(buffer.len());
             let count = match reader.read(&mut buffer[..count]) {
-                Ok(0) => return Err(Error::Short { url, got: wanted - left, wanted }),
+                Ok(0) => return Err(Error::Short { url, received: wanted - left, wanted }),
                 Ok(count) => count as u64,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(broken(url, error)),
+                Err(error) => return Err(transport_error(url, error)),
             };
             self.client.received_bytes.fetch_add(count, Ordering::Relaxed);
             let (from, to) = (skip.min(count), count);
             skip -= from;
             let span = usize::try_from(from).unwrap_or_default()..usize::try_from(to).unwrap_or_default();
-            let fresh = &buffer[span];
-            if !fresh.is_empty() {
-                sink(fresh).map_err(Error::Sink)?;
-                left -= fresh.len() as u64;
-                *got += fresh.len() as u64;
+            let piece = &buffer[span];
+            if !piece.is_empty() {
+                sink(piece).map_err(Error::Sink)?;
+                left -= piece.len() as u64;
+                *received += piece.len() as u64;
             }
         }
         // A connection can be reused after its response was read to the end.
@@ -423,7 +443,7 @@ impl Answer<'_> {
     }
 }
 
-fn broken(url: String, error: io::Error) -> Error {
+fn transport_error(url: String, error: io::Error) -> Error {
     Error::Transport { url, why: Box::new(ureq::Error::from(error)) }
 }
 
@@ -435,19 +455,19 @@ mod tests {
     #[test]
     fn other_machines_are_not_contacted_without_encryption() {
         let careful = Client::new(Options::default());
-        let bold = Client::new(Options { plain_http: true, ..Options::default() });
+        let permissive = Client::new(Options { plain_http: true, ..Options::default() });
         let url = |text: &str| text.parse::<Url>().unwrap();
         for text in ["https://a.example/", "http://localhost:1/", "http://127.9.9.9/", "http://[::1]:8/"] {
-            careful.permit(&url(text)).unwrap();
+            careful.check_encryption(&url(text)).unwrap();
         }
         for text in
             ["http://a.example/", "http://localhost.a.example/", "http://127.0.0.1.a.example/", "http://10.0.0.1/"]
         {
-            let said = careful.permit(&url(text)).unwrap_err().to_string();
-            assert!(said.contains("--plain-http"), "{said}");
-            bold.permit(&url(text)).unwrap();
+            let error = careful.check_encryption(&url(text)).unwrap_err().to_string();
+            assert!(error.contains("--plain-http"), "{error}");
+            permissive.check_encryption(&url(text)).unwrap();
         }
-        bold.permit(&url("file:///etc/passwd")).unwrap_err();
+        permissive.check_encryption(&url("file:///etc/passwd")).unwrap_err();
     }
 
     #[test]
@@ -468,7 +488,7 @@ mod tests {
             ("http://localhost:1/", "http://127.0.0.1:2/", true),
         ] {
             let (from, to) = (url(from), url(to));
-            assert_eq!(follow(&from, &to, is_loopback(&from)).is_ok(), allowed, "{from} {to}");
+            assert_eq!(check_redirect(&from, &to, is_loopback(&from)).is_ok(), allowed, "{from} {to}");
         }
     }
 

@@ -16,7 +16,7 @@ const PART_BYTES_MAX: u64 = 1 << 30;
 /// The maximum manifest in bytes, the limit of registries, too.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 4 << 20;
 
-/// What OCI calls a manifest.
+/// The media type of an OCI manifest.
 pub(crate) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
 /// Media types of container images and of indexes for several machines; the first two are OCI's, the others Docker's.
 const CONTAINER_TYPES: [&str; 4] = [
@@ -125,18 +125,18 @@ impl Descriptor {
 
     fn blob(&self) -> Result<Blob, String> {
         let sha256 = self.digest.strip_prefix("sha256:").and_then(Sha256::from_hex);
-        let sha256 = sha256.ok_or_else(|| format!("{:?} is no digest", cut(&self.digest)))?;
+        let sha256 = sha256.ok_or_else(|| format!("{:?} is no digest", excerpt(&self.digest)))?;
         Ok(Blob { sha256, bytes: self.size })
     }
 
     fn annotation(&self, key: &str) -> Result<Digest, String> {
         let value = self.annotations.get(key).ok_or_else(|| format!("a layer without {key}"))?;
-        Digest::parse(value.as_bytes()).ok_or_else(|| format!("{key} is {:?}, which is no digest", cut(value)))
+        Digest::parse(value.as_bytes()).ok_or_else(|| format!("{key} is {:?}, which is no digest", excerpt(value)))
     }
 }
 
-/// Returns a text, cut to fit into a sentence.
-pub(crate) fn cut(text: &str) -> String {
+/// Returns the beginning of a text, short enough for an error message.
+pub(crate) fn excerpt(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
 }
 
@@ -175,7 +175,7 @@ impl Manifest {
     ///
     /// What is wrong with it.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
-        let document: Document = serde_json::from_slice(bytes).map_err(|error| cut(&error.to_string()))?;
+        let document: Document = serde_json::from_slice(bytes).map_err(|error| excerpt(&error.to_string()))?;
         if document.schema_version != 2 || document.artifact_type.as_deref() != Some(ARTIFACT_TYPE) {
             return Err(format!("its artifactType is not {ARTIFACT_TYPE}"));
         }
@@ -197,7 +197,7 @@ impl Manifest {
                 }
                 PART_TYPE if blob.bytes > PART_BYTES_MAX => return Err(format!("a part of {} bytes", blob.bytes)),
                 PART_TYPE => packs.entry(layer.annotation(PACK_KEY)?).or_default().1.push(blob),
-                other => return Err(format!("a layer of the unknown type {:?}", cut(other))),
+                other => return Err(format!("a layer of the unknown type {:?}", excerpt(other))),
             }
         }
         let (digest, image) = image.ok_or("no metadata")?;

@@ -1,4 +1,4 @@
-//! What ferry-image fetches objects by.
+//! Fetches objects for ferry-image.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,13 +21,13 @@ fn kind(error: &Error) -> io::ErrorKind {
 }
 
 /// The packs of a manifest.
-type Known = Arc<HashMap<Digest, PackBlobs>>;
+type PackMap = Arc<HashMap<Digest, PackBlobs>>;
 
 /// The packs of one image on a server. The manifest is fetched on demand.
 #[derive(Debug)]
 pub struct Packs {
     remote: Arc<Remote>,
-    packs: Mutex<Option<Known>>,
+    packs: Mutex<Option<PackMap>>,
 }
 
 impl Packs {
@@ -37,7 +37,7 @@ impl Packs {
     }
 
     /// Creates packs whose manifest is fetched on demand.
-    pub(crate) fn later(remote: Arc<Remote>) -> Self {
+    pub(crate) fn on_demand(remote: Arc<Remote>) -> Self {
         Self { remote, packs: Mutex::new(None) }
     }
 
@@ -46,11 +46,11 @@ impl Packs {
     /// # Errors
     ///
     /// The server is not reachable, or its response is invalid.
-    pub fn ask(&self) -> Result<()> {
-        self.known().map(drop)
+    pub fn fetch_manifest(&self) -> Result<()> {
+        self.packs().map(drop)
     }
 
-    fn known(&self) -> Result<Known> {
+    fn packs(&self) -> Result<PackMap> {
         let mut packs = self.packs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = &*packs {
             return Ok(Arc::clone(known));
@@ -61,21 +61,21 @@ impl Packs {
     }
 
     /// Calls `work` with the server's blobs of a pack.
-    fn with<T>(&self, pack: Digest, work: impl FnOnce(&PackBlobs) -> io::Result<T>) -> io::Result<T> {
-        let known = self.known().map_err(io::Error::other)?;
-        let why = || format!("{} has no such pack", self.remote.reference());
-        work(known.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, why()))?)
+    fn with_pack<T>(&self, pack: Digest, work: impl FnOnce(&PackBlobs) -> io::Result<T>) -> io::Result<T> {
+        let known = self.packs().map_err(io::Error::other)?;
+        let reason = || format!("{} has no such pack", self.remote.reference());
+        work(known.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, reason()))?)
     }
 }
 
 impl Fetch for Packs {
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
-        let index = self.with(pack, |blobs| blobs.index.ok_or_else(|| io::ErrorKind::NotFound.into()))?;
-        self.remote.all(index, bytes_max).map_err(io::Error::other)
+        let index = self.with_pack(pack, |blobs| blobs.index.ok_or_else(|| io::ErrorKind::NotFound.into()))?;
+        self.remote.read_all(index, bytes_max).map_err(io::Error::other)
     }
 
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
-        let pieces = self.with(pack, |blobs| {
+        let pieces = self.with_pack(pack, |blobs| {
             blobs.pieces(&range).ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))
         })?;
         for (part, range) in pieces {

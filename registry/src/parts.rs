@@ -11,7 +11,7 @@ const PART_BYTES_MIN: u64 = 4 << 20;
 const OBJECTS: u16 = 1024;
 
 /// Returns the lengths of the parts in bytes. Together they are all objects in order.
-pub(crate) fn cut(objects: &[FileObject]) -> Vec<u64> {
+pub(crate) fn split(objects: &[FileObject]) -> Vec<u64> {
     let (mut parts, mut open) = (Vec::new(), 0);
     for object in objects {
         if open > 0 && open + object.bytes > PART_BYTES {
@@ -58,16 +58,16 @@ mod tests {
             }
             taken
         };
-        cut(objects).into_iter().map(&mut part).collect()
+        split(objects).into_iter().map(&mut part).collect()
     }
 
     #[test]
     fn parts_cover_all_bytes_within_their_limits() {
-        assert_eq!(cut(&[]), [0_u64; 0]);
-        assert_eq!(cut(&objects(3, 0)), [0_u64; 0]);
-        assert_eq!(cut(&objects(1, 1)), [1]);
+        assert_eq!(split(&[]), [0_u64; 0]);
+        assert_eq!(split(&objects(3, 0)), [0_u64; 0]);
+        assert_eq!(split(&objects(1, 1)), [1]);
         for (count, bytes) in [(20_000, 11_000), (5, PART_BYTES), (3, 3 * PART_BYTES + 1), (100, PART_BYTES / 3)] {
-            let parts = cut(&objects(count, bytes));
+            let parts = split(&objects(count, bytes));
             assert_eq!(parts.iter().sum::<u64>(), count * bytes);
             assert!(parts.iter().all(|part| (1..=PART_BYTES).contains(part)), "{parts:?}");
         }

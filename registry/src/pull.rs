@@ -33,12 +33,12 @@ impl Default for PullOptions {
     }
 }
 
-/// What was pulled.
+/// The outcome of [`pull`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pulled {
+pub struct PullOutcome {
     /// The verified digest of the image's tree.
     pub digest: Digest,
-    /// The digest of the manifest: with it after the image's name, exactly this one is pulled again.
+    /// The digest of the manifest. Written after the image's name, it identifies exactly this image.
     pub manifest: Sha256,
     /// Bytes of files that were not in the store.
     pub fetched_bytes: u64,
@@ -59,8 +59,8 @@ pub fn pull(
     store: &Path,
     options: &PullOptions,
     progress: &(dyn Fn(u64, u64) + Sync),
-) -> Result<Pulled> {
-    let Opened { image, new, packs, manifest } = open(remote, output, options.digest)?;
+) -> Result<PullOutcome> {
+    let LocalImage { image, new, packs, manifest } = open(remote, output, options.digest)?;
     let repaired = repair_packs(&image, store, Some(&*packs)).map_err(Error::from);
     let fetched = fetch(&image, store, &packs, options, progress);
     let fetched_bytes = match (repaired, fetched) {
@@ -75,12 +75,12 @@ pub fn pull(
     };
     let is_sealed = !options.metadata_only && seal(&image, store, Some(&*packs))?.on > 0;
     if let Some(new) = new {
-        keep(new, output)?;
+        publish(new, output)?;
     }
     if is_sealed {
         seal_image(output)?;
     }
-    Ok(Pulled { digest: image.shown_digest(), manifest, fetched_bytes })
+    Ok(PullOutcome { digest: image.shown_digest(), manifest, fetched_bytes })
 }
 
 /// Fetches everything missing in the store; returns the number of bytes. Afterwards no process has it open for writing.
@@ -108,28 +108,28 @@ fn fetch(
 
 /// Fetches the metadata of an image, and the indexes of its packs to verify the digest of a tree, unless an image is at
 /// `output` already. Returns the source of its contents. An existing image stays, because a name on a server may refer
-/// to another image by now. Then nothing is requested ([`Packs::ask`]).
+/// to another image by now. Then nothing is requested ([`Packs::fetch_manifest`]).
 ///
 /// # Errors
 ///
 /// The server is not reachable, or its response is invalid.
 pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: Option<Digest>) -> Result<Arc<Packs>> {
     if output.exists() {
-        return Ok(Arc::new(Packs::later(Arc::clone(remote))));
+        return Ok(Arc::new(Packs::on_demand(Arc::clone(remote))));
     }
-    let Opened { image, new, packs, .. } = open(remote, output, digest)?;
+    let LocalImage { image, new, packs, .. } = open(remote, output, digest)?;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
         let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
         Objects::open_repaired(&image, store, Some(missing))?.prove_tree(&image)?;
     }
     if let Some(new) = new {
-        keep(new, output)?;
+        publish(new, output)?;
     }
     Ok(packs)
 }
 
 /// An image with local metadata.
-struct Opened {
+struct LocalImage {
     image: Image,
     /// Its temporary file, if it was fetched.
     new: Option<tempfile::NamedTempFile>,
@@ -137,16 +137,16 @@ struct Opened {
     manifest: Sha256,
 }
 
-fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<Opened> {
+fn open(remote: &Arc<Remote>, output: &Path, expected: Option<Digest>) -> Result<LocalImage> {
     let (manifest, name) = remote.manifest()?;
     let Manifest { digest, image: blob, packs } = manifest;
-    let wrong = |reason| Error::Manifest { name: remote.reference().to_string(), reason };
-    let tree = wanted.filter(|wanted| wanted.algorithm() == Algorithm::Tree);
-    if let Some(wanted) = wanted.filter(|wanted| tree.is_none() && *wanted != digest) {
-        return Err(wrong(format!("the image has the digest {digest}, not {wanted}")));
+    let invalid = |reason| Error::Manifest { name: remote.reference().to_string(), reason };
+    let tree = expected.filter(|expected| expected.algorithm() == Algorithm::Tree);
+    if let Some(expected) = expected.filter(|expected| tree.is_none() && *expected != digest) {
+        return Err(invalid(format!("the image has the digest {digest}, not {expected}")));
     }
     if blob.bytes > IMAGE_BYTES_MAX {
-        return Err(wrong(format!("an image of {} bytes, which may have {IMAGE_BYTES_MAX}", blob.bytes)));
+        return Err(invalid(format!("an image of {} bytes, which may have {IMAGE_BYTES_MAX}", blob.bytes)));
     }
     let (image, new) = match Image::open(output, Some(digest)) {
         Ok(image) => (image, None),
@@ -156,32 +156,32 @@ fn open(remote: &Arc<Remote>, output: &Path, wanted: Option<Digest>) -> Result<O
         }
     };
     // The indexes of its packs verify the image.
-    if let Some(wanted) = tree.filter(|wanted| image.tree() != Some(*wanted)) {
-        return Err(wrong(format!("the image has the digest {}, not {wanted}", image.shown_digest())));
+    if let Some(expected) = tree.filter(|expected| image.tree() != Some(*expected)) {
+        return Err(invalid(format!("the image has the digest {}, not {expected}", image.shown_digest())));
     }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
-    Ok(Opened { image, new, packs, manifest: name })
+    Ok(LocalImage { image, new, packs, manifest: name })
 }
 
-fn doing<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
+fn with_path<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
     outcome.map_err(|source| Error::Io { what, path: path.into(), source })
 }
 
-fn folder_of(path: &Path) -> &Path {
+fn parent_dir(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Fetches the image to a file beside its destination, verified by its blob digest.
 fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::NamedTempFile> {
-    let folder = folder_of(output);
-    let mut new = doing("make a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
+    let folder = parent_dir(output);
+    let mut new = with_path("create a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
     let mut hasher = sha2::Sha256::new();
     let outcome = remote.read(blob, &(0..blob.bytes), &mut |piece| {
         hasher.update(piece);
         new.write_all(piece)
     });
     match outcome {
-        Err(Error::Sink(error)) => return doing("write to", new.path(), Err(error)),
+        Err(Error::Sink(error)) => return with_path("write to", new.path(), Err(error)),
         outcome => outcome?,
     }
     if Sha256(hasher.finalize().into()) != blob.sha256 {
@@ -191,12 +191,12 @@ fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::N
     Ok(new)
 }
 
-/// Durable first, then its name.
-fn keep(new: tempfile::NamedTempFile, output: &Path) -> Result<()> {
+/// Makes a new image durable, then gives it its name.
+fn publish(new: tempfile::NamedTempFile, output: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    doing("change", new.path(), new.as_file().set_permissions(std::fs::Permissions::from_mode(0o444)))?;
-    doing("sync", new.path(), new.as_file().sync_all())?;
-    doing("make", output, new.persist(output).map_err(|error| error.error))?;
-    let folder = folder_of(output);
-    doing("sync", folder, std::fs::File::open(folder).and_then(|folder| folder.sync_all()))
+    with_path("change", new.path(), new.as_file().set_permissions(std::fs::Permissions::from_mode(0o444)))?;
+    with_path("sync", new.path(), new.as_file().sync_all())?;
+    with_path("create", output, new.persist(output).map_err(|error| error.error))?;
+    let folder = parent_dir(output);
+    with_path("sync", folder, std::fs::File::open(folder).and_then(|folder| folder.sync_all()))
 }

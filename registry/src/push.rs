@@ -13,87 +13,53 @@ use ferry_image::{Digest, FileObject, Image, Objects, Store, file_objects};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
+use crate::http::Upload;
 use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Sha256};
-use crate::oci::Content as Body;
 use crate::parts;
 use crate::remote::Remote;
 
-/// What was pushed.
+/// The outcome of [`push`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pushed {
-    /// The name and proof of the image.
+pub struct PushOutcome {
+    /// The digest of the image.
     pub digest: Digest,
-    /// What names the manifest.
+    /// The digest of the manifest.
     pub manifest: Sha256,
-    /// Bytes that the server did not have.
+    /// The number of bytes that the server lacked.
     pub sent_bytes: u64,
 }
 
-/// One blob to be.
-enum Piece {
+/// A blob to upload.
+enum NewBlob {
     Memory(Vec<u8>),
-    /// A range of a pack: its index, offset and length.
+    /// A range of a source: its index, offset and length.
     Part(usize, u64, u64),
 }
 
-/// What parts are read from.
-trait Content: Sync {
-    /// Reads bytes from an offset; none at the end.
-    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize>;
-    /// Where it is.
-    fn path(&self) -> &Path;
-}
+/// Reads bytes from an offset; none at the end.
+type ReadAt<'a> = dyn Fn(&mut [u8], u64) -> io::Result<usize> + Sync + 'a;
 
-/// A pack.
-struct Pack {
+/// The source of parts: a pack, or composefs's objects.
+struct PartSource<'a> {
     path: PathBuf,
-    file: File,
+    read_at: Box<ReadAt<'a>>,
 }
 
-impl Content for Pack {
-    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize> {
-        self.file.read_at(buffer, at)
-    }
-
-    fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-/// composefs's objects, concatenated.
-struct Joined<'a> {
-    objects: &'a Objects,
-    list: Vec<FileObject>,
-    /// Where each begins.
-    begins: Vec<u64>,
-    folder: &'a Path,
-}
-
-impl<'a> Joined<'a> {
-    fn of(image: &Image, objects: &'a Objects, folder: &'a Path) -> Result<Self> {
-        let list = file_objects(image)?;
-        // This also verifies their lengths.
-        objects.prove_objects(&list)?;
+impl<'a> PartSource<'a> {
+    /// Concatenates composefs's objects.
+    fn concatenate(list: Vec<FileObject>, objects: &'a Objects, folder: &Path) -> Self {
         let begin = |end: &mut u64, object: &FileObject| {
             let begin = *end;
             *end = end.saturating_add(object.bytes);
             Some(begin)
         };
-        let begins = list.iter().scan(0, begin).collect();
-        Ok(Self { objects, list, begins, folder })
-    }
-}
-
-impl Content for Joined<'_> {
-    fn read_at(&self, buffer: &mut [u8], at: u64) -> io::Result<usize> {
-        // Empty objects begin where the next one does, and precede it.
-        let Some(number) = self.begins.partition_point(|begin| *begin <= at).checked_sub(1) else { return Ok(0) };
-        let (object, from) = (&self.list[number], at - self.begins[number]);
-        self.objects.read_object(object, from, buffer).map_err(io::Error::other)
-    }
-
-    fn path(&self) -> &Path {
-        self.folder
+        let begins: Vec<u64> = list.iter().scan(0, begin).collect();
+        let read_at = move |buffer: &mut [u8], at: u64| {
+            // Empty objects begin where the next one does, and precede it.
+            let Some(number) = begins.partition_point(|begin| *begin <= at).checked_sub(1) else { return Ok(0) };
+            objects.read_object(&list[number], at - begins[number], buffer).map_err(io::Error::other)
+        };
+        Self { path: folder.into(), read_at: Box::new(read_at) }
     }
 }
 
@@ -111,7 +77,7 @@ pub fn push(
     folder: &Path,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
-) -> Result<Pushed> {
+) -> Result<PushOutcome> {
     let opened = Image::open(image, digest)?;
     let objects = Objects::open(&opened, folder)?;
     objects.prove_all()?;
@@ -120,35 +86,37 @@ pub fn push(
     if opened.digest().algorithm().of(&metadata) != opened.digest() {
         return Err(io_error("read", image, io::Error::other("it changed meanwhile")));
     }
-    let mut contents: Vec<Box<dyn Content + '_>> = Vec::new();
-    let mut pieces = vec![Piece::Memory(EMPTY.to_vec()), Piece::Memory(metadata)];
+    let mut sources: Vec<PartSource<'_>> = Vec::new();
+    let mut blobs = vec![NewBlob::Memory(EMPTY.to_vec()), NewBlob::Memory(metadata)];
     let mut names = Vec::new();
     // For each pack: whether it has an index, and the number of parts.
     let mut counts = Vec::new();
     for pack in opened.packs().iter().map(|pack| pack.name) {
         let path = store.pack_path(pack);
         let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
-        let bytes = file.metadata().map_err(|source| io_error("look at", &path, source))?.len();
-        pieces.push(Piece::Memory(store.index(pack)?.to_bytes()));
+        let bytes = file.metadata().map_err(|source| io_error("examine", &path, source))?.len();
+        blobs.push(NewBlob::Memory(store.index(pack)?.to_bytes()));
         let parts = (0..bytes).step_by(usize::try_from(PART_BYTES).unwrap_or(usize::MAX));
-        let before = pieces.len();
-        pieces.extend(parts.map(|from| Piece::Part(contents.len(), from, PART_BYTES.min(bytes - from))));
-        counts.push((true, pieces.len() - before));
-        contents.push(Box::new(Pack { path, file }));
+        let before = blobs.len();
+        blobs.extend(parts.map(|from| NewBlob::Part(sources.len(), from, PART_BYTES.min(bytes - from))));
+        counts.push((true, blobs.len() - before));
+        sources.push(PartSource { path, read_at: Box::new(move |buffer, at| file.read_at(buffer, at)) });
         names.push(pack);
     }
     if opened.is_composefs() {
-        let joined = Joined::of(&opened, &objects, folder)?;
-        let (parts, mut from) = (parts::cut(&joined.list), 0);
+        let list = file_objects(&opened)?;
+        // This also verifies their lengths.
+        objects.prove_objects(&list)?;
+        let (parts, mut from) = (parts::split(&list), 0);
         counts.push((false, parts.len()));
         for bytes in parts {
-            pieces.push(Piece::Part(contents.len(), from, bytes));
+            blobs.push(NewBlob::Part(sources.len(), from, bytes));
             from += bytes;
         }
-        contents.push(Box::new(joined));
+        sources.push(PartSource::concatenate(list, &objects, folder));
         names.push(opened.digest());
     }
-    let (blobs, sent_bytes) = upload(remote, &pieces, &contents, jobs, progress)?;
+    let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;
     let mut rest = blobs[2..].iter().copied();
     let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
     for (name, (has_index, parts)) in names.iter().zip(counts) {
@@ -158,41 +126,41 @@ pub fn push(
     let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs };
     let bytes = manifest.write(&names);
     remote.put_manifest(&bytes)?;
-    Ok(Pushed { digest: opened.shown_digest(), manifest: Sha256::of(&bytes), sent_bytes })
+    Ok(PushOutcome { digest: opened.shown_digest(), manifest: Sha256::of(&bytes), sent_bytes })
 }
 
 fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {
     Error::Io { what, path: path.into(), source }
 }
 
-/// Uploads pieces concurrently; returns their names in order, and the number of bytes that the server lacked.
+/// Uploads blobs concurrently; returns their names in order, and the number of bytes that the server lacked.
 fn upload(
     remote: &Remote,
-    pieces: &[Piece],
-    contents: &[Box<dyn Content + '_>],
+    new_blobs: &[NewBlob],
+    sources: &[PartSource<'_>],
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Vec<Blob>, u64)> {
-    let length = |piece: &Piece| match piece {
-        Piece::Memory(bytes) => bytes.len() as u64,
-        Piece::Part(_, _, bytes) => *bytes,
+    let length = |new: &NewBlob| match new {
+        NewBlob::Memory(bytes) => bytes.len() as u64,
+        NewBlob::Part(_, _, bytes) => *bytes,
     };
-    let all = pieces.iter().map(length).sum();
-    let blobs: Mutex<Vec<Option<Blob>>> = Mutex::new(vec![None; pieces.len()]);
+    let all = new_blobs.iter().map(length).sum();
+    let blobs: Mutex<Vec<Option<Blob>>> = Mutex::new(vec![None; new_blobs.len()]);
     let (next, done, sent) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let (stop, failed) = (AtomicBool::new(false), Mutex::new(None));
-    let one = |piece: &Piece| -> Result<Blob> {
-        let (blob, is_new) = match piece {
-            Piece::Memory(bytes) => {
+    let upload_one = |new: &NewBlob| -> Result<Blob> {
+        let (blob, is_new) = match new {
+            NewBlob::Memory(bytes) => {
                 let blob = Blob { sha256: Sha256::of(bytes), bytes: bytes.len() as u64 };
-                (blob, remote.put(blob, &mut Body::of(&mut Cursor::new(bytes), blob.bytes))?)
+                (blob, remote.put(blob, &mut Upload { reader: &mut Cursor::new(bytes), bytes: blob.bytes })?)
             }
-            Piece::Part(number, from, bytes) => {
-                let content = &*contents[*number];
-                let mut part = Part { content, from: *from, bytes: *bytes, at: 0 };
-                let sha256 = sha256_of(&mut part).map_err(|source| io_error("read", content.path(), source))?;
+            NewBlob::Part(number, from, bytes) => {
+                let source = &sources[*number];
+                let mut part = PartReader { source, from: *from, bytes: *bytes, at: 0 };
+                let sha256 = sha256_of(&mut part).map_err(|error| io_error("read", &source.path, error))?;
                 let blob = Blob { sha256, bytes: *bytes };
-                (blob, remote.put(blob, &mut Body::of(&mut part, *bytes))?)
+                (blob, remote.put(blob, &mut Upload { reader: &mut part, bytes: *bytes })?)
             }
         };
         if is_new {
@@ -203,8 +171,8 @@ fn upload(
     let work = || {
         while !stop.load(Ordering::Relaxed) {
             let at = next.fetch_add(1, Ordering::Relaxed);
-            let Some(piece) = pieces.get(at) else { return };
-            match one(piece) {
+            let Some(new) = new_blobs.get(at) else { return };
+            match upload_one(new) {
                 Ok(blob) => {
                     blobs.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(blob);
                     progress(done.fetch_add(blob.bytes, Ordering::Relaxed) + blob.bytes, all);
@@ -221,7 +189,7 @@ fn upload(
         return Err(error);
     }
     let blobs = blobs.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let blobs = blobs.into_iter().map(|blob| blob.expect("each piece was uploaded, or one has failed"));
+    let blobs = blobs.into_iter().map(|blob| blob.expect("each blob was uploaded, or one has failed"));
     Ok((blobs.collect(), sent.into_inner()))
 }
 
@@ -236,19 +204,19 @@ fn sha256_of(reader: &mut dyn Read) -> io::Result<Sha256> {
     }
 }
 
-/// A range of a file that other threads read, too.
-struct Part<'a> {
-    content: &'a dyn Content,
+/// Reads a range of a source, which other threads read, too.
+struct PartReader<'a> {
+    source: &'a PartSource<'a>,
     from: u64,
     bytes: u64,
     at: u64,
 }
 
-impl Read for Part<'_> {
+impl Read for PartReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = usize::try_from(self.bytes - self.at).unwrap_or(usize::MAX);
         let wanted = buffer.len().min(left);
-        let count = self.content.read_at(&mut buffer[..wanted], self.from + self.at)?;
+        let count = (self.source.read_at)(&mut buffer[..wanted], self.from + self.at)?;
         if count == 0 && wanted > 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -257,7 +225,7 @@ impl Read for Part<'_> {
     }
 }
 
-impl Seek for Part<'_> {
+impl Seek for PartReader<'_> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         match to {
             SeekFrom::Start(at) if at <= self.bytes => self.at = at,

@@ -1,4 +1,4 @@
-//! Names of images in registries, as people write them.
+//! Locations of images in registries, as users write them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,20 +17,20 @@ const PREFIX_BYTES_MAX: usize = 512;
 /// `s3:BUCKET/PREFIX[:TAG|@sha256:DIGEST]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
-    pub(crate) place: Place,
+    pub(crate) location: Location,
     pub(crate) version: Version,
 }
 
-/// Which server, and what there.
+/// The server, and the repository there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Location {
     /// A registry: its scheme, if given, its host with port, and a repository.
     Oci { scheme: Option<&'static str>, host: String, name: String },
     /// A bucket, and the prefix of keys.
     S3 { bucket: String, prefix: String },
 }
 
-/// Which manifest of a repository.
+/// A manifest of a repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Version {
     Tag(String),
@@ -48,12 +48,12 @@ impl fmt::Display for Version {
 
 impl fmt::Display for Reference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Place::Oci { scheme, host, name } => {
+        match &self.location {
+            Location::Oci { scheme, host, name } => {
                 let scheme = scheme.map(|scheme| format!("{scheme}://")).unwrap_or_default();
                 write!(f, "oci:{scheme}{host}/{name}")?;
             }
-            Place::S3 { bucket, prefix } => write!(f, "s3:{bucket}/{prefix}")?,
+            Location::S3 { bucket, prefix } => write!(f, "s3:{bucket}/{prefix}")?,
         }
         match &self.version {
             Version::Tag(tag) => write!(f, ":{tag}"),
@@ -66,8 +66,8 @@ impl FromStr for Reference {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = |reason: &str| Error::Reference { text: text.into(), reason: reason.into() };
-        let (kind, rest) = text.split_once(':').ok_or_else(|| wrong("it has no scheme"))?;
+        let invalid = |reason: &str| Error::Reference { text: text.into(), reason: reason.into() };
+        let (kind, rest) = text.split_once(':').ok_or_else(|| invalid("it has no scheme"))?;
         match kind {
             "oci" => {
                 let (scheme, rest) = match (rest.strip_prefix("https://"), rest.strip_prefix("http://")) {
@@ -75,48 +75,49 @@ impl FromStr for Reference {
                     (_, Some(rest)) => (Some("http"), rest),
                     _ => (None, rest),
                 };
-                let (host, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no name behind the host"))?;
+                let (host, rest) = rest.split_once('/').ok_or_else(|| invalid("it has no name after the host"))?;
                 if host.is_empty()
                     || !host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:[]_".contains(&byte))
                 {
-                    return Err(wrong("its host is invalid"));
+                    return Err(invalid("its host is invalid"));
                 }
-                let (name, version) = version(rest).map_err(wrong)?;
+                let (name, version) = parse_version(rest).map_err(invalid)?;
                 if name.len() + host.len() > NAME_BYTES_MAX || !name.split('/').all(is_component) {
-                    return Err(wrong(
-                        "a name has small letters, digits and single . _ - between them, in parts that / divides",
+                    return Err(invalid(
+                        "a name has lower-case letters and digits, with single . _ - between them, in parts separated by /",
                     ));
                 }
-                Ok(Self { place: Place::Oci { scheme, host: host.into(), name: name.into() }, version })
+                Ok(Self { location: Location::Oci { scheme, host: host.into(), name: name.into() }, version })
             }
             "s3" => {
-                let (bucket, rest) = rest.split_once('/').ok_or_else(|| wrong("it has no prefix behind the bucket"))?;
+                let (bucket, rest) =
+                    rest.split_once('/').ok_or_else(|| invalid("it has no prefix after the bucket"))?;
                 let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
                 if !(1..=255).contains(&bucket.len()) || !bucket.bytes().all(is_plain) {
-                    return Err(wrong("its bucket is invalid"));
+                    return Err(invalid("its bucket is invalid"));
                 }
-                let (prefix, version) = version(rest).map_err(wrong)?;
+                let (prefix, version) = parse_version(rest).map_err(invalid)?;
                 let is_part = |part: &str| !matches!(part, "" | "." | "..") && part.bytes().all(is_plain);
                 if prefix.len() > PREFIX_BYTES_MAX || !prefix.split('/').all(is_part) {
-                    return Err(wrong("a prefix has letters, digits, . _ and -, in parts that / divides"));
+                    return Err(invalid("a prefix has letters, digits, . _ and -, in parts separated by /"));
                 }
-                Ok(Self { place: Place::S3 { bucket: bucket.into(), prefix: prefix.into() }, version })
+                Ok(Self { location: Location::S3 { bucket: bucket.into(), prefix: prefix.into() }, version })
             }
-            _ => Err(wrong("its scheme is neither oci nor s3")),
+            _ => Err(invalid("its scheme is neither oci nor s3")),
         }
     }
 }
 
-/// What is behind the name.
-fn version(text: &str) -> Result<(&str, Version), &'static str> {
+/// Splits a name from the tag or digest after it.
+fn parse_version(text: &str) -> Result<(&str, Version), &'static str> {
     if let Some((name, digest)) = text.split_once('@') {
         let digest = digest.strip_prefix("sha256:").and_then(Sha256::from_hex);
-        return Ok((name, Version::Digest(digest.ok_or("behind @ has to be sha256: and 64 hexadecimal digits")?)));
+        return Ok((name, Version::Digest(digest.ok_or("after @ must be sha256: and 64 hexadecimal digits")?)));
     }
     let (name, tag) = text.rsplit_once(':').unwrap_or((text, "latest"));
     let is_word = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
-    let starts_well = tag.bytes().next().is_some_and(is_word);
-    if !starts_well || tag.len() > TAG_BYTES_MAX || !tag.bytes().all(|byte| is_word(byte) || b".-".contains(&byte)) {
+    let is_valid_start = tag.bytes().next().is_some_and(is_word);
+    if !is_valid_start || tag.len() > TAG_BYTES_MAX || !tag.bytes().all(|byte| is_word(byte) || b".-".contains(&byte)) {
         return Err("a tag has letters, digits, _ . and -, at most 128");
     }
     Ok((name, Version::Tag(tag.into())))
@@ -185,8 +186,8 @@ mod tests {
             "oci:h/é",
             &long,
         ] {
-            let said = text.parse::<Reference>().unwrap_err().to_string();
-            assert!(said.contains("is not the location of an image") && said.lines().count() == 1, "{text}: {said}");
+            let error = text.parse::<Reference>().unwrap_err().to_string();
+            assert!(error.contains("is not the location of an image") && error.lines().count() == 1, "{text}: {error}");
         }
     }
 }

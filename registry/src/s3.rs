@@ -9,13 +9,12 @@ use ureq::http::{Method, header};
 use url::Url;
 
 use crate::error::{Error, Result};
-use crate::http::{Answer, Client, Request};
+use crate::http::{Client, Request, Response, Upload};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256};
-use crate::oci::Content;
 use crate::reference::Version;
 
 /// The validity of a signature. Each request has its own.
-const SIGNED: Duration = Duration::from_secs(3600);
+const SIGNATURE_VALIDITY: Duration = Duration::from_secs(3600);
 
 pub(crate) struct S3 {
     bucket: Bucket,
@@ -62,76 +61,69 @@ impl S3 {
         Ok(Self { bucket, prefix: prefix.into(), credentials })
     }
 
-    fn blob(&self, blob: Blob) -> String {
-        self.by_digest(blob.sha256)
-    }
-
-    fn by_digest(&self, sha256: Sha256) -> String {
+    fn blob_key(&self, sha256: Sha256) -> String {
         format!("{}/blobs/sha256/{sha256}", self.prefix)
     }
 
-    fn name(&self, version: &Version) -> String {
+    fn manifest_key(&self, version: &Version) -> String {
         match version {
             Version::Tag(tag) => format!("{}/manifests/{tag}", self.prefix),
             // Manifests are kept as blobs, too.
-            Version::Digest(digest) => self.by_digest(*digest),
+            Version::Digest(digest) => self.blob_key(*digest),
         }
     }
 
-    fn get(&self, key: &str) -> Request<'static> {
-        Request::new(Method::GET, self.bucket.get_object(self.credentials.as_ref(), key).sign(SIGNED))
+    fn get(&self, key: &str) -> Request {
+        Request::new(Method::GET, self.bucket.get_object(self.credentials.as_ref(), key).sign(SIGNATURE_VALIDITY))
     }
 
     pub(crate) fn manifest(&self, client: &Client, version: &Version) -> Result<Option<Vec<u8>>> {
-        let answer = client.send(self.get(&self.name(version)))?;
-        match answer.status() {
-            200 => answer.all(MANIFEST_BYTES_MAX).map(Some),
+        let response = client.send(self.get(&self.manifest_key(version)), None)?;
+        match response.status() {
+            200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
             404 => Ok(None),
-            _ => Err(answer.refused()),
+            _ => Err(response.into_error()),
         }
     }
 
     pub(crate) fn put_manifest(&self, client: &Client, version: &Version, bytes: &[u8]) -> Result<()> {
-        for key in [self.by_digest(Sha256::of(bytes)), self.name(version)] {
-            let mut reader = std::io::Cursor::new(bytes);
-            self.put_key(client, &key, &mut Some(Content::of(&mut reader, bytes.len() as u64)))?;
+        for key in [self.blob_key(Sha256::of(bytes)), self.manifest_key(version)] {
+            let mut upload = Upload { reader: &mut std::io::Cursor::new(bytes), bytes: bytes.len() as u64 };
+            self.put_key(client, &key, &mut upload)?;
         }
         Ok(())
     }
 
     pub(crate) fn has(&self, client: &Client, blob: Blob) -> Result<bool> {
-        let key = self.blob(blob);
-        let url = self.bucket.head_object(self.credentials.as_ref(), &key).sign(SIGNED);
-        let answer = client.send(Request::new(Method::HEAD, url))?;
-        match answer.status() {
+        let key = self.blob_key(blob.sha256);
+        let url = self.bucket.head_object(self.credentials.as_ref(), &key).sign(SIGNATURE_VALIDITY);
+        let response = client.send(Request::new(Method::HEAD, url), None)?;
+        match response.status() {
             200 => {
                 // A truncated blob is sent again.
-                let length = answer.header(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
+                let length = response.header(header::CONTENT_LENGTH).and_then(|length| length.parse().ok());
                 Ok(length.is_none_or(|length: u64| length == blob.bytes))
             }
             404 => Ok(false),
-            _ => Err(answer.refused()),
+            _ => Err(response.into_error()),
         }
     }
 
-    pub(crate) fn put(&self, client: &Client, blob: Blob, content: &mut Option<Content<'_>>) -> Result<()> {
-        self.put_key(client, &self.blob(blob), content)
+    pub(crate) fn put(&self, client: &Client, blob: Blob, upload: &mut Upload<'_>) -> Result<()> {
+        self.put_key(client, &self.blob_key(blob.sha256), upload)
     }
 
-    fn put_key(&self, client: &Client, key: &str, content: &mut Option<Content<'_>>) -> Result<()> {
-        let url = self.bucket.put_object(self.credentials.as_ref(), key).sign(SIGNED);
-        let mut request = Request::new(Method::PUT, url);
-        if let Some(content) = content {
-            let bytes = content.bytes;
-            request.body = Some((&mut *content.reader, bytes));
+    fn put_key(&self, client: &Client, key: &str, upload: &mut Upload<'_>) -> Result<()> {
+        let url = self.bucket.put_object(self.credentials.as_ref(), key).sign(SIGNATURE_VALIDITY);
+        let response = client.send(Request::new(Method::PUT, url), Some(upload))?;
+        if response.status() == 200 {
+            response.read_all(MANIFEST_BYTES_MAX).map(drop)
+        } else {
+            Err(response.into_error())
         }
-        let answer = client.send(request)?;
-        if answer.status() == 200 { answer.all(MANIFEST_BYTES_MAX).map(drop) } else { Err(answer.refused()) }
     }
 
-    pub(crate) fn read<'a>(&self, client: &'a Client, blob: Blob, range: &Range<u64>) -> Result<Answer<'a>> {
-        let mut request = self.get(&self.blob(blob));
-        request.bytes = range.end - range.start;
-        client.send(request.with(header::RANGE, format!("bytes={}-{}", range.start, range.end - 1)))
+    pub(crate) fn read<'a>(&self, client: &'a Client, blob: Blob, range: &Range<u64>) -> Result<Response<'a>> {
+        client.send(self.get(&self.blob_key(blob.sha256)).with_range(range), None)
     }
 }

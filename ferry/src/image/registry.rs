@@ -151,7 +151,7 @@ mod with {
 
     use anyhow::{Context, bail};
     use ferry_image::{Image, Missing, Objects, RepairCounts, Store, repair_packs, told};
-    use ferry_registry::{Client, Counts, Options, Packs, PullOptions, Pulled, Pushed, Remote};
+    use ferry_registry::{Client, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote};
     use serde_json::json;
 
     use super::super::report::bar;
@@ -182,7 +182,7 @@ mod with {
         let (image, digest, jobs) = (&args.image.image, args.image.digest(), usize::from(args.remote.jobs));
         let pushed = ferry_registry::push(&remote, image, digest, &store, folder, jobs, &progress(&bar))?;
         bar.finish_and_clear();
-        let Pushed { digest, manifest, sent_bytes } = pushed;
+        let PushOutcome { digest, manifest, sent_bytes } = pushed;
         let Counts { requests, .. } = remote.counts();
         if args.json {
             let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
@@ -206,7 +206,7 @@ mod with {
         let pulled = ferry_registry::pull(&remote, &args.output, &args.store.store, &options, &progress(&bar))?;
         bar.finish_and_clear();
         drop(store);
-        let Pulled { digest, manifest, fetched_bytes } = pulled;
+        let PullOutcome { digest, manifest, fetched_bytes } = pulled;
         let Counts { requests, received_bytes, .. } = remote.counts();
         if args.json {
             let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
@@ -268,7 +268,7 @@ mod with {
     /// Where something is missing, tells now that the server cannot be asked for it, and not who reads it; an image that is all here
     /// needs no server.
     fn reach(objects: &Objects, packs: &Packs) -> Result<()> {
-        if objects.seems_whole() { Ok(()) } else { Ok(packs.ask()?) }
+        if objects.seems_whole() { Ok(()) } else { Ok(packs.fetch_manifest()?) }
     }
 
     /// An image whose metadata is here.

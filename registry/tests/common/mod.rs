@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use ferry_image::{Algorithm, BuildOptions, Built, Digest, Layout, Store, build};
-use ferry_registry::{Client, Options, PullOptions, Pulled, Remote, Result, pull, push};
+use ferry_registry::{Client, Options, PullOptions, PullOutcome, Remote, Result, pull, push};
 use sha2::Digest as _;
 
 #[derive(Clone, Debug)]
@@ -344,11 +344,11 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    pub fn pull(&self, remote: &Arc<Remote>, store: &str) -> Result<Pulled> {
+    pub fn pull(&self, remote: &Arc<Remote>, store: &str) -> Result<PullOutcome> {
         self.pull_with(remote, store, &PullOptions::default())
     }
 
-    pub fn pull_with(&self, remote: &Arc<Remote>, store: &str, options: &PullOptions) -> Result<Pulled> {
+    pub fn pull_with(&self, remote: &Arc<Remote>, store: &str, options: &PullOptions) -> Result<PullOutcome> {
         let _held = Store::create(&self.at(store)).unwrap();
         pull(remote, &self.at(&format!("{store}.img")), &self.at(store), options, &|_, _| {})
     }
@@ -368,7 +368,7 @@ impl Place {
     }
 
     /// Pulls from a server that is well again; all has to be there then, and be right.
-    pub fn is_well(&self, store: &str) -> Pulled {
+    pub fn is_well(&self, store: &str) -> PullOutcome {
         self.fake.heal();
         let pulled = self.pull(&self.fake.remote(), store).unwrap();
         self.is_whole(store);

@@ -154,7 +154,7 @@ fn a_redirect_back_does_not_restore_credentials() {
     }
 }
 
-fn push_to(place: &Place, remote: &Remote) -> Result<ferry_registry::Pushed> {
+fn push_to(place: &Place, remote: &Remote) -> Result<ferry_registry::PushOutcome> {
     let store = Store::create(&place.at("store")).unwrap();
     push(remote, &place.at("image"), None, &store, &place.at("store"), 1, &|_, _| {})
 }

@@ -308,7 +308,7 @@ fn an_image_that_is_all_here_needs_no_server() {
     assert_eq!(read(&source, "07").unwrap(), content(7));
     source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
     assert_eq!(place.fake.requests().len(), 0);
-    let error = from.ask().unwrap_err().to_string();
+    let error = from.fetch_manifest().unwrap_err().to_string();
     assert!(error.contains("403"), "{error}");
 }
 
