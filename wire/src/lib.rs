@@ -45,5 +45,7 @@
 #![forbid(unsafe_code)]
 
 pub mod blk;
+mod body;
+mod dirent;
 pub mod fuse;
 pub mod ninep;

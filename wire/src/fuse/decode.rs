@@ -6,12 +6,13 @@ use ferry_vfs::{
 };
 
 use super::abi::{self, InitFlags, Opcode};
-use super::body::{Body, Flaw, SYMLINK_TARGET_BYTES_MAX, XATTR_REPLY_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name};
+use super::body::XATTR_REPLY_BYTES_MAX;
 use super::request::header;
 use super::{
     DecodeError, Extensions, InitRequest, LockRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX, Records, Release,
     Request, WRITE_HEAD_BYTES,
 };
+use crate::body::{Body, FieldError, PATH_BYTES_MAX, PERMISSIONS, XATTR_VALUE_BYTES_MAX, check_range, ensure, name};
 
 /// Decodes a request of `message_bytes` bytes. `head` is the caller's copy of the first [`super::Peek::head_bytes`]
 /// bytes: the whole message, except that the payload of a WRITE may be left out. `head` may be unaligned.
@@ -24,11 +25,11 @@ pub fn decode<'a>(head: &'a [u8], message_bytes: usize, session: &Negotiated) ->
     let Some((header, rest)) = header(head) else {
         return Err(DecodeError { unique: None, opcode: 0, errno: Errno::INVAL, reason: "shorter than a header" });
     };
-    let fail = |flaw: Flaw| DecodeError {
+    let fail = |error: FieldError| DecodeError {
         unique: Some(header.unique),
         opcode: header.opcode,
-        errno: flaw.errno,
-        reason: flaw.reason,
+        errno: error.errno,
+        reason: error.reason,
     };
     let (extensions, operation) = parse(&header, rest, head.len(), message_bytes, session).map_err(fail)?;
     Ok(Request {
@@ -42,7 +43,7 @@ pub fn decode<'a>(head: &'a [u8], message_bytes: usize, session: &Negotiated) ->
     })
 }
 
-type Parsed<'a> = Result<(Extensions<'a>, Operation<'a>), Flaw>;
+type Parsed<'a> = Result<(Extensions<'a>, Operation<'a>), FieldError>;
 
 fn parse<'a>(
     header: &abi::InHeader,
@@ -51,23 +52,23 @@ fn parse<'a>(
     message_bytes: usize,
     session: &Negotiated,
 ) -> Parsed<'a> {
-    let opcode = Opcode::from_raw(header.opcode).ok_or(Flaw::new(Errno::NOSYS, "an unknown opcode"))?;
+    let opcode = Opcode::from_raw(header.opcode).ok_or(FieldError::new(Errno::NOSYS, "an unknown opcode"))?;
     ensure(header.len as usize == message_bytes, "its length is not that in its header")?;
     let extension_bytes = usize::from(header.total_extlen) * 8;
     if opcode == Opcode::Write {
         // Extensions would follow the payload; no kernel sends any with a WRITE.
         ensure(extension_bytes == 0, "a WRITE with extensions")?;
         let payload_bytes =
-            message_bytes.checked_sub(WRITE_HEAD_BYTES).ok_or(Flaw::invalid("a WRITE without arguments"))?;
+            message_bytes.checked_sub(WRITE_HEAD_BYTES).ok_or(FieldError::invalid("a WRITE without arguments"))?;
         ensure(payload_bytes <= session.max_write_bytes as usize, "a WRITE of more bytes than negotiated")?;
         let operation = write(Body(rest).take()?, header.nodeid, payload_bytes)?;
         return Ok((Extensions::default(), operation));
     }
     if message_bytes > REQUEST_HEAD_BYTES_MAX {
-        return Err(Flaw::new(Errno::TOOBIG, "longer than any request"));
+        return Err(FieldError::new(Errno::TOOBIG, "longer than any request"));
     }
     ensure(head_bytes == message_bytes, "the message is incomplete")?;
-    let split = rest.len().checked_sub(extension_bytes).ok_or(Flaw::invalid("extensions longer than itself"))?;
+    let split = rest.len().checked_sub(extension_bytes).ok_or(FieldError::invalid("extensions longer than itself"))?;
     let (arguments, extensions) = rest.split_at(split);
     let extensions = if extensions.is_empty() { Extensions::default() } else { Extensions::parse(extensions)? };
     // Linux 5.17 to 6.1 sends the security context without announcing it in the header.
@@ -86,7 +87,7 @@ struct Decoder<'a> {
 }
 
 impl<'a> Decoder<'a> {
-    fn operation(&mut self, opcode: Opcode, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+    fn operation(&mut self, opcode: Opcode, session: &Negotiated) -> Result<Operation<'a>, FieldError> {
         let body = self.body;
         match opcode {
             Opcode::Lookup => self.lookup(),
@@ -120,7 +121,7 @@ impl<'a> Decoder<'a> {
             Opcode::Opendir => Ok(Operation::Opendir { flags: flags_to_open(body.only::<abi::OpenIn>()?.flags)? }),
             // `parse` handles WRITE before this.
             Opcode::Write | Opcode::NotifyReply => {
-                Err(Flaw::new(Errno::NOSYS, "an opcode that servers do not implement"))
+                Err(FieldError::new(Errno::NOSYS, "an opcode that servers do not implement"))
             }
             Opcode::CopyFileRange => self.copy().map(Operation::CopyFileRange),
             Opcode::CopyFileRange64 => self.copy().map(Operation::CopyFileRange64),
@@ -179,14 +180,14 @@ impl<'a> Decoder<'a> {
     }
 
     /// Takes a name, the last argument.
-    fn last_name(&mut self) -> Result<ferry_vfs::Name<'a>, Flaw> {
-        let name = self.body.name()?;
+    fn last_name(&mut self) -> Result<ferry_vfs::Name<'a>, FieldError> {
+        let name = self.body.c_name()?;
         self.body.end()?;
         Ok(name)
     }
 
     /// LOOKUP is the only operation that accepts `.` and `..`; nfsd looks up inodes and their parents with them.
-    fn lookup(&mut self) -> Result<Operation<'a>, Flaw> {
+    fn lookup(&mut self) -> Result<Operation<'a>, FieldError> {
         let bytes = self.body.c_string()?;
         self.body.end()?;
         match bytes {
@@ -197,7 +198,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// A short reply to READ means end of file, so the decoder must not shorten the range.
-    fn read(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+    fn read(&mut self, session: &Negotiated) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::ReadIn = self.body.only()?;
         ensure(fixed.size <= session.max_read_bytes(), "a READ of more bytes than negotiated")?;
         check_range(fixed.offset, u64::from(fixed.size))?;
@@ -212,12 +213,12 @@ impl<'a> Decoder<'a> {
         }))
     }
 
-    fn batch_forget(&mut self) -> Result<Operation<'a>, Flaw> {
+    fn batch_forget(&mut self) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::BatchForgetIn = self.body.take()?;
         Ok(Operation::BatchForget { forgets: self.records(fixed.count)? })
     }
 
-    fn removemapping(&mut self) -> Result<Operation<'a>, Flaw> {
+    fn removemapping(&mut self) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::RemovemappingIn = self.body.take()?;
         Ok(Operation::Removemapping { ranges: self.records(fixed.count)? })
     }
@@ -225,20 +226,20 @@ impl<'a> Decoder<'a> {
     fn records<T: zerocopy::FromBytes + zerocopy::IntoBytes + zerocopy::Immutable>(
         &self,
         count: u32,
-    ) -> Result<Records<'a, T>, Flaw> {
+    ) -> Result<Records<'a, T>, FieldError> {
         let size = (count as usize).checked_mul(size_of::<T>());
         ensure(size == Some(self.body.0.len()), "a list whose length does not match its count")?;
         Ok(Records::from_bytes(self.body.0))
     }
 
     /// Decodes requests that create an inode and can carry a security context.
-    fn make(&mut self, opcode: Opcode) -> Result<Operation<'a>, Flaw> {
+    fn make(&mut self, opcode: Opcode) -> Result<Operation<'a>, FieldError> {
         let operation = match opcode {
             Opcode::Symlink => {
-                let (name, target) = (self.body.name()?, self.body.c_string()?);
+                let (name, target) = (self.body.c_name()?, self.body.c_string()?);
                 ensure(!target.is_empty(), "a symbolic link without a target")?;
-                if target.len() > SYMLINK_TARGET_BYTES_MAX {
-                    return Err(Flaw::new(Errno::NAMETOOLONG, "the target of a symbolic link is too long"));
+                if target.len() > PATH_BYTES_MAX {
+                    return Err(FieldError::new(Errno::NAMETOOLONG, "the target of a symbolic link is too long"));
                 }
                 Operation::Symlink { name, target }
             }
@@ -247,15 +248,15 @@ impl<'a> Decoder<'a> {
                 let kind = match FileType::from_raw_mode(mode) {
                     FileType::Unknown if mode & !PERMISSIONS == 0 => FileType::RegularFile,
                     FileType::Unknown | FileType::Directory | FileType::Symlink => {
-                        return Err(Flaw::invalid("a file type that MKNOD cannot create"));
+                        return Err(FieldError::invalid("a file type that MKNOD cannot create"));
                     }
                     kind => kind,
                 };
-                Operation::Mknod { name: self.body.name()?, new: new(kind, mode, umask, rdev) }
+                Operation::Mknod { name: self.body.c_name()?, new: new(kind, mode, umask, rdev) }
             }
             Opcode::Mkdir => {
                 let abi::MkdirIn { mode, umask } = self.body.take()?;
-                Operation::Mkdir { name: self.body.name()?, new: new(FileType::Directory, mode, umask, 0) }
+                Operation::Mkdir { name: self.body.c_name()?, new: new(FileType::Directory, mode, umask, 0) }
             }
             _ => {
                 let fixed: abi::CreateIn = self.body.take()?;
@@ -270,7 +271,7 @@ impl<'a> Decoder<'a> {
                     Operation::Tmpfile { new, flags }
                 } else {
                     let clear_privileges = fixed.open_flags & abi::OPEN_KILL_SUIDGID != 0;
-                    Operation::Create { name: self.body.name()?, new, flags, clear_privileges }
+                    Operation::Create { name: self.body.c_name()?, new, flags, clear_privileges }
                 }
             }
         };
@@ -282,7 +283,7 @@ impl<'a> Decoder<'a> {
         Ok(operation)
     }
 
-    fn rename(&mut self, opcode: Opcode) -> Result<Operation<'a>, Flaw> {
+    fn rename(&mut self, opcode: Opcode) -> Result<Operation<'a>, FieldError> {
         let (new_dir, flags) = if opcode == Opcode::Rename {
             (self.body.take::<abi::RenameIn>()?.newdir, 0)
         } else {
@@ -294,11 +295,11 @@ impl<'a> Decoder<'a> {
         ensure(known.contains(flags), "unknown flags of a rename")?;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         ensure(!exchange || flags == RenameFlags::EXCHANGE, "rename flags that exclude each other")?;
-        let name = self.body.name()?;
+        let name = self.body.c_name()?;
         Ok(Operation::Rename { name, new_dir: Ino(new_dir), new_name: self.last_name()?, flags })
     }
 
-    fn copy(&mut self) -> Result<CopyRange, Flaw> {
+    fn copy(&mut self) -> Result<CopyRange, FieldError> {
         let fixed: abi::CopyFileRangeIn = self.body.only()?;
         ensure(fixed.flags == 0, "unknown flags of a copy")?;
         check_range(fixed.off_in, 0)?;
@@ -310,7 +311,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    fn release(&mut self) -> Result<Release, Flaw> {
+    fn release(&mut self) -> Result<Release, FieldError> {
         let fixed: abi::ReleaseIn = self.body.only()?;
         Ok(Release {
             handle: Handle(fixed.fh),
@@ -321,19 +322,19 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    fn fsync(&mut self) -> Result<(Handle, bool), Flaw> {
+    fn fsync(&mut self) -> Result<(Handle, bool), FieldError> {
         let fixed: abi::FsyncIn = self.body.only()?;
         Ok((Handle(fixed.fh), fixed.fsync_flags & abi::FSYNC_FDATASYNC != 0))
     }
 
-    fn readdir(&mut self, plus: bool, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+    fn readdir(&mut self, plus: bool, session: &Negotiated) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::ReadIn = self.body.only()?;
         let at = DirRange { ino: self.ino, handle: Handle(fixed.fh), offset: fixed.offset, plus };
         // The client requests the remaining entries later.
         Ok(Operation::Readdir { at, bytes_max: fixed.size.min(session.max_read_bytes()) })
     }
 
-    fn setxattr(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+    fn setxattr(&mut self, session: &Negotiated) -> Result<Operation<'a>, FieldError> {
         let (size, flags, more) = if session.has(InitFlags::SETXATTR_EXT) {
             let fixed: abi::SetxattrIn = self.body.take()?;
             (fixed.size, fixed.flags, fixed.setxattr_flags)
@@ -343,7 +344,7 @@ impl<'a> Decoder<'a> {
         };
         let size = size as usize;
         if size > XATTR_VALUE_BYTES_MAX {
-            return Err(Flaw::new(Errno::TOOBIG, "the value of an extended attribute is too long"));
+            return Err(FieldError::new(Errno::TOOBIG, "the value of an extended attribute is too long"));
         }
         let flags = XattrFlags::from_bits_retain(flags);
         ensure((XattrFlags::CREATE | XattrFlags::REPLACE).contains(flags), "unknown flags of an extended attribute")?;
@@ -352,14 +353,14 @@ impl<'a> Decoder<'a> {
         Ok(Operation::Setxattr { name, value, flags, clear_sgid: more & abi::SETXATTR_ACL_KILL_SGID != 0 })
     }
 
-    fn getxattr(&mut self) -> Result<Operation<'a>, Flaw> {
+    fn getxattr(&mut self) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::GetxattrIn = self.body.take()?;
         let name = self.body.xattr_name()?;
         self.body.end()?;
         Ok(Operation::Getxattr { name, bytes_max: fixed.size.min(XATTR_REPLY_BYTES_MAX) })
     }
 
-    fn ioctl(&mut self, session: &Negotiated) -> Result<Operation<'a>, Flaw> {
+    fn ioctl(&mut self, session: &Negotiated) -> Result<Operation<'a>, FieldError> {
         let fixed: abi::IoctlIn = self.body.take()?;
         ensure(fixed.out_size <= session.max_read_bytes(), "an ioctl with more output than negotiated")?;
         let known = abi::IOCTL_COMPAT | abi::IOCTL_32BIT | abi::IOCTL_DIR | abi::IOCTL_COMPAT_X32;
@@ -377,9 +378,6 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// Permission bits, with suid, sgid and sticky.
-const PERMISSIONS: u32 = 0o7777;
-
 fn new(kind: FileType, mode: u32, umask: u32, rdev: u32) -> CreateArgs {
     CreateArgs { mode: kind.as_raw_mode() | mode & PERMISSIONS, umask: umask & 0o777, rdev }
 }
@@ -388,15 +386,9 @@ fn handle_if(condition: bool, fh: u64) -> Option<Handle> {
     condition.then_some(Handle(fh))
 }
 
-/// File offsets are at most `i64::MAX`.
-fn check_range(offset: u64, len: u64) -> Result<(), Flaw> {
-    let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
-    ensure(end.is_some(), "a range past the maximum file offset")
-}
-
 /// Decodes the flags of OPEN and OPENDIR. The client's kernel never sends the four refused flags. A server that passed
 /// them on to its own kernel would create files, or get descriptors that cannot be read.
-fn flags_to_open(flags: u32) -> Result<OFlags, Flaw> {
+fn flags_to_open(flags: u32) -> Result<OFlags, FieldError> {
     // `O_TMPFILE` has two bits, one of which is `O_DIRECTORY`.
     let unnamed = OFlags::TMPFILE.difference(OFlags::DIRECTORY);
     let never = OFlags::CREATE | OFlags::EXCL | OFlags::PATH | unnamed;
@@ -405,7 +397,7 @@ fn flags_to_open(flags: u32) -> Result<OFlags, Flaw> {
     Ok(flags)
 }
 
-fn write<'a>(fixed: abi::WriteIn, nodeid: u64, payload_bytes: usize) -> Result<Operation<'a>, Flaw> {
+fn write<'a>(fixed: abi::WriteIn, nodeid: u64, payload_bytes: usize) -> Result<Operation<'a>, FieldError> {
     ensure(fixed.size as usize == payload_bytes, "a WRITE whose payload has another length than its size field")?;
     check_range(fixed.offset, u64::from(fixed.size))?;
     let has = |flag| fixed.write_flags & flag != 0;
@@ -421,13 +413,13 @@ fn write<'a>(fixed: abi::WriteIn, nodeid: u64, payload_bytes: usize) -> Result<O
     Ok(Operation::Write { range, cached: has(abi::WRITE_CACHE) })
 }
 
-fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
+fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, FieldError> {
     const KNOWN: u32 = abi::FATTR_KILL_SUIDGID * 2 - 1;
     ensure(fixed.valid & !KNOWN == 0, "unknown attributes")?;
     let has = |flag| fixed.valid & flag != 0;
     let time = |sec: u64, nsec: u32| {
         ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
-        Ok::<_, Flaw>(Timespec { sec: sec.cast_signed(), nsec })
+        Ok::<_, FieldError>(Timespec { sec: sec.cast_signed(), nsec })
     };
     let set_time = |now, at, sec, nsec| match () {
         () if has(now) => Ok(Some(SetTime::Now)),
@@ -457,12 +449,12 @@ fn setattr<'a>(fixed: &abi::SetattrIn) -> Result<Operation<'a>, Flaw> {
     })
 }
 
-fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, Flaw> {
+fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, FieldError> {
     /// All `FALLOC_FL_*` flags of Linux 7.2 (keep size, punch, collapse, zero, insert, unshare, write zeroes) except
     /// `NO_HIDE_STALE`, which Linux does not implement.
     const KNOWN: u32 = 0x01 | 0x02 | 0x08 | 0x10 | 0x20 | 0x40 | 0x80;
     if fixed.mode & !KNOWN != 0 {
-        return Err(Flaw::new(Errno::OPNOTSUPP, "unknown flags of fallocate"));
+        return Err(FieldError::new(Errno::OPNOTSUPP, "unknown flags of fallocate"));
     }
     ensure(fixed.length != 0, "an empty range")?;
     check_range(fixed.offset, fixed.length)?;
@@ -474,30 +466,30 @@ fn fallocate<'a>(fixed: &abi::FallocateIn) -> Result<Operation<'a>, Flaw> {
     })
 }
 
-fn lseek<'a>(fixed: &abi::LseekIn) -> Result<Operation<'a>, Flaw> {
+fn lseek<'a>(fixed: &abi::LseekIn) -> Result<Operation<'a>, FieldError> {
     // `SEEK_DATA` and `SEEK_HOLE` of Linux; the client's kernel handles the others.
     let seek = match fixed.whence {
         3 => Seek::Data,
         4 => Seek::Hole,
-        _ => return Err(Flaw::invalid("an unknown whence")),
+        _ => return Err(FieldError::invalid("an unknown whence")),
     };
     Ok(Operation::Lseek { handle: Handle(fixed.fh), offset: fixed.offset, seek })
 }
 
-fn lock(fixed: &abi::LkIn) -> Result<LockRequest, Flaw> {
+fn lock(fixed: &abi::LkIn) -> Result<LockRequest, FieldError> {
     let abi::LkIn { fh, owner, lk, lk_flags, .. } = *fixed;
     let kind = match lk.kind {
         abi::LOCK_READ => LockKind::Read,
         abi::LOCK_WRITE => LockKind::Write,
         abi::LOCK_NONE => LockKind::Unlock,
-        _ => return Err(Flaw::invalid("an unknown lock type")),
+        _ => return Err(FieldError::invalid("an unknown lock type")),
     };
     ensure(lk.start <= lk.end && i64::try_from(lk.end).is_ok(), "a lock with an invalid range")?;
     let flock = lk_flags & abi::LK_FLOCK != 0;
     Ok(LockRequest { handle: Handle(fh), owner, kind, start: lk.start, end: lk.end, pid: lk.pid, flock })
 }
 
-fn setupmapping<'a>(fixed: &abi::SetupmappingIn) -> Result<Operation<'a>, Flaw> {
+fn setupmapping<'a>(fixed: &abi::SetupmappingIn) -> Result<Operation<'a>, FieldError> {
     ensure(fixed.flags & !(abi::SETUPMAPPING_READ | abi::SETUPMAPPING_WRITE) == 0, "unknown flags of a mapping")?;
     ensure(fixed.len != 0, "an empty range")?;
     check_range(fixed.foffset, fixed.len)?;

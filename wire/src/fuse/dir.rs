@@ -2,14 +2,15 @@
 
 use std::mem::offset_of;
 
-use ferry_vfs::{DirItem, DirOutput, Entry, FileType};
+use ferry_vfs::{DirItem, DirOutput, Entry};
 use zerocopy::IntoBytes;
 
 use super::abi::{Attr, Dirent, EntryOut};
-use super::body::{Body, Flaw, ensure};
 use super::reply::entry_out;
 use super::reply_decode::entry;
 use super::{Negotiated, Timeouts};
+use crate::body::{Body, FieldError, ensure};
+use crate::dirent;
 
 /// The alignment of every entry in bytes (`FUSE_DIRENT_ALIGN`).
 const ALIGN: usize = 8;
@@ -109,16 +110,11 @@ impl DirOutput for DirWriter<'_> {
             self.out.extend_from_slice(entry.as_bytes());
         }
         let namelen = u32::try_from(item.name.len()).expect("an entry that fits is short");
-        let dirent = Dirent { ino: item.ino, off: item.next, namelen, kind: dirent_kind(item.kind) };
+        let dirent = Dirent { ino: item.ino, off: item.next, namelen, kind: dirent::from_file_type(item.kind).into() };
         self.out.extend_from_slice(dirent.as_bytes());
         self.out.extend_from_slice(item.name);
         self.out.resize(begin + (self.out.len() - begin).next_multiple_of(ALIGN), 0);
     }
-}
-
-/// Returns the `DT_*` number of Linux: the type bits of `st_mode`, or 0 if unknown.
-fn dirent_kind(kind: FileType) -> u32 {
-    if kind == FileType::Unknown { 0 } else { kind.as_raw_mode() >> 12 }
 }
 
 /// One entry of a listing, as the client sees it.
@@ -151,7 +147,7 @@ impl<'a> DirEntries<'a> {
         Self { body: Body(bytes), plus }
     }
 
-    fn entry(&mut self) -> Result<DirEntry<'a>, Flaw> {
+    fn entry(&mut self) -> Result<DirEntry<'a>, FieldError> {
         let before = self.body.0.len();
         let entry_out: Option<EntryOut> = if self.plus { Some(self.body.take()?) } else { None };
         let dirent: Dirent = self.body.take()?;
@@ -159,8 +155,8 @@ impl<'a> DirEntries<'a> {
         ensure(!name.is_empty() && !name.iter().any(|byte| matches!(byte, b'/' | 0)), "not a name")?;
         let used = before - self.body.0.len();
         self.body.bytes(used.next_multiple_of(ALIGN) - used)?;
-        ensure(dirent.kind < 16, "an unknown file type")?;
-        let kind = FileType::from_raw_mode(dirent.kind << 12);
+        let kind = u8::try_from(dirent.kind).ok().filter(|kind| *kind < 16);
+        let kind = dirent::to_file_type(kind.ok_or(FieldError::invalid("an unknown file type"))?);
         let item = DirItem { ino: dirent.ino, next: dirent.off, kind, name };
         let entry = match entry_out {
             Some(out) if out.nodeid != 0 => Some(entry(&out)?),

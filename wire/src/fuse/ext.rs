@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::abi::{EXT_GROUPS, EXT_SECURITY_CONTEXTS_MAX, ExtHeader, Secctx};
-use super::body::{Body, Flaw, ensure};
+use crate::body::{Body, FieldError, ensure};
 
 /// A list of structures inside a message, unaligned.
 pub struct Records<'a, T> {
@@ -127,7 +127,7 @@ impl<'a> SecurityContexts<'a> {
         Self::checked(bytes, count).ok()
     }
 
-    fn checked(bytes: &'a [u8], count: u32) -> Result<Self, Flaw> {
+    fn checked(bytes: &'a [u8], count: u32) -> Result<Self, FieldError> {
         ensure(count <= EXT_SECURITY_CONTEXTS_MAX, "too many security contexts")?;
         let mut body = Body(bytes);
         for _ in 0..count {
@@ -137,7 +137,7 @@ impl<'a> SecurityContexts<'a> {
         Ok(Self { count, bytes })
     }
 
-    fn record(body: &mut Body<'a>) -> Result<(&'a [u8], &'a [u8]), Flaw> {
+    fn record(body: &mut Body<'a>) -> Result<(&'a [u8], &'a [u8]), FieldError> {
         let before = body.0.len();
         let context: Secctx = body.take()?;
         let name = body.xattr_name()?;
@@ -168,13 +168,14 @@ pub struct Extensions<'a> {
 impl<'a> Extensions<'a> {
     /// Decodes the extensions. Linux 5.17 to 6.1 sends a security context without an extension header at the same
     /// place, which decodes in the same way.
-    pub(super) fn parse(bytes: &'a [u8]) -> Result<Self, Flaw> {
+    pub(super) fn parse(bytes: &'a [u8]) -> Result<Self, FieldError> {
         let mut body = Body(bytes);
         let (mut groups, mut security) = (None, None);
         while !body.0.is_empty() {
             let header: ExtHeader = body.take()?;
             let size = (header.size as usize).checked_sub(size_of::<ExtHeader>());
-            let size = size.filter(|size| size % 8 == 0).ok_or(Flaw::invalid("an extension with an invalid size"))?;
+            let size =
+                size.filter(|size| size % 8 == 0).ok_or(FieldError::invalid("an extension with an invalid size"))?;
             let mut content = Body(body.bytes(size)?);
             match header.kind {
                 0..=EXT_SECURITY_CONTEXTS_MAX => {
@@ -184,12 +185,12 @@ impl<'a> Extensions<'a> {
                 EXT_GROUPS => {
                     let count: u32 = content.take()?;
                     let size = (count as usize).checked_mul(size_of::<u32>());
-                    let size = size.ok_or(Flaw::invalid("too many groups"))?;
+                    let size = size.ok_or(FieldError::invalid("too many groups"))?;
                     let ids = Groups::from_bytes(content.bytes(size)?);
                     ensure(content.0.len() < 8, "an extension is longer than its groups")?;
                     ensure(groups.replace(ids).is_none(), "an extension occurs twice")?;
                 }
-                _ => return Err(Flaw::invalid("an unknown extension")),
+                _ => return Err(FieldError::invalid("an unknown extension")),
             }
         }
         Ok(Self { groups: groups.unwrap_or_default(), security: security.unwrap_or_default() })

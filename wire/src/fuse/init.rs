@@ -4,7 +4,7 @@ use ferry_vfs::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::abi::{self, InitFlags, InitIn, InitInShort, InitOut};
-use super::body::{Body, Flaw, ensure};
+use crate::body::{Body, FieldError, ensure};
 
 /// The client's offer (FUSE protocol 7.45, `fuse_init_in`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,7 +208,7 @@ fn halves(flags: InitFlags) -> (u32, u32) {
 impl InitRequest {
     /// Clients before 7.36 send 16 bytes, later ones 64 (FUSE protocol 7.36, `fuse_init_in`). Newer clients may send
     /// more. A client of another major version may send anything.
-    pub(super) fn decode(mut body: Body<'_>) -> Result<Self, Flaw> {
+    pub(super) fn decode(mut body: Body<'_>) -> Result<Self, FieldError> {
         let [major, minor]: [u32; 2] = Body(body.0).take()?;
         if major != abi::MAJOR || minor < abi::MINOR_MIN {
             return Ok(Self { major, minor, max_readahead_bytes: 0, flags: InitFlags::empty() });
@@ -218,7 +218,7 @@ impl InitRequest {
             0..LONG => (body.only::<InitInShort>()?, 0),
             _ => {
                 let long: InitIn = body.take()?;
-                ensure(body.0.is_empty() || minor > abi::MINOR_MAX, "bytes after its arguments")?;
+                ensure(body.0.is_empty() || minor > abi::MINOR_MAX, "bytes after its fields")?;
                 let (short, _) =
                     InitInShort::read_from_prefix(long.as_bytes()).expect("the long form begins as the short");
                 (short, long.flags2)

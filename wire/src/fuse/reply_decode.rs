@@ -5,9 +5,9 @@ use std::time::Duration;
 use ferry_vfs::{Attr, Entry, Errno, Handle, Ino, Lock, LockKind, LockOwner, Statfs, Timespec};
 
 use super::abi::{self, OpenFlags, OutHeader};
-use super::body::{Body, Flaw, ensure};
 use super::reply::STATX_BTIME;
 use super::{Opened, Reply, ReplyKind, Timeouts};
+use crate::body::{Body, FieldError, ensure};
 
 /// A malformed reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -30,7 +30,7 @@ impl<'a> Reply<'a> {
         Self::parse(kind, bytes).map_err(|flaw| ReplyDecodeError { reason: flaw.reason })
     }
 
-    fn parse(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), Flaw> {
+    fn parse(kind: ReplyKind, bytes: &'a [u8]) -> Result<(u64, Result<Self, Errno>), FieldError> {
         let mut body = Body(bytes);
         let header: OutHeader = body.take()?;
         ensure(header.len as usize == bytes.len(), "its length is not that in its header")?;
@@ -47,7 +47,7 @@ impl<'a> Reply<'a> {
                 let opened = opened(&body.only()?);
                 match entry_or_negative(entry)? {
                     Self::Entry { entry, timeouts, dax } => Self::Created { entry, timeouts, dax, opened },
-                    _ => return Err(Flaw::invalid("a created file has no inode")),
+                    _ => return Err(FieldError::invalid("a created file has no inode")),
                 }
             }
             ReplyKind::Attr => {
@@ -82,18 +82,18 @@ impl<'a> Reply<'a> {
     }
 }
 
-fn timeout(sec: u64, nsec: u32) -> Result<Duration, Flaw> {
+fn timeout(sec: u64, nsec: u32) -> Result<Duration, FieldError> {
     ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
     Ok(Duration::new(sec, nsec))
 }
 
-fn timespec(sec: u64, nsec: u32) -> Result<Timespec, Flaw> {
+fn timespec(sec: u64, nsec: u32) -> Result<Timespec, FieldError> {
     ensure(nsec < 1_000_000_000, "nanoseconds of a second or more")?;
     Ok(Timespec { sec: sec.cast_signed(), nsec })
 }
 
 /// Returns the entry, its timeouts, and whether to use DAX.
-pub(super) fn entry(out: &abi::EntryOut) -> Result<(Entry, Timeouts, bool), Flaw> {
+pub(super) fn entry(out: &abi::EntryOut) -> Result<(Entry, Timeouts, bool), FieldError> {
     let timeouts = Timeouts {
         entry: timeout(out.entry_valid, out.entry_valid_nsec)?,
         attr: timeout(out.attr_valid, out.attr_valid_nsec)?,
@@ -102,7 +102,7 @@ pub(super) fn entry(out: &abi::EntryOut) -> Result<(Entry, Timeouts, bool), Flaw
     Ok((Entry { ino: Ino(out.nodeid), generation: out.generation, attr }, timeouts, dax))
 }
 
-fn entry_or_negative<'a>(out: abi::EntryOut) -> Result<Reply<'a>, Flaw> {
+fn entry_or_negative<'a>(out: abi::EntryOut) -> Result<Reply<'a>, FieldError> {
     if out.nodeid == 0 {
         return Ok(Reply::Negative { timeout: timeout(out.entry_valid, out.entry_valid_nsec)? });
     }
@@ -110,7 +110,7 @@ fn entry_or_negative<'a>(out: abi::EntryOut) -> Result<Reply<'a>, Flaw> {
     Ok(Reply::Entry { entry, timeouts, dax })
 }
 
-fn attr(out: &abi::Attr) -> Result<(Attr, bool), Flaw> {
+fn attr(out: &abi::Attr) -> Result<(Attr, bool), FieldError> {
     let attr = Attr {
         ino: out.ino,
         size: out.size,
@@ -130,7 +130,7 @@ fn attr(out: &abi::Attr) -> Result<(Attr, bool), Flaw> {
     Ok((attr, out.flags & abi::ATTR_DAX != 0))
 }
 
-fn statx(out: &abi::Statx) -> Result<Attr, Flaw> {
+fn statx(out: &abi::Statx) -> Result<Attr, FieldError> {
     let time = |time: &abi::SxTime| timespec(time.tv_sec.cast_unsigned(), time.tv_nsec);
     Ok(Attr {
         ino: out.ino,
@@ -159,12 +159,12 @@ fn statfs(out: &abi::Kstatfs) -> Statfs {
     Statfs { blocks, bfree, bavail, files, ffree, bsize, namelen, frsize }
 }
 
-fn lock(out: &abi::LkOut) -> Result<Option<Lock>, Flaw> {
+fn lock(out: &abi::LkOut) -> Result<Option<Lock>, FieldError> {
     let kind = match out.lk.kind {
         abi::LOCK_NONE => return Ok(None),
         abi::LOCK_READ => LockKind::Read,
         abi::LOCK_WRITE => LockKind::Write,
-        _ => return Err(Flaw::invalid("an unknown lock type")),
+        _ => return Err(FieldError::invalid("an unknown lock type")),
     };
     let owner = LockOwner { session: Default::default(), id: 0 };
     Ok(Some(Lock { kind, owner, start: out.lk.start, end: out.lk.end, pid: out.lk.pid, flock: false }))

@@ -1,8 +1,9 @@
-//! A cursor that decodes the fields of a message.
+//! Decodes the fields of 9P messages.
 
 use ferry_vfs::{Errno, Name, Timespec};
 
 use super::numbers::{Fid, Qid, QidKind, Tag};
+use crate::body::{Body, FieldError, ensure, name};
 
 /// A message that cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,39 +19,7 @@ pub struct DecodeError {
     pub reason: &'static str,
 }
 
-/// A decoding error of a field, before the message is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct FieldError {
-    pub(super) errno: Errno,
-    pub(super) reason: &'static str,
-}
-
-impl FieldError {
-    pub(super) const fn new(errno: Errno, reason: &'static str) -> Self {
-        Self { errno, reason }
-    }
-
-    pub(super) const fn invalid(reason: &'static str) -> Self {
-        Self::new(Errno::INVAL, reason)
-    }
-}
-
-/// Returns an error unless the condition holds.
-pub(super) fn ensure(condition: bool, reason: &'static str) -> Result<(), FieldError> {
-    if condition { Ok(()) } else { Err(FieldError::invalid(reason)) }
-}
-
-/// The bytes of a message that are not decoded yet.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Body<'a>(pub(super) &'a [u8]);
-
 impl<'a> Body<'a> {
-    pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], FieldError> {
-        let (bytes, rest) = self.0.split_at_checked(count).ok_or(FieldError::invalid("shorter than its fields"))?;
-        self.0 = rest;
-        Ok(bytes)
-    }
-
     fn array<const N: usize>(&mut self) -> Result<[u8; N], FieldError> {
         let (bytes, rest) = self.0.split_first_chunk().ok_or(FieldError::invalid("shorter than its fields"))?;
         self.0 = rest;
@@ -110,23 +79,8 @@ impl<'a> Body<'a> {
         let count = self.u32()?;
         self.bytes(usize::try_from(count).unwrap_or(usize::MAX))
     }
-
-    /// Checks that no bytes are left.
-    pub(super) fn end(self) -> Result<(), FieldError> {
-        ensure(self.0.is_empty(), "bytes after its fields")
-    }
 }
 
-pub(super) fn name(bytes: &[u8]) -> Result<Name<'_>, FieldError> {
-    Name::new(bytes).map_err(|errno| FieldError::new(errno, "not a valid name of a directory entry"))
-}
-
-/// The longest name of an extended attribute in bytes (Linux `XATTR_NAME_MAX`).
-pub(super) const XATTR_NAME_BYTES_MAX: usize = 255;
-/// The longest value of an extended attribute in bytes (Linux `XATTR_SIZE_MAX`).
-pub(super) const XATTR_VALUE_BYTES_MAX: u64 = 65536;
-/// The longest target of a symbolic link, or path of a tree, in bytes (Linux `PATH_MAX` without its NUL).
-pub(super) const PATH_BYTES_MAX: usize = 4095;
 /// The longest name of a user in bytes (Linux `LOGIN_NAME_MAX`).
 pub(super) const USER_BYTES_MAX: usize = 256;
 /// The longest client name in a lock, in bytes. Linux sends its node name, at most 64 bytes.

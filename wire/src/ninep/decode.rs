@@ -2,15 +2,14 @@
 
 use ferry_vfs::{Errno, FileType, LockKind, OFlags, SetAttr, SetTime, XattrFlags};
 
-use super::body::{
-    Body, CLIENT_BYTES_MAX, DecodeError, FieldError, PATH_BYTES_MAX, USER_BYTES_MAX, VERSION_BYTES_MAX,
-    XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX, ensure, name,
-};
+use super::body::{CLIENT_BYTES_MAX, DecodeError, USER_BYTES_MAX, VERSION_BYTES_MAX};
 use super::numbers::{AT_REMOVEDIR, Frame, HEADER_BYTES, NO_UID, Tag, WALK_NAMES_MAX, kind, lock, set};
 use super::request::{LockRequest, Request, Steps, User, WriteHead};
+use crate::body::{
+    Body, FieldError, PATH_BYTES_MAX, PERMISSIONS, XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX, check_range, ensure,
+    name,
+};
 
-/// The bits of `st_mode` without the file type.
-const PERMISSIONS: u32 = 0o7777;
 /// The largest major number in the kernel's 32-bit form of a device number.
 const MAJOR_MAX: u32 = 0xfff;
 const MINOR_MAX: u32 = 0xf_ffff;
@@ -42,23 +41,34 @@ impl<'a> Request<'a> {
     /// [`DecodeError`] for every message that the protocol does not allow: `INVAL`, `NAMETOOLONG`, `TOOBIG`. Unknown
     /// types are `OPNOTSUPP`, so that Linux's client falls back.
     pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
-        let frame = Frame::peek(message).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
-        let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
-        let whole = usize::try_from(frame.bytes) == Ok(message.len());
-        ensure(whole, "its length is not that in its header")
-            .and_then(|()| request(frame.kind, body))
-            .map(|request| (frame.tag, request))
-            .map_err(|wrong| flaw(Some(frame), wrong))
+        decode_message(message, request)
     }
 }
 
-fn flaw(frame: Option<Frame>, wrong: FieldError) -> DecodeError {
-    DecodeError {
-        tag: frame.map(|frame| frame.tag),
-        kind: frame.map_or(0, |frame| frame.kind),
-        errno: wrong.errno,
-        reason: wrong.reason,
-    }
+/// Decodes a complete message, its body by `decode`, which is given the type.
+pub(super) fn decode_message<'a, T>(
+    message: &'a [u8],
+    decode: impl FnOnce(u8, Body<'a>) -> Result<T, FieldError>,
+) -> Result<(Tag, T), DecodeError> {
+    decode_with_frame(message, |frame, body| {
+        ensure(usize::try_from(frame.bytes) == Ok(message.len()), "its length is not that in its header")?;
+        decode(frame.kind, body)
+    })
+}
+
+/// Decodes the frame at the start of `bytes`, and what follows it by `decode`.
+fn decode_with_frame<'a, T>(
+    bytes: &'a [u8],
+    decode: impl FnOnce(&Frame, Body<'a>) -> Result<T, FieldError>,
+) -> Result<(Tag, T), DecodeError> {
+    let Some(frame) = Frame::peek(bytes) else {
+        return Err(DecodeError { tag: None, kind: 0, errno: Errno::INVAL, reason: "shorter than a header" });
+    };
+    let Frame { tag, kind, .. } = frame;
+    let decoded = decode(&frame, Body(bytes.get(HEADER_BYTES..).unwrap_or_default()));
+    let decoded =
+        decoded.map_err(|FieldError { errno, reason }| DecodeError { tag: Some(tag), kind, errno, reason })?;
+    Ok((tag, decoded))
 }
 
 impl WriteHead {
@@ -68,18 +78,15 @@ impl WriteHead {
     ///
     /// [`DecodeError`], as [`Request::decode`] returns for the whole message.
     pub fn decode(head: &[u8]) -> Result<(Tag, Self), DecodeError> {
-        let frame = Frame::peek(head).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
-        let decode = || {
+        decode_with_frame(head, |frame, mut body| {
             ensure(frame.kind == kind::TWRITE, "not a Twrite")?;
-            let mut body = Body(head.get(HEADER_BYTES..).unwrap_or_default());
             let (fid, offset, bytes) = (body.fid()?, body.u64()?, body.u32()?);
             body.end()?;
             let whole = head.len() as u64 + u64::from(bytes) == u64::from(frame.bytes);
             ensure(whole, "its length is not that in its header")?;
             check_range(offset, u64::from(bytes))?;
-            Ok((frame.tag, Self { fid, offset, bytes }))
-        };
-        decode().map_err(|wrong| flaw(Some(frame), wrong))
+            Ok(Self { fid, offset, bytes })
+        })
     }
 }
 
@@ -171,7 +178,7 @@ fn by_name<'a>(message_kind: u8, b: &mut Body<'a>) -> Result<Request<'a>, FieldE
                 (XattrFlags::CREATE | XattrFlags::REPLACE).contains(flags),
                 "unknown flags of an extended attribute",
             )?;
-            if bytes > XATTR_VALUE_BYTES_MAX {
+            if bytes > XATTR_VALUE_BYTES_MAX as u64 {
                 return Err(FieldError::new(Errno::TOOBIG, "a value longer than Linux allows"));
             }
             Request::Xattrcreate { fid, name, bytes, flags }
@@ -205,12 +212,6 @@ fn steps<'a>(b: &mut Body<'a>) -> Result<Steps<'a>, FieldError> {
         }
     }
     Ok(Steps { bytes: &all[..all.len() - b.0.len()], count })
-}
-
-/// File offsets are at most `i64::MAX`.
-fn check_range(offset: u64, len: u64) -> Result<(), FieldError> {
-    let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
-    ensure(end.is_some(), "a range past the maximum file offset")
 }
 
 fn open_flags(raw: u32) -> Result<OFlags, FieldError> {
@@ -252,7 +253,7 @@ fn xattr_name<'a>(b: &mut Body<'a>) -> Result<&'a [u8], FieldError> {
     }
 }
 
-fn lock_kind(raw: u8) -> Result<LockKind, FieldError> {
+pub(super) fn lock_kind(raw: u8) -> Result<LockKind, FieldError> {
     match raw {
         lock::READ => Ok(LockKind::Read),
         lock::WRITE => Ok(LockKind::Write),
@@ -261,14 +262,14 @@ fn lock_kind(raw: u8) -> Result<LockKind, FieldError> {
     }
 }
 
-fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, FieldError> {
+pub(super) fn lock_request<'a>(lock_kind: LockKind, b: &mut Body<'a>) -> Result<LockRequest<'a>, FieldError> {
     let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
     let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the maximum file offset"))?;
     Ok(LockRequest { kind: lock_kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? })
 }
 
 /// Returns the last byte of a lock; a length of 0 means the end of the file.
-pub(super) fn lock_end(start: u64, len: u64) -> Option<u64> {
+fn lock_end(start: u64, len: u64) -> Option<u64> {
     let last = i64::MAX.cast_unsigned();
     let end = if len == 0 { Some(last) } else { start.checked_add(len - 1) };
     end.filter(|end| start <= *end && *end <= last)

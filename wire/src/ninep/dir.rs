@@ -2,38 +2,12 @@
 
 use ferry_vfs::{DirItem, FileType};
 
-use super::body::Body;
 use super::numbers::{Qid, QidKind};
+use crate::body::Body;
+use crate::dirent;
 
 /// Bytes of an entry without its name.
 const FIXED_BYTES: usize = Qid::BYTES + 8 + 1 + 2;
-
-/// `d_type` of struct dirent.
-fn raw_type(kind: FileType) -> u8 {
-    match kind {
-        FileType::Fifo => 1,
-        FileType::CharacterDevice => 2,
-        FileType::Directory => 4,
-        FileType::BlockDevice => 6,
-        FileType::RegularFile => 8,
-        FileType::Symlink => 10,
-        FileType::Socket => 12,
-        FileType::Unknown => 0,
-    }
-}
-
-fn file_type(raw: u8) -> FileType {
-    match raw {
-        1 => FileType::Fifo,
-        2 => FileType::CharacterDevice,
-        4 => FileType::Directory,
-        6 => FileType::BlockDevice,
-        8 => FileType::RegularFile,
-        10 => FileType::Symlink,
-        12 => FileType::Socket,
-        _ => FileType::Unknown,
-    }
-}
 
 /// Returns the size of an entry with this name, in bytes.
 pub fn dirent_bytes(name: &[u8]) -> usize {
@@ -70,7 +44,7 @@ impl<'a> DirWriter<'a> {
         self.out.extend_from_slice(&0_u32.to_le_bytes());
         self.out.extend_from_slice(&item.ino.to_le_bytes());
         self.out.extend_from_slice(&item.next.to_le_bytes());
-        self.out.push(raw_type(item.kind));
+        self.out.push(dirent::from_file_type(item.kind));
         self.out.extend_from_slice(&name_bytes.to_le_bytes());
         self.out.extend_from_slice(item.name);
         true
@@ -108,6 +82,6 @@ impl<'a> Iterator for DirEntries<'a> {
         let b = &mut self.0;
         let (qid, next, kind, bytes) = (b.qid().ok()?, b.u64().ok()?, b.u8().ok()?, b.u16().ok()?);
         let name = b.bytes(bytes.into()).ok()?;
-        Some(DirEntry { qid, next, kind: file_type(kind), name })
+        Some(DirEntry { qid, next, kind: dirent::to_file_type(kind), name })
     }
 }

@@ -101,66 +101,46 @@ impl Frame {
 #[allow(missing_docs, reason = "the protocol's own names")]
 pub mod kind {
     pub const RLERROR: u8 = 7;
-    pub const TSTATFS: u8 = 8;
-    pub const TLOPEN: u8 = 12;
-    pub const TLCREATE: u8 = 14;
-    pub const TSYMLINK: u8 = 16;
-    pub const TMKNOD: u8 = 18;
-    pub const TRENAME: u8 = 20;
-    pub const TREADLINK: u8 = 22;
-    pub const TGETATTR: u8 = 24;
-    pub const TSETATTR: u8 = 26;
-    pub const TXATTRWALK: u8 = 30;
-    pub const TXATTRCREATE: u8 = 32;
-    pub const TREADDIR: u8 = 40;
-    pub const TFSYNC: u8 = 50;
-    pub const TLOCK: u8 = 52;
-    pub const TGETLOCK: u8 = 54;
-    pub const TLINK: u8 = 70;
-    pub const TMKDIR: u8 = 72;
-    pub const TRENAMEAT: u8 = 74;
-    pub const TUNLINKAT: u8 = 76;
-    pub const TVERSION: u8 = 100;
-    pub const TAUTH: u8 = 102;
-    pub const TATTACH: u8 = 104;
-    pub const TFLUSH: u8 = 108;
-    pub const TWALK: u8 = 110;
-    pub const TREAD: u8 = 116;
-    pub const TWRITE: u8 = 118;
-    pub const TCLUNK: u8 = 120;
-    pub const TREMOVE: u8 = 122;
 
-    /// All T messages.
-    pub const ALL: [u8; 28] = [
-        TSTATFS,
-        TLOPEN,
-        TLCREATE,
-        TSYMLINK,
-        TMKNOD,
-        TRENAME,
-        TREADLINK,
-        TGETATTR,
-        TSETATTR,
-        TXATTRWALK,
-        TXATTRCREATE,
-        TREADDIR,
-        TFSYNC,
-        TLOCK,
-        TGETLOCK,
-        TLINK,
-        TMKDIR,
-        TRENAMEAT,
-        TUNLINKAT,
-        TVERSION,
-        TAUTH,
-        TATTACH,
-        TFLUSH,
-        TWALK,
-        TREAD,
-        TWRITE,
-        TCLUNK,
-        TREMOVE,
-    ];
+    macro_rules! requests {
+        ($($name:ident = $value:literal,)*) => {
+            $(pub const $name: u8 = $value;)*
+
+            /// All T messages.
+            pub const ALL: [u8; 28] = [$($name,)*];
+        };
+    }
+
+    requests! {
+        TSTATFS = 8,
+        TLOPEN = 12,
+        TLCREATE = 14,
+        TSYMLINK = 16,
+        TMKNOD = 18,
+        TRENAME = 20,
+        TREADLINK = 22,
+        TGETATTR = 24,
+        TSETATTR = 26,
+        TXATTRWALK = 30,
+        TXATTRCREATE = 32,
+        TREADDIR = 40,
+        TFSYNC = 50,
+        TLOCK = 52,
+        TGETLOCK = 54,
+        TLINK = 70,
+        TMKDIR = 72,
+        TRENAMEAT = 74,
+        TUNLINKAT = 76,
+        TVERSION = 100,
+        TAUTH = 102,
+        TATTACH = 104,
+        TFLUSH = 108,
+        TWALK = 110,
+        TREAD = 116,
+        TWRITE = 118,
+        TCLUNK = 120,
+        TREMOVE = 122,
+    }
 }
 
 /// The valid attributes of an Rgetattr (`P9_STATS_*`).

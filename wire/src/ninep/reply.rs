@@ -132,44 +132,24 @@ impl Reply<'_> {
         let mut message = Message::begin(self.kind(), tag, out);
         let m = &mut message;
         match *self {
-            Self::Error(errno) => {
-                m.u32(errno.raw_os_error().unsigned_abs());
-            }
-            Self::Version { msize, version } => {
-                m.u32(msize).string(version);
-            }
+            Self::Error(errno) => m.u32(errno.raw_os_error().unsigned_abs()),
+            Self::Version { msize, version } => m.u32(msize).string(version),
             Self::Auth(qid) | Self::Attach(qid) | Self::Symlink(qid) | Self::Mknod(qid) | Self::Mkdir(qid) => {
-                m.qid(qid);
+                m.qid(qid)
             }
             Self::Walk(qids) => {
                 m.u16(u16::try_from(qids.count).unwrap_or(0));
-                qids.as_slice().iter().for_each(|qid| {
-                    m.qid(*qid);
-                });
+                qids.as_slice().iter().fold(m, |m, qid| m.qid(*qid))
             }
-            Self::Read(data) | Self::Readdir(data) => {
-                m.data(data);
-            }
-            Self::Write { bytes } => {
-                m.u32(bytes);
-            }
+            Self::Read(data) | Self::Readdir(data) => m.data(data),
+            Self::Write { bytes } => m.u32(bytes),
             Self::Statfs { totals, id } => put_statfs(m, &totals, id),
-            Self::Open { qid, iounit } | Self::Create { qid, iounit } => {
-                m.qid(qid).u32(iounit);
-            }
-            Self::Readlink { target } => {
-                m.string(target);
-            }
+            Self::Open { qid, iounit } | Self::Create { qid, iounit } => m.qid(qid).u32(iounit),
+            Self::Readlink { target } => m.string(target),
             Self::Getattr(ref getattr) => put_attr(m, getattr),
-            Self::Xattrwalk { bytes } => {
-                m.u64(bytes);
-            }
-            Self::Lock(status) => {
-                m.u8(status as u8);
-            }
-            Self::Getlock(ref lock) => {
-                put_lock(m.u8(raw_lock_kind(lock.kind)), lock);
-            }
+            Self::Xattrwalk { bytes } => m.u64(bytes),
+            Self::Lock(status) => m.u8(status as u8),
+            Self::Getlock(ref lock) => put_lock(m.u8(raw_lock_kind(lock.kind)), lock),
             Self::Flush
             | Self::Clunk
             | Self::Remove
@@ -179,8 +159,8 @@ impl Reply<'_> {
             | Self::Fsync
             | Self::Link
             | Self::Renameat
-            | Self::Unlinkat => {}
-        }
+            | Self::Unlinkat => m,
+        };
     }
 
     /// Returns the message's type.
@@ -220,7 +200,7 @@ impl Reply<'_> {
     }
 }
 
-fn put_statfs(m: &mut Message<'_>, totals: &Statfs, id: u64) {
+fn put_statfs<'m, 'a>(m: &'m mut Message<'a>, totals: &Statfs, id: u64) -> &'m mut Message<'a> {
     m.u32(V9FS_MAGIC)
         .u32(totals.frsize)
         .u64(totals.blocks)
@@ -229,10 +209,10 @@ fn put_statfs(m: &mut Message<'_>, totals: &Statfs, id: u64) {
         .u64(totals.files)
         .u64(totals.ffree)
         .u64(id)
-        .u32(totals.namelen);
+        .u32(totals.namelen)
 }
 
-fn put_attr(m: &mut Message<'_>, Getattr { qid, attr, generation }: &Getattr) {
+fn put_attr<'m, 'a>(m: &'m mut Message<'a>, Getattr { qid, attr, generation }: &Getattr) -> &'m mut Message<'a> {
     let has_btime = if attr.btime.is_some() { valid::BTIME } else { 0 };
     m.u64(valid::BASIC | valid::GENERATION | has_btime)
         .qid(*qid)
@@ -249,5 +229,5 @@ fn put_attr(m: &mut Message<'_>, Getattr { qid, attr, generation }: &Getattr) {
         .time(attr.ctime)
         .time(attr.btime.unwrap_or_default())
         .u64(*generation)
-        .u64(0);
+        .u64(0)
 }

@@ -1,12 +1,12 @@
 //! Decodes R messages, for clients and tests.
 
-use ferry_vfs::{Attr, Errno, LockKind, Statfs};
+use ferry_vfs::{Attr, Errno, Statfs};
 
-use super::body::{Body, CLIENT_BYTES_MAX, DecodeError, FieldError, PATH_BYTES_MAX, VERSION_BYTES_MAX, ensure};
-use super::decode::lock_end;
-use super::numbers::{Frame, HEADER_BYTES, Tag, WALK_NAMES_MAX, kind, lock, valid};
+use super::body::{DecodeError, VERSION_BYTES_MAX};
+use super::decode::{decode_message, lock_kind, lock_request};
+use super::numbers::{Tag, WALK_NAMES_MAX, kind, valid};
 use super::reply::{Getattr, LockStatus, Qids, Reply};
-use super::request::LockRequest;
+use crate::body::{Body, FieldError, PATH_BYTES_MAX, ensure};
 
 impl<'a> Reply<'a> {
     /// Decodes a complete message.
@@ -15,19 +15,7 @@ impl<'a> Reply<'a> {
     ///
     /// [`DecodeError`] for every message that is not a reply.
     pub fn decode(message: &'a [u8]) -> Result<(Tag, Self), DecodeError> {
-        let flaw = |frame: Option<Frame>, wrong: FieldError| DecodeError {
-            tag: frame.map(|frame| frame.tag),
-            kind: frame.map_or(0, |frame| frame.kind),
-            errno: wrong.errno,
-            reason: wrong.reason,
-        };
-        let frame = Frame::peek(message).ok_or(flaw(None, FieldError::invalid("shorter than a header")))?;
-        let body = Body(message.get(HEADER_BYTES..).unwrap_or_default());
-        let whole = usize::try_from(frame.bytes) == Ok(message.len());
-        ensure(whole, "its length is not that in its header")
-            .and_then(|()| reply(frame.kind, body))
-            .map(|reply| (frame.tag, reply))
-            .map_err(|wrong| flaw(Some(frame), wrong))
+        decode_message(message, reply)
     }
 }
 
@@ -73,7 +61,7 @@ fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, FieldError> 
             3 => LockStatus::Grace,
             _ => return Err(FieldError::invalid("an unknown lock status")),
         }),
-        kind::TGETLOCK => getlock(b)?,
+        kind::TGETLOCK => Reply::Getlock(lock_request(lock_kind(b.u8()?)?, b)?),
         kind::TLINK => Reply::Link,
         kind::TMKDIR => Reply::Mkdir(b.qid()?),
         kind::TRENAMEAT => Reply::Renameat,
@@ -128,16 +116,4 @@ fn getattr(b: &mut Body<'_>) -> Result<Getattr, FieldError> {
         submount: false,
     };
     Ok(Getattr { qid, attr, generation })
-}
-
-fn getlock<'a>(b: &mut Body<'a>) -> Result<Reply<'a>, FieldError> {
-    let kind = match b.u8()? {
-        lock::READ => LockKind::Read,
-        lock::WRITE => LockKind::Write,
-        lock::UNLOCK => LockKind::Unlock,
-        _ => return Err(FieldError::invalid("an unknown lock type")),
-    };
-    let (start, len, pid) = (b.u64()?, b.u64()?, b.u32()?);
-    let end = lock_end(start, len).ok_or(FieldError::invalid("a lock past the maximum file offset"))?;
-    Ok(Reply::Getlock(LockRequest { kind, start, end, pid, client: b.string(CLIENT_BYTES_MAX)? }))
 }

@@ -175,14 +175,6 @@ wire! {
         nlookup: u64,
     }
 
-    /// FUSE protocol 7.45, `fuse_ioctl_iovec`.
-    IoctlIovec (16) {
-        /// Address in the caller.
-        base: u64,
-        /// Length.
-        len: u64,
-    }
-
     /// FUSE protocol 7.45, `fuse_dirent`.
     Dirent (24) {
         /// Number shown to users.

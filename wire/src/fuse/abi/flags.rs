@@ -1,8 +1,5 @@
 //! Constants of the protocol: opcodes and flags.
 
-use std::fmt;
-use std::ops::{BitAnd, BitOr, BitOrAssign, Sub};
-
 /// The major version of the protocol (`FUSE_KERNEL_VERSION`).
 pub const MAJOR: u32 = 7;
 /// The newest minor version that this codec supports (`FUSE_KERNEL_MINOR_VERSION`; Linux 6.18 to 7.2).
@@ -116,7 +113,7 @@ opcodes! {
     Ioctl = 39,
     /// Poll for events.
     Poll = 40,
-    /// Data requested by `NOTIFY_RETRIEVE`; no reply. Ferry sends no such notification.
+    /// Data requested by `NOTIFY_RETRIEVE`; no reply. A mount wakes its own threads with it.
     NotifyReply = 41,
     /// Release references of many inodes; no reply.
     BatchForget = 42,
@@ -151,197 +148,123 @@ impl Opcode {
     }
 }
 
-macro_rules! flag_set {
-    ($(#[$outer:meta])* $set:ident: $bits:ty { $($(#[$doc:meta])* $name:ident = $bit:literal,)* }) => {
-        $(#[$outer])*
-        #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
-        pub struct $set($bits);
-
-        impl $set {
-            $($(#[$doc])* pub const $name: Self = Self(1 << $bit);)*
-
-            /// All bits that have a name here.
-            pub const ALL: Self = Self(0 $(| 1 << $bit)*);
-
-            /// No bit.
-            pub const fn empty() -> Self {
-                Self(0)
-            }
-
-            /// Returns a set with these bits, including bits without a name.
-            pub const fn from_bits_retain(bits: $bits) -> Self {
-                Self(bits)
-            }
-
-            /// The bits.
-            pub const fn bits(self) -> $bits {
-                self.0
-            }
-
-            /// Returns whether all bits of `other` are set.
-            pub const fn contains(self, other: Self) -> bool {
-                self.0 & other.0 == other.0
-            }
-
-            /// Returns the union of both sets; usable in constants, unlike `|`.
-            pub const fn union(self, other: Self) -> Self {
-                Self(self.0 | other.0)
-            }
-        }
-
-        impl BitOr for $set {
-            type Output = Self;
-            fn bitor(self, other: Self) -> Self {
-                Self(self.0 | other.0)
-            }
-        }
-
-        impl BitOrAssign for $set {
-            fn bitor_assign(&mut self, other: Self) {
-                self.0 |= other.0;
-            }
-        }
-
-        impl BitAnd for $set {
-            type Output = Self;
-            fn bitand(self, other: Self) -> Self {
-                Self(self.0 & other.0)
-            }
-        }
-
-        impl Sub for $set {
-            type Output = Self;
-            fn sub(self, other: Self) -> Self {
-                Self(self.0 & !other.0)
-            }
-        }
-
-        impl fmt::Debug for $set {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let mut names = f.debug_set();
-                $(if self.contains(Self::$name) {
-                    names.entry(&format_args!(stringify!($name)));
-                })*
-                let unnamed = self.0 & !Self::ALL.0;
-                if unnamed != 0 {
-                    names.entry(&format_args!("{unnamed:#x}"));
-                }
-                names.finish()
-            }
-        }
-    };
-}
-
-flag_set! {
+bitflags::bitflags! {
     /// Features negotiated by INIT (FUSE protocol 7.45, "INIT request/reply flags"). The low 32 bits are `flags` of
     /// `fuse_init_in` and `fuse_init_out`, the high 32 bits are `flags2`.
-    InitFlags: u64 {
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct InitFlags: u64 {
         /// Reads may be sent concurrently and out of order.
-        ASYNC_READ = 0,
+        const ASYNC_READ = 1 << 0;
         /// The server implements POSIX locks.
-        POSIX_LOCKS = 1,
+        const POSIX_LOCKS = 1 << 1;
         /// Not used by any kernel.
-        FILE_OPS = 2,
+        const FILE_OPS = 1 << 2;
         /// OPEN with `O_TRUNC` truncates.
-        ATOMIC_O_TRUNC = 3,
+        const ATOMIC_O_TRUNC = 1 << 3;
         /// LOOKUP accepts `.` and `..`.
-        EXPORT_SUPPORT = 4,
+        const EXPORT_SUPPORT = 1 << 4;
         /// WRITE may carry more than 4 KiB.
-        BIG_WRITES = 5,
+        const BIG_WRITES = 1 << 5;
         /// The server applies the umask.
-        DONT_MASK = 6,
+        const DONT_MASK = 1 << 6;
         /// The device can splice writes.
-        SPLICE_WRITE = 7,
+        const SPLICE_WRITE = 1 << 7;
         /// The device can move spliced pages.
-        SPLICE_MOVE = 8,
+        const SPLICE_MOVE = 1 << 8;
         /// The device can splice reads.
-        SPLICE_READ = 9,
+        const SPLICE_READ = 1 << 9;
         /// The server implements flock locks.
-        FLOCK_LOCKS = 10,
+        const FLOCK_LOCKS = 1 << 10;
         /// IOCTL works on directories.
-        HAS_IOCTL_DIR = 11,
+        const HAS_IOCTL_DIR = 1 << 11;
         /// The client drops cached pages when size or mtime changed.
-        AUTO_INVAL_DATA = 12,
+        const AUTO_INVAL_DATA = 1 << 12;
         /// READDIRPLUS instead of READDIR.
-        DO_READDIRPLUS = 13,
+        const DO_READDIRPLUS = 1 << 13;
         /// The client uses READDIRPLUS only where it expects lookups.
-        READDIRPLUS_AUTO = 14,
+        const READDIRPLUS_AUTO = 1 << 14;
         /// Direct I/O may be sent concurrently.
-        ASYNC_DIO = 15,
+        const ASYNC_DIO = 1 << 15;
         /// The client caches written data, size and times, and writes them back later.
-        WRITEBACK_CACHE = 16,
+        const WRITEBACK_CACHE = 1 << 16;
         /// If OPEN fails with ENOSYS, the client sends no more OPENs.
-        NO_OPEN_SUPPORT = 17,
+        const NO_OPEN_SUPPORT = 1 << 17;
         /// Lookups and listings of one directory may be concurrent.
-        PARALLEL_DIROPS = 18,
+        const PARALLEL_DIROPS = 1 << 18;
         /// The server clears suid, sgid and capabilities on every write, chown and truncate.
-        HANDLE_KILLPRIV = 19,
+        const HANDLE_KILLPRIV = 1 << 19;
         /// The client checks POSIX ACLs, which the server stores.
-        POSIX_ACL = 20,
+        const POSIX_ACL = 1 << 20;
         /// Reading the device after an abort gives ECONNABORTED.
-        ABORT_ERROR = 21,
+        const ABORT_ERROR = 1 << 21;
         /// `fuse_init_out.max_pages` counts.
-        MAX_PAGES = 22,
+        const MAX_PAGES = 1 << 22;
         /// READLINK replies are cached.
-        CACHE_SYMLINKS = 23,
+        const CACHE_SYMLINKS = 1 << 23;
         /// If OPENDIR fails with ENOSYS, the client sends no more OPENDIRs.
-        NO_OPENDIR_SUPPORT = 24,
+        const NO_OPENDIR_SUPPORT = 1 << 24;
         /// The client drops cached pages only on notification.
-        EXPLICIT_INVAL_DATA = 25,
+        const EXPLICIT_INVAL_DATA = 1 << 25;
         /// `fuse_init_out.map_alignment` counts.
-        MAP_ALIGNMENT = 26,
+        const MAP_ALIGNMENT = 1 << 26;
         /// Directories may be marked as separate mounts.
-        SUBMOUNTS = 27,
+        const SUBMOUNTS = 1 << 27;
         /// The server clears suid, sgid and capabilities where a request says so.
-        HANDLE_KILLPRIV_V2 = 28,
+        const HANDLE_KILLPRIV_V2 = 1 << 28;
         /// SETXATTR has the long form of `fuse_setxattr_in`.
-        SETXATTR_EXT = 29,
+        const SETXATTR_EXT = 1 << 29;
         /// The INIT structures have `flags2`.
-        INIT_EXT = 30,
+        const INIT_EXT = 1 << 30;
         /// Requests that create inodes carry security contexts.
-        SECURITY_CTX = 32,
+        const SECURITY_CTX = 1 << 32;
         /// DAX is enabled per inode.
-        HAS_INODE_DAX = 33,
+        const HAS_INODE_DAX = 1 << 33;
         /// Requests that create inodes carry the supplementary group of the parent directory.
-        CREATE_SUPP_GROUP = 34,
+        const CREATE_SUPP_GROUP = 1 << 34;
         /// The server can expire a dentry without dropping it.
-        HAS_EXPIRE_ONLY = 35,
+        const HAS_EXPIRE_ONLY = 1 << 35;
         /// Files in direct I/O mode may be mapped with MAP_SHARED.
-        DIRECT_IO_ALLOW_MMAP = 36,
+        const DIRECT_IO_ALLOW_MMAP = 1 << 36;
         /// Open files may use a backing file (passthrough); `fuse_init_out.max_stack_depth` is valid.
-        PASSTHROUGH = 37,
+        const PASSTHROUGH = 1 << 37;
         /// The client must not export file handles to NFS.
-        NO_EXPORT_SUPPORT = 38,
-        /// The client can send requests again; see [`UNIQUE_RESEND`].
-        HAS_RESEND = 39,
+        const NO_EXPORT_SUPPORT = 1 << 38;
+        /// The client can send requests again.
+        const HAS_RESEND = 1 << 39;
         /// Mounts may be idmapped.
-        ALLOW_IDMAP = 40,
+        const ALLOW_IDMAP = 1 << 40;
         /// Requests may go through io_uring.
-        OVER_IO_URING = 41,
+        const OVER_IO_URING = 1 << 41;
         /// `fuse_init_out.request_timeout` counts.
-        REQUEST_TIMEOUT = 42,
+        const REQUEST_TIMEOUT = 1 << 42;
     }
 }
 
-flag_set! {
+impl InitFlags {
+    /// All features.
+    pub const ALL: Self = Self::all();
+}
+
+bitflags::bitflags! {
     /// How the client may treat an open file (FUSE protocol 7.45, `fuse_open_out.open_flags`).
-    OpenFlags: u32 {
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct OpenFlags: u32 {
         /// The client bypasses the page cache for this file.
-        DIRECT_IO = 0,
+        const DIRECT_IO = 1 << 0;
         /// Keep what is cached.
-        KEEP_CACHE = 1,
+        const KEEP_CACHE = 1 << 1;
         /// The file cannot seek.
-        NONSEEKABLE = 2,
+        const NONSEEKABLE = 1 << 2;
         /// The client may cache the listing.
-        CACHE_DIR = 3,
+        const CACHE_DIR = 1 << 3;
         /// The file has no position.
-        STREAM = 4,
+        const STREAM = 1 << 4;
         /// No FLUSH at close.
-        NOFLUSH = 5,
+        const NOFLUSH = 1 << 5;
         /// Direct writes may be concurrent.
-        PARALLEL_DIRECT_WRITES = 6,
+        const PARALLEL_DIRECT_WRITES = 1 << 6;
         /// The client reads and writes the backing file.
-        PASSTHROUGH = 7,
+        const PASSTHROUGH = 1 << 7;
     }
 }
 
@@ -406,20 +329,12 @@ constants! {
 
     /// `fuse_ioctl_in.flags`: a 32-bit caller of a 64-bit kernel.
     IOCTL_COMPAT: u32 = 1 << 0;
-    /// `fuse_ioctl_in.flags`: unrestricted ioctl, with retries (CUSE only).
-    IOCTL_UNRESTRICTED: u32 = 1 << 1;
-    /// `fuse_ioctl_out.flags`: retry with these vectors.
-    IOCTL_RETRY: u32 = 1 << 2;
     /// `fuse_ioctl_in.flags`: a 32-bit ioctl.
     IOCTL_32BIT: u32 = 1 << 3;
     /// `fuse_ioctl_in.flags`: on a directory.
     IOCTL_DIR: u32 = 1 << 4;
     /// `fuse_ioctl_in.flags`: an x32 caller.
     IOCTL_COMPAT_X32: u32 = 1 << 5;
-    /// The maximum number of vectors in an ioctl retry.
-    IOCTL_MAX_IOV: u32 = 256;
-    /// `fuse_poll_in.flags`: notify when ready.
-    POLL_SCHEDULE_NOTIFY: u32 = 1 << 0;
 
     /// `fuse_attr.flags`: the inode is the root of a mount.
     ATTR_SUBMOUNT: u32 = 1 << 0;
@@ -436,27 +351,19 @@ constants! {
     /// `fuse_ext_header.kind`: supplementary groups.
     EXT_GROUPS: u32 = 32;
 
-    /// `fuse_in_header.unique`: the request was sent before.
-    UNIQUE_RESEND: u64 = 1 << 63;
     /// `fuse_in_header.uid`, `gid`: the id is unknown because the mount is idmapped.
     INVALID_ID: u32 = u32::MAX;
 
     /// `fuse_notify_inval_entry_out.flags`: expire instead of drop.
     EXPIRE_ONLY: u32 = 1 << 0;
-    /// `fuse_out_header.error` of a notification: poll became ready.
-    NOTIFY_POLL: i32 = 1;
     /// `fuse_out_header.error` of a notification: drop attributes and data of an inode.
     NOTIFY_INVAL_INODE: i32 = 2;
     /// `fuse_out_header.error` of a notification: drop a name.
     NOTIFY_INVAL_ENTRY: i32 = 3;
-    /// `fuse_out_header.error` of a notification: put data into the cache.
-    NOTIFY_STORE: i32 = 4;
     /// `fuse_out_header.error` of a notification: take data from the cache.
     NOTIFY_RETRIEVE: i32 = 5;
     /// `fuse_out_header.error` of a notification: a name was removed.
     NOTIFY_DELETE: i32 = 6;
-    /// `fuse_out_header.error` of a notification: send all pending requests again.
-    NOTIFY_RESEND: i32 = 7;
     /// `fuse_out_header.error` of a notification: revalidate all dentries.
     NOTIFY_INC_EPOCH: i32 = 8;
     /// `fuse_out_header.error` of a notification: drop unused inodes.

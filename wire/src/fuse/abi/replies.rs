@@ -151,12 +151,6 @@ wire! {
         bytes_copied: u64,
     }
 
-    /// FUSE protocol 7.45, `fuse_notify_poll_wakeup_out`.
-    NotifyPollWakeupOut (8) {
-        /// The client's handle.
-        kh: u64,
-    }
-
     /// FUSE protocol 7.45, `fuse_notify_inval_inode_out`.
     NotifyInvalInodeOut (24) {
         /// The inode.
@@ -185,18 +179,6 @@ wire! {
         child: u64,
         /// Length of the name that follows without its NUL, in bytes.
         namelen: u32,
-        /// Zero.
-        padding: u32,
-    }
-
-    /// FUSE protocol 7.45, `fuse_notify_store_out`.
-    NotifyStoreOut (24) {
-        /// The inode.
-        nodeid: u64,
-        /// First byte.
-        offset: u64,
-        /// Length.
-        size: u32,
         /// Zero.
         padding: u32,
     }

@@ -402,20 +402,4 @@ wire! {
         /// Zero.
         padding: u64,
     }
-
-    /// FUSE protocol 7.45, `fuse_notify_retrieve_in`.
-    NotifyRetrieveIn (40) {
-        /// Zero.
-        dummy1: u64,
-        /// First byte.
-        offset: u64,
-        /// Length.
-        size: u32,
-        /// Zero.
-        dummy2: u32,
-        /// Zero.
-        dummy3: u64,
-        /// Zero.
-        dummy4: u64,
-    }
 }
