@@ -177,7 +177,7 @@ impl Server {
         let holds_back = (wanted.flags & init.flags).contains(InitFlags::WRITEBACK_CACHE);
         let backings = backings.filter(|_| !holds_back && wanted.flags.contains(InitFlags::PASSTHROUGH));
         if backings.is_none() {
-            wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+            wanted.flags -= InitFlags::PASSTHROUGH;
         }
         let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.mappable().is_some());
         let mappings = mappings.filter(|mappings| mappings.is_open());

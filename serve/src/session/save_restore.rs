@@ -37,7 +37,7 @@ fn agree(
     if let Some(adjust) = &slot.adjust {
         adjust(&request, &mut wanted);
     }
-    wanted.flags = wanted.flags - InitFlags::PASSTHROUGH;
+    wanted.flags -= InitFlags::PASSTHROUGH;
     if mappings.is_some() {
         wanted.flags |= MAPPING_FLAGS;
     }
