@@ -37,7 +37,7 @@ pub struct Cli {
 }
 
 impl Cli {
-    /// The flags that all commands have, as they were given or set, for another one.
+    /// Returns the global flags, for the command line of another process.
     pub fn common(&self) -> Vec<OsString> {
         let log = self.log.iter().flat_map(|level| ["--log".into(), level.into()]);
         log.chain(self.syslog.then(|| "--syslog".into())).collect()
@@ -45,15 +45,15 @@ impl Cli {
 }
 
 #[derive(Debug, clap::Subcommand)]
-#[allow(clippy::large_enum_variant, reason = "there is one in a process")]
+#[allow(clippy::large_enum_variant, reason = "a process has one")]
 pub enum Command {
     /// Share directories with virtual machines and 9P clients until SIGTERM or SIGINT.
     ///
-    /// Each source is followed by its own flags; several in one call are served by one process. A source is a
-    /// directory, or mem (a memory file system), pmem:PATH (one that persists in a file or DAX device), image:PATH (a
-    /// verified image of a tree), or 9p: and the address of a 9P server. A source given several times is one source that several guests and mounts use together.
-    /// SIGTERM and SIGINT let the requests under way end, sync, and exit with status 0; a second signal exits at
-    /// once. SIGQUIT ends what --state keeps, too.
+    /// Each source is followed by its own flags; one process serves all sources. A source is a directory, mem (a memory file
+    /// system), pmem:PATH (a memory file system that persists in a file or DAX device), image:PATH (a verified image of a tree),
+    /// or 9p: and the address of a 9P server. If several shares name the same source, their guests and mounts share one instance
+    /// of it. SIGTERM and SIGINT finish the requests under way, sync, and exit with status 0; a second signal exits at once.
+    /// SIGQUIT also discards the state that --state keeps.
     #[command(after_long_help = format!("{}
 
 {}", recipes::SHARE, recipes::TLS))]
@@ -64,21 +64,20 @@ pub enum Command {
 
     /// Mount a source on this host.
     ///
-    /// A source is a directory, or mem (a memory file system), pmem:PATH (one that persists in a file or DAX device),
-    /// image:PATH (a verified image of a tree), or 9p: and the address of a 9P server; a directory of the name mem is ./mem. Returns when the mount is there; the server goes on in the
-    /// background until the mount is unmounted, or SIGTERM or SIGINT comes, which unmount it. Users mount through
-    /// fusermount3.
+    /// A source is a directory, mem (a memory file system), pmem:PATH (a memory file system that persists in a file or DAX
+    /// device), image:PATH (a verified image of a tree), or 9p: and the address of a 9P server. A directory named mem is written
+    /// as ./mem. The command returns when the mount exists. The server runs in the background until the mount is unmounted;
+    /// SIGTERM and SIGINT unmount it. Users other than root mount through fusermount3.
     #[command(after_long_help = recipes::MOUNT)]
     #[command(
         override_usage = "ferry mount SOURCE MOUNTPOINT [OPTIONS]\n       ferry mount --explain [SOURCE] [MOUNTPOINT]"
     )]
     Mount(MountArgs),
 
-    /// Offer files and block devices to virtual machines as disks, until SIGTERM or SIGINT.
+    /// Serve files and block devices to virtual machines as disks, until SIGTERM or SIGINT.
     ///
-    /// Each file is followed by its own flags; several in one call are served by a process each. A disk is locked as QEMU
-    /// locks it, so that nobody else writes to it meanwhile. A file that grows while it is offered makes the guest's
-    /// disk grow.
+    /// Each file is followed by its own flags; each disk is served by its own process. Disks are locked with QEMU's locks, so
+    /// that no other program writes to them. If a file grows while it is served, the guest's disk grows.
     #[command(after_long_help = crate::disk::EXAMPLES)]
     #[command(
         override_usage = "ferry disk FILE --vhost-user SOCKET [OPTIONS] [FILE2 --vhost-user SOCKET2 [OPTIONS]]...\n       \
@@ -86,14 +85,14 @@ pub enum Command {
     )]
     Disk(Box<crate::disk::Args>),
 
-    /// Build, mount, check and show verified images.
+    /// Build, mount, check and list verified images.
     #[command(subcommand, after_long_help = crate::image::EXAMPLES)]
     Image(crate::image::Command),
 
     /// Show or change what a running share or mount logs.
     ///
-    /// The target is a process id, a mount point, the socket of a share or its address for 9P (unix:/run/s, tcp:HOST:PORT),
-    /// or a file in a mount or a shared directory, which means the requests about this file alone.
+    /// The target is a process id, a mount point, the socket of a share, its 9P address (unix:/run/s, tcp:HOST:PORT), or a file
+    /// in a mount or shared directory, which selects the requests for this file only.
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
@@ -106,20 +105,20 @@ pub enum Command {
     #[command(after_long_help = recipes::DOCTOR)]
     Doctor(crate::doctor::Args),
 
-    /// Check a persistent memory file system that is not mounted, and repair it.
+    /// Check an unmounted persistent memory file system, and repair it.
     ///
-    /// The status is 0 if nothing is wrong, or all of it is repaired; 4 if damage is left, or it is no such file system.
+    /// The status is 0 if the file system is clean or repaired, and 4 if damage remains or the file is not such a file system.
     #[command(after_long_help = recipes::FSCK)]
     Fsck(FsckArgs),
 
     /// Boot a small Linux guest with directories mounted, and run a command in it.
     ///
-    /// Nothing needs to be installed: the guest is User-mode Linux, which runs as a plain process, and is fetched
-    /// at first use. Each directory is mounted at /mnt/NAME, the first one is the working directory; characters of its name that are
-    /// not of A-Z, a-z, 0-9, dot, dash and underscore become dashes, and of two with one name the second gets a number, which is told.
-    /// The command is run as root of the guest, and sees this host's files: what it changes in the directories is changed on this host, with
-    /// your rights; what it changes elsewhere is kept in memory, and gone in the end. The status of the command is the status of
-    /// ferry (128 + N if signal N ended it).
+    /// Nothing needs to be installed: the guest is User-mode Linux, a plain process, and is downloaded at first use. Each
+    /// directory is mounted at /mnt/NAME; the first one is the working directory. In NAME, characters other than A-Z, a-z, 0-9,
+    /// dot, dash and underscore become dashes. If two names are equal, the second gets a number, which is printed. The command
+    /// runs as root of the guest and sees this host's files. Its changes in the directories are made on this host, with your
+    /// rights; its other changes stay in memory and are discarded at the end. The exit status is that of the command (128 + N if
+    /// signal N ended it).
     #[command(after_long_help = recipes::TRY)]
     Try(TryArgs),
 
@@ -136,7 +135,7 @@ pub enum Command {
 
     /// Print shell completions.
     Completions {
-        /// The shell that is to read them.
+        /// The shell.
         #[arg(value_name = "SHELL")]
         shell: clap_complete::Shell,
     },
@@ -147,8 +146,8 @@ pub struct ShareArgs {
     #[command(flatten)]
     pub share: Option<Share>,
 
-    /// Take shares and disks from a TOML file: a `[[share]]` or `[[disk]]` table each, with the long flags of
-    /// `ferry share` or `ferry disk` as keys, without their dashes.
+    /// Read shares and disks from a TOML file: one `[[share]]` or `[[disk]]` table each, with the long flags of `ferry share` or
+    /// `ferry disk` as keys, without their dashes.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
@@ -165,13 +164,13 @@ pub struct MountArgs {
     #[command(flatten)]
     pub share: Share,
 
-    /// An empty directory to mount on. It may be inside SOURCE, which then does not see the mount.
+    /// The empty directory to mount on. It may be inside SOURCE, which then does not contain the mount.
     #[arg(index = 2, value_name = "MOUNTPOINT", required_unless_present = "explain")]
     pub mountpoint: Option<PathBuf>,
 
-    /// Options as mount(8) has them: flags of this command (size=1G,read_only) and of mounts (ro,nosuid,noatime). Mounts of 9p: and
-    /// image: have nosuid and nodev, unless suid and dev are given: then set-user-id programs and device nodes of the server or the
-    /// image count on this host.
+    /// Options in the syntax of mount(8): flags of this command (size=1G,read_only) and mount options (ro,nosuid,noatime). Mounts
+    /// of 9p: and image: are nosuid and nodev, unless suid and dev are given: then set-user-id programs and device nodes of the
+    /// server or image take effect on this host.
     #[arg(short = 'o', value_name = "OPTIONS")]
     pub options: Vec<String>,
 
@@ -179,62 +178,62 @@ pub struct MountArgs {
     #[arg(long)]
     pub foreground: bool,
 
-    /// Log to this file once the mount is there [default: in the background nowhere; see ferry log].
+    /// Log to this file once the mount exists [default: no log in the background; see ferry log].
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
 
-    /// Report which path requests and data take, and why no better one is used.
+    /// Report the path of requests and data, and why no better one is used.
     ///
-    /// With a source and a mount point, or a source alone, this mounts for a moment, because only the kernel's answer
-    /// to a mount tells; without a source, it mounts mem. With the mount point of a running ferry alone, this says what that one does.
+    /// With a source, this mounts for a moment, because only the kernel's answer to a mount shows the path. Without a source, it
+    /// mounts mem. With only the mount point of a running ferry, this reports on that one.
     #[arg(long)]
     pub explain: bool,
 
-    /// Print one line of JSON on standard output once the mount is there, or instead of the explanation.
+    /// Print one line of JSON on standard output once the mount exists, or instead of the report.
     #[arg(long)]
     pub json: bool,
 
-    /// This process is the one in the background.
+    /// Run as the background process.
     #[arg(long, hide = true)]
     pub detached: bool,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct LogArgs {
-    /// A process id, a mount point, the socket of a share or its address for 9P, or a file in a mount or a shared
-    /// directory. Without one: list all shares and mounts of yours that run.
+    /// A process id, a mount point, the socket of a share, its 9P address, or a file in a mount or shared directory. Without a
+    /// target: list all of your running shares and mounts.
     #[arg(value_name = "TARGET")]
     pub target: Option<PathBuf>,
 
-    /// error, warn, info, debug, trace, a list like info,ferry_fuse=debug; requests: every request with its outcome;
-    /// off: nothing; default: as it was started. Without a level: show what is on.
+    /// error, warn, info, debug, trace, a list such as info,ferry_fuse=debug; requests: log every request with its result; off:
+    /// log nothing; default: the level at the start. Without a level: show the current one.
     #[arg(value_name = "LEVEL")]
     pub level: Option<String>,
 
-    /// Show the log here until Ctrl-C, and log as before then.
+    /// Show the log until Ctrl-C, and then restore the previous level.
     #[arg(long, short, requires = "level")]
     pub follow: bool,
 
-    /// Answer in JSON: an object, or, without a target, an array of them.
+    /// Print JSON: an object, or an array of objects without a target.
     #[arg(long)]
     pub json: bool,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct FsckArgs {
-    /// The file or device, with pmem: before it or without.
+    /// The file or device, with or without pmem: before it.
     #[arg(value_name = "PATH")]
     pub image: PathBuf,
 
-    /// The second tier, if it was mounted with one.
+    /// The second tier, if the file system has one.
     #[arg(long, value_name = "FILE")]
     pub tier2: Option<PathBuf>,
 
-    /// Repair: write back what could be read.
+    /// Repair: write back what is readable.
     #[arg(long)]
     pub repair: bool,
 
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     pub json: bool,
 }
@@ -261,7 +260,7 @@ pub struct TryArgs {
     #[arg(long)]
     pub qemu: bool,
 
-    /// Say what is being done, also where standard error is no terminal.
+    /// Print progress messages, also if standard error is not a terminal.
     #[arg(long, short)]
     pub verbose: bool,
 
@@ -271,22 +270,22 @@ pub struct TryArgs {
 }
 
 impl Command {
-    /// Makes the paths absolute that are used by a server in the background: `folder` is where those that are not begin.
-    pub fn begin_in(&mut self, folder: &Path) {
+    /// Makes the paths of a background server absolute, relative to `folder`.
+    pub fn resolve_paths(&mut self, folder: &Path) {
         match self {
-            Self::Share(args) => args.share.iter_mut().for_each(|share| share.begin_in(folder)),
+            Self::Share(args) => args.share.iter_mut().for_each(|share| share.resolve_paths(folder)),
             Self::Mount(args) => {
-                args.share.begin_in(folder);
+                args.share.resolve_paths(folder);
                 args.mountpoint = args.mountpoint.take().map(|path| folder.join(path));
             }
-            Self::Image(crate::image::Command::Mount(args)) => args.begin_in(folder),
+            Self::Image(crate::image::Command::Mount(args)) => args.resolve_paths(folder),
             _ => {}
         }
     }
 }
 
 impl MountArgs {
-    /// The share that this mount is, or a flag that no mount has.
+    /// Returns the share for this mount.
     pub fn into_share(self) -> Share {
         Share { mount: self.mountpoint, ..self.share }
     }
@@ -298,7 +297,7 @@ pub fn is_share_only(flag: &clap::Arg) -> bool {
         || flag.get_help_heading().is_some_and(|at| SHARE_ONLY_HEADINGS.contains(&at))
 }
 
-/// The whole table, with what differs between commands that have flags in common.
+/// Returns the table of flags, with the differences between commands that share flags.
 pub fn table() -> clap::Command {
     Cli::command()
         .mut_subcommand("share", |share| {
@@ -315,8 +314,8 @@ pub fn table() -> clap::Command {
         })
 }
 
-/// Of a command with many flags, whose plain help shows those without a heading only.
+/// The flag of commands with many flags, whose plain help shows only those without a heading.
 fn help_all() -> clap::Arg {
-    let help = "Print help with all options, also those of the groups";
+    let help = "Print help with the options of all groups";
     clap::Arg::new(help::ALL).long(help::ALL).action(clap::ArgAction::HelpLong).help(help)
 }

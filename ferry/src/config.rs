@@ -1,4 +1,4 @@
-//! Shares and disks from a TOML file.
+//! Reads shares and disks from a TOML file.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use crate::paths::start_dir;
 use crate::sandbox::{Modcaps, Sandbox, SandboxFlags, Seccomp};
 use crate::status::misuse;
 
-/// What a file names.
+/// The contents of a file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct File {
@@ -22,42 +22,42 @@ pub struct File {
     /// Its disks.
     #[serde(default, rename = "disk")]
     pub disks: Vec<disk::Args>,
-    /// How their process is confined.
+    /// The confinement of their process.
     sandbox: Option<Sandbox>,
     seccomp: Option<Seccomp>,
     modcaps: Option<Modcaps>,
 }
 
 impl File {
-    /// How the process is confined.
+    /// Returns the flags of the sandbox.
     pub fn sandbox_flags(&self) -> SandboxFlags {
         SandboxFlags { sandbox: self.sandbox, seccomp: self.seccomp, modcaps: self.modcaps.clone() }
     }
 }
 
-/// Reads the shares and disks of a file. Relative paths in it are relative to the file's own folder.
+/// Reads a file. Relative paths in it are relative to the file's own folder.
 pub fn read(path: &Path) -> Result<File> {
     let text = std::fs::read_to_string(path)
         .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let read = parse(&text, folder).with_context(|| format!("the configuration file {} is wrong", path.display()));
     let mut file = read.map_err(misuse)?;
-    file.shares.iter_mut().for_each(|share| share.begin_in(start_dir()));
+    file.shares.iter_mut().for_each(|share| share.resolve_paths(start_dir()));
     Ok(file)
 }
 
 fn parse(text: &str, folder: &Path) -> Result<File> {
-    let mut file: File = toml::from_str(text).map_err(|error| one_line(text, &error))?;
+    let mut file: File = toml::from_str(text).map_err(|error| with_line_number(text, &error))?;
     if file.shares.is_empty() && file.disks.is_empty() {
         bail!(
-            "it shares nothing; add a [[share]] table with source and virtiofs, or source and mount, or a [[disk]] \
+            "it has no share or disk; add a [[share]] table with source and virtiofs, or source and mount, or a [[disk]] \
              table with file and vhost-user"
         );
     }
     for (number, share) in file.shares.iter_mut().enumerate() {
         share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
-        share.begin_in(folder);
-        share.listen_in(folder);
+        share.resolve_paths(folder);
+        share.resolve_sockets(folder);
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
         disk.check().map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
@@ -69,12 +69,12 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The parser's message, with what is most likely meant.
-fn explained(text: &str, error: &toml::de::Error) -> String {
+/// Returns the parser's message, with a suggestion.
+fn explain_error(text: &str, error: &toml::de::Error) -> String {
     let message = error.message().trim_end().replace('\n', " ");
     let mut names = message.split('`').skip(1).step_by(2);
     if message.starts_with("unknown field") {
-        // It is followed by all that there are.
+        // The message goes on with all known fields.
         let unknown = names.next().unwrap_or_default();
         let keys: Vec<_> = names.collect();
         return match nearest(unknown, keys) {
@@ -85,14 +85,14 @@ fn explained(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().and_then(|span| text.get(span.start..)?.lines().next()).unwrap_or_default().trim();
     if message.starts_with("invalid type: map, expected a sequence") && !line.starts_with("[[") {
         let name = line.trim_matches(['[', ']']);
-        return format!("[{name}] is one table: write [[{name}]], also where there is one only");
+        return format!("[{name}] is one table: write [[{name}]], also for a single one");
     }
     message
 }
 
-/// The parser's message with the line it is about, without its picture of the text.
-fn one_line(text: &str, error: &toml::de::Error) -> anyhow::Error {
-    let message = explained(text, error);
+/// Returns the parser's message with its line number, without its picture of the text.
+fn with_line_number(text: &str, error: &toml::de::Error) -> anyhow::Error {
+    let message = explain_error(text, error);
     match error.span() {
         Some(span) => {
             let line = 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count();
@@ -229,7 +229,7 @@ mod tests {
         for (line, words) in [
             ("translate-uid = [\"map:0:1\"]", "is no translation"),
             ("translate-uid = [\"map:0:1:5\", \"guest:4:9:1\"]", "about the same numbers"),
-            ("map-user = \"me\"", "is nobody"),
+            ("map-user = \"me\"", "is not a user"),
             ("map-user = \"auto\"\ntranslate-uid = [\"map:0:1:5\"]", "exclude each other"),
             ("xattrmap = \":ok:\"", "not whole"),
             ("entry-timeout = 99999999999", "is not in"),
@@ -288,16 +288,16 @@ mod tests {
             ("[share]\ndir = \"a\"\nvirtiofs = \"s\"", "line 1: [share] is one table: write [[share]]"),
             ("[disk]\nfile = \"a\"\nvhost-user = \"s\"", "line 1: [disk] is one table: write [[disk]]"),
             ("[[shares]]\ndir = \"a\"", "unknown field `shares`"),
-            ("[[share]]\nvirtiofs = \"s\"", "missing field `source`"),
+            ("[[share]]\nvirtiofs = \"s\"", "it needs source"),
             ("[[share]]\ndir = \"a\"\nsource = \"b\"\nvirtiofs = \"s\"", "duplicate field"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nsize = \"1G\"", "size is for the sources mem"),
-            ("[[share]]\nsource = \"mem\"\nmount = \"m\"\nsize = \"x\"", "line 4: \"x\" is no size"),
+            ("[[share]]\nsource = \"mem\"\nmount = \"m\"\nsize = \"x\"", "line 4: \"x\" is not a size"),
             ("[[share]]\nsource = \"mem\"\nmount = \"m\"\ntier2 = \"x\"", "tier2 is for pmem"),
             ("[[share]]\nsource = \"pmem:a\"\nmount = \"m\"\ntier2-size = \"1G\"", "tier2-size needs tier2"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nallow-other = true", "allow-other is for mounts"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nwriteback = true\npassthrough = \"on\"", "exclude each other"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
-            ("[[share]]\ndir = \"a\"\n9p = \"s\"", "no address for 9P"),
+            ("[[share]]\ndir = \"a\"\n9p = \"s\"", "not an address for 9P"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\n9p-users = \"client\"", "9p-users is for 9P"),
             ("[[share]]\ndir = \"a\"\n9p = \"unix:s\"\n9p-slow = 0", "9p-slow = 0 is not in 1..=86400"),
             ("[[share]]\ndir = \"a\"\n9p = \"tls:h:1\"", "needs tls-cert and tls-key"),
@@ -321,7 +321,7 @@ mod tests {
                 "[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"\nstore = \"b\"\nformat = \"raw\"",
                 "format is for files",
             ),
-            ("", "it shares nothing"),
+            ("", "it has no share or disk"),
         ] {
             let error = parse(text, Path::new("")).expect_err(text).to_string();
             assert!(error.contains(words), "{text}: {error}");

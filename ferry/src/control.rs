@@ -1,4 +1,4 @@
-//! Talking to servers that run ([`ferry_control`]), and what they are told of the shares of this one.
+//! The client of running servers, and the shares that this server reports ([`ferry_control`]).
 
 mod client;
 
@@ -14,11 +14,11 @@ use crate::{paths, sandbox};
 
 pub use client::{Target, is_in_mount, statuses};
 
-/// Whose server this is.
+/// The owner of this server.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
 
-/// A share before it is mounted; `name` is what the log calls it.
-pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedShare {
+/// Returns the status of a share before it is mounted; `name` is its name in the log.
+pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedShare {
     let is_device = share.virtiofs.is_some() || share.fd.is_some();
     let has_tag = is_device || matches!(share.ninep, Some(Address::VhostUser(_)));
     let shown = ShareStatus {
@@ -37,8 +37,8 @@ pub fn served(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> ServedS
     ServedShare::new(shown, name.into(), source)
 }
 
-/// A share is mounted.
-pub fn mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
+/// Adds the mount to the status of a share.
+pub fn set_mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
     let explanation = export.explain();
     let explained = TransportReport { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
     let export = Arc::downgrade(export);

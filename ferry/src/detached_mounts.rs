@@ -1,22 +1,23 @@
-//! Detached copies of directories that contain one of this process's own mount points, as in `ferry mount / /mnt`.
+//! Detached copies of directories that contain a mount point of this process, as in `ferry mount / /mnt`.
 //!
-//! Were the source to see that mount, each look at it would be a request that the server makes to itself: with a ring
-//! for each CPU it waits for its own answer for ever, and over /dev/fuse the tree has itself inside without end. So the
-//! source is given a tree of mounts of its own, a copy that is never attached and in which nothing new appears. What
-//! is under the mount point is seen there, as with `mount --rbind`.
+//! If the source saw that mount, each access would be a request of the server to itself: a deadlock with one ring per CPU, and an
+//! endless tree over /dev/fuse. So the source gets a copy of the mounts that is never attached and gets no new mounts. The files
+//! under the mount point are visible there, as with `mount --rbind`.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
 use rustix::mount::{MountPropagationFlags, OpenTreeFlags};
 
-/// A private copy of the mounts below a directory. It goes when this is dropped.
+use crate::paths::descriptor_path;
+
+/// A private copy of the mounts below a directory, until it is dropped.
 pub struct DetachedMounts(OwnedFd);
 
 impl DetachedMounts {
-    /// The copy for a directory, if it is needed: one of the mount points is inside.
+    /// Returns the copy for a directory, if one of the mount points is inside.
     pub fn of(dir: &Path, mount_points: &[PathBuf]) -> Result<Option<Self>> {
         let inside = mount_points.iter().find(|mount| mount.starts_with(dir) && *mount != dir);
         let Some(mount) = inside else { return Ok(None) };
@@ -25,23 +26,24 @@ impl DetachedMounts {
         let tree = match rustix::mount::open_tree(rustix::fs::CWD, dir, flags) {
             Ok(tree) => Self(tree),
             Err(Errno::PERM) => bail!(
-                "the mount point {mount} is inside {shown}, which would then contain itself, and only root can keep \
-                 the two apart; choose a mount point outside"
+                "the mount point {mount} is inside {shown}, which would then contain itself, and only root can hide \
+                 the mount from its source; choose a mount point outside"
             ),
             Err(error) => {
-                return Err(error).with_context(|| format!("cannot keep the mount point {mount} apart from {shown}"));
+                return Err(error)
+                    .with_context(|| format!("cannot hide the mount point {mount} from its source {shown}"));
             }
         };
-        // Copies of shared mounts hear of new ones.
+        // Copies of shared mounts would get new mounts.
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
         rustix::mount::mount_change(tree.path(), private)
-            .with_context(|| format!("cannot keep the mount point {mount} apart from {shown}"))?;
+            .with_context(|| format!("cannot hide the mount point {mount} from its source {shown}"))?;
         Ok(Some(tree))
     }
 
-    /// A path of the directory in the copy, for this process.
+    /// Returns the path of the copy, for this process.
     pub fn path(&self) -> PathBuf {
-        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+        descriptor_path(&self.0)
     }
 }
 

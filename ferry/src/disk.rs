@@ -1,4 +1,4 @@
-//! `ferry disk`: files and block devices as disks of virtual machines.
+//! `ferry disk`: serves files and block devices as disks of virtual machines.
 
 mod disks;
 
@@ -10,36 +10,29 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_isolation::BlockedSignals;
 use serde::{Deserialize, Deserializer};
 
-pub use disks::{Disks, PATIENCE, bind, inherit, refuse_duplicates};
+pub use disks::{PATIENCE, bind, inherit, refuse_duplicates, serve};
 
 use crate::flags::{ImageDigest, as_keys};
-use crate::launch;
-use crate::new_files::{NewFiles, Success};
-use crate::output::print_json;
-use crate::processes;
-use crate::sandbox::{self, Confinement, SandboxFlags};
-use crate::service_manager;
+use crate::sandbox::{self, SandboxFlags};
 use crate::size::Size;
-use crate::socket::Bound;
 use crate::status::misuse;
 
-/// As many as vhost-user has numbers for ([`ferry_blk::QUEUES_MAX`]).
+/// The limit of vhost-user ([`ferry_blk::QUEUES_MAX`]).
 const QUEUES_MAX: u16 = 256;
 
-/// Past a second of polling an idle disk costs a whole CPU for nothing.
+/// More than a second of polling costs a whole CPU.
 const POLL_US_MAX: u64 = 1_000_000;
 
 /// Shown by `ferry disk --help`.
 pub const EXAMPLES: &str = "\
 Examples:
-  ferry disk disk.raw --resize 20G         make a file of 20 GiB, or grow it (a guest that uses it is told)
+  ferry disk disk.raw --resize 20G         create a file of 20 GiB, or grow it (also under a guest)
   ferry disk disk.raw --vhost-user /run/disk.sock
   ferry disk image:rootfs.img --store /var/lib/ferry --vhost-user /run/disk.sock      mount -t erofs /dev/vda in the guest
   ferry disk root.qcow2 --format qcow2 --vhost-user /run/root.sock /dev/vg/data --vhost-user /run/data.sock
-                                           two disks, each served by a process of its own
+                                           two disks, each served by its own process
 
 QEMU (the guest's memory must be shared; 4G is an example):
   -object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem
@@ -66,27 +59,27 @@ libblkio, without a virtual machine (qemu-img and qemu-io with package qemu-bloc
 of Debian 12 have no such driver):
   qemu-io --image-opts driver=virtio-blk-vhost-user,path=/run/disk.sock,cache.direct=on
 
-For management programs that start back ends themselves: make install puts ferry-disk, a name of this program, in
-place, and says so in qemu/vhost-user/50-ferry-disk.json. They start it with --fd or --socket-path, and --blk-file.
+Management programs start back ends themselves: make install creates ferry-disk, another name of this program, and
+describes it in qemu/vhost-user/50-ferry-disk.json. They start it with --fd or --socket-path, and --blk-file.
 
 Disks beside shares, in the file of ferry share --config:
   [[disk]]
   file = \"/srv/disk.raw\"
   vhost-user = \"/run/disk.sock\"";
 
-/// What begins the word for an image of Ferry's own.
+/// The prefix of Ferry's images.
 const IMAGE: &[u8] = b"image:";
 
 /// One disk: a group of flags of `ferry disk`, or a `[[disk]]` table of a configuration file.
-#[derive(Clone, Debug, Deserialize, clap::Args)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[derive(Clone, Debug, Default, Deserialize, clap::Args)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Args {
-    /// A file or block device; or image:PATH, an image that `ferry image build` has made, which guests mount as EROFS.
+    /// A file or block device; or image:PATH, an image from `ferry image build`, which guests mount as EROFS.
     #[arg(index = 1, value_name = "FILE", required_unless_present_any = ["blk_file", "print_capabilities"])]
     pub file: Option<PathBuf>,
 
-    /// The same, for management programs.
+    /// The file, for management programs.
     #[arg(long, value_name = "FILE", conflicts_with = "file", hide_short_help = true)]
     #[serde(skip)]
     pub blk_file: Option<PathBuf>,
@@ -99,43 +92,41 @@ pub struct Args {
     #[arg(long, value_name = "N", conflicts_with = "vhost_user")]
     pub fd: Option<u16>,
 
-    /// What the file holds: raw or qcow2. Never guessed: without this flag it is raw, and a file that looks like an
-    /// image is refused, for a guest may have made it look so.
+    /// The format of the file: raw or qcow2. It is never guessed: without this flag it is raw, and a file that looks like an
+    /// image is refused, because a guest may have written that header.
     #[arg(long, value_name = "FORMAT")]
-    #[serde(default, deserialize_with = "format")]
+    #[serde(deserialize_with = "format")]
     pub format: Option<ferry_disk::Format>,
 
-    /// What lies between the guest's writes and the device [default: none for raw disks, writeback for images].
+    /// The caching of writes [default: none for raw disks, writeback for images].
     #[arg(long, value_enum, value_name = "MODE")]
     pub cache: Option<Cache>,
 
-    /// Offer the disk read-only.
+    /// Serve the disk read-only.
     #[arg(long)]
-    #[serde(default)]
     pub read_only: bool,
 
-    /// What the guest sees as the serial number, up to 20 bytes [default: the file's name].
+    /// The serial number, up to 20 bytes [default: the file's name].
     #[arg(long, value_name = "TEXT")]
     pub serial: Option<String>,
 
-    /// Where the backing files of images may lie [default: nowhere].
+    /// The folder that backing files of images may be in [default: none].
     #[arg(long, value_name = "DIR")]
     pub backing_dir: Option<PathBuf>,
 
-    /// The store with the bytes of an image's files.
+    /// The store with the data of an image's files.
     #[arg(long, value_name = "DIR", help_heading = "For image:PATH")]
     pub store: Option<PathBuf>,
 
-    /// Go on only if the image has this digest, which proves all of the disk.
+    /// Fail unless the image has this digest, which covers the whole disk.
     #[arg(long, value_name = "DIGEST", help_heading = "For image:PATH")]
     pub digest: Option<ImageDigest>,
 
-    /// Make the disk this large if it is smaller, and a file if there is none; without a socket, that is all that is done. No
-    /// disk is made smaller.
+    /// Grow the disk to this size, or create the file; without a socket, do only that. Disks are never shrunk.
     #[arg(long, value_name = "SIZE")]
     pub resize: Option<Size>,
 
-    /// How many queues to offer [default: 64].
+    /// The number of queues [default: 64].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
@@ -144,18 +135,17 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
 
-    /// How data is moved: auto, uring (or an error that says why not), sync.
+    /// The system calls for transfers: auto, uring (an error if it is not available), sync.
     #[arg(long, value_enum, value_name = "WAY", default_value = "auto", hide_short_help = true)]
-    #[serde(default)]
     pub io: IoPath,
 
-    /// Register the guest's memory with io_uring: transfers cost a little less, and all of the memory is allocated and
-    /// pinned. Not for guests with a balloon, free page reporting or virtio-mem: what they get back would be other pages.
+    /// Register the guest's memory with io_uring: transfers cost a little less, but all of the memory is allocated and pinned.
+    /// Not for guests with a balloon, free page reporting or virtio-mem: memory that they give back and reuse would be lost to
+    /// the disk.
     #[arg(long, hide_short_help = true)]
-    #[serde(default)]
     pub pin_memory: bool,
 
-    /// Say in JSON what this program can do as a vhost-user back end.
+    /// Print the capabilities of this vhost-user back end in JSON.
     #[arg(long)]
     #[serde(skip)]
     pub print_capabilities: bool,
@@ -170,24 +160,24 @@ pub struct Args {
     pub sandbox_flags: SandboxFlags,
 }
 
-/// What lies between writes and the device.
+/// The caching of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cache {
-    /// Not the page cache (O_DIRECT), where the file can; the device's own until the guest flushes.
+    /// No page cache (O_DIRECT) if the file supports that; the device's cache until the guest flushes.
     None,
-    /// The page cache of this host, until the guest flushes.
+    /// The page cache of this host until the guest flushes.
     Writeback,
-    /// Each write ends when it is durable.
+    /// Each write completes when it is durable.
     Writethrough,
 }
 
-/// How data is moved.
+/// The system calls for transfers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum IoPath {
     #[default]
-    /// io_uring, or plain system calls where that is not allowed.
+    /// io_uring, or plain system calls if it is not allowed.
     Auto,
     /// io_uring.
     Uring,
@@ -195,82 +185,39 @@ pub enum IoPath {
     Sync,
 }
 
-/// The name under which management programs start `ferry disk`: they can give flags, but no command.
+/// The name by which management programs start `ferry disk`: they pass flags, but no command.
 const BACK_END: &str = "ferry-disk";
 
-/// Whether the program was started under that name.
+/// Whether the program was started by that name.
 pub fn is_back_end(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == BACK_END)
 }
 
-/// A disk, the same once more if it is an image, and the file if it was made.
+/// A disk, the same disk as an image if it is one, and the file if it was created.
 type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>, Option<(PathBuf, File)>);
 
-/// Serves disks until SIGTERM or SIGINT, each in a process of its own if there are several; returns the status to end with.
-pub fn run(disks: &[Args]) -> Result<u8> {
-    if disks.iter().any(|disk| disk.print_capabilities) {
-        return print_json(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
-    }
-    refuse_duplicates(disks).map_err(misuse)?;
-    // None gets lost until they are caught, on whichever side.
-    let signals = BlockedSignals::hold()?;
-    // Inherited descriptors first: nothing has been opened yet that could have their numbers.
-    let inherited = inherit(disks)?;
-    service_manager::inherit(&[], disks)?;
-    let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
-    let json = disks.iter().any(|disk| disk.json);
-    if disks.len() > 1 {
-        return processes::run(None, (disks, inherited), (&sandbox_flags, json), signals);
-    }
-    let new_files = NewFiles::new(Success::new()?);
-    serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
-        match json {
-            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.described() }))?,
-            false => opened.announce()?,
-        }
-        Ok(true)
-    })
-}
-
-/// Opens and serves disks, confined; calls `ready` once they are up, which returns whether the start has succeeded. Returns the status to
-/// end with.
-pub fn serve(
-    disks: &[Args],
-    sockets: Vec<Option<Bound>>,
-    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
-    new_files: NewFiles,
-    ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
-) -> Result<u8> {
-    let confinement = Confinement::of(sandbox_flags, &[], Vec::new(), disks.iter().any(|disk| disk.pin_memory))?;
-    match Disks::open(disks, sockets, &signals, new_files)? {
-        Some(opened) => launch::run(opened, Some(confinement), signals, ready),
-        None => Ok(0),
-    }
-}
-
 impl Args {
-    /// The file.
+    /// Returns the file.
     ///
-    /// # Errors
-    /// There is none, or one that is no file.
+    /// The file is missing from the command line.
     pub fn path(&self) -> Result<&Path> {
         let path = self.file.as_deref().or(self.blk_file.as_deref());
         path.context("<FILE> is missing: a file or block device, or image:PATH")
     }
 
-    /// The image that the word for the file names, instead of a file.
+    /// Returns the image, if the disk is one.
     fn image(&self) -> Option<&Path> {
         let word = self.file.as_deref().or(self.blk_file.as_deref())?;
         word.as_os_str().as_bytes().strip_prefix(IMAGE).map(|path| Path::new(OsStr::from_bytes(path)))
     }
 
-    /// Its file, and the folders that it needs.
+    /// Returns its file, and the folders that it needs.
     fn places(&self) -> (Option<&Path>, impl Iterator<Item = &Path>) {
         let file = self.image().or_else(|| self.path().ok());
         (file, self.store.iter().chain(&self.backing_dir).map(PathBuf::as_path))
     }
 
-    /// The word for the file, of which a path is in this folder unless it is absolute.
+    /// Returns the word for the file, with its path relative to this folder.
     pub fn file_in(&self, folder: &Path) -> Option<PathBuf> {
         match self.image() {
             Some(image) => {
@@ -281,7 +228,7 @@ impl Args {
         }
     }
 
-    /// What does not go together.
+    /// Checks flags that conflict with the kind of file.
     fn check_image(&self) -> Result<(), String> {
         let word = self.file.as_deref().or(self.blk_file.as_deref()).unwrap_or(Path::new("")).display();
         let of_images = [(self.store.is_some(), "store"), (self.digest.is_some(), "digest")];
@@ -299,13 +246,13 @@ impl Args {
             }
             Some((_, flag)) => Err(format!("--{flag} is for image:PATH, and {word} is a file")),
             None if is_image && self.store.is_none() => {
-                Err(format!("image:PATH needs --store, the folder with the bytes of the files of {word}"))
+                Err(format!("image:PATH needs --store, the folder with the data of the files of {word}"))
             }
             None => Ok(()),
         }
     }
 
-    /// Opens it. Nothing of it needs a path, or has a thread, afterwards; what is done beside its readers has to be begun.
+    /// Opens it. Afterwards it needs no path and has no thread; `begin` starts the threads of an image.
     fn open(&self) -> Result<Open> {
         self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
         let (Some(path), Some(store)) = (self.image(), &self.store) else {
@@ -316,8 +263,8 @@ impl Args {
         let image = ferry_image::Image::open(path, self.digest.map(|digest| digest.0))?;
         if image.is_composefs() {
             bail!(
-                "{}: an image of the layout composefs is no disk, for the bytes of its files are not in it: build one of \
-                 the layout flat, or offer it as a file system",
+                "{}: an image of the composefs layout cannot be a disk, because it does not contain the data of its files: build \
+                 one of the flat layout, or share it as a file system",
                 path.display()
             );
         }
@@ -326,7 +273,7 @@ impl Args {
         Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk), None))
     }
 
-    /// What is wrong with a disk from a file: there, the table of flags has checked no value.
+    /// Checks a disk of a configuration file, whose values the table of flags has not checked.
     pub fn check(&self) -> Result<(), String> {
         if self.file.is_none() {
             return Err("it needs file = \"FILE\", a file or block device".into());
@@ -369,7 +316,7 @@ impl Args {
                 IoPath::Sync => ferry_blk::IoMode::Sync,
             },
             pin_memory: self.pin_memory,
-            begun: Some(sandbox::disk_begun),
+            begun: Some(sandbox::confine_disk_thread),
             ..ferry_blk::Options::default()
         };
         if let Some(queues) = self.queues {
@@ -381,12 +328,12 @@ impl Args {
         options
     }
 
-    /// Without a socket, a disk can be made larger, and nothing else.
+    /// Grows a disk without a socket.
     fn only_resize(&self) -> Result<()> {
         let path = self.path()?;
         self.check_image().map_err(anyhow::Error::msg).map_err(misuse)?;
         let missing =
-            || anyhow!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to make it larger)", path.display());
+            || anyhow!("'--vhost-user <SOCKET>' is missing after {} (or --resize, to grow it)", path.display());
         let size = self.resize.ok_or_else(|| misuse(missing()))?;
         Ok(ferry_disk::grow(path, size.0, &self.disk_options())?)
     }

@@ -1,4 +1,4 @@
-//! The man pages and the completions, made of the table of flags.
+//! The man pages and the completions, generated from the table of flags.
 
 pub mod configuration;
 
@@ -15,7 +15,7 @@ use crate::{cli, virtiofsd};
 /// The name that this program has as virtiofsd's replacement.
 const DROP_IN: &str = "ferry-virtiofsd";
 
-/// Prints the page of the program, of the command with these names (`image build`), or of the configuration file.
+/// Prints the page of the program, of a command (`image build`), or of the configuration file.
 pub fn man(command: &[String]) -> Result<()> {
     let table = built();
     if command == [configuration::NAME] {
@@ -27,7 +27,7 @@ pub fn man(command: &[String]) -> Result<()> {
             let names = commands(found).map(Command::get_name).collect::<Vec<_>>().join(", ");
             let of = found.get_display_name().unwrap_or("ferry").replace('-', " ");
             if names.is_empty() {
-                format!("{of} has no commands, so there is no page {name:?}")
+                format!("{of} has no commands, so it has no page {name:?}")
             } else {
                 format!("{of} has no command {name:?}; its commands are {names}")
             }
@@ -36,7 +36,8 @@ pub fn man(command: &[String]) -> Result<()> {
     print(&page(found)?)
 }
 
-/// Writes the pages of the program, of all its commands and names, and of the configuration file to a folder, as `man` looks for them.
+/// Writes the pages of the program, of its commands and names, and of the configuration file to a folder, with the names that
+/// man(1) expects.
 pub fn man_pages(folder: &Path) -> Result<()> {
     let table = built();
     let file = folder.join(format!("{}.{}", configuration::NAME, configuration::SECTION));
@@ -55,14 +56,14 @@ pub fn man_pages(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The table of flags, in which each command knows its whole name. The command `help` has no page.
+/// Returns the table of flags with full names of commands. The command `help` has no page.
 pub fn built() -> Command {
     let mut table = cli::table().disable_help_subcommand(true);
     table.build();
     table
 }
 
-/// The commands of a command that have pages.
+/// Returns the commands of a command that have pages.
 pub fn commands(of: &Command) -> impl Iterator<Item = &Command> {
     of.get_subcommands().filter(|command| !command.is_hide_set())
 }
@@ -89,14 +90,14 @@ fn titled(name: &str, section: &str, page: &[u8]) -> Vec<u8> {
     std::iter::once(title.as_str()).chain(rest).collect::<String>().into_bytes()
 }
 
-/// A section of a man page whose lines stay as they are: commands to copy must not be filled.
+/// Returns a section of a man page whose lines are not filled.
 fn verbatim(title: &str, text: &str) -> String {
     if text.is_empty() {
         return String::new();
     }
     let mut section = format!(".SH {title}\n.nf\n");
     for line in text.lines() {
-        // A dash as typed, not a hyphen; and no line that begins with a dot is a request.
+        // Keeps dashes as typed; a leading dot is not a request.
         let line = line.replace('\\', "\\e").replace('-', "\\-");
         section.push_str("\\&");
         section.push_str(&line);

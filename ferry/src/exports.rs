@@ -1,4 +1,4 @@
-//! From the flags of a share to the exports it goes through, and ending them all.
+//! The exports of shares: their options, start and end.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,29 +13,34 @@ use ferry_virtiofs::SessionStore;
 use crate::flags::{Acl, Cache, Carrier, DaxFiles, Kind, MigrationMode, OnMigrationError, Passthrough, Share, Window};
 use crate::guardian::{Guardian, GuardianTask};
 use crate::mount_options;
-use crate::ninep::Listening;
-use crate::socket::Bound;
+use crate::ninep::NinepSocket;
+use crate::socket::ListenSocket;
 use crate::state;
 
-/// The exports that are being served, each with the socket that goes when it ends.
+/// The running exports, each with its socket, which is removed when it ends.
 #[derive(Default)]
-pub struct Serving {
-    devices: Vec<(ferry_virtiofs::Export, Bound)>,
-    /// What is kept for servers after this one, with the names of the shares.
+pub struct RunningExports {
+    devices: Vec<(ferry_virtiofs::Export, ListenSocket)>,
+    /// The state for the next server, with the names of the shares.
     kept: Vec<(String, Arc<SessionStore>)>,
-    /// The ends of devices that serve one virtual machine only.
+    /// The ends of devices that serve a single virtual machine.
     ends: Vec<ferry_virtiofs::Ended>,
-    /// There is a socket on which the next virtual machine or 9P client may come.
+    /// A socket accepts further virtual machines or 9P clients.
     is_open: bool,
-    ninep: Vec<(ferry_ninep::Export, Option<Bound>)>,
+    ninep: Vec<(ferry_ninep::Export, Option<ListenSocket>)>,
     mounts: Vec<Arc<ferry_fuse::Export>>,
-    /// One for each mount; they stay on guard until all mounts are gone.
+    /// One for each mount; they run until all mounts are gone.
     guardians: Vec<Guardian>,
 }
 
-impl Serving {
-    /// Offers a source to virtual machines.
-    pub fn start(&mut self, bound: Bound, source: Arc<dyn FileSystem>, options: ferry_virtiofs::Options) -> Result<()> {
+impl RunningExports {
+    /// Serves a source to virtual machines.
+    pub fn start(
+        &mut self,
+        bound: ListenSocket,
+        source: Arc<dyn FileSystem>,
+        options: ferry_virtiofs::Options,
+    ) -> Result<()> {
         let once = options.once;
         let kept = options.kept.clone().map(|kept| (options.name.clone(), kept));
         let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
@@ -48,10 +53,10 @@ impl Serving {
         Ok(())
     }
 
-    /// Offers a source to 9P clients.
+    /// Serves a source to 9P clients.
     pub fn serve_9p(
         &mut self,
-        listening: Listening,
+        listening: NinepSocket,
         source: Arc<dyn FileSystem>,
         share: &Share,
         name: &str,
@@ -70,13 +75,13 @@ impl Serving {
     ) -> Result<Arc<ferry_fuse::Export>> {
         let mount = Arc::new(ferry_fuse::Export::mount(mountpoint, source, options)?);
         self.mounts.push(Arc::clone(&mount));
-        let switch = mount.switch().context("the controls of the connection cannot be opened");
+        let switch = mount.switch().context("cannot open the controls of the connection");
         let guardian =
             switch.and_then(|switch| Guardian::start(GuardianTask::Connection { mountpoint, switch: switch.into() }));
         match guardian {
             Ok(guardian) => self.guardians.push(guardian),
             Err(error) => tracing::warn!(
-                "the mount on {} goes without a guardian ({error:#}): should this server be killed, processes may hang in it until somebody does: echo 1 > /sys/fs/fuse/connections/{}/abort",
+                "the mount on {} has no guardian ({error:#}): if this server is killed, processes may hang in the mount until: echo 1 > /sys/fs/fuse/connections/{}/abort",
                 mountpoint.display(),
                 mount.connection_number()
             ),
@@ -84,9 +89,9 @@ impl Serving {
         Ok(mount)
     }
 
-    /// Says so when there is nothing left to serve, because every mount was unmounted by somebody else, and every only
-    /// virtual machine has gone. Never while there is a socket on which the next one, or a 9P client, may come.
-    pub fn when_over(&self, over: ShutdownHandle) -> Result<()> {
+    /// Notifies `over` when nothing is left to serve: every mount was unmounted, and every single virtual machine has
+    /// disconnected. Never while a socket accepts clients.
+    pub fn notify_when_done(&self, over: ShutdownHandle) -> Result<()> {
         if self.is_open {
             return Ok(());
         }
@@ -101,13 +106,12 @@ impl Serving {
         Ok(())
     }
 
-    /// Lets requests under way end, and makes what they wrote durable. What guests hold is kept for the next server, and where that
-    /// is so it is said.
+    /// Finishes requests under way and syncs their writes. Keeps the state of guests for the next server, and logs that.
     pub fn stop(&mut self) {
         self.end(ferry_virtiofs::Export::stop);
     }
 
-    /// The same where there is no next server: guests lose their devices.
+    /// The same without a next server: guests lose their devices.
     pub fn stop_for_good(&mut self) {
         self.end(ferry_virtiofs::Export::stop_for_good);
     }
@@ -131,13 +135,13 @@ impl Serving {
     }
 }
 
-impl Drop for Serving {
+impl Drop for RunningExports {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-/// What the log calls shares: those that would have the same name are told apart by where they are.
+/// Returns the names of shares in the log; equal names get their place added.
 pub fn names(shares: &[Share]) -> Vec<String> {
     let plain: Vec<String> = shares.iter().map(Share::name).collect();
     let place = |share: &Share| {
@@ -151,17 +155,17 @@ pub fn names(shares: &[Share]) -> Vec<String> {
     shares.iter().zip(&plain).map(name).collect()
 }
 
-/// The options of the virtio-fs device that a share is.
+/// Returns the options of a share's virtio-fs device.
 pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     let mut options = ferry_virtiofs::Options {
         name: share.name(),
-        // Not the default: some versions of QEMU do not bear a device that tells its tag.
+        // Without a default: some versions of QEMU fail with a device that offers its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),
         entry_timeout: seconds(share.entry_timeout),
         attr_timeout: seconds(share.attr_timeout),
         negative_timeout: seconds(share.negative_timeout),
-        writeback: kernel_collects(share),
+        writeback: kernel_writeback(share),
         mmap: !share.no_mmap,
         readdirplus: !share.no_readdirplus,
         queues: share.queue_count(),
@@ -177,7 +181,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
             (MigrationMode::FindPaths, true) => IdentityScope::CheckedPaths,
             (MigrationMode::FindPaths, false) => IdentityScope::Paths,
         },
-        begun: crate::sandbox::begun(),
+        begun: crate::sandbox::thread_hooks(),
         ..ferry_virtiofs::Options::default()
     };
     if let Some(Window(bytes)) = share.dax {
@@ -192,8 +196,8 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
     options
 }
 
-/// The options of the mount that a share is, which the log calls `log_name`. `shared`: its source goes through other exports,
-/// too; `words` are those of `-o`.
+/// Returns the options of a share's mount. `log_name` is its name in the log, `words` are those of `-o`, and `shared` tells
+/// whether its source has other exports.
 pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bool) -> ferry_fuse::Options {
     let mut options = ferry_fuse::Options {
         path: match share.path.unwrap_or(Carrier::Auto) {
@@ -210,7 +214,7 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         entry_timeout: seconds(share.entry_timeout),
         attr_timeout: seconds(share.attr_timeout),
         negative_timeout: seconds(share.negative_timeout),
-        writeback: kernel_collects(share),
+        writeback: kernel_writeback(share),
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
         allow_idmap: share.allow_idmap,
@@ -218,7 +222,7 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         read_only: share.read_only,
         fsname: share.name(),
         name: Some(log_name.into()),
-        stacked_source: lies_on_overlayfs(share),
+        stacked_source: is_on_overlayfs(share),
         shared,
         mount: MountOptions { nonempty: share.nonempty, ..mount_options::of_mount(words, share.kind().is_foreign()) },
         ..ferry_fuse::Options::default()
@@ -235,19 +239,19 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
     options
 }
 
-/// Whether the kernel collects writes. With that cache Linux goes by its own length of a file for as long as it knows it; but whoever
-/// opens a server's file is to see where others have ended it (`--cache auto`), so there they are collected by the source alone.
-fn kernel_collects(share: &Share) -> bool {
-    let is_looked_at_anew = matches!(share.kind(), Kind::Ninep(_)) && share.cache != Cache::Always;
-    share.writeback && !is_looked_at_anew
+/// Whether the kernel collects writes. Its write-back cache uses its own length of a file. With `--cache auto`, an open must see
+/// truncation by other clients of a 9P server, so only the source collects writes there.
+fn kernel_writeback(share: &Share) -> bool {
+    let is_revalidated = matches!(share.kind(), Kind::Ninep(_)) && share.cache != Cache::Always;
+    share.writeback && !is_revalidated
 }
 
 fn seconds(count: Option<u64>) -> Option<Duration> {
     count.map(Duration::from_secs)
 }
 
-/// Passthrough to files of an overlayfs has to be asked for.
-fn lies_on_overlayfs(share: &Share) -> bool {
+/// Whether files are on an overlayfs, for which passthrough has to be enabled explicitly.
+fn is_on_overlayfs(share: &Share) -> bool {
     /// `OVERLAYFS_SUPER_MAGIC` of Linux.
     const MAGIC: i64 = 0x794c_7630;
     let files = match share.kind() {
@@ -258,34 +262,23 @@ fn lies_on_overlayfs(share: &Share) -> bool {
     files.is_some_and(|path| rustix::fs::statfs(&path).is_ok_and(|found| found.f_type == MAGIC))
 }
 
-impl From<Acl> for ferry_serve::Acl {
-    fn from(acl: Acl) -> Self {
-        match acl {
-            Acl::Never => Self::Never,
-            Acl::Auto => Self::Auto,
-            Acl::Always => Self::Always,
+/// Converts values of flags to the values of the exports, which have the same names.
+macro_rules! convert {
+    ($($from:ident => $to:ty { $($name:ident),+ })+) => {$(
+        impl From<$from> for $to {
+            fn from(value: $from) -> Self {
+                match value {
+                    $($from::$name => Self::$name,)+
+                }
+            }
         }
-    }
+    )+};
 }
 
-impl From<OnMigrationError> for ferry_virtiofs::OnMigrationError {
-    fn from(what: OnMigrationError) -> Self {
-        match what {
-            OnMigrationError::Abort => Self::Abort,
-            OnMigrationError::GuestError => Self::GuestError,
-        }
-    }
-}
-
-impl From<Cache> for ferry_serve::Cache {
-    fn from(cache: Cache) -> Self {
-        match cache {
-            Cache::None => Self::None,
-            Cache::Auto => Self::Auto,
-            Cache::Metadata => Self::Metadata,
-            Cache::Always => Self::Always,
-        }
-    }
+convert! {
+    Acl => ferry_serve::Acl { Never, Auto, Always }
+    Cache => ferry_serve::Cache { None, Auto, Metadata, Always }
+    OnMigrationError => ferry_virtiofs::OnMigrationError { Abort, GuestError }
 }
 
 #[cfg(test)]

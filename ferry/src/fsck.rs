@@ -9,7 +9,7 @@ use crate::flags::Kind;
 use crate::output::print;
 use crate::status;
 
-/// Checks, and repairs where asked to; returns the status for the outcome.
+/// Checks, and repairs on request; returns the exit status.
 pub fn run(args: &FsckArgs) -> Result<u8> {
     let path = match Kind::of(&args.image) {
         Kind::Pmem(path) | Kind::Dir(path) => path,
@@ -18,7 +18,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     };
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,
-        // The advice to make one is for mounts.
+        // The error's advice to create one is for mounts.
         Err(OpenError::Missing { path, .. }) => bail!("there is no {}", path.display()),
         Err(error) => {
             let status = match error {
@@ -36,7 +36,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
         let state = match (report.is_clean(), report.repaired) {
             (true, _) => "clean",
             (false, true) => "repaired",
-            (false, false) => "damaged; --repair keeps what can be read",
+            (false, false) => "damaged; --repair keeps what is readable",
         };
         let (inodes, used, all) = (report.inodes, report.blocks_used, report.blocks);
         text += &format!("{}: {state}; {inodes} inodes, {used} of {all} blocks used\n", path.display());

@@ -1,7 +1,7 @@
-//! Reading the command line. Several shares in one call: flags belong to the source before them.
+//! Reads the command line. With several shares or disks, flags belong to the source before them.
 //!
-//! The command line is cut into one group per source, and each group is parsed by the same table of flags, so
-//! that everything the table says (values, conflicts, a flag given twice) holds group by group.
+//! The command line is split into one group per source, and each group is parsed by the same table of flags. So all rules of the
+//! table (values, conflicts, repeated flags) apply group by group.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -18,7 +18,7 @@ use crate::help;
 use crate::mount_options;
 use crate::paths::start_dir;
 
-/// What the command line asks for.
+/// The parsed command line.
 #[derive(Debug)]
 pub struct Invocation {
     pub cli: Cli,
@@ -26,70 +26,53 @@ pub struct Invocation {
     pub more: Vec<Share>,
     /// The disks of `ferry disk` after the first.
     pub more_disks: Vec<disk::Args>,
-    /// The command line, and where in it the command stands.
+    /// The command line, and the index of the command in it.
     pub args: Vec<OsString>,
     pub at: usize,
 }
 
-/// Reads the whole command line. Help, version and mistakes come back as clap's error.
+/// Parses the whole command line. Help, version and errors are returned as clap's error.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let table = cli::table();
     let at = command_position(&table, &args).unwrap_or(args.len());
-    let (mut more, mut more_disks) = (Vec::new(), Vec::new());
-    let mut cli = match args.get(at).and_then(|name| name.to_str()) {
-        Some("share") => {
-            let (cli, shares) = parse_share(&table, &args, at)?;
-            more = shares;
-            cli
-        }
-        Some("disk") => {
-            let (cli, disks) = parse_disk(&table, &args, at)?;
-            more_disks = disks;
-            cli
-        }
-        Some("mount") => parse_mount(&table, &args, at)?,
-        _ => parse_one(args.clone())?,
+    let mut groups = match args.get(at).and_then(|name| name.to_str()) {
+        Some(name @ ("share" | "disk")) => parse_groups(&table, &args, at, name)?,
+        Some("mount") => vec![parse_mount(&table, &args, at)?],
+        _ => vec![parse_one(args.clone())?],
     };
-    more.iter_mut().for_each(|share| share.begin_in(start_dir()));
-    cli.command.begin_in(start_dir());
+    let mut cli = groups.remove(0);
+    let (mut more, mut more_disks) = (Vec::new(), Vec::new());
+    for group in groups {
+        match group.command {
+            Command::Disk(args) => more_disks.push(*args),
+            _ => more.push(share_of(group)?),
+        }
+    }
+    more.iter_mut().for_each(|share| share.resolve_paths(start_dir()));
+    cli.command.resolve_paths(start_dir());
     Ok(Invocation { cli, more, more_disks, args, at })
 }
 
-/// Parses `ferry share`, group by group.
-fn parse_share(table: &clap::Command, args: &[OsString], at: usize) -> Result<(Cli, Vec<Share>), clap::Error> {
+/// Parses `ferry share` or `ferry disk`, group by group.
+fn parse_groups(table: &clap::Command, args: &[OsString], at: usize, name: &str) -> Result<Vec<Cli>, clap::Error> {
     let (before, after) = args.split_at(at + 1);
-    let mut groups = split(table, "share", after)?.into_iter();
-    let one = |group: Vec<OsString>| {
-        let cli = parse_one(before.iter().cloned().chain(group).collect())?;
-        match &cli.command {
-            Command::Share(ShareArgs { share: Some(share), .. }) => complete(share)?,
-            Command::Share(ShareArgs { config: Some(_), .. }) => {}
-            _ => return Err(error("share", ErrorKind::MissingRequiredArgument, "<SOURCE> is missing")),
-        }
-        Ok(cli)
-    };
-    let cli = one(groups.next().unwrap_or_default())?;
-    let more = groups.map(|group| share_of(one(group)?)).collect::<Result<_, clap::Error>>()?;
-    Ok((cli, more))
+    split(table, name, after)?
+        .into_iter()
+        .map(|group| {
+            let cli = parse_one(before.iter().cloned().chain(group).collect())?;
+            match &cli.command {
+                Command::Share(ShareArgs { share: Some(share), .. }) => check_share(share)?,
+                Command::Share(ShareArgs { config: Some(_), .. }) | Command::Disk(_) => {}
+                _ => return Err(error(name, ErrorKind::MissingRequiredArgument, "<SOURCE> is missing")),
+            }
+            Ok(cli)
+        })
+        .collect()
 }
 
-/// Parses `ferry disk`, group by group.
-fn parse_disk(table: &clap::Command, args: &[OsString], at: usize) -> Result<(Cli, Vec<disk::Args>), clap::Error> {
-    let (before, after) = args.split_at(at + 1);
-    let mut groups = split(table, "disk", after)?.into_iter();
-    let one = |group: Vec<OsString>| parse_one(before.iter().cloned().chain(group).collect());
-    let cli = one(groups.next().unwrap_or_default())?;
-    let disk_of = |cli: Cli| match cli.command {
-        Command::Disk(args) => Ok(*args),
-        _ => Err(error("disk", ErrorKind::MissingRequiredArgument, "<FILE> is missing")),
-    };
-    let more = groups.map(|group| disk_of(one(group)?)).collect::<Result<_, clap::Error>>()?;
-    Ok((cli, more))
-}
-
-/// Whether a group names its exports, and only flags that go together.
-fn complete(share: &Share) -> Result<(), clap::Error> {
+/// Checks that a group has an export and no conflicting flags.
+fn check_share(share: &Share) -> Result<(), clap::Error> {
     if share.source.as_os_str().is_empty() {
         return Err(error(
             "share",
@@ -108,7 +91,7 @@ fn complete(share: &Share) -> Result<(), clap::Error> {
     }
 }
 
-/// Parses `ferry mount`, whose `-o` may hold what are flags otherwise.
+/// Parses `ferry mount`, whose `-o` may contain flags.
 fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cli, clap::Error> {
     let (before, after) = args.split_at(at + 1);
     let after =
@@ -124,7 +107,7 @@ fn parse_mount(table: &clap::Command, args: &[OsString], at: usize) -> Result<Cl
         let text = format!("unexpected argument '--{}': it is for ferry share", flag.get_long().unwrap_or_default());
         return Err(error("mount", ErrorKind::UnknownArgument, &text));
     }
-    // As a mount it is judged, whether there is a place for it yet.
+    // The conflicts are those of a mount, even if there is no mount point yet.
     let share = Share { mount: Some("".into()), ..args.share.clone() };
     match share.contradiction() {
         Some(text) => Err(error("mount", ErrorKind::ArgumentConflict, &text)),
@@ -148,7 +131,7 @@ fn share_of(cli: Cli) -> Result<Share, clap::Error> {
     }
 }
 
-/// Where the command stands on the command line.
+/// Returns the index of the command on the command line.
 fn command_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while at < args.len() {
@@ -161,7 +144,7 @@ fn command_position(table: &clap::Command, args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Cuts what follows `share` or `disk` into a group per source. Flags of the whole call go to the first group.
+/// Splits the arguments after `share` or `disk` into one group per source. Flags of the whole call go to the first group.
 fn split(table: &clap::Command, name: &str, args: &[OsString]) -> Result<Vec<Vec<OsString>>, clap::Error> {
     let command = table.find_subcommand(name);
     let mut whole = Vec::new();
@@ -198,7 +181,7 @@ fn split(table: &clap::Command, name: &str, args: &[OsString]) -> Result<Vec<Vec
     }
     match groups.first_mut() {
         Some(first) => {
-            // Whatever stands before the only source can only mean that one.
+            // Flags before the only source belong to it.
             first.splice(0..0, whole.into_iter().chain(early));
         }
         None => groups.push(whole.into_iter().chain(early).collect()),
@@ -216,18 +199,18 @@ fn error(command: &str, kind: ErrorKind, text: &str) -> clap::Error {
 }
 
 enum Token {
-    /// A flag, with how many of the following arguments are its value, and whether it is for the whole call.
+    /// A flag, the number of following arguments that are its value, and whether it applies to the whole call.
     Flag {
         values: usize,
         whole_call: bool,
     },
-    /// `--`: everything after it is positional.
+    /// `--`: all later arguments are positional.
     End,
     Positional,
 }
 
-/// What an argument is, by the tables of the program and of its command. Flags that neither knows take no value;
-/// parsing the group will refuse them.
+/// Classifies an argument by the tables of the program and the command. Unknown flags take no value; parsing the group will
+/// reject them.
 fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) -> Token {
     let bytes = arg.as_bytes();
     if bytes == b"--" {
@@ -341,8 +324,8 @@ pub mod tests {
         let line = ["share", "pmem:seen", "--9p", "unix:seen"].into_iter().chain(words.iter().map(String::as_str));
         let matches = table.try_get_matches_from(line).expect("all of them go together");
         let mut share = Share::from_arg_matches(&matches).expect("all of them go together");
-        share.begin_in(Path::new("/here"));
-        share.listen_in(Path::new("/here"));
+        share.resolve_paths(Path::new("/here"));
+        share.resolve_sockets(Path::new("/here"));
         let said = format!("{share:?}");
         assert!(!said.contains("\"seen\"") && !said.contains("pmem:seen"), "{said}");
         let line = "ferry share 9p:unix:s --mount m".split(' ').map(OsString::from);
@@ -404,11 +387,11 @@ pub mod tests {
             ("ferry mount mem /m --path fast", "fast"),
             ("ferry mount mem /m --9p unix:s", "unexpected argument '--9p'"),
             ("ferry mount mem /m --9p-remote", "unexpected argument '--9p-remote'"),
-            ("ferry share mem --9p s", "no address for 9P"),
+            ("ferry share mem --9p s", "not an address for 9P"),
             ("ferry share mem --9p unix:s --local-locks", "local-locks is for virtual machines and mounts"),
             ("ferry share mem --9p unix:s --allow-idmap", "allow-idmap is for virtual machines and mounts"),
             ("ferry share mem --9p tcp:localhost", "has no port"),
-            ("ferry share mem --9p unix:s --9p-users root", "says no users"),
+            ("ferry share mem --9p unix:s --9p-users root", "does not name users"),
             ("ferry share mem --virtiofs s --9p-remote", "9p-remote is for 9P"),
             ("ferry share mem --virtiofs s --9p-idle 5", "9p-idle is for 9P"),
             ("ferry share mem --9p tcp:[::1]:0 --socket-group kvm", "for unix sockets, and mem has none"),
@@ -420,15 +403,15 @@ pub mod tests {
             ("ferry mount mem /m --9p-msize 1M", "unexpected argument '--9p-msize'"),
             ("ferry mount /a /m --size 1G", "size is for the sources mem"),
             ("ferry mount mem /m --writeback --passthrough on", "exclude each other"),
-            ("ferry mount 9p:unix:s /m --writeback --cache none", "with --cache none none of 9p:unix:s are kept"),
+            ("ferry mount 9p:unix:s /m --writeback --cache none", "--cache none caches none of 9p:unix:s"),
             ("ferry share 9p:unix:s --virtiofs v --writeback --cache metadata", "choose --cache auto or always"),
             ("ferry mount 9p:tcp:h:564/a /m --9p-tree b", "9p-tree and the address 9p:tcp:h:564/a both name a tree"),
             ("ferry mount mem /m --9p-tree b", "9p-tree is for 9p:SERVER"),
             ("ferry mount mem /m --patience 5", "patience is for 9p:SERVER"),
             ("ferry mount 9p:unix:s /m --patience 0", "0"),
             ("ferry mount 9p:unix:s /m --cache-size 15M", "cache-size = 15728640 is too little for 9p:unix:s"),
-            ("ferry mount 9p:unix:s /m --cache-size 64M --cache none", "cache-size is about data that are kept"),
-            ("ferry mount mem /m --cache-size 64M", "cache-size is about what is fetched"),
+            ("ferry mount 9p:unix:s /m --cache-size 64M --cache none", "cache-size applies to cached data"),
+            ("ferry mount mem /m --cache-size 64M", "cache-size applies to fetched data"),
             ("ferry mount mem /m -o size=1G,fast", "unknown mount option \"fast\""),
             ("ferry mount mem /m -o size=lots", "lots"),
             ("ferry mount mem /m /n", "/n"),

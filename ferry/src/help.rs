@@ -1,9 +1,9 @@
-//! Help texts with commands that can be pasted: clap fills lines to the width of the terminal, and would break commands, too.
+//! Help texts with commands to paste, which clap would break when it wraps lines.
 //!
-//! So clap is given marks in the places of examples, and of the spaces in commands that texts have in backticks, and prints what it
-//! makes of that; the marks are replaced afterwards.
+//! So clap gets marks instead of examples, and instead of spaces in commands in backticks. The marks in its output are replaced
+//! afterwards.
 //!
-//! A command with many flags shows those without a heading, and the names of the headings; `--help-all` shows all of them.
+//! A command with many flags shows those without a heading, and the headings; `--help-all` shows all flags.
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -12,14 +12,12 @@ use clap::builder::StyledStr;
 use clap::error::ErrorKind;
 use clap::{Arg, Command};
 
-use crate::cli;
-
-/// Begins and ends the number of an example. Nothing else has this character.
+/// Surrounds the number of an example. No text contains this character.
 const EXAMPLE: char = '\u{e000}';
-/// In the place of a space that no line may end at.
+/// Stands for a space that lines do not break at.
 const SPACE: char = '\u{e001}';
 
-/// The flag of commands with many flags that shows all of them.
+/// The flag that shows all flags of a command.
 pub const ALL: &str = "help-all";
 
 /// Whether a command line has that flag.
@@ -28,13 +26,13 @@ pub fn wants_all(args: &[OsString]) -> bool {
     flags.any(|arg| arg.to_str().and_then(|arg| arg.strip_prefix("--")) == Some(ALL))
 }
 
-/// The table of flags, with marks. `all`: help shows all flags of each command.
+/// Returns the table of flags with marks. `all`: help shows all flags of each command.
 pub fn marked(table: Command, all: bool) -> Command {
     mark(table, all, &mut 0)
 }
 
-/// Hides the flags under headings from the help of a command that has many, and names the headings instead.
-fn grouped(command: Command) -> (Command, Option<String>) {
+/// Hides the flags under headings, if the command has many flags; returns the list of the headings.
+fn hide_groups(command: Command) -> (Command, Option<String>) {
     if !command.get_arguments().any(|arg| arg.get_id() == ALL) {
         return (command, None);
     }
@@ -53,15 +51,15 @@ fn grouped(command: Command) -> (Command, Option<String>) {
 }
 
 fn mark(command: Command, all: bool, number: &mut usize) -> Command {
-    let (command, groups) = if all { (command, None) } else { grouped(command) };
+    let (command, groups) = if all { (command, None) } else { hide_groups(command) };
     let mut command = command.mut_args(mark_arg);
     if let Some(groups) = &groups {
         command = command.after_help(groups);
     }
-    if let Some(about) = command.get_about().map(joined) {
+    if let Some(about) = command.get_about().map(join_commands) {
         command = command.about(about);
     }
-    if let Some(about) = command.get_long_about().map(joined) {
+    if let Some(about) = command.get_long_about().map(join_commands) {
         command = command.long_about(about);
     }
     if command.get_after_long_help().is_some() {
@@ -74,37 +72,37 @@ fn mark(command: Command, all: bool, number: &mut usize) -> Command {
 }
 
 fn mark_arg(arg: Arg) -> Arg {
-    let (help, long) = (arg.get_help().map(joined), arg.get_long_help().map(joined));
+    let (help, long) = (arg.get_help().map(join_commands), arg.get_long_help().map(join_commands));
     let arg = if let Some(help) = help { arg.help(help) } else { arg };
     if let Some(long) = long { arg.long_help(long) } else { arg }
 }
 
-/// With commands in backticks as one word each.
-fn joined(text: &StyledStr) -> String {
+/// Makes one word of each command in backticks.
+fn join_commands(text: &StyledStr) -> String {
     let text = text.to_string();
     let parts = text.split('`').enumerate();
     let parts = parts.map(|(at, part)| if at % 2 == 1 { part.replace(' ', &SPACE.to_string()) } else { part.into() });
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// The texts in whose places marks are, in their order.
+/// Collects the texts that the marks stand for, in their order.
 fn examples(command: &Command, found: &mut Vec<String>) {
     found.extend(command.get_after_long_help().map(ToString::to_string));
     command.get_subcommands().for_each(|command| examples(command, found));
 }
 
-/// Without the marks.
-fn unmarked(text: &str) -> String {
+/// Replaces the marks.
+fn unmarked(text: &str, table: &Command) -> String {
     let mut texts = Vec::new();
-    examples(&cli::table(), &mut texts);
+    examples(table, &mut texts);
     let text = text.replace(SPACE, " ");
     let parts = text.split(EXAMPLE).enumerate();
     let text_of = |number: &str| number.parse().ok().and_then(|number: usize| texts.get(number)).cloned();
     parts.map(|(at, part)| if at % 2 == 1 { text_of(part).unwrap_or_default() } else { part.into() }).collect()
 }
 
-/// Ends the process with what clap has to say: help, the version, or what is wrong with a command line.
-pub fn exit(error: &clap::Error) -> ! {
+/// Prints clap's error (help, the version, or a mistake on the command line) and exits.
+pub fn exit(error: &clap::Error, table: &Command) -> ! {
     if error.kind() != ErrorKind::DisplayHelp {
         error.exit();
     }
@@ -112,8 +110,8 @@ pub fn exit(error: &clap::Error) -> ! {
     let is_styled = out.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let text = error.render();
     let text = if is_styled { text.ansi().to_string() } else { text.to_string() };
-    // A pager that was left early is no error.
-    let _ = out.write_all(unmarked(&text).as_bytes()).and_then(|()| out.flush());
+    // A pager may end early.
+    let _ = out.write_all(unmarked(&text, table).as_bytes()).and_then(|()| out.flush());
     std::process::exit(error.exit_code())
 }
 
@@ -132,15 +130,15 @@ mod tests {
 
     fn help(path: &[String], flag: &str, columns: usize) -> String {
         let line = ["ferry".to_owned()].into_iter().chain(path.iter().cloned()).chain([flag.to_owned()]);
-        let table = marked(cli::table(), wants_all(&[flag.into()])).term_width(columns);
+        let table = marked(crate::cli::table(), wants_all(&[flag.into()])).term_width(columns);
         let error = table.try_get_matches_from(line).expect_err("help is asked for");
         assert_eq!(error.kind(), ErrorKind::DisplayHelp, "{path:?}");
-        unmarked(&error.render().to_string())
+        unmarked(&error.render().to_string(), &crate::cli::table())
     }
 
     #[test]
     fn help_never_breaks_a_command() {
-        let table = cli::table();
+        let table = crate::cli::table();
         for (columns, path) in
             [80, 100].into_iter().flat_map(|columns| paths(&table, &[]).into_iter().map(move |path| (columns, path)))
         {
@@ -168,7 +166,7 @@ mod tests {
 
     #[test]
     fn long_commands_show_few_flags_and_the_names_of_the_groups() {
-        let table = cli::table();
+        let table = crate::cli::table();
         for name in ["share", "mount"] {
             let path = [name.to_owned()];
             let command = table.find_subcommand(name).expect("one of them");

@@ -13,18 +13,18 @@ pub const USAGE_STATUS: u8 = 1;
 /// mount(8): mount failure.
 pub const FAILURE_STATUS: u8 = 32;
 
-/// What the helper was asked for.
+/// The parsed command line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum HelperCommand {
-    /// The same as a line of `ferry`.
+    /// Run this command line of `ferry`.
     Mount(Vec<OsString>),
-    /// To change a mount that is there.
+    /// Change an existing mount.
     Remount(PathBuf, Remount),
-    /// To do everything but mount (`-f`).
+    /// Do nothing: `-f` skips the mount.
     Nothing,
 }
 
-/// Reads `SOURCE MOUNTPOINT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE.SUBTYPE]`; the error is a sentence.
+/// Parses `SOURCE MOUNTPOINT [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE.SUBTYPE]`; an error is a sentence.
 pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<HelperCommand, String> {
     let mut args = args.into_iter();
     let mut line: Vec<OsString> = vec!["ferry".into(), "mount".into()];
@@ -45,11 +45,11 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<HelperCommand, S
             };
             match flag {
                 b'o' => options.push(value()?),
-                // The type is in the name that this was started by.
+                // The name of the program implies the type.
                 b't' => drop(value()?),
                 b'N' => return Err("mounting in another namespace (-N) is not supported; use nsenter".into()),
                 b'f' => fake = true,
-                // Nothing is written to /etc/mtab, and options of other types are mistakes even with -s.
+                // There is no /etc/mtab, and unknown options are errors even with -s.
                 b's' | b'n' | b'v' => continue,
                 _ => {
                     return Err(format!(
@@ -71,7 +71,7 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<HelperCommand, S
         return Ok(if fake { HelperCommand::Nothing } else { HelperCommand::Remount(mountpoint.into(), remount) });
     }
     line.extend(options.into_iter().flat_map(|options| ["-o".into(), options]));
-    // Whatever they look like, they are no flags.
+    // They are never flags.
     line.extend(["--".into(), source, mountpoint]);
     Ok(if fake { HelperCommand::Nothing } else { HelperCommand::Mount(line) })
 }

@@ -1,4 +1,4 @@
-//! `ferry image`: builds, mounts, checks and shows images.
+//! `ferry image`: builds, mounts, checks and lists images.
 
 mod args;
 mod build;
@@ -7,7 +7,7 @@ pub mod kernel;
 mod lazy;
 mod loops;
 mod mount;
-mod named;
+mod private_root;
 pub mod registry;
 mod repair;
 mod report;
@@ -33,65 +33,65 @@ use crate::status;
 use args::{ImageArg, StoreArg};
 use report::{bar, set_name};
 
-/// Copy-paste lines for the help.
+/// Shown by `ferry image --help`.
 pub const EXAMPLES: &str = "\
 Examples:
-  ferry image build rootfs -o rootfs.img --store /var/lib/ferry    # prints the digest of the tree, which proves it
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry    # prints the digest that verifies the tree
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --digest DIGEST
   umount /mnt
 
-  ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes    # can be written to
-  ferry mount image:rootfs.img /mnt --store /var/lib/ferry    # Ferry's own mount proves each byte
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --upper changes    # writable
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry    # verifies each byte
 
-  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --verity    # mounts prove each read
+  ferry image build rootfs -o rootfs.img --store /var/lib/ferry --verity    # the kernel verifies each read
   ferry image ls -l rootfs.img /etc
   ferry image cat rootfs.img /usr/lib/os-release --store /var/lib/ferry
   ferry image diff old.img rootfs.img --store /var/lib/ferry
-  ferry image verify rootfs.img --store /var/lib/ferry             # reads and proves every byte
-  ferry image verify rootfs.img --store /var/lib/ferry --repair    # and replaces what is damaged
-  ferry image gc images/ --store /var/lib/ferry    # keeps what the images in this folder need
+  ferry image verify rootfs.img --store /var/lib/ferry             # reads and verifies every byte
+  ferry image verify rootfs.img --store /var/lib/ferry --repair    # and replaces damaged data
+  ferry image gc images/ --store /var/lib/ferry    # keeps the data of the images in this folder
 
   ferry image trace /mnt -o start.trace -- chroot /mnt /usr/bin/service --check
   ferry image build rootfs -o rootfs.img --store /var/lib/ferry --order-from start.trace
 
-What others make and take:
+Other formats:
   ferry image build oci:bundle:latest -o bundle.img --store /var/lib/ferry    # an OCI image directory
-  ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs    # mkcomposefs's
+  ferry image build rootfs -o rootfs.cfs --store /var/lib/ferry --layout composefs    # as mkcomposefs does
   ferry image dump rootfs.cfs > rootfs.dump
 
-Registries, and stores of the S3 kind (AWS_ENDPOINT_URL and the like say which):
+Registries, and S3-compatible stores (configured by AWS_ENDPOINT_URL and the like):
   ferry image push rootfs.img oci:registry.example/os/base:12 --store /var/lib/ferry
   ferry image push rootfs.img s3:bucket/os/base:12 --store /var/lib/ferry
   FROM=oci:registry.example/os/base:12
   ferry image pull $FROM --store /var/lib/ferry -o rootfs.img --digest DIGEST
-  ferry image mount rootfs.img /mnt --store /var/lib/ferry --from $FROM    # before it is all here
-  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from $FROM    # for kernels before 6.14
+  ferry image mount rootfs.img /mnt --store /var/lib/ferry --from $FROM    # while it is fetched
+  ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from $FROM    # on kernels before 6.14
 
-HTTPS trusts whom the host trusts; SSL_CERT_FILE names a file of other authorities, in PEM.
+HTTPS uses the host's certificate authorities; SSL_CERT_FILE names a file of others, in PEM.
 
-An image holds the tree's metadata; the bytes of its files are in the store, where images share
-what they have in common. A stock kernel mounts it (EROFS, Linux 6.12 or later).";
+An image file holds the metadata of a tree; the data of its files is in the store, where images
+share equal data. A stock kernel mounts it (EROFS, Linux 6.12 or later).";
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Build an image of a directory, a tar archive, an OCI image directory, or a composefs dump file.
+    /// Build an image from a directory, a tar archive, an OCI image directory, or a composefs dump file.
     Build(build::BuildArgs),
-    /// Mount an image with the kernel's own EROFS, or by Ferry's own mount where it has none or you may not; umount(8) ends it.
+    /// Mount an image with the kernel's EROFS, or as ferry mount does if the kernel or the user cannot; umount(8) ends it.
     Mount(mount::MountArgs),
-    /// List what is in an image.
+    /// List the contents of an image.
     Ls {
         #[command(flatten)]
         image: ImageArg,
-        /// Where to begin [default: the whole tree].
+        /// The directory or file to list [default: the whole tree].
         #[arg(value_name = "PATH", default_value = "/")]
         path: PathBuf,
-        /// The store, which proves the digest of a tree.
+        /// The store, which is needed to verify the digest of a tree.
         #[arg(long, value_name = "DIR")]
         store: Option<PathBuf>,
-        /// With modes, owners, sizes (numbers of devices) and times (UTC).
+        /// Show modes, owners, sizes (device numbers of devices) and times (UTC).
         #[arg(short)]
         long: bool,
-        /// A line of JSON for each name. One that is no UTF-8 has its bytes in path_hex, a link's in target_hex.
+        /// Print a line of JSON for each name. A name that is not UTF-8 is also in path_hex, a link target in target_hex.
         #[arg(long)]
         json: bool,
     },
@@ -105,36 +105,36 @@ pub enum Command {
         #[command(flatten)]
         store: StoreArg,
     },
-    /// Write what is in an image of the layout composefs as a dump file (composefs-dump(5)).
+    /// Write the contents of an image of the composefs layout as a dump file (composefs-dump(5)).
     Dump {
         #[command(flatten)]
         image: ImageArg,
     },
-    /// Record which files of a mounted image a workload opens, in their order; the status is the workload's.
+    /// Record the files of a mounted image that a workload opens, in order; exits with the workload's status.
     Trace(trace::TraceArgs),
-    /// Show the digests of an image's tree and of the image, its size, and the packs that it needs.
+    /// Show the digests of an image's tree and of the image, its size, and its packs.
     Info {
         #[command(flatten)]
         image: ImageArg,
-        /// Show, too, which of the packs in this store the kernel proves by fs-verity when it reads them.
+        /// Show which packs in this store the kernel verifies with fs-verity.
         #[arg(long, value_name = "DIR")]
         store: Option<PathBuf>,
-        /// Answer in JSON.
+        /// Print JSON.
         #[arg(long)]
         json: bool,
     },
-    /// Check an image's metadata, which may come from anywhere; the status is 4 if something is wrong, or it is no image.
+    /// Check an image's metadata, which may be untrusted; the status is 4 if it is invalid, or not an image.
     Fsck {
         #[command(flatten)]
         image: ImageArg,
-        /// The store, which proves the digest of a tree.
+        /// The store, which is needed to verify the digest of a tree.
         #[arg(long, value_name = "DIR")]
         store: Option<PathBuf>,
-        /// Answer in JSON.
+        /// Print JSON.
         #[arg(long)]
         json: bool,
     },
-    /// Check an image's metadata and every byte of its files; the status is 4 if something is wrong, or it is no image.
+    /// Check an image's metadata and all data of its files; the status is 4 if any is invalid, or it is not an image.
     Verify {
         #[command(flatten)]
         image: ImageArg,
@@ -142,40 +142,40 @@ pub enum Command {
         store: StoreArg,
         #[command(flatten)]
         repair: repair::RepairArgs,
-        /// Answer in JSON.
+        /// Print JSON.
         #[arg(long)]
         json: bool,
     },
-    /// Push an image, and what a registry or S3-compatible store has not got of its files.
+    /// Push an image, and the data of its files that a registry or S3-compatible store lacks.
     Push(registry::PushArgs),
-    /// Pull an image, and what the store has not got of its files. What a pull that failed has left is used.
+    /// Pull an image, and the data of its files that the store lacks. A repeated pull resumes.
     Pull(registry::PullArgs),
-    /// Remove from a store what none of these images needs. All images that are to stay have to be named.
+    /// Remove data from a store that no listed image references. List all images that are to stay usable.
     Gc(store::GcArgs),
-    /// Show what images take in a store, and what they share.
+    /// Show the space that images take in a store, and what they share.
     Du(store::DuArgs),
-    /// Show what is another in the newer of two images; the status is 4 if anything is.
+    /// List what changed between two images; the status is 4 if anything did.
     Diff(store::DiffArgs),
 }
 
-/// Does what was asked for; returns the status.
+/// Runs a command; returns the exit status.
 pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
     match command {
         Command::Build(args) => build::build(args)?,
         Command::Dump { image } => dump(&image.open(None)?, &image.image)?,
-        Command::Mount(args) => return mount::mount(args, line, common),
+        Command::Mount(args) => return fuse_fallback::mount(args, line, common),
         Command::Ls { image, path, store, long, json } => list(&image.open(store.as_deref())?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, store, json } => info(&image.open(store.as_deref())?, store.as_deref(), *json)?,
         Command::Fsck { image, store, json } => {
-            let findings = match image.open_if_one(store.as_deref())? {
+            let findings = match image.open_or_finding(store.as_deref())? {
                 Ok(image) => ferry_image::check(&image).findings,
                 Err(finding) => vec![finding],
             };
             return say(&findings, *json);
         }
         Command::Verify { image, store, repair, json } => {
-            let opened = match image.open_if_one(Some(&store.store))? {
+            let opened = match image.open_or_finding(Some(&store.store))? {
                 Ok(opened) => opened,
                 Err(finding) => return say(&[finding], *json),
             };
@@ -204,7 +204,7 @@ pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<
 
 fn dump(image: &Image, path: &Path) -> Result<()> {
     if !image.is_composefs() {
-        bail!("{} is of the layout flat: a dump file is of images of the layout composefs", path.display());
+        bail!("{} has the flat layout: only images of the composefs layout have dump files", path.display());
     }
     let mut out = BufWriter::new(std::io::stdout().lock());
     let written = ferry_image::dump(image, &mut out).map_err(|error| match error {
@@ -228,7 +228,7 @@ fn find(image: &Image, path: &Path) -> Result<Nid> {
                 }
                 nid = image.lookup(&dir, name)?.ok_or_else(missing)?;
             }
-            std::path::Component::ParentDir => bail!("{}: .. has no meaning in an image", path.display()),
+            std::path::Component::ParentDir => bail!("{}: a path in an image cannot contain ..", path.display()),
             _ => {}
         }
     }
@@ -268,22 +268,23 @@ fn list(image: &Image, path: &Path, long: bool, json: bool) -> Result<()> {
     ignore_closed_pipe(walked.and_then(|()| Ok(out.flush()?)))
 }
 
-/// How long it is; of a device its numbers, major and minor.
+/// Returns the size, or the major and minor number of a device.
 fn size(inode: &Inode) -> String {
     match inode.kind() {
         FileType::CharacterDevice | FileType::BlockDevice => {
             let device = inode.rdev();
-            // The kernel's form of 32 bits: the lower 8 bits of the minor number, 12 of the major, the other 12.
+            // The kernel's 32-bit form: the lower 8 bits of the minor number, 12 bits of the major, 12 bits of the minor.
             format!("{}, {}", device >> 8 & 0xfff, device & 0xff | device >> 12 & 0xf_ff00)
         }
         _ => inode.bytes.to_string(),
     }
 }
 
-/// Seconds since 1970 as date and time, UTC, to the minute, as tar(1) shows them. Any number is some day of the Gregorian calendar.
+/// Formats seconds since 1970 as date and time, UTC, to the minute, as tar(1) does. Any number is a day of the Gregorian
+/// calendar.
 fn date(seconds: i64) -> String {
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Years begin in March here, so that the day that some have comes last; 400 of them have 146,097 days. Source: Howard Hinnant,
+    // Years begin in March here, so that the leap day comes last; 400 years have 146,097 days. Source: Howard Hinnant,
     // "chrono-Compatible Low-Level Date Algorithms".
     let days = days + 719_468;
     let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
@@ -295,7 +296,7 @@ fn date(seconds: i64) -> String {
     format!("{year:04}-{month:02}-{day:02} {:02}:{:02}", second / 3600, second / 60 % 60)
 }
 
-/// As `ls -l` shows them.
+/// Formats the type and mode, as `ls -l` does.
 fn permissions(inode: &Inode) -> String {
     let kind = match inode.kind() {
         FileType::Directory => 'd',
@@ -325,7 +326,7 @@ fn cat(arg: &ImageArg, path: &Path, store: &Path) -> Result<()> {
     let source = Source::open(&arg.image, store, arg.digest())?;
     let nid = find(source.image(), path)?;
     if source.image().inode(nid)?.kind() != FileType::RegularFile {
-        bail!("{} is no regular file", path.display());
+        bail!("{} is not a regular file", path.display());
     }
     let mut out = std::io::stdout().lock();
     let mut piece = vec![0; 1 << 20];
@@ -374,14 +375,14 @@ fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
     print(&text)
 }
 
-/// Proves the bytes of every file.
+/// Verifies the data of every file; returns the findings.
 fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     let missing = missing_packs(image, store)?;
     if !missing.is_empty() {
         return Ok(missing);
     }
     let objects = match Objects::open(image, store) {
-        // One of its packs is damaged.
+        // A pack is damaged.
         Err(error @ ferry_image::Error::Pack { .. }) => return Ok(vec![error.to_string()]),
         objects => objects?,
     };
@@ -402,13 +403,13 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     })?;
     bar.finish_and_clear();
     if findings.is_empty() {
-        // What nobody uses in a pack counts here as well: the kernel proves packs as wholes.
+        // Unused data in packs counts as well: the kernel verifies whole packs.
         findings.extend(objects.prove_packs().err().map(|bad| bad.to_string()));
     }
     Ok(findings)
 }
 
-/// A finding for each pack that the store has not got.
+/// Returns a finding for each pack that the store lacks.
 fn missing_packs(image: &Image, store: &Path) -> Result<Vec<String>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
@@ -448,7 +449,7 @@ mod tests {
         ] {
             assert_eq!(date(seconds), expected);
         }
-        // What a hostile image may say is some date.
+        // A hostile image may contain any number.
         date(i64::MAX);
         date(i64::MIN);
     }

@@ -1,6 +1,6 @@
-//! The one launch of all that is served: prepare, confine, open, export.
+//! The launch of all servers: prepare, confine, open, export.
 //!
-//! Shares, mounts, disks and virtiofsd's options all come here, confined or not. Whoever calls [`run`] has prepared already.
+//! Shares, mounts, disks and virtiofsd use it, confined or not. The caller of [`run`] has prepared already.
 
 use anyhow::{Context, Result};
 use ferry_fs::{ShutdownHandle, ShutdownSignals};
@@ -8,22 +8,22 @@ use ferry_isolation::BlockedSignals;
 use rustix::process::Signal;
 
 use crate::new_files::NewFiles;
-use crate::sandbox::{Confinement, Entered, Inside};
+use crate::sandbox::{Confinement, Inside, SandboxSide};
 use crate::service_manager;
 
-/// The signals that end a server. SIGHUP is none of them: a server that was started with nohup outlives its terminal.
-pub const ENDINGS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_raw(), FOR_GOOD];
+/// The signals that end a server. SIGHUP is not among them: nohup works.
+pub const SHUTDOWN_SIGNALS: [i32; 3] = [Signal::TERM.as_raw(), Signal::INT.as_raw(), SIGNAL_DISCARD_STATE];
 
-/// The signal that also ends what `--state` keeps for the next server.
-pub const FOR_GOOD: i32 = Signal::QUIT.as_raw();
+/// The signal that also discards the state of `--state`.
+pub const SIGNAL_DISCARD_STATE: i32 = Signal::QUIT.as_raw();
 
-/// What a process serves. It is prepared: its sockets exist, and what a sandbox would hide is open.
+/// The exports of a process. They are prepared: their sockets exist, and what the sandbox will hide is open.
 pub trait Serve {
-    /// Leaves all but the files of sockets to the process inside the sandbox. This one waits, and removes those files in the end, and
-    /// the new files that are returned if the start fails.
+    /// Keeps only the socket files, in the process outside the sandbox. That process waits, removes those files at the end, and
+    /// removes the returned new files if the start fails.
     fn leave(&mut self) -> &mut NewFiles;
 
-    /// Takes over from the process outside of the sandbox, which removes the files of sockets.
+    /// Takes over inside the sandbox. The process outside removes the socket files.
     fn take_over(&mut self) -> Result<()>;
 
     /// Opens the rest, inside the sandbox if there is one.
@@ -34,17 +34,18 @@ pub trait Serve {
     /// Starts threads and serves. The sandbox is complete.
     fn start(&mut self) -> Result<()>;
 
-    /// Calls `over` once nothing is left to serve, if that can happen.
-    fn when_over(&self, _over: ShutdownHandle) -> Result<()> {
+    /// Notifies `over` once nothing is left to serve, if that can happen.
+    fn notify_when_done(&self, _over: ShutdownHandle) -> Result<()> {
         Ok(())
     }
 
-    /// Ends requests under way and makes their writes durable. `signal` is why, if it was a signal.
+    /// Finishes requests under way and syncs their writes. `signal` is the signal that ended the server, if any.
     fn stop(&mut self, signal: Option<i32>);
 }
 
-/// Serves until there is a reason to end; calls `ready` once all is up, which returns whether the start has succeeded. Returns the status to
-/// end with. With namespaces this returns in two processes: the one outside of the sandbox has the status of the other.
+/// Serves until a signal, or until nothing is left to serve. Calls `ready` once all is up, which returns whether the start has
+/// succeeded. Returns the exit status. With namespaces this returns in two processes: the one outside the sandbox returns the
+/// status of the other.
 pub fn run<S: Serve>(
     mut server: S,
     confinement: Option<Confinement>,
@@ -52,32 +53,32 @@ pub fn run<S: Serve>(
     ready: impl FnOnce(&S) -> Result<bool>,
 ) -> Result<u8> {
     let mut sandbox = match confinement.map(Confinement::enter).transpose()? {
-        Some(Entered::Outside(outside)) => {
-            // Files that the other process closes are to be closed.
+        Some(SandboxSide::Outside(outside)) => {
+            // Closes this process's copies of descriptors that the other process will close.
             drop(ready);
             return outside.wait(&signals, server.leave());
         }
-        Some(Entered::Inside(inside)) => Some(inside),
+        Some(SandboxSide::Inside(inside)) => Some(inside),
         None => None,
     };
     if sandbox.as_ref().is_some_and(|inside| inside.is_split()) {
         server.take_over()?;
         service_manager::leave();
     }
-    let mut endings = ShutdownSignals::catch(&ENDINGS).context("cannot catch signals")?;
+    let mut endings = ShutdownSignals::catch(&SHUTDOWN_SIGNALS).context("cannot catch signals")?;
     signals.release()?;
     server.open(sandbox.as_deref_mut())?;
     sandbox.map_or(Ok(()), |inside| inside.close())?;
     server.start()?;
     let mut signal = None;
     if ready(&server)? {
-        server.when_over(endings.over())?;
+        server.notify_when_done(endings.over())?;
         service_manager::ready();
         signal = endings.wait();
         service_manager::stopping();
         match signal {
-            Some(signal) => tracing::info!(signal, "ending: serving what is under way"),
-            None => tracing::info!("ending: nobody is left to serve"),
+            Some(signal) => tracing::info!(signal, "ending: finishing requests under way"),
+            None => tracing::info!("ending: nothing is left to serve"),
         }
     }
     server.stop(signal);

@@ -10,7 +10,7 @@ use crate::cli::LogArgs;
 use crate::control::{Target, statuses};
 use crate::output::print;
 
-/// Shows or changes it.
+/// Runs the command.
 pub fn run(args: &LogArgs) -> Result<()> {
     let Some(target) = &args.target else { return list(args.json) };
     let target = Target::find(target)?;
@@ -26,7 +26,7 @@ pub fn run(args: &LogArgs) -> Result<()> {
     let mut out = std::io::stdout().lock();
     while let Some(line) = next_line(&mut lines).context("the server's log")? {
         match writeln!(out, "{line}").and_then(|()| out.flush()) {
-            // A pager that was left early.
+            // A pager may end early.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
             result => result.context("cannot write to standard output")?,
         }
@@ -34,9 +34,9 @@ pub fn run(args: &LogArgs) -> Result<()> {
     Ok(())
 }
 
-/// The next line of a log, for a terminal: the server may be another user's program.
+/// Reads the next line of a log and makes it safe for a terminal: the server may be another user's program.
 fn next_line(lines: &mut impl BufRead) -> std::io::Result<Option<String>> {
-    /// Longer ones are no server's.
+    /// No server sends longer ones.
     const BYTES_MAX: u64 = 2 * LOG_LINE_BYTES_MAX as u64;
     let mut line = Vec::new();
     if lines.by_ref().take(BYTES_MAX).read_until(b'\n', &mut line)? == 0 {
@@ -47,7 +47,7 @@ fn next_line(lines: &mut impl BufRead) -> std::io::Result<Option<String>> {
     Ok(Some(printable(&String::from_utf8_lossy(&line)).into_owned() + end))
 }
 
-/// Shows all that run.
+/// Lists all running servers.
 fn list(json: bool) -> Result<()> {
     let all = statuses();
     if all.is_empty() {
@@ -63,7 +63,7 @@ fn show(status: &Status, json: bool) -> Result<()> {
     print(&text)
 }
 
-/// A server in a line, and each of its shares in another.
+/// Describes a server in one line, and each of its shares in another.
 fn described(status: &Status) -> String {
     let requests = printable(status.requests.as_deref().unwrap_or("none"));
     let mut text = format!("process {}: level {}, requests logged: {requests}\n", status.pid, printable(&status.log));

@@ -1,6 +1,6 @@
-//! The program `ferry`: what to share or mount, and through what, comes in on the command line or from a file;
-//! the libraries beside it do the work.
+//! The program `ferry`: it reads the command line and configuration files, and runs the libraries.
 
+mod background;
 mod cli;
 mod config;
 mod control;
@@ -54,7 +54,7 @@ use crate::mount_options::Remount;
 
 fn main() -> ExitCode {
     let mut args: Vec<OsString> = std::env::args_os().collect();
-    if args.first().is_some_and(|program| guardian::is_one(program)) {
+    if args.first().is_some_and(|program| guardian::is_guardian(program)) {
         return guardian::run(&args);
     }
     if args.first().is_some_and(|program| state::is_keeper(program)) {
@@ -66,11 +66,11 @@ fn main() -> ExitCode {
     if args.first().is_some_and(|program| mount::is_helper(program)) {
         return as_helper(args);
     }
-    let mut preparations = None;
-    if args.first().is_some_and(|program| virtiofsd::is_one(program)) {
+    let mut setup = None;
+    if args.first().is_some_and(|program| virtiofsd::is_virtiofsd(program)) {
         args = match virtiofsd::read(args) {
-            Ok(virtiofsd::VirtiofsdCommand::Share(wanted, line)) => {
-                preparations = Some(wanted);
+            Ok(virtiofsd::VirtiofsdCommand::Share(process_setup, line)) => {
+                setup = Some(process_setup);
                 without_syslog(line)
             }
             Ok(virtiofsd::VirtiofsdCommand::Capabilities) => {
@@ -80,19 +80,19 @@ fn main() -> ExitCode {
             Err(error) => error.exit(),
         };
     }
-    let invocation = groups::parse(args).unwrap_or_else(|error| help::exit(&error));
-    if let Some(Err(error)) = preparations.map(|preparations| preparations.make()) {
+    let invocation = groups::parse(args).unwrap_or_else(|error| help::exit(&error, &cli::table()));
+    if let Some(Err(error)) = setup.map(|setup| setup.apply()) {
         eprintln!("virtiofsd: {error}");
         return ExitCode::FAILURE;
     }
-    let status = run_or_say(invocation);
+    let status = run_and_report(invocation);
     if status != status::DONE {
         virtiofsd::remove_pid_file();
     }
     ExitCode::from(status)
 }
 
-/// Where the system has no log, virtiofsd logs on standard error, whatever it was told.
+/// virtiofsd logs on standard error if the system has no log.
 fn without_syslog(mut line: Vec<OsString>) -> Vec<OsString> {
     if let Some(at) = line.iter().position(|word| word == "--syslog")
         && let Err(error) = Syslog::connect("ferry", sandbox::pid)
@@ -103,7 +103,7 @@ fn without_syslog(mut line: Vec<OsString>) -> Vec<OsString> {
     line
 }
 
-/// Does what mount(8) asks for, with its statuses.
+/// Runs as the helper of mount(8), with its exit statuses.
 fn as_helper(args: Vec<OsString>) -> ExitCode {
     let line = match helper::read(args.into_iter().skip(1)) {
         Ok(HelperCommand::Mount(line)) => line,
@@ -114,7 +114,7 @@ fn as_helper(args: Vec<OsString>) -> ExitCode {
                 return ExitCode::from(helper::FAILURE_STATUS);
             }
             if !unchanged.is_empty() {
-                eprintln!("mount.ferry: a remount does not change these: {}", unchanged.join(", "));
+                eprintln!("mount.ferry: a remount does not change these options: {}", unchanged.join(", "));
             }
             return ExitCode::SUCCESS;
         }
@@ -124,7 +124,7 @@ fn as_helper(args: Vec<OsString>) -> ExitCode {
         }
     };
     match groups::parse(line) {
-        Ok(invocation) => match run_or_say(invocation) {
+        Ok(invocation) => match run_and_report(invocation) {
             0 => ExitCode::SUCCESS,
             _ => ExitCode::from(helper::FAILURE_STATUS),
         },
@@ -137,20 +137,19 @@ fn as_helper(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-fn run_or_say(invocation: Invocation) -> u8 {
+fn run_and_report(invocation: Invocation) -> u8 {
     match run(invocation) {
         Ok(status) => status,
         Err(error) => {
             let text = format!("{error:#}");
-            // Names, and what other users' servers say, may be in it.
+            // The text may contain file names and answers of other users' servers.
             eprintln!("ferry: {}{}", printable(&text), advice(&text));
             status::of(&error)
         }
     }
 }
 
-/// What helps where the system's own words end a sentence. Whatever opens files can run out of descriptors, and not all
-/// errors on the way here hand out the number.
+/// Returns advice for an error of the system: most errors hide the number that would tell EMFILE.
 fn advice(text: &str) -> &'static str {
     let too_many_files = text.contains(&*rustix::io::Errno::MFILE.to_string());
     if too_many_files && !text.contains("ulimit -n") { "; raise the limit of file descriptors (ulimit -n)" } else { "" }
@@ -165,7 +164,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     };
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let common = cli.common();
-    // Not as clap has it, which would show the flag in all usage lines then.
+    // Not with clap's `env`, which would show the flag in every usage line.
     let of_environment = || std::env::var("FERRY_LOG").ok().filter(|level| !level.is_empty());
     let level = cli.log.or_else(of_environment).unwrap_or_else(|| default_level.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
@@ -182,11 +181,11 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             let sandbox_flags = args.sandbox_flags.or(file.sandbox_flags());
             let config::File { mut shares, disks, .. } = file;
             shares.extend(args.share.into_iter().chain(more));
-            share::run(&shares, &disks, (&sandbox_flags, args.json), &logging)
+            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
-            disk::run(&disks)
+            processes::run_disks(&disks)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),

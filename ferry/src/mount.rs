@@ -1,32 +1,31 @@
-//! `ferry mount`: a source on this host, in the background or not.
+//! `ferry mount`: mounts a source on this host, in the background or the foreground.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
+use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 use ferry_isolation::BlockedSignals;
 
+use crate::background::{self, DevNull};
 use crate::cli::{self, MountArgs};
 use crate::control::{self, Target, is_in_mount};
-use crate::exports::{self, Serving};
+use crate::exports::{self, RunningExports};
 use crate::flags::{Kind, Share};
 use crate::groups;
 use crate::new_files::{NewFiles, Success};
+use crate::paths::descriptor_path;
 use crate::share::Start;
 use crate::source::{self, Sources};
 
-/// A log may name files; it is its owner's.
+/// A log may contain names of files, so only its owner may read it.
 const LOG_MODE: u32 = 0o600;
 
-/// Mounts. `line` is the command line and `at` the command's place in it, for the process in the background.
+/// Mounts. `line` is the command line and `at` the index of the command in it, for the background process.
 pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> Result<u8> {
     if args.explain {
         return explain(args).map(|()| 0);
@@ -35,10 +34,10 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         let before = line.get(..=at).unwrap_or_default().iter().cloned();
         let after = line.get(at + 1..).unwrap_or_default().iter().cloned();
         let words: Vec<OsString> = before.chain(["--detached".into()]).chain(after).collect();
-        return in_background(&words, args.json);
+        return background::start(&words, args.json);
     }
     if args.detached {
-        // A session of its own: no terminal's signals.
+        // A new session gets no signals of the terminal.
         rustix::process::setsid().context("cannot leave the terminal")?;
     }
     let log = args.log_file.as_deref().map(open_log).transpose()?;
@@ -60,33 +59,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     })
 }
 
-/// Starts this program once more, with this command line, without a terminal, and waits until it has mounted or said why not.
-pub fn in_background(line: &[OsString], json: bool) -> Result<u8> {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("ferry").args(line.get(1..).unwrap_or_default());
-    // Errors and warnings go where ours go, until the mount is there.
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("cannot start the server in the background")?;
-    let stdout = child.stdout.take().expect("it is piped");
-    let mut ready = String::new();
-    BufReader::new(stdout).read_line(&mut ready).context("the server in the background does not say what it did")?;
-    if ready.is_empty() {
-        let status = child.wait().context("the server in the background cannot be waited for")?;
-        if let Some(signal) = status.signal() {
-            bail!("the server in the background was ended by signal {signal}");
-        }
-        return Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX));
-    }
-    if json {
-        std::io::stdout().write_all(ready.as_bytes()).context("cannot write to standard output")?;
-    }
-    Ok(0)
-}
-
-/// Says that the mount is there: to a program as JSON, to a person in the log.
+/// Reports that the mount exists: to a program as JSON, to a person in the log.
 fn announce(up: &[ServedShare], json: bool) -> Result<()> {
     for served in up {
         let shown = served.status();
@@ -104,32 +77,12 @@ fn announce(up: &[ServedShare], json: bool) -> Result<()> {
     Ok(())
 }
 
-/// What takes the place of standard output and error. Opened before anything is mounted: without descriptors this
-/// fails, and whoever waits must not have been told that all is well.
-pub struct DevNull([File; 2]);
-
-impl DevNull {
-    pub fn open() -> Result<Self> {
-        let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
-        Ok(Self([null()?, null()?]))
-    }
-
-    /// Lets go of everything that was inherited from the terminal.
-    pub fn leave(self, log: Option<File>) -> Result<()> {
-        let [out, error] = self.0;
-        rustix::stdio::dup2_stdout(out).context("cannot let go of standard output")?;
-        rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot let go of standard error")?;
-        // The folder that this was started in can be unmounted.
-        std::env::set_current_dir("/").context("cannot enter /")
-    }
-}
-
 fn open_log(path: &Path) -> Result<File> {
     let options = OpenOptions::new().append(true).create(true).mode(LOG_MODE).open(path);
     options.with_context(|| format!("cannot write to the log file {}", path.display()))
 }
 
-/// `--explain`: of a running mount, or of one that is made for it.
+/// `--explain`: reports on a running mount, or on a temporary one.
 fn explain(args: MountArgs) -> Result<()> {
     let explained = match &args.mountpoint {
         None => match running(&args.share.source) {
@@ -147,11 +100,11 @@ fn explain(args: MountArgs) -> Result<()> {
     writeln!(out, "{}", text.trim_end()).context("cannot write to standard output")
 }
 
-/// What the server of a mount point says, if this is the mount point of one.
+/// Returns the report of the server of a mount point, if it is one.
 fn running(path: &Path) -> Option<Result<TransportReport>> {
     let Target { client, share, file } = match Target::find(path) {
         Ok(target) => target,
-        // Not a source: whatever is asked of it, nobody would answer.
+        // Not a source: its server is dead, so requests to it would fail.
         Err(error) if is_in_mount(path) => return Some(Err(error)),
         Err(_) => return None,
     };
@@ -176,46 +129,46 @@ fn try_mount_somewhere(args: &MountArgs) -> Result<TransportReport> {
     Ok(explained)
 }
 
-/// Mounts, asks and unmounts: only the kernel's answer to a mount tells.
+/// Mounts, reads the report, and unmounts: only the kernel's answer to a mount shows the path.
 fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let mountpoint: PathBuf = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.into());
     let mut share = Share { mount: Some(mountpoint.clone()), ..args.share.clone() };
-    // Until it has been mounted.
-    let _nameless = without_names(&mut share)?;
+    // The files must exist until the source is open.
+    let _nameless = use_unnamed_files(&mut share)?;
     let mut sources = Sources::of(std::slice::from_ref(&share));
     let mut new_files = NewFiles::new(Success::new()?);
     sources.open(None, &mut new_files)?;
     let source = sources.begin()?.pop().context("a share has a source")?;
     let name = share.name();
     let options = exports::mount_options(&share, &name, &args.options, false);
-    let mut serving = Serving::default();
-    let seen = source::as_clients_see(&share, std::sync::Arc::clone(&source))?;
+    let mut serving = RunningExports::default();
+    let seen = source::client_view(&share, std::sync::Arc::clone(&source))?;
     let export = serving.mount(&mountpoint, seen, options)?;
-    let mut served = control::served(&share, &name, source);
-    let told = control::mounted(&mut served, &mountpoint, &export);
+    let mut served = control::served_share(&share, &name, source);
+    let told = control::set_mounted(&mut served, &mountpoint, &export);
     let explained = told.and_then(|()| Ok(served.explain()?));
     drop((served, export));
     serving.stop();
     explained
 }
 
-/// Puts files without names in the places of those that opening the source would make: nothing is to stay behind.
-fn without_names(share: &mut Share) -> Result<Vec<File>> {
+/// Replaces files that opening the source would create by unnamed files, so that nothing stays behind.
+fn use_unnamed_files(share: &mut Share) -> Result<Vec<File>> {
     let Kind::Pmem(image) = share.kind() else { return Ok(Vec::new()) };
     let mut files = Vec::new();
-    if let Some((file, path)) = nameless(&image)? {
+    if let Some((file, path)) = unnamed_file(&image)? {
         share.source = Kind::Pmem(path).word_in(Path::new("/"));
         files.push(file);
     }
-    if let Some((file, path)) = share.tier2.as_deref().map(nameless).transpose()?.flatten() {
+    if let Some((file, path)) = share.tier2.as_deref().map(unnamed_file).transpose()?.flatten() {
         share.tier2 = Some(path);
         files.push(file);
     }
     Ok(files)
 }
 
-/// If there is no such file, or nothing in it: one without a name in the same folder, and a path that leads to it.
-fn nameless(path: &Path) -> Result<Option<(File, PathBuf)>> {
+/// If the file is missing or empty: creates an unnamed file in the same folder; returns it with a path that leads to it.
+fn unnamed_file(path: &Path) -> Result<Option<(File, PathBuf)>> {
     let is_new = match path.metadata() {
         Ok(found) => found.is_file() && found.len() == 0,
         Err(error) => error.kind() == std::io::ErrorKind::NotFound,
@@ -226,7 +179,7 @@ fn nameless(path: &Path) -> Result<Option<(File, PathBuf)>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let file = tempfile::tempfile_in(folder);
     let file = file.with_context(|| format!("cannot make a file like {} for a trial", path.display()))?;
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+    let path = descriptor_path(&file);
     Ok(Some((file, path)))
 }
 

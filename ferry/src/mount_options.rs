@@ -1,5 +1,5 @@
-//! `-o`, as mount(8) and fstab(5) have it: what is a flag of the command becomes that flag, what a mount knows stays,
-//! what only mount(8) itself understands goes.
+//! `-o` in the syntax of mount(8) and fstab(5): flags of the command become those flags, mount options stay, and options for
+//! mount(8) itself are dropped.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -8,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use ferry_control::nearest;
 use ferry_fuse::MountOptions;
 
-/// Words of mount(8) that say what is so anyway, or that are for mount(8), systemd and the like alone.
+/// Options that are the default, or only for mount(8), systemd and the like.
 const IGNORED: [&str; 29] = [
     "defaults",
     "rw",
@@ -37,32 +37,32 @@ const IGNORED: [&str; 29] = [
     "comment",
     "norelatime",
     "_rnetdev",
-    // Every mount of ours has the kernel check permissions.
+    // Permissions are always checked by the kernel.
     "default_permissions",
-    // Leave for whoever keeps times in memory; the kernel keeps none of a mount's.
+    // A permission to keep times in memory, which the kernel does not do for these mounts.
     "lazytime",
 ];
 
-/// Words that other file systems have, and what there is in their place.
-const ELSEWHERE: [(&str, &str); 15] = [
-    ("allow_root", "allow_other lets other users in, root among them"),
-    ("kernel_cache", "cache=always keeps data until they change, as far as Ferry is told of changes"),
-    ("auto_cache", "cache=auto, which is the default, does that"),
-    ("direct_io", "cache=none keeps nothing of files' data"),
+/// Options of other file systems, with their replacement.
+const UNSUPPORTED: [(&str, &str); 15] = [
+    ("allow_root", "allow_other admits other users, including root"),
+    ("kernel_cache", "cache=always caches data until a notification of a change"),
+    ("auto_cache", "cache=auto, the default, does that"),
+    ("direct_io", "cache=none caches no data of files"),
     ("writeback_cache", "writeback does that"),
     ("no_remote_lock", "local_locks does that"),
-    ("max_read", "READs are as long as the kernel's, 1 MiB at most; leave it out"),
-    ("max_write", "WRITEs are as long as the kernel's, 1 MiB at most; leave it out"),
-    ("max_background", "the number is fixed; leave it out"),
-    ("uid", "map_user=UID:GID shows root's files as somebody's, translate_uid other numbers"),
-    ("gid", "map_user=UID:GID shows root's files as somebody's, translate_gid other numbers"),
-    ("umask", "modes are what the source says; leave it out"),
-    ("context", "labels are files' own (security.selinux); leave it out"),
-    ("noforget", "inodes are kept as long as the kernel knows them; leave it out"),
-    ("remount", "mount -o remount,ro MOUNTPOINT changes a mount that is there"),
+    ("max_read", "the kernel limits READs to 1 MiB; omit it"),
+    ("max_write", "the kernel limits WRITEs to 1 MiB; omit it"),
+    ("max_background", "the number is fixed; omit it"),
+    ("uid", "map_user=UID:GID maps one user to root, translate_uid translates ids"),
+    ("gid", "map_user=UID:GID maps one user to root, translate_gid translates ids"),
+    ("umask", "modes come from the source; omit it"),
+    ("context", "labels come from the source (security.selinux); omit it"),
+    ("noforget", "inodes stay valid while the kernel references them; omit it"),
+    ("remount", "mount -o remount,ro MOUNTPOINT changes an existing mount"),
 ];
 
-/// What a later word takes back.
+/// An option, and the earlier option that it cancels.
 const OPPOSITES: [(&str, &str); 12] = [
     ("rw", "read-only"),
     ("suid", "nosuid"),
@@ -78,11 +78,11 @@ const OPPOSITES: [(&str, &str); 12] = [
     ("async", "sync"),
 ];
 
-/// A word of a mount, and where [`MountOptions`] has it.
+/// Access to a field of [`MountOptions`].
 type Field = fn(&mut MountOptions) -> &mut bool;
 
-/// The words that mounts of any type know.
-const OF_MOUNTS: [(&str, Field); 9] = [
+/// The options of mounts of any type.
+const MOUNT_WORDS: [(&str, Field); 9] = [
     ("nosuid", |options| &mut options.nosuid),
     ("nodev", |options| &mut options.nodev),
     ("noexec", |options| &mut options.noexec),
@@ -94,57 +94,59 @@ const OF_MOUNTS: [(&str, Field); 9] = [
     ("auto_unmount", |options| &mut options.auto_unmount),
 ];
 
-/// What files of other people's making may do on this host only if these words say so.
-const GRANTS: [(&str, Field); 2] = [("suid", |options| &mut options.nosuid), ("dev", |options| &mut options.nodev)];
+/// Permissions that foreign files get only by these options.
+const PERMISSION_WORDS: [(&str, Field); 2] =
+    [("suid", |options| &mut options.nosuid), ("dev", |options| &mut options.nodev)];
 
-/// The mount's own options, out of what [`expand`] left in `-o`. `foreign`: somebody else says whose the files are and what they are.
+/// Returns the mount options in the words that [`expand`] left in `-o`. `foreign`: owners and types of files come from outside
+/// this host.
 pub fn of_mount(words: &[String], foreign: bool) -> MountOptions {
     let mut options = MountOptions::default();
     let is_given = |name: &str| words.iter().any(|word| word == name);
-    for (_, field) in OF_MOUNTS.iter().filter(|(name, _)| is_given(name)) {
+    for (_, field) in MOUNT_WORDS.iter().filter(|(name, _)| is_given(name)) {
         *field(&mut options) = true;
     }
-    for (_, field) in GRANTS.iter().filter(|(name, _)| foreign && !is_given(name)) {
+    for (_, field) in PERMISSION_WORDS.iter().filter(|(name, _)| foreign && !is_given(name)) {
         *field(&mut options) = true;
     }
     options
 }
 
-/// Whether a word is one of mounts of any type.
-fn is_of_mounts(name: &str) -> bool {
-    OF_MOUNTS.iter().chain(&GRANTS).any(|(word, _)| *word == name)
+/// Whether a word is an option of mounts of any type.
+fn is_mount_word(name: &str) -> bool {
+    MOUNT_WORDS.iter().chain(&PERMISSION_WORDS).any(|(word, _)| *word == name)
 }
 
-/// What the kernel has in its table for a mount of FUSE, and mount(8) repeats when it remounts.
-const OF_KERNEL: [&str; 5] = ["user_id", "group_id", "max_read", "blksize", "remount"];
+/// Options that the kernel lists for FUSE mounts, and mount(8) repeats in a remount.
+const KERNEL_WORDS: [&str; 5] = ["user_id", "group_id", "max_read", "blksize", "remount"];
 
-/// What is to become of a mount that is there.
+/// The changes of a remount.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Remount {
-    /// Its flags from now on.
+    /// The new mount options.
     pub options: MountOptions,
-    /// Options that a mount keeps until it is unmounted.
+    /// Options that a remount cannot change.
     pub unchanged: Vec<String>,
 }
 
-/// What the values of `-o` say if one of the options is `remount`. mount(8) adds those that the mount has, so the rest of them
-/// may be what is so already. `foreign`: as for [`of_mount`].
+/// Parses the values of `-o` if they contain `remount`. mount(8) adds the current options of the mount. `foreign`: as for
+/// [`of_mount`].
 pub fn remount(table: &clap::Command, values: &[OsString], foreign: bool) -> Result<Option<Remount>, String> {
     let words: Vec<_> = values.iter().flat_map(|value| split(value.as_bytes())).collect();
     if !words.iter().any(|word| word == b"remount") {
         return Ok(None);
     }
-    let mount = table.find_subcommand("mount").expect("the table has it");
+    let mount = table.find_subcommand("mount").expect("the table has the command");
     let mut flags = Flags { mount, words: BTreeMap::new() };
     for word in words {
         let (name, value) = name_and_value(&word);
-        if !OF_KERNEL.contains(&&*name) {
+        if !KERNEL_WORDS.contains(&&*name) {
             flags.word(&name, value)?;
         }
     }
     let read_only = flags.words.remove("read-only").is_some();
     flags.words.remove("allow-other");
-    let (of_mount, others): (Vec<_>, Vec<_>) = flags.words.into_iter().partition(|(name, _)| is_of_mounts(name));
+    let (of_mount, others): (Vec<_>, Vec<_>) = flags.words.into_iter().partition(|(name, _)| is_mount_word(name));
     let of_mount: Vec<String> = of_mount.into_iter().map(|(name, _)| name).collect();
     let options = MountOptions { read_only, ..self::of_mount(&of_mount, foreign) };
     let said = |(name, value): (String, Option<OsString>)| match value {
@@ -154,9 +156,9 @@ pub fn remount(table: &clap::Command, values: &[OsString], foreign: bool) -> Res
     Ok(Some(Remount { options, unchanged: others.into_iter().map(said).collect() }))
 }
 
-/// Rewrites the arguments of `ferry mount`: every `-o` is taken apart.
+/// Rewrites the arguments of `ferry mount`: replaces every `-o`.
 pub fn expand(table: &clap::Command, args: &[OsString]) -> Result<Vec<OsString>, String> {
-    let mount = table.find_subcommand("mount").expect("the table has it");
+    let mount = table.find_subcommand("mount").expect("the table has the command");
     let mut flags = Flags { mount, words: BTreeMap::new() };
     let mut rest = Vec::new();
     let mut args = args.iter();
@@ -168,15 +170,15 @@ pub fn expand(table: &clap::Command, args: &[OsString]) -> Result<Vec<OsString>,
             }
             b"-o" => flags.read(args.next().ok_or("-o is given without options after it")?)?,
             [b'-', b'o', options @ ..] => flags.read(OsStr::from_bytes(options))?,
-            // Not a look-ahead into a flag's value: no value of ours can be `-o`.
+            // No flag has the value `-o`.
             _ => rest.push(arg.clone()),
         }
     }
-    // A flag that was also given as such is clap's to refuse, so these go first.
+    // These go first, so that clap reports repeated flags.
     Ok(flags.into_args().chain(rest).collect())
 }
 
-/// What the options say, the last word on each thing.
+/// The parsed options; the last one of each name wins.
 struct Flags<'a> {
     mount: &'a clap::Command,
     words: BTreeMap<String, Option<OsString>>,
@@ -199,29 +201,29 @@ impl Flags<'_> {
         if name.is_empty() || IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-") {
             return Ok(());
         }
-        if is_of_mounts(name) {
+        if is_mount_word(name) {
             return match value {
                 None => {
                     self.words.insert(name.into(), None);
                     Ok(())
                 }
-                Some(value) => Err(format!("the mount option {name:?} takes no value, and has {value:?}")),
+                Some(value) => Err(format!("the mount option {name:?} takes no value, but has {value:?}")),
             };
         }
-        if let Some((_, instead)) = ELSEWHERE.iter().find(|(word, _)| *word == name) {
-            return Err(format!("mounts of ferry do not know the option {name:?}: {instead}"));
+        if let Some((_, instead)) = UNSUPPORTED.iter().find(|(word, _)| *word == name) {
+            return Err(format!("ferry does not support the mount option {name:?}: {instead}"));
         }
         let Some(flag) = self.mount.get_arguments().find(|arg| arg.get_long() == Some(&own) && !arg.is_hide_set())
         else {
             let flags = self.mount.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(clap::Arg::get_long);
-            let words = flags.chain(OF_MOUNTS.iter().chain(&GRANTS).map(|(word, _)| *word));
+            let words = flags.chain(MOUNT_WORDS.iter().chain(&PERMISSION_WORDS).map(|(word, _)| *word));
             let meant = nearest(&own, words).map(|word| format!(": did you mean {:?}?", word.replace('-', "_")));
-            let meant = meant.unwrap_or_else(|| "; ferry mount --help has those there are".into());
+            let meant = meant.unwrap_or_else(|| "; see ferry mount --help".into());
             return Err(format!("unknown mount option {name:?}{meant}"));
         };
         match (flag.get_action().takes_values(), value) {
             (true, None) => Err(format!("the mount option {name:?} needs a value: {name}=VALUE")),
-            (false, Some(value)) => Err(format!("the mount option {name:?} takes no value, and has {value:?}")),
+            (false, Some(value)) => Err(format!("the mount option {name:?} takes no value, but has {value:?}")),
             (_, value) => {
                 self.words.insert(own, value);
                 Ok(())
@@ -231,7 +233,7 @@ impl Flags<'_> {
 
     fn into_args(self) -> impl Iterator<Item = OsString> {
         self.words.into_iter().flat_map(|(name, value)| {
-            if is_of_mounts(&name) {
+            if is_mount_word(&name) {
                 return vec!["-o".into(), name.into()];
             }
             let mut arg = OsString::from(format!("--{name}"));
@@ -250,12 +252,12 @@ fn name_and_value(option: &[u8]) -> (String, Option<OsString>) {
     (name, parts.next().map(|value| OsString::from_vec(value.to_vec())))
 }
 
-/// Cuts at commas; a backslash before a comma or a backslash makes it part of a value.
+/// Splits at commas; a backslash escapes a comma or a backslash.
 fn split(options: &[u8]) -> Vec<Vec<u8>> {
     let mut parts = vec![Vec::new()];
     let mut bytes = options.iter().copied().peekable();
     while let Some(byte) = bytes.next() {
-        let last = parts.last_mut().expect("there is one from the beginning");
+        let last = parts.last_mut().expect("the list starts with one part");
         match (byte, bytes.peek()) {
             (b'\\', Some(b',' | b'\\')) => last.extend(bytes.next()),
             (b',', _) => parts.push(Vec::new()),
@@ -306,9 +308,9 @@ mod tests {
             ("mem /m -o detached", "unknown mount option \"detached\""),
             ("mem /m -o allow_root", "\"allow_root\": allow_other"),
             ("mem /m -o kernel_cache", "cache=always"),
-            ("mem /m -o max_read=4096", "1 MiB at most"),
+            ("mem /m -o max_read=4096", "to 1 MiB"),
             ("mem /m -o uid=1000", "map_user=UID:GID"),
-            ("mem /m -o umask=022", "leave it out"),
+            ("mem /m -o umask=022", "omit it"),
             ("mem /m -o context=system_u:object_r:x:s0", "security.selinux"),
             ("mem /m -o remount,ro", "mount -o remount,ro MOUNTPOINT"),
             ("mem /m -o size", "\"size\" needs a value"),
@@ -320,7 +322,7 @@ mod tests {
         }
     }
 
-    /// Whoever follows the advice is understood.
+    /// The advice names options that exist.
     #[test]
     fn what_is_named_instead_is_there() {
         for line in
@@ -331,7 +333,7 @@ mod tests {
         for word in ["translate_uid", "translate_gid"] {
             expanded(&format!("mem /m -o {word}=map:0:1000:1")).expect(word);
         }
-        for (word, _) in ELSEWHERE {
+        for (word, _) in UNSUPPORTED {
             assert!(expanded(&format!("mem /m -o {word}")).is_err() && !IGNORED.contains(&word), "{word}");
         }
     }

@@ -24,7 +24,7 @@ impl Success {
     /// # Errors
     /// No descriptor is left.
     pub fn new() -> Result<Self> {
-        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("no pipe can be had")?;
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("cannot create a pipe")?;
         Ok(Self { reader, writer: Some(writer) })
     }
 

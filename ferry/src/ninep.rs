@@ -1,4 +1,4 @@
-//! The 9P export's flags as a user writes them, and the sockets that they mean.
+//! The 9P export of a share, and its socket.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
@@ -11,9 +11,9 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use crate::flags::{Acl, Address, Share, Users};
 use crate::paths::absolute;
 use crate::service_manager;
-use crate::socket::{Bound, retry_in_use};
+use crate::socket::{ListenSocket, retry_in_use};
 
-/// Connections that wait to be taken, as for TCP.
+/// The backlog of connections, as for TCP.
 const VSOCK_BACKLOG: i32 = 128;
 
 /// Adds the groups that users have on this host.
@@ -25,7 +25,7 @@ fn with_groups(users: &Users) -> Result<ferry_ninep::Users> {
     })
 }
 
-/// A user of this host. This process's own has the groups that the process has.
+/// Returns a user of this host. The user of this process has the groups of the process.
 fn identity(uid: u32) -> Result<Identity> {
     if uid == rustix::process::geteuid().as_raw() {
         let groups = rustix::process::getgroups().context("cannot tell the groups of this process")?;
@@ -35,7 +35,7 @@ fn identity(uid: u32) -> Result<Identity> {
     let flag = format!("--9p-users only={uid}");
     let found = nix::unistd::User::from_uid(uid.into()).with_context(|| format!("{flag}: cannot look up the user"))?;
     let user = found.with_context(|| {
-        format!("{flag}: this host has no user {uid}, so it is not known which groups that one is in; write UID:GID, for one user")
+        format!("{flag}: this host has no user {uid}, so its groups are unknown; write UID:GID, for one user")
     })?;
     let name = std::ffi::CString::new(user.name).with_context(|| format!("{flag}: the user's name has a NUL"))?;
     let groups = nix::unistd::getgrouplist(&name, user.gid)
@@ -49,32 +49,32 @@ enum Listener {
     Vmm(UnixListener),
 }
 
-/// A socket for 9P clients, before it is served.
+/// A socket for 9P clients that is not served yet.
 #[derive(Debug)]
-pub struct Listening {
+pub struct NinepSocket {
     listener: Listener,
-    /// The socket's file, which goes when this does.
-    bound: Option<Bound>,
-    /// What clients are to be told.
+    /// The file of a unix socket, which is removed with this.
+    bound: Option<ListenSocket>,
+    /// The address for clients.
     address: String,
-    /// As whom clients act. This host's users are looked up where their tables can be seen.
+    /// The users that clients act as, looked up before the sandbox hides the tables of users.
     users: ferry_ninep::Users,
 }
 
-impl Listening {
-    /// Makes the socket of a share that has one.
+impl NinepSocket {
+    /// Creates the socket of a share, if it has one.
     pub fn of(share: &Share) -> Result<Option<Self>> {
         let group = share.socket_group.as_deref();
         let Some(address) = &share.ninep else { return Ok(None) };
         let users = with_groups(share.ninep_users.as_ref().unwrap_or(&Users::Client))?;
         let (listener, bound, address) = match address {
             Address::Unix(path) => {
-                let bound = Bound::bind_for(path, group)?;
+                let bound = ListenSocket::bind_for(path, group)?;
                 let address = format!("unix:{}", absolute(path));
                 (Listener::Clients(bound.listener()?.into()), Some(bound), address)
             }
             Address::VhostUser(path) => {
-                let bound = Bound::bind_for(path, group)?;
+                let bound = ListenSocket::bind_for(path, group)?;
                 let address = format!("vhost-user:{}", absolute(path));
                 (Listener::Vmm(bound.listener()?), Some(bound), address)
             }
@@ -83,10 +83,10 @@ impl Listening {
                 (Listener::Clients(listener.into()), None, format!("tcp:{bound}"))
             }
             Address::Tls(host, port) => {
-                // The files first: what is wrong with them is to be told also where the port is in use.
-                let seal = seal(share)?;
+                // The files first: their errors should appear even if the port is in use.
+                let tls_listener = tls_listener(share)?;
                 let (listener, bound) = tcp(host, *port).with_context(|| format!("cannot listen on {address}"))?;
-                (Listener::Clients(seal(listener)), None, format!("tls:{bound}"))
+                (Listener::Clients(tls_listener(listener)), None, format!("tls:{bound}"))
             }
             Address::Vsock(cid, port) => {
                 let listener = vsock(*cid, *port).with_context(|| format!("cannot listen on {address}"))?;
@@ -96,23 +96,23 @@ impl Listening {
         Ok(Some(Self { listener, bound, address, users }))
     }
 
-    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    /// Serves in place of the process that created the socket, which removes its file.
     pub fn take_over(&mut self) -> Result<()> {
-        self.bound.as_mut().map_or(Ok(()), Bound::take_over)
+        self.bound.as_mut().map_or(Ok(()), ListenSocket::take_over)
     }
 
-    /// What clients are to be told.
+    /// Returns the address for clients.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Serves the socket. What comes along is to be dropped after the export.
+    /// Serves the socket. Drop the returned socket after the export.
     pub fn serve(
         self,
         source: std::sync::Arc<dyn ferry_vfs::FileSystem>,
         share: &Share,
         name: &str,
-    ) -> Result<(ferry_ninep::Export, Option<Bound>)> {
+    ) -> Result<(ferry_ninep::Export, Option<ListenSocket>)> {
         let options = ferry_ninep::Options { name: name.into(), ..options(share, self.users) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
@@ -126,18 +126,18 @@ impl Listening {
         };
         let export = match started {
             Err(ferry_ninep::Error::Remote(address)) => anyhow::bail!(
-                "{address} can be reached from other machines, and 9P believes whoever connects; \
+                "other machines can reach {address}, and 9P does not verify users; \
                  listen on 127.0.0.1, or add --9p-remote, or use tls: with --tls-client-ca"
             ),
             Err(error @ ferry_ninep::Error::Unchecked(_)) => {
                 anyhow::bail!(
-                    "--9p-users: {error}; leave the flag out if clients may do anything with {}",
+                    "--9p-users: {error}; omit the flag if clients may do anything with {}",
                     share.source.display()
                 )
             }
             Err(error @ ferry_ninep::Error::Users { .. }) => anyhow::bail!(
-                "--9p-users: {error}. Start it as root (without --modcaps=-setuid and -setgid), or as that user: with only=UID \
-                 its groups are let in, too"
+                "--9p-users: {error}. Start it as root (without --modcaps=-setuid and -setgid), or as that user: only=UID \
+                 also admits its groups"
             ),
             other => other?,
         };
@@ -145,7 +145,7 @@ impl Listening {
     }
 }
 
-/// How the flags of a share have it served.
+/// Returns the options of the export.
 fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     let default = ferry_ninep::Options::default();
     let seconds = |given: Option<u64>| given.map(Duration::from_secs);
@@ -169,21 +169,21 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     }
 }
 
-/// Listens on an address of this machine; returns which.
+/// Listens on an address of this machine; returns the address.
 fn tcp(host: &str, port: u16) -> std::io::Result<(TcpListener, SocketAddr)> {
     let in_use = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
     let listener = match service_manager::take_tcp(host, port) {
         Some(listener) => listener,
         None => retry_in_use(|| TcpListener::bind((host, port)), in_use)?,
     };
-    // Port 0 is any that is free.
+    // Port 0 selects a free port.
     let bound = listener.local_addr()?;
     Ok((listener, bound))
 }
 
-/// What makes a TCP socket one with TLS.
+/// Returns the function that adds TLS to a TCP socket.
 #[cfg(feature = "tls")]
-fn seal(share: &Share) -> Result<impl FnOnce(TcpListener) -> ferry_ninep::Listener> {
+fn tls_listener(share: &Share) -> Result<impl FnOnce(TcpListener) -> ferry_ninep::Listener> {
     let (Some(certificate), Some(key)) = (&share.tls_cert, &share.tls_key) else {
         bail!("9P with TLS needs --tls-cert FILE and --tls-key FILE, both in PEM");
     };
@@ -192,17 +192,17 @@ fn seal(share: &Share) -> Result<impl FnOnce(TcpListener) -> ferry_ninep::Listen
 }
 
 #[cfg(not(feature = "tls"))]
-fn seal(_: &Share) -> Result<fn(TcpListener) -> ferry_ninep::Listener> {
+fn tls_listener(_: &Share) -> Result<fn(TcpListener) -> ferry_ninep::Listener> {
     bail!("this ferry was built without TLS: build it with the feature tls")
 }
 
-/// Listens for other virtual machines, or the host.
+/// Listens for virtual machines, or the host.
 fn vsock(cid: u32, port: u32) -> Result<ferry_ninep::Listener> {
     let socket = Socket::new(Domain::VSOCK, Type::STREAM, None)
         .context("this kernel has no vsock: modprobe vmw_vsock_virtio_transport, vhost_vsock or vsock_loopback")?;
     match socket.bind(&SockAddr::vsock(cid, port)) {
         Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => {
-            bail!("{cid} is no CID of this machine; write any, or 2 on a host, or 1 for this machine alone")
+            bail!("{cid} is not a CID of this machine; write any, or 2 on a host, or 1 for this machine alone")
         }
         other => other?,
     }

@@ -1,5 +1,6 @@
-//! Paths as the user wrote them, and the directory that they are relative to.
+//! Paths of the user, which are relative to the start directory, and of descriptors.
 
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -15,4 +16,9 @@ pub fn start_dir() -> &'static Path {
 pub fn absolute(path: &Path) -> String {
     let path = start_dir().join(path);
     std::path::absolute(&path).unwrap_or(path).to_string_lossy().into_owned()
+}
+
+/// Returns a path that leads to an open file, whatever its name.
+pub fn descriptor_path(file: &impl AsRawFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }

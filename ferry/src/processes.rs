@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use ferry_control::{Control, Logging};
 use ferry_isolation::{BlockedSignals, Child, End};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,13 +19,15 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::disk::{self, PATIENCE};
+use crate::flags::Share;
 use crate::new_files::{NewFiles, Success};
 use crate::output::print_json;
 use crate::paths::{absolute, start_dir};
 use crate::sandbox::{self, SandboxFlags};
 use crate::service_manager;
-use crate::share::Start;
-use crate::socket::Bound;
+use crate::share::{self, Start};
+use crate::socket::ListenSocket;
+use crate::status::misuse;
 
 /// The maximum length in bytes of a child's report, which has a few paths per disk or share.
 const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -32,10 +35,71 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 /// How long disks that are not open yet may take to end: each removes its files.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// Serves shares and disks until SIGTERM or SIGINT, or until nothing is left to serve. Returns the exit status.
+pub fn run_shares(
+    shares: &[Share],
+    disks: &[disk::Args],
+    (sandbox_flags, json): (&SandboxFlags, bool),
+    logging: &Logging,
+) -> Result<u8> {
+    share::refuse_duplicates(shares, disks).map_err(misuse)?;
+    let inherited = share::inherit(shares)?;
+    service_manager::inherit(shares, disks)?;
+    let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
+    if !disks.is_empty() {
+        let inherited_disks = disk::inherit(disks)?;
+        // Signals are blocked until they are caught, in either process.
+        let signals = BlockedSignals::hold()?;
+        // Clients check that the socket belongs to the process that users know.
+        let control = if shares.is_empty() { None } else { Control::bind() };
+        let start = Start { control, ..start };
+        return run_all(Some(start), (disks, inherited_disks), (sandbox_flags, json), signals);
+    }
+    let once = shares.iter().any(|share| share.once);
+    let new_files = NewFiles::new(Success::new()?);
+    start.run(BlockedSignals::hold()?, new_files, |up| {
+        match json {
+            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "shares": share::statuses(up) }))?,
+            false => share::announce(shares, up)?,
+        }
+        if once {
+            // Kata waits for this line of virtiofsd.
+            tracing::info!("Waiting for vhost-user socket connection...");
+        }
+        Ok(true)
+    })
+}
+
+/// Serves disks until SIGTERM or SIGINT, each in its own process if there are several; returns the exit status.
+pub fn run_disks(disks: &[disk::Args]) -> Result<u8> {
+    if disks.iter().any(|disk| disk.print_capabilities) {
+        return print_json(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
+    }
+    disk::refuse_duplicates(disks).map_err(misuse)?;
+    // Signals are blocked until they are caught, in either process.
+    let signals = BlockedSignals::hold()?;
+    // Inherited descriptors first: files that this process opens could have their numbers.
+    let inherited = disk::inherit(disks)?;
+    service_manager::inherit(&[], disks)?;
+    let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
+    let json = disks.iter().any(|disk| disk.json);
+    if disks.len() > 1 {
+        return run_all(None, (disks, inherited), (&sandbox_flags, json), signals);
+    }
+    let new_files = NewFiles::new(Success::new()?);
+    disk::serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
+        match json {
+            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.to_json() }))?,
+            false => opened.announce()?,
+        }
+        Ok(true)
+    })
+}
+
 /// Serves shares and disks; returns the exit status, in the parent and in every child.
-pub fn run(
+fn run_all(
     shares: Option<Start<'_>>,
-    (disks, inherited): (&[disk::Args], Vec<Option<Bound>>),
+    (disks, inherited): (&[disk::Args], Vec<Option<ListenSocket>>),
     (sandbox_flags, json): (&SandboxFlags, bool),
     signals: BlockedSignals,
 ) -> Result<u8> {
@@ -49,9 +113,9 @@ pub fn run(
         if let Some(report) = servers.begin(None)? {
             drop(servers);
             service_manager::leave();
-            sockets.iter_mut().flatten().for_each(Bound::leave);
+            sockets.iter_mut().flatten().for_each(ListenSocket::leave);
             drop(sockets);
-            return shares.run_beside_disks(signals, report, json);
+            return run_beside_disks(shares, signals, report, json);
         }
         // This process removes its file in the end.
         control = shares.control;
@@ -62,14 +126,14 @@ pub fn run(
         drop(servers);
         service_manager::leave();
         let mut own = sockets.get_mut(number).and_then(Option::take);
-        own.as_mut().map_or(Ok(()), Bound::take_over)?;
+        own.as_mut().map_or(Ok(()), ListenSocket::take_over)?;
         control.iter_mut().for_each(Socket::leave_file);
-        sockets.iter_mut().flatten().for_each(Bound::leave);
+        sockets.iter_mut().flatten().for_each(ListenSocket::leave);
         drop(sockets);
         let (report, new_files) = report.split()?;
         let only = disks.get(number..=number).unwrap_or_default();
         return disk::serve(only, vec![own], (sandbox_flags, signals), new_files, |opened| {
-            let is_announced = report.send(&opened.described().into_iter().next().unwrap_or_default())?;
+            let is_announced = report.send(&opened.to_json().into_iter().next().unwrap_or_default())?;
             if is_announced && !json {
                 opened.announce()?;
             }
@@ -83,8 +147,22 @@ pub fn run(
     servers.wait(&signals, &arrives)
 }
 
+/// Serves the shares in a child process beside disks. Returns the exit status.
+fn run_beside_disks(mut start: Start<'_>, signals: BlockedSignals, report: Report, json: bool) -> Result<u8> {
+    let (report, new_files) = report.split()?;
+    start.control.iter_mut().for_each(Socket::leave_file);
+    let shares = start.shares;
+    start.run(signals, new_files, |up| {
+        let is_announced = report.send(&share::statuses(up))?;
+        if is_announced && !json {
+            share::announce(shares, up)?;
+        }
+        Ok(is_announced)
+    })
+}
+
 /// A child's report that it is up, and the signal that the start has succeeded.
-pub struct Report {
+struct Report {
     writer: OwnedFd,
     success: Success,
 }
@@ -94,23 +172,23 @@ impl Report {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn split(self) -> Result<(ReportSender, NewFiles)> {
+    fn split(self) -> Result<(ReportSender, NewFiles)> {
         Ok((ReportSender(self.writer, self.success.try_clone()?), NewFiles::new(self.success)))
     }
 }
 
 /// Sends a child's report to the parent.
-pub struct ReportSender(OwnedFd, Success);
+struct ReportSender(OwnedFd, Success);
 
 impl ReportSender {
     /// Sends what the child serves; waits for the start's outcome, and returns whether it has succeeded.
     ///
     /// # Errors
     /// The parent has ended.
-    pub fn send(self, what: &Value) -> Result<bool> {
+    fn send(self, what: &Value) -> Result<bool> {
         let Self(writer, success) = self;
         let sent = File::from(writer).write_all(format!("{what}\n").as_bytes());
-        sent.context("the process that was started has gone")?;
+        sent.context("the parent process has ended")?;
         Ok(success.wait())
     }
 }
@@ -145,7 +223,7 @@ struct Server<'a> {
 impl<'a> Servers<'a> {
     /// Starts a child for a disk, or for the shares. Returns its report, in the child only.
     fn begin(&mut self, disk: Option<&'a disk::Args>) -> Result<Option<Report>> {
-        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("no pipe can be had")?;
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("cannot create a pipe")?;
         let success = Success::new()?;
         let Some(child) = ferry_isolation::begin_child()? else {
             return Ok(Some(Report { writer, success: success.of_parent() }));
@@ -168,7 +246,7 @@ impl<'a> Servers<'a> {
         let begun = Instant::now();
         loop {
             for number in 0..self.all.len() {
-                if let Some(end) = self.all[number].look()? {
+                if let Some(end) = self.all[number].poll()? {
                     self.take_end(number, end);
                 }
             }
@@ -193,7 +271,7 @@ impl<'a> Servers<'a> {
             if is_ready(arrives, self.all.iter().filter_map(|server| server.report.as_ref()), left)?
                 && let Some(arrival) = signals.next()?
             {
-                self.pass_on(arrival.signal, arrival.from_terminal);
+                self.forward(arrival.signal, arrival.from_terminal);
             }
         }
     }
@@ -214,14 +292,14 @@ impl<'a> Servers<'a> {
             return;
         }
         if was_up || !self.is_announced {
-            self.pass_on(Signal::TERM, false);
+            self.forward(Signal::TERM, false);
         } else {
             eprintln!("ferry: {file} is not served; the other disks are");
         }
     }
 
     /// Forwards a signal, unless a terminal has sent it to all processes.
-    fn pass_on(&mut self, signal: Signal, from_terminal: bool) {
+    fn forward(&mut self, signal: Signal, from_terminal: bool) {
         if [Signal::TERM, Signal::INT, Signal::QUIT].contains(&signal) {
             service_manager::stopping();
             self.ending.get_or_insert_with(Instant::now);
@@ -241,9 +319,9 @@ impl<'a> Servers<'a> {
         let mut line = serde_json::json!({ "pid": sandbox::pid() });
         if self.has_shares {
             let shares = there().find(|server| server.disk.is_none());
-            line["shares"] = shares.map_or_else(|| Value::Array(Vec::new()), Server::described);
+            line["shares"] = shares.map_or_else(|| Value::Array(Vec::new()), Server::to_json);
         }
-        line["disks"] = there().filter(|server| server.disk.is_some()).map(Server::described).collect();
+        line["disks"] = there().filter(|server| server.disk.is_some()).map(Server::to_json).collect();
         print_json(&line)
     }
 }
@@ -258,7 +336,7 @@ impl Server<'_> {
     }
 
     /// Reads its report, and returns how it ended, once.
-    fn look(&mut self) -> Result<Option<End>> {
+    fn poll(&mut self) -> Result<Option<End>> {
         if let Some(report) = &mut self.report {
             let left = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
             let read = report.take(left).read_to_end(&mut self.line);
@@ -273,7 +351,7 @@ impl Server<'_> {
     }
 
     /// Returns its report, or the disk's name if there is none yet.
-    fn described(&self) -> Value {
+    fn to_json(&self) -> Value {
         let unknown = |disk: &disk::Args| {
             serde_json::json!({
                 "file": self.shown(),
@@ -290,10 +368,10 @@ impl Server<'_> {
 fn is_ready<'a>(first: &OwnedFd, others: impl Iterator<Item = &'a File>, left: Option<Duration>) -> Result<bool> {
     let mut polled = vec![PollFd::new(first, PollFlags::IN)];
     polled.extend(others.map(|file| PollFd::new(file, PollFlags::IN)));
-    let left = left.map(Timespec::try_from).transpose().context("a time that is too long")?;
+    let left = left.map(Timespec::try_from).transpose().context("the timeout is too long")?;
     match poll(&mut polled, left.as_ref()) {
         Ok(_) => Ok(polled[0].revents().contains(PollFlags::IN)),
         Err(Errno::INTR) => Ok(false),
-        Err(errno) => Err(errno).context("the servers of disks cannot be waited for"),
+        Err(errno) => Err(errno).context("cannot wait for the servers of disks"),
     }
 }

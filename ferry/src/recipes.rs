@@ -1,10 +1,10 @@
-//! Commands to copy: how VMMs and guests use a share.
+//! Commands to copy: VMMs and guests that use a share.
 
 /// Shown by `ferry --help`.
 pub const OVERVIEW: &str = "\
 Examples:
   ferry try ~/project                      a shell in a Linux guest, in ~/project
-  ferry try ~/project -- make test         run a command there; its status is ferry's
+  ferry try ~/project -- make test         run a command there, and exit with its status
   ferry share ~/project --virtiofs /run/user/1000/project.sock
                                            share it with a virtual machine of your own
   ferry disk disk.raw --vhost-user /run/disk.sock
@@ -38,7 +38,7 @@ QEMU (the guest's memory must be shared; 4G is an example):
   -device vhost-user-fs-pci,chardev=char0,tag=src,queue-size=1024,num-request-queues=4
 
 QEMU from 11.1 on with a DAX window, for large files that the guest maps into its own memory (num_vqs is the
-number of queues and 1; the tag is ferry's), and in the guest:
+number of queues plus 1; the tag is ferry's), and in the guest:
   ferry share /srv/src --virtiofs /run/src.sock --tag src --queues 4
   -device vhost-user-test-device-pci,chardev=char0,virtio-id=26,num_vqs=5,vq_size=1024,config_size=40
   mount -t virtiofs src /mnt               (or with -o dax=always: all files)
@@ -56,15 +56,15 @@ libvirt (in the domain's XML):
 cloud-hypervisor:
   --memory size=4G,shared=on --fs tag=src,socket=/run/src.sock,num_queues=4,queue_size=1024
 
-9P, for whatever has no vhost-user (a unix socket is its user's alone; TCP beyond this
-machine needs --9p-remote, or tls: with --tls-client-ca):
+9P, for systems without vhost-user (only its user can connect to a unix socket; TCP from other
+machines needs --9p-remote, or tls: with --tls-client-ca):
   ferry share /srv/src --9p unix:/run/src.9p
   ferry share /srv/src --9p tcp:127.0.0.1:5640
   mount -t 9p -o trans=unix,version=9p2000.L,msize=1048576 /run/src.9p /mnt
   mount -t 9p -o trans=tcp,port=5640,version=9p2000.L,msize=1048576 127.0.0.1 /mnt
 
 9P for a virtual machine (QEMU from 11.1 on, its memory shared as above; config_size is the
-length of the tag and 2), and in the guest:
+length of the tag plus 2), and in the guest:
   ferry share /srv/src --9p vhost-user:/run/src.sock --tag src
   -chardev socket,id=char0,path=/run/src.sock
   -device vhost-user-test-device-pci,chardev=char0,virtio-id=9,num_vqs=1,vq_size=128,config_size=5
@@ -84,10 +84,10 @@ A configuration file for --config (paths are relative to the file):
   file = \"/srv/disk.raw\"
   vhost-user = \"/run/disk.sock\"";
 
-/// Shown by `ferry share --help`, too. An authority and certificates that TLS takes, which needs version 3 of X.509.
+/// Shown by `ferry share --help`, too. TLS requires certificates of X.509 version 3.
 pub const TLS: &str = "\
-9P with TLS: an authority of your own, and what it vouches for. HOST is what clients write (for an
-address IP:ADDRESS in the place of DNS:HOST); each client has a key of its own:
+9P with TLS: an authority of your own, and the certificates that it signs. HOST is the name that clients
+use (for an address, write IP:ADDRESS instead of DNS:HOST); each client has its own key:
   openssl req -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=our authority' \\
     -keyout ca.key -out ca.pem
   openssl req -newkey rsa:2048 -nodes -subj /CN=HOST -addext subjectAltName=DNS:HOST \\
@@ -153,7 +153,7 @@ Examples:
   ferry fsck /srv/data.pmem --repair       keep what can be read
   ferry fsck /dev/pmem0 --tier2 /srv/cold  one that was mounted with --tier2";
 
-/// QEMU's options for one share, to paste after a command that already has shared memory.
+/// Returns QEMU's options for one share, to append to a command with shared memory.
 pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {
     let socket = qemu_value(socket);
     let tag = qemu_value(tag);
@@ -164,8 +164,8 @@ pub fn qemu(socket: &str, tag: &str, queues: usize) -> String {
     format!("-chardev {} -device {}", shell_word(&line[0]), shell_word(&line[1]))
 }
 
-/// QEMU's options for one 9P device, to paste after a command that already has shared memory. The configuration space is
-/// the tag and its length.
+/// Returns QEMU's options for one 9P device, to append to a command with shared memory. The configuration space holds the tag and
+/// its length.
 pub fn qemu_9p(socket: &str, tag: &str) -> String {
     let socket = format!("socket,id=ferry9p,path={}", qemu_value(socket));
     let bytes = 2 + tag.len();
@@ -174,18 +174,18 @@ pub fn qemu_9p(socket: &str, tag: &str) -> String {
     format!("-chardev {} -device {device}", shell_word(&socket))
 }
 
-/// QEMU's options for one disk, to paste after a command that already has shared memory.
+/// Returns QEMU's options for one disk, to append to a command with shared memory.
 pub fn qemu_disk(socket: &str) -> String {
     let socket = format!("socket,id=ferry,path={},reconnect-ms=1000", qemu_value(socket));
     format!("-chardev {} -device vhost-user-blk-pci,chardev=ferry", shell_word(&socket))
 }
 
-/// A value inside a QEMU option: a comma would end it, so it is doubled.
+/// Escapes a value in a QEMU option: commas are doubled.
 fn qemu_value(text: &str) -> String {
     text.replace(',', ",,")
 }
 
-/// A word that a shell reads as it stands.
+/// Quotes a word for a shell, if needed.
 pub fn shell_word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:@%+".contains(c);
     if !text.is_empty() && text.chars().all(plain) { text.into() } else { format!("'{}'", text.replace('\'', r"'\''")) }

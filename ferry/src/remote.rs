@@ -1,4 +1,4 @@
-//! The source `9p:`: addresses of servers, and the flags for them.
+//! The source `9p:`: how the flags of a share reach a server.
 
 use std::ffi::OsString;
 use std::io;
@@ -16,25 +16,25 @@ use crate::flags::{Address, Cache, Server, Share};
 use crate::sandbox::ServerAccess;
 use crate::size::Size;
 
-/// A port where TLS is spoken.
+/// Returns a transport with TLS.
 #[cfg(feature = "tls")]
-fn sealed(tcp: Tcp, flags: &Flags) -> Result<Arc<dyn Transport>> {
+fn tls_transport(tcp: Tcp, flags: &Flags) -> Result<Arc<dyn Transport>> {
     let Some(authorities) = &flags.server_ca else {
-        bail!("9P with TLS needs --server-ca FILE: whoever must have signed the server's certificate, in PEM");
+        bail!("9P with TLS needs --server-ca FILE: the authorities that sign the server's certificate, in PEM");
     };
     let own = flags.client_cert.as_deref().zip(flags.client_key.as_deref());
     Ok(Arc::new(ferry_9p_client::Tls::new(tcp, authorities, own)?))
 }
 
 #[cfg(not(feature = "tls"))]
-fn sealed(_: Tcp, _: &Flags) -> Result<Arc<dyn Transport>> {
+fn tls_transport(_: Tcp, _: &Flags) -> Result<Arc<dyn Transport>> {
     bail!("this ferry was built without TLS: build it with the feature tls");
 }
 
-/// What the flags of a share say about how a server is used.
+/// The flags of a share that are for its server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flags {
-    /// With the tree of the flag, if there is one.
+    /// With the tree of `--9p-tree`, if it is given.
     options: ferry_9p_client::Options,
     server_ca: Option<PathBuf>,
     client_cert: Option<PathBuf>,
@@ -42,7 +42,7 @@ pub struct Flags {
 }
 
 impl Flags {
-    /// Those of a share.
+    /// Returns the flags of a share.
     pub fn of(share: &Share) -> Self {
         let default = ferry_9p_client::Options::default();
         let bytes = |size: Size| usize::try_from(size.0).unwrap_or(usize::MAX);
@@ -53,7 +53,7 @@ impl Flags {
             depth: share.in_flight.map_or(default.depth, usize::from),
             connections: share.connections.map_or(default.connections, usize::from),
             cache: match share.cache {
-                // Names and attributes are kept by the mount's kernel; this is about data.
+                // The kernel of the mount caches names and attributes; this is about data.
                 Cache::None | Cache::Metadata => ferry_9p_client::Cache::None,
                 Cache::Auto => ferry_9p_client::Cache::Auto,
                 Cache::Always => ferry_9p_client::Cache::Always,
@@ -67,7 +67,7 @@ impl Flags {
         Self { options, server_ca, client_cert, client_key }
     }
 
-    /// Reads what it takes to reach a server from behind walls, and sees whether it has an address; it is not connected to.
+    /// Resolves the server's address and reads its files, for use inside a sandbox. It does not connect.
     pub fn prepare(&self, server: Server) -> Result<PreparedServer> {
         let (transport, mut options) = (self.transport(&server.place)?, self.options.clone());
         if options.tree.is_empty() {
@@ -79,14 +79,14 @@ impl Flags {
         match server.place {
             Address::Unix(path) => {
                 let path = path.canonicalize().map_err(unreachable)?;
-                let (folder, name) = path.parent().zip(path.file_name()).context("a socket has a name")?;
+                let (folder, name) = path.parent().zip(path.file_name()).context("the socket has no name")?;
                 socket = Some((folder.to_owned(), name.to_owned()));
                 reach.by_path = true;
             }
             Address::Tcp(host, port) | Address::Tls(host, port) => {
                 reach.by_name = host.parse::<IpAddr>().is_err();
                 reach.port = Some(port);
-                // The C library has what it loads for that loaded afterwards.
+                // This also makes the C library load its modules for lookups now.
                 (host.as_str(), port).to_socket_addrs().map_err(unreachable)?;
             }
             Address::Vsock(..) | Address::VhostUser(_) => {}
@@ -98,22 +98,24 @@ impl Flags {
         Ok(match place.clone() {
             Address::Unix(path) => Arc::new(Unix(path)),
             Address::Tcp(host, port) => Arc::new(Tcp { host, port }),
-            Address::Tls(host, port) => sealed(Tcp { host, port }, self)?,
+            Address::Tls(host, port) => tls_transport(Tcp { host, port }, self)?,
             Address::Vsock(cid, port) => Arc::new(Vsock { cid, port }),
-            Address::VhostUser(path) => bail!("{} is the socket of a device, which guests use", path.display()),
+            Address::VhostUser(path) => {
+                bail!("{} is the socket of a device, which only virtual machines use", path.display())
+            }
         })
     }
 }
 
-/// A client that has seen the root, so that umount(8), which looks at a mount point first, does not wait for a server that is gone.
-fn with_known_root(client: Client) -> Arc<dyn FileSystem> {
+/// Caches the root of the tree, so that umount(8), which looks up the mount point first, does not wait for a lost server.
+fn cache_root(client: Client) -> Arc<dyn FileSystem> {
     if let Err(error) = client.refresh_root() {
-        tracing::debug!("the root of the 9P server cannot be looked at: {error}");
+        tracing::debug!("cannot read the root of the 9P server: {error}");
     }
     Arc::new(client)
 }
 
-/// A server on its way to who uses it from behind walls.
+/// A server that can be connected to inside a sandbox.
 pub struct PreparedServer {
     transport: Arc<dyn Transport>,
     options: ferry_9p_client::Options,
@@ -123,35 +125,35 @@ pub struct PreparedServer {
 }
 
 impl PreparedServer {
-    /// The folder in which its socket has to be seen.
+    /// Returns the folder of its socket, which must stay visible.
     pub fn folder(&self) -> Option<&Path> {
         self.socket.as_ref().map(|(folder, _)| folder.as_path())
     }
 
-    /// What it takes to reach it.
+    /// Returns what connecting to it requires.
     pub fn reach(&self) -> ServerAccess {
         self.reach.clone()
     }
 
-    /// The same, its folder seen in another place, if there is one.
+    /// Moves its socket's folder to `place`, if there is one.
     pub fn seen_at(self, place: Option<&Path>) -> Self {
         let transport: Arc<dyn Transport> = match (&self.socket, place) {
             (Some((_, name)), Some(place)) => {
                 Arc::new(RelocatedUnix { socket: Unix(place.join(name)), address: self.transport.address() })
             }
-            // By the path that its user gave: a short one need not be short when all of it is written out.
+            // The user's path may be short enough for a socket address where the absolute one is not.
             _ => self.transport,
         };
         Self { transport, ..self }
     }
 
-    /// Connects to it by this thread.
+    /// Connects on this thread.
     pub fn connect(self, connector: Connector) -> Result<Arc<dyn FileSystem>> {
-        Ok(with_known_root(Client::connect_by(connector, self.transport, self.options)?))
+        Ok(cache_root(Client::connect_by(connector, self.transport, self.options)?))
     }
 }
 
-/// A unix socket that has another place here than where its user knows it.
+/// A unix socket whose path inside the sandbox differs from the user's path.
 #[derive(Debug)]
 struct RelocatedUnix {
     socket: Unix,

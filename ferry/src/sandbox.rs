@@ -1,12 +1,12 @@
-//! The sandbox of a process that shares directories or offers disks: its parts, their order, and the messages where a
-//! part is not available.
+//! The sandbox of a process that shares directories or serves disks: its parts, their order, and the messages if a part is not
+//! available.
 //!
-//! Sockets are made before; a process then stays outside, removes their files in the end, and is the one that everybody knows.
-//! Disks, flat images and persistent memory are opened before, too, and need nothing by its name afterwards: inside there are their
-//! descriptors, and none of a directory. Directories, and the stores of composefs's images, are opened inside, where they have
-//! places. No thread is started before the last wall stands, but for those that connect to servers, which have their own first.
+//! Sockets are created before the sandbox; a process stays outside, removes their files at the end, and is the one that users
+//! know. Disks, flat images and persistent memory are also opened before, and need no path afterwards: the sandbox contains their
+//! descriptors, and none of a directory. Directories, and the stores of composefs images, are opened inside. No thread is started
+//! before the sandbox is complete, except those that connect to servers, which have their own sandbox.
 
-mod connecting;
+mod connector;
 
 use std::fmt;
 use std::fs::File;
@@ -16,7 +16,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
-pub use connecting::ServerAccess;
+pub use connector::ServerAccess;
 use ferry_9p_client::Connector;
 use ferry_isolation::{
     Access, Action, BlockedSignals, Capabilities, Filter, LandlockRules, LandlockStatus, Role, Root, Split, Supervisor,
@@ -26,21 +26,21 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::flags::{FileHandles, Kind, Share, Watch};
-use crate::launch::ENDINGS;
+use crate::launch::SHUTDOWN_SIGNALS;
 use crate::new_files::NewFiles;
 use crate::service_manager;
 use crate::size::deserialize_from_str;
 
-/// Linux's number for whoever cannot be named in a namespace of users (`/proc/sys/kernel/overflowuid`).
+/// Linux's id for users without a mapping (`/proc/sys/kernel/overflowuid`).
 const NOBODY: u32 = 65_534;
 
-/// The process that users know, where it is not this one.
-static KNOWN: OnceLock<u32> = OnceLock::new();
-/// This process is in a namespace of users in which only its own has a number.
-static ALONE: OnceLock<()> = OnceLock::new();
+/// The process that users know, if it is not this one.
+static PUBLIC_PID: OnceLock<u32> = OnceLock::new();
+/// Set in a user namespace that maps only this process's user.
+static HAS_SINGLE_USER: OnceLock<()> = OnceLock::new();
 
-/// The filters of threads that do one thing; none without seccomp.
-static NARROWER: OnceLock<ThreadFilters> = OnceLock::new();
+/// The filters of threads with one task; unset without seccomp.
+static THREAD_FILTERS: OnceLock<ThreadFilters> = OnceLock::new();
 
 /// One for the threads of each of these roles.
 struct ThreadFilters {
@@ -49,66 +49,62 @@ struct ThreadFilters {
     mapper: Filter,
 }
 
-/// The number of the process that users know: the one that they started.
+/// Returns the id of the process that the user started.
 pub fn pid() -> u32 {
-    KNOWN.get().copied().unwrap_or_else(std::process::id)
+    PUBLIC_PID.get().copied().unwrap_or_else(std::process::id)
 }
 
-/// Notes that users know this process, before others are made of it.
+/// Records that the user started this process, before it forks.
 pub fn set_public_pid() {
-    // Unless it is one of those.
-    let _ = KNOWN.set(std::process::id());
+    // A process that forks again keeps the first one.
+    let _ = PUBLIC_PID.set(std::process::id());
 }
 
-/// Takes from this process what it does without who only waits, and removes the files of sockets, in whosever folder they are.
+/// Drops what a process does not need that only waits and removes the files of sockets, whoever owns their folders.
 pub fn confine_supervisor(sandbox_flags: &SandboxFlags) -> Result<()> {
     Capabilities::ALL_USERS.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
-    if let Some(action) = sandbox_flags.action() {
-        // Where there is no seccomp, the other side says so.
-        let filtered = Filter::of(Role::Supervisor, action).and_then(|filter| filter.apply());
-        filtered.or_else(|error| sandbox_flags.seccomp.map_or(Ok(()), |_| Err(error)))?;
-    }
+    // The process inside reports missing seccomp.
+    sandbox_flags.filter(Role::Supervisor)?;
     Ok(())
 }
 
-/// Whether a peer is this user or root, who in a namespace of users has no number.
+/// Whether a peer is this user or root, which has no id in a user namespace.
 pub fn is_ours(peer: u32) -> bool {
-    // The permissions of the folder let nobody else in.
-    let unnamed = ALONE.get().is_some() && peer == NOBODY;
+    // The permissions of the folder exclude all other users.
+    let unnamed = HAS_SINGLE_USER.get().is_some() && peer == NOBODY;
     peer == 0 || peer == rustix::process::geteuid().as_raw() || unnamed
 }
 
-/// Where a process of shares and disks may look.
+/// What the process can see of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
-    /// Namespaces of mounts, processes and networks (for users other than root, of users, too), with a root directory
-    /// in which there is nothing but what is shared; Landlock. For 9p:SERVER, the thread that connects stays in this
-    /// host's network, and has the folder of a unix socket, which must not be made again, or the files by which names
-    /// of hosts are looked up, as they are at the start.
+    /// Namespaces of mounts, processes and networks (and users, for users other than root), a root directory that contains only
+    /// what is shared, and Landlock. For 9p:SERVER, the thread that connects stays in this host's network, and sees the folder of
+    /// a unix socket, which must not be created again, or the files for host name lookups as they are at the start.
     Namespace,
-    /// The shared directory, of which there must be one, is the root directory; Landlock. Only for root.
+    /// The only shared directory becomes the root directory; Landlock. Only for root.
     Chroot,
-    /// Everywhere.
+    /// Everything.
     None,
 }
 
-/// What becomes of a process that makes a system call that is not one of a server of files.
+/// The action on a system call that a file server does not need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Seccomp {
-    /// It is ended.
+    /// End the process.
     Kill,
-    /// The kernel's log notes it.
+    /// Write to the kernel's log.
     Log,
-    /// It gets SIGSYS, for debuggers.
+    /// Send SIGSYS, for debuggers.
     Trap,
-    /// Nothing: there is no filter.
+    /// No filter.
     None,
 }
 
-/// Capabilities that are kept or dropped besides.
+/// Additional capabilities to keep or drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Modcaps(String);
 
@@ -132,21 +128,21 @@ impl fmt::Display for Modcaps {
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Confinement")]
 pub struct SandboxFlags {
-    /// Where the process may look [default: namespace, or what of it can be had here].
+    /// What the process can see of this host [default: namespace, or the available part of it].
     #[arg(long, value_enum, value_name = "KIND")]
     pub sandbox: Option<Sandbox>,
 
-    /// What becomes of the process if it makes a system call that is none of its own [default: kill].
+    /// The action on a system call that the process does not need [default: kill].
     #[arg(long, value_enum, value_name = "ACTION")]
     pub seccomp: Option<Seccomp>,
 
-    /// Capabilities to keep or drop besides: +sys_admin:-mknod.
+    /// Additional capabilities to keep or drop: +sys_admin:-mknod.
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     pub modcaps: Option<Modcaps>,
 }
 
 impl SandboxFlags {
-    /// What these leave open is as others say.
+    /// Takes unset flags from others.
     pub fn or(self, others: Self) -> Self {
         Self {
             sandbox: self.sandbox.or(others.sandbox),
@@ -155,7 +151,7 @@ impl SandboxFlags {
         }
     }
 
-    /// What the filter of system calls does, if there is one.
+    /// Returns the action of the filter of system calls, if there is one.
     fn action(&self) -> Option<Action> {
         match self.seccomp {
             None | Some(Seccomp::Kill) => Some(Action::Kill),
@@ -165,7 +161,14 @@ impl SandboxFlags {
         }
     }
 
-    /// The first wall that was asked for by name.
+    /// Applies the filter of a role to this thread. An error counts only if a flag requests the filter.
+    fn filter(&self, role: Role) -> Result<()> {
+        let Some(action) = self.action() else { return Ok(()) };
+        let filtered = Filter::of(role, action).and_then(|filter| filter.apply());
+        filtered.or_else(|error| self.seccomp.map_or(Ok(()), |_| Err(error))).context("--seccomp")
+    }
+
+    /// Returns the first part of the sandbox that was requested by flag.
     fn first_explicit(&self) -> Option<&'static str> {
         let sandbox = self.sandbox.is_some_and(|kind| kind != Sandbox::None).then_some("--sandbox");
         let seccomp = self.seccomp.is_some_and(|action| action != Seccomp::None).then_some("--seccomp");
@@ -177,75 +180,72 @@ impl SandboxFlags {
 #[derive(Debug)]
 pub struct Confinement {
     sandbox_flags: SandboxFlags,
-    /// What stays visible, each once, and whether a source connects to a server.
+    /// The visible directories and files, and whether a source connects to a server.
     view: View,
-    /// Which of them is whose; none for sources that need none.
+    /// The index of each source's directory; `None` for sources without one.
     root_of: Vec<Option<usize>>,
-    /// How sources reach their servers; none for those that have none.
+    /// The access of sources to their servers; `None` for sources without one.
     reaches: Vec<Option<ServerAccess>>,
-    /// Files may be opened by handles, where that is possible.
+    /// Files may be opened by handles, if that is possible.
     wants_handles: bool,
-    /// Root's memory file systems are mounts of their own.
+    /// Memory file systems of root are separate mounts.
     mounts_memory: bool,
-    /// What carrying the files of these sources takes of root.
+    /// The capabilities that serving these sources needs.
     needed: Capabilities,
-    /// Memory of guests is going to be pinned.
+    /// Guest memory will be pinned.
     pins_memory: bool,
 }
 
-/// Whether this process is inside or outside of the sandbox.
-pub enum Entered {
-    Outside(Waiting),
+/// The side of the sandbox that this process is on.
+pub enum SandboxSide {
+    Outside(OutsideProcess),
     Inside(Box<Inside>),
 }
 
-/// This process waits for the one inside.
-pub struct Waiting(Supervisor);
+/// The process outside, which waits for the one inside.
+pub struct OutsideProcess(Supervisor);
 
-/// This process is inside, and the last walls are still to be closed.
+/// The process inside, whose sandbox is not complete yet.
 pub struct Inside {
     confinement: Confinement,
-    /// Where directories are now, if that is another place.
+    /// The paths of directories inside, if they differ.
     places: Option<Vec<PathBuf>>,
     kept: Capabilities,
     is_fenced: bool,
-    /// The threads that connect, of the sources that need one.
+    /// The threads that connect, for sources that need one.
     connectors: Vec<Option<Connector>>,
 }
 
-/// Why the process that serves these cannot be confined, if it cannot.
+/// Returns why the process that serves these shares cannot be confined, if so.
 fn unfit(shares: &[Share]) -> Option<String> {
     shares.iter().find_map(|share| {
         let source = share.source.display();
         match share.kind() {
             _ if share.mount.is_some() => {
-                Some(format!("{source} is mounted on this host, where mounts are made and ended"))
+                Some(format!("{source} is mounted on this host, and mounting needs the host's namespace"))
             }
-            // Only mounts can be told, so nobody else is watched for unless that is asked for.
+            // Only mounts can be notified, so other shares are watched only on request.
             Kind::Dir(_) if share.watch == Watch::Always => Some(format!("{source} is watched for changes")),
-            Kind::Image(_) if share.from.is_some() => {
-                Some(format!("{source} asks its server for what its store lacks (--from)"))
-            }
+            Kind::Image(_) if share.from.is_some() => Some(format!("{source} fetches data from its server (--from)")),
             Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) | Kind::Ninep(_) => None,
         }
     })
 }
 
-/// Whether the process that serves these is to be confined.
+/// Whether the process that serves these shares is to be confined.
 ///
-/// # Errors
-/// It cannot be, and somebody has insisted.
+/// It cannot be, and a flag requests it.
 pub fn fits(sandbox_flags: &SandboxFlags, shares: &[Share]) -> Result<bool> {
     let Some(why) = unfit(shares) else { return Ok(true) };
     if let Some(flag) = sandbox_flags.first_explicit() {
-        bail!("{flag}: this process cannot be confined: {why}; leave {flag} out, or serve it apart");
+        bail!("{flag}: this process cannot be confined: {why}; omit {flag}, or use separate processes");
     }
     tracing::debug!("not confined: {why}");
     Ok(false)
 }
 
 impl Confinement {
-    /// The walls for these shares, with the source of each, and for these disks.
+    /// Returns the sandbox for these shares, with what each source needs of the host. `pins_memory`: guest memory will be pinned.
     pub fn of(
         sandbox_flags: &SandboxFlags,
         shares: &[Share],
@@ -270,9 +270,9 @@ impl Confinement {
         let is_tree = |share: &Share| matches!(share.kind(), Kind::Dir(_) | Kind::Mem);
         let needed = match (shares.iter().any(is_tree), !roots.iter().any(is_used)) {
             (true, _) => Capabilities::of_server(wants_handles),
-            // Objects of images, whosever they are.
+            // Objects of images may have any owner.
             (false, false) => Capabilities::ALL_USERS,
-            // All that is done with a disk, an image, a file of persistent memory or a connection, its open descriptors allow.
+            // Open descriptors allow everything that a disk, an image, persistent memory or a connection needs.
             (false, true) => Capabilities::NONE,
         };
         let mut files: Vec<_> = reaches.iter().flatten().flat_map(ServerAccess::files).collect();
@@ -291,8 +291,8 @@ impl Confinement {
         })
     }
 
-    /// Goes inside, as far as it is possible without having opened the sources.
-    pub fn enter(mut self) -> Result<Entered> {
+    /// Enters the sandbox, except for the parts that opening sources does not allow.
+    pub fn enter(mut self) -> Result<SandboxSide> {
         ferry_engine::count_cpus();
         let had = Capabilities::of_thread()?;
         if self.pins_memory && !may_lock_memory() {
@@ -309,50 +309,50 @@ impl Confinement {
                 Ok(()) => return self.split(had),
                 Err(error) if asked.is_some() => return Err(error).context("--sandbox namespace"),
                 Err(error) => tracing::warn!(
-                    "the server sees all files of this host that its user may, for it has no namespaces of its own: {error}; \
-                     --sandbox none says that this is meant"
+                    "the server can access all files of its user on this host, because namespaces are not available: {error}; \
+                     --sandbox none accepts this"
                 ),
             },
         }
         self.inside(None, is_fenced, false)
     }
 
-    /// Whether the server can have namespaces, and do there what it can do here.
+    /// Checks that namespaces are possible, and do not take capabilities that the server needs.
     fn namespaces_are_possible(&self, had: Capabilities) -> Result<()> {
         let lost = self.needed.and(had);
         if !had.can_mount() && lost != Capabilities::NONE {
             bail!(
-                "without CAP_SYS_ADMIN there are only namespaces with one user, in which it could not act for others any more \
-                 ({lost}): add CAP_SYS_ADMIN, or drop those and share files of one user"
+                "without CAP_SYS_ADMIN, namespaces contain a single user, so the server could not act as other users \
+                 ({lost}): add CAP_SYS_ADMIN, or drop these capabilities and share files of one user"
             );
         }
         Ok(ferry_isolation::is_possible(&self.view)?)
     }
 
-    fn split(self, had: Capabilities) -> Result<Entered> {
+    fn split(self, had: Capabilities) -> Result<SandboxSide> {
         set_public_pid();
         match ferry_isolation::split(&self.view).context("--sandbox namespace")? {
             Split::Supervisor(outside) => {
                 confine_supervisor(&self.sandbox_flags)?;
-                Ok(Entered::Outside(Waiting(outside)))
+                Ok(SandboxSide::Outside(OutsideProcess(outside)))
             }
             Split::Server(places) => {
                 let as_user = !had.can_mount();
                 if as_user {
-                    let _ = ALONE.set(());
+                    let _ = HAS_SINGLE_USER.set(());
                 }
                 self.inside(Some(places), true, as_user)
             }
         }
     }
 
-    /// Drops capabilities, but for those that opening sources takes. A user in a namespace of its own has none: what they
-    /// would be worth there, nobody expects who has none outside.
-    fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<Entered> {
+    /// Drops capabilities, except those that opening sources needs. A user in a user namespace drops all: their effect there
+    /// would surprise a user who has none outside.
+    fn inside(self, places: Option<Vec<PathBuf>>, is_fenced: bool, as_user: bool) -> Result<SandboxSide> {
         let kept = self.kept(self.needed, as_user)?;
         let connectors = self.connectors(is_fenced, as_user)?;
         if let Some(places) = &places {
-            // All threads that are begun from now on are where nobody else is, and see no sockets.
+            // Later threads are in an empty network and see no sockets.
             if self.view.network {
                 ferry_isolation::leave_network().context("--sandbox namespace")?;
             }
@@ -364,21 +364,21 @@ impl Confinement {
             }
         }
         kept.limit(if as_user { Capabilities::NONE } else { Capabilities::MOUNTS })?;
-        Ok(Entered::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))
+        Ok(SandboxSide::Inside(Box::new(Inside { confinement: self, places, kept, is_fenced, connectors })))
     }
 
-    /// The capabilities that stay of those that are needed.
+    /// Returns the needed capabilities that stay.
     fn kept(&self, needed: Capabilities, as_user: bool) -> ferry_isolation::Result<Capabilities> {
         let kept = if as_user { Capabilities::NONE } else { needed };
         self.sandbox_flags.modcaps.as_ref().map_or(Ok(kept), |list| kept.modified(&list.0))
     }
 }
 
-impl Waiting {
+impl OutsideProcess {
     /// Waits for the process inside; returns its status. Holds the new files until that process serves.
     pub fn wait(self, signals: &BlockedSignals, new_files: &mut NewFiles) -> Result<u8> {
         let arrived = |signal: Signal| {
-            if ENDINGS.contains(&signal.as_raw()) {
+            if SHUTDOWN_SIGNALS.contains(&signal.as_raw()) {
                 service_manager::stopping();
             }
         };
@@ -401,23 +401,23 @@ impl Waiting {
 }
 
 impl Inside {
-    /// Whether there is another process outside.
+    /// Whether there is a process outside.
     pub fn is_split(&self) -> bool {
         self.places.is_some()
     }
 
-    /// Where what a source needs is seen from here, if it was another place.
+    /// Returns the path of a source's directory inside, if it differs.
     pub fn place(&self, number: usize) -> Option<&Path> {
         let at = self.confinement.root_of.get(number).copied().flatten()?;
         self.places.as_ref()?.get(at).map(PathBuf::as_path)
     }
 
-    /// The thread that connects to the server of a source, if it needs one.
+    /// Returns the thread that connects to the server of a source, if it needs one.
     pub fn connector(&mut self, number: usize) -> Option<Connector> {
         self.connectors.get_mut(number).and_then(Option::take)
     }
 
-    /// Closes the last walls, once sources are open.
+    /// Completes the sandbox once sources are open.
     pub fn close(self) -> Result<()> {
         let Self {
             confinement: Confinement { sandbox_flags, view, wants_handles, mounts_memory, .. },
@@ -435,7 +435,7 @@ impl Inside {
             let by_handles = had.can_open_handles() && wants_handles;
             let by_mounts = had.can_mount() && mounts_memory;
             let is_root = sandbox_flags.sandbox == Some(Sandbox::Chroot);
-            // Who connects to sockets opens no files.
+            // Directories of sockets need no files.
             let used = roots.iter().enumerate().filter(|(_, root)| root.access != Access::Sockets);
             let paths = used.map(|(at, root)| match (&places, root.access == Access::ReadOnly) {
                 (Some(places), read_only) => (places[at].clone(), read_only),
@@ -458,9 +458,9 @@ impl Inside {
         };
         match fenced {
             Some(LandlockStatus::None) => tracing::warn!(
-                "no Landlock: this kernel has none, or it is not turned on (CONFIG_SECURITY_LANDLOCK, lsm=landlock,...)"
+                "no Landlock: this kernel lacks it, or it is not enabled (CONFIG_SECURITY_LANDLOCK, lsm=landlock,...)"
             ),
-            Some(LandlockStatus::Partial) => tracing::debug!("this kernel knows a part of Landlock's rules"),
+            Some(LandlockStatus::Partial) => tracing::debug!("this kernel supports only a part of Landlock's rules"),
             Some(LandlockStatus::Full) | None => {}
         }
         kept.limit(Capabilities::NONE)?;
@@ -472,7 +472,7 @@ impl Inside {
             match filter(action) {
                 Err(error) if sandbox_flags.seccomp.is_some() => return Err(error).context("--seccomp"),
                 Err(error) => {
-                    tracing::warn!("system calls are not filtered: {error}; --seccomp none says that this is meant")
+                    tracing::warn!("system calls are not filtered: {error}; --seccomp none accepts this")
                 }
                 Ok(()) => {}
             }
@@ -481,7 +481,7 @@ impl Inside {
     }
 }
 
-/// Has this process, and all threads that it starts, make no other calls than a server does. Some threads will make fewer.
+/// Applies the filter of a server to this process and its later threads, and prepares narrower filters for some threads.
 fn filter(action: Action) -> ferry_isolation::Result<()> {
     Filter::of(Role::Server, action)?.apply()?;
     let narrower = ThreadFilters {
@@ -489,13 +489,13 @@ fn filter(action: Action) -> ferry_isolation::Result<()> {
         disk: Filter::of(Role::Disk, action)?,
         mapper: Filter::of(Role::Mapper, action)?,
     };
-    // There is one server in a process.
-    let _ = NARROWER.set(narrower);
+    // A process has one server.
+    let _ = THREAD_FILTERS.set(narrower);
     Ok(())
 }
 
-/// What the threads of devices are to call before they begin: each needs less than the process.
-pub fn begun() -> ferry_virtiofs::Begun {
+/// Returns the functions that threads of devices call first: each narrows the filter.
+pub fn thread_hooks() -> ferry_virtiofs::Begun {
     ferry_virtiofs::Begun {
         worker: Some(|| narrow(|filters| &filters.worker)),
         mapper: Some(|| narrow(|filters| &filters.mapper)),
@@ -503,24 +503,23 @@ pub fn begun() -> ferry_virtiofs::Begun {
 }
 
 /// The same for the workers of disks.
-pub fn disk_begun() {
+pub fn confine_disk_thread() {
     narrow(|filters| &filters.disk);
 }
 
 fn narrow(which: fn(&ThreadFilters) -> &Filter) {
-    // It still has the filter of the process, if there is one.
-    if let Some(Err(error)) = NARROWER.get().map(|filters| which(filters).apply()) {
-        tracing::warn!("a thread's system calls are not filtered further: {error}");
+    // On an error, the filter of the process still applies.
+    if let Some(Err(error)) = THREAD_FILTERS.get().map(|filters| which(filters).apply()) {
+        tracing::warn!("cannot narrow the system calls of a thread: {error}");
     }
 }
 
-/// Has the limit of locked memory not stand in the way of who pins a guest's, as it does not stand in root's, who will
-/// not be root any more. Returns whether that was possible.
+/// Removes the limit of locked memory, as root may, before capabilities are dropped. Returns whether that was possible.
 pub fn may_lock_memory() -> bool {
     let limit = getrlimit(Resource::Memlock);
     let is_root = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None }).is_ok();
     if !is_root {
-        // As far as everybody may.
+        // Any user may raise the soft limit.
         let _ = setrlimit(Resource::Memlock, Rlimit { current: limit.maximum, ..limit });
     }
     is_root

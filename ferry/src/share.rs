@@ -1,4 +1,4 @@
-//! `ferry share`, and what it has in common with `ferry mount`: serve until there is a reason to end.
+//! `ferry share`, and the start of the servers of `ferry mount`.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -15,75 +15,36 @@ use ferry_virtiofs::SessionStore;
 
 use crate::control::{self, OWNER};
 use crate::disk;
-use crate::exports::{self, Serving};
+use crate::exports::{self, RunningExports};
 use crate::flags::{Kind, Share};
-use crate::launch::{self, FOR_GOOD, Serve};
-use crate::new_files::{NewFiles, Success};
-use crate::ninep::Listening;
-use crate::output::print_json;
-use crate::processes::{self, Report};
+use crate::launch::{self, SIGNAL_DISCARD_STATE, Serve};
+use crate::new_files::NewFiles;
+use crate::ninep::NinepSocket;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
-use crate::service_manager;
-use crate::socket::Bound;
+use crate::socket::ListenSocket;
 use crate::source::{self, Sources};
 use crate::state;
-use crate::status::misuse;
 use crate::virtiofsd;
 
-/// What the addresses of 9P devices begin with.
+/// The prefix of the addresses of 9P devices.
 const VHOST_USER: &str = "vhost-user:";
 
-/// Shares sources, and offers disks, until SIGTERM or SIGINT, or until nothing is left to serve. Returns the status to end with.
-pub fn run(
-    shares: &[Share],
-    disks: &[disk::Args],
-    (sandbox_flags, json): (&SandboxFlags, bool),
-    logging: &Logging,
-) -> Result<u8> {
-    refuse_duplicates(shares, disks).map_err(misuse)?;
-    let inherited = inherit(shares)?;
-    service_manager::inherit(shares, disks)?;
-    let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
-    if !disks.is_empty() {
-        let inherited_disks = disk::inherit(disks)?;
-        // Signals wait until they are caught, on whichever side.
-        let signals = BlockedSignals::hold()?;
-        // Clients check that the process which made the socket is the one that users know.
-        let control = if shares.is_empty() { None } else { Control::bind() };
-        let start = Start { control, ..start };
-        return processes::run(Some(start), (disks, inherited_disks), (sandbox_flags, json), signals);
-    }
-    let once = shares.iter().any(|share| share.once);
-    let new_files = NewFiles::new(Success::new()?);
-    start.run(BlockedSignals::hold()?, new_files, |up| {
-        match json {
-            true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "shares": shown_all(up) }))?,
-            false => announce(shares, up)?,
-        }
-        if once {
-            // virtiofsd's words, for which Kata waits.
-            tracing::info!("Waiting for vhost-user socket connection...");
-        }
-        Ok(true)
-    })
-}
-
-/// What it takes to start serving shares.
+/// The input of a server of shares.
 pub struct Start<'a> {
     pub shares: &'a [Share],
     /// The words of `-o`, for mounts.
     pub words: &'a [String],
-    pub inherited: HashMap<u16, Bound>,
-    /// None: no sandbox is wanted.
+    pub inherited: HashMap<u16, ListenSocket>,
+    /// `None`: no sandbox.
     pub sandbox_flags: Option<&'a SandboxFlags>,
     pub logging: &'a Logging,
-    /// The control socket, where another process made it.
+    /// The control socket, if another process has created it.
     pub control: Option<Socket>,
 }
 
 impl<'a> Start<'a> {
-    /// Serves them; calls `ready` once all are up, which returns whether the start has succeeded. Returns the status to end with.
+    /// Serves the shares; calls `ready` once all are up, which returns whether the start has succeeded. Returns the exit status.
     pub fn run(
         self,
         signals: BlockedSignals,
@@ -94,21 +55,7 @@ impl<'a> Start<'a> {
         launch::run(shares, confinement, signals, |shares| ready(&shares.up))
     }
 
-    /// Serves them in a process of their own, beside disks. Returns the status to end with.
-    pub fn run_beside_disks(mut self, signals: BlockedSignals, report: Report, json: bool) -> Result<u8> {
-        let (report, new_files) = report.split()?;
-        self.control.iter_mut().for_each(Socket::leave_file);
-        let shares = self.shares;
-        self.run(signals, new_files, |up| {
-            let is_announced = report.send(&shown_all(up))?;
-            if is_announced && !json {
-                announce(shares, up)?;
-            }
-            Ok(is_announced)
-        })
-    }
-
-    /// Makes all sockets, and opens what a sandbox would hide.
+    /// Creates all sockets, and opens what the sandbox will hide.
     fn prepare(mut self, mut new_files: NewFiles) -> Result<(Shares<'a>, Option<Confinement>)> {
         let flags = match self.sandbox_flags {
             Some(flags) if sandbox::fits(flags, self.shares)? => Some(flags),
@@ -117,30 +64,30 @@ impl<'a> Start<'a> {
         check_places(self.shares)?;
         let mut sources = Sources::of(self.shares);
         let confinement = flags.map(|flags| -> Result<Confinement> {
-            // Mistakes in a source show before anything is made.
+            // Errors in a source appear before a socket is created.
             sources.prepare(&mut new_files)?;
             Confinement::of(flags, self.shares, sources.access(), false)
         });
         let confinement = confinement.transpose()?;
         let sockets = Sockets::make(self.shares, std::mem::take(&mut self.inherited))?;
         let stores = state::open_all_stores(self.shares)?;
-        // Inside a sandbox it is too late.
+        // The sandbox forbids this later.
         let is_confined = confinement.is_some();
         let control = (None, self.control.take().or_else(|| is_confined.then(Control::bind).flatten()));
-        let (up, serving) = (Arc::default(), Serving::default());
+        let (up, serving) = (Arc::default(), RunningExports::default());
         Ok((Shares { start: self, control, up, serving, sources, sockets: (sockets, stores), new_files }, confinement))
     }
 }
 
-/// The shares of a process. The order of the fields is that in which they are dropped: exports before their sources.
+/// The shares of a process. Fields are dropped in their order: exports before their sources.
 struct Shares<'a> {
     start: Start<'a>,
-    /// The control, and its socket as long as nothing is served.
+    /// The control server, and its socket until it is started.
     control: (Option<Control>, Option<Socket>),
     up: Arc<[ServedShare]>,
-    serving: Serving,
+    serving: RunningExports,
     sources: Sources,
-    /// With what is kept for the next server.
+    /// With the state for the next server.
     sockets: (Sockets, Vec<Option<Arc<SessionStore>>>),
     new_files: NewFiles,
 }
@@ -175,26 +122,26 @@ impl Serve for Shares<'_> {
         Ok(())
     }
 
-    fn when_over(&self, over: ShutdownHandle) -> Result<()> {
-        self.serving.when_over(over)
+    fn notify_when_done(&self, over: ShutdownHandle) -> Result<()> {
+        self.serving.notify_when_done(over)
     }
 
     fn stop(&mut self, signal: Option<i32>) {
         self.control = (None, None);
         self.up = Arc::default();
         match signal {
-            Some(FOR_GOOD) => self.serving.stop_for_good(),
+            Some(SIGNAL_DISCARD_STATE) => self.serving.stop_for_good(),
             _ => self.serving.stop(),
         }
     }
 }
 
-/// Inherited descriptors come first: nothing has been opened yet that could have their numbers.
-fn inherit(shares: &[Share]) -> Result<HashMap<u16, Bound>> {
-    shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, Bound::inherit(fd)?))).collect()
+/// Takes inherited descriptors first: files that this process opens could have their numbers.
+pub fn inherit(shares: &[Share]) -> Result<HashMap<u16, ListenSocket>> {
+    shares.iter().filter_map(|share| share.fd).map(|fd| Ok((fd, ListenSocket::inherit(fd)?))).collect()
 }
 
-/// Places that are missing are named before a source is opened, which may make an image.
+/// Reports missing places before a source is opened, which may create a file.
 fn check_places(shares: &[Share]) -> Result<()> {
     let is_missing = |path: &Path| path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
     for share in shares {
@@ -209,8 +156,8 @@ fn check_places(shares: &[Share]) -> Result<()> {
     Ok(())
 }
 
-/// A socket, descriptor or mount point can serve one share or disk only.
-fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
+/// A socket, descriptor or mount point serves only one share or disk.
+pub fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
     disk::refuse_duplicates(disks)?;
     for share in shares {
         let of_a_disk = |socket: &&PathBuf| disks.iter().any(|disk| disk.vhost_user.as_ref() == Some(*socket));
@@ -241,7 +188,7 @@ fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             ensure!(is_device, "--state {}: it is for guests; add --virtiofs SOCKET", state.display());
             let is_dir = matches!(share.kind(), Kind::Dir(_));
             let source = share.source.display();
-            ensure!(is_dir, "--state {}: {source} is no directory, and ends with its server", state.display());
+            ensure!(is_dir, "--state {}: {source} is not a directory, and ends with its server", state.display());
         }
     }
     Ok(())
@@ -250,44 +197,44 @@ fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
 /// The sockets of shares, in their order.
 #[derive(Default)]
 struct Sockets {
-    bound: Vec<Option<Bound>>,
-    ninep: Vec<Option<Listening>>,
+    bound: Vec<Option<ListenSocket>>,
+    ninep: Vec<Option<NinepSocket>>,
 }
 
 impl Sockets {
-    /// Makes all of them.
-    fn make(shares: &[Share], mut inherited: HashMap<u16, Bound>) -> Result<Self> {
+    /// Creates all of them.
+    fn make(shares: &[Share], mut inherited: HashMap<u16, ListenSocket>) -> Result<Self> {
         let bound = |share: &Share| match (&share.virtiofs, share.fd) {
-            (Some(socket), _) => Bound::bind_for(socket, share.socket_group.as_deref()).map(Some),
+            (Some(socket), _) => ListenSocket::bind_for(socket, share.socket_group.as_deref()).map(Some),
             (None, Some(fd)) => Ok(inherited.remove(&fd)),
             (None, None) => Ok(None),
         };
         Ok(Self {
             bound: shares.iter().map(bound).collect::<Result<_>>()?,
-            ninep: shares.iter().map(Listening::of).collect::<Result<_>>()?,
+            ninep: shares.iter().map(NinepSocket::of).collect::<Result<_>>()?,
         })
     }
 
-    /// Serves them in the place of the process that made them, which removes their files.
+    /// Serves them in place of the process that created them, which removes their files.
     fn take_over(&mut self) -> Result<()> {
-        self.bound.iter_mut().flatten().try_for_each(Bound::take_over)?;
-        self.ninep.iter_mut().flatten().try_for_each(Listening::take_over)
+        self.bound.iter_mut().flatten().try_for_each(ListenSocket::take_over)?;
+        self.ninep.iter_mut().flatten().try_for_each(NinepSocket::take_over)
     }
 }
 
-/// Every source was opened, and every socket made, before the first share is served: what is wrong shows at once.
+/// Starts the exports. Every source is open and every socket exists already, so errors appear before the first share is served.
 fn start(
     shares: &[Share],
     opened: &[Arc<dyn FileSystem>],
     (Sockets { bound, ninep }, kept): (Sockets, Vec<Option<Arc<SessionStore>>>),
     words: &[String],
-    serving: &mut Serving,
+    serving: &mut RunningExports,
 ) -> Result<Vec<ServedShare>> {
     let mut up = Vec::new();
     let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares));
     for ((share, opened_source), (((bound, listening), kept), name)) in shares.iter().zip(opened).zip(sockets) {
-        let mut served = control::served(share, &name, Arc::clone(opened_source));
-        let source = source::as_clients_see(share, Arc::clone(opened_source))?;
+        let mut served = control::served_share(share, &name, Arc::clone(opened_source));
+        let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(listening.address());
             serving
@@ -302,17 +249,17 @@ fn start(
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
-            // Before it is covered, and in the words of the table of mounts.
+            // Before the mount covers it, and as the table of mounts has it.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
-            control::mounted(&mut served, &mountpoint, &export)?;
+            control::set_mounted(&mut served, &mountpoint, &export)?;
         }
         up.push(served);
     }
     Ok(up)
 }
 
-/// Whether a source goes through several exports.
+/// Whether a source has several exports.
 fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn FileSystem>) -> bool {
     let exports = shares.iter().zip(opened).filter(|(_, other)| Arc::ptr_eq(other, source)).map(|(share, _)| {
         let is_device = share.virtiofs.is_some() || share.fd.is_some();
@@ -321,17 +268,17 @@ fn is_shared(shares: &[Share], opened: &[Arc<dyn FileSystem>], source: &Arc<dyn 
     exports.sum::<usize>() > 1
 }
 
-/// What a guest mounts, where the device does not tell it.
-const NO_TAG: &str = "sharing: its guest mounts the tag that the VMM's command line gives (QEMU, cloud-hypervisor); User-mode Linux and crosvm \
-     ask the device, and can mount it only with --tag NAME";
+/// Logged if the device does not offer its tag.
+const NO_TAG: &str = "sharing: the guest mounts the tag of the VMM's command line (QEMU, cloud-hypervisor); User-mode Linux and crosvm \
+     read the tag from the device, which needs --tag NAME";
 
-/// What a program is told of shares.
-fn shown_all(up: &[ServedShare]) -> serde_json::Value {
+/// Returns the status of shares, for programs.
+pub fn statuses(up: &[ServedShare]) -> serde_json::Value {
     serde_json::json!(up.iter().map(ServedShare::status).collect::<Vec<_>>())
 }
 
-/// Says to a person that every share is up, as what to give QEMU.
-fn announce(shares: &[Share], up: &[ServedShare]) -> Result<()> {
+/// Reports to a person that every share is up, with QEMU's options.
+pub fn announce(shares: &[Share], up: &[ServedShare]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let shown = up.iter().map(ServedShare::status);
     for (share, ShareStatus { source, tag, virtiofs, fd, mount, queues, ninep, .. }) in shares.iter().zip(shown) {

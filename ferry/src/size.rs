@@ -1,4 +1,4 @@
-//! Parses sizes.
+//! Parses sizes, and implements `Deserialize` by parsing.
 
 use std::str::FromStr;
 
@@ -36,9 +36,9 @@ impl FromStr for Size {
         let plain = digits.bytes().all(|byte| byte.is_ascii_digit());
         let bytes = digits.parse::<u64>().ok().filter(|_| plain).and_then(|n| n.checked_mul(1 << shift));
         match bytes {
-            Some(0) => Err("a size of 0 holds nothing".into()),
+            Some(0) => Err("a size must be at least 1".into()),
             Some(bytes) => Ok(Self(bytes)),
-            None => Err(format!("{text:?} is no size; write it like 512M or 2G")),
+            None => Err(format!("{text:?} is not a size; write it like 512M or 2G")),
         }
     }
 }

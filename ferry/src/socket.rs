@@ -1,4 +1,4 @@
-//! The unix sockets that shares listen on: made here, or handed down by whoever started this process.
+//! The unix sockets that servers listen on: created here, or inherited.
 
 use std::fs;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -12,25 +12,25 @@ use rustix::net::AddressFamily;
 
 use crate::service_manager;
 
-/// How long a server that was killed may take to go.
-const MOMENT: Duration = Duration::from_secs(2);
-/// How often it is looked at.
-const GLANCE: Duration = Duration::from_millis(20);
+/// The time in which a killed server ends.
+const RETRY_TIME: Duration = Duration::from_secs(2);
+/// The interval of retries in that time.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A listening socket. One that was made here takes its file along when it goes.
+/// A listening socket. The file of a created one is removed with it.
 #[derive(Debug)]
-pub enum Bound {
+pub enum ListenSocket {
     Made(Socket),
     Inherited(UnixListener),
 }
 
-impl Bound {
-    /// Listens on a path. A socket file that nobody listens on any more is replaced.
+impl ListenSocket {
+    /// Listens on a path. Replaces a socket file without a listener.
     pub fn bind(path: &Path) -> Result<Self> {
         Self::bind_for(path, None)
     }
 
-    /// The same for a group as well, by its name or number.
+    /// The same, and lets a group connect, by its name or number.
     pub fn bind_for(path: &Path, group: Option<&str>) -> Result<Self> {
         if let Some(listener) = service_manager::take_unix(path) {
             ensure!(
@@ -45,7 +45,7 @@ impl Bound {
         Ok(Self::Made(retry_in_use(|| Socket::bind_for(path, gid), in_use)?))
     }
 
-    /// Takes over a socket that whoever started this process is already listening on.
+    /// Takes over a listening socket that this process has inherited.
     pub fn inherit(number: u16) -> Result<Self> {
         let fd = inherited(number)?;
         let what = format!("descriptor {number}");
@@ -55,7 +55,7 @@ impl Bound {
         Ok(Self::Inherited(fd.into()))
     }
 
-    /// Serves in the place of the process that made it, which goes on being the one that removes its file.
+    /// Serves in place of the process that created the socket, which removes its file.
     pub fn take_over(&mut self) -> Result<()> {
         match self {
             Self::Made(socket) => Ok(socket.take_over()?),
@@ -63,14 +63,14 @@ impl Bound {
         }
     }
 
-    /// Leaves its file to another process, which has the socket, too.
+    /// Leaves its file to another process.
     pub fn leave(&mut self) {
         if let Self::Made(socket) = self {
             socket.leave_file();
         }
     }
 
-    /// The socket, for a server.
+    /// Returns the socket, for a server.
     pub fn listener(&self) -> Result<UnixListener> {
         match self {
             Self::Made(socket) => Ok(socket.listener()?),
@@ -95,19 +95,18 @@ pub fn inherited(number: u16) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Tries for a while what fails only because a socket is in use: a server that was killed may take a moment to go, because it
-/// is another process than the one that was started.
+/// Retries for a while if a socket is in use: a server may take a moment to end after the process that the user killed.
 pub fn retry_in_use<T, E>(mut make: impl FnMut() -> Result<T, E>, in_use: impl Fn(&E) -> bool) -> Result<T, E> {
-    let end = Instant::now() + MOMENT;
+    let end = Instant::now() + RETRY_TIME;
     loop {
         match make() {
-            Err(error) if in_use(&error) && Instant::now() < end => std::thread::sleep(GLANCE),
+            Err(error) if in_use(&error) && Instant::now() < end => std::thread::sleep(RETRY_INTERVAL),
             outcome => return outcome,
         }
     }
 }
 
-/// The number of a group.
+/// Returns the number of a group.
 fn number_of(group: &str) -> Result<u32> {
     if let Ok(number) = group.parse() {
         return Ok(number);
@@ -129,7 +128,7 @@ mod tests {
 
     #[test]
     fn what_is_not_open_cannot_be_inherited() {
-        let error = Bound::inherit(999).expect_err("not open").to_string();
+        let error = ListenSocket::inherit(999).expect_err("not open").to_string();
         assert!(error.contains("descriptor 999 is not open"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Parses sources on the command line and opens each once.
+//! Opens each source of the command line once.
 
 mod opening;
 
@@ -19,7 +19,7 @@ use crate::remote;
 
 pub use opening::Sources;
 
-/// What the flags say about a source, as opposed to its exports.
+/// The flags of a source, without those of its exports.
 #[derive(Clone, Debug, PartialEq)]
 struct Options {
     dir: ferry_dir::Options,
@@ -34,11 +34,11 @@ struct Options {
     needs_handles: bool,
 }
 
-/// A source as the clients of a share see it.
-pub fn as_clients_see(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+/// Returns the source as the clients of a share see it: with translated ids and renamed attributes.
+pub fn client_view(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
     let ((uids, gids), xattrs) = (share.ids().map_err(anyhow::Error::msg)?, share.xattrmap.clone().unwrap_or_default());
     if let (Some(user), Kind::Dir(_)) = (share.map_user, share.kind()) {
-        can_make_files_of(user)?;
+        check_can_create_as(user)?;
     }
     let is_same = [&uids, &gids].into_iter().all(|ids| *ids == Ids::default()) && xattrs == Xattrs::default();
     let source = if is_same { source } else { Arc::new(IdMapped::new(source, uids, gids, xattrs)) };
@@ -48,12 +48,12 @@ pub fn as_clients_see(share: &Share, source: Arc<dyn FileSystem>) -> Result<Arc<
     Ok(source)
 }
 
-/// Whether what is made in a directory can belong to this user.
-fn can_make_files_of(MapUser { uid, gid }: MapUser) -> Result<()> {
+/// Checks that this process can create files of this user.
+fn check_can_create_as(MapUser { uid, gid }: MapUser) -> Result<()> {
     let (own_uid, own_gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     ensure!(
         (uid, gid) == (own_uid, own_gid) || Capabilities::of_thread()?.can_act_as_others(),
-        "--map-user {uid}:{gid}: what is made would belong to {own_uid}:{own_gid}, as whom this server runs, for it may not act as others \
+        "--map-user {uid}:{gid}: new files would belong to {own_uid}:{own_gid}, the user of this server, which may not act as other users \
          (root, or CAP_SETUID and CAP_SETGID): start it as that user, or write --map-user auto"
     );
     Ok(())
@@ -106,7 +106,7 @@ impl Options {
     }
 
     fn open_mem(&self) -> Result<Arc<dyn FileSystem>> {
-        ours(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
+        give_to_process_user(Arc::new(ferry_mem::Mem::new(&ferry_mem::Options {
             size_bytes: self.size_bytes,
             huge: self.huge,
             read_only: self.dir.read_only,
@@ -115,19 +115,19 @@ impl Options {
     }
 }
 
-/// Whether a file is about to become a file system.
+/// Whether a file will be formatted as a new file system.
 fn is_new(path: &Path) -> bool {
     path.metadata().map_or(true, |found| found.is_file() && found.len() == 0)
 }
 
-/// Gives the root of a new tree to this process's user, as mounting a tmpfs does: others than root could make nothing in
-/// root's.
-fn ours(source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
+/// Gives the root of a new tree to the user of this process, as mounting a tmpfs does: other users could not create files in a
+/// directory of root.
+fn give_to_process_user(source: Arc<dyn FileSystem>) -> Result<Arc<dyn FileSystem>> {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     if !user.is_root() && !source.features().read_only {
         let owner = SetAttr { uid: Some(user.as_raw()), gid: Some(group.as_raw()), ..SetAttr::default() };
         let given = source.setattr(&Caller::default(), Ino::ROOT, None, &owner);
-        given.with_context(|| format!("the new file system cannot be given to user {}", user.as_raw()))?;
+        given.with_context(|| format!("cannot give the new file system to user {}", user.as_raw()))?;
     }
     Ok(source)
 }

@@ -1,7 +1,7 @@
-//! `--state`: guests' state that survives the end of their server.
+//! `--state`: state of guests that survives their server.
 //!
-//! The keeper is this program under another name. It is started by the first server, holds what that hands to it, and is there for
-//! the next one.
+//! The keeper is this program under another name. The first server starts it, hands it the state, and the next server takes it
+//! over.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -22,35 +22,35 @@ use rustix::process::{Resource, Rlimit};
 
 use crate::flags::Share;
 
-/// The name that the process has in a list of processes, and by which the program knows what it is to be.
+/// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-keeper";
 
-/// The keeper's socket in its folder, which its list of arguments shows.
+/// The keeper's socket in its folder, which process lists show.
 const SOCKET: &str = "keeper";
 
-/// Has a keeper begin another one, which stays, and end.
+/// Lets a keeper start another one, which stays, and exit.
 const BEGIN: &str = "--begin";
 
-/// How often a keeper that is just ending is found before another one is started.
+/// How often a keeper that is ending may be found before giving up.
 const TRIES_MAX: usize = 10;
 
-/// What is kept for each share.
+/// Opens the store of each share with `--state`.
 pub fn open_all_stores(shares: &[Share]) -> Result<Vec<Option<Arc<SessionStore>>>> {
-    shares.iter().map(|share| share.state.as_ref().map(|dir| reach(dir, share)).transpose()).collect()
+    shares.iter().map(|share| share.state.as_ref().map(|dir| open_store(dir, share)).transpose()).collect()
 }
 
-fn reach(dir: &Path, share: &Share) -> Result<Arc<SessionStore>> {
+fn open_store(dir: &Path, share: &Share) -> Result<Arc<SessionStore>> {
     let what = || format!("--state {}", dir.display());
     let folder = Folder::open(dir).with_context(what)?;
-    let line = line(&folder, dir).with_context(what)?;
+    let connection = connect(&folder, dir).with_context(what)?;
     let geometry = ferry_virtiofs::geometry(share.queue_count());
-    SessionStore::open(line, geometry).map(Arc::new).with_context(what)
+    SessionStore::open(connection, geometry).map(Arc::new).with_context(what)
 }
 
-fn line(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
+fn connect(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
     for _ in 0..TRIES_MAX {
         match KeeperConnection::reach(folder) {
-            // It was just about to end.
+            // The keeper was ending.
             Err(
                 KeeperError::Connect(Errno::NOENT | Errno::CONNREFUSED)
                 | KeeperError::Gone(Errno::CONNRESET | Errno::PIPE),
@@ -62,31 +62,31 @@ fn line(folder: &Folder, dir: &Path) -> Result<KeeperConnection> {
             Ok(listener) => {
                 let mut command = keeper(std::path::absolute(dir)?.join(SOCKET).as_os_str());
                 let begun = command.arg(BEGIN).stdin(listener).status();
-                let status = begun.context("cannot start the process that keeps it")?;
-                ensure!(status.success(), "the process that keeps it cannot be started: {status}");
+                let status = begun.with_context(|| format!("cannot start {NAME}"))?;
+                ensure!(status.success(), "cannot start {NAME}: {status}");
             }
-            // Somebody else has just started one.
+            // Another server has just started one.
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
-            Err(error) => return Err(error).with_context(|| format!("cannot make a socket in {}", dir.display())),
+            Err(error) => return Err(error).with_context(|| format!("cannot create a socket in {}", dir.display())),
         }
     }
-    bail!("the process that keeps it ends at once")
+    bail!("{NAME} ends at once")
 }
 
-/// A keeper on a socket.
+/// Returns the command that starts a keeper on a socket.
 fn keeper(socket: &OsStr) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0(NAME).arg(socket).env_clear().current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
     command
 }
 
-/// Says that the keeper stays when the server of a share has ended, and how it ends.
+/// Logs that the keeper stays after the end of a server, and how to end it.
 pub fn log_keeper_stays(share: &str, kept: &SessionStore) {
     let minutes = SERVER_AWAITED.as_secs() / 60;
     let end = kept.keeper().map_or_else(|| format!("end the process {NAME}"), |pid| format!("kill {pid}"));
     tracing::info!(
-        "{NAME} holds what the guest of {share} has open, and its connection, for the next server, for up to {minutes} minutes; \
-         to let the guest go: {end} (SIGQUIT ends a server and its {NAME})"
+        "{NAME} holds the open files and the connection of the guest of {share} for the next server, for up to {minutes} minutes; \
+         to release the guest: {end} (SIGQUIT ends a server and its {NAME})"
     );
 }
 
@@ -95,30 +95,30 @@ pub fn is_keeper(program: &OsStr) -> bool {
     program == NAME
 }
 
-/// What a keeper does, on the socket that is its standard input. Its argument is the path of that.
+/// Runs as a keeper, on the socket that is its standard input and whose path is its argument.
 pub fn run(args: &[OsString]) -> ExitCode {
     if let (Some(socket), Some(word)) = (args.get(1), args.get(2))
         && word == BEGIN
     {
-        // The server is not its parent, so it is no zombie of the server's when it has ended.
+        // The server is not its parent, so it never is a zombie of the server.
         return keeper(socket).spawn().map_or(ExitCode::FAILURE, |_| ExitCode::SUCCESS);
     }
     match keep(args.get(1).and_then(|socket| Path::new(socket).parent())) {
         Ok(()) => ExitCode::SUCCESS,
-        // There is nobody to be told.
+        // It has no output for the error.
         Err(_) => ExitCode::FAILURE,
     }
 }
 
 fn keep(dir: Option<&Path>) -> Result<()> {
-    // Who ends a server's group of processes does not mean what it holds.
-    rustix::process::setsid().context("no session can be had")?;
+    // Leaves the server's process group, so that signals to it do not end the keeper.
+    rustix::process::setsid().context("cannot create a session")?;
     close_inherited();
-    // The server holds signals back when it starts this process. They are read here, so that the socket's file is removed.
+    // The server has blocked signals when it starts this process. They are read here, so that the socket's file is removed.
     let mut ends = SigSet::empty();
     ends.extend([Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT]);
-    ends.thread_set_mask().context("signals cannot be held")?;
-    let end = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("signals cannot be read")?;
+    ends.thread_set_mask().context("cannot block signals")?;
+    let end = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("cannot read signals")?;
     let end = end.as_fd().try_clone_to_owned().context("no descriptor is left")?;
     let folder = dir.map(Folder::open).transpose()?;
     let limit = rustix::process::getrlimit(Resource::Nofile);
@@ -126,27 +126,26 @@ fn keep(dir: Option<&Path>) -> Result<()> {
     Capabilities::NONE.limit(Capabilities::NONE)?;
     ferry_isolation::no_new_privileges()?;
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("no descriptor is left")?;
-    // Where there is no seccomp, it still has no capabilities, and opens nothing by itself.
+    // Without seccomp, it still has no capabilities, and opens no files.
     let _ = Filter::of(Role::Keeper, Action::Kill).and_then(|filter| filter.apply());
     let kept = ferry_state::keep(&listener, &end);
     if let Some(folder) = folder {
-        // The next one makes its own.
+        // The next keeper creates its own.
         let _ = folder.clear();
     }
     Ok(kept?)
 }
 
-/// Closes what the server had inherited itself (a lock, a pipe that somebody reads to its end): it would stay open for as long as
-/// the keeper is there.
+/// Closes descriptors that the server has inherited (a lock, a pipe): the keeper would hold them open.
 fn close_inherited() {
     let Ok(entries) = fs::read_dir("/proc/self/fd") else { return };
     let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
     let numbers: Vec<RawFd> = numbers.filter(|number| *number > rustix::stdio::raw_stderr()).collect();
     for number in numbers {
-        // SAFETY: looking whether it is open harms nobody.
+        // SAFETY: fcntl(2) on a closed number only fails.
         let is_open = rustix::io::fcntl_getfd(unsafe { BorrowedFd::borrow_raw(number) }).is_ok();
         if is_open {
-            // SAFETY: it is open, and nobody owns it: this program has just begun, and has opened nothing that it still has.
+            // SAFETY: it is open, and this program, which has just started, has no owner of it.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
         }
     }

@@ -1,27 +1,27 @@
-//! Exit statuses. Each means the same in all commands.
+//! Exit statuses, with the same meaning in all commands.
 
 use std::fmt;
 
-/// It was done; what was checked is in order.
+/// Success; what was checked is in order.
 pub const DONE: u8 = 0;
-/// It could not be done.
+/// Failure.
 pub const FAILED: u8 = 1;
-/// The command line, or a file in its place, makes no sense.
+/// The command line or the configuration file is invalid.
 pub const MISUSED: u8 = 2;
-/// What was checked is damaged, or not what it should be; what was compared differs.
+/// What was checked is damaged; what was compared differs.
 pub const WRONG: u8 = 4;
 
 /// Shown by `ferry --help`.
 pub const TABLE: &str = "\
-Exit status, of all commands:
-  0  it was done; what was checked is in order, or is so after --repair
-  1  it could not be done, and standard error says why; for doctor: something needed is missing
-  2  the command line or the configuration file makes no sense
-  4  what was checked is damaged or is no image, or the two that were compared differ
-ferry try and ferry image trace end with the status of the command that they run, 128 + N if signal N
-ended it; mount.ferry with those of mount(8).";
+Exit status of all commands:
+  0  success; what was checked is in order, or was repaired with --repair
+  1  failure, with the reason on standard error; for doctor: something needed is missing
+  2  the command line or the configuration file is invalid
+  4  what was checked is damaged or not an image, or what was compared differs
+ferry try and ferry image trace exit with the status of the command that they run (128 + N if signal N
+ended it), mount.ferry with those of mount(8).";
 
-/// Why a command line, or a file in its place, makes no sense, where the table of flags cannot tell.
+/// An error in the command line or configuration file that the table of flags cannot detect.
 #[derive(Debug)]
 struct Misuse(anyhow::Error);
 
@@ -33,12 +33,12 @@ impl fmt::Display for Misuse {
 
 impl std::error::Error for Misuse {}
 
-/// The same error, as one of whoever wrote the command line.
+/// Marks an error as one in the command line.
 pub fn misuse(error: anyhow::Error) -> anyhow::Error {
     Misuse(error).into()
 }
 
-/// The status that tells of an error.
+/// Returns the exit status for an error.
 pub fn of(error: &anyhow::Error) -> u8 {
     use ferry_control::Error;
 

@@ -1,4 +1,4 @@
-//! `ferry try`: directories, a guest and a command, in one process.
+//! `ferry try`: runs a command in a guest with directories of the host.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -13,20 +13,20 @@ use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::TryArgs;
-use crate::exports::Serving;
+use crate::exports::RunningExports;
 use crate::flags::{default_tag, tag_from_name};
-use crate::socket::Bound;
+use crate::socket::ListenSocket;
 
-/// The share of `/` that QEMU guests have their programs from. Tags of directories never begin with a dot here.
+/// The tag of `/`, which has the programs of QEMU guests. Tags of directories never begin with a dot here.
 const ROOT_TAG: &str = ".root";
-/// Enough CPUs for a build; more cost a guest on an emulator more than they bring.
+/// Enough CPUs for a build; more slow down a guest on an emulator.
 const QEMU_CPUS_MAX: usize = 4;
-/// A unix socket's path has at most 107 bytes; this is what a folder may have of it.
+/// The part of a unix socket's path (at most 107 bytes) that the folder may take.
 const FOLDER_BYTES_MAX: usize = 80;
-/// What the guest's programs, which are the host's, should find as on the host.
+/// The environment variables that the guest's programs share with the host.
 const ENVIRONMENT: [&str; 7] = ["PATH", "HOME", "TERM", "COLORTERM", "LANG", "LC_ALL", "LC_CTYPE"];
 
-/// Boots a guest, runs the command, and answers its status.
+/// Boots a guest and runs the command; returns its status.
 pub fn run(args: TryArgs) -> Result<u8> {
     let mut endings = ShutdownSignals::catch(&ShutdownSignals::ALL).context("cannot catch signals")?;
     let ending = Arc::new(Mutex::new(ShutdownTarget::default()));
@@ -35,7 +35,7 @@ pub fn run(args: TryArgs) -> Result<u8> {
         .name("signals".into())
         .spawn(move || {
             if let Some(signal) = endings.wait() {
-                lock(&on_signal).came(signal);
+                lock(&on_signal).signal_arrived(signal);
             }
         })
         .context("cannot start a thread")?;
@@ -55,26 +55,26 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
         }
     };
     let folder = private_folder()?;
-    let mut serving = Serving::default();
+    let mut serving = RunningExports::default();
     let mut guest = Guest::new(ferry_guest::Cache::from_env()?, args.command.iter());
     guest.memory_mib = args.memory;
     guest.env = environment();
     let queues = if args.qemu { cpus() } else { 1 };
     if args.qemu {
-        let root = Place { dir: Path::new("/"), tag: ROOT_TAG.into(), read_only: true };
+        let root = SharedDir { dir: Path::new("/"), tag: ROOT_TAG.into(), read_only: true };
         guest.devices.push(root.serve(folder.path(), queues, &args, &mut serving)?);
         guest.kind = Kind::Qemu { cpus: queues, root: Some(ROOT_TAG.into()) };
     }
     for (dir, tag) in args.dirs.iter().zip(tags(&args.dirs)) {
         let mountpoint = Path::new("/mnt").join(&tag);
         let said = format!("sharing {} as {}", dir.display(), mountpoint.display());
-        // Another name than its own is not expected.
+        // An unexpected name is always printed.
         if dir.canonicalize().is_ok_and(|dir| dir.file_name().is_none_or(|name| *name != *tag)) {
             eprintln!("ferry: {said}");
         } else {
             say(said);
         }
-        let place = Place { dir, tag: tag.clone(), read_only: args.read_only };
+        let place = SharedDir { dir, tag: tag.clone(), read_only: args.read_only };
         guest.devices.push(place.serve(folder.path(), queues, &args, &mut serving)?);
         let mut mount = Mount::virtiofs(tag, &mountpoint);
         if args.read_only {
@@ -86,12 +86,12 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
 
     let begin = Instant::now();
     say(format!("booting {}", if args.qemu { "a stock kernel in QEMU" } else { "User-mode Linux" }));
-    say("the command is run as root of the guest; what it changes outside of /mnt is gone in the end".into());
+    say("the command runs as root of the guest; its changes outside /mnt are discarded at the end".into());
     let running = guest.spawn()?;
-    lock(ending).started(&running)?;
+    lock(ending).set_guest(&running)?;
     say(format!("the guest is up after {:.1} s", begin.elapsed().as_secs_f64()));
     let status = running.wait();
-    lock(ending).over();
+    lock(ending).clear_guest();
     let status = status?;
     serving.stop();
     folder.close().context("cannot remove the sockets' folder")?;
@@ -99,21 +99,21 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
     Ok(u8::try_from(status).unwrap_or(u8::MAX))
 }
 
-/// A directory that the guest is to have.
-struct Place<'a> {
+/// A directory for the guest.
+struct SharedDir<'a> {
     dir: &'a Path,
     tag: String,
     read_only: bool,
 }
 
-impl Place<'_> {
-    fn serve(self, folder: &Path, queues: u16, args: &TryArgs, serving: &mut Serving) -> Result<Device> {
+impl SharedDir<'_> {
+    fn serve(self, folder: &Path, queues: u16, args: &TryArgs, serving: &mut RunningExports) -> Result<Device> {
         let options = ferry_dir::Options { read_only: self.read_only, ..ferry_dir::Options::default() };
         let source = Arc::new(ferry_dir::Dir::open(self.dir, options)?);
         let socket = folder.join(&self.tag);
-        let bound = Bound::bind(&socket)?;
+        let bound = ListenSocket::bind(&socket)?;
         let options = ferry_virtiofs::Options {
-            // User-mode Linux asks the device for it.
+            // User-mode Linux reads the tag from the device.
             tag: if args.qemu { None } else { Some(self.tag.parse()?) },
             queues: usize::from(queues),
             cache: args.cache.into(),
@@ -124,7 +124,7 @@ impl Place<'_> {
     }
 }
 
-/// A tag for each directory, made of its name; what is there already gets a number.
+/// Returns a tag for each directory, from its name; repeated names get a number.
 fn tags(dirs: &[PathBuf]) -> Vec<String> {
     let mut tags: Vec<String> = Vec::new();
     for dir in dirs {
@@ -138,7 +138,7 @@ fn tags(dirs: &[PathBuf]) -> Vec<String> {
     tags
 }
 
-/// A folder for sockets that only this user can enter.
+/// Creates a folder for sockets that only this user can enter.
 fn private_folder() -> Result<tempfile::TempDir> {
     let wanted = std::env::temp_dir();
     let bytes = wanted.as_os_str().as_bytes();
@@ -159,49 +159,49 @@ fn cpus() -> u16 {
     u16::try_from(here.min(QEMU_CPUS_MAX)).unwrap_or(1)
 }
 
-/// Where a signal finds the guest that it is to end.
+/// The guest that a signal ends.
 #[derive(Debug, Default)]
 struct ShutdownTarget {
     signal: Option<i32>,
     guest: Option<Process>,
 }
 
-/// A guest's process, and its group's number.
+/// The process of a guest, which leads a process group.
 #[derive(Debug)]
 struct Process {
     pid: Pid,
-    /// A name that no later process can get.
+    /// A reference that no later process can get.
     pidfd: std::os::fd::OwnedFd,
 }
 
 impl ShutdownTarget {
-    fn came(&mut self, signal: i32) {
+    fn signal_arrived(&mut self, signal: i32) {
         self.signal = Some(signal);
         if let Some(guest) = &self.guest {
             guest.kill();
         }
     }
 
-    fn started(&mut self, running: &Running) -> Result<()> {
+    fn set_guest(&mut self, running: &Running) -> Result<()> {
         let pid = i32::try_from(running.pid()).ok().and_then(Pid::from_raw).context("the guest has no process")?;
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).context("the guest ended at once")?;
         let guest = Process { pid, pidfd };
         if self.signal.is_some() {
-            // It came while the guest was booting.
+            // The signal arrived while the guest was booting.
             guest.kill();
         }
         self.guest = Some(guest);
         Ok(())
     }
 
-    fn over(&mut self) {
+    fn clear_guest(&mut self) {
         self.guest = None;
     }
 }
 
 impl Process {
     fn kill(&self) {
-        // While the leader lives the group's number is its own; afterwards there is nothing to kill.
+        // While the leader exists, so does its group; afterwards there is nothing to kill.
         if rustix::process::pidfd_send_signal(&self.pidfd, Signal::CONT).is_ok() {
             let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
         }

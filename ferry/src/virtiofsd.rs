@@ -1,5 +1,5 @@
-//! `virtiofsd`, or `ferry-virtiofsd`: under these names the program takes the options of virtiofsd 1.14, also in the older form `-o a=b,c` that
-//! libvirt passes, and does what `ferry share` does with its own for them.
+//! `virtiofsd`, or `ferry-virtiofsd`: under these names the program takes the options of virtiofsd 1.14, including the older form
+//! `-o a=b,c` that libvirt passes, and runs `ferry share` with the corresponding flags.
 
 mod maps;
 mod process;
@@ -15,26 +15,26 @@ use crate::sandbox::{Modcaps, Sandbox, Seccomp};
 use maps::{Map, namespace_rules};
 pub use process::{ProcessSetup, leave_pid_file, remove_pid_file};
 
-/// The name of the program that this stands in for.
+/// The name of the program that this replaces.
 const NAME: &str = "virtiofsd";
-/// The name that `make install` gives it beside that one.
+/// The other name that `make install` gives it.
 const INSTALLED: &str = "ferry-virtiofsd";
 
-/// Whether the program was started under that name.
-pub fn is_one(program: &OsStr) -> bool {
+/// Whether the program was started under one of these names.
+pub fn is_virtiofsd(program: &OsStr) -> bool {
     Path::new(program).file_name().is_some_and(|name| name == NAME || name == INSTALLED)
 }
 
-/// What the command line comes to.
+/// The parsed command line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum VirtiofsdCommand {
-    /// To share, after some preparations, by a command line of Ferry's own.
+    /// Run this command line of `ferry`, after the setup of the process.
     Share(ProcessSetup, Vec<OsString>),
-    /// To print what this back end can do.
+    /// Print the capabilities of this back end.
     Capabilities,
 }
 
-/// What a back end of the kind "fs" says of itself (QEMU, docs/interop/vhost-user.json): what virtiofsd 1.14 says.
+/// The capabilities of a back end of type "fs" (QEMU, docs/interop/vhost-user.json): those of virtiofsd 1.14.
 pub const CAPABILITIES: &str = r#"{
   "type": "fs",
   "features": [
@@ -73,7 +73,7 @@ enum Level {
     Off,
 }
 
-/// Shares a directory with a virtual machine by virtio-fs: Ferry, in the place of virtiofsd.
+/// Share a directory with a virtual machine over virtio-fs: Ferry as a replacement for virtiofsd.
 #[derive(Debug, Parser)]
 #[command(name = NAME, version, args_override_self = true, after_help = "More options are in: ferry share --help-all")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of virtiofsd")]
@@ -81,73 +81,73 @@ struct Args {
     /// The directory.
     #[arg(long, value_name = "DIR")]
     shared_dir: Option<PathBuf>,
-    /// The tag that the device tells.
+    /// The tag that the device offers.
     #[arg(long)]
     tag: Option<String>,
     /// The socket to listen on.
     #[arg(long, value_name = "SOCKET", alias = "socket")]
     socket_path: Option<PathBuf>,
-    /// The group that may connect, too.
+    /// A group that may also connect.
     #[arg(long, value_name = "GROUP", conflicts_with = "fd")]
     socket_group: Option<String>,
-    /// An inherited descriptor, a listening socket, instead.
+    /// An inherited descriptor of a listening socket.
     #[arg(long, value_name = "N", conflicts_with = "socket_path")]
     fd: Option<u16>,
-    /// Without effect: threads for requests that wait are started when some do, up to 128.
+    /// No effect: threads for blocking requests are started on demand, up to 128.
     #[arg(long, value_name = "N", default_value_t = 0)]
     thread_pool_size: usize,
-    /// Extended attributes.
+    /// Enable extended attributes.
     #[arg(long)]
     xattr: bool,
-    /// POSIX ACLs; implies --xattr.
+    /// Enable POSIX ACLs; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
     posix_acl: Acl,
-    /// Rules for the names of extended attributes; implies --xattr.
+    /// Rules that rename extended attributes; implies --xattr.
     #[arg(long, value_name = "RULES")]
     xattrmap: Option<String>,
-    /// How the process is confined [default: namespace, or what of it can be had here].
+    /// The confinement of the process [default: namespace, or the available part of it].
     #[arg(long, value_enum)]
     sandbox: Option<Sandbox>,
     /// Mount the directories read-only in the guest.
     #[arg(long)]
     readonly: bool,
-    /// What becomes of it if it makes a system call that is none of its own [default: kill].
+    /// The action on a system call that the server does not need [default: kill].
     #[arg(long, value_enum, value_name = "ACTION")]
     seccomp: Option<Seccomp>,
-    /// Show mounts below the directory as such (the default).
+    /// Show mounts below the directory as mounts (the default).
     #[arg(long, overrides_with = "no_announce_submounts")]
     announce_submounts: bool,
-    /// Show them as directories.
+    /// Show mounts below the directory as directories.
     #[arg(long)]
     no_announce_submounts: bool,
-    /// Whether to remember files by file handles.
+    /// Whether to refer to files by file handles.
     #[arg(long, value_enum, default_value = "prefer", value_name = "WHEN")]
     inode_file_handles: FileHandles,
-    /// What the guest may keep.
+    /// What the guest may cache.
     #[arg(long, value_enum, default_value = "auto")]
     cache: Cache,
-    /// Shared mappings with --cache=never and metadata.
+    /// Allow shared mappings with --cache=never and metadata.
     #[arg(long)]
     allow_mmap: bool,
-    /// Let listings bring no attributes along.
+    /// List directories without attributes.
     #[arg(long)]
     no_readdirplus: bool,
-    /// Let the guest hold writes back.
+    /// Let the guest cache writes.
     #[arg(long)]
     writeback: bool,
-    /// Open files with `O_DIRECT` where the guest does.
+    /// Open files with `O_DIRECT` if the guest does.
     #[arg(long)]
     allow_direct_io: bool,
-    /// POSIX locks need not be met by others (`-o no_posix_lock`).
+    /// POSIX locks may stay in the guest (`-o no_posix_lock`).
     #[arg(skip)]
     no_posix_lock: bool,
-    /// But those of flock(2) must (`-o flock`).
+    /// Locks of flock(2) must not stay in the guest (`-o flock`).
     #[arg(skip)]
     flock: bool,
-    /// Print what this back end can do, in JSON.
+    /// Print the capabilities of this back end, in JSON.
     #[arg(long)]
     print_capabilities: bool,
-    /// Capabilities to keep or drop besides: +sys_admin:-mknod.
+    /// Additional capabilities to keep or drop: +sys_admin:-mknod.
     #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
     modcaps: Option<Modcaps>,
     /// What to log.
@@ -156,63 +156,63 @@ struct Args {
     /// Log to the system's log (/dev/log) instead of standard error.
     #[arg(long)]
     syslog: bool,
-    /// The limit of open files; 0 leaves it [default: min(1000000, /proc/sys/fs/nr_open), or what may be had].
+    /// The limit of open files; 0: unchanged [default: min(1000000, /proc/sys/fs/nr_open), or the possible maximum].
     #[arg(long, value_name = "N")]
     rlimit_nofile: Option<u64>,
-    /// Options in the older form.
+    /// Options in the older syntax.
     #[arg(short = 'o', value_name = "OPTIONS")]
     compat_options: Vec<String>,
     /// Log at level debug.
     #[arg(short = 'd')]
     debug: bool,
-    /// Without effect.
+    /// No effect.
     #[arg(short = 'f')]
     foreground: bool,
-    /// Without effect: it is always offered.
+    /// No effect: it is always offered.
     #[arg(long, overrides_with = "no_killpriv_v2")]
     killpriv_v2: bool,
-    /// Without effect: it is always offered.
+    /// No effect: it is always offered.
     #[arg(long)]
     no_killpriv_v2: bool,
-    /// Labels of security modules, given to files when they are made; implies --xattr.
+    /// Give new files the labels of security modules; implies --xattr.
     #[arg(long, value_enum, default_value = "never", default_missing_value = "auto", num_args = 0..=1, require_equals = true)]
     security_label: Acl,
-    /// Users of the guest and their numbers here: `:GUEST:HOST:COUNT:`; all others are nobody. With --sandbox=namespace only; for
-    /// users other than root, their own number is all that there is.
+    /// Map user ids of the guest to host ids: `:GUEST:HOST:COUNT:`; all others belong to nobody. Only with --sandbox=namespace;
+    /// users other than root can map only their own id.
     #[arg(long, value_name = "MAP")]
     uid_map: Vec<String>,
     /// The same for groups.
     #[arg(long, value_name = "MAP")]
     gid_map: Vec<String>,
-    /// Rules for the numbers of users: `TYPE:FROM:TO:COUNT`.
+    /// Translate user ids: `TYPE:FROM:TO:COUNT`.
     #[arg(long, value_name = "RULE", conflicts_with = "uid_map")]
     translate_uid: Vec<String>,
     /// The same for groups.
     #[arg(long, value_name = "RULE", conflicts_with = "gid_map")]
     translate_gid: Vec<String>,
-    /// Without effect: `O_NOATIME` is kept wherever it is allowed.
+    /// No effect: `O_NOATIME` is used wherever it is allowed.
     #[arg(long)]
     preserve_noatime: bool,
-    /// How files are found after a migration. `file-handles` is to be said on both sides.
+    /// How the destination of a migration finds files. Both sides must use `file-handles`, or neither.
     #[arg(long, value_name = "MODE", value_parser = ["find-paths", "file-handles"])]
     migration_mode: Option<String>,
-    /// What to do about files that are not found after a migration.
+    /// What happens to files that the destination of a migration does not find.
     #[arg(long, value_name = "WHAT", value_parser = ["abort", "guest-error"])]
     migration_on_error: Option<String>,
-    /// Have the other side make sure that files are the same.
+    /// Let the destination of a migration verify files by file handle.
     #[arg(long)]
     migration_verify_handles: bool,
-    /// Without effect: paths are always confirmed.
+    /// No effect: paths are always confirmed.
     #[arg(long)]
     migration_confirm_paths: bool,
 }
 
-/// The table of virtiofsd's options.
+/// Returns the table of virtiofsd's options.
 pub fn table() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// Reads a command line of virtiofsd's. Help, version and mistakes come back as clap's error.
+/// Parses a command line of virtiofsd. Help, version and errors are returned as clap's error.
 pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<VirtiofsdCommand, clap::Error> {
     let mut args = Args::try_parse_from(args)?;
     let wrong = |text: String| clap::Error::raw(clap::error::ErrorKind::InvalidValue, format!("{text}\n"));
@@ -228,19 +228,19 @@ pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<VirtiofsdCommand
 }
 
 impl Args {
-    /// One of the older options.
+    /// Applies an option of the older syntax.
     fn compat(&mut self, option: &str) -> Result<(), String> {
         let (name, value) = option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
         let needed = || value.map(str::to_owned).ok_or_else(|| format!("-o {name} needs a value: -o {name}=..."));
-        fn one_of<T: clap::ValueEnum>(name: &str, word: &str) -> Result<T, String> {
+        fn parse_value<T: clap::ValueEnum>(name: &str, word: &str) -> Result<T, String> {
             T::from_str(word, false).map_err(|_| format!("-o {name}={word}: there is no such value"))
         }
         match (name, value) {
             ("source", _) => self.shared_dir = Some(needed()?.into()),
-            ("cache", _) => self.cache = one_of(name, &needed()?)?,
-            ("sandbox", _) => self.sandbox = Some(one_of(name, &needed()?)?),
+            ("cache", _) => self.cache = parse_value(name, &needed()?)?,
+            ("sandbox", _) => self.sandbox = Some(parse_value(name, &needed()?)?),
             ("loglevel" | "log_level", Some("err")) => self.log_level = Level::Error,
-            ("loglevel" | "log_level", _) => self.log_level = one_of(name, &needed()?)?,
+            ("loglevel" | "log_level", _) => self.log_level = parse_value(name, &needed()?)?,
             ("modcaps", _) => self.modcaps = Some(needed()?.parse()?),
             ("xattrmap", _) => self.xattrmap = Some(needed()?),
             ("announce_submounts", None) => self.no_announce_submounts = false,
@@ -262,7 +262,7 @@ impl Args {
             ("no_posix_lock", None) => self.no_posix_lock = true,
             ("flock", None) => self.flock = true,
             ("no_flock", None) => self.flock = false,
-            // What is so anyway, or was never in virtiofsd 1.
+            // The default, or never in virtiofsd 1.
             ("killpriv_v2" | "no_killpriv_v2" | "norace" | "allow_root" | "default_permissions", None)
             | ("timeout", Some(_)) => {}
             _ => return Err(format!("-o {option}: there is no such option")),
@@ -284,12 +284,12 @@ impl Args {
             word.push(value);
             line.push(word);
         };
-        let mut preparations = ProcessSetup { nofile: self.rlimit_nofile, pid_file: None };
+        let mut setup = ProcessSetup { nofile: self.rlimit_nofile, pid_file: None };
         match (self.socket_path, self.fd) {
             (Some(socket), _) => {
                 let mut pid_file = OsString::from(&socket);
                 pid_file.push(".pid");
-                preparations.pid_file = Some(pid_file.into());
+                setup.pid_file = Some(pid_file.into());
                 give("--virtiofs", socket.into());
             }
             (None, Some(fd)) => give("--fd", fd.to_string().into()),
@@ -323,9 +323,11 @@ impl Args {
         }
         let has_maps = !(self.uid_map.is_empty() && self.gid_map.is_empty());
         if has_maps && self.sandbox.is_some_and(|kind| kind != Sandbox::Namespace) {
-            return Err("--uid-map and --gid-map are maps of a namespace, and --sandbox leaves it out: take --translate-uid and \
+            return Err(
+                "--uid-map and --gid-map are maps of a namespace, which --sandbox disables: use --translate-uid and \
                         --translate-gid"
-                .into());
+                    .into(),
+            );
         }
         let only = |id: u32| (!geteuid().is_root()).then_some(id);
         for (flag, rules, map, maps, only) in [
@@ -334,7 +336,7 @@ impl Args {
         ] {
             let maps = maps.iter().map(|map| Map::parse(map)).collect::<Result<Vec<Map>, String>>()?;
             if let Some(only) = only {
-                maps.iter().try_for_each(|one| one.is_for(only).map_err(|why| format!("{map} {why}")))?;
+                maps.iter().try_for_each(|one| one.check_id(only).map_err(|why| format!("{map} {why}")))?;
             }
             rules.into_iter().chain(namespace_rules(&maps)).for_each(|rule| give(flag, rule.into()));
         }
@@ -356,7 +358,7 @@ impl Args {
         if let Some(mode) = self.migration_mode {
             line.extend(["--migration-mode".into(), mode.into()]);
         }
-        Ok(VirtiofsdCommand::Share(preparations, line))
+        Ok(VirtiofsdCommand::Share(setup, line))
     }
 }
 
@@ -373,7 +375,7 @@ mod tests {
         let words = std::iter::once("virtiofsd").chain(args.split_whitespace()).map(OsString::from);
         match read(words) {
             Ok(VirtiofsdCommand::Share(_, line)) => {
-                // What all of them must be able to be read as.
+                // The result is a valid command line.
                 crate::groups::parse(line.clone()).map_err(|error| error.to_string())?;
                 Ok(line.join(OsStr::new(" ")).into_string().expect("text"))
             }
@@ -430,7 +432,7 @@ mod tests {
             ("--no-announce-submounts --announce-submounts", "--announce-submounts"),
             ("--inode-file-handles=never", "--inode-file-handles=never"),
             ("--inode-file-handles=mandatory", "--inode-file-handles=mandatory"),
-            // Of what is said twice the last holds; lists are added to.
+            // The last value wins; lists are extended.
             ("--cache=never --cache always", "--cache=always --"),
             ("--xattr --xattr --readonly --readonly", "--read-only"),
             ("--socket-path /t --shared-dir /e --socket-path /s --shared-dir /d", "share /d --once --virtiofs=/s "),
@@ -464,8 +466,8 @@ mod tests {
             ("--shared-dir /d --socket-path /s -o source", "needs a value"),
             ("--shared-dir /d --socket-path /s -o modcaps=all", "no list of capabilities"),
             ("--shared-dir /d --socket-path /s --sandbox=jail", "jail"),
-            ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is no map"),
-            ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is no map"),
+            ("--shared-dir /d --socket-path /s --uid-map 0:1:2", "is not a map"),
+            ("--shared-dir /d --socket-path /s --uid-map :0:x:2:", "is not a map"),
             ("--shared-dir /d --socket-path /s --uid-map :0:1:2: --sandbox none", "--translate-uid"),
             ("--shared-dir /d --socket-path /s --gid-map :0:1:2: --sandbox=chroot", "maps of a namespace"),
         ] {

@@ -1,4 +1,4 @@
-//! The client's side of the control socket, and finding the server that a target means.
+//! The client of the control socket, and the search for the server of a target.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -13,32 +13,32 @@ use serde::de::DeserializeOwned;
 
 use ferry_control::{ANSWER_BYTES_MAX, Answer, Endpoint, FileName, Request, ShareStatus, Status, sockets};
 
-/// A server answers at once unless it is stopped.
+/// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long after its mount a server may take to listen: it has a few threads to start in between.
+/// The time from the mount to the control socket: the server starts a few threads in between.
 const START_PATIENCE: Duration = Duration::from_secs(2);
-/// How often it is looked at meanwhile.
-const START_GLANCE: Duration = Duration::from_millis(20);
+/// The interval of retries in that time.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A server that runs.
+/// A running server.
 #[derive(Debug)]
 pub struct Client {
     endpoint: Endpoint,
 }
 
-/// What a user named.
+/// The target that a user named.
 #[derive(Debug)]
 pub struct Target {
     /// The server.
     pub client: Client,
-    /// Which of its shares; all of them if there is none.
+    /// The index of the share; `None`: all shares.
     pub share: Option<usize>,
-    /// The file in it.
+    /// The file in the share.
     pub file: Option<FileName>,
 }
 
 impl Client {
-    /// Sends a request; returns the connection, for whatever follows.
+    /// Sends a request; returns the answer and the connection, for the lines that follow.
     pub fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<(T, BufReader<UnixStream>)> {
         let pid = self.endpoint.pid;
         let end = Instant::now() + PATIENCE;
@@ -46,24 +46,23 @@ impl Client {
         stream.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
-        stream.write_all(&line).with_context(|| format!("process {pid} does not take a request"))?;
+        stream.write_all(&line).with_context(|| format!("process {pid} does not accept a request"))?;
         let mut reader = BufReader::new(stream);
         let line = answer(&mut reader, end).with_context(|| format!("process {pid} does not answer"))?;
         let parsed = serde_json::from_slice(&line);
-        match parsed.with_context(|| format!("process {pid} answers what is no answer, in {} bytes", line.len()))? {
+        match parsed.with_context(|| format!("process {pid} sent an invalid answer of {} bytes", line.len()))? {
             Answer::Ok(value) => Ok((value, reader)),
             Answer::Error(error) => bail!(error),
         }
     }
 
-    /// What it serves and logs.
+    /// Returns its shares and log levels.
     pub fn status(&self) -> Result<Status> {
         Ok(self.ask(&Request::Status)?.0)
     }
 }
 
-/// The answer of a server, a line, which may be another user's program: it has to be there in time, and is not longer than any real
-/// one.
+/// Reads the answer of a server, one line. The server may be another user's program, so time and length are limited.
 fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<Vec<u8>> {
     let mut line = Vec::new();
     loop {
@@ -89,19 +88,19 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
     }
 }
 
-/// The servers that run and answer, with what they serve.
+/// Returns the running servers with their shares.
 fn running() -> Vec<(Client, Status)> {
     let clients = sockets().into_iter().map(|endpoint| Client { endpoint });
     std::thread::scope(|scope| {
-        // All at once: one that is stopped keeps us waiting, and several must not do so in turn.
+        // In parallel: a stopped server takes the whole timeout.
         let asking: Vec<_> =
             clients.map(|client| scope.spawn(move || client.status().ok().map(|status| (client, status)))).collect();
-        // A socket that a killed server has left answers nothing.
+        // Sockets of killed servers do not answer.
         asking.into_iter().filter_map(|asked| asked.join().ok().flatten()).collect()
     })
 }
 
-/// What the servers that run say of themselves, in the order of their process ids.
+/// Returns the status of the running servers, in the order of their process ids.
 pub fn statuses() -> Vec<Status> {
     let mut all: Vec<_> = running().into_iter().map(|(_, status)| status).collect();
     all.sort_by_key(|status| status.pid);
@@ -109,8 +108,7 @@ pub fn statuses() -> Vec<Status> {
 }
 
 impl Target {
-    /// Finds what a process id, a mount point, a socket, an address for 9P, or a file in a mount or a shared directory
-    /// means.
+    /// Finds the target of a process id, a mount point, a socket, a 9P address, or a file in a mount or a shared directory.
     pub fn find(target: &Path) -> Result<Self> {
         let begin = Instant::now();
         loop {
@@ -120,56 +118,59 @@ impl Target {
             if !may_come {
                 return found;
             }
-            std::thread::sleep(START_GLANCE);
+            std::thread::sleep(RETRY_INTERVAL);
         }
     }
 
     fn find_once(target: &Path) -> Result<Self> {
-        let shown = target.display();
         let running = running();
         if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {
             let found = running.into_iter().find(|(client, _)| client.endpoint.pid == pid);
-            let (client, _) = found.with_context(|| format!("no ferry share or mount of yours is process {pid}"))?;
+            let (client, _) = found.with_context(|| format!("process {pid} is not a ferry share or mount of yours"))?;
             return Ok(Self { client, share: None, file: None });
         }
-        if let Some((client, share)) = target.to_str().and_then(|text| Self::of_address(text, &running)) {
-            let client = running.into_iter().nth(client).expect("it was found there").0;
-            return Ok(Self { client, share: Some(share), file: None });
-        }
-        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
-        if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket())
-            && let Some(target) = Self::of_socket(&path, &running)
-        {
-            let (client, share) = target;
-            let client = running.into_iter().nth(client).expect("it was found there").0;
-            return Ok(Self { client, share: Some(share), file: None });
-        }
-        let mut found = Self::of_mount(&path, &running);
-        if found.is_empty() {
-            found = Self::of_source(&path, &running);
-            if found.len() > 1 {
-                bail!("{shown} is shared several times: name {}", places(&running, &found).join(", or "));
-            }
-        }
-        let Some((client, share, file)) = found.pop() else {
-            if is_in_mount(&path) {
-                bail!(
-                    "the ferry that serves {shown} does not answer; if it has died, mount again, or end the mount with umount"
-                );
-            }
-            bail!("{shown} is not in a mount or a shared directory of a running ferry, and not the socket of one");
+        let by_address = target.to_str().and_then(|text| Self::of_address(text, &running));
+        let (client, share, file) = match by_address {
+            Some(found) => found,
+            None => Self::of_path(target, &running)?,
         };
         let client = running.into_iter().nth(client).expect("it was found there").0;
         Ok(Self { client, share: Some(share), file })
     }
 
-    /// The share with this address for 9P, as `ferry log` shows it. No two of one network have the same.
-    fn of_address(address: &str, running: &[(Client, Status)]) -> Option<(usize, usize)> {
-        let found = each_share(running).find(|(_, _, shown)| shown.ninep.as_deref() == Some(address));
-        found.map(|(client, share, _)| (client, share))
+    fn of_path(target: &Path, running: &[(Client, Status)]) -> Result<Found> {
+        let shown = target.display();
+        let path = target.canonicalize().with_context(|| format!("cannot find {shown}"))?;
+        if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket())
+            && let Some(found) = Self::of_socket(&path, running)
+        {
+            return Ok(found);
+        }
+        let mut found = Self::of_mount(&path, running);
+        if found.is_empty() {
+            found = Self::of_source(&path, running);
+            if found.len() > 1 {
+                bail!("{shown} is shared several times: name {}", places(running, &found).join(", or "));
+            }
+        }
+        match found.pop() {
+            Some(found) => Ok(found),
+            None if is_in_mount(&path) => {
+                bail!("the ferry that serves {shown} does not answer; if it has died, unmount {shown}, or mount again")
+            }
+            None => {
+                bail!("{shown} is not in a mount or a shared directory of a running ferry, and not the socket of one")
+            }
+        }
     }
 
-    fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<(usize, usize)> {
+    /// Returns the share with this 9P address, as `ferry log` shows it.
+    fn of_address(address: &str, running: &[(Client, Status)]) -> Option<Found> {
+        let found = each_share(running).find(|(_, _, shown)| shown.ninep.as_deref() == Some(address));
+        found.map(|(client, share, _)| (client, share, None))
+    }
+
+    fn of_socket(path: &Path, running: &[(Client, Status)]) -> Option<Found> {
         each_share(running).find_map(|(client, share, shown)| {
             let ninep = shown
                 .ninep
@@ -177,18 +178,18 @@ impl Target {
                 .and_then(|address| address.strip_prefix("unix:").or_else(|| address.strip_prefix("vhost-user:")));
             let mut sockets = shown.virtiofs.as_deref().into_iter().chain(ninep);
             let same = |socket| Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
-            sockets.any(same).then_some((client, share))
+            sockets.any(same).then_some((client, share, None))
         })
     }
 
-    /// The innermost mount that a path is in.
+    /// Returns the share of the innermost mount that contains a path.
     fn of_mount(path: &Path, running: &[(Client, Status)]) -> Vec<Found> {
         Self::innermost(path, running, |shown| shown.mount.as_deref().map(PathBuf::from))
     }
 
-    /// The innermost shared directory that a path is in, for files of shares that are mounted elsewhere; each of its shares.
+    /// Returns all shares of the innermost shared directory that contains a path, for files that are mounted elsewhere.
     fn of_source(path: &Path, running: &[(Client, Status)]) -> Vec<Found> {
-        // The word of a source that is no directory is no absolute path.
+        // Sources other than directories are not absolute paths.
         Self::innermost(path, running, |shown| {
             Path::new(&shown.source).canonicalize().ok().filter(|_| shown.source.starts_with('/'))
         })
@@ -199,7 +200,7 @@ impl Target {
         running: &[(Client, Status)],
         folder: impl Fn(&ShareStatus) -> Option<PathBuf>,
     ) -> Vec<Found> {
-        // A mount in the mount or source of another ferry is none of the other's, even if its own server has died.
+        // A mount inside the mount or source of another ferry does not belong to it, even if its own server has died.
         let mount = mount_of(path);
         let within: Vec<_> = each_share(running)
             .filter_map(|(client, share, shown)| {
@@ -214,10 +215,10 @@ impl Target {
     }
 }
 
-/// A server, its share, and the file in it.
+/// The index of a server, the index of its share, and the file in it.
 type Found = (usize, usize, Option<FileName>);
 
-/// How each of these can be named.
+/// Returns a name for each of these.
 fn places(running: &[(Client, Status)], found: &[Found]) -> Vec<String> {
     let place = |(client, share, _): &Found| {
         let status = &running[*client].1;
@@ -228,17 +229,17 @@ fn places(running: &[(Client, Status)], found: &[Found]) -> Vec<String> {
     found.iter().map(place).collect()
 }
 
-/// Whether a path is in a mount that a ferry has made, whatever has become of that ferry.
+/// Whether a path is in a mount of any ferry, running or not.
 pub fn is_in_mount(path: &Path) -> bool {
     mount_of(path).is_some()
 }
 
-/// The number of the mount of a ferry that a path is in.
+/// Returns the id of the ferry mount that contains a path.
 fn mount_of(path: &Path) -> Option<u64> {
     Mountpoint::of_ferry(&path.canonicalize().ok()?)
 }
 
-/// Every share with its server's and its own index.
+/// Returns every share with the indexes of its server and itself.
 fn each_share(running: &[(Client, Status)]) -> impl Iterator<Item = (usize, usize, &ShareStatus)> {
     running.iter().enumerate().flat_map(|(client, (_, status))| {
         status.shares.iter().enumerate().map(move |(share, shown)| (client, share, shown))

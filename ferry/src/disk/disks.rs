@@ -1,4 +1,4 @@
-//! Disks that are being offered: opened all together, before the first one is served.
+//! Disks that are served: all are opened before the first one is served.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,16 +14,18 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::Args;
-use crate::launch::{ENDINGS, Serve};
+use crate::launch::{self, SHUTDOWN_SIGNALS, Serve};
 use crate::new_files::NewFiles;
 use crate::paths::absolute;
 use crate::recipes;
-use crate::socket::Bound;
+use crate::sandbox::{Confinement, SandboxFlags};
+use crate::socket::ListenSocket;
 
-/// How long a disk may take to open before that is said, and the others do without it: far more than any does that is well.
+/// The time in which a disk should open; then its delay is logged, and the others start without it. Working storage is much
+/// faster.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A socket or descriptor can serve one disk only. Files are kept apart by their locks.
+/// A socket or descriptor serves only one disk. Locks protect the files.
 pub fn refuse_duplicates(disks: &[Args]) -> Result<()> {
     let mut sockets = HashSet::new();
     let mut descriptors = HashSet::new();
@@ -38,52 +40,51 @@ pub fn refuse_duplicates(disks: &[Args]) -> Result<()> {
     Ok(())
 }
 
-/// Takes over the inherited sockets of disks. To be called before this process opens descriptors of its own, which could
-/// get their numbers.
-pub fn inherit(disks: &[Args]) -> Result<Vec<Option<Bound>>> {
-    disks.iter().map(|disk| disk.fd.map(Bound::inherit).transpose()).collect()
+/// Takes over the inherited sockets of disks. Call this before this process opens descriptors, which could get their numbers.
+pub fn inherit(disks: &[Args]) -> Result<Vec<Option<ListenSocket>>> {
+    disks.iter().map(|disk| disk.fd.map(ListenSocket::inherit).transpose()).collect()
 }
 
-/// The socket of a disk: inherited, or made; none for a disk that is only made larger.
-pub fn bind(disk: &Args, inherited: Option<Bound>) -> Result<Option<Bound>> {
+/// Returns the socket of a disk: inherited or created; `None` for a disk that is only grown.
+pub fn bind(disk: &Args, inherited: Option<ListenSocket>) -> Result<Option<ListenSocket>> {
     match (inherited, &disk.vhost_user) {
         (Some(bound), _) => Ok(Some(bound)),
-        (None, Some(socket)) => Bound::bind(socket).map(Some),
+        (None, Some(socket)) => ListenSocket::bind(socket).map(Some),
         (None, None) => Ok(None),
     }
 }
 
-/// From when on it is worth a word that storage has not answered.
+/// The delay of storage from which an end is logged.
 const SLOW: Duration = Duration::from_secs(1);
 
-/// Waits until the storage of a disk answers, and says so if it takes long; whether it did before a signal came that ends this process.
+/// Waits until the storage of a disk responds; returns `false` if a signal to end arrives first.
 ///
-/// Another process asks it: one that waits for storage can, with some, not even be killed, and this one is to end at once.
-fn answers(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
+/// A child process accesses the storage: a process that waits for storage cannot always be killed, and this one must end at once.
+fn wait_for_storage(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
     let begun = Instant::now();
     let file = disk.path()?.display();
-    let Some(child) = ferry_isolation::begin_child()? else { ask(disk) };
+    let Some(child) = ferry_isolation::begin_child()? else { probe_storage(disk) };
     let arrives = signals.descriptor()?;
     let mut left = Some(Timespec { tv_sec: PATIENCE.as_secs().cast_signed(), tv_nsec: 0 });
     while child.end()?.is_none() {
         let mut polled = [PollFd::new(&arrives, PollFlags::IN)];
         match poll(&mut polled, left.as_ref()) {
             Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno).context("it cannot be waited for a disk to open"),
+            Err(errno) => return Err(errno).context("cannot wait for a disk to open"),
             Ok(0) => {
                 left = None;
                 let seconds = PATIENCE.as_secs();
                 tracing::warn!(
-                    "{file} is not open after {seconds} s, for its storage does not answer: it is served once it does"
+                    "{file} is not open after {seconds} s: its storage does not respond; the disk is served once it does"
                 );
             }
-            // The child's end is among the signals.
+            // The end of the child is a signal, too.
             Ok(_) => {
                 let signal = signals.next()?.map(|arrival| arrival.signal.as_raw());
-                if let Some(signal) = signal.filter(|signal| ENDINGS.contains(signal)) {
-                    // A start that another disk has failed ends all others, which are no slower than usual.
+                if let Some(signal) = signal.filter(|signal| SHUTDOWN_SIGNALS.contains(signal)) {
+                    // If another disk fails to start, the others are as fast as usual.
                     if begun.elapsed() >= SLOW {
-                        tracing::warn!("{file} is not served: its storage had not answered when signal {signal} came");
+                        tracing::warn!("{file} is not served: its storage had not responded before signal {signal}");
                     }
                     return Ok(false);
                 }
@@ -91,16 +92,15 @@ fn answers(disk: &Args, signals: &BlockedSignals) -> Result<bool> {
         }
     }
     if begun.elapsed() >= PATIENCE {
-        tracing::info!("{file} answers after {} s", begun.elapsed().as_secs());
+        tracing::info!("{file} responded after {} s", begun.elapsed().as_secs());
     }
     Ok(true)
 }
 
-/// Does with a disk's file, and with the folders that it needs, what waits if their storage does not answer. What is wrong with them shows when they
-/// are opened.
-fn ask(disk: &Args) -> ! {
+/// Accesses a disk's file and folders, which blocks if their storage does not respond. Errors appear when the disk is opened.
+fn probe_storage(disk: &Args) -> ! {
     let (file, folders) = disk.places();
-    // Opening others may wait, or do things.
+    // Opening other kinds of files may block or have effects.
     let is_plain = |found: fs::Metadata| found.is_file() || found.file_type().is_block_device();
     if let Some(file) = file
         && fs::metadata(file).is_ok_and(is_plain)
@@ -110,36 +110,52 @@ fn ask(disk: &Args) -> ! {
     for folder in folders {
         let _ = fs::read_dir(folder).map(|mut entries| entries.next());
     }
-    // Nothing of the process that this was made of is to be done here.
+    // Exits without the destructors of the parent's state.
     std::process::exit(0)
 }
 
-/// Disks that are open, and being offered once they are started.
+/// Opens and serves disks, confined; calls `ready` once they are up, which returns whether the start has succeeded. Returns the
+/// exit status.
+pub fn serve(
+    disks: &[Args],
+    sockets: Vec<Option<ListenSocket>>,
+    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
+    new_files: NewFiles,
+    ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
+) -> Result<u8> {
+    let confinement = Confinement::of(sandbox_flags, &[], Vec::new(), disks.iter().any(|disk| disk.pin_memory))?;
+    match Disks::open(disks, sockets, &signals, new_files)? {
+        Some(opened) => launch::run(opened, Some(confinement), signals, ready),
+        None => Ok(0),
+    }
+}
+
+/// Open disks, which are served once they are started.
 pub struct Disks<'a> {
-    opened: Vec<Opened<'a>>,
-    /// The sockets that they are offered on, in their order.
-    sockets: Vec<Bound>,
+    opened: Vec<OpenDisk<'a>>,
+    /// Their sockets, in their order.
+    sockets: Vec<ListenSocket>,
     exports: Vec<Export>,
-    /// What opening them has made.
+    /// The files that opening them has created.
     new_files: NewFiles,
 }
 
-/// A disk.
-struct Opened<'a> {
+/// An open disk.
+struct OpenDisk<'a> {
     args: &'a Args,
-    /// How it is to be offered, found while this process sees all of its machine.
+    /// The options of its device, computed before the sandbox hides the machine.
     options: ferry_blk::Options,
     disk: Arc<dyn ferry_vfs::Disk>,
-    /// The same, if it is an image.
+    /// The same disk, if it is an image.
     image: Option<Arc<ferry_image::Disk>>,
 }
 
 impl<'a> Disks<'a> {
-    /// Opens every disk and every socket: what is wrong shows at once. Disks without a socket are only made larger. `None`: there is nothing to
-    /// offer, or a signal came that ends this process.
+    /// Opens every disk and every socket, so that errors appear at once. Disks without a socket are only grown. Returns `None` if
+    /// there is nothing to serve, or after a signal to end.
     pub fn open(
         disks: &'a [Args],
-        inherited: Vec<Option<Bound>>,
+        inherited: Vec<Option<ListenSocket>>,
         signals: &BlockedSignals,
         new_files: NewFiles,
     ) -> Result<Option<Self>> {
@@ -148,7 +164,7 @@ impl<'a> Disks<'a> {
             let bound = bind(args, inherited)?;
             let is_offered = bound.is_some();
             all.sockets.extend(bound);
-            if !answers(args, signals)? {
+            if !wait_for_storage(args, signals)? {
                 return Ok(None);
             }
             if !is_offered {
@@ -157,17 +173,17 @@ impl<'a> Disks<'a> {
             }
             let (disk, image, made) = args.open()?;
             all.new_files.add(made);
-            all.opened.push(Opened { args, options: args.device_options(), disk, image });
+            all.opened.push(OpenDisk { args, options: args.device_options(), disk, image });
         }
         Ok(Some(all).filter(|all| !all.opened.is_empty()))
     }
 
-    /// What a program is told of them.
-    pub fn described(&self) -> Vec<serde_json::Value> {
-        self.opened.iter().map(Opened::described).collect()
+    /// Describes the disks, for programs.
+    pub fn to_json(&self) -> Vec<serde_json::Value> {
+        self.opened.iter().map(OpenDisk::to_json).collect()
     }
 
-    /// Says that every disk is up: to a person as what to give QEMU.
+    /// Reports to a person that every disk is up, with QEMU's options.
     pub fn announce(&self) -> Result<()> {
         let mut out = std::io::stdout().lock();
         for one in &self.opened {
@@ -177,7 +193,7 @@ impl<'a> Disks<'a> {
                     let line = recipes::qemu_disk(&absolute(socket));
                     writeln!(out, "{path}: {line}").context("cannot write to standard output")?;
                 }
-                socket => tracing::info!(%path, bytes, socket = socket.as_deref().map(absolute), "offering a disk"),
+                socket => tracing::info!(%path, bytes, socket = socket.as_deref().map(absolute), "serving a disk"),
             }
         }
         Ok(())
@@ -192,7 +208,7 @@ impl Serve for Disks<'_> {
 
     fn take_over(&mut self) -> Result<()> {
         self.new_files.leave();
-        self.sockets.iter_mut().try_for_each(Bound::take_over)
+        self.sockets.iter_mut().try_for_each(ListenSocket::take_over)
     }
 
     fn start(&mut self) -> Result<()> {
@@ -217,8 +233,8 @@ impl Drop for Disks<'_> {
     }
 }
 
-impl Opened<'_> {
-    fn described(&self) -> serde_json::Value {
+impl OpenDisk<'_> {
+    fn to_json(&self) -> serde_json::Value {
         let (geometry, features) = (self.disk.geometry(), self.disk.features());
         serde_json::json!({
             "file": self.args.path().ok().map(absolute),

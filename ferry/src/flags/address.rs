@@ -6,15 +6,15 @@ use std::str::FromStr;
 
 use crate::size::deserialize_from_str;
 
-/// `VMADDR_CID_ANY` of Linux: vsock clients of every virtual machine.
+/// `VMADDR_CID_ANY` of Linux: the vsock clients of every virtual machine.
 pub const ANY_CID: u32 = u32::MAX;
 
-/// Where 9P clients come from.
+/// An address that 9P is served on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A unix socket.
     Unix(PathBuf),
-    /// A unix socket on which a virtual machine monitor finds a device.
+    /// A unix socket for a virtual machine monitor (vhost-user).
     VhostUser(PathBuf),
     /// A TCP port on an address of this machine.
     Tcp(String, u16),
@@ -37,16 +37,16 @@ impl FromStr for Address {
             return if path.is_empty() { wrong("has no path") } else { Ok(Self::VhostUser(path.into())) };
         }
         let Some((kind @ ("tcp" | "tls" | "vsock"), rest)) = text.split_once(':') else {
-            return wrong("is no address for 9P");
+            return wrong("is not an address for 9P");
         };
         let Some((host, port)) = rest.rsplit_once(':') else { return wrong("has no port") };
         if kind == "vsock" {
             let cid = if matches!(host, "any" | "-1") { Some(ANY_CID) } else { host.parse().ok() };
             return match (cid, port.parse()) {
                 (None, _) => wrong("has a CID that is neither a number nor any"),
-                // The greatest number stands for "any port".
+                // The maximum is the wildcard port.
                 (Some(cid), Ok(port)) if port != u32::MAX => Ok(Self::Vsock(cid, port)),
-                _ => wrong("has a port that is no number from 0 to 4294967294"),
+                _ => wrong("has a port that is not a number from 0 to 4294967294"),
             };
         }
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
@@ -54,7 +54,7 @@ impl FromStr for Address {
             Ok(_) if host.is_empty() => wrong("has no host"),
             Ok(port) if kind == "tls" => Ok(Self::Tls(host.into(), port)),
             Ok(port) => Ok(Self::Tcp(host.into(), port)),
-            Err(_) => wrong("has a port that is no number from 0 to 65535"),
+            Err(_) => wrong("has a port that is not a number from 0 to 65535"),
         }
     }
 }
@@ -75,7 +75,7 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// The same, its path seen from a folder.
+    /// Resolves its path relative to a folder.
     pub fn in_folder(self, folder: &Path) -> Self {
         match self {
             Self::Unix(path) => Self::Unix(folder.join(path)),
@@ -84,13 +84,13 @@ impl Address {
         }
     }
 
-    /// Whether two sockets can have it: 0 is any TCP port that is free.
+    /// Whether two sockets can have this address: TCP port 0 selects a free port.
     pub fn is_any(&self) -> bool {
         matches!(self, Self::Tcp(_, 0) | Self::Tls(_, 0))
     }
 }
 
-/// As whom 9P clients act: `client`, `only=UID,...` or `UID:GID`.
+/// The users that 9P clients act as: `client`, `only=UID,...` or `UID:GID`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Users {
     #[default]
@@ -103,8 +103,8 @@ impl FromStr for Users {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} says no users; write client, only=UID,UID..., or UID:GID");
-        // The greatest number stands for "nobody at all".
+        let wrong = || format!("{text:?} does not name users; write client, only=UID,UID..., or UID:GID");
+        // The maximum is the invalid id.
         let id = |text: &str| text.parse().ok().filter(|id| *id != u32::MAX).ok_or_else(wrong);
         if text == "client" {
             return Ok(Self::Client);
@@ -142,18 +142,18 @@ mod tests {
         }
         assert_eq!("vsock:-1:5".parse(), Ok(Address::Vsock(ANY_CID, 5)));
         for (text, words) in [
-            ("/run/s", "no address for 9P"),
+            ("/run/s", "not an address for 9P"),
             ("unix:", "no path"),
             ("vhost-user:", "no path"),
             ("tcp:564", "no port"),
             ("tcp::564", "no host"),
-            ("tcp:h:65536", "no number"),
-            ("tcp:h:", "no number"),
-            ("rdma:2:564", "no address for 9P"),
+            ("tcp:h:65536", "not a number"),
+            ("tcp:h:", "not a number"),
+            ("rdma:2:564", "not an address for 9P"),
             ("tls:564", "no port"),
             ("vsock:564", "no port"),
             ("vsock:host:564", "has a CID"),
-            ("vsock:2:4294967295", "no number"),
+            ("vsock:2:4294967295", "not a number"),
         ] {
             let error = text.parse::<Address>().expect_err(text);
             assert!(error.contains(words), "{error}");

@@ -1,5 +1,5 @@
-//! Flags that do not go together, or not with their source or exports, each told in one sentence. In files, where flags are keys, it is
-//! shown without their dashes ([`super::as_keys`]).
+//! Flags that conflict with each other, the source or the exports. Each conflict is one sentence; for configuration files,
+//! [`super::as_keys`] removes the dashes of the flags.
 
 use std::fmt::Display;
 
@@ -9,11 +9,11 @@ use super::source::{Kind, Server};
 use super::values::{Acl, Cache, FileHandles, Passthrough, Watch};
 use crate::size::Size;
 
-/// The least memory for data of a 9P server: with less, what is read ahead pushes itself out.
+/// The minimum cache of a 9P server: a smaller one would evict its own read-ahead.
 const SERVER_CACHE_BYTES_MIN: u64 = 16 << 20;
 
 impl Share {
-    /// Flags that do not go together, or not with this source or these exports.
+    /// Returns the first conflict between the flags, this source and these exports.
     pub fn contradiction(&self) -> Option<String> {
         let source = self.source.display();
         let kind = self.kind();
@@ -56,15 +56,17 @@ impl Share {
             (self.watch != Watch::default(), "watch"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
-            return Some(format!("--{flag} is for directories, and {source} is none"));
+            return Some(format!("--{flag} is for directories, and {source} is not one"));
         }
         if self.watch == Watch::Always && self.mount.is_none() {
-            return Some(format!("--watch always is for mounts, for nobody else can be told: {source} has no mount"));
+            return Some(format!(
+                "--watch always is for mounts, because only they can be notified: {source} has no mount"
+            ));
         }
         if self.watch == Watch::Always && self.inode_file_handles == FileHandles::Never {
-            return Some("--watch always needs --inode-file-handles, by which changes are told".into());
+            return Some("--watch always needs --inode-file-handles, which identify changed files".into());
         }
-        if let Some(why) = self.wrong_about_guests() {
+        if let Some(why) = self.guest_conflict() {
             return Some(why);
         }
         let of_images =
@@ -76,24 +78,26 @@ impl Share {
             (self.plain_http, "plain-http"),
         ];
         if let (None, Some(flag)) = (&self.from, given(&of_registries)) {
-            return Some(format!("--{flag} is about what is fetched: add --from, or leave it out"));
+            return Some(format!("--{flag} applies to fetched data: add --from, or omit it"));
         }
         match (&kind, given(&of_images)) {
             (Kind::Image(_), _) if self.store.is_none() => {
-                return Some(format!("{source} needs --store, the folder with the bytes of its files"));
+                return Some(format!("{source} needs --store, the folder with the data of its files"));
             }
             (Kind::Image(_), _) | (_, None) => {}
-            (_, Some(flag)) => return Some(format!("--{flag} is for image:PATH, and {source} is none")),
+            (_, Some(flag)) => return Some(format!("--{flag} is for image:PATH, and {source} is not one")),
         }
-        if let Some(why) = self.wrong_about_server(&kind) {
+        if let Some(why) = self.ninep_server_conflict(&kind) {
             return Some(why);
         }
-        if let Some(why) = self.wrong_about_clients() {
+        if let Some(why) = self.ninep_client_conflict() {
             return Some(why);
         }
         let has_tls = matches!(self.ninep, Some(Address::Tls(..)));
         if let (false, Some(flag)) = (has_tls, given(&of_tls)) {
-            return Some(format!("--{flag} is for 9P with TLS, and {source} is not shared so: add --9p tls:HOST:PORT"));
+            return Some(format!(
+                "--{flag} is for 9P with TLS, and {source} has no such address: add --9p tls:HOST:PORT"
+            ));
         }
         if has_tls && (self.tls_cert.is_none() || self.tls_key.is_none()) {
             return Some(format!(
@@ -104,25 +108,24 @@ impl Share {
             Kind::Mem if self.tier2.is_some() => Some("--tier2 is for pmem:PATH; mem has one tier".into()),
             _ if self.tier2_size.is_some() && self.tier2.is_none() => Some("--tier2-size needs --tier2".into()),
             _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
-                Some("--writeback and --passthrough exclude each other; leave one out".into())
+                Some("--writeback and --passthrough exclude each other; omit one".into())
             }
             _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!(
-                    "--local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose for themselves"
+                    "--local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose their own locking"
                 ))
             }
             _ if self.allow_idmap && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!("--allow-idmap is for virtual machines and mounts, and {source} is shared with neither"))
             }
-            _ if self.mount.is_none() => given(&of_mounts).map(|flag| {
-                format!("--{flag} is for mounts, and {source} is not mounted: add --mount, or leave it out")
-            }),
+            _ if self.mount.is_none() => given(&of_mounts)
+                .map(|flag| format!("--{flag} is for mounts, and {source} is not mounted: add --mount, or omit it")),
             _ => None,
         }
     }
 
-    /// What does not go together about virtual machines, and about numbers.
-    fn wrong_about_guests(&self) -> Option<String> {
+    /// Returns a conflict about virtual machines or id translations.
+    fn guest_conflict(&self) -> Option<String> {
         let source = self.source.display();
         let of_devices = given(&[
             (self.posix_acl != Acl::default() && self.ninep.is_none(), "posix-acl"),
@@ -138,14 +141,14 @@ impl Share {
                 Some(format!("--{flag} is for virtual machines, and {source} is not shared with one: add --virtiofs"))
             }
             _ if self.posix_acl == Acl::Always && self.no_xattr => {
-                Some("--posix-acl always needs extended attributes; leave --no-xattr out".into())
+                Some("--posix-acl always needs extended attributes; omit --no-xattr".into())
             }
             _ if self.security_label.is_some_and(|when| when != Acl::Never) && self.no_xattr => {
-                Some("--security-label needs extended attributes; leave --no-xattr out".into())
+                Some("--security-label needs extended attributes; omit --no-xattr".into())
             }
-            _ if self.socket_group.is_some() && !self.makes_unix_socket() => Some(format!(
+            _ if self.socket_group.is_some() && !self.has_unix_socket() => Some(format!(
                 "--socket-group is for unix sockets, and {source} has none: add --virtiofs, --9p unix:PATH or --9p \
-                 vhost-user:SOCKET, or leave it out"
+                 vhost-user:SOCKET, or omit it"
             )),
             _ if self.map_user.is_some() && !(self.translate_uid.is_empty() && self.translate_gid.is_empty()) => {
                 Some("--map-user and --translate-uid or --translate-gid exclude each other".into())
@@ -154,8 +157,8 @@ impl Share {
         }
     }
 
-    /// What does not go together about 9P clients.
-    fn wrong_about_clients(&self) -> Option<String> {
+    /// Returns a conflict about 9P clients.
+    fn ninep_client_conflict(&self) -> Option<String> {
         let source = self.source.display();
         let of_sockets = given(&[
             (self.ninep_connections.is_some(), "9p-connections"),
@@ -170,14 +173,14 @@ impl Share {
         ]);
         match (&self.ninep, of_all.or(of_sockets), of_sockets) {
             (None, Some(flag), _) => {
-                Some(format!("--{flag} is for 9P, and {source} is not shared so: add --9p, or leave it out"))
+                Some(format!("--{flag} is for 9P, and {source} is not shared over it: add --9p, or omit it"))
             }
             (Some(Address::VhostUser(_)), _, Some(flag)) => {
-                Some(format!("--{flag} is for clients that connect, and a device has one guest: leave it out"))
+                Some(format!("--{flag} is for clients that connect, and a device has one guest: omit it"))
             }
-            _ if matches!(self.ninep_users, Some(Users::Only(_))) && self.gives_other_numbers() => Some(
-                "--9p-users only=UID names users of this host, and with --map-user, --translate-uid or --translate-gid clients have others: \
-                 write --9p-users UID:GID, or leave the others out"
+            _ if matches!(self.ninep_users, Some(Users::Only(_))) && self.translates_ids() => Some(
+                "--9p-users only=UID names users of this host, but --map-user, --translate-uid and --translate-gid change the ids of clients: \
+                 write --9p-users UID:GID, or omit the others"
                     .into(),
             ),
             _ => {
@@ -187,8 +190,8 @@ impl Share {
         }
     }
 
-    /// What does not go together about the 9P server that is the source, if it is one.
-    fn wrong_about_server(&self, kind: &Kind) -> Option<String> {
+    /// Returns a conflict about the 9P server that is the source.
+    fn ninep_server_conflict(&self, kind: &Kind) -> Option<String> {
         let source = self.source.display();
         let of_tls = given(&[
             (self.server_ca.is_some(), "server-ca"),
@@ -205,7 +208,7 @@ impl Share {
         ]);
         let of_data = given(&[(self.writeback, "writeback"), (self.cache_size.is_some(), "cache-size")]);
         let Kind::Ninep(address) = kind else {
-            return of_all.or(of_tls).map(|flag| format!("--{flag} is for 9p:SERVER, and {source} is none"));
+            return of_all.or(of_tls).map(|flag| format!("--{flag} is for 9p:SERVER, and {source} is not one"));
         };
         match (Server::of(address), of_tls) {
             (Err(why), _) => Some(why),
@@ -213,43 +216,43 @@ impl Share {
                 Some(format!("--9p-tree and the address {source} both name a tree: give one of the two"))
             }
             (Ok(server), Some(flag)) if !server.is_tls() => {
-                Some(format!("--{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or leave it out"))
+                Some(format!("--{flag} is for servers with TLS; write 9p:tls:HOST:PORT, or omit it"))
             }
             (Ok(server), _) if server.is_tls() && self.server_ca.is_none() => {
-                Some(format!("{source} needs --server-ca, the file of those who sign servers' certificates, in PEM"))
+                Some(format!("{source} needs --server-ca, the authorities that sign server certificates, in PEM"))
             }
             _ if self.client_cert.is_some() != self.client_key.is_some() => {
                 Some("--client-cert and --client-key are a pair; give both or none".into())
             }
-            _ => self.wrong_about_data(&source, of_data),
+            _ => self.cached_data_conflict(&source, of_data),
         }
     }
 
-    /// What does not go together about the data of a 9P server that are kept.
-    fn wrong_about_data(&self, source: &impl Display, of_data: Option<&str>) -> Option<String> {
+    /// Returns a conflict about the cached data of a 9P server.
+    fn cached_data_conflict(&self, source: &impl Display, of_data: Option<&str>) -> Option<String> {
         if let (Some(flag), Cache::None | Cache::Metadata) = (of_data, self.cache) {
             let cache = if self.cache == Cache::None { "none" } else { "metadata" };
             return Some(format!(
-                "--{flag} is about data that are kept, and with --cache {cache} none of {source} are kept: choose --cache auto \
-                 or always, or leave it out"
+                "--{flag} applies to cached data, and --cache {cache} caches none of {source}: choose --cache auto or always, \
+                 or omit it"
             ));
         }
         let Size(bytes) = self.cache_size.filter(|size| size.0 < SERVER_CACHE_BYTES_MIN)?;
         Some(format!("--cache-size = {bytes} is too little for {source}: give 16M or more"))
     }
 
-    /// Whether users and groups have other numbers on the client's side.
-    fn gives_other_numbers(&self) -> bool {
+    /// Whether clients use other user or group ids than this host.
+    fn translates_ids(&self) -> bool {
         self.map_user.is_some() || !(self.translate_uid.is_empty() && self.translate_gid.is_empty())
     }
 
-    /// Whether a file is made to which others of this machine may connect.
-    fn makes_unix_socket(&self) -> bool {
+    /// Whether it listens on the file of a unix socket.
+    fn has_unix_socket(&self) -> bool {
         self.virtiofs.is_some() || matches!(self.ninep, Some(Address::Unix(_) | Address::VhostUser(_)))
     }
 }
 
-/// The first of some flags that was given.
+/// Returns the first flag that is given.
 fn given(flags: &[(bool, &'static str)]) -> Option<&'static str> {
     flags.iter().find(|(on, _)| *on).map(|(_, flag)| *flag)
 }

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use super::address::{ANY_CID, Address};
 
-/// What begins the name of a persistent memory file system.
+/// The prefix of persistent memory file systems.
 const PMEM: &[u8] = b"pmem:";
-/// What begins the name of an image.
+/// The prefix of images.
 const IMAGE: &[u8] = b"image:";
-/// What begins the address of a 9P server.
+/// The prefix of 9P servers.
 const NINEP: &[u8] = b"9p:";
 
-/// Which source a word means.
+/// The kind of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A directory of this host.
@@ -24,17 +24,17 @@ pub enum Kind {
     Pmem(PathBuf),
     /// The tree in this image.
     Image(PathBuf),
-    /// The tree of a 9P server, by its address, which may be none: [`Server`].
+    /// The tree of a 9P server, by its address; [`Server`] parses it.
     Ninep(OsString),
 }
 
 impl Kind {
-    /// Whether somebody else says whose the files are and what they are: a server, the author of an image.
+    /// Whether owners and types of files come from outside this host: from a server, or the author of an image.
     pub fn is_foreign(&self) -> bool {
         matches!(self, Self::Image(_) | Self::Ninep(_))
     }
 
-    /// Reads the word: `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory, too.
+    /// Parses `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory.
     pub fn of(word: &Path) -> Self {
         let bytes = word.as_os_str().as_bytes();
         if let Some(address) = bytes.strip_prefix(NINEP) {
@@ -60,9 +60,9 @@ impl Kind {
         }
     }
 
-    /// The word for this source with its path, if it has one, seen from a folder.
+    /// Returns the word for this source, with its path relative to a folder.
     pub fn word_in(self, folder: &Path) -> PathBuf {
-        // People read it in the table of mounts, so without `/./`.
+        // The table of mounts shows it, so it has no `/./`.
         let plain = |path: PathBuf| folder.join(path).components().collect::<PathBuf>();
         let below = |prefix: &[u8], path: PathBuf| {
             let mut word = OsStr::from_bytes(prefix).to_owned();
@@ -84,11 +84,11 @@ impl Kind {
     }
 }
 
-/// How servers are named.
+/// The forms of addresses.
 const FORMS: &str = "unix:PATH, tcp:HOST:PORT[/TREE], tls:HOST:PORT[/TREE] or vsock:CID:PORT[/TREE]";
 
-/// A 9P server and one of its trees: `unix:PATH`, or `tcp:HOST:PORT`, `tls:HOST:PORT` or `vsock:CID:PORT` with `/TREE`. (What follows `unix:`
-/// is a path to its end: `--9p-tree` names a tree there.)
+/// A 9P server and one of its trees: `unix:PATH`, or `tcp:HOST:PORT`, `tls:HOST:PORT` or `vsock:CID:PORT` with `/TREE`. A unix
+/// path has no tree: `--9p-tree` names one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
     pub place: Address,
@@ -97,7 +97,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Reads what stands behind `9p:`.
+    /// Parses the part after `9p:`.
     pub fn of(text: &OsStr) -> Result<Self, String> {
         let bytes = text.as_bytes();
         if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| !path.is_empty()) {
@@ -116,22 +116,22 @@ impl Server {
         Ok(Self { place, tree: tree.to_vec() })
     }
 
-    /// Whether the address names one of its trees.
+    /// Whether the address names a tree.
     pub fn has_tree(&self) -> bool {
         !self.tree.is_empty()
     }
 
-    /// Whether TLS is spoken there.
+    /// Whether the address uses TLS.
     pub fn is_tls(&self) -> bool {
         matches!(self.place, Address::Tls(..))
     }
 
-    /// The same, its path seen from a folder.
+    /// Resolves its path relative to a folder.
     pub fn in_folder(self, folder: &Path) -> Self {
         Self { place: self.place.in_folder(folder), ..self }
     }
 
-    /// The address as a user writes it.
+    /// Returns the address as a user writes it.
     pub fn word(self) -> OsString {
         let mut bytes = match &self.place {
             Address::Unix(path) => [b"unix:", path.as_os_str().as_bytes()].concat(),

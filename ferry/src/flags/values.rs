@@ -1,4 +1,4 @@
-//! Parses the values of flags.
+//! Values of flags.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -9,36 +9,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::size::{Size, deserialize_from_str};
 
-/// What a guest may keep, and for how long.
+/// What a guest may cache, and for how long.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cache {
-    /// Nothing: every read and every look-up asks the host.
+    /// Nothing: every read and lookup is a request.
     None,
-    /// Names and attributes for a second; an open sees all that was written before.
+    /// Names and attributes for a second; data until the file is opened again and has changed.
     #[default]
     Auto,
     /// Names and attributes as with always, data as with none.
     Metadata,
-    /// Everything, until told otherwise. Mounts are told of what others change (see --watch), guests are not: for
-    /// directories that nobody else changes.
+    /// Everything, until a notification. Mounts are notified of changes by others (see --watch), guests are not: for directories
+    /// that nobody else changes.
     Always,
 }
 
-/// Whether guests check permissions by POSIX ACLs, too.
+/// Whether guests check POSIX ACLs.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Acl {
-    /// No: they are attributes as any other.
+    /// No: they are ordinary attributes.
     Never,
-    /// If the source and the guest's kernel have them.
+    /// If the source and the guest's kernel support them.
     #[default]
     Auto,
-    /// A guest whose kernel has none cannot mount, and a source must have them.
+    /// Always: guests without support cannot mount, and the source must support them.
     Always,
 }
 
-/// How files are found when a guest has been migrated.
+/// How the destination of a migration finds files.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationMode {
@@ -49,44 +49,44 @@ pub enum MigrationMode {
     FileHandles,
 }
 
-/// What to do about files that a migration does not find again.
+/// What happens to files that the destination of a migration does not find.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMigrationError {
-    /// It fails.
+    /// The migration fails.
     #[default]
     Abort,
-    /// They are errors for the guest.
+    /// The guest gets errors for these files.
     GuestError,
 }
 
-/// When to remember files of a directory by file handles, which take no descriptors.
+/// When to refer to files by file handles, which take no descriptors.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum FileHandles {
-    /// Never: an open descriptor for each, within a budget.
+    /// Never: each file takes an open descriptor, within a budget.
     Never,
-    /// Where the file system has them and the server may use them.
+    /// If the file system supports them and the server may open them.
     #[default]
     Prefer,
-    /// Or an error that says why not.
+    /// Always; an error if it is not possible.
     Mandatory,
 }
 
-/// Whether to watch for what others change in a directory on the host.
+/// Whether to watch a directory for changes by other processes of the host.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Watch {
-    /// Where a mount keeps things for long (caches always and metadata, and --writeback), if it can be done.
+    /// If a mount caches for long (--cache always and metadata, and --writeback) and watching is possible.
     #[default]
     Auto,
-    /// Whatever the mount keeps, or an error that says why not.
+    /// Always; an error if it is not possible.
     Always,
-    /// Never: what is kept is old until its time is over.
+    /// Never: caches are stale until they expire.
     Never,
 }
 
-/// As whom everybody acts who comes through a share.
+/// The user that all clients of a share act as.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct MapUser {
     /// The user.
@@ -105,36 +105,36 @@ impl std::str::FromStr for MapUser {
         }
         let number = |text: &str| text.parse().ok().filter(|id| *id != u32::MAX);
         let pair = text.split_once(':').and_then(|(uid, gid)| Some((number(uid)?, number(gid)?)));
-        let why = || format!("{text:?} is nobody: write auto, or UID:GID with two numbers");
+        let why = || format!("{text:?} is not a user: write auto, or UID:GID with two numbers");
         pair.map(|(uid, gid)| Self { uid, gid }).ok_or_else(why)
     }
 }
 
-/// How requests of a mount travel between the kernel and this process.
+/// The transport of requests between the kernel and this process.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Carrier {
-    /// The best that can be had here.
+    /// The best available.
     Auto,
-    /// FUSE over io_uring, or an error that says why not.
+    /// FUSE over io_uring; an error if it is not available.
     Uring,
     /// /dev/fuse.
     Devfuse,
 }
 
-/// Whether the kernel may read and write files of the source on its own.
+/// Whether the kernel may access files of the source directly.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Passthrough {
     /// If it can.
     Auto,
-    /// Or an error that says why not.
+    /// Always; an error if it is not possible.
     On,
     /// Never.
     Off,
 }
 
-/// The length of a DAX window; `None`: there is none.
+/// The size of a DAX window; `None`: no window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Window(pub Option<u64>);
 
@@ -149,18 +149,20 @@ impl FromStr for Window {
             "off" => Ok(Self(None)),
             _ => {
                 let Size(bytes) = text.parse()?;
-                // QEMU aborts over any other length: the window is a PCI bar.
+                // QEMU aborts with any other size: the window is a PCI bar.
                 let right =
                     bytes.is_power_of_two() && (WINDOW_BYTES_MIN..=ferry_virtiofs::WINDOW_BYTES_MAX).contains(&bytes);
                 right.then_some(Self(Some(bytes))).ok_or_else(|| {
-                    format!("a window of {text:?} cannot be: it is a power of two from 2M to 256M, as 128M")
+                    format!(
+                        "a window of {text:?} is not possible: the size is a power of two from 2M to 256M, such as 128M"
+                    )
                 })
             }
         }
     }
 }
 
-/// Which files guests map that leave it to us.
+/// Which files guests map if they leave the choice to the server.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct DaxFiles(pub ferry_virtiofs::DaxFiles);
 
@@ -172,13 +174,13 @@ impl FromStr for DaxFiles {
             ("always", _) => ferry_virtiofs::DaxFiles::Always,
             ("never", _) => ferry_virtiofs::DaxFiles::Never,
             (_, Some(size)) => ferry_virtiofs::DaxFiles::Above(size.parse::<Size>()?.0),
-            _ => return Err("it is always, never, or size>N, as in size>1M".into()),
+            _ => return Err("write always, never, or size>N, as in size>1M".into()),
         };
         Ok(Self(files))
     }
 }
 
-/// A digest as people write it.
+/// A digest on the command line.
 #[derive(Clone, Copy, Debug)]
 pub struct ImageDigest(pub Digest);
 
@@ -189,14 +191,14 @@ impl FromStr for ImageDigest {
         let digest = Digest::parse(text.as_bytes());
         let why = || {
             format!(
-                "{text:?} is no digest: it is tree:, blake3: or sha256: and 64 hexadecimal digits, as ferry image build and info print it"
+                "{text:?} is not a digest: write tree:, blake3: or sha256: and 64 hexadecimal digits, as ferry image build and info print it"
             )
         };
         digest.map(Self).ok_or_else(why)
     }
 }
 
-/// The same sentence for a file.
+/// Rewrites a sentence about flags for a configuration file: without dashes.
 pub fn as_keys(sentence: &str) -> String {
     let words = sentence.split(' ');
     words.map(|word| word.strip_prefix("--").unwrap_or(word)).collect::<Vec<_>>().join(" ")
@@ -204,14 +206,14 @@ pub fn as_keys(sentence: &str) -> String {
 
 deserialize_from_str!(Window, DaxFiles, ImageDigest);
 
-/// A tag made of a directory's own name, also for `.` and `..`.
+/// Returns a tag from the name of a directory, also for `.` and `..`.
 pub fn default_tag(dir: &Path) -> Tag {
     let absolute = dir.canonicalize();
     let name = absolute.as_deref().unwrap_or(dir).file_name();
     tag_from_name(&name.unwrap_or_default().to_string_lossy())
 }
 
-/// A tag made of any name: what shells, `fstab` and VMM options would trip over becomes a dash.
+/// Returns a tag from any name: characters that are special in shells, `fstab` and VMM options become dashes.
 pub fn tag_from_name(name: &str) -> Tag {
     let safe = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
     let tag: String = name.chars().map(safe).take(Tag::BYTES_MAX).collect();
@@ -219,7 +221,7 @@ pub fn tag_from_name(name: &str) -> Tag {
     tag.parse().expect("1 to 36 bytes of ASCII")
 }
 
-/// Mebibytes out of `512M` or `2G`.
+/// Parses `512M` or `2G` into mebibytes.
 pub fn memory_mib(text: &str) -> Result<u32, String> {
     /// Below this a stock kernel does not boot.
     const MIB_MIN: u64 = 64;

@@ -27,7 +27,7 @@ pub enum WhiteoutsName {
     Keep,
 }
 
-/// A user and a group, by their numbers.
+/// A user id and a group id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(u32, u32);
 
@@ -36,19 +36,19 @@ impl FromStr for Owner {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let numbers = text.split_once(':').and_then(|(uid, gid)| Some(Self(uid.parse().ok()?, gid.parse().ok()?)));
-        numbers.ok_or_else(|| format!("{text:?} is no owner: it is UID:GID, both numbers, as 0:0"))
+        numbers.ok_or_else(|| format!("{text:?} is not an owner: write UID:GID, both numbers, such as 0:0"))
     }
 }
 
-/// What is left out, as people write it.
+/// A pattern of names to leave out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Excluded(Pattern);
+pub struct ExcludePattern(Pattern);
 
-impl FromStr for Excluded {
+impl FromStr for ExcludePattern {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Pattern::new(text.as_bytes()).map(Self).map_err(|why| format!("{text:?} is no pattern: {why}"))
+        Pattern::new(text.as_bytes()).map(Self).map_err(|why| format!("{text:?} is not a pattern: {why}"))
     }
 }
 
@@ -57,50 +57,52 @@ pub struct BuildArgs {
     /// The directory, archive (plain, gzip or zstd), dump file, oci:DIR or oci:DIR:TAG; - is standard input.
     #[arg(value_name = "SOURCE")]
     source: PathBuf,
-    /// The image to make. One that is there is replaced when the new one is complete.
+    /// The image to create. An existing one is replaced when the new one is complete.
     #[arg(short, long, value_name = "IMAGE")]
     output: PathBuf,
     #[command(flatten)]
     store: StoreArg,
-    /// How the image is laid out: flat is mounted alone and opens fastest, composefs is what mkcomposefs writes.
+    /// The layout: flat is mounted on its own and opens fastest; composefs is the format of mkcomposefs.
     #[arg(long, value_enum, default_value_t = LayoutName::Flat)]
     layout: LayoutName,
-    /// The version of composefs's layout; 2 is what composefs-rs alone writes [default: 1 if there are whiteouts, else 0; as mkcomposefs has it].
+    /// The version of the composefs layout; only composefs-rs writes 2 [default: 1 if there are whiteouts, else 0, as
+    /// mkcomposefs].
     #[arg(long, value_name = "0|1|2", value_parser = clap::value_parser!(u32).range(..=i64::from(COMPOSEFS_VERSION_MAX)), help_heading = "Layout")]
     composefs_version: Option<u32>,
-    /// Put the files that ferry image trace has recorded first, in their order, where mounts read them ahead.
+    /// Place the files that ferry image trace has recorded first, in their order; mounts read them ahead.
     #[arg(long, value_name = "TRACE", help_heading = "Layout")]
     order_from: Option<PathBuf>,
-    /// Which image of an OCI index to take [default: Linux's for this machine].
+    /// The platform to take from an OCI index [default: Linux on this machine's architecture].
     #[arg(long, value_name = "OS/ARCH[/VARIANT]", help_heading = "Archives")]
     platform: Option<String>,
-    /// What becomes of the whiteouts of an archive that is a layer on its own: they are dropped, for there is nothing
-    /// that they hide; made overlayfs's, so that a mount of the image can lie on others; or kept as the files that the
-    /// archive has [default: such an archive is refused].
+    /// How to treat the whiteouts of an archive that is a single layer: drop them, as there is nothing below to hide; convert
+    /// them to overlayfs's, so that a mount of the image can be stacked on others; or keep them as plain files [default: such an
+    /// archive is an error].
     #[arg(long, value_enum, value_name = "drop|overlay|keep", hide_possible_values = true, help_heading = "Archives")]
     whiteouts: Option<WhiteoutsName>,
-    /// Have the kernel prove the bytes of files, too, when the image is mounted with --digest from a file system with fs-verity (of the
-    /// layout flat: composefs has that always). The image names the fs-verity digests of its packs then, on every file system; it uses
-    /// no packs without, and takes longer to build.
+    /// Let the kernel verify the data of files as well, if the image is mounted with --digest from a file system with fs-verity
+    /// (flat layout; composefs always has it). The image then contains the fs-verity digests of its packs, on every file system.
+    /// It does not reuse packs without them, and takes longer to build.
     #[arg(long, help_heading = "Layout")]
     verity: bool,
-    /// How many threads read and hash [default: as many as CPUs].
+    /// The number of threads that read and hash [default: one per CPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Leave out what has such a name (*.o), or such a path from the top of the tree (/var/cache/*), with all that is in it; may be given
-    /// several times. * and ? do not match /, ** matches anything: **/x is x in any directory but the topmost, for that is x alone. Of directories only.
+    /// Leave out files and directories with this name (*.o), or with this path from the top of the tree (/var/cache/*); can be
+    /// repeated. * and ? do not match /, ** matches anything: **/x matches x in any directory below the top; use x for the top as
+    /// well. For directories only.
     #[arg(long, value_name = "PATTERN")]
-    exclude: Vec<Excluded>,
-    /// Have everything belong to this user and group, both numbers; 0:0 is root.
+    exclude: Vec<ExcludePattern>,
+    /// Give everything this owner and group, both numbers; 0:0 is root.
     #[arg(long, value_name = "UID:GID", help_heading = "Attributes")]
     owner: Option<Owner>,
-    /// Give everything this time, in seconds since 1970.
+    /// Give everything this modification time, in seconds since 1970.
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Attributes")]
     mtime: Option<i64>,
-    /// Leave out extended attributes, with labels, ACLs and capabilities.
+    /// Leave out extended attributes, including labels, ACLs and capabilities.
     #[arg(long, help_heading = "Attributes")]
     skip_xattrs: bool,
 }
@@ -110,10 +112,10 @@ impl BuildArgs {
         let layout = match (self.layout, self.composefs_version) {
             (LayoutName::Composefs, version) => Layout::Composefs { version },
             (LayoutName::Flat, None) => Layout::Flat,
-            (LayoutName::Flat, Some(_)) => bail!("--composefs-version is of --layout composefs"),
+            (LayoutName::Flat, Some(_)) => bail!("--composefs-version needs --layout composefs"),
         };
         if layout != Layout::Flat && self.order_from.is_some() {
-            bail!("--order-from is of --layout flat: composefs has a file for each object");
+            bail!("--order-from needs --layout flat: composefs has one file per object");
         }
         let order = self.order_from.as_deref().map(Trace::read).transpose()?;
         let usual = BuildOptions::default();
@@ -127,10 +129,10 @@ impl BuildArgs {
                 WhiteoutsName::Overlay => Whiteouts::Overlay,
                 WhiteoutsName::Keep => Whiteouts::Keep,
             }),
-            // composefs's objects have it wherever they can.
+            // composefs enables it on objects where the file system can.
             verity: self.verity && layout == Layout::Flat,
             filter: Filter {
-                exclude: self.exclude.iter().map(|Excluded(pattern)| pattern.clone()).collect(),
+                exclude: self.exclude.iter().map(|ExcludePattern(pattern)| pattern.clone()).collect(),
                 owner: self.owner.map(|Owner(uid, gid)| (uid, gid)),
                 mtime: self.mtime,
                 skip_xattrs: self.skip_xattrs,
@@ -139,14 +141,14 @@ impl BuildArgs {
     }
 }
 
-/// An image of a tree that holds the store would hold the bytes of all files twice, and more with each build.
-fn refuse_own_store(source: &Path, store: &Path, exclude: &[Excluded]) -> Result<()> {
+/// Refuses a store inside the tree: the image would contain all data twice, and more with each build.
+fn refuse_own_store(source: &Path, store: &Path, exclude: &[ExcludePattern]) -> Result<()> {
     let (tree, place) = (canonical(source)?, canonical(store)?);
     let is_left_out =
-        |path: &Path| exclude.iter().any(|Excluded(pattern)| pattern.matches(path.as_os_str().as_bytes()));
+        |path: &Path| exclude.iter().any(|ExcludePattern(pattern)| pattern.matches(path.as_os_str().as_bytes()));
     match place.strip_prefix(&tree) {
         Ok(inside) if !inside.ancestors().any(is_left_out) => bail!(
-            "the store {} lies in {}, and would be part of the image: choose one outside, or leave it out with --exclude",
+            "the store {} is inside {}, and would be part of the image: choose one outside, or exclude it with --exclude",
             store.display(),
             source.display()
         ),
@@ -154,7 +156,7 @@ fn refuse_own_store(source: &Path, store: &Path, exclude: &[Excluded]) -> Result
     }
 }
 
-/// Where a path leads, also one whose last parts are still to be made.
+/// Returns the canonical path, even if its last components do not exist yet.
 fn canonical(path: &Path) -> Result<PathBuf> {
     let path = std::path::absolute(path).with_context(|| format!("cannot find {}", path.display()))?;
     let known = path.ancestors().find_map(|known| Some((known, known.canonicalize().ok()?)));
@@ -169,11 +171,11 @@ pub fn build(args: &BuildArgs) -> Result<()> {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
     };
-    // Before there is a store that nobody wants.
+    // Checked before an unwanted store is created.
     let is_word = source == Path::new("-") || source.as_os_str().as_bytes().starts_with(b"oci:");
     if !is_word && !source.try_exists().unwrap_or(true) {
         bail!(
-            "there is no {}: an image is built of a directory, an archive, a dump file, or oci:DIR",
+            "there is no {}: an image is built from a directory, an archive, a dump file, or oci:DIR",
             source.display()
         );
     }

@@ -1,48 +1,65 @@
-//! `ferry image mount` where this kernel, or this user, cannot mount images: the same image by Ferry's own mount.
+//! `ferry image mount`: by the kernel's EROFS, or else with `ferry mount` over FUSE.
 
 use std::ffi::{OsStr, OsString};
-use std::fmt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
+use ferry_image::{Image, Objects};
 
-use super::mount::MountArgs;
+use super::lazy;
+use super::mount::{self, MountArgs};
+use super::watch::KernelMountError;
 use crate::recipes::shell_word;
 
-/// Why the kernel mounts no image here, whichever it is.
-#[derive(Debug)]
-pub struct KernelMountError(pub String);
-
-impl fmt::Display for KernelMountError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+/// Mounts an image. With a digest, the image must have it, and the kernel must verify the files of a composefs image. One
+/// umount(8) ends all of it: the layers of overlayfs are not mounted anywhere.
+pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result<u8> {
+    if !args.dir.is_dir() {
+        bail!("{} is not a directory: create it first", args.dir.display());
+    }
+    match by_kernel(args, line) {
+        Err(error) => match error.downcast_ref() {
+            Some(why) => fall_back(args, common, why),
+            None => Err(error),
+        },
+        done => done,
     }
 }
 
-impl std::error::Error for KernelMountError {}
+fn by_kernel(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+    // Checked first: all else depends on it.
+    drop(mount::context("erofs")?);
+    if args.lazily.from.is_some() {
+        return lazy::mount(args, line);
+    }
+    let (image, file) = Image::open_with_file(&args.image.image, args.image.digest())?;
+    // All packs exist and have the right length.
+    Objects::open(&image, &args.store.store)?;
+    mount::attach_file(args, &image, &file, &|_| None)?;
+    Ok(0)
+}
 
-/// Becomes the program that mounts the image by our own export, unless something was asked for that only the kernel's mount has.
-/// `common` are the flags that all commands have.
-pub fn mount(args: &MountArgs, common: &[OsString], why: &KernelMountError) -> Result<u8> {
+/// Replaces this process by `ferry mount` of the image, unless a flag needs the kernel's mount. `common` are the global flags.
+fn fall_back(args: &MountArgs, common: &[OsString], why: &KernelMountError) -> Result<u8> {
     let words = [common, &words(args)].concat();
     let shown = shown(&words);
     if let Some(flag) = args.only_by_kernel() {
-        bail!("{why}; without {flag} Ferry's own mount does: {shown}");
+        bail!("{why}; without {flag} ferry mount can: {shown}");
     }
-    eprintln!("ferry: {why}; to be mounted by Ferry's own export instead: {shown}");
+    eprintln!("ferry: {why}; mounting over FUSE instead: {shown}");
     let mut command = Command::new("/proc/self/exe");
     command.arg0("ferry").args(&words);
-    if args.lazily.is_detached() {
-        // Whoever waits for this process wants a line.
+    if args.lazily.detached {
+        // The waiting process expects a line.
         command.arg("--json");
     }
     Err(command.exec()).context("cannot start ferry again")
 }
 
-/// `ferry mount` of the same image on the same place, seen by the same users.
+/// Returns the command line of `ferry mount` for the same image and users.
 fn words(args: &MountArgs) -> Vec<OsString> {
     let mut source = OsString::from("image:");
     source.push(&args.image.image);
@@ -59,7 +76,7 @@ fn words(args: &MountArgs) -> Vec<OsString> {
         words.extend(["-o".into(), names.join(",").into()]);
     }
     args.lazily.add_to(&mut words);
-    // As mounts by the kernel have it.
+    // As with a mount by the kernel.
     words.push("--nonempty".into());
     if rustix::process::geteuid().is_root() {
         words.push("--allow-other".into());
@@ -67,7 +84,7 @@ fn words(args: &MountArgs) -> Vec<OsString> {
     words
 }
 
-/// The line for a shell.
+/// Returns the line for a shell.
 fn shown(words: &[OsString]) -> String {
     words.iter().fold(String::from("ferry"), |line, word| format!("{line} {}", shell_word(&word.to_string_lossy())))
 }
@@ -96,7 +113,7 @@ mod tests {
         let mut found = words(&args);
         found.retain(|word| word != "--allow-other");
         assert_eq!(found, expected.split(' ').map(OsString::from).collect::<Vec<_>>());
-        // And it is understood there.
+        // The result is a valid command line.
         let understood = crate::groups::parse([OsString::from("ferry")].into_iter().chain(found));
         assert!(understood.is_ok(), "{:?}", understood.err());
     }

@@ -1,5 +1,5 @@
-//! Loop devices: files as block devices, for kernels whose EROFS mounts nothing else.
-#![allow(unsafe_code, reason = "two ioctls that have no safe name elsewhere")]
+//! Loop devices: block devices from files, for kernels whose EROFS mounts only block devices.
+#![allow(unsafe_code, reason = "two ioctls without a safe wrapper")]
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -12,9 +12,9 @@ use rustix::ioctl::{Opcode, Setter, ioctl};
 /// `LOOP_CONFIGURE` and `LOOP_CTL_GET_FREE` of include/uapi/linux/loop.h.
 const LOOP_CONFIGURE: Opcode = 0x4c0a;
 const LOOP_CTL_GET_FREE: Opcode = 0x4c82;
-/// `LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR`: the device is free again when nobody has it open or mounted.
+/// `LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR`: the device is released when it is neither open nor mounted.
 const FLAGS: u32 = 1 | 4;
-/// Somebody else may take a device before we do; not so often.
+/// Another process may take a free device first.
 const TRIES_MAX: usize = 64;
 
 /// `struct loop_config` with its `struct loop_info64`.
@@ -35,7 +35,7 @@ struct Config {
 
 const _: () = assert!(size_of::<Config>() == 304);
 
-/// A read-only loop device. It lasts as long as this, and as what is mounted of it.
+/// A read-only loop device. It exists while this or a mount uses it.
 #[derive(Debug)]
 pub struct Loop {
     path: PathBuf,
@@ -43,7 +43,7 @@ pub struct Loop {
 }
 
 impl Loop {
-    /// Makes a file a device.
+    /// Attaches a file to a free device.
     pub fn attach(file: &Path) -> Result<Self> {
         let backing = File::open(file).with_context(|| format!("cannot open {}", file.display()))?;
         let control = Path::new("/dev/loop-control");
@@ -58,20 +58,20 @@ impl Loop {
                 Err(Errno::BUSY) => {}
                 Err(error) => {
                     return Err(error)
-                        .with_context(|| format!("cannot make {} the device {}", file.display(), path.display()));
+                        .with_context(|| format!("cannot attach {} to {}", file.display(), path.display()));
                 }
             }
         }
-        bail!("every free loop device was taken by somebody else first: try again");
+        bail!("other processes took every free loop device: try again");
     }
 
-    /// The device.
+    /// Returns the path of the device.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// The number of a device that is free at this moment.
+/// Returns the number of a device that is free now.
 fn free(control: &File) -> rustix::io::Result<usize> {
     struct GetFree;
     // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory; what it returns is the number of a device.

@@ -1,5 +1,5 @@
-//! `ferry image mount`: the kernel's own EROFS, with overlayfs on top for images of the layout composefs and for what is written.
-//! Images that are not all here are [`super::lazy`]'s.
+//! `ferry image mount`: the kernel's EROFS, below overlayfs for composefs images and writable mounts. [`super::lazy`] mounts
+//! incomplete images.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_image::{Data, Image, Objects, PackRef, Store, objects_folder};
+use ferry_image::{Data, Image, PackRef, Store, objects_folder};
 use ferry_vfs::FileType;
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::io::Errno;
@@ -18,13 +18,13 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
 };
 
-use super::args::{ImageArg, StoreArg};
-use super::fuse_fallback::{self, KernelMountError};
-use super::lazy::{self, LazyArgs};
+use super::args::{ImageArg, LazyArgs, StoreArg};
 use super::loops::Loop;
-use super::named;
+use super::private_root;
 use super::upper::Upper;
 use super::verity::{self, Packs, VerityPolicy};
+use super::watch::KernelMountError;
+use crate::paths::descriptor_path;
 
 #[derive(Debug, clap::Args)]
 pub struct MountArgs {
@@ -35,28 +35,30 @@ pub struct MountArgs {
     pub(super) dir: PathBuf,
     #[command(flatten)]
     pub(super) store: StoreArg,
-    /// Let the tree be written to, and keep what is written in this folder, for the next mount of the same image with it.
+    /// Make the mount writable, and keep the changes in this folder, for later mounts of the same image with it.
     #[arg(long, value_name = "DIR")]
     upper: Option<PathBuf>,
-    /// overlayfs's own folder, on the file system of the upper one [default: the upper one's name and .work].
+    /// The work folder of overlayfs, on the file system of the upper one [default: the upper folder's name plus .work].
     #[arg(long, value_name = "DIR", requires = "upper")]
     work: Option<PathBuf>,
-    /// With --digest, whether to refuse a mount where the kernel cannot prove what it reads by fs-verity: only where the file system has that, and
-    /// a pack that was built with --verity has not; or always. Objects of the layout composefs always need it.
+    /// With --digest, whether to refuse a mount if the kernel cannot verify reads with fs-verity: auto refuses only if the file
+    /// system supports it and a pack built with --verity lacks it; require always refuses. Objects of the composefs layout always
+    /// need it.
     #[arg(long, value_enum, value_name = "auto|require", default_value_t = VerityPolicy::Auto, requires_if("require", "digest"))]
     #[arg(hide_possible_values = true)]
     verity: VerityPolicy,
-    /// Let set-user-id programs (suid) and device nodes (dev) of the image count on this host; without that the mount has nosuid and nodev.
+    /// Let set-user-id programs (suid) and device nodes (dev) of the image take effect on this host; by default the mount is
+    /// nosuid and nodev.
     #[arg(short = 'o', value_enum, value_name = "OPTIONS", value_delimiter = ',')]
     pub(super) options: Vec<Word>,
-    /// Mount from loop devices, as is done of itself on kernels before Linux 6.12.
+    /// Mount from loop devices, the default before Linux 6.12.
     #[arg(long = "loop", conflicts_with = "from")]
     by_loop: bool,
     #[command(flatten)]
     pub(super) lazily: LazyArgs,
 }
 
-/// A word of mount(8), of those that matter here.
+/// A supported option of mount(8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Word {
     Suid,
@@ -66,15 +68,15 @@ pub(super) enum Word {
 }
 
 impl MountArgs {
-    /// Makes its paths absolute: `folder` is where those that are not begin.
-    pub fn begin_in(&mut self, folder: &Path) {
+    /// Makes its paths absolute, relative to `folder`.
+    pub fn resolve_paths(&mut self, folder: &Path) {
         let Self { image: ImageArg { image, .. }, dir, store: StoreArg { store }, upper, work, .. } = self;
         for path in [image, dir, store].into_iter().chain(upper).chain(work) {
             *path = folder.join(&*path);
         }
     }
 
-    /// What files of the image may not do on this host; the last word on each counts.
+    /// Returns the mount attributes; the last option of each pair wins.
     fn attributes(&self) -> MountAttrFlags {
         let (nosuid, nodev) = (MountAttrFlags::MOUNT_ATTR_NOSUID, MountAttrFlags::MOUNT_ATTR_NODEV);
         self.options.iter().fold(nosuid | nodev, |attributes, word| match word {
@@ -85,7 +87,7 @@ impl MountArgs {
         })
     }
 
-    /// What was asked for that only a mount by the kernel has.
+    /// Returns the first flag that needs a mount by the kernel.
     pub(super) fn only_by_kernel(&self) -> Option<&'static str> {
         let asked = [
             (self.upper.is_some(), "--upper"),
@@ -96,43 +98,15 @@ impl MountArgs {
     }
 }
 
-/// Mounts an image; with a digest only if it has that one, and only if the kernel proves the bytes of a composefs image's files.
-/// One umount(8) ends all of it: what is below overlayfs is mounted nowhere.
-pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result<u8> {
-    if !args.dir.is_dir() {
-        bail!("{} is no directory: make it first", args.dir.display());
-    }
-    match by_kernel(args, line) {
-        Err(error) => match error.downcast_ref() {
-            Some(why) => fuse_fallback::mount(args, common, why),
-            None => Err(error),
-        },
-        done => done,
-    }
-}
-
-fn by_kernel(args: &MountArgs, line: &[OsString]) -> Result<u8> {
-    // Before anything else is done: without it nothing can be.
-    drop(context("erofs")?);
-    if args.lazily.from.is_some() {
-        return lazy::mount(args, line);
-    }
-    let (image, file) = Image::open_with_file(&args.image.image, args.image.digest())?;
-    // What it needs is there, and packs are of the right length.
-    Objects::open(&image, &args.store.store)?;
-    attach_file(args, &image, &file, &|_| None)?;
-    Ok(0)
-}
-
-/// Attaches an image, some of whose packs may be elsewhere than in the store; by their places in the image.
+/// Attaches an image. `elsewhere` returns the paths of packs that are not in the store, by their index in the image.
 pub(super) fn attach(args: &MountArgs, image: &Image, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<()> {
-    // What has its name may be another one than the one that was read.
+    // The file of this name may no longer be the one that was read.
     let (image, file) = Image::open_with_file(&args.image.image, Some(image.digest()))?;
     attach_file(args, &image, &file, elsewhere)
 }
 
-/// The same of an image that was read from this file.
-fn attach_file(
+/// The same for an image that was read from this file.
+pub(super) fn attach_file(
     args: &MountArgs,
     image: &Image,
     file: &File,
@@ -143,17 +117,17 @@ fn attach_file(
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
     if is_proved && image.is_composefs() && !has_verity(image, store)? {
         bail!(
-            "the objects in {} have no fs-verity, so the kernel cannot prove the bytes of files: mount without --digest \
-             after ferry image verify --digest, or use ferry mount image:{} --digest, which proves them itself",
+            "the objects in {} have no fs-verity, so the kernel cannot verify the data of files: mount without --digest \
+             after ferry image verify --digest, or use ferry mount image:{} --digest, which verifies it itself",
             objects_folder(store).display(),
             path.display()
         );
     }
     let prepare = |upper: &PathBuf| Upper::prepare(upper, args.work.as_deref(), image.digest());
     let upper = args.upper.as_ref().map(prepare).transpose()?;
-    // Another file may have its name by now than the one that was proved.
+    // The file of this name may no longer be the one that was verified.
     let proved = is_proved.then_some(file);
-    // Open until the kernel has them.
+    // Kept open until the kernel has opened them.
     let packs = if is_proved && !image.is_composefs() {
         verity::check((image, file, &path), store, elsewhere, args.verity)?
     } else {
@@ -178,19 +152,19 @@ fn attach_file(
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(mounted.as_fd(), "", CWD, &args.dir, flags)
         .with_context(|| format!("cannot mount on {}", args.dir.display()))?;
-    // A build makes no more than one; whoever says so of all packs is not to fill the memory.
+    // A build marks at most one pack; an image that marks more must not fill the memory.
     let ahead = image.packs().iter().enumerate().find(|(_, pack)| pack.ahead);
     if let Some((_, pack)) = ahead.filter(|(number, _)| elsewhere(*number).is_none()) {
-        // The mount is there and works without it.
+        // The mount works without it.
         let ahead = Store::open(store).and_then(|store| store.read_ahead(pack.name));
         if let Err(error) = ahead {
-            tracing::warn!("what is needed first is not read ahead: {error}");
+            tracing::warn!("cannot read the first pack ahead: {error}");
         }
     }
     Ok(())
 }
 
-/// Whether the first object of an image has fs-verity. If another one has not, its readers get EIO.
+/// Whether the first object of an image has fs-verity. Reads of another object without it fail with EIO.
 fn has_verity(image: &Image, store: &Path) -> Result<bool> {
     let mut left = vec![image.root()];
     let mut seen = HashSet::new();
@@ -207,7 +181,7 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
                 if let Data::Object { path: Some(path), .. } = image.data(&inode)? {
                     let path = objects_folder(store).join(OsStr::from_bytes(path));
                     let found = statx(CWD, &path, AtFlags::empty(), StatxFlags::TYPE);
-                    let found = found.with_context(|| format!("cannot look at {}", path.display()))?;
+                    let found = found.with_context(|| format!("cannot inspect {}", path.display()))?;
                     return Ok(found.stx_attributes.contains(StatxAttributes::VERITY));
                 }
             }
@@ -217,12 +191,7 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Where the kernel finds a file that is open, whatever has its name.
-pub(super) fn by_descriptor(file: &File) -> PathBuf {
-    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
-}
-
-/// Begins a mount of this type.
+/// Opens a mount context.
 pub(super) fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
@@ -233,19 +202,19 @@ pub(super) fn context(kind: &str) -> Result<OwnedFd> {
     }
 }
 
-/// What the kernel says of a mount that it has refused: an error's number tells little.
-fn said(context: &OwnedFd, error: Errno) -> anyhow::Error {
+/// Returns the kernel's messages for a failed mount, which are more precise than the error number.
+fn with_kernel_messages(context: &OwnedFd, error: Errno) -> anyhow::Error {
     let mut words = Vec::new();
     let mut line = [0; 4096];
     while let Ok(count @ 1..) = rustix::io::read(context, &mut line) {
-        // A letter for how bad it is comes first.
+        // Messages begin with a letter for their severity.
         words.push(String::from_utf8_lossy(line.get(2..count).unwrap_or_default()).trim_end().to_owned());
     }
     let error = anyhow::Error::from(std::io::Error::from(error));
     if words.is_empty() { error } else { error.context(words.join("; ")) }
 }
 
-/// Where the packs of an image are.
+/// Returns the paths of the packs of an image.
 fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<Vec<PathBuf>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
@@ -260,8 +229,8 @@ fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBu
     Ok(image.packs().iter().enumerate().map(path).collect())
 }
 
-/// The image itself, mounted nowhere yet: from its file at `path`, or the one that was proved if there is one, or from loop devices where the
-/// kernel takes nothing else.
+/// Returns a detached mount of the image: from the file that was verified, if there is one, else from `path`; from loop devices
+/// if the kernel accepts only those.
 fn erofs(
     image: &Image,
     (proved, path): (Option<&File>, &Path),
@@ -277,24 +246,24 @@ fn erofs(
             None => configure(image, path, &files)?,
         };
         match configured {
-            Ok(context) => return attached_nowhere(&context, path, attributes),
+            Ok(context) => return detached_mount(&context, path, attributes),
             Err((_, Errno::NOTBLK)) => {}
-            Err((context, error)) => return Err(said(&context, error)).with_context(refused),
+            Err((context, error)) => return Err(with_kernel_messages(&context, error)).with_context(refused),
         }
     }
-    // A mounted device stays; one that is not is free again when this ends.
-    let by_descriptor = proved.map(by_descriptor);
-    let source = Loop::attach(by_descriptor.as_deref().unwrap_or(path))?;
+    // Mounted loop devices stay; others are released at the end of this function.
+    let source = proved.map(descriptor_path);
+    let source = Loop::attach(source.as_deref().unwrap_or(path))?;
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
     let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
     match configure(image, source.path(), &devices)? {
-        Ok(context) => attached_nowhere(&context, path, attributes),
-        Err((context, error)) => Err(said(&context, error)).with_context(refused),
+        Ok(context) => detached_mount(&context, path, attributes),
+        Err((context, error)) => Err(with_kernel_messages(&context, error)).with_context(refused),
     }
 }
 
-/// The same as [`configure`] from the file that was proved, whatever has its name by now, which the table of mounts shows. Linux makes no such
-/// name for a file that has been removed: then it shows a descriptor.
+/// Calls [`configure`] with the file that was verified. The table of mounts shows its path; if the file was removed, it shows a
+/// descriptor.
 fn configure_proved(
     image: &Image,
     (proved, path): (&File, &Path),
@@ -302,17 +271,17 @@ fn configure_proved(
 ) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
     let open = |pack: &&Path| File::open(pack).with_context(|| format!("cannot open {}", pack.display()));
     let opened = packs.iter().map(open).collect::<Result<Vec<_>>>()?;
-    let places = named::places(packs.len());
+    let places = private_root::placeholder_paths(packs.len());
     let devices: Vec<&Path> = places.iter().map(PathBuf::as_path).collect();
     let files: Vec<_> = [(path, proved)].into_iter().chain(devices.iter().copied().zip(&opened)).collect();
-    named::with_private_root(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
-        tracing::debug!("the table of mounts shows no name of the image: {error}");
-        configure(image, &by_descriptor(proved), packs)
+    private_root::with_files(&files, || configure(image, path, &devices)).unwrap_or_else(|error| {
+        tracing::debug!("the table of mounts will not show the name of the image: {error}");
+        configure(image, &descriptor_path(proved), packs)
     })
 }
 
-/// A mount that is configured, or one that the kernel does not take, with its reason. The new calls take any number of packs;
-/// mount(2) has room for some forty.
+/// Returns a configured mount context, or the context and the error of the kernel. Unlike mount(2), which has room for about
+/// forty packs, fsconfig(2) takes any number.
 fn configure(
     image: &Image,
     source: &Path,
@@ -323,7 +292,7 @@ fn configure(
         let fs = context.as_fd();
         fsconfig_set_string(fs, "source", source)?;
         fsconfig_set_flag(fs, "ro")?;
-        // One of composefs's would have all its names looked at for that, and overlayfs asks it for nothing that is slow.
+        // composefs images would be scanned for ACLs, and overlayfs reads none from them.
         if !image.is_composefs() && !image.may_have_acls() {
             fsconfig_set_flag(fs, "noacl")?;
         }
@@ -339,48 +308,48 @@ fn configure(
     })
 }
 
-fn attached_nowhere(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {
+fn detached_mount(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {
     fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .with_context(|| format!("cannot mount {}", path.display()))
 }
 
-/// What an overlayfs is made of.
+/// The layers of an overlayfs.
 struct Layers<'a> {
-    /// What the mount is called.
+    /// The name of the mount.
     image: &'a Path,
-    /// The image, mounted nowhere.
+    /// The detached mount of the image.
     lower: &'a OwnedFd,
-    /// composefs's objects, which are seen through the image's redirections only.
+    /// The objects of composefs, visible only through redirections of the image.
     objects: Option<&'a PathBuf>,
     upper: Option<&'a Upper>,
-    /// Whether the kernel is to prove the bytes of the objects.
+    /// Whether the kernel verifies the objects.
     verity: bool,
-    /// What its files may not do.
+    /// The mount attributes.
     attributes: MountAttrFlags,
 }
 
 impl Layers<'_> {
-    /// Mounts them nowhere. Before Linux 6.15 overlayfs takes no layer that is mounted nowhere, so the image is mounted on a folder
-    /// for a moment: overlayfs has a mount of its own of each layer.
+    /// Returns a detached mount of the layers. Before Linux 6.15, overlayfs accepts no detached layers, so the image is mounted
+    /// on a folder for a moment: overlayfs then has its own mount of each layer.
     fn mount(&self, by_folder: bool) -> Result<OwnedFd> {
         if !by_folder {
             match self.configure(None)? {
-                Ok(context) => return self.attached_nowhere(&context),
+                Ok(context) => return self.detached_mount(&context),
                 Err((_, Errno::INVAL)) => {}
-                Err((context, error)) => return Err(self.refused(said(&context, error))),
+                Err((context, error)) => return Err(self.refused(with_kernel_messages(&context, error))),
             }
         }
         let folder = Folder::mount(self.lower)?;
         let outcome = self.configure(Some(folder.0.path()))?;
         match outcome {
-            Ok(context) => self.attached_nowhere(&context),
-            Err((context, error)) => Err(self.refused(said(&context, error))),
+            Ok(context) => self.detached_mount(&context),
+            Err((context, error)) => Err(self.refused(with_kernel_messages(&context, error))),
         }
     }
 
-    fn attached_nowhere(&self, context: &OwnedFd) -> Result<OwnedFd> {
+    fn detached_mount(&self, context: &OwnedFd) -> Result<OwnedFd> {
         let read_only = if self.upper.is_none() { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
-        attached_nowhere(context, self.image, self.attributes | read_only)
+        detached_mount(context, self.image, self.attributes | read_only)
     }
 
     fn refused(&self, error: anyhow::Error) -> anyhow::Error {
@@ -388,17 +357,17 @@ impl Layers<'_> {
             Some(upper) => format!(" with the upper layer {}", upper.dir.display()),
             None => String::new(),
         };
-        let needed = if self.objects.is_some() { " (for composefs Linux 6.6 or later is needed)" } else { "" };
+        let needed = if self.objects.is_some() { " (composefs needs Linux 6.6 or later)" } else { "" };
         error.context(format!("overlayfs does not mount {}{upper}{needed}", self.image.display()))
     }
 
-    /// With the image at a folder in the way that old kernels know.
+    /// Configures the mount; with `lower`, for kernels that need the image on a folder.
     fn configure(&self, lower: Option<&Path>) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
         let context = context("overlay")?;
         let fs = context.as_fd();
         if self.verity {
             fsconfig_set_string(fs, "verity", "require")
-                .context("this kernel's overlayfs does not prove the bytes of files (Linux 6.6 or later does)")?;
+                .context("this kernel's overlayfs cannot verify the data of files (Linux 6.6 or later can)")?;
         }
         let configured = || -> rustix::io::Result<()> {
             fsconfig_set_string(fs, "source", self.image)?;
@@ -436,7 +405,7 @@ impl Layers<'_> {
     }
 }
 
-/// A path in a list of layers, which colons divide.
+/// Escapes a path in a list of layers, which colons separate.
 fn escaped(path: &Path) -> OsString {
     let escape = |byte: &u8| match byte {
         b':' | b'\\' => vec![b'\\', *byte],
@@ -445,13 +414,13 @@ fn escaped(path: &Path) -> OsString {
     OsString::from_vec(path.as_os_str().as_bytes().iter().flat_map(escape).collect())
 }
 
-/// A folder that something is mounted on for a moment.
+/// A folder with a temporary mount.
 struct Folder(tempfile::TempDir);
 
 impl Folder {
     fn mount(mounted: &OwnedFd) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("ferry-image.").tempdir();
-        let folder = folder.map_err(|error| anyhow!("cannot make a folder to mount on for a moment: {error}"))?;
+        let folder = folder.map_err(|error| anyhow!("cannot create a folder for a temporary mount: {error}"))?;
         move_mount(mounted.as_fd(), "", CWD, folder.path(), MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
             .with_context(|| format!("cannot mount on {}", folder.path().display()))?;
         Ok(Self(folder))

@@ -1,4 +1,4 @@
-//! `ferry image push | pull`, and images that are mounted before they are all here.
+//! `ferry image push | pull`, and images that are fetched while they are mounted.
 
 use std::path::{Path, PathBuf};
 
@@ -11,25 +11,25 @@ use super::args::{ImageArg, StoreArg};
 use crate::flags::{ImageDigest, JOBS_MAX, Share};
 use crate::size::Size;
 
-/// How many requests at a time, unless told otherwise.
+/// The default number of parallel requests.
 const JOBS: u16 = 4;
-/// How many requests more than those may be under way, all together, for readers wait for them.
+/// Additional requests, for readers that wait.
 #[cfg(feature = "registry")]
 const READERS: usize = 16;
-/// What is asked for together with an object that is read, unless told otherwise, in bytes.
+/// The default size in bytes that is fetched together with an object.
 const AHEAD_BYTES: u64 = 256 << 10;
 
-/// Where images are pushed to and pulled from.
+/// The flags of a registry.
 #[derive(Debug, clap::Args)]
 pub struct RemoteArg {
-    /// Where: oci:HOST/NAME:TAG, or s3:BUCKET/PREFIX:TAG with endpoint and credentials in the environment
+    /// The registry: oci:HOST/NAME:TAG, or s3:BUCKET/PREFIX:TAG with endpoint and credentials in the environment
     /// (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY).
     #[arg(value_name = "REF")]
     reference: String,
-    /// How many requests at a time.
+    /// The number of parallel requests.
     #[arg(long, value_name = "N", default_value_t = JOBS, value_parser = clap::value_parser!(u16).range(1..=i64::from(JOBS_MAX)))]
     jobs: u16,
-    /// Ask other machines than this one without encryption, too.
+    /// Allow unencrypted HTTP to other machines.
     #[arg(long)]
     plain_http: bool,
 }
@@ -42,7 +42,7 @@ pub struct PushArgs {
     remote: RemoteArg,
     #[command(flatten)]
     store: StoreArg,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -51,23 +51,23 @@ pub struct PushArgs {
 pub struct PullArgs {
     #[command(flatten)]
     remote: RemoteArg,
-    /// The image to make. It is there when all of it is.
+    /// The image to create. It appears when it is complete.
     #[arg(short, long, value_name = "IMAGE")]
     output: PathBuf,
     #[command(flatten)]
     store: StoreArg,
-    /// Go on only if the image has this digest: of the tree (tree:, which ferry image build prints), or its own.
+    /// Fail unless the image has this digest: of its tree (tree:, as ferry image build prints it), or of the image file.
     #[arg(long, value_name = "DIGEST")]
     digest: Option<ImageDigest>,
-    /// Get the metadata alone: ferry mount --from fetches the rest when it is read.
+    /// Fetch only the metadata; ferry mount --from fetches the rest when it is read.
     #[arg(long)]
     metadata_only: bool,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// What a share says of where its image's bytes come from.
+/// Where the data of an image comes from, and how it is fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
     reference: String,
@@ -78,7 +78,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// What is not said is as usual.
+    /// Uses defaults for `None`.
     pub fn new(
         reference: String,
         jobs: Option<u16>,
@@ -90,12 +90,12 @@ impl Origin {
         Self { reference, jobs, cache_bytes, ahead_bytes, plain_http }
     }
 
-    /// How many requests at a time fetch what nobody has read.
+    /// Returns the number of parallel background requests.
     pub fn jobs(&self) -> u16 {
         self.jobs
     }
 
-    /// What a share says, if it says anything.
+    /// Returns the origin of a share with `--from`.
     pub fn of(share: &Share) -> Option<Self> {
         let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
         let (cache, ahead) = (bytes(share.cache_size), bytes(share.fetch_ahead));
@@ -136,7 +136,7 @@ pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferr
     bail!(WITHOUT)
 }
 
-/// Fetches all that nobody has read yet, however long that takes; returns whether all of it has its lasting place then.
+/// Fetches all remaining data, however long that takes; returns whether it is complete and synced.
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
@@ -158,11 +158,11 @@ mod with {
     use super::*;
     use crate::output::print;
 
-    /// How long the server is left alone when fetching beside the readers has failed.
+    /// The pause after a failed background fetch.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
     fn remote(reference: &str, plain_http: bool, jobs: u16) -> Result<Arc<Remote>> {
-        // The rest never has all places: a reader waits for other readers only.
+        // The background never takes all requests: readers wait only for other readers.
         let requests_max = usize::from(jobs) + READERS;
         let client = Client::new(Options { plain_http, requests_max, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
@@ -189,13 +189,13 @@ mod with {
                 "new_bytes": sent_bytes, "requests": requests});
             return print(&format!("{answer}\n"));
         }
-        eprintln!("ferry: {sent_bytes} bytes were new to the server; the manifest is sha256:{manifest}");
+        eprintln!("ferry: {sent_bytes} bytes were sent; the manifest is sha256:{manifest}");
         print(&format!("{digest}\n"))
     }
 
     pub fn pull(args: &PullArgs) -> Result<()> {
         let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
-        // Held until the end, so that nothing is removed meanwhile.
+        // Held until the end, so that gc removes nothing meanwhile.
         let store = Store::create(&args.store.store)?;
         let options = PullOptions {
             digest: args.digest.map(|digest| digest.0),
@@ -213,13 +213,11 @@ mod with {
                 "new_bytes": fetched_bytes, "requests": requests, "received_bytes": received_bytes});
             return print(&format!("{answer}\n"));
         }
-        eprintln!(
-            "ferry: {fetched_bytes} bytes of files were not here before; {requests} requests, {received_bytes} bytes"
-        );
+        eprintln!("ferry: {fetched_bytes} bytes of files were missing; {requests} requests, {received_bytes} bytes");
         print(&format!("{digest}\n"))
     }
 
-    /// Opens an image whose bytes come from a server, and fetches what nobody has read yet beside the readers.
+    /// Opens an image whose data comes from a server, and fetches all of it in the background.
     pub fn open(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Source> {
         let Prepared { store, packs, missing, background } = prepare(path, store, digest, from)?;
         let source = Source::open_with(path, &store, digest, Some(missing))?;
@@ -232,7 +230,7 @@ mod with {
         Ok(source)
     }
 
-    /// The same, for whoever reads the packs directly.
+    /// The same, for direct access to the packs.
     pub fn objects(
         path: &Path,
         store: &Path,
@@ -246,7 +244,7 @@ mod with {
         Ok((image, objects, background))
     }
 
-    /// Fetches what is noted as damaged in the store, and what is missing there: of both all that can be had.
+    /// Fetches data of the store that is recorded as damaged, or missing, as far as the server has it.
     pub fn restore(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<RepairCounts> {
         let Prepared { store, packs, missing, .. } = prepare(path, store, digest, from)?;
         let image = Image::open(path, digest)?;
@@ -265,27 +263,26 @@ mod with {
         }
     }
 
-    /// Where something is missing, tells now that the server cannot be asked for it, and not who reads it; an image that is all here
-    /// needs no server.
+    /// If data is missing, reports now that the server is unreachable, instead of to a reader; a complete image needs no server.
     fn reach(objects: &Objects, packs: &Packs) -> Result<()> {
         if objects.seems_whole() { Ok(()) } else { Ok(packs.fetch_manifest()?) }
     }
 
-    /// An image whose metadata is here.
+    /// An image whose metadata is present.
     struct Prepared {
         store: PathBuf,
         packs: Arc<Packs>,
-        /// What fetches the rest when it is read.
+        /// Fetches data when it is read.
         missing: Missing,
-        /// And beside that.
+        /// Fetches the rest in the background.
         background: Option<Background>,
     }
 
-    /// Gets the metadata.
+    /// Fetches the metadata.
     fn prepare(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Prepared> {
         let remote = remote(&from.reference, from.plain_http, from.jobs)?;
         drop(Store::create(store)?);
-        // Servers in the background leave the folder that they were started in.
+        // Background servers change directory.
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
         let packs = ferry_registry::pull_metadata(&remote, path, &store, digest)?;
         let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
@@ -295,21 +292,21 @@ mod with {
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
-    /// Ends with the process, or when all is here; returns whether that lasts. What did not come to the disk is not
-    /// tried again: a second fsync(2) would say that all is well.
+    /// Ends with the process, or when all data is fetched; returns whether it is synced. A failed sync is not repeated: a second
+    /// fsync(2) would report success.
     fn in_background(objects: &Objects, jobs: usize, remote: &Remote) -> bool {
         while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
-            tracing::warn!("{bad}; tried again in {} s", BACKGROUND_PAUSE.as_secs());
+            tracing::warn!("{bad}; retrying in {} s", BACKGROUND_PAUSE.as_secs());
             thread::sleep(BACKGROUND_PAUSE);
         }
         match objects.complete() {
             Ok(()) => {
                 let Counts { requests, received_bytes, .. } = remote.counts();
-                tracing::info!(requests, received_bytes, "nothing is left to fetch");
+                tracing::info!(requests, received_bytes, "all data is fetched");
                 true
             }
             Err(error) => {
-                tracing::warn!("{:#}: what was fetched stays incomplete", anyhow::Error::from(error));
+                tracing::warn!("{:#}: the packs stay incomplete", anyhow::Error::from(error));
                 false
             }
         }

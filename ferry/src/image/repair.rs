@@ -1,4 +1,4 @@
-//! `ferry image verify --repair`: what is damaged in a store is replaced.
+//! `ferry image verify --repair`: replaces damaged data in a store.
 
 use std::path::Path;
 
@@ -10,21 +10,21 @@ use super::registry::{self, Origin};
 
 #[derive(Debug, clap::Args)]
 pub struct RepairArgs {
-    /// Replace what is damaged: by what other packs of the store have, by what --from has, and the rest when an image is built that has it,
-    /// or pulled. Objects of the layout composefs that are damaged are removed until then. Packs that were built with --verity, and their
-    /// image, get fs-verity where the file system has it.
+    /// Replace damaged data: from other packs of the store, from --from, and otherwise by the next build or pull that contains
+    /// it. Damaged objects of the composefs layout are removed until then. Packs that were built with --verity, and their image,
+    /// get fs-verity if the file system supports it.
     #[arg(long)]
     pub repair: bool,
-    /// Fetch what is damaged or missing from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG.
+    /// Fetch damaged or missing data from oci:HOST/NAME:TAG or s3:BUCKET/PREFIX:TAG.
     #[arg(long, value_name = "REF", requires = "repair")]
     from: Option<String>,
-    /// Ask other machines than this one without encryption, too.
+    /// Allow unencrypted HTTP to other machines.
     #[arg(long, requires = "from")]
     plain_http: bool,
 }
 
 impl RepairArgs {
-    /// Notes what is damaged, and replaces what can be had.
+    /// Records damaged data, and replaces what is available.
     pub fn run(&self, arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
         let found = note_damage(image, store)?;
         let counts = match &self.from {
@@ -38,19 +38,19 @@ impl RepairArgs {
         match (self.from.is_some(), image.is_composefs()) {
             (false, true) if found > 0 => {
                 eprintln!(
-                    "ferry: {found} damaged objects were removed: a build or pull that has them stores them again"
+                    "ferry: {found} damaged objects were removed: the next build or pull that contains them stores them again"
                 );
             }
             (_, true) => eprintln!("ferry: {found} damaged objects were replaced"),
             (false, false) if found + repaired == 0 => {
                 eprintln!(
-                    "ferry: packs that are missing, cut off or without a sound index are fetched by --from, or by a pull"
+                    "ferry: packs that are missing, truncated or without a valid index can be fetched with --from, or a pull"
                 );
             }
             (_, false) => {
-                eprintln!("ferry: {found} objects were damaged; {repaired} of them have their right bytes again");
+                eprintln!("ferry: {found} objects were damaged; {repaired} of them were repaired");
                 if left > 0 {
-                    eprintln!("ferry: {left} are replaced when a build or pull has them");
+                    eprintln!("ferry: {left} will be replaced by the next build or pull that contains them");
                 }
             }
         }
@@ -58,15 +58,15 @@ impl RepairArgs {
     }
 }
 
-/// Turns fs-verity on for packs that were built for it, and for the image.
+/// Enables fs-verity on packs that were built for it, and on the image.
 pub fn seal(arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
-    // What is here was proved just now.
+    // The data was verified just now.
     let Sealed { on, left, .. } = ferry_image::seal(image, store, None)?;
     if on > 0 && seal_image(&arg.image)? {
-        eprintln!("ferry: the kernel proves what is read of the image and of {on} packs");
+        eprintln!("ferry: the kernel verifies reads of the image and of {on} packs");
     }
     if left > 0 {
-        eprintln!("ferry: {left} packs are in use, or not ours, and have no fs-verity yet");
+        eprintln!("ferry: {left} packs are in use or belong to other users, and have no fs-verity yet");
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ pub fn bar(what: &str) -> ProgressBar {
     ProgressBar::with_draw_target(Some(0), target).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// Says a name in JSON: as text, and where that is not all of it (it is no UTF-8) as hexadecimal digits of its bytes, too.
+/// Sets a name in JSON: as text, and, if it is not UTF-8, also as hexadecimal digits of its bytes.
 pub fn set_name(answer: &mut Value, key: &str, name: &[u8]) {
     answer[key] = String::from_utf8_lossy(name).into();
     if std::str::from_utf8(name).is_err() {

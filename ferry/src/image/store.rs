@@ -15,12 +15,12 @@ use super::report::set_name;
 use crate::output::{ignore_closed_pipe, print};
 use crate::status;
 
-/// What begins the names of images that a build has not completed.
+/// The prefix of images that a build has not completed.
 const NEW_PREFIX: &[u8] = b".new-";
 
 #[derive(Debug, clap::Args)]
 pub struct ImagesArg {
-    /// The images, or folders with nothing but images in them.
+    /// The images, or folders that contain only images.
     #[arg(value_name = "IMAGE", required = true)]
     images: Vec<PathBuf>,
     #[command(flatten)]
@@ -31,13 +31,13 @@ pub struct ImagesArg {
 pub struct GcArgs {
     #[command(flatten)]
     images: ImagesArg,
-    /// Only tell what would be removed.
+    /// Only show what would be removed.
     #[arg(long)]
     dry_run: bool,
-    /// Keep what was made or used for an image in so many last seconds: its image may not be where you said yet.
+    /// Keep data that was created or used in the last seconds: its image may not be in a listed place yet.
     #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
     grace_s: u64,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -46,7 +46,7 @@ pub struct GcArgs {
 pub struct DuArgs {
     #[command(flatten)]
     images: ImagesArg,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -56,18 +56,18 @@ pub struct DiffArgs {
     /// The older image.
     #[arg(value_name = "OLD")]
     old: PathBuf,
-    /// The newer one.
+    /// The newer image.
     #[arg(value_name = "NEW")]
     new: PathBuf,
     #[command(flatten)]
     store: StoreArg,
-    /// A line of JSON for each change. A path that is no UTF-8 has its bytes in path_hex.
+    /// Print a line of JSON for each change. A path that is not UTF-8 is also in path_hex.
     #[arg(long)]
     json: bool,
 }
 
 impl ImagesArg {
-    /// The files, those of folders in the order of their names.
+    /// Returns the files; those of folders are sorted by name.
     fn files(&self) -> Result<Vec<PathBuf>> {
         let mut files = Vec::new();
         for path in &self.images {
@@ -93,12 +93,12 @@ impl ImagesArg {
     }
 }
 
-/// Removes what none of the images needs. Whatever cannot be read as an image ends it before anything is removed.
+/// Removes data that no listed image references. A file that is not an image is an error before anything is removed.
 pub fn gc(args: &GcArgs) -> Result<()> {
     let store = &args.images.store.store;
-    let waiting = || eprintln!("ferry: waiting for whoever uses {} to end", store.display());
+    let waiting = || eprintln!("ferry: waiting for other processes that use {}", store.display());
     let exclusive = ExclusiveStore::lock(store, &waiting)?;
-    // Only now: an image that was built while we waited is to be found.
+    // Listed after the wait, which other builds may have ended in.
     let mut needed = Needed::default();
     for file in args.images.files()? {
         needed.add(&Image::open(&file, None)?).with_context(|| format!("{} is damaged", file.display()))?;
@@ -139,7 +139,7 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     print(&text)
 }
 
-/// Shows what each image takes, and what the store takes.
+/// Shows the space of each image and of the store.
 pub fn du(args: &DuArgs) -> Result<()> {
     let store = Store::open(&args.images.store.store)?;
     let mut usage = Usage::default();
@@ -164,13 +164,13 @@ pub fn du(args: &DuArgs) -> Result<()> {
             "live_bytes": total.live_bytes, "unused_bytes": unused, "garbage_bytes": total.garbage_bytes});
         return print(&format!("{answer}\n"));
     }
-    let mut text = format!("{:>12} {:>14} {:>14}  image\n", "metadata", "data", "of it alone");
+    let mut text = format!("{:>12} {:>14} {:>14}  image\n", "metadata", "data", "not shared");
     for (file, bytes, found) in &images {
         let Share { bytes: data, own_bytes: own } = usage.share(found);
         text += &format!("{bytes:>12} {data:>14} {own:>14}  {}\n", file.display());
     }
     text += &format!(
-        "{} bytes in {} packs{}: {} needed, {unused} unused beside them in the same packs, {} in what gc removes\n",
+        "{} bytes in {} packs{}: {} needed, {unused} unused in the same packs, {} that gc removes\n",
         total.bytes,
         total.packs,
         if total.objects > 0 { format!(" and {} objects", total.objects) } else { String::new() },
@@ -180,7 +180,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
     print(&text)
 }
 
-/// Shows what is another in the newer image; returns the status.
+/// Lists what changed; returns the exit status.
 pub fn diff(args: &DiffArgs) -> Result<u8> {
     let (old, new) = (Image::open(&args.old, None)?, Image::open(&args.new, None)?);
     let store = Store::open(&args.store.store)?;
@@ -212,5 +212,5 @@ pub fn diff(args: &DiffArgs) -> Result<u8> {
 }
 
 fn damaged(old: &Path, new: &Path) -> String {
-    format!("cannot compare {} and {} to the end (ferry image fsck tells more)", old.display(), new.display())
+    format!("cannot compare all of {} and {} (see ferry image fsck)", old.display(), new.display())
 }

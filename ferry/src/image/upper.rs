@@ -1,4 +1,4 @@
-//! What is written to a mounted image: overlayfs's upper layer, and its work folder.
+//! Writable mounts of images: overlayfs's upper layer, and its work create_dir.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
@@ -11,75 +11,75 @@ use ferry_image::Digest;
 use rustix::fs::{FlockOperation, XattrFlags, flock, getxattr, setxattr};
 use rustix::io::Errno;
 
-/// More than a digest ever has, as text.
+/// Longer than any digest as text.
 const DIGEST_TEXT_BYTES_MAX: usize = 256;
 
-/// The attribute of the work folder that tells which image the upper layer is of.
+/// The attribute of the work create_dir that names the image of the upper layer.
 const IMAGE: &str = "trusted.ferry.image";
 
-/// An upper layer, which nobody else mounts as long as this lives.
+/// An upper layer that no other process mounts while this lives.
 #[derive(Debug)]
 pub struct Upper {
-    /// What is written goes here. Both are absolute.
+    /// The create_dir of changes. Both paths are absolute.
     pub dir: PathBuf,
-    /// overlayfs's own.
+    /// The work create_dir of overlayfs.
     pub work: PathBuf,
     _lock: File,
 }
 
 impl Upper {
-    /// Makes what is missing, and looks whether this can be the upper layer of an image: changes over one image mean nothing over
+    /// Creates missing folders, and checks that this can be the upper layer of an image: changes over one image are invalid over
     /// another, and two mounts would destroy each other's.
     pub fn prepare(dir: &Path, work: Option<&Path>, image: Digest) -> Result<Self> {
-        let dir = folder(dir)?;
+        let dir = create_dir(dir)?;
         let work = match work {
-            Some(work) => folder(work)?,
-            None => folder(&beside(&dir)?)?,
+            Some(work) => create_dir(work)?,
+            None => create_dir(&default_work_dir(&dir)?)?,
         };
         if dir.starts_with(&work) || work.starts_with(&dir) {
-            bail!("{} and {} are not to be inside each other", dir.display(), work.display());
+            bail!("{} and {} must not contain each other", dir.display(), work.display());
         }
         let (upper, other) = (device(&dir)?, device(&work)?);
         if upper != other {
             let (dir, work) = (dir.display(), work.display());
-            bail!("{work} is on another file system than {dir}: name a folder on the same one with --work");
+            bail!("{work} is on another file system than {dir}: name a create_dir on the same one with --work");
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
         let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
         if let Some(mounted) = mounted_on(&mounts, &dir) {
-            bail!("{} is the upper layer of what is mounted on {} already", dir.display(), mounted.display());
+            bail!("{} is already the upper layer of the mount on {}", dir.display(), mounted.display());
         }
-        known(&dir, &work, image)?;
+        check_image(&dir, &work, image)?;
         Ok(Self { dir, work, _lock: lock })
     }
 }
 
-/// An absolute path of a folder, which is made if it is not there.
-fn folder(path: &Path) -> Result<PathBuf> {
+/// Creates a create_dir unless it exists; returns its absolute path.
+fn create_dir(path: &Path) -> Result<PathBuf> {
     match DirBuilder::new().mode(0o755).create(path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-            return Err(error).with_context(|| format!("cannot make {}", path.display()));
+            return Err(error).with_context(|| format!("cannot create {}", path.display()));
         }
         _ => {}
     }
     let path = path.canonicalize().with_context(|| format!("cannot find {}", path.display()))?;
-    if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is no directory", path.display())) }
+    if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is not a directory", path.display())) }
 }
 
-/// The work folder of an upper layer, if nobody names one.
-fn beside(dir: &Path) -> Result<PathBuf> {
+/// Returns the default work create_dir of an upper layer.
+fn default_work_dir(dir: &Path) -> Result<PathBuf> {
     let mut name = dir.file_name().ok_or_else(|| anyhow!("{} cannot be an upper layer", dir.display()))?.to_owned();
     name.push(".work");
     Ok(dir.with_file_name(name))
 }
 
 fn device(path: &Path) -> Result<u64> {
-    Ok(fs::metadata(path).with_context(|| format!("cannot look at {}", path.display()))?.dev())
+    Ok(fs::metadata(path).with_context(|| format!("cannot inspect {}", path.display()))?.dev())
 }
 
-/// Looks whether a layer is of this image, or notes that it is from now on.
-fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
+/// Checks that a layer belongs to this image, or records that it does.
+fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
     let mut value = [0; DIGEST_TEXT_BYTES_MAX];
     let found = match getxattr(work, IMAGE, &mut value[..]) {
         Ok(bytes) => Digest::parse(&value[..bytes]),
@@ -97,12 +97,12 @@ fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
             "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
             work.display()
         ),
-        Err(error) => return Err(error).with_context(|| format!("cannot look at {}", work.display())),
+        Err(error) => return Err(error).with_context(|| format!("cannot inspect {}", work.display())),
     };
     match found {
         Some(found) if found == image => Ok(()),
         _ => bail!(
-            "{} has what was written over another image{}: name another folder, or remove it and {}",
+            "{} has the changes of another image{}: choose another create_dir, or remove it and {}",
             dir.display(),
             found.map(|found| format!(" ({found})")).unwrap_or_default(),
             work.display()
@@ -110,7 +110,7 @@ fn known(dir: &Path, work: &Path, image: Digest) -> Result<()> {
     }
 }
 
-/// Where an overlayfs with this upper layer is mounted.
+/// Returns the mount point of an overlayfs with this upper layer.
 fn mounted_on(mounts: &[Mounted], upper: &Path) -> Option<PathBuf> {
     let is_it = |mounted: &&Mounted| {
         mounted.kind == "overlay" && mounted.option("upperdir").is_some_and(|found| found == upper.as_os_str())

@@ -1,4 +1,4 @@
-//! What the kernel proves of an image of the layout flat that it mounts, and what is believed.
+//! Verification by the kernel (fs-verity) for mounts of the flat layout.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,25 +6,27 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use ferry_image::{Image, PackProof, Store, Verity, verity_of};
 
-/// Whether a mount is refused where the kernel cannot prove all that it reads.
+use crate::paths::descriptor_path;
+
+/// Whether a mount is refused if the kernel cannot verify all reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum VerityPolicy {
-    /// Where the packs could be proved and are not.
+    /// Refused if the packs could have fs-verity and do not.
     Auto,
-    /// Always.
+    /// Always refused.
     Require,
 }
 
-/// What is to be mounted: files that stay the same, whatever gets their names.
+/// The packs to mount: open files, whatever their names lead to later.
 #[derive(Debug, Default)]
 pub struct Packs {
-    /// Where the kernel finds them.
+    /// The paths by which the kernel opens them.
     pub paths: Vec<PathBuf>,
-    /// Those that were looked at, which `paths` are of.
+    /// The open files that `paths` lead to.
     pub files: Vec<File>,
 }
 
-/// How a pack is proved, in a word.
+/// Returns the word for the verification of a pack.
 pub fn word(proof: PackProof) -> &'static str {
     match proof {
         PackProof::Kernel => "on",
@@ -34,7 +36,7 @@ pub fn word(proof: PackProof) -> &'static str {
     }
 }
 
-/// How each pack of an image is proved.
+/// Returns the verification of each pack of an image.
 pub fn look(image: &Image, folder: &Path) -> Result<Vec<PackProof>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
@@ -48,8 +50,8 @@ pub fn look(image: &Image, folder: &Path) -> Result<Vec<PackProof>> {
     image.packs().iter().map(look).collect()
 }
 
-/// Looks at the packs of an image whose digest was given, and at its own file, before the kernel reads them; says what it does not prove.
-/// `elsewhere` tells of packs that are not all here.
+/// Checks the packs and the file of an image whose digest was given, before the kernel reads them; reports what it does not
+/// verify. `elsewhere` returns the paths of incomplete packs.
 pub fn check(
     (image, file, path): (&Image, &File, &Path),
     folder: &Path,
@@ -60,14 +62,14 @@ pub fn check(
     let mut believed = None;
     let unproved = |why: String| match wanted {
         VerityPolicy::Require => {
-            bail!("{why}, so the kernel cannot prove the bytes of files, which --verity require asks for")
+            bail!("{why}, so the kernel cannot verify the data of files, which --verity require demands")
         }
         VerityPolicy::Auto => Ok(Some(why)),
     };
     let store = if image.packs().is_empty() { None } else { Some(Store::open(folder)?) };
     for (number, pack) in image.packs().iter().enumerate() {
         if let Some(path) = elsewhere(number) {
-            believed = unproved(format!("the pack {} is not all in {}", pack.name, folder.display()))?;
+            believed = unproved(format!("the pack {} is incomplete in {}", pack.name, folder.display()))?;
             packs.paths.push(path);
             continue;
         }
@@ -77,7 +79,7 @@ pub fn check(
         match store.pack_proof(pack, &opened)? {
             PackProof::Kernel => {}
             PackProof::Off => bail!(
-                "the pack {} in {} has no fs-verity, though its file system has: ferry image verify {} --store {} --repair turns it on",
+                "the pack {} in {} has no fs-verity, though its file system supports it: ferry image verify {} --store {} --repair enables it",
                 pack.name,
                 folder.display(),
                 path.display(),
@@ -90,26 +92,26 @@ pub fn check(
                 believed = unproved(format!("the pack {} was built without --verity", pack.name))?;
             }
         }
-        packs.paths.push(super::mount::by_descriptor(&opened));
+        packs.paths.push(descriptor_path(&opened));
         packs.files.push(opened);
     }
     match verity_of(file) {
         Verity::On(found) if found == image.verity_digest() => {}
         Verity::On(_) => bail!("{} changed while it was read: try again", path.display()),
-        // What can be said of both is said of the files.
+        // The message about the files covers both.
         Verity::Off | Verity::Unavailable if believed.is_some() => {}
         Verity::Off | Verity::Unavailable => {
             let why = format!("{} has no fs-verity", path.display());
             if wanted == VerityPolicy::Require {
-                bail!("{why}, so the kernel cannot prove what it reads of it, which --verity require asks for");
+                bail!("{why}, so the kernel cannot verify reads of it, which --verity require demands");
             }
-            eprintln!("ferry: {why}: the kernel proves the bytes of files, and the rest was proved just now");
+            eprintln!("ferry: {why}: the kernel verifies the data of files; the metadata was verified just now");
         }
     }
     if let Some(why) = believed {
         eprintln!(
-            "ferry: {why}: the image was proved just now, and the bytes of files are believed as the store has them \
-             (ferry mount image:{} proves each)",
+            "ferry: {why}: the image was verified just now, but the data of files in the store is not verified \
+             (ferry mount image:{} verifies each read)",
             path.display()
         );
     }

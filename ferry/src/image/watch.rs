@@ -1,17 +1,19 @@
-//! Packs that are not all here, under the kernel's own EROFS: whoever reads waits until what he reads is fetched and proved.
+//! Incomplete packs under the kernel's EROFS: readers wait until the data is fetched and verified.
 //!
-//! Before Linux reads a part of a file that we have marked, it asks us (fanotify's pre-content events, `FAN_PRE_ACCESS`, Linux 6.14;
-//! fanotify(7)), and it does so too when the reader is EROFS, which keeps in the page cache what it has read: each block is
-//! asked for about once. Files can be marked on ext4, XFS and btrfs.
+//! Linux sends an event before it reads a part of a marked file, and waits for the response (fanotify's pre-content events,
+//! `FAN_PRE_ACCESS`, Linux 6.14; fanotify(7)). This includes reads by EROFS, which caches pages, so there is about one event per
+//! block. Files can be marked on ext4, XFS and btrfs.
 //!
-//! Should nobody hold the other end any more, the kernel stops asking, and holes would be read as zeros. So a process of its own
-//! ([`crate::guardian`]) holds it, too, and when the server has died answers in its place, [`answer_for_dead_server`]: what is here may be read,
-//! all else is an I/O error. It goes when the packs are whole, nobody has them open any more, or the next server says that it is there,
-//! by a lock on each of them. The marks are of the files, so that server answers for the old mount, too.
-#![allow(unsafe_code, reason = "a lease has no safe name elsewhere")]
+//! Once the last descriptor of the fanotify group is closed, events stop, and holes would be read as zeros. So a separate process
+//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`answer_for_dead_server`]): data that is
+//! here may be read, all else is an I/O error. It ends when the packs are complete, when no other process has them open, or when
+//! the next server announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
+//! too.
+#![allow(unsafe_code, reason = "a lease has no safe wrapper")]
 
 mod event;
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -33,8 +35,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
 use rustix::io::Errno;
 
-use super::fuse_fallback::KernelMountError;
-use event::{PermissionEvent, ask};
+use self::event::{PermissionEvent, read_event};
+use crate::paths::descriptor_path;
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
 const FAN_PRE_ACCESS: u64 = 0x0010_0000;
@@ -42,65 +44,77 @@ const FAN_PRE_ACCESS: u64 = 0x0010_0000;
 const ALLOW: u32 = 1;
 /// `FAN_DENY`, with the error for the reader: `EIO`.
 const DENY: u32 = 2 | (5 << 24);
-/// The byte of a pack by whose lock a server says that it is there: no pack is so long.
+/// The byte of a pack whose lock announces a server: no pack is that long.
 const SERVED_BYTE: i64 = i64::MAX - 1;
-/// How often the guardian looks whether it is still needed.
-const LOOK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// How long the kernel may take to ask for the first time.
-const FIRST: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
-/// How long to wait after an event that could not be taken: descriptors or memory are short.
-const PAUSE: Duration = Duration::from_millis(10);
-/// How many readers of what is not here may wait for a thread that fetches. Each has a descriptor, of which a process has 1024 unless
-/// told otherwise. Where more wait, those of what is here wait with them.
+/// The interval at which the guardian checks that it is still needed.
+const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// The maximum wait for the first event.
+const FIRST_EVENT_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// The pause after an event that could not be read: descriptors or memory are short.
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
+/// The maximum number of readers that wait for a fetching thread. Each takes a descriptor, of which a process has 1024 by
+/// default. Beyond this, readers of present data wait as well.
 const WAITING_MAX: usize = 256;
-/// Who was refused is refused again for so long: EROFS asks again for each page of what it could not read.
-const REFUSAL: Duration = Duration::from_secs(1);
+/// The time for which a refusal is repeated: EROFS retries for each page that it could not read.
+const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
-/// A pack that is watched.
+/// Why this kernel cannot mount images at all.
 #[derive(Debug)]
-struct Watched {
+pub struct KernelMountError(pub String);
+
+impl fmt::Display for KernelMountError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for KernelMountError {}
+
+/// A watched pack.
+#[derive(Debug)]
+struct WatchedPack {
     /// Its device and inode.
     key: (u64, u64),
-    /// Its place among the image's.
+    /// Its index in the image.
     number: usize,
-    /// The descriptor that it was opened by, which has its locks.
+    /// The descriptor that holds its locks.
     file: File,
 }
 
-/// What could not be had last.
+/// The last range that could not be fetched.
 #[derive(Debug)]
-struct Refused {
+struct Refusal {
     key: (u64, u64),
     range: (u64, u64),
     when: Instant,
 }
 
-impl Refused {
-    /// Whether this is a part of it, just afterwards.
+impl Refusal {
+    /// Whether a range is a part of it, shortly afterwards.
     fn covers(&self, key: (u64, u64), (offset, bytes): (u64, u64)) -> bool {
         let end = |(offset, bytes): (u64, u64)| offset.saturating_add(bytes);
         let is_part = self.range.0 <= offset && end((offset, bytes)) <= end(self.range);
-        self.key == key && is_part && self.when.elapsed() < REFUSAL
+        self.key == key && is_part && self.when.elapsed() < REFUSAL_TIME
     }
 }
 
-/// The packs of an image that are watched, and where the kernel asks.
+/// The watched packs of an image, and their fanotify group.
 #[derive(Debug)]
 pub struct Watch {
     group: Arc<Fanotify>,
-    packs: Arc<[Watched]>,
-    /// Questions of others that came before anybody answered.
+    packs: Arc<[WatchedPack]>,
+    /// Events of other processes that arrived before `serve`.
     early: Vec<PermissionEvent>,
 }
 
-/// What to do where the kernel cannot be asked to wait.
-const ELSE: &str = "mount with ferry mount image:... --from, which needs nothing of the kernel but FUSE";
+/// Advice if fanotify cannot be used.
+const FALLBACK_ADVICE: &str = "mount with ferry mount image:... --from, which needs nothing of the kernel but FUSE";
 
-/// Checks that this process can have the kernel wait for what is not here, on a file system that can.
+/// Checks that this process can make readers of missing data wait.
 pub fn is_possible() -> Result<()> {
     let group = new_group()?;
     let file = tempfile::tempfile().context("cannot make a file in the folder for temporary files")?;
-    match mark(&group, &by_fd(&file)) {
+    match mark(&group, &descriptor_path(&file)) {
         Err(nix::errno::Errno::EINVAL) => Err(too_old()),
         // The kernel knows the event, and this folder's file system does not have it.
         Ok(()) | Err(nix::errno::Errno::EOPNOTSUPP) => Ok(()),
@@ -113,12 +127,12 @@ fn new_group() -> Result<Fanotify> {
     let files = EventFFlags::O_RDWR | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
     match Fanotify::init(flags, files) {
         Err(nix::errno::Errno::EPERM) => {
-            Err(KernelMountError("only root can have the kernel wait for what is not here".into()).into())
+            Err(KernelMountError("only root can make readers of missing data wait".into()).into())
         }
         Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
-            Err(KernelMountError("this kernel cannot wait for what is not here".into()).into())
+            Err(KernelMountError("this kernel cannot make readers of missing data wait".into()).into())
         }
-        group => group.with_context(|| format!("this kernel cannot wait for what is not here; {ELSE}")),
+        group => group.with_context(|| format!("this kernel cannot make readers of missing data wait; {FALLBACK_ADVICE}")),
     }
 }
 
@@ -127,46 +141,47 @@ fn mark(group: &Fanotify, path: &Path) -> nix::Result<()> {
 }
 
 fn too_old() -> anyhow::Error {
-    KernelMountError("this kernel cannot wait for what is not here (Linux 6.14 or later can)".into()).into()
+    KernelMountError("this kernel cannot make readers of missing data wait (Linux 6.14 or later can)".into()).into()
 }
 
 impl Watch {
-    /// Marks the packs that are not all here. What is read and written of them from now on, by us, nobody is asked about.
+    /// Marks incomplete packs. From now on, this process reads and writes them through descriptors without events.
     pub fn begin(objects: &mut Objects) -> Result<Self> {
         let group = new_group()?;
-        let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, by_fd(file))).collect();
+        let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, descriptor_path(file))).collect();
         let (mut watched, mut early) = (Vec::new(), Vec::new());
         for (number, path) in packs {
             match mark(&group, &path) {
                 Err(nix::errno::Errno::EINVAL) => return Err(too_old()),
                 Err(nix::errno::Errno::EOPNOTSUPP) => {
-                    let why = "the store's file system cannot wait for what is not here (ext4, XFS and btrfs can)";
+                    let why =
+                        "the store's file system cannot make readers of missing data wait (ext4, XFS and btrfs can)";
                     return Err(KernelMountError(why.into()).into());
                 }
-                mark => mark.with_context(|| format!("cannot watch a pack; {ELSE}"))?,
+                mark => mark.with_context(|| format!("cannot watch a pack; {FALLBACK_ADVICE}"))?,
             }
-            let quiet = quiet(&group, &path, &mut early)?;
-            let file = objects.replace_file(number, quiet).context("a pack is in use already")?;
-            let found = file.metadata().context("cannot look at a pack")?;
-            watched.push(Watched { key: (found.dev(), found.ino()), number, file });
+            let descriptor_without_events = descriptor_without_events(&group, &path, &mut early)?;
+            let file = objects.replace_file(number, descriptor_without_events).context("a pack is in use already")?;
+            let found = file.metadata().context("cannot inspect a pack")?;
+            watched.push(WatchedPack { key: (found.dev(), found.ino()), number, file });
         }
         Ok(Self { group: Arc::new(group), packs: watched.into(), early })
     }
 
-    /// What the kernel is to open a pack by.
+    /// Returns the path by which the kernel opens a pack.
     pub fn path(&self, number: usize) -> Option<PathBuf> {
-        self.packs.iter().find(|pack| pack.number == number).map(|pack| by_fd(&pack.file))
+        self.packs.iter().find(|pack| pack.number == number).map(|pack| descriptor_path(&pack.file))
     }
 
-    /// The guardian's share: where the kernel asks, and the packs by paths that another process finds.
+    /// Returns the fanotify group, and paths of the packs for another process.
     pub fn for_guardian(&self) -> Result<(File, Vec<PathBuf>)> {
-        let group = self.group.as_fd().try_clone_to_owned().context("cannot pass on where the kernel asks")?;
+        let group = self.group.as_fd().try_clone_to_owned().context("cannot duplicate the fanotify group")?;
         let folder = PathBuf::from(format!("/proc/{}/fd", std::process::id()));
         Ok((group.into(), self.packs.iter().map(|pack| folder.join(pack.file.as_raw_fd().to_string())).collect()))
     }
 
-    /// Begins to answer until this process ends: one thread answers for what is here and never waits for a server, so many others
-    /// fetch. Says to the guardians of servers that have died that somebody answers again.
+    /// Responds to events until this process ends. One thread responds for present data and never waits for a server; `threads`
+    /// others fetch. This also announces the server to the guardians of dead servers.
     pub fn serve(&mut self, objects: &Arc<Objects>, threads: usize) -> Result<()> {
         let known = PackState { packs: Arc::clone(&self.packs), objects: Arc::clone(objects), refused: Arc::default() };
         let (sender, waiting) = sync_channel(WAITING_MAX);
@@ -174,8 +189,8 @@ impl Watch {
         for _ in 0..threads {
             let (group, known, waiting) = (Arc::clone(&self.group), known.clone(), Arc::clone(&waiting));
             let work = move || {
-                while let Some(question) = next(&waiting) {
-                    question.answer(&*group, guarded(DENY, || known.verdict(&question)));
+                while let Some(event) = next_queued(&waiting) {
+                    event.respond(&*group, deny_on_panic(DENY, || known.response(&event)));
                 }
             };
             thread::Builder::new().name("image-fetch".into()).spawn(work).context("cannot start a thread")?;
@@ -184,19 +199,19 @@ impl Watch {
         let mut early = std::mem::take(&mut self.early).into_iter();
         let work = move || {
             loop {
-                let question = match early.next().map_or_else(|| ask(&*group), Ok) {
-                    Ok(question) => question,
+                let event = match early.next().map_or_else(|| read_event(&*group), Ok) {
+                    Ok(event) => event,
                     Err(error) => {
-                        tracing::warn!("a reader was refused, for the kernel's question did not arrive: {error}");
-                        thread::sleep(PAUSE);
+                        tracing::warn!("a reader was refused, because its event could not be read: {error}");
+                        thread::sleep(RETRY_PAUSE);
                         continue;
                     }
                 };
-                match guarded(Some(DENY), || known.at_once(&question)) {
-                    Some(verdict) => question.answer(&*group, verdict),
+                match deny_on_panic(Some(DENY), || known.response_without_fetch(&event)) {
+                    Some(response) => event.respond(&*group, response),
                     None => {
-                        if let Err(SendError(question)) = sender.send(question) {
-                            question.answer(&*group, DENY);
+                        if let Err(SendError(event)) = sender.send(event) {
+                            event.respond(&*group, DENY);
                         }
                     }
                 }
@@ -204,23 +219,18 @@ impl Watch {
         };
         thread::Builder::new().name("image-watch".into()).spawn(work).context("cannot start a thread")?;
         for pack in self.packs.iter() {
-            let lock = whole_lock(libc::F_RDLCK);
+            let lock = server_lock(libc::F_RDLCK);
             fcntl(&pack.file, FcntlArg::F_OFD_SETLK(&lock)).context("cannot lock a pack")?;
         }
         Ok(())
     }
 }
 
-fn by_fd(file: &File) -> PathBuf {
-    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
-}
-
-/// A descriptor of a marked file that nobody is asked about: the one that comes with the first question, to which our own
-/// read gives rise.
-fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Result<File> {
-    let ours = i32::try_from(std::process::id()).unwrap_or_default();
+/// Returns a descriptor of a marked file without events: the one in the first event, which this process's own read causes.
+fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Result<File> {
+    let give_to_process_user = i32::try_from(std::process::id()).unwrap_or_default();
     thread::scope(|scope| {
-        // At the end, where there is nothing that anybody has to fetch.
+        // Reads at the end, where there is nothing to fetch.
         let read = || {
             let file = File::open(path)?;
             file.read_at(&mut [0], file.metadata()?.len())
@@ -228,77 +238,77 @@ fn quiet(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Res
         let reader = scope.spawn(read);
         loop {
             let events = group.as_fd();
-            let is_there = match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&FIRST)) {
+            let is_there = match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&FIRST_EVENT_TIMEOUT)) {
                 Err(Errno::INTR) => continue,
-                outcome => outcome.context("cannot wait for the kernel to ask")? > 0,
+                outcome => outcome.context("cannot wait for events")? > 0,
             };
             if !is_there {
-                // Nobody waits for us, or the reader would be one.
+                // The read has ended without an event.
                 drop(reader.join());
-                return Err(KernelMountError("this kernel does not ask before a file is read".into()).into());
+                return Err(KernelMountError("this kernel sends no event before a file is read".into()).into());
             }
-            let question = ask(group).context("the kernel's question cannot be read")?;
-            if question.pid != ours {
-                early.push(question);
+            let event = read_event(group).context("cannot read an event")?;
+            if event.pid != give_to_process_user {
+                early.push(event);
                 continue;
             }
-            question.answer(group, ALLOW);
-            return Ok(question.file.into());
+            event.respond(group, ALLOW);
+            return Ok(event.file.into());
         }
     })
 }
 
-/// The next question that has to be fetched for.
-fn next(waiting: &Mutex<Receiver<PermissionEvent>>) -> Option<PermissionEvent> {
+/// Returns the next event that needs a fetch.
+fn next_queued(waiting: &Mutex<Receiver<PermissionEvent>>) -> Option<PermissionEvent> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
 }
 
-/// Whoever reads must not wait for ever, whatever happens here.
-fn guarded<T>(denial: T, look: impl FnOnce() -> T) -> T {
+/// Denies on a panic: readers must not wait for ever.
+fn deny_on_panic<T>(denial: T, look: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(look)).unwrap_or(denial)
 }
 
-/// What answers go by.
+/// The state that responses depend on.
 #[derive(Clone)]
 struct PackState {
-    packs: Arc<[Watched]>,
+    packs: Arc<[WatchedPack]>,
     objects: Arc<Objects>,
-    refused: Arc<Mutex<Option<Refused>>>,
+    refused: Arc<Mutex<Option<Refusal>>>,
 }
 
 impl PackState {
-    fn last(&self) -> MutexGuard<'_, Option<Refused>> {
+    fn last(&self) -> MutexGuard<'_, Option<Refusal>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The answer, if nothing has to be fetched for it.
-    fn at_once(&self, question: &PermissionEvent) -> Option<u32> {
-        let key = match question.key() {
+    /// Returns the response if nothing has to be fetched.
+    fn response_without_fetch(&self, event: &PermissionEvent) -> Option<u32> {
+        let key = match event.key() {
             Ok(key) => key,
             Err(error) => return Some(refuse(&error)),
         };
         let Some(pack) = self.packs.iter().find(|pack| pack.key == key) else { return Some(ALLOW) };
-        let range = question.range;
+        let range = event.range;
         if self.last().as_ref().is_some_and(|last| last.covers(key, range)) {
             return Some(DENY);
         }
         self.objects.prove_here(pack.number, range.0, range.1).then_some(ALLOW)
     }
 
-    /// Gets and proves what is asked for.
-    fn verdict(&self, question: &PermissionEvent) -> u32 {
-        // Somebody may have got it, or been refused it, since it was asked.
-        if let Some(verdict) = self.at_once(question) {
-            return verdict;
+    /// Fetches and verifies the range, and returns the response.
+    fn response(&self, event: &PermissionEvent) -> u32 {
+        // Another thread may have fetched or refused it meanwhile.
+        if let Some(response) = self.response_without_fetch(event) {
+            return response;
         }
-        let (key, range) = (question.key(), question.range);
+        let (key, range) = (event.key(), event.range);
         let Ok(key) = key else { return DENY };
         let Some(pack) = self.packs.iter().find(|pack| pack.key == key) else { return ALLOW };
         match self.objects.prove_range(pack.number, range.0, range.1) {
             Ok(()) => ALLOW,
             Err(bad) => {
                 let range = self.objects.whole_range(pack.number, range.0, range.1);
-                *self.last() = Some(Refused { key, range, when: Instant::now() });
+                *self.last() = Some(Refusal { key, range, when: Instant::now() });
                 refuse(&bad)
             }
         }
@@ -310,7 +320,7 @@ fn refuse(error: &dyn std::fmt::Display) -> u32 {
     DENY
 }
 
-fn whole_lock(kind: i32) -> libc::flock {
+fn server_lock(kind: i32) -> libc::flock {
     libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),
         l_whence: 0,
@@ -320,12 +330,12 @@ fn whole_lock(kind: i32) -> libc::flock {
     }
 }
 
-/// A pack as its guardian holds it.
+/// A pack that the guardian holds.
 #[derive(Debug)]
 pub struct PackHold(File);
 
 impl PackHold {
-    /// Opens a pack, and keeps it from being removed from its store.
+    /// Opens a pack, and locks it against removal from its store.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
         flock(&file, FlockOperation::NonBlockingLockShared)
@@ -333,18 +343,18 @@ impl PackHold {
         Ok(Self(file))
     }
 
-    /// Whether a server says that it answers for this pack.
+    /// Whether a server responds for this pack.
     fn is_served(&self) -> bool {
-        let mut lock = whole_lock(libc::F_WRLCK);
+        let mut lock = server_lock(libc::F_WRLCK);
         fcntl(&self.0, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
     }
 
-    /// Whether a reader may go on, as far as this one can say. A server, where there is one, is asked, too.
-    fn may_be_read(&self, question: &PermissionEvent) -> bool {
-        self.is_whole() || self.is_served() || self.has(question)
+    /// Whether the guardian lets a reader go on. A server, if there is one, gets its own event.
+    fn may_be_read(&self, event: &PermissionEvent) -> bool {
+        self.is_whole() || self.is_served() || self.has(event)
     }
 
-    /// Whether nobody else has it open, neither EROFS nor a process.
+    /// Whether no other process, nor EROFS, has it open.
     fn is_unused(&self) -> bool {
         let lease = |kind: i32| {
             // SAFETY: no pointers; the descriptor is open as long as `self` is.
@@ -353,54 +363,54 @@ impl PackHold {
         lease(libc::F_WRLCK) && lease(libc::F_UNLCK)
     }
 
-    /// Whether all of it is here: then it has a name of its own.
+    /// Whether it is complete: then its name has no suffix.
     fn is_whole(&self) -> bool {
-        let name = fs::read_link(by_fd(&self.0)).unwrap_or_default();
+        let name = fs::read_link(descriptor_path(&self.0)).unwrap_or_default();
         name.is_absolute() && !name.to_string_lossy().contains(".part")
     }
 
-    /// Whether all of a range was written once. Only what is proved ever is.
-    fn has(&self, question: &PermissionEvent) -> bool {
+    /// Whether a range has no holes. Only verified data is written.
+    fn has(&self, event: &PermissionEvent) -> bool {
         let size = self.0.metadata().map_or(0, |found| found.len());
-        let (from, to) = (question.range.0, question.range.0.saturating_add(question.range.1).min(size));
-        // The place in a file is the descriptor's, and nobody shares this one.
+        let (from, to) = (event.range.0, event.range.0.saturating_add(event.range.1).min(size));
+        // The file position belongs to the descriptor, which is not shared.
         from >= to || seek(&self.0, SeekFrom::Hole(from)).is_ok_and(|hole| hole >= to)
     }
 }
 
-/// Answers in the place of a server that has died: what is here may be read, for the rest readers get `EIO`. Ends when it is
-/// needed no more.
+/// Responds in place of a dead server: present data may be read, other reads fail with `EIO`. Returns when it is no longer
+/// needed.
 pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()> {
     let keys: Vec<(u64, u64)> = packs
         .iter()
         .map(|pack| pack.0.metadata().map(|found| (found.dev(), found.ino())))
         .collect::<io::Result<_>>()
-        .context("cannot look at a pack")?;
+        .context("cannot inspect a pack")?;
     loop {
         let is_there = {
             let group = group.as_fd();
-            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(&LOOK))
+            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(&CHECK_INTERVAL))
         };
         match is_there {
             Ok(1..) => {
-                let Ok(question) = ask(&group) else {
-                    thread::sleep(PAUSE);
+                let Ok(event) = read_event(&group) else {
+                    thread::sleep(RETRY_PAUSE);
                     continue;
                 };
-                let pack = question.key().ok().and_then(|key| keys.iter().position(|other| *other == key));
-                let may = pack.is_none_or(|at| packs[at].may_be_read(&question));
-                question.answer(&group, if may { ALLOW } else { DENY });
+                let pack = event.key().ok().and_then(|key| keys.iter().position(|other| *other == key));
+                let may = pack.is_none_or(|at| packs[at].may_be_read(&event));
+                event.respond(&group, if may { ALLOW } else { DENY });
             }
             Ok(0) if packs.iter().all(|pack| pack.is_whole() || pack.is_served() || pack.is_unused()) => return Ok(()),
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error).context("cannot wait for the kernel to ask"),
+            Err(error) => return Err(error).context("cannot wait for events"),
         }
     }
 }
 
-/// Waits until a mount is in this process's table no more.
-pub fn until_unmounted(id: u64) -> io::Result<()> {
-    // Opened before it is looked at: what changes after that is told.
+/// Waits until a mount is no longer in the table of mounts.
+pub fn wait_for_unmount(id: u64) -> io::Result<()> {
+    // Opened before the first check, so that no change is missed.
     let table = File::open("/proc/self/mountinfo")?;
     while Mounted::all()?.iter().any(|mounted| mounted.id == id) {
         match poll(&mut [PollFd::new(&table, PollFlags::PRI)], None) {
@@ -425,11 +435,11 @@ mod tests {
 
     #[test]
     fn refusals_hold_for_their_parts_and_not_for_long() {
-        let mut refused = Refused { key: (1, 2), range: (4096, 65_536), when: Instant::now() };
+        let mut refused = Refusal { key: (1, 2), range: (4096, 65_536), when: Instant::now() };
         assert!(refused.covers((1, 2), (4096, 65_536)) && refused.covers((1, 2), (65_536, 4096)));
         assert!(!refused.covers((1, 3), (4096, 4096)) && !refused.covers((1, 2), (65_536, 8192)));
         assert!(!refused.covers((1, 2), (0, 8192)) && !refused.covers((1, 2), (4096, u64::MAX)));
-        refused.when -= 2 * REFUSAL;
+        refused.when -= 2 * REFUSAL_TIME;
         assert!(!refused.covers((1, 2), (4096, 4096)));
     }
 
@@ -449,7 +459,7 @@ mod tests {
         assert!(!held.is_served());
     }
 
-    /// Another store, which says nothing as long as somebody else holds its lock.
+    /// A server that does not respond while the lock is held.
     #[derive(Debug)]
     struct Elsewhere {
         packs: PathBuf,
@@ -469,7 +479,7 @@ mod tests {
         }
     }
 
-    /// Of an image of 16 objects of a block each, what is behind its first blocks.
+    /// Returns an image of 16 objects of a block each, of which only the first blocks are present.
     fn partly_here(folder: &Path) -> (Arc<Elsewhere>, Objects, PathBuf) {
         let at = |name: &str| folder.join(name);
         fs::create_dir(at("tree")).expect("folders can be made");
@@ -489,7 +499,7 @@ mod tests {
 
     #[test]
     fn a_silent_server_holds_up_nobody_who_reads_what_is_here() {
-        // A tmpfs cannot be watched, which /tmp may be.
+        // /tmp may be a tmpfs, which cannot be watched.
         let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
         let (from, mut objects, part) = partly_here(folder.path());
         let mut watch = match Watch::begin(&mut objects) {
@@ -513,7 +523,7 @@ mod tests {
         thread::sleep(Duration::from_millis(300));
         let here = read(1).recv_timeout(Duration::from_secs(20)).expect("it does not wait");
         let held: Vec<_> = waiting.iter().map(|outcome| outcome.recv_timeout(Duration::ZERO)).collect();
-        // First of all, or the readers would wait for ever.
+        // First, or the readers would wait for ever.
         drop(silence);
         here.expect("it is here");
         assert!(held.iter().all(|outcome| matches!(outcome, Err(RecvTimeoutError::Timeout))), "{held:?}");

@@ -1,4 +1,4 @@
-//! The sources of a process, from flags to threads: prepared before the sandbox, opened inside it, and begun once it is complete.
+//! The sources of a process: prepared before the sandbox, opened inside it, and started when it is complete.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
 use ferry_vfs::FileSystem;
 
-use super::{Options, is_new, ours};
+use super::{Options, give_to_process_user, is_new};
 use crate::detached_mounts::DetachedMounts;
 use crate::flags::{Cache, Kind, Server, Share, Watch};
 use crate::image::registry;
@@ -19,51 +19,51 @@ use crate::new_files::NewFiles;
 use crate::remote::PreparedServer;
 use crate::sandbox::{Inside, ServerAccess};
 
-/// The sources of one process. Shares that name one source with the same flags use one object: they see each other's changes and
-/// locks at once.
+/// The sources of one process. Shares with the same source and flags use one object, so they see each other's changes and locks
+/// at once.
 #[derive(Default)]
 pub struct Sources {
     all: Vec<Source>,
-    /// The number of each share's source.
+    /// The index of each share's source.
     of_share: Vec<usize>,
-    /// Where this process mounts, in the words of the table of mounts. A source that contains such a place does not see the mount.
+    /// The mount points of this process, as in the table of mounts. A source that contains one does not see the mount.
     mount_points: Vec<PathBuf>,
 }
 
-/// One source. Until it is begun it has no thread, but for one that waits to connect to its server. Before the sandbox it has no descriptor
-/// of a directory: one of the host's would be a way out.
+/// One source. Before `begin`, its only thread is the one that connects to its server. Before the sandbox it has no descriptor of
+/// a directory: that would be an escape from the sandbox.
 struct Source {
-    /// The source by the path that all its names lead to.
+    /// The source with its canonical path.
     kind: Kind,
-    /// The source as its user named it.
+    /// The source as the user wrote it.
     named: Kind,
     options: Options,
     stage: Stage,
-    /// The mounts that the source sees, if they are a copy. It must live as long as the source.
+    /// The copy of the mounts that the source sees, if there is one. It must live as long as the source.
     detached_mounts: Option<DetachedMounts>,
 }
 
 enum Stage {
     /// Nothing is open.
     Closed,
-    /// A composefs image, which opens objects in this folder when they are read.
+    /// A composefs image, which opens objects in this folder on demand.
     Composefs(Image, PathBuf),
-    /// An image that opens nothing more.
+    /// An image that opens no further files.
     Image(ferry_image::Source),
-    /// A persistent memory file system that opens nothing more, and whether it is new.
+    /// A persistent memory file system that opens no further files, and whether it is new.
     Pmem(pmem::Opened, bool),
     /// A server that is not connected yet.
     Server(PreparedServer),
-    /// The same, and the thread that will connect.
+    /// A server that is not connected yet, and the thread that will connect.
     Connecting(PreparedServer, Connector),
     /// An open directory.
     Dir(Arc<Dir>),
-    /// An open source that needs nothing else.
+    /// An open source.
     Open(Arc<dyn FileSystem>),
 }
 
 impl Sources {
-    /// The sources of shares; none of them is open.
+    /// Returns the sources of shares; none of them is open.
     pub fn of(shares: &[Share]) -> Self {
         let mut all: Vec<Source> = Vec::new();
         let mut number_of = |share: &Share| {
@@ -81,7 +81,7 @@ impl Sources {
         Self { all, of_share, mount_points }
     }
 
-    /// Opens what a sandbox would hide. Mistakes in any source show here. New files are added to `new_files`.
+    /// Opens what the sandbox will hide. Errors in any source appear here. New files are added to `new_files`.
     pub fn prepare(&mut self, new_files: &mut NewFiles) -> Result<()> {
         for source in &mut self.all {
             source.prepare(new_files)?;
@@ -94,14 +94,14 @@ impl Sources {
         Ok(())
     }
 
-    /// Returns what each source needs of the host: its directory, and the way to its server.
+    /// Returns what each source needs of the host: its directory, and access to its server.
     pub fn access(&self) -> Vec<(Option<Root>, Option<ServerAccess>)> {
         let server =
             |source: &Source| if let Stage::Server(server) = &source.stage { Some(server.reach()) } else { None };
         self.all.iter().map(|source| (source.root(), server(source))).collect()
     }
 
-    /// Opens the sources where they are seen: inside a sandbox for which they were prepared, or without one.
+    /// Opens the sources: inside the sandbox that they were prepared for, or without one.
     pub fn open(&mut self, mut sandbox: Option<&mut Inside>, new_files: &mut NewFiles) -> Result<()> {
         for (number, source) in self.all.iter_mut().enumerate() {
             let connector = sandbox.as_mut().and_then(|inside| inside.connector(number));
@@ -122,7 +122,7 @@ impl Sources {
         Ok(self.of_share.iter().map(|number| Arc::clone(&begun[*number])).collect())
     }
 
-    /// Watches directories for changes by others, for the shares that want that. To be called after [`Self::begin`].
+    /// Watches directories for changes by other processes, for shares that ask for it. Call this after [`Self::begin`].
     pub fn watch(&self, shares: &[Share]) -> Result<()> {
         shares.iter().zip(&self.of_share).try_for_each(|(share, number)| self.watch_one(share, *number))
     }
@@ -147,11 +147,11 @@ impl Sources {
         let shown = share.source.display();
         // Sources that overlap do not see each other's changes.
         match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
-            Ok(()) => tracing::info!(source = %shown, "watching for what others change on the host"),
+            Ok(()) => tracing::info!(source = %shown, "watching for changes by other processes"),
             Err(error) if share.watch == Watch::Always => {
                 return Err(error).with_context(|| format!("--watch always: {shown}"));
             }
-            // Changes are then seen a second later.
+            // Caches then expire after a second.
             Err(error) if !keeps_long => tracing::debug!(source = %shown, %error, "not watching"),
             Err(error) => {
                 let why = match error {
@@ -159,8 +159,8 @@ impl Sources {
                     error => error.to_string(),
                 };
                 tracing::warn!(
-                    "{shown}: what others change on the host is seen only when the mount's caches give it up: {why}; \
-                     --watch never accepts that, --cache auto keeps things for a second"
+                    "{shown}: changes by other processes appear only when the mount's caches expire: {why}; \
+                     --watch never accepts that, --cache auto caches for a second"
                 );
             }
         }
@@ -169,7 +169,7 @@ impl Sources {
 }
 
 impl Source {
-    /// Opens what needs no directory afterwards.
+    /// Opens files that need no directory afterwards.
     fn prepare(&mut self, new_files: &mut NewFiles) -> Result<()> {
         self.stage = match &self.named {
             Kind::Dir(_) | Kind::Mem => Stage::Closed,
@@ -187,7 +187,7 @@ impl Source {
         Ok(())
     }
 
-    /// The directory that has to stay visible for it.
+    /// Returns the directory that must stay visible.
     fn root(&self) -> Option<Root> {
         match (&self.kind, &self.stage) {
             (Kind::Dir(path), _) => {
@@ -205,7 +205,7 @@ impl Source {
         }
     }
 
-    /// Opens the rest: at `place`, or where it always was. `connector` is the confined thread that connects to its server.
+    /// Opens the rest, at `place` if the sandbox has moved it. `connector` is the confined thread that connects to its server.
     fn open(&mut self, place: Option<&Path>, connector: Option<Connector>, mount_points: &[PathBuf]) -> Result<()> {
         self.stage = match std::mem::replace(&mut self.stage, Stage::Closed) {
             Stage::Closed => match &self.kind {
@@ -222,7 +222,7 @@ impl Source {
                 Stage::Image(ferry_image::Source::at_rest_seen(image, &folder, seen)?)
             }
             Stage::Server(server) => {
-                let begin = || Connector::begin(|| ()).context("no thread can be started");
+                let begin = || Connector::begin(|| ()).context("cannot start a thread");
                 Stage::Connecting(server.seen_at(place), connector.map_or_else(begin, Ok)?)
             }
             other => other,
@@ -243,7 +243,7 @@ impl Source {
             }
             Stage::Pmem(opened, is_new) => {
                 let source = Arc::new(opened.load(&self.options.pmem())?);
-                if is_new { ours(source)? } else { source }
+                if is_new { give_to_process_user(source)? } else { source }
             }
             Stage::Connecting(server, connector) => server.connect(connector)?,
             Stage::Open(source) => source,
@@ -254,13 +254,14 @@ impl Source {
 
 impl Options {
     fn open_image(&self, path: &Path) -> Result<Stage> {
-        let store = self.store.as_deref().context("image:PATH needs --store DIR, the folder with its files' bytes")?;
+        let store =
+            self.store.as_deref().context("image:PATH needs --store DIR, the folder with the data of its files")?;
         if let Some(from) = &self.from {
             return Ok(Stage::Open(Arc::new(registry::open(path, store, self.digest, from)?)));
         }
         let image = Image::open(path, self.digest)?;
         if image.is_composefs() {
-            // Mistakes show before there is a sandbox.
+            // Errors appear before the sandbox exists.
             drop(Objects::open(&image, store)?);
             return Ok(Stage::Composefs(image, objects_folder(store)));
         }

@@ -1,8 +1,8 @@
-//! The maps of a user namespace (`--uid-map`, `--gid-map`) as rules for numbers.
+//! The maps of a user namespace (`--uid-map`, `--gid-map`) as translation rules.
 
-/// Linux's number for whoever cannot be named (`/proc/sys/kernel/overflowuid`).
-const OVERFLOW: u64 = 65_534;
-/// One more than the highest number of a user or group.
+/// Linux's id for users without a mapping (`/proc/sys/kernel/overflowuid`).
+const OVERFLOW_ID: u64 = 65_534;
+/// One more than the highest user or group id.
 const IDS: u64 = u32::MAX as u64;
 
 /// A map of a user namespace.
@@ -14,9 +14,9 @@ pub struct Map {
 }
 
 impl Map {
-    /// Reads `:GUEST:HOST:COUNT:`; any character may separate.
+    /// Parses `:GUEST:HOST:COUNT:` with any separator.
     pub fn parse(map: &str) -> Result<Self, String> {
-        let wrong = || format!("{map:?} is no map: :GUEST:HOST:COUNT:, as in :0:100000:65536:");
+        let wrong = || format!("{map:?} is not a map: :GUEST:HOST:COUNT:, as in :0:100000:65536:");
         let separator = map.chars().next().ok_or_else(wrong)?;
         let body = map.strip_prefix(separator).and_then(|map| map.strip_suffix(separator)).ok_or_else(wrong)?;
         let numbers: Vec<u64> = body
@@ -29,20 +29,20 @@ impl Map {
         Ok(Self { guest, host, count })
     }
 
-    /// Whether a server that can make files of this number only can go by it.
-    pub fn is_for(self, id: u32) -> Result<(), String> {
+    /// Checks that the map contains only this id, for servers that cannot use others.
+    pub fn check_id(self, id: u32) -> Result<(), String> {
         let Self { guest, host, count } = self;
         if host == u64::from(id) && count == 1 {
             return Ok(());
         }
         Err(format!(
-            ":{guest}:{host}:{count}:: a server without privileges can make files of its own number only, {id}: start it as root, \
-             or with that number alone, as in :0:{id}:1:"
+            ":{guest}:{host}:{count}:: a server without privileges can only create files of its own id, {id}: start it as root, \
+             or map only that id, as in :0:{id}:1:"
         ))
     }
 }
 
-/// The maps of a user namespace as rules for numbers: those of no map are nobody's.
+/// Returns the translation rules for the maps of a user namespace: ids without a mapping become nobody.
 pub fn namespace_rules(maps: &[Map]) -> Vec<String> {
     if maps.is_empty() {
         return Vec::new();
@@ -52,11 +52,11 @@ pub fn namespace_rules(maps: &[Map]) -> Vec<String> {
     let inside = maps.iter().map(|map| (map.guest, map.count)).collect();
     let outside = maps.iter().map(|map| (map.host, map.count)).collect();
     rules.extend(gaps(inside).map(|(base, count)| format!("forbid-guest:{base}:{count}")));
-    rules.extend(gaps(outside).map(|(base, count)| format!("squash-host:{base}:{OVERFLOW}:{count}")));
+    rules.extend(gaps(outside).map(|(base, count)| format!("squash-host:{base}:{OVERFLOW_ID}:{count}")));
     rules
 }
 
-/// The ranges of numbers that are in none of these.
+/// Returns the gaps between these ranges.
 fn gaps(mut ranges: Vec<(u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
     ranges.sort_unstable();
     ranges.push((IDS, 0));
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_map_that_takes_privileges_is_refused_without_them() {
-        let map = |map| Map::parse(map).expect(map).is_for(1000);
+        let map = |map| Map::parse(map).expect(map).check_id(1000);
         assert_eq!(map(":0:1000:1:"), Ok(()));
         assert_eq!(map(":5:1000:1:"), Ok(()));
         for refused in [":0:1000:2:", ":1:100000:65536:", ":0:0:1:"] {

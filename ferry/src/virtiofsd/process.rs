@@ -1,4 +1,4 @@
-//! What virtiofsd does with its process: the limit of open files, and the file with the process's number.
+//! The process setup of virtiofsd: the limit of open files, and the pid file.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -10,36 +10,35 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::socket;
 
-/// Open files that are asked for without a word, if the host has so many for a process.
+/// The default limit of open files, if the host allows it.
 const NOFILE_USUAL: u64 = 1_000_000;
-/// Where the host says how many a process may have at most.
+/// The host's maximum of that limit.
 const NR_OPEN: &str = "/proc/sys/fs/nr_open";
 
-/// The file with this process's number, which is locked as long as it is open: until this process ends.
+/// The pid file. It is locked as long as it is open: until this process ends.
 static PID_FILE: Mutex<Option<(PathBuf, File)>> = Mutex::new(None);
 
-/// What this process does before it shares.
+/// The setup before sharing.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ProcessSetup {
     /// The limit of open files.
     pub nofile: Option<u64>,
-    /// A file for the number of this process.
+    /// The path of the pid file.
     pub pid_file: Option<PathBuf>,
 }
 
 impl ProcessSetup {
-    /// Carries them out. A limit that may not be raised so far is raised as far as it may.
+    /// Applies the setup. A limit above the possible maximum becomes that maximum.
     ///
-    /// # Errors
-    /// What cannot be had, in a sentence.
-    pub fn make(&self) -> Result<(), String> {
+    /// A sentence that says what is not possible.
+    pub fn apply(&self) -> Result<(), String> {
         match self.nofile {
             Some(0) => {}
             Some(limit) => {
                 if let Err(error) = set_limit(limit) {
                     let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
                     eprintln!(
-                        "virtiofsd: --rlimit-nofile {limit}: {error}; it is {most}, the most that this user may have"
+                        "virtiofsd: --rlimit-nofile {limit}: {error}; the limit is {most}, the maximum of this user"
                     );
                 }
             }
@@ -47,7 +46,7 @@ impl ProcessSetup {
                 let host = std::fs::read_to_string(NR_OPEN).ok().and_then(|number| number.trim().parse().ok());
                 let limit = NOFILE_USUAL.min(host.unwrap_or(NOFILE_USUAL));
                 if getrlimit(Resource::Nofile).maximum.is_some_and(|most| most < limit) {
-                    // What may be had is no less than before.
+                    // A failure leaves the limit as it was.
                     let _ = set_limit(limit);
                 }
             }
@@ -58,29 +57,28 @@ impl ProcessSetup {
             if is_locked(&error) {
                 let owner = std::fs::read_to_string(path).unwrap_or_default();
                 return format!(
-                    "{} is locked by a server that runs, process {}: end that one, or choose another --socket-path",
+                    "{} is locked by a running server, process {}: end it, or choose another --socket-path",
                     path.display(),
                     owner.trim()
                 );
             }
-            format!("{} cannot be written: {error}", path.display())
+            format!("cannot write {}: {error}", path.display())
         })?;
         *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some((path.clone(), file));
         Ok(())
     }
 }
 
-/// Lets go of the file with the number of the process that was started, in another one: it is still locked by that one, and a
-/// server behind walls has no file outside of them.
+/// Closes the pid file in the process inside the sandbox: the process outside still locks it.
 pub fn leave_pid_file() {
     *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = None;
 }
 
-/// Removes the file with this process's number, if it has one and that still has its name: nobody runs whose number it is.
+/// Removes the pid file of this process, if it has one and the path still leads to it.
 pub fn remove_pid_file() {
     let Some((path, file)) = PID_FILE.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
     if is_at(&path, &file).unwrap_or_default() {
-        // Where it cannot be removed it is as it was.
+        // A failure leaves the file.
         let _ = std::fs::remove_file(&path);
     }
 }
@@ -91,30 +89,29 @@ fn is_at(path: &Path, file: &File) -> rustix::io::Result<bool> {
     Ok((named.st_dev, named.st_ino) == (file.st_dev, file.st_ino))
 }
 
-/// Sets the limit, and what it can be raised to: a source raises it as far as it may.
+/// Sets the soft and the hard limit: a source raises the soft one to the hard one.
 fn set_limit(limit: u64) -> rustix::io::Result<()> {
     setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) })
 }
 
-/// Writes this process's number down, for its user alone, and not through a link. The file is locked until it is closed, as virtiofsd
-/// has it, so that none that is started later takes it.
+/// Creates the pid file, readable only for its user, without following a link. The file stays locked until it is closed, as
+/// virtiofsd does, so that a later server does not take it.
 ///
-/// # Errors
-/// [`ErrorKind::WouldBlock`]: somebody else has locked it, and it is as it was. The system's.
+/// [`ErrorKind::WouldBlock`]: another process has locked it; it is unchanged. Errors of the system.
 fn write_pid(path: &Path) -> std::io::Result<File> {
-    // Not blocking: a FIFO there has nobody who reads.
+    // Not blocking: a FIFO may have no reader.
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
     let mut file = loop {
         let file = File::from(rustix::fs::open(path, flags, mode)?);
-        // What is written to is changed: it must be no other file of ours, by another name, and nobody else's.
+        // The file is overwritten, so it must not have another name or another owner.
         let found = rustix::fs::fstat(&file)?;
         let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
         if !is_file || found.st_nlink > 1 || found.st_uid != rustix::process::geteuid().as_raw() {
-            return Err(std::io::Error::other("it is no regular file of this user's with one name; remove it"));
+            return Err(std::io::Error::other("it is not a regular file with this owner and a single name; remove it"));
         }
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        // Between the two somebody may have removed or replaced it.
+        // It may have been removed or replaced before the lock.
         if is_at(path, &file).unwrap_or_default() {
             break file;
         }

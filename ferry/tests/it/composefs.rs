@@ -321,7 +321,7 @@ fn an_image_of_this_layout_is_no_disk() {
         .arg(made.place.at("store"));
     let output = run(line.arg("--vhost-user").arg(made.place.at("socket")));
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("is no disk"), "{said}");
+    assert!(!output.status.success() && said.contains("cannot be a disk"), "{said}");
 }
 
 /// A store that mkcomposefs has filled is looked at and cleaned as well; what another program has just put there stays.

@@ -203,7 +203,7 @@ fn a_signal_ends_a_server_whose_storage_hangs() {
         rustix::process::kill_process(pid, signal).expect("it runs");
         assert_eq!(common::wait(&mut server), Some(0));
         let said = fs::read_to_string(at("log")).expect("what it says");
-        assert!(said.contains("mnt/a is not served: its storage had not answered"), "{said}");
+        assert!(said.contains("mnt/a is not served: its storage had not responded"), "{said}");
         assert!(!at("s").exists());
     }
     far.go_on();

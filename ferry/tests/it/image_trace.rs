@@ -184,7 +184,7 @@ fn a_workload_that_fails_and_lists_that_are_none_are_told() {
     assert!(said.contains("trace, line 2: it is no path that begins with /"), "{said}");
     let composefs = [&order[..], &["--layout", "composefs"]].concat();
     let said = refused(1, made.image(&["build", &made.at("tree"), "-o", &made.at("new")]).args(composefs));
-    assert!(said.contains("--order-from is of --layout flat"), "{said}");
+    assert!(said.contains("--order-from needs --layout flat"), "{said}");
 }
 
 #[test]

@@ -218,7 +218,7 @@ fn a_start_that_fails_late_leaves_no_image() {
     let new = ["--size", "16M", "--tier2", &tier2, "--tier2-size", "16M"];
     fs::write(folder.path().join("file"), "").expect("a file");
     let ninep = ["--9p", "tcp:0.0.0.0:0"];
-    let remote = "can be reached from other machines";
+    let remote = "other machines can reach";
     let mount = [&["mount", &source, &file][..], &new].concat();
     let lines: [(Vec<&str>, &str); 3] = [
         (mount, "file"),

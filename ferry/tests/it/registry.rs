@@ -430,7 +430,7 @@ impl KernelMount<'_> {
         let mut said = String::new();
         for text in BufReader::new(child.stderr.take().unwrap()).lines() {
             let text = text.unwrap();
-            if text.contains("mounted by Ferry's own export") {
+            if text.contains("mounting over FUSE instead") {
                 child.kill().unwrap();
                 child.wait().unwrap();
                 ferry_skip::skip!("{text}");
@@ -489,7 +489,7 @@ fn what_the_kernel_cannot_wait_for_our_own_mount_does() {
     let output = run(&mut mount.command(&["--jobs", "0"]));
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), output.stdout), (Some(0), Vec::new()), "{said}");
-    assert!(said.contains("mounted by Ferry's own export instead: ferry mount image:"), "{said}");
+    assert!(said.contains("mounting over FUSE instead: ferry mount image:"), "{said}");
     assert!(said.contains(" --jobs 0 "), "{said}");
     assert_eq!(mount.read("sub/07").unwrap(), content(7, 10_000));
     assert!(!place.is_all_here("lazy"));

@@ -113,7 +113,7 @@ fn flipped_bits_behind_objects_are_mended_without_a_server_and_others_with_one()
     let (status, said) = verify(&[]);
     assert!(status == Some(4) && said.contains("is damaged"), "{said}");
     let (status, said) = verify(&["--repair"]);
-    assert!(status == Some(0) && said.contains("1 objects were damaged; 1 of them have their right bytes"), "{said}");
+    assert!(status == Some(0) && said.contains("1 objects were damaged; 1 of them were repaired"), "{said}");
     is_right(&place, "copy");
 
     flip(&pack_in(&place, "copy"), padding);

@@ -32,7 +32,7 @@ fn serves_until_a_signal() {
 /// Only with --tag the device tells its guest what to mount.
 #[test]
 fn the_log_says_what_a_guest_mounts() {
-    for (flags, words) in [(&[][..], "can mount it only with --tag NAME"), (&["--tag", "work"], "tag=\"work\"")] {
+    for (flags, words) in [(&[][..], "the device, which needs --tag NAME"), (&["--tag", "work"], "tag=\"work\"")] {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         let mut share = ferry();

@@ -52,7 +52,7 @@ fn a_directory_of_another_name_in_the_guest_is_named() {
     // And --help says all of that.
     let help = String::from_utf8(run(common::ferry().args(["try", "--help"])).stdout).unwrap();
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-    for words in ["is run as root of the guest", "is changed on this host", "gone in the end", "become dashes"] {
+    for words in ["runs as root of the guest", "are made on this host", "are discarded at the end", "become dashes"] {
         assert!(help.contains(words), "{words}: {help}");
     }
 }

@@ -15,7 +15,6 @@ const KNOWN_FILES: &[(&str, usize)] = &[
     ("exports/fuse", 10),
     ("exports/ninep", 20),
     ("exports/virtiofs", 9),
-    ("ferry", 15),
     ("fs", 2),
     ("serve", 7),
     ("sources/dir", 11),

@@ -347,7 +347,7 @@ fn unavailable_features_are_reported() {
     let command = home.command(&before, "disk disk --vhost-user s --json --queues 2");
     let served = home.serve_by(command);
     let said = served.said();
-    assert!(said.contains("no namespaces of its own") && said.contains("namespace of users"), "{said}");
+    assert!(said.contains("namespaces are not available") && said.contains("namespace of users"), "{said}");
     drop(is_used(&served, "s"));
     served.inside.all_are("Seccomp", "2");
     served.inside.has_capabilities(0);

@@ -177,5 +177,5 @@ fn sources_that_contact_servers_are_not_confined() {
     let line = "share image:image --store store --from oci:localhost/none:1 --virtiofs s --sandbox namespace";
     let output = home.command(&[], line).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("what its store lacks (--from)"), "{said}");
+    assert!(output.status.code() == Some(1) && said.contains("fetches data from its server (--from)"), "{said}");
 }

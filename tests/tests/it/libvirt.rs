@@ -154,7 +154,7 @@ fn libvirt_starts_it_as_virtiofsd() {
     };
     // Each server ends with its guest; libvirt's program stays.
     let end = Instant::now() + LIMIT;
-    while about().matches("nobody is left to serve").count() < 3 {
+    while about().matches("nothing is left to serve").count() < 3 {
         let ended = running.0.try_wait().unwrap();
         assert!(ended.is_none() && Instant::now() < end, "{ended:?}\n{}", about());
         std::thread::sleep(TICK);

@@ -781,7 +781,7 @@ fn unsupported_state_is_refused_with_a_reason() {
     };
     let state = server.state();
     let state = state.to_str().unwrap();
-    assert!(run(Path::new("mem"), &["--state", state]).contains("is no directory, and ends with its server"));
+    assert!(run(Path::new("mem"), &["--state", state]).contains("is not a directory, and ends with its server"));
     // Another number of queues would find other requests.
     server.kill();
     let said = run(&server.path, &["--state", state, "--queues", "1"]);

@@ -1,5 +1,5 @@
-//! fanotify's permission events: the kernel's questions, and the answers to them.
-#![allow(unsafe_code, reason = "a descriptor that comes in an event has no safe name elsewhere")]
+//! fanotify's permission events and the responses to them.
+#![allow(unsafe_code, reason = "a descriptor in an event has no safe wrapper")]
 
 use std::io;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
@@ -11,21 +11,21 @@ const INFO_RANGE: u8 = 6;
 /// Room for an event with its range (48 bytes), and not for two.
 const EVENT_BYTES: usize = 64;
 
-/// A question of the kernel's: may this be read?
+/// A permission event: a process waits for a response before it reads.
 #[derive(Debug)]
 pub struct PermissionEvent {
-    /// The file, opened for us such that nobody is asked when we use it.
+    /// The file, by a descriptor without events.
     pub file: OwnedFd,
-    /// The number that the answer names the question by.
+    /// The number of the descriptor in the event, which the response repeats.
     pub number: RawFd,
     /// The process that reads.
     pub pid: i32,
-    /// Offset and length in bytes; all of the file if the kernel does not say.
+    /// Offset and length in bytes; the whole file if the kernel does not tell.
     pub range: (u64, u64),
 }
 
-/// What an event says: the number of its descriptor, the process, and the range.
-fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
+/// Parses an event: the number of its descriptor, the process, and the range.
+fn parse_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
     let field = |at: usize| bytes.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
     let wide = |at: usize| bytes.get(at..at + 8)?.try_into().ok().map(u64::from_ne_bytes);
     let all = usize::try_from(field(0)?).ok()?;
@@ -43,32 +43,32 @@ fn read_event(bytes: &[u8]) -> Option<(RawFd, i32, (u64, u64))> {
     Some((fd, pid, range))
 }
 
-/// The next question; waits for one.
-pub fn ask(group: impl AsFd) -> io::Result<PermissionEvent> {
+/// Waits for the next event.
+pub fn read_event(group: impl AsFd) -> io::Result<PermissionEvent> {
     let mut bytes = [0; EVENT_BYTES];
     let count = rustix::io::read(&group, &mut bytes)?;
-    let event = read_event(bytes.get(..count).unwrap_or_default());
+    let event = parse_event(bytes.get(..count).unwrap_or_default());
     let (number, pid, range) = event.filter(|(fd, ..)| *fd >= 0).ok_or(io::ErrorKind::InvalidData)?;
-    // SAFETY: the kernel has just opened it for whoever reads the event, and nobody else has read this one.
+    // SAFETY: the kernel has just opened it for the reader of the event, which is this call alone.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
     Ok(PermissionEvent { file, number, pid, range })
 }
 
 impl PermissionEvent {
-    /// Gives the kernel its answer.
-    pub fn answer(&self, group: impl AsFd, response: u32) {
+    /// Sends a response.
+    pub fn respond(&self, group: impl AsFd, response: u32) {
         let mut bytes = [0; 8];
         bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
         bytes[4..].copy_from_slice(&response.to_ne_bytes());
-        // A reader that was killed waits for nothing.
+        // The reader may have been killed meanwhile.
         if let Err(error) = rustix::io::write(group, &bytes)
             && error != Errno::NOENT
         {
-            tracing::error!("the kernel cannot be answered: {error}");
+            tracing::error!("cannot respond to an event: {error}");
         }
     }
 
-    /// The device and inode number of the file.
+    /// Returns the device and inode number of the file.
     pub fn key(&self) -> io::Result<(u64, u64)> {
         let stat = rustix::fs::fstat(&self.file)?;
         Ok((stat.st_dev, stat.st_ino))
@@ -99,14 +99,14 @@ mod tests {
     #[test]
     fn events_are_read_with_and_without_their_range() {
         let range = [&[0; 4][..], &4096_u64.to_ne_bytes(), &8192_u64.to_ne_bytes()].concat();
-        assert_eq!(read_event(&event(&[])), Some((7, 42, (0, u64::MAX))));
-        assert_eq!(read_event(&event(&[(INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
-        assert_eq!(read_event(&event(&[(4, &[1; 8]), (INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
-        assert_eq!(read_event(&event(&[(INFO_RANGE, &range[..12])])), None, "cut off");
-        assert_eq!(read_event(&[0; 23]), None);
-        // Lengths of nothing do not go round for ever.
+        assert_eq!(parse_event(&event(&[])), Some((7, 42, (0, u64::MAX))));
+        assert_eq!(parse_event(&event(&[(INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(parse_event(&event(&[(4, &[1; 8]), (INFO_RANGE, &range)])), Some((7, 42, (4096, 8192))));
+        assert_eq!(parse_event(&event(&[(INFO_RANGE, &range[..12])])), None, "cut off");
+        assert_eq!(parse_event(&[0; 23]), None);
+        // A length of zero does not loop for ever.
         let mut odd = event(&[(9, &[0; 4])]);
         odd[HEAD_BYTES + 2..HEAD_BYTES + 4].copy_from_slice(&0_u16.to_ne_bytes());
-        assert_eq!(read_event(&odd), Some((7, 42, (0, u64::MAX))));
+        assert_eq!(parse_event(&odd), Some((7, 42, (0, u64::MAX))));
     }
 }

@@ -1,8 +1,9 @@
-//! Names for files that are open. What has its name may be another file by now than the one that was proved, so the kernel is to open that
-//! one; but the table of mounts shows the name that it was told, and a descriptor's says nothing to people.
+//! Gives open files a path for the table of mounts. The path of a verified file may by now lead to another file, so the kernel
+//! must open the verified one. But the table of mounts shows the path that was opened, and the path of a descriptor is
+//! meaningless to people.
 //!
-//! So the kernel is asked by a thread with a root directory of its own, in which there is nothing but these files, each at its path.
-#![allow(unsafe_code, reason = "a namespace for one thread, which has no safe name elsewhere")]
+//! So a thread with a private root directory, which contains only these files at their paths, calls the kernel.
+#![allow(unsafe_code, reason = "a namespace for one thread has no safe wrapper")]
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,24 +21,23 @@ use rustix::thread::UnshareFlags;
 const FOLDER_MODE: RawMode = 0o755;
 const FILE_MODE: RawMode = 0o600;
 
-/// Does something on a thread for which each of these files, and nothing else, is at its absolute path.
+/// Runs `work` on a thread whose root directory contains only these files, at their absolute paths.
 ///
-/// # Errors
-/// This kernel, or this user, has no way to that.
-pub fn with_private_root<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
+/// The kernel or the user cannot create such a thread.
+pub fn with_files<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() -> T + Send) -> Result<T> {
     let copy = |(path, file): &(&Path, &File)| {
         let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
         let path = path.strip_prefix("/").map_err(|_| Errno::INVAL)?.to_owned();
         Ok((path, open_tree(*file, "", flags)?))
     };
-    // Here, for files of other namespaces cannot be mounted.
+    // Copied in this namespace: files of other namespaces cannot be mounted.
     let copies = files.iter().map(copy).collect::<Result<Vec<_>>>()?;
-    let root = nothing()?;
+    let root = empty_tmpfs()?;
     thread::scope(|scope| {
         let thread = scope.spawn(move || {
-            enter(&root)?;
+            enter_root(&root)?;
             for (path, copy) in &copies {
-                put(path, copy)?;
+                mount_file(path, copy)?;
             }
             Ok(work())
         });
@@ -45,15 +45,15 @@ pub fn with_private_root<T: Send>(files: &[(&Path, &File)], work: impl FnOnce() 
     })
 }
 
-/// A file system of memory, mounted nowhere.
-fn nothing() -> Result<OwnedFd> {
+/// Returns a detached, empty tmpfs.
+fn empty_tmpfs() -> Result<OwnedFd> {
     let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     fsconfig_create(context.as_fd())?;
     fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())
 }
 
-/// Makes it the root directory of this thread, in a namespace of mounts that ends with it.
-fn enter(root: &OwnedFd) -> Result<()> {
+/// Makes `root` the root directory of this thread, in a mount namespace that ends with it.
+fn enter_root(root: &OwnedFd) -> Result<()> {
     // SAFETY: unshare_unsafe is unsafe for CLONE_FILES alone, which is not among these.
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
@@ -63,7 +63,7 @@ fn enter(root: &OwnedFd) -> Result<()> {
 }
 
 /// Mounts a file at a path below the root.
-fn put(path: &Path, file: &OwnedFd) -> Result<()> {
+fn mount_file(path: &Path, file: &OwnedFd) -> Result<()> {
     let folders: Vec<_> = path.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty()).collect();
     for folder in folders.into_iter().rev() {
         match mkdirat(CWD, folder, Mode::from_raw_mode(FOLDER_MODE)) {
@@ -76,8 +76,8 @@ fn put(path: &Path, file: &OwnedFd) -> Result<()> {
     move_mount(file.as_fd(), "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
 }
 
-/// Paths for further files, which nobody is shown.
-pub fn places(count: usize) -> Vec<PathBuf> {
+/// Returns paths for further files, which the table of mounts does not show.
+pub fn placeholder_paths(count: usize) -> Vec<PathBuf> {
     (0..count).map(|number| format!("/.ferry-files/{number}").into()).collect()
 }
 
@@ -96,10 +96,10 @@ mod tests {
         fs::rename(&path, folder.path().join("b")).expect("files can be renamed");
         fs::write(&path, "another").expect("files can be made");
         let look = || (fs::read_to_string(&path).ok(), fs::read_dir("/").map(|names| names.count()).ok());
-        match with_private_root(&[(&path, &file)], look) {
+        match with_files(&[(&path, &file)], look) {
             Ok(seen) => assert_eq!(seen, (Some("proved".into()), Some(1))),
             Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
         }
-        assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others nothing has changed");
+        assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others empty_tmpfs has changed");
     }
 }

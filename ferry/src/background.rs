@@ -1,0 +1,51 @@
+//! The background process of a mount.
+
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// Starts this program again, with this command line and without a terminal, and waits until it has mounted or failed.
+pub fn start(line: &[OsString], json: bool) -> Result<u8> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("ferry").args(line.get(1..).unwrap_or_default());
+    // Until the mount exists, errors and warnings go to this process's standard error.
+    let mut child =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("cannot start the background server")?;
+    let stdout = child.stdout.take().expect("it is piped");
+    let mut ready = String::new();
+    BufReader::new(stdout).read_line(&mut ready).context("cannot read the report of the background server")?;
+    if ready.is_empty() {
+        let status = child.wait().context("cannot wait for the background server")?;
+        if let Some(signal) = status.signal() {
+            bail!("the background server was ended by signal {signal}");
+        }
+        return Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX));
+    }
+    if json {
+        std::io::stdout().write_all(ready.as_bytes()).context("cannot write to standard output")?;
+    }
+    Ok(0)
+}
+
+/// Replaces standard output and error. It is opened before anything is mounted: a failure must precede the report of success.
+pub struct DevNull([File; 2]);
+
+impl DevNull {
+    pub fn open() -> Result<Self> {
+        let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
+        Ok(Self([null()?, null()?]))
+    }
+
+    /// Closes what was inherited from the terminal.
+    pub fn leave(self, log: Option<File>) -> Result<()> {
+        let [out, error] = self.0;
+        rustix::stdio::dup2_stdout(out).context("cannot replace standard output")?;
+        rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot replace standard error")?;
+        // The start directory can then be unmounted.
+        std::env::set_current_dir("/").context("cannot enter /")
+    }
+}
