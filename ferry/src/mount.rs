@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 use ferry_isolation::BlockedSignals;
 

@@ -16,9 +16,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::net::AddressFamily;
 
-use crate::flags::Share;
 use crate::disk;
 use crate::flags::Address;
+use crate::flags::Share;
 use crate::paths::start_dir;
 use crate::socket;
 use crate::status::misuse;

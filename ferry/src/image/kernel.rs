@@ -7,8 +7,9 @@ use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::mount::{fsconfig_create, fsconfig_set_string};
 
-use super::mount::{by_descriptor, context};
+use super::mount::context;
 use super::watch;
+use crate::paths::descriptor_path;
 
 /// Checks that the kernel has a file system, which it may load, and that this user may mount it.
 pub fn has(kind: &str) -> Result<()> {
@@ -25,7 +26,7 @@ pub fn erofs() -> Result<bool> {
     let others = ["/var/tmp", "/tmp"].map(tempfile::tempfile_in);
     for file in [own].into_iter().chain(others).flatten() {
         let context = context()?;
-        fsconfig_set_string(context.as_fd(), "source", by_descriptor(&file)).context("erofs takes no source")?;
+        fsconfig_set_string(context.as_fd(), "source", descriptor_path(&file)).context("erofs takes no source")?;
         if fsconfig_create(context.as_fd()) != Err(Errno::NOTBLK) {
             return Ok(true);
         }

@@ -132,7 +132,9 @@ fn new_group() -> Result<Fanotify> {
         Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
             Err(KernelMountError("this kernel cannot make readers of missing data wait".into()).into())
         }
-        group => group.with_context(|| format!("this kernel cannot make readers of missing data wait; {FALLBACK_ADVICE}")),
+        group => {
+            group.with_context(|| format!("this kernel cannot make readers of missing data wait; {FALLBACK_ADVICE}"))
+        }
     }
 }
 
@@ -148,7 +150,8 @@ impl Watch {
     /// Marks incomplete packs. From now on, this process reads and writes them through descriptors without events.
     pub fn begin(objects: &mut Objects) -> Result<Self> {
         let group = new_group()?;
-        let packs: Vec<(usize, PathBuf)> = objects.incomplete().map(|(number, file)| (number, descriptor_path(file))).collect();
+        let packs: Vec<(usize, PathBuf)> =
+            objects.incomplete().map(|(number, file)| (number, descriptor_path(file))).collect();
         let (mut watched, mut early) = (Vec::new(), Vec::new());
         for (number, path) in packs {
             match mark(&group, &path) {

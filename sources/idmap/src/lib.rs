@@ -51,7 +51,11 @@ pub struct IdMapped {
 impl std::fmt::Debug for IdMapped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { uids, gids, xattrs, .. } = self;
-        f.debug_struct("IdMapped").field("uids", uids).field("gids", gids).field("xattrs", xattrs).finish_non_exhaustive()
+        f.debug_struct("IdMapped")
+            .field("uids", uids)
+            .field("gids", gids)
+            .field("xattrs", xattrs)
+            .finish_non_exhaustive()
     }
 }
 
