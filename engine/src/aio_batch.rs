@@ -86,8 +86,7 @@ impl AioBatch {
     ///
     /// # Safety
     ///
-    /// The descriptors are open and the memory of all segments is valid. Other code accesses the memory only by
-    /// volatile access.
+    /// The descriptors are open, and the memory is valid; other code accesses it only by volatile access.
     pub(crate) unsafe fn submit_and_wait(&mut self) {
         let mut list = [std::ptr::null_mut::<libc::iocb>(); CALLS_MAX];
         let count = self.calls.len().min(CALLS_MAX);

@@ -17,8 +17,7 @@ pub fn read_blocking(file: &Arc<Backing>, offset: u64, bytes: &mut [u8]) -> io::
     unsafe { Transfer::new(Operation::Read, Arc::clone(file), offset, [segment]).run() }
 }
 
-/// Writes `bytes` at `offset`; may block. Returns the number of bytes written. `clear_privileges` is that of
-/// [`Operation::Write`].
+/// Writes `bytes` at `offset`; may block. Returns the number of bytes written. See [`Operation::Write`].
 ///
 /// # Errors
 ///

@@ -91,8 +91,7 @@ impl Shared {
     }
 }
 
-/// A few threads, started on demand and ended when idle. Dropping the pool waits for unfinished calls, for a limited
-/// time.
+/// A few threads, started on demand and ended when idle. Dropping the pool waits a while for unfinished calls.
 #[derive(Default)]
 pub struct BlockingPool(Arc<Shared>);
 

@@ -10,12 +10,10 @@ const STEP_MIN: Duration = Duration::from_micros(8);
 /// How often to read the clock while polling; a reading costs about as much as twenty iterations.
 const TURNS_PER_LOOK: u32 = 16;
 
-/// After this many polls in a row, each twice as long as the last, that found nothing although work came shortly after,
-/// the producer of the work probably waits for this CPU.
+/// After this many doubled polls that found nothing just before work came, its producer probably waits for this CPU.
 const VAIN_MAX: u32 = 3;
 
-/// The number of sleeps without polling after that. The occasional polls in between cost less than 1 % of the time of
-/// as many wake-ups.
+/// The number of sleeps without polling after that. The polls in between cost less than 1 % of their time.
 const REST: u32 = 256;
 
 /// The number of workers of this process that are awake.
@@ -40,8 +38,7 @@ fn is_cpu_to_spare() -> bool {
 }
 
 /// Adaptive polling, as in KVM's halt polling. After a sleep shorter than the maximum the next poll is longer; after a
-/// longer sleep it is shorter. KVM can see whether another task waits for the CPU; this module infers it from
-/// unsuccessful polls.
+/// longer sleep it is shorter. Unlike KVM, it infers from failed polls that another task waits for the CPU.
 #[derive(Debug)]
 pub struct BusyPoll {
     now: Duration,

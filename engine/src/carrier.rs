@@ -6,8 +6,7 @@ use ferry_vfs::{Backing, Extent, Input, Output};
 
 use crate::transfers::Operation;
 
-/// The memory of a reply. Offset 0 is its header and the payload follows directly, even if the carrier stores them
-/// separately. One call may span both.
+/// The memory of a reply: from offset 0 its header, then the payload, even if stored apart. One call may span both.
 pub trait ReplyBuffer {
     /// Returns the maximum length of the reply in bytes, including the header.
     fn room(&self) -> usize;

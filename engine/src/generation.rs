@@ -16,8 +16,7 @@ const TERM: u64 = 1 << 2;
 /// after its request was aborted does no harm.
 ///
 /// A generation does not end while its memory is in use. Copies are short. A transfer may take long, so its generation
-/// can be revoked ([`GenerationCell::revoke`]). The revoking thread must ensure that the next request uses other
-/// memory.
+/// can be revoked ([`GenerationCell::revoke`]). The next request must then use other memory.
 #[derive(Debug, Default)]
 pub struct GenerationCell(AtomicU64);
 

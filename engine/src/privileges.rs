@@ -6,8 +6,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabiliti
 
 use crate::transfers::Operation;
 
-/// Drops `CAP_FSETID` on this thread until the value is dropped, so that the kernel clears suid and sgid on write, as
-/// for an unprivileged writer.
+/// Drops `CAP_FSETID` on this thread until the value is dropped, so that the kernel clears suid and sgid on write.
 #[derive(Debug)]
 pub struct WithoutFsetid(Option<CapabilitySets>);
 

@@ -20,8 +20,7 @@ const SHOWN_BYTES_MAX: usize = 400;
 pub struct Filter {
     /// Requests of this share, by the name that its exports use; `None`: of all shares.
     pub share: Option<String>,
-    /// Requests about these inodes, of which the first [`INODES_MAX`] count; empty: all. A request about a name is
-    /// about its directory.
+    /// Requests about these inodes (for a name, its directory); only the first [`INODES_MAX`] count; empty: all.
     pub inodes: Vec<Ino>,
 }
 
@@ -33,8 +32,7 @@ static PATHS: LazyLock<Mutex<HashMap<(String, Ino), String>>> = LazyLock::new(Mu
 /// The maximum number of paths: some ten MB.
 const PATHS_MAX: usize = 1 << 16;
 
-/// Starts to log the requests that match the filter, with outcome and duration, at level `info` and target
-/// `ferry_engine::requests`. `None` stops logging.
+/// Logs the requests that match the filter, at level `info` and target `ferry_engine::requests`; `None`: no more.
 pub fn watch(filter: Option<Filter>) {
     let filter = filter.map(|mut filter| {
         filter.inodes.truncate(INODES_MAX);

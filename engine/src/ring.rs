@@ -131,8 +131,7 @@ impl Ring {
         unsafe { self.push(&entry.user_data(slot as u64)) }
     }
 
-    /// Registers this memory and no other, so that transfers skip the page lookup. On failure no memory is registered,
-    /// and transfers work without.
+    /// Registers this memory and no other, so that transfers skip the page lookup. On failure none is registered.
     ///
     /// # Safety
     ///
@@ -285,8 +284,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel unregisters some time after the ring is closed; until then files stay open, and memory stays in
-        // use.
+        // The kernel unregisters some time after the ring is closed; until then files and memory stay in use.
         self.files.close(&self.uring);
         self.buffers.clear(&self.uring);
     }

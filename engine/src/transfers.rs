@@ -174,14 +174,12 @@ impl Transfers {
         !self.queued.is_empty()
     }
 
-    /// Registers this memory and no other, so that transfers skip the page lookup; has no effect without io_uring.
-    /// Registration allocates and **pins** all pages. The ring does not notice if another program then replaces pages
-    /// (a balloon, `fallocate` with punched holes).
+    /// Registers this memory and no other, so that transfers skip the page lookup, and **pins** all pages; has no
+    /// effect without io_uring. The ring does not notice if another program then replaces pages.
     ///
     /// # Errors
     ///
     /// Why no memory is registered: it belongs to files that cannot be pinned, or exceeds the limit of locked memory.
-    /// Transfers work without.
     ///
     /// # Safety
     ///
@@ -434,8 +432,7 @@ impl Transfers {
             // Completions that only need a call justify one.
             let has_enough = self.in_flight.saturating_sub(ring.unsubmitted()) >= BUSY_FROM && !ring.has_events();
             if !has_enough && let Err(error) = ring.submit() {
-                // The completion queue must be drained first (EBUSY), or memory is short: the entries stay queued for
-                // the next call.
+                // The completion queue must be drained first (EBUSY), or memory is short: the entries stay queued.
                 tracing::debug!("io_uring accepted no entry: {error}");
             }
             let mut again = false;

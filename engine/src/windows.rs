@@ -175,8 +175,7 @@ impl Windows {
         lock(&self.0.table).files.get(&file).map_or(u64::MAX, File::limit)
     }
 
-    /// What windows may store to of this part of a file, in order. Costs one load in processes without windows, where `file` is not
-    /// called.
+    /// What windows may store to of this part of a file, in order. In processes without windows, `file` is not called.
     fn stored(&self, file: impl FnOnce() -> Option<FileId>, part: &Range<u64>) -> Vec<Range<u64>> {
         if !self.0.has_windows.load(Ordering::SeqCst) {
             return Vec::new();
@@ -195,8 +194,7 @@ impl Windows {
     }
 
     /// Punches a hole into a file, but where windows may store: there the bytes become 0, and the blocks stay. `change` is
-    /// `fallocate(2)` of the file; `ZERO_RANGE` is asked for only there, and plain allocation where it is not supported, or where a
-    /// window has come meanwhile.
+    /// `fallocate(2)` of the file; `ZERO_RANGE` is asked for only there, and plain allocation where that fails.
     ///
     /// # Errors
     /// Those of `change`.
@@ -228,8 +226,7 @@ impl Windows {
         self.stored(&file, &part).into_iter().try_for_each(|kept| change(keep, kept))
     }
 
-    /// To be called when this part of a file was copied from another: what windows may store to gets blocks of its own, should it have
-    /// become a hole or share them.
+    /// To be called when this part of a file was copied from another: what windows may store to gets blocks of its own.
     ///
     /// # Errors
     /// `ENOSPC` and others of `fallocate(2)`.

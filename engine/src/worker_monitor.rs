@@ -52,12 +52,10 @@ pub enum Replacement {
     NotNeeded,
 }
 
-/// Returns the error for a request that takes too long, if any. Parameters: its number, the current time, and its
-/// start.
+/// Returns the error for a request that takes too long, if any, by its number, the current time, and its start.
 pub type AbortPolicy = dyn Fn(u64, Instant, Instant) -> Option<Errno> + Send;
 
-/// A place that serves one request at a time: a CPU's ring, a thread that reads /dev/fuse, the queues of a virtio
-/// device.
+/// A place that serves one request at a time: a CPU's ring, a thread that reads /dev/fuse, a device's queues.
 pub trait MonitoredWorker: Send + Sync {
     /// Returns the watch that the owner updates around each call.
     fn watch(&self) -> &Watch;
@@ -76,8 +74,7 @@ pub trait MonitoredWorker: Send + Sync {
     fn runs(&self, _serving: &CurrentRequest) -> bool {
         false
     }
-    /// Replies to a request with an error in place of its handler. While the handler does not return, its thread does
-    /// not count against the maximum.
+    /// Replies to a request with an error in place of its handler, whose thread does not count against the maximum.
     ///
     /// # Errors
     ///
@@ -221,9 +218,8 @@ impl MonitorLoop {
 
     /// Sleeps until a request comes, or for [`SLEEP_MAX`] without a barrier; returns whether there is any activity.
     ///
-    /// A worker stores to its watch and then loads `sleeps`; the monitor does the reverse. Only the monitor pays for
-    /// the ordering: after its barrier either the worker sees `sleeps` and wakes the monitor, or the monitor sees the
-    /// request.
+    /// A worker stores to its watch and then loads `sleeps`; the monitor does the reverse. After the monitor's barrier
+    /// either the worker sees `sleeps` and wakes it, or it sees the request.
     fn sleep(&mut self, has_barrier: bool) -> bool {
         self.shared.sleeps.store(true, Ordering::Relaxed);
         let is_certain = has_barrier && barrier();

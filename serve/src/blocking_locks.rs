@@ -18,8 +18,7 @@ struct WaitState {
     answer: Option<ReplyFn>,
     /// Set once, by whoever ends the wait first: the source, or an INTERRUPT.
     outcome: Option<Result<()>>,
-    /// The source keeps the waiter. Before that nothing is sent: if the source refuses the lock after all, or panics,
-    /// the request gets another answer.
+    /// The source keeps the waiter. Before that nothing is sent: the source may still refuse the lock, or panic.
     parked: bool,
 }
 
@@ -75,9 +74,8 @@ struct State {
 
 /// The requests of one session that wait, by their numbers.
 ///
-/// An INTERRUPT for a request that is not parked is remembered rather than answered EAGAIN, which would have the
-/// client send it again and again: if the request is parked later, it ends at once; if it is answered, the number
-/// means nothing, for numbers are not used twice.
+/// An INTERRUPT for a request that is not parked is remembered rather than answered EAGAIN, which would have the client
+/// send it again and again: if the request is parked later, it ends at once. Numbers are not used twice.
 #[derive(Default)]
 pub(crate) struct BlockedLocks(Mutex<State>);
 

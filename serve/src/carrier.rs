@@ -5,14 +5,12 @@ use ferry_engine::Carrier;
 /// The bytes of a reply's header (FUSE protocol 7.45, `fuse_out_header`).
 pub const HEADER_BYTES: usize = 16;
 
-/// A FUSE request under way. One that has left a transfer to its carrier is [`Served::Transfer`]; when the transfer has ended,
-/// [`crate::Server::transferred`] finishes the reply.
+/// A FUSE request under way. If it is [`Served::Transfer`], [`crate::Server::transferred`] finishes the reply.
 pub trait FuseCarrier: Carrier {
     /// Bytes of the whole message, header included, as they came.
     fn request_bytes(&self) -> usize;
 
-    /// Identifies the request until it is answered. The low 32 bits are a small number: the server keeps a table
-    /// by it.
+    /// Identifies the request until it is answered. The low 32 bits are a small number, for a table.
     fn token(&self) -> u64;
 
     /// Whether a server before this one has taken the request already, and may have carried it out.
@@ -20,9 +18,8 @@ pub trait FuseCarrier: Carrier {
         false
     }
 
-    /// How another thread answers: with the whole encoded reply, header first. It may do so before
-    /// [`crate::Server::serve`] has come back with [`Served::Later`] or [`Served::Parked`], and after the client is
-    /// gone.
+    /// How another thread answers: with the whole encoded reply, maybe before [`crate::Server::serve`] has come back
+    /// with [`Served::Later`] or [`Served::Parked`], or after the client is gone.
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static;
 }
 

@@ -50,8 +50,7 @@ struct StaleOpen {
 }
 
 impl StaleOpens {
-    /// The thread opens a file of which the client knows another length (`is_news`), or the right one: returns whether
-    /// it is to be refused.
+    /// The thread opens a file whose length is new to the client (`is_news`), or not: returns whether to refuse it.
     fn refuses(&self, ino: Ino, pid: u32, is_news: bool) -> bool {
         let mut refusals = lock(&self.0);
         if !is_news && refusals.is_empty() {
@@ -92,8 +91,7 @@ impl Server {
     }
 }
 
-/// The file whose length an operation changes, without that its answer tells the client's kernel what it is then. It knows that
-/// it does not know.
+/// The file whose length an operation changes, without that its answer tells the client's kernel what it is then.
 pub(crate) fn size_changed_by(on: Ino, operation: &Operation<'_>) -> Option<Ino> {
     match operation {
         Operation::Write { .. } | Operation::Fallocate { .. } => Some(on),

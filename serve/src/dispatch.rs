@@ -90,8 +90,8 @@ impl Server {
             Operation::Mknod { name, ref new } => return self.mknod(cx, name, new, carrier),
             Operation::Mkdir { name, ref new } => return self.mkdir(cx, name, new, carrier),
             Operation::Link { from, name } => return self.link(cx, from, name, carrier),
-            Operation::Unlink { name } => self.unlink(cx, name),
-            Operation::Rmdir { name } => self.rmdir(cx, name),
+            Operation::Unlink { name } => self.remove(cx, name, false),
+            Operation::Rmdir { name } => self.remove(cx, name, true),
             Operation::Rename { name, new_dir, new_name, flags } => {
                 self.rename(cx, (cx.ino, name), (new_dir, new_name), flags)
             }
@@ -103,8 +103,14 @@ impl Server {
             Operation::Flush { handle, owner } => self.flush(cx, handle, owner),
             Operation::Release(release) => self.release(cx, release.handle),
             Operation::Releasedir(release) => self.releasedir(cx, release.handle),
-            Operation::Fsync { handle, data_only } => return self.fsync(cx, handle, data_only, carrier),
-            Operation::Fsyncdir { handle, data_only } => return self.fsyncdir(cx, handle, data_only, carrier),
+            Operation::Fsync { handle, data_only } => {
+                let file = self.share.source.fsync(&cx.caller, cx.ino, handle, data_only)?;
+                return Ok(self.sync(cx, file, data_only, carrier));
+            }
+            Operation::Fsyncdir { handle, data_only } => {
+                let file = self.share.source.fsyncdir(&cx.caller, cx.ino, handle, data_only)?;
+                return Ok(self.sync(cx, file, data_only, carrier));
+            }
             Operation::Syncfs => return self.syncfs(cx, carrier),
             Operation::CopyFileRange(copy) => return self.copy_file_range(cx, copy, carrier),
             Operation::CopyFileRange64(copy) => return self.copy_file_range_64(cx, copy, carrier),
@@ -170,8 +176,7 @@ fn is_allowed(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     }
 }
 
-/// Sees to it that the file is what the client thinks it is, before it asks for what depends on that; and the client's window, before it opens
-/// the file.
+/// Makes the file what the client thinks it is, before it asks for what depends on that; and its window, before it opens the file.
 fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
     if cx.session.mappings.is_none() {
         return Ok(());

@@ -34,9 +34,8 @@ pub trait Mappings: Send + Sync {
     /// The client has forgotten an inode: it has no use for mappings of it.
     fn forget(&self, by: SessionId, ino: Ino);
 
-    /// Brings what the client has stored in its window into the file, and what the file has got otherwise into the
-    /// window, where that does not happen on its own: in this part of the file (offsets), and where it has become
-    /// longer or shorter.
+    /// Synchronizes the window and the file, where that does not happen on its own: in this part of the file (offsets),
+    /// and where it has become longer or shorter.
     ///
     /// # Errors
     /// Those of reading the file, and of writing to it.
@@ -82,7 +81,6 @@ pub struct Mapping {
     pub window_offset: u64,
     /// The client is going to write there.
     pub write: bool,
-    /// The client has the file open for writing. Mapped for writing from the beginning, it need not be mapped again when the
-    /// client first writes to what it has read.
+    /// The client has the file open for writing: mapped for writing from the beginning, it need not be mapped again.
     pub may_write: bool,
 }

@@ -29,8 +29,7 @@ use ferry_vfs::{Backing, Errno, Ino, OFlags};
 /// Registers backing files with the client's kernel (`FUSE_DEV_IOC_BACKING_OPEN` and `..._CLOSE`).
 ///
 /// The kernel reads and writes a backing file with the credentials of the thread that registers it, and does not ask
-/// the server to clear suid and sgid. So the thread is to have no `CAP_FSETID` then: the host's file system clears them
-/// on its own.
+/// the server to clear suid and sgid. Without `CAP_FSETID` the host's file system does.
 pub trait Backings: Send + Sync {
     /// Registers a file; returns its number.
     ///
@@ -44,9 +43,8 @@ pub trait Backings: Send + Sync {
     /// Whether what is written passes through, or only what is read: others can be told of writes that the server makes at
     /// once, of the kernel's own only when the file is closed.
     ///
-    /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens
-    /// it for writing must stay passed through; that open then reads and writes by the server, to the same file. Only what it
-    /// stores through a shared mapping does not.
+    /// The first open of an inode decides for all that overlap with it. A file that is being read when somebody opens it for
+    /// writing must stay passed through; that open then reads and writes by the server, but for shared mappings.
     fn takes_writers(&self) -> bool {
         true
     }
@@ -55,8 +53,7 @@ pub trait Backings: Send + Sync {
 /// Shards, so that opens of different inodes rarely wait for each other; a power of two.
 const SHARDS: usize = 16;
 
-/// How long the client may keep attributes of a file that it has had mapped and closed: stores through a mapping that is still
-/// there are seen that late.
+/// How long the client may keep attributes of a file that it has closed: stores through a mapping are seen that late.
 const MAPPED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// An inode that is open.

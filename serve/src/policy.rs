@@ -13,14 +13,12 @@ use crate::session::Session;
 pub enum Cache {
     /// Nothing: every look-up, attribute and read is asked for.
     None,
-    /// Names and attributes for a second; data, and with them where the file ends, until the file is opened again or seen to
-    /// have changed (close-to-open).
+    /// Names and attributes for a second; data and length until the next open or a change that is seen (close-to-open).
     #[default]
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.
     Metadata,
-    /// Everything, until the client drops it or is told of a change: for a source that only this client changes, or
-    /// whose changes it is told of.
+    /// Everything, until the client drops it or is told of a change, as it must be of all others'.
     Always,
 }
 
@@ -62,8 +60,7 @@ pub(crate) struct Policy {
     names: Names,
     /// Of clients that cannot be told that any name may have changed.
     names_untold: Names,
-    /// Whether listings may leave inodes out that the client does not look at: it asks for the name then, unless it
-    /// knows names longer than attributes.
+    /// Whether listings may leave out inodes that the client does not look at: not if it knows names for longer.
     pub(crate) tries_listings: bool,
     direct_opens: bool,
     /// Closing a file that was opened for reading only tells the source nothing: neither locks nor data are given back by it.

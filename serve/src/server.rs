@@ -264,8 +264,7 @@ impl Server {
         }
     }
 
-    /// Lets go of the session. To be called whenever the worker is about to wait: a session that was ended meanwhile
-    /// gives back what it held only then.
+    /// Lets go of the session, for an ended one to give back what it held. To be called before the worker waits.
     pub fn batch_end(&mut self) {
         self.session = None;
     }

@@ -25,8 +25,7 @@ use crate::readdirplus_auto::ReaddirplusAuto;
 
 pub use slot::SessionSlot;
 
-/// Files and directories that one client may have open at one time: sources without descriptors of the host's have no bound of
-/// their own. As many as a 9P client may have fids.
+/// Files and directories that one client may have open at one time: as many as a 9P client may have fids.
 const OPENS_MAX: usize = 1 << 20;
 /// Shards, so that workers rarely meet; a power of two.
 const SHARDS: usize = 64;
@@ -182,8 +181,7 @@ impl Session {
         &self.negotiated
     }
 
-    /// The inodes that the client knows of, the root apart: for a carrier that has to tell it that anything may have
-    /// changed.
+    /// The inodes that the client knows of, but the root: for telling it that anything may have changed.
     pub fn inodes(&self) -> Vec<Ino> {
         let shards = self.shards.iter().map(lock);
         shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()

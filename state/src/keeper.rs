@@ -259,8 +259,7 @@ impl KeeperConnection {
 }
 
 /// Holds descriptors for servers that connect to a [`listen`]ing socket, one after another. Returns when a server
-/// without a client ends, when no server has come for [`SERVER_AWAITED`], or for [`FRONT_END_AWAITED`] after the front
-/// end has hung up, or when `end` is readable.
+/// without a client ends, none has come for [`SERVER_AWAITED`] (or [`FRONT_END_AWAITED`]), or `end` is readable.
 ///
 /// # Errors
 ///

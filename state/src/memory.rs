@@ -23,8 +23,7 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// Creates a file of this many words, all zero. Only written pages take memory. The file cannot shrink, because that
-/// would kill processes that have it mapped.
+/// Creates a file of this many words, all zero. It cannot shrink: that would kill processes that have it mapped.
 pub(crate) fn make(words: usize) -> io::Result<File> {
     let fd = memfd_create("ferry-state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, (words * size_of::<u64>()) as u64)?;

@@ -92,7 +92,7 @@ pub struct SessionStore {
     line: Arc<Backing>,
     in_flight: Mutex<Option<File>>,
     /// The state that the previous server left.
-    left: Mutex<Option<Leftover>>,
+    left: Mutex<Option<PreviousSession>>,
     left_connection: Mutex<Option<LeftConnection>>,
     /// The keeper holds the connection of a front end.
     has_connection: AtomicBool,
@@ -100,19 +100,6 @@ pub struct SessionStore {
     keeper: Option<u32>,
     /// A lack of room was logged.
     said: AtomicBool,
-}
-
-/// The state that the previous server left.
-#[derive(Debug, Default)]
-pub(crate) struct Leftover {
-    saved: Saved,
-    node_slots: HashMap<Ino, Slot>,
-    open_slots: HashMap<OpenFile, Slot>,
-    lock_slots: Vec<Slot>,
-    files: HashMap<u32, OwnedFd>,
-    in_window: HashSet<Ino>,
-    mapped: Vec<MappedFile>,
-    journal_entries: HashMap<u64, JournalEntry>,
 }
 
 /// A mapping in a client's window, as recorded by the previous server.
@@ -128,8 +115,8 @@ pub struct MappedFile {
     pub file: Option<OwnedFd>,
 }
 
-/// The outcome of [`SessionStore::take_left`].
-#[derive(Debug)]
+/// The state that the previous server left.
+#[derive(Debug, Default)]
 pub struct PreviousSession {
     /// What the client holds.
     pub saved: Saved,
@@ -198,13 +185,13 @@ impl SessionStore {
         Ok(kept)
     }
 
-    fn load(&self, mut files: HashMap<u64, OwnedFd>) -> Result<Option<Leftover>, StoreError> {
+    fn load(&self, mut files: HashMap<u64, OwnedFd>) -> Result<Option<PreviousSession>, StoreError> {
         let high_water = u32::try_from(self.memory[HIGH_WATER].load(Ordering::Acquire)).unwrap_or(u32::MAX);
         let found = self.slots.load(self.slot_words(), self.epoch(), high_water);
         let number = |at: usize| self.memory[INIT + at].load(Ordering::Acquire);
         let short = |at: usize| u32::try_from(number(at)).unwrap_or(0);
         let init = Init { minor: short(0), max_readahead_bytes: short(1), offered: number(2), agreed: number(3) };
-        let mut left = Leftover { saved: Saved { init, ..Saved::default() }, ..Leftover::default() };
+        let mut left = PreviousSession { saved: Saved { init, ..Saved::default() }, ..PreviousSession::default() };
         for mut one in found {
             if one.kind == MAPPED {
                 let file = files.remove(&(FILES + u64::from(one.slot.index)));
@@ -226,12 +213,12 @@ impl SessionStore {
                     }
                     left.node_slots.insert(node.ino, one.slot)
                 }),
-                OPEN => {
+                OPEN => left.saved.opens.last().map(|open| {
                     if let Some(file) = files.remove(&(FILES + u64::from(one.slot.index))) {
-                        left.files.insert(one.slot.index, file);
+                        left.files.insert(*open, file);
                     }
-                    left.saved.opens.last().map(|open| left.open_slots.insert(*open, one.slot))
-                }
+                    left.open_slots.insert(*open, one.slot)
+                }),
                 _ => {
                     left.lock_slots.push(one.slot);
                     None
@@ -246,10 +233,7 @@ impl SessionStore {
 
     /// Returns the state that the previous server left, once. `None`: there was no server, or it had no client.
     pub fn take_left(&self) -> Option<PreviousSession> {
-        let Leftover { saved, node_slots, open_slots, lock_slots, mut files, in_window, mapped, journal_entries } =
-            lock(&self.left).take()?;
-        let files = open_slots.iter().filter_map(|(open, slot)| Some((*open, files.remove(&slot.index)?))).collect();
-        Some(PreviousSession { saved, node_slots, open_slots, lock_slots, files, in_window, mapped, journal_entries })
+        lock(&self.left).take()
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -405,8 +389,7 @@ impl SessionStore {
         self.put(epoch, kind, &Node::to_bytes(ino, identity), 1, None)
     }
 
-    /// Records a mapping in the client's window: its description, a state number that [`Self::mapping`] changes, and a
-    /// descriptor.
+    /// Records a mapping in the client's window, with a state number that [`Self::mapping`] changes.
     pub fn mapped(&self, bytes: &[u8], state: u64, file: Option<BorrowedFd<'_>>) -> Option<Slot> {
         self.put(self.epoch(), MAPPED, bytes, state, file)
     }

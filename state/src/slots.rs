@@ -147,8 +147,7 @@ impl Slots {
         }
     }
 
-    /// Reads the records of an epoch among the first `high_water` slots, and continues to write after them. Invalid
-    /// records are skipped.
+    /// Reads the valid records of an epoch among the first `high_water` slots, and continues to write after them.
     pub(crate) fn load(&self, memory: &[AtomicU64], epoch: u32, high_water: u32) -> Vec<FoundRecord> {
         let slots_max = u32::try_from(memory.len() / WORDS).unwrap_or(u32::MAX);
         let high_water = high_water.min(slots_max);

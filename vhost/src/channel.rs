@@ -194,8 +194,7 @@ fn receive_answer(
     Ok((head, u64::from_ne_bytes(outcome.try_into().expect("it was split there"))))
 }
 
-/// Waits for the next request, and takes it if it is the one that brings the socket and that is `wanted`. All others
-/// stay where they are.
+/// Waits for the next request, and takes it if it brings the socket and is `wanted`.
 pub(crate) fn take(stream: &UnixStream, wanted: bool, acknowledges: impl Fn() -> bool) -> Result<Option<OwnedFd>> {
     if !wanted {
         return Ok(None);

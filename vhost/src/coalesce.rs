@@ -40,8 +40,7 @@ const LOOK_SOON: u32 = 64;
 /// ... and where they pay: there may be more under way now, or fewer.
 const LOOK_AGAIN: u32 = 4 * 1024;
 
-/// So many rests in a row that brought less than half of what they should mean that the driver has changed its ways. An
-/// emulated one sometimes stands still for a few.
+/// So many rests in a row that brought less than half of what they should mean that the driver has changed its ways.
 const POOR_MAX: u32 = 6;
 
 /// Says how long to rest, and learns from what that brings.
@@ -58,8 +57,7 @@ pub(crate) struct Coalescer {
 enum Mode {
     /// Takes each request as it comes.
     Prompt,
-    /// Looks how many come in a rest of this length. The most that came in one yet, in which, and how many brought no more
-    /// since.
+    /// The rest of this length, the most requests that came in one yet, in which, and how many brought no more since.
     Looking { rest: Duration, most: u32, most_in: Duration, stale: u32 },
     /// Rests for so long, in which this number should come; so many rests in a row brought far too few.
     Resting { rest: Duration, wanted: u32, poor: u32 },

@@ -33,7 +33,8 @@ const F_RING_PACKED: u64 = 1 << 34;
 type Message<D> = <<D as Device>::Handler as QueueHandler>::Message;
 
 /// One ring, as far as the front end has described it.
-struct Queue<M> {
+#[derive(Default)]
+struct Queue {
     size: u32,
     addresses: RingAddresses,
     base: u32,
@@ -50,28 +51,8 @@ struct Queue<M> {
     running: bool,
     /// It ran until its own memory was taken away, and goes on when that is back.
     adrift: bool,
-    /// Whoever serves it, from its first start on.
-    worker: Option<Arc<Port<M>>>,
-}
-
-impl<M> Default for Queue<M> {
-    fn default() -> Self {
-        Self {
-            size: 0,
-            addresses: RingAddresses::default(),
-            base: 0,
-            resumes: false,
-            out: Vec::new(),
-            resubmitted: Vec::new(),
-            kick: None,
-            call: None,
-            error: None,
-            enabled: false,
-            running: false,
-            adrift: false,
-            worker: None,
-        }
-    }
+    /// It ran here, so its worker is there.
+    was_started: bool,
 }
 
 pub(crate) struct Connection<D: Device> {
@@ -82,7 +63,7 @@ pub(crate) struct Connection<D: Device> {
     protocol: VhostUserProtocolFeatures,
     /// What is in flight, in memory that the front end keeps.
     inflight: Option<Arc<Area>>,
-    queues: Vec<Queue<Message<D>>>,
+    queues: Vec<Queue>,
     /// The workers' ports, each absent until one of its queues starts.
     workers: Vec<Option<Arc<Port<Message<D>>>>>,
     common: WorkerShared,
@@ -219,7 +200,7 @@ impl<D: Device> Connection<D> {
         }
     }
 
-    fn queue(&mut self, index: u32) -> Result<&mut Queue<Message<D>>> {
+    fn queue(&mut self, index: u32) -> Result<&mut Queue> {
         let at = usize::try_from(index).map_err(|_| Error::InvalidParam)?;
         if at >= self.queues.len() {
             self.too_few_queues(at.saturating_add(1));
@@ -254,6 +235,13 @@ impl<D: Device> Connection<D> {
         Ok(port)
     }
 
+    /// Tells the worker of a queue, if it has started.
+    fn post(&self, index: usize, control: Control) {
+        if let Some(port) = &self.workers[self.device.worker_of(index)] {
+            port.0.post(Command::Control(control));
+        }
+    }
+
     /// Starts the queue if the front end has described it wholly.
     fn start(&mut self, index: usize) -> Result<()> {
         let needs_enable = self.features & F_PROTOCOL_FEATURES != 0;
@@ -282,7 +270,7 @@ impl<D: Device> Connection<D> {
         self.device.resumed(&self.session);
         let (reply, outcome) = channel();
         port.0.post(Command::Control(Control::Start(index, start, reply)));
-        self.queues[index].worker = Some(port);
+        self.queues[index].was_started = true;
         match outcome.recv() {
             Ok(Ok(())) => {
                 self.queues[index].running = true;
@@ -307,10 +295,12 @@ impl<D: Device> Connection<D> {
 
     /// Stops the queue, if it runs, and notes where.
     fn stop(&mut self, index: usize) {
-        let queue = &mut self.queues[index];
-        let Some(port) = queue.worker.as_ref().filter(|_| queue.running) else { return };
+        if !self.queues[index].running {
+            return;
+        }
         let (reply, stopped) = channel();
-        port.0.post(Command::Control(Control::Stop(index, reply)));
+        self.post(index, Control::Stop(index, reply));
+        let queue = &mut self.queues[index];
         queue.running = false;
         queue.adrift = false;
         match stopped.recv() {
@@ -322,7 +312,7 @@ impl<D: Device> Connection<D> {
     /// A queue that the server before had stopped, and that has not run here, is to begin at `base`: if that is
     /// somewhere else, the driver has begun again, and what was in flight is void.
     fn reset_if_restarted(&self, index: u32, base: u32) {
-        let queue = self.queues.get(index as usize).filter(|queue| queue.worker.is_none());
+        let queue = self.queues.get(index as usize).filter(|queue| !queue.was_started);
         if self.taking_over == Inherited::Done
             && queue.is_some_and(|queue| matches!(Begin::after(Some(queue.base), base), Begin::At(_)))
             && let Some(region) = self.inflight.as_ref().and_then(|area| area.region(index as usize))
@@ -332,7 +322,7 @@ impl<D: Device> Connection<D> {
     }
 
     /// Changes something under a queue's feet.
-    fn restart(&mut self, index: u32, change: impl FnOnce(&mut Queue<Message<D>>)) -> Result<()> {
+    fn restart(&mut self, index: u32, change: impl FnOnce(&mut Queue)) -> Result<()> {
         self.queue(index)?;
         let index = index as usize;
         self.stop(index);
@@ -358,13 +348,13 @@ impl<D: Device> Connection<D> {
             tracing::error!("{error}");
             Error::ReqHandlerError(std::io::Error::other(error))
         })?;
-        let stays = |queue: &Queue<_>| {
+        let stays = |queue: &Queue| {
             let RingAddresses { descriptors, available, used } = queue.addresses;
             queue.running
                 && !self.device.registers_memory()
                 && [descriptors, available, used].into_iter().all(|address| memory.has_still(&self.memory, address))
         };
-        let goes_on = |queue: &Queue<_>| (queue.running || queue.adrift) && !stays(queue);
+        let goes_on = |queue: &Queue| (queue.running || queue.adrift) && !stays(queue);
         let go_on: Vec<usize> = (0..self.queues.len()).filter(|index| goes_on(&self.queues[*index])).collect();
         if let Some(window) = &self.window {
             window.memory_change_begins();
@@ -372,10 +362,8 @@ impl<D: Device> Connection<D> {
         go_on.iter().for_each(|index| self.stop(*index));
         self.memory = memory;
         // What still runs stays. It reads this before any chain that the driver makes available once the front end has its answer.
-        for (index, queue) in self.queues.iter().enumerate().filter(|(_, queue)| queue.running) {
-            if let Some(port) = &queue.worker {
-                port.0.post(Command::Control(Control::Memory(index, self.memory.clone())));
-            }
+        for (index, _) in self.queues.iter().enumerate().filter(|(_, queue)| queue.running) {
+            self.post(index, Control::Memory(index, self.memory.clone()));
         }
         self.tell(None);
         let mut outcome = Ok(());
@@ -412,9 +400,9 @@ impl<D: Device> Connection<D> {
     fn reset(&mut self) {
         for index in 0..self.queues.len() {
             self.stop(index);
-            let Queue { call, error, worker, .. } = std::mem::take(&mut self.queues[index]);
+            let Queue { call, error, was_started, .. } = std::mem::take(&mut self.queues[index]);
             // A ring only starts again with a new kick descriptor and new addresses.
-            self.queues[index] = Queue { call, error, worker, ..Queue::default() };
+            self.queues[index] = Queue { call, error, was_started, ..Queue::default() };
         }
         if let Some(area) = &self.inflight {
             area.clear();

@@ -51,8 +51,7 @@ impl DirtyLog {
         MmapRegion::from_file(FileOffset::new(file, offset), size).map(Self).map_err(DirtyError::Map)
     }
 
-    /// Notes that `[address, address + bytes)` (guest-physical) was written to. What the log has no room for is none of the
-    /// front end's memory.
+    /// Notes that these guest-physical bytes were written to. What the log has no room for is not the front end's memory.
     pub(crate) fn mark(&self, address: u64, bytes: u64) {
         let Some(last) = bytes.checked_sub(1).map(|rest| address.saturating_add(rest)) else { return };
         let (first, last) = (address / PAGE_BYTES, last / PAGE_BYTES);

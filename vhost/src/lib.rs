@@ -100,8 +100,7 @@ pub trait Device: Send + Sync + 'static {
     fn serves_once(&self) -> bool {
         false
     }
-    /// Whether a worker waits for more requests while the driver is busy with what it was given back: for requests that
-    /// are served at once, and cheaper together.
+    /// Whether a worker waits for more requests while the driver is busy: for those that are served cheaper together.
     fn gathers(&self) -> bool {
         false
     }

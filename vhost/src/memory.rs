@@ -206,8 +206,7 @@ impl Memory {
         self.regions.iter().for_each(|region| visit(region.guest_start, region.bytes));
     }
 
-    /// Where a piece of memory here is in the guest's: guest-physical addresses and lengths. It may have been in memory that is
-    /// gone by now.
+    /// Where a piece of memory here is in the guest's, as far as it is there still: guest-physical addresses and lengths.
     pub(crate) fn guest_parts(&self, piece: Segment, mut part: impl FnMut(u64, u64)) {
         let (mut address, mut left) = (piece.address.addr(), piece.bytes);
         while left > 0 {

@@ -96,8 +96,7 @@ impl Transfer {
         })
     }
 
-    /// Whether it is still under way. One whose other end has been closed, which is how a front end gives it up, is not:
-    /// it is waited for.
+    /// Whether it is still under way. One that the front end has given up, by closing its end, is waited for.
     pub(crate) fn is_under_way(&self) -> bool {
         let end = Instant::now() + END_MAX;
         while !self.thread.is_finished() {

@@ -286,8 +286,7 @@ fn receive(
     }
 }
 
-/// Has the next look at a socket begin after so many bytes. Each look goes on where the one before ended, and what is taken
-/// counts backwards (socket(7), `SO_PEEK_OFF`).
+/// Has the next look at a socket begin after so many bytes (socket(7), `SO_PEEK_OFF`).
 fn set_peek_offset(socket: &UnixStream, bytes: libc::c_int) -> Result<(), Errno> {
     let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
     // SAFETY: the descriptor is open, and the kernel reads an `int` of this length at this place, which lives until then.

@@ -126,8 +126,7 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// Checks and translates the ring's parts. With a log, chains that were in flight when a server before us ended
-    /// come first.
+    /// Checks and translates the ring's parts. With a log, what was in flight under the server before comes first.
     pub(crate) fn new(
         memory: Arc<Memory>,
         setup: &RingSetup,
@@ -140,9 +139,8 @@ impl Ring {
         })
     }
 
-    /// Has chains taken once more that were taken before, maybe on another host: all that lie between where the
-    /// driver's memory says that chains are used and where the ring begins. Returns whether that is so; a ring that has
-    /// begun again has none.
+    /// Has chains taken once more that were taken before, maybe on another host: all between where the driver's memory
+    /// says that chains are used and where the ring begins. Returns whether there are any.
     pub(crate) fn take_resubmitted(&mut self, heads: Vec<u16>) -> bool {
         match self {
             Self::Split(ring) => ring.take_resubmitted(heads),
@@ -200,8 +198,7 @@ impl Ring {
         either!(self, ring => ring.publish())
     }
 
-    /// Asks the driver to kick (or not) when it makes something available. Returns whether something is already, in
-    /// which case no kick may come for it.
+    /// Asks the driver to kick (or not) when something is available. Returns whether something is already.
     #[inline]
     pub(crate) fn want_kicks(&mut self, wanted: bool) -> bool {
         either!(self, ring => ring.want_kicks(wanted))

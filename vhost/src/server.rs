@@ -96,8 +96,7 @@ impl Server {
         self.ended.clone()
     }
 
-    /// Tells the front end that the configuration space has changed, now or as soon as it can be told. One that
-    /// connects later reads it anyway.
+    /// Tells the front end, as soon as it can be told, that the configuration space has changed.
     pub fn config_changed(&self) {
         self.stop.channel.config_changed();
     }

@@ -37,8 +37,7 @@ impl Cells {
     /// The `bytes` bytes from `start` on.
     ///
     /// # Safety
-    /// They must stay mapped for as long as this or a copy of it is used, and everybody else must access them as
-    /// shared memory, too.
+    /// They must stay mapped while this or a copy is used, and others must access them as shared memory, too.
     pub(crate) unsafe fn new(start: *mut u8, bytes: usize) -> Self {
         Self { start, bytes }
     }

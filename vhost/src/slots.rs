@@ -22,8 +22,7 @@ struct Slot {
     busy: Option<Busy>,
 }
 
-/// Chains by token: a slot's number, and its generation so that a late message finds nothing instead of another's
-/// chain.
+/// Chains by token: a slot's number and its generation, so that a late message does not find another's chain.
 pub(crate) struct Slots<M> {
     slots: Vec<Slot>,
     free: Vec<u32>,
@@ -91,8 +90,7 @@ impl<M> Slots<M> {
         self.replies.push_back((token, reply));
     }
 
-    /// Takes the next reply. One whose chain another thread still has holds up those that came later: they may be the answers to
-    /// flushes of that very request.
+    /// Takes the next reply. One whose chain another thread still has holds up later ones, which may answer its flushes.
     pub(crate) fn next_reply(&mut self) -> Option<(u64, M)> {
         let (token, _) = self.replies.front()?;
         if self.busy(*token).is_some_and(|busy| busy.away) {

@@ -118,8 +118,7 @@ impl Socket {
         Ok(Self { listener, path: path.into(), file })
     }
 
-    /// Makes this process the one that serves the socket, in the place of the one that made it: that one removes the file,
-    /// and those who connect are told this one's number.
+    /// Makes this process the one that serves the socket, in the place of the one that made it, which removes the file.
     ///
     /// # Errors
     /// [`SocketError::System`]: listen(2) was refused.

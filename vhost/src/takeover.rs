@@ -16,8 +16,7 @@ use crate::chain::Chain;
 use crate::pool::Pool;
 use crate::worker::{Answer, Command, Port, QueueHandler, Worker};
 
-/// How long requests are served by the pool after one that was slow. Slow ones come in series; and a share that is fast again
-/// should not pay for the change of threads.
+/// How long requests are served by the pool after one that was slow. Slow ones come in series.
 const SLOW_FOR: Duration = Duration::from_secs(2);
 
 /// So many looks of the monitor in a row (every 5 ms) find a worker in a handler ...

@@ -18,16 +18,15 @@ use crate::channel::{self, ConnectionBroken, WaitLimit};
 
 mod message;
 
-use message::Message;
 pub use message::Part;
+use message::{MAP, UNMAP};
 
 /// How long the front end may take for an answer. One that is late is not believed any more: what it mapped is not known.
 const REPLY_WITHIN: Duration = Duration::from_secs(30);
 /// How long the first mapping may take to come back as a region of memory. QEMU answers before the guest sees the
 /// mapping and tells of the region afterwards; a front end that does not tell has mapped when it answers.
 const TOLD_WITHIN: Duration = Duration::from_secs(2);
-/// QEMU ends itself when a back end is to know of more than 512 regions, those of all windows of a machine and of its
-/// memory included.
+/// QEMU ends itself when a back end is to know of more than 512 regions, of its memory and all windows.
 const REGIONS_MAX: usize = 500;
 /// More answers than servers that were killed one after another, each before it had caught up, have left unread.
 const CATCH_UP: u32 = 16;
@@ -61,8 +60,7 @@ struct State {
     awaited: Option<AddedRegion>,
     /// Whether mappings come back; not known before the first.
     tells: Option<bool>,
-    /// The front end has told of a change of its memory, and waits until what the queues have under way has ended. It
-    /// tells of nothing else meanwhile.
+    /// The front end has told of a change of its memory, and waits for the queues. It tells of nothing else meanwhile.
     waits: bool,
     /// When that was over the last time.
     heard: Option<Instant>,
@@ -110,8 +108,7 @@ pub(crate) fn file_id(file: impl AsFd) -> std::io::Result<FileId> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Files that are in some window of this process, and how often. All devices of a guest are told of its regions, so one
-/// share's files come back to another's connection, too.
+/// Files that are in some window of this process, and how often: all devices of a guest are told of its regions.
 static KNOWN: Mutex<BTreeMap<FileId, usize>> = Mutex::new(BTreeMap::new());
 
 /// Whether a file is in a window.
@@ -194,7 +191,7 @@ impl Window {
             state.awaited = (state.tells != Some(false)).then_some(told);
             line
         };
-        let outcome = self.ask(&line, &Message::map(part), Some(file));
+        let outcome = self.ask(&line, (MAP, part), Some(file));
         let mut state = lock(&self.state);
         if let Err(error) = state.check(outcome) {
             state.awaited = None;
@@ -251,17 +248,22 @@ impl Window {
     /// The same for whoever has the turn.
     fn undo(&self, part: Part) -> Result<(), WindowError> {
         let line = lock(&self.state).line()?;
-        let outcome = self.ask(&line, &Message::unmap(part), None);
+        let outcome = self.ask(&line, (UNMAP, part), None);
         let mut state = lock(&self.state);
         state.check(outcome)?;
         state.mapped.remove(&part.window_offset);
         Ok(())
     }
 
-    fn ask(&self, line: &UnixStream, asked: &Message, file: Option<BorrowedFd<'_>>) -> Result<u64, ConnectionBroken> {
+    fn ask(
+        &self,
+        line: &UnixStream,
+        (code, part): (u32, Part),
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<u64, ConnectionBroken> {
         let may_be_stale = lock(&self.state).may_be_stale;
         let wait_limit = WaitLimit { within: self.reply_within, is_over: &|| lock(&self.state).ended };
-        channel::ask(line, (asked.code, &asked.body), file, &wait_limit, may_be_stale)
+        channel::ask(line, (code, &message::body(part)), file, &wait_limit, may_be_stale)
     }
 
     /// The front end has mapped what the server before this one has asked it for.

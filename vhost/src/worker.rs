@@ -328,8 +328,12 @@ impl<H: QueueHandler> Worker<H> {
         self.give_back(queue, chain, &memory, context.handler.complete(token, written));
     }
 
+    fn running_mut(&mut self, queue: usize) -> Option<&mut Running> {
+        self.running.iter_mut().find(|running| running.queue == queue)
+    }
+
     fn give_back(&mut self, queue: usize, chain: Chain, memory: &Memory, written: u32) {
-        if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+        if let Some(running) = self.running_mut(queue) {
             running.push(&chain, Some(memory), written);
             running.out -= 1;
         }

@@ -242,8 +242,7 @@ impl<S: AsRef<[Segment]> + AsMut<[Segment]>> Transfer<S> {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         };
         let moved = match self.operation {
-            // SAFETY: `self.file` keeps the descriptor open, the caller keeps the memory valid, and `Segment` has the
-            // layout of `iovec`.
+            // SAFETY: `self.file` keeps the descriptor, the caller the memory; `Segment` has the layout of `iovec`.
             Operation::Read => unsafe { libc::preadv2(fd, iov, count, offset, flags) },
             // SAFETY: as above.
             Operation::Write { .. } => unsafe { libc::pwritev2(fd, iov, count, offset, flags) },

@@ -10,8 +10,7 @@ use crate::options::{Options, QUEUES_MAX};
 use crate::slow::Reply;
 use crate::state::State;
 
-/// The maximum number of data segments in a request: with header and status they fit into queues of 128 entries, the
-/// usual default of VMMs.
+/// The maximum number of data segments in a request: with header and status they fit into queues of 128 entries.
 const SEGMENTS_MAX: u32 = 126;
 
 /// A disk as a device.

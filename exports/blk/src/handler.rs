@@ -13,8 +13,7 @@ use ferry_wire::blk::{
 use crate::slow::{self, Job, Reply};
 use crate::state::{CopyPermit, State};
 
-/// The maximum number of bytes that are zeroed for a failed request. Linux sends no larger requests, and a hostile
-/// guest must not keep a worker busy.
+/// The maximum number of bytes that are zeroed for a failed request; Linux sends no larger ones.
 const FILLED_BYTES_MAX: usize = 4 << 20;
 
 /// The chunk in bytes of a request that exceeds the copy budget.
@@ -173,9 +172,8 @@ impl Handler {
         Answer::Later
     }
 
-    /// Carries out a request in chunks on this thread, when the copy budget is exhausted. This delays later requests
-    /// but bounds the memory, whatever the guest requests. `piece` gets each chunk with its distance from the first
-    /// byte.
+    /// Carries out a request in chunks on this thread, when the copy budget is exhausted: that bounds the memory.
+    /// `piece` gets each chunk with its distance from the first byte.
     fn in_pieces(
         &self,
         chain: &Chain,
@@ -230,8 +228,7 @@ fn alignment(segments: impl Iterator<Item = ferry_engine::Segment>) -> usize {
 }
 
 /// Ends a request. The status is the last byte that the device may write (section 5.2.6), and drivers only look for it
-/// if the length in the used ring covers it. That length also covers everything before it (section 2.7.8.2), so
-/// unwritten bytes are zeroed.
+/// if the length in the used ring covers it. It covers all before it, too, so unwritten bytes are zeroed.
 fn end(chain: &Chain, status: Status, data_bytes: usize) -> u32 {
     let Some(room) = chain.writable_bytes().checked_sub(1) else { return 0 };
     chain.write_at(room, &[status as u8]);

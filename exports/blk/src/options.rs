@@ -7,8 +7,7 @@ use ferry_engine::IoMode;
 /// The vhost-user messages that name a queue have 8 bits for it.
 pub const QUEUES_MAX: usize = 256;
 
-/// The number of CPUs of a large guest. QEMU requests one queue per CPU of its guest by default, and does not start with a back end
-/// that offers fewer.
+/// The number of CPUs of a large guest: by default QEMU requests one queue per CPU, and does not start with fewer.
 const QUEUES_DEFAULT: usize = 64;
 
 /// The default of [`Options::poll`]: a little more than the time between consecutive requests of a guest, and far less
@@ -22,14 +21,12 @@ pub struct Options {
     pub queues: usize,
     /// The maximum time that a worker polls before it sleeps.
     pub poll: Duration,
-    /// Writes may stay in a cache until the guest flushes. Otherwise each write completes when it is durable, and the
-    /// guest cannot change that.
+    /// Writes may stay in a cache until the guest flushes. Otherwise each write completes when it is durable.
     pub writeback: bool,
     /// How data is moved.
     pub io: IoMode,
-    /// Register the guest's memory with io_uring, so that transfers skip the page lookup. All of it is then allocated
-    /// and **pinned**. Not for guests that return memory (a balloon, free page reporting, virtio-mem): the ring would
-    /// keep using the old pages.
+    /// Register the guest's memory with io_uring, so that transfers skip the page lookup. It is then allocated and
+    /// **pinned**: not for guests that return memory (a balloon, free page reporting, virtio-mem).
     pub pin_memory: bool,
     /// Called by each worker before its first request, as [`ferry_vhost::WorkerOptions::begun`].
     pub begun: Option<fn()>,

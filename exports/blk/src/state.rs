@@ -7,8 +7,7 @@ use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
 
-/// The maximum number of bytes copied at once for calls that may block: enough for two hundred of Linux's usual
-/// requests in flight, whatever the guest sends.
+/// The maximum number of bytes copied at once for calls that may block: two hundred of Linux's usual requests.
 const COPIED_BYTES_MAX: usize = 256 << 20;
 
 /// Counts what is copied.
@@ -114,8 +113,7 @@ impl State {
         self.wants_cache.store(on, Ordering::Relaxed);
     }
 
-    /// Applies the negotiated features: with a driver that cannot flush, every write is durable, unless the driver can
-    /// at least switch the cache.
+    /// Applies the negotiated features: if the driver can neither flush nor switch the cache, every write is durable.
     pub(crate) fn negotiated(&self, features: DeviceFeatures) {
         let can_flush = features.contains(DeviceFeatures::FLUSH) || features.contains(DeviceFeatures::CONFIG_WCE);
         self.can_flush.store(can_flush, Ordering::Relaxed);

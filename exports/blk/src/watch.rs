@@ -10,8 +10,7 @@ use ferry_vhost::Server;
 
 use crate::state::State;
 
-/// The interval of checks: soon enough for an administrator, and rare enough to cost nothing. inotify would also report
-/// every write of this process.
+/// The interval of checks, which cost nothing. inotify would also report every write of this process.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// A thread that checks the size of a disk periodically.

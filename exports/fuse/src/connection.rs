@@ -43,8 +43,7 @@ pub(crate) struct ConnectionEnd {
     told: Mutex<Vec<Box<dyn Fn() + Send + Sync>>>,
 }
 
-/// A serving thread. Dropping it decrements the count. It must be the thread's last action, so that its descriptors are
-/// closed for a thread that waits for the count.
+/// A serving thread, counted until dropped: the thread's last action, so that its descriptors are closed before.
 pub(crate) struct ServingThread(Arc<ConnectionEnd>);
 
 impl ConnectionEnd {

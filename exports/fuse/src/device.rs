@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use ferry_wire::fuse::abi::BackingMap;
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 /// `FUSE_DEV_IOC_CLONE`: `_IOR(229, 0, uint32_t)`.
 const IOC_CLONE: libc::Ioctl = ior(0, size_of::<u32>());
@@ -44,8 +44,7 @@ impl Device {
         Self(fd)
     }
 
-    /// Returns another descriptor of the same connection, with its own queue of requests being served, so that replies
-    /// do not contend for one lock.
+    /// Returns another descriptor of the connection, with its own queue, so that replies do not contend for one lock.
     ///
     /// # Errors
     ///
@@ -113,11 +112,5 @@ pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<
 
 /// Sends a whole reply or notification in one call. A reply whose caller is gone (`ENOENT`) is not an error.
 pub(crate) fn send(channel: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
-    loop {
-        match rustix::io::writev(channel, parts) {
-            Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
-        }
-    }
+    retry_on_intr(|| rustix::io::writev(channel, parts)).map(drop)
 }

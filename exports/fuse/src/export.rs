@@ -75,14 +75,12 @@ pub struct Export {
     notifier: Mutex<Option<Notifier>>,
     monitor: Mutex<Option<Monitor>>,
     device_number: u32,
-    /// Opened at the start: it may require a private mount, and Linux does not finish unmounting one while clients keep
-    /// all CPUs busy (`synchronize_rcu_expedited`).
+    /// Opened at the start: it may require a private mount, whose unmount waits while clients keep all CPUs busy.
     switch: Option<AbortSwitch>,
     stopped: AtomicBool,
 }
 
-/// Threads that read /dev/fuse for a source with blocking calls: a thread asleep in a handler costs nothing, and
-/// starting one first delays a request by milliseconds.
+/// Threads that read /dev/fuse for a source with blocking calls: starting one first delays a request by milliseconds.
 const READERS_WAITING: usize = 8;
 
 impl std::fmt::Debug for Export {
@@ -210,8 +208,7 @@ impl Export {
         self.connection.counters.sum()
     }
 
-    /// Returns the number of the connection in `/sys/fs/fuse/connections`, which is the minor device number of files on
-    /// the mount.
+    /// Returns the connection's number in `/sys/fs/fuse/connections`, the minor device number of files on the mount.
     pub fn connection_number(&self) -> u32 {
         self.device_number
     }

@@ -31,8 +31,7 @@ const STACK_DEPTH: u32 = 1;
 /// As above, for a source whose files are on an overlayfs.
 const STACK_DEPTH_STACKED: u32 = 2;
 
-/// The maximum number of concurrent background requests (read-ahead, write-back): enough for several files on several
-/// CPUs.
+/// The maximum number of concurrent background requests: enough for several files on several CPUs.
 const MAX_BACKGROUND: u16 = 128;
 
 /// Options beyond the share's own policy. The transport is chosen when INIT has arrived, before the reply.

@@ -15,8 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long an interrupt is remembered: longer than the monitor needs.
 const KEPT: Duration = Duration::from_secs(10);
 
-/// The maximum number of remembered interrupts; each caller has one request in flight, so it means as many interrupted
-/// threads.
+/// The maximum number of remembered interrupts, and so of interrupted threads.
 const KEPT_MAX: usize = 4096;
 
 /// The requests whose callers were interrupted recently.

@@ -59,8 +59,7 @@ pub(crate) fn uring_allowed() -> Result<(), NoUring> {
     match fs::read_to_string(ENABLE_URING).as_deref().map(str::trim) {
         Ok("Y" | "1") => {}
         Ok(_) => return Err(NoUring::Parameter),
-        // Without the parameter or sysfs, only INIT shows it. A kernel without the parameter does not offer rings
-        // either.
+        // Without sysfs, only INIT shows it. A kernel without the parameter does not offer rings.
         Err(error)
             if error.kind() == std::io::ErrorKind::NotFound && fs::exists("/sys/module/fuse").unwrap_or(false) =>
         {

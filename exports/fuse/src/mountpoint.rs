@@ -42,8 +42,7 @@ enum MountMethod {
 }
 
 impl Mountpoint {
-    /// Mounts on `path`; returns the connection to the kernel, on which INIT is waiting. A ferry mount whose server has
-    /// died is replaced.
+    /// Mounts on `path`, in place of a dead ferry mount; returns the connection to the kernel, with INIT waiting.
     ///
     /// # Errors
     ///
@@ -65,8 +64,7 @@ impl Mountpoint {
         Ok((device, Self { path: place.path, identity, by, gone: false }))
     }
 
-    /// Returns the kernel's id of the mount of a path (not a symbolic link), if it is a ferry mount. It makes no
-    /// request to the server, which may have died.
+    /// Returns the kernel's id of the mount of a path (not a symbolic link), if it is a ferry mount, even a dead one.
     #[must_use]
     pub fn of_ferry(path: &Path) -> Option<u64> {
         check::of_ferry(path)
@@ -118,8 +116,7 @@ impl Mountpoint {
     ///
     /// # Errors
     ///
-    /// [`MountError::Busy`]: a process has a file or directory of the mount open. Dropping the value detaches it
-    /// anyway.
+    /// [`MountError::Busy`]: a process has a file of the mount open. Dropping the value detaches it anyway.
     pub fn unmount(&mut self) -> Result<(), MountError> {
         self.end(UnmountFlags::NOFOLLOW)
     }

@@ -39,8 +39,7 @@ struct ChangeListener {
 
 impl Listener for ChangeListener {
     fn changed(&self, change: &Change, by: SessionId) {
-        // The kernel has updated its own caches with its own changes. A notification could even deadlock, because it
-        // may wait for this request.
+        // The kernel knows of its own changes, and a notification might deadlock: it may wait for this request.
         if self.own.get().is_none()
             && let Some(session) = self.connection.session.current()
         {
@@ -110,8 +109,7 @@ impl Drop for Notifier {
     }
 }
 
-/// The shared state of a mount's notification threads. All but one are stuck in the kernel; they end when it releases
-/// them.
+/// The shared state of a mount's notification threads. All but one are stuck in the kernel.
 struct NotifyThread {
     connection: Arc<Connection>,
     shared: Arc<Shared>,

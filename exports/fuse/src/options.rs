@@ -59,8 +59,7 @@ pub struct Options {
     pub xattr: bool,
     /// Files opened with `O_DIRECT` leave the page cache out altogether. Default: yes.
     pub direct_opens: bool,
-    /// Locks are local to the mount: they do not conflict with others' locks, and closing a file opened for reading
-    /// waits for no reply. Default: no.
+    /// Locks are local to the mount, and closing a file opened for reading waits for no reply. Default: no.
     pub local_locks: bool,
     /// Allow idmapped mounts (Linux 6.12). The kernel then sends the caller only with requests that create files, and
     /// the source treats other callers as unknown: root's fallocate and copies clear suid and sgid. Requires
@@ -86,8 +85,7 @@ pub struct Options {
     /// The source's files lie on an overlayfs (a container's root) or another file system that is stacked on one. Only
     /// then can they be passed through; but no overlayfs can be put on such a mount. Default: no.
     pub stacked_source: bool,
-    /// The number of entries per ring: how many requests of one CPU a single call serves. Each takes 1 MiB of address
-    /// space, but memory only for used pages. Default: 8.
+    /// The number of entries per ring: how many requests of one CPU a single call serves. Default: 8.
     pub ring_depth: usize,
     /// How long a handler, a transfer, or a copy between files may take before its caller gets EIO; zero: no limit.
     /// Default: 120 s. Lock requests that wait are exempt. A transfer that the kernel cannot cancel (a hanging disk)

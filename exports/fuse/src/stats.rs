@@ -22,8 +22,7 @@ pub struct Stats {
     pub message_bytes: u64,
 }
 
-/// The counters of one worker, their only writer: a load and a store each, without a locked instruction. On a separate
-/// cache line.
+/// The counters of one worker, their only writer: no locked instruction, and a cache line of their own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Counters {

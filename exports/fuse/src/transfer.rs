@@ -4,8 +4,7 @@ use ferry_engine::{Segment, Transfer, TransferRequest};
 use ferry_serve::HEADER_BYTES;
 use ferry_wire::fuse::WRITE_HEAD_BYTES;
 
-/// Describes a transfer within the payload that begins at `payload` and has so many bytes: the message's for a write, the
-/// reply's for a read.
+/// Describes a transfer within the payload at `payload` of so many bytes: a write's message, or a read's reply.
 pub(crate) fn in_payload(request: TransferRequest, payload: *mut u8, payload_bytes: usize) -> Transfer {
     let head_bytes = if request.is_read() { HEADER_BYTES } else { WRITE_HEAD_BYTES };
     let at = request.at.saturating_sub(head_bytes).min(payload_bytes);

@@ -15,8 +15,7 @@ use socket2::SockRef;
 use crate::connection::Connection;
 use crate::shrink::shrink;
 
-/// The maximum number of fids, waiting locks, flushes and lock owners of one client, of some 300 bytes each: Linux
-/// keeps a fid per cached name.
+/// The maximum number of one client's fids (Linux keeps one per cached name), waiting locks, flushes and lock owners.
 const ENTRIES_MAX: usize = 1 << 20;
 /// The maximum of all clients: about 1.2 GB.
 const ENTRIES_MAX_OF_ALL: usize = 4 * ENTRIES_MAX;
@@ -270,8 +269,7 @@ impl ConnectionAccount {
         }
     }
 
-    /// Removes all its resources from the accounts, and returns its connection for the caller to drop; `None` if it
-    /// holds nothing.
+    /// Removes all its resources from the accounts, and returns its connection, if any, for the caller to drop.
     fn end(&self, resource: Resource) -> Option<Option<Arc<Connection>>> {
         let mut state = lock(&self.state);
         if state.is_ended || state.amounts[resource as usize] == 0 {

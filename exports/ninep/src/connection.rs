@@ -18,8 +18,7 @@ use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
 use crate::session::{self, Session};
 use crate::stream::Stream;
 
-/// The maximum number of concurrent requests of one connection: three quarters of the threads, so that a client with a
-/// hanging disk leaves some to others.
+/// The maximum number of concurrent requests of one connection: it leaves a quarter of the threads to others.
 const RUNNING_MAX: usize = 72;
 /// The maximum total of their messages and requested data in bytes: long messages are served with less concurrency.
 const RUNNING_BYTES_MAX: usize = 32 << 20;
@@ -250,8 +249,7 @@ impl Connection {
         }
     }
 
-    /// Acts on the result of sending. It ends nothing itself, because the request table's lock is or was held, and the
-    /// sender may be a source that holds locks.
+    /// Acts on the result of sending. It ends nothing itself: the sender may hold locks.
     fn note(&self, sent: SendResult, arms: bool) {
         if sent.broken.is_some() {
             // The thread that polls the socket sees its end.
@@ -336,8 +334,7 @@ impl Connection {
         idle.then_some("it has been silent for long")
     }
 
-    /// Closes the connection, because others need its resources. Takes no lock of a connection: the caller may hold
-    /// another's.
+    /// Closes the connection, because others need its resources, without a connection's lock.
     pub(crate) fn evict(&self) {
         let _ = self.evicted.set("its client holds more than any other, and others need the room");
         // The thread that polls the socket sees its end.

@@ -199,8 +199,7 @@ impl Hub {
     ///
     /// For virtqueues and FUSE the monitor (`ferry_engine::Monitor`) does this, by taking a queue from a thread that
     /// has been blocked for 20 ms. Here a connection belongs to no thread while its request is served, at the price of
-    /// one `epoll_ctl`. So requests of one connection are served concurrently, and none waits even for a request of 19
-    /// ms.
+    /// one `epoll_ctl`. So requests of one connection are served concurrently.
     pub(crate) fn ensure_waiter(self: &Arc<Self>) {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()

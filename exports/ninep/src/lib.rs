@@ -240,8 +240,7 @@ impl Export {
     }
 
     /// Serves a source as a virtio-9p device over vhost-user, to one virtual machine monitor after another.
-    /// [`Options::limits`] and [`Options::remote`] do not apply: the queue size bounds a guest's requests, which are in
-    /// its own memory.
+    /// [`Options::limits`] and [`Options::remote`] do not apply: the queue size bounds a guest's requests.
     ///
     /// # Errors
     ///

@@ -14,8 +14,7 @@ const MSIZE_DEFAULT: u32 = 4 << 20;
 /// What clients may take up.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// The maximum number of connections. Further ones are closed at once, unless another client has more: then one of
-    /// that client's is closed.
+    /// The maximum number of connections. Beyond it, one of the client that has the most is closed.
     pub connections_max: usize,
     /// The maximum number of threads, and so of concurrent requests, which mostly wait for disks.
     pub threads_max: usize,

@@ -15,8 +15,7 @@ use rustix::fs::Advice;
 pub(crate) const WINDOW_BYTES_MAX: u64 = 4 << 20;
 /// The maximum of one request to the kernel in bytes: it cuts longer ones to the device's limit.
 const STEP_BYTES: u64 = 128 << 10;
-/// Reads this many lengths before or behind the expected place still go on from it: clients that have several under way send
-/// them in order, and threads serve them in another one.
+/// Reads this many lengths before or behind the expected place still go on from it: threads serve them out of order.
 const DISORDER_MAX: u64 = 16;
 
 /// How an open file is read.
@@ -31,8 +30,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Records a read; returns the range to read ahead now. It is never longer than the client's sequential reads, so
-    /// clients cannot cause many reads with few requests.
+    /// Records a read; returns the range to read ahead now, never longer than the client's sequential reads.
     pub(crate) fn note(&mut self, offset: u64, bytes: u64, window_max: u64) -> Option<Range<u64>> {
         let end = offset.saturating_add(bytes);
         if offset.abs_diff(self.next) > bytes.saturating_mul(DISORDER_MAX) {

@@ -99,8 +99,7 @@ impl RequestTable {
         Ticket { tag, number }
     }
 
-    /// Begins a session, or none. Requests in flight get no reply. Returns the previous session, to be dropped without
-    /// a lock.
+    /// Begins a session, or none, and drops requests in flight. Returns the last one, to be dropped without a lock.
     pub(crate) fn begin(&mut self, out: &mut dyn Outlet, session: Option<Arc<Session>>) -> Option<Arc<Session>> {
         for (_, asked) in self.requests.drain() {
             if let Some(gone) = &asked.gone {
@@ -145,8 +144,7 @@ impl RequestTable {
         self.parked += 1;
     }
 
-    /// Flushes `old`. A request that waits for a lock is cancelled without a reply; others have begun, so they get a
-    /// reply, and the flush's follows (flush(5)).
+    /// Flushes `old`: cancels a request that waits for a lock, without a reply; others' replies come first (flush(5)).
     pub(crate) fn flush(
         &mut self,
         out: &mut dyn Outlet,

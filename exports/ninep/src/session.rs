@@ -138,8 +138,7 @@ fn version(attr: &Attr) -> u32 {
     u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
-/// The inode numbers that users are shown need not be unique, but the paths of qids must be, so the second inode with a
-/// number gets another path while the first is known.
+/// Inode numbers need not be unique, but the paths of qids must be: a second inode with a number gets another path.
 #[derive(Debug, Default)]
 struct Paths(Mutex<HashMap<u64, (Ino, usize)>>);
 
@@ -456,8 +455,7 @@ impl Session {
         })
     }
 
-    /// Returns the source's name for a lock owner. Client and process do not fit into 64 bits, so they are hashed with
-    /// a secret, which prevents chosen collisions.
+    /// Returns the source's name for a lock owner: client and process, hashed with a secret against chosen collisions.
     pub(crate) fn owner(&self, lock: &LockRequest<'_>) -> u64 {
         self.owners.hash_one((lock.pid, lock.client)) | 1
     }

@@ -33,8 +33,7 @@ pub(crate) struct HighWater {
 }
 
 impl HighWater {
-    /// Records the held amount; returns whether it has fallen to half of its maximum and is stable. Returns true again
-    /// [`LATER_LOOKS`] later.
+    /// Records the held amount; returns whether it is stable at half its maximum, and again [`LATER_LOOKS`] later.
     pub(crate) fn should_trim(&mut self, held: usize) -> bool {
         let is_still = held >= self.last;
         self.last = held;
@@ -53,8 +52,7 @@ impl HighWater {
     }
 }
 
-/// Trims the heap of a server that has no clock: by a thread that is there only while there is something to look at, so that an
-/// idle server does nothing.
+/// Trims the heap of a server that has no clock: by a thread that is there only while there is something to look at.
 pub(crate) struct Trimmer {
     most: AtomicUsize,
     looks: AtomicBool,

@@ -13,8 +13,7 @@ pub enum Users {
     /// the source, such as a virtual machine.
     #[default]
     Client,
-    /// Only these users may attach, and the server checks their permissions: root may do anything, others as a local
-    /// process of theirs.
+    /// Only these users may attach, with the permissions of a local process of theirs.
     Only(Vec<Identity>),
     /// All clients are this user, whose permissions the server checks.
     Squash {
@@ -59,8 +58,7 @@ impl User {
 }
 
 impl Users {
-    /// Returns the user that a client attaches as. Linux sends "nobody" without a number for the mount itself, and then
-    /// attaches each user by number (`access=client`).
+    /// Returns the user that a client attaches as. Linux sends "nobody" without a number for the mount itself.
     pub(crate) fn resolve(&self, asked: &ninep::User<'_>) -> Result<User> {
         let uid = asked.uid.unwrap_or_else(|| named(asked.name));
         match self {

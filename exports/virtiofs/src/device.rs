@@ -23,8 +23,7 @@ pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
 pub(crate) struct VirtioFs {
     share: Arc<Share>,
     options: Options,
-    /// One per request queue, but at most one per CPU: two workers that alternate on one CPU are slower than one worker
-    /// with both queues.
+    /// One per request queue, but at most one per CPU: two workers on one CPU are slower than one with both queues.
     request_workers: usize,
     /// The guest of the previous server, until its front end connects.
     before: Mutex<Option<Guest>>,
@@ -128,8 +127,7 @@ impl Device for VirtioFs {
         wanted.checked_sub(HIGH_PRIORITY_QUEUES).filter(|queues| *queues <= QUEUES_MAX)
     }
 
-    /// Returns `struct virtio_fs_config` (VIRTIO 1.3, section 5.11.4): the tag, padded with NUL, and the number of
-    /// request queues.
+    /// Returns `struct virtio_fs_config` (VIRTIO 1.3, section 5.11.4): the tag, and the number of request queues.
     fn config(&self) -> Option<Vec<u8>> {
         let tag = self.options.tag.as_ref()?.as_str();
         let mut config = vec![0; Tag::BYTES_MAX];

@@ -103,8 +103,7 @@ impl QueueHandler for Handler {
         }
     }
 
-    /// The server catches panics of the source. A panic here is a bug in the device, and the state of the request is
-    /// unknown.
+    /// A panic here is a bug in the device (the server catches the source's): the request's state is unknown.
     fn failed(&mut self, _: &Chain) -> u32 {
         0
     }
@@ -113,8 +112,7 @@ impl QueueHandler for Handler {
         self.server.batch_end();
     }
 
-    /// FUSE requests are independent: the client waits for a reply before it sends a request that depends on it. Only
-    /// RELEASE is not waited for, and it may release a lock.
+    /// FUSE requests are independent: the client waits for replies, but for that of RELEASE, which may release a lock.
     fn placement(&self, chain: &Chain) -> Placement {
         let mut header = [0; IN_HEADER_BYTES];
         chain.read_at(0, &mut header);

@@ -127,12 +127,10 @@ pub fn geometry(queues: usize) -> Geometry {
     Geometry { workers: queues, entries: ENTRIES_EACH * queues }
 }
 
-/// The longest that [`Options::poll`] is by default: a little more than it takes a guest to get on with the next
-/// request of a series, and far less than a time slice.
+/// The default of [`Options::poll`]: a little more than the time between a guest's requests.
 const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
-/// Twice as many as programs of a guest commonly have under way on a file system that has stopped to answer. Each is a stack of which
-/// little is used, and what its request takes.
+/// Twice as many as programs of a guest commonly have under way on a file system that has stopped to answer.
 pub const SPARE_THREADS_DEFAULT: usize = 128;
 
 /// More queues than any guest has CPUs.

@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ferry_vfs::{Backing, Change, Data, Errno, Handle, Ino, IoRange, OFlags, Result, SessionId};
+use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
 use crate::carrier::{FuseCarrier, HEADER_BYTES, Served};
@@ -143,30 +143,8 @@ impl Server {
         Ok(cx.done(carrier, &Reply::Write { bytes: reply::count(bytes) }))
     }
 
-    pub(crate) fn fsync(
-        &mut self,
-        cx: &Context<'_>,
-        handle: Handle,
-        data_only: bool,
-        carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
-        let file = self.share.source.fsync(&cx.caller, cx.ino, handle, data_only)?;
-        Ok(self.sync(cx, file, data_only, carrier))
-    }
-
-    pub(crate) fn fsyncdir(
-        &mut self,
-        cx: &Context<'_>,
-        handle: Handle,
-        data_only: bool,
-        carrier: &mut impl FuseCarrier,
-    ) -> Result<Served> {
-        let file = self.share.source.fsyncdir(&cx.caller, cx.ino, handle, data_only)?;
-        Ok(self.sync(cx, file, data_only, carrier))
-    }
-
     /// Finishes FSYNC and FSYNCDIR.
-    fn sync(
+    pub(crate) fn sync(
         &mut self,
         cx: &Context<'_>,
         file: Option<Arc<Backing>>,

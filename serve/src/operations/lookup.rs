@@ -39,8 +39,7 @@ impl Server {
         self.entry(cx, None, self.share.source.lookup_parent(&cx.caller, cx.ino)?, buffer)
     }
 
-    /// Tells the client of an inode, by its name in the request's directory, if it has one. A reference that it does not get to know of is given
-    /// back.
+    /// Tells the client of an inode, by its name in the request's directory, if it has one. An unreported reference is given back.
     pub(crate) fn entry(
         &self,
         cx: &Context<'_>,

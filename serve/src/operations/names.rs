@@ -76,18 +76,11 @@ impl Server {
         self.entry(cx, Some(name), self.share.source.link(&cx.caller, from, cx.ino, name)?, buffer)
     }
 
-    pub(crate) fn unlink(&self, cx: &Context<'_>, name: Name<'_>) -> Result<()> {
+    /// UNLINK and RMDIR.
+    pub(crate) fn remove(&self, cx: &Context<'_>, name: Name<'_>, is_dir: bool) -> Result<()> {
         let (source, at) = (&self.share.source, (cx.ino, name));
         cx.session.removals.may_remove(&**source, &cx.caller, at)?;
-        source.unlink(&cx.caller, cx.ino, name)?;
-        cx.session.removals.record_lookup(at, None);
-        Ok(())
-    }
-
-    pub(crate) fn rmdir(&self, cx: &Context<'_>, name: Name<'_>) -> Result<()> {
-        let (source, at) = (&self.share.source, (cx.ino, name));
-        cx.session.removals.may_remove(&**source, &cx.caller, at)?;
-        source.rmdir(&cx.caller, cx.ino, name)?;
+        if is_dir { source.rmdir(&cx.caller, cx.ino, name) } else { source.unlink(&cx.caller, cx.ino, name) }?;
         cx.session.removals.record_lookup(at, None);
         Ok(())
     }
@@ -109,8 +102,7 @@ impl Server {
         Ok(())
     }
 
-    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it: a file without
-    /// its label is another file to a security module.
+    /// Gives what was just made the labels that came with the request. Where that fails nothing is left of it.
     pub(crate) fn apply_security_label(
         &self,
         cx: &Context<'_>,

@@ -139,8 +139,7 @@ impl Server {
         Ok(Served::Reply(written.bytes()))
     }
 
-    /// Notes that the client opened a file, and decides how it is to be read and written. `attr` are its attributes, if they
-    /// are known.
+    /// Notes that the client opened a file with these attributes, and decides how it is to be read and written.
     fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> Opened {
         cx.session.opened(Open { ino, handle, is_dir: false }, flags);
         let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.session.is_in_window(ino)));
@@ -166,8 +165,7 @@ impl Server {
         if passed.is_first_mapping
             && let Some(changes) = source.changes()
         {
-            // What the client keeps of the attributes is from before. As the change of no session it is told at once, also to
-            // the client that opens the file.
+            // What the client keeps of the attributes is from before. As no session's change, all are told at once.
             changes.publish(SessionId::default(), || Change::Attr { ino });
         }
         // No flag of the page cache's: with KEEP_CACHE the kernel refuses, with DIRECT_IO the server reads and writes.
@@ -178,8 +176,7 @@ impl Server {
         Opened { handle, flags: OpenFlags::PASSTHROUGH | by_server | closes, backing_id: passed.backing_id }
     }
 
-    /// The client is done with a file that its kernel may have written on its own: only now can others be told, and how
-    /// long it is then the client knows better.
+    /// The client is done with a file that its kernel may have written on its own: only now can others be told.
     pub(super) fn publish_passthrough_writes(&self, cx: &Context<'_>, handle: Handle) {
         let Some(passthrough) = &cx.session.passthrough else { return };
         let ino = cx.ino;

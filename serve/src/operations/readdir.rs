@@ -29,8 +29,7 @@ struct Listing<'a> {
     entries: Vec<(usize, Entry)>,
     /// References that the client does not get.
     surplus: Vec<Ino>,
-    /// The source pushed what did not fit. Nothing is taken after that, or the client, which goes on from the last
-    /// entry, would never see what was left out.
+    /// The source pushed what did not fit. Nothing is taken after that: the client goes on from the last entry.
     full: bool,
     flawed: bool,
     dir: Ino,

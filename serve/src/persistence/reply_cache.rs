@@ -266,8 +266,7 @@ impl Server {
         }
     }
 
-    /// Opens a file that a server before this one has made for the same request. What may be anybody else's is left to the client,
-    /// which gets the error that there was.
+    /// Opens a file that a server before this one has made for the same request, unless it may be anybody else's.
     fn reopen_created(
         &mut self,
         cx: &Context<'_>,

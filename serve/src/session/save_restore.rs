@@ -15,8 +15,7 @@ use crate::mappings::{MAPPING_FLAGS, Mappings};
 use crate::persistence::{OpenRecord, RestoreError, SessionRecord};
 use crate::share::Share;
 
-/// References to one inode that are taken over at most: so many that a client has come by honestly in no year, and so few that
-/// they are counted on for ever.
+/// References to one inode that are taken over at most: more than a client honestly has, and counting on never overflows.
 const REFERENCES_MAX: u64 = 1 << 48;
 
 /// Agrees again on what was agreed on.
@@ -90,14 +89,12 @@ impl SessionSlot {
         Ok(lost)
     }
 
-    /// All that the client holds, for a server on another host, which finds inodes within these bounds; and how many cannot be
-    /// named to it. `None`: there is no client.
+    /// All that the client holds, for a server that finds inodes within these bounds, and how many it cannot.
     pub fn save(&self, within: IdentityScope) -> Option<(Saved, usize)> {
         self.current().map(|session| session.save(within))
     }
 
-    /// The client is about to go on elsewhere, with what was saved: its locks are given up, for a server on this host would not
-    /// get them otherwise.
+    /// The client is about to go on elsewhere: its locks are given up, so that a server on this host can get them.
     pub fn release_locks_for_migration(&self) {
         if let Some(session) = self.current() {
             session.release_locks_for_migration();
@@ -299,8 +296,7 @@ impl Session {
         tried.map(|outcome| outcome.map(drop)).find(|outcome| *outcome != Err(Errno::BADF)).unwrap_or(Err(Errno::BADF))
     }
 
-    /// Gives the client's locks up, so that a server elsewhere can take them, which may be on this host. They stay noted. Whoever
-    /// waits for one asks again.
+    /// Gives the client's locks up, so that the next server can take them. They stay noted. Whoever waits for one asks again.
     fn release_locks_for_migration(&self) {
         self.locks_released.store(true, Ordering::Relaxed);
         self.blocked_locks.give_up();

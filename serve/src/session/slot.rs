@@ -30,8 +30,7 @@ impl std::fmt::Debug for SessionSlot {
 }
 
 impl SessionSlot {
-    /// A session whose INIT asks for what the share's policy wants, changed by `adjust`: an export adds and removes
-    /// flags there, and sets limits.
+    /// A session whose INIT asks for what the share's policy wants, as changed by the export's `adjust`.
     #[must_use]
     pub fn new(adjust: impl Fn(&InitRequest, &mut InitOptions) + Send + Sync + 'static) -> Self {
         Self { adjust: Some(Box::new(adjust)), ..Self::default() }
@@ -61,8 +60,7 @@ impl SessionSlot {
         self.session.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Ends the session, as DESTROY does: for a client that vanished. What it held is given back when no batch of
-    /// requests uses it any more.
+    /// Ends the session, as DESTROY does. What it held is given back when no batch of requests uses it.
     pub fn end(&self) {
         if let Some(store) = &self.store {
             store.begin(None);

@@ -19,7 +19,7 @@ use crate::memory::{MEMORY_REGIONS_MAX, Memory};
 use crate::migration::Transfer;
 use crate::ring::RingAddresses;
 use crate::window::{self, AddedRegion};
-use crate::worker::{Command, Control};
+use crate::worker::Control;
 use crate::{Device, QUEUE_SIZE_MAX, waiting};
 
 /// A descriptor that a worker has, too.
@@ -122,20 +122,18 @@ impl<D: Device> VhostUserBackendReqHandlerMut for Connection<D> {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let queue = self.queue(u32::from(index))?;
-        queue.call = fd.map(shared);
-        if let Some(port) = &queue.worker {
-            port.0.post(Command::Control(Control::Call(usize::from(index), queue.call.clone())));
-        }
+        let call = fd.map(shared);
+        self.queue(u32::from(index))?.call.clone_from(&call);
+        let index = usize::from(index);
+        self.post(index, Control::Call(index, call));
         Ok(())
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let queue = self.queue(u32::from(index))?;
-        queue.error = fd.map(shared);
-        if let Some(port) = &queue.worker {
-            port.0.post(Command::Control(Control::Error(usize::from(index), queue.error.clone())));
-        }
+        let error = fd.map(shared);
+        self.queue(u32::from(index))?.error.clone_from(&error);
+        let index = usize::from(index);
+        self.post(index, Control::Error(index, error));
         Ok(())
     }
 
@@ -327,7 +325,7 @@ impl<D: Device> Connection<D> {
     /// The state of the device, and what waits in its queues. Wherever these start, that is taken once more.
     fn save(&mut self) -> std::result::Result<Vec<u8>, String> {
         let waits =
-            |queue: &Queue<_>| if queue.resubmitted.is_empty() { queue.out.clone() } else { queue.resubmitted.clone() };
+            |queue: &Queue| if queue.resubmitted.is_empty() { queue.out.clone() } else { queue.resubmitted.clone() };
         let queues = (0..=u16::MAX).zip(&self.queues);
         let waiting: Vec<_> =
             queues.flat_map(|(index, queue)| waits(queue).into_iter().map(move |head| (index, head))).collect();

@@ -45,8 +45,7 @@ pub(crate) struct PackedLog {
 pub(crate) struct Found {
     /// Where the next used descriptor goes.
     pub(crate) used: Place,
-    /// The chains in flight in the order in which they were taken, each with its length: the memory may say something else
-    /// the next time.
+    /// The chains in flight in the order in which they were taken, each with its length, as first read.
     pub(crate) entries: Vec<(u16, u16)>,
     /// Their descriptors.
     pub(crate) descriptors: u16,

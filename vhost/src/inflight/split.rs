@@ -14,8 +14,7 @@ const IN_FLIGHT: usize = 0;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
 
-/// Every store releases, so that they happen in the order in which they are written down: another process may only
-/// ever find the result of the first few.
+/// Every store releases, so that another process only ever finds the results of the first few.
 const IN_ORDER: Ordering = Ordering::Release;
 
 /// Keeps, by the number of their head descriptor, the chains that the driver waits for.

@@ -17,8 +17,7 @@ pub(super) const INDIRECT: u16 = 4;
 pub(super) fn copy_out(table: *mut u8, index: u16) -> (u64, [u8; 8]) {
     let mut bytes = [0u8; DESCRIPTOR_BYTES as usize];
     let start = table.wrapping_add(bytes.len() * usize::from(index));
-    // SAFETY: whoever made a table of the pointer checked that its descriptors lie in guest memory, and the ring
-    // keeps that mapped.
+    // SAFETY: whoever made the table checked that it lies in guest memory, which the ring keeps mapped.
     unsafe { VolatileSlice::new(start, bytes.len()) }.copy_to(&mut bytes);
     let [a, b, c, d, e, f, g, h, rest @ ..] = bytes;
     (u64::from_le_bytes([a, b, c, d, e, f, g, h]), rest)

@@ -227,8 +227,7 @@ impl Guest {
         }
     }
 
-    /// What a front end says when it connects again, as QEMU does: the used index where it can be read, else whatever
-    /// the ring began with.
+    /// What a front end says when it connects again, as QEMU does: the used index, if it can read it.
     pub(super) fn base(&self) -> u32 {
         match self.setup.packed {
             false => u32::from(self.half(USED_PART + 2)),

@@ -3,8 +3,8 @@
 
 /// The number of the shared memory region.
 const REGION: u64 = 0;
-const MAP: u32 = 9;
-const UNMAP: u32 = 10;
+pub(super) const MAP: u32 = 9;
+pub(super) const UNMAP: u32 = 10;
 const WRITABLE: u64 = 1;
 
 /// A part of a file, and where it is to be in the window.
@@ -20,29 +20,8 @@ pub struct Part {
     pub writable: bool,
 }
 
-/// A request, ready to be sent.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Message {
-    /// Its number.
-    pub(super) code: u32,
-    /// What follows the header.
-    pub(super) body: Vec<u8>,
-}
-
-impl Message {
-    /// Maps a part of the file that goes along.
-    pub(super) fn map(part: Part) -> Self {
-        Self { code: MAP, body: body(part) }
-    }
-
-    /// Undoes that.
-    pub(super) fn unmap(part: Part) -> Self {
-        Self { code: UNMAP, body: body(part) }
-    }
-}
-
 /// `VhostUserMMap`: the number of the region and seven bytes of padding, then four numbers of eight bytes.
-fn body(part: Part) -> Vec<u8> {
+pub(super) fn body(part: Part) -> Vec<u8> {
     let Part { window_offset, file_offset, bytes, writable } = part;
     let numbers = [REGION, file_offset, window_offset, bytes, if writable { WRITABLE } else { 0 }];
     numbers.into_iter().flat_map(u64::to_ne_bytes).collect()
@@ -54,14 +33,14 @@ mod tests {
 
     const PART: Part = Part { window_offset: 0x40_0000, file_offset: 0x20_0000, bytes: 0x1000, writable: false };
 
-    fn numbers(message: &Message) -> Vec<u64> {
-        message.body.chunks(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"))).collect()
+    fn numbers(part: Part) -> Vec<u64> {
+        body(part).chunks(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"))).collect()
     }
 
     #[test]
     fn a_message_has_one_part() {
-        let (map, unmap) = (Message::map(PART), Message::unmap(Part { writable: true, ..PART }));
-        assert_eq!((map.code, numbers(&map)), (9, vec![0, 0x20_0000, 0x40_0000, 0x1000, 0]));
-        assert_eq!((unmap.code, numbers(&unmap)), (10, vec![0, 0x20_0000, 0x40_0000, 0x1000, 1]));
+        assert_eq!((MAP, numbers(PART)), (9, vec![0, 0x20_0000, 0x40_0000, 0x1000, 0]));
+        let writable = Part { writable: true, ..PART };
+        assert_eq!((UNMAP, numbers(writable)), (10, vec![0, 0x20_0000, 0x40_0000, 0x1000, 1]));
     }
 }

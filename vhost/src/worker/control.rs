@@ -25,18 +25,18 @@ impl<H: QueueHandler> Worker<H> {
                     let _ = reply.send(self.stop(context, queue));
                 }
                 Command::Control(Control::Memory(queue, memory)) => {
-                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                    if let Some(running) = self.running_mut(queue) {
                         running.ring.set_memory(Arc::new(memory));
                     }
                 }
                 Command::Control(Control::Call(queue, call)) => {
-                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                    if let Some(running) = self.running_mut(queue) {
                         running.call = call;
                         running.owes_signal = true;
                     }
                 }
                 Command::Control(Control::Error(queue, error)) => {
-                    if let Some(running) = self.running.iter_mut().find(|running| running.queue == queue) {
+                    if let Some(running) = self.running_mut(queue) {
                         running.error = error;
                     }
                 }

@@ -33,21 +33,18 @@ pub trait QueueHandler: 'static {
     /// What is to be done when a transfer has ended.
     type PendingTransfer: Send + 'static;
 
-    /// A chain was taken from its queue: called by the owner of the queue, in the order of the queue, before [`Self::serve`],
-    /// which another thread's handler may be asked for.
+    /// A chain was taken from its queue: called by the owner, in the queue's order, before anybody's [`Self::serve`].
     fn accept(&mut self, _token: u64, _chain: &Chain) {}
     /// Serves a chain.
     fn serve(&mut self, chain: &Chain, io: &mut Io<'_>) -> Answer;
     /// The chain's transfer ended: finishes its reply. Returns how many bytes were written in all.
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: std::io::Result<usize>) -> u32;
     /// A chain that was served or moved, by whatever thread, goes back to the driver now: called by the owner of the queue, which
-    /// gives chains back in the order of these calls and of those of [`Self::deliver`]. Returns how many of the bytes that were
-    /// written count.
+    /// gives chains back in the order of these calls and of those of [`Self::deliver`]. Returns how many written bytes count.
     fn complete(&mut self, _token: u64, written: u32) -> u32 {
         written
     }
-    /// A reply came for the chain; replies come in the order in which they were sent. Returns how many bytes were
-    /// written.
+    /// A reply came for the chain, in the order of sending. Returns how many bytes were written.
     fn deliver(&mut self, chain: &Chain, message: Self::Message) -> u32;
     /// [`Self::serve`], [`Self::transferred`] or [`Self::deliver`] panicked: answers as well as can be.
     fn failed(&mut self, chain: &Chain) -> u32;

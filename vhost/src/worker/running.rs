@@ -24,8 +24,7 @@ pub(super) struct Running {
     /// Chains taken and not given back.
     pub(super) out: usize,
     pub(super) broken: bool,
-    /// Whoever served the ring before us may have ended between showing its last batch and signalling it; or that went to
-    /// the descriptor that was in the place of this one.
+    /// The server before may have ended before it signalled its last batch, or this descriptor has replaced another.
     pub(super) owes_signal: bool,
     pub(super) vain_kicks: u32,
     /// Where to note which pages are written to, and whether the ring was since that was noted last.

@@ -62,8 +62,7 @@ impl<H: QueueHandler> Worker<H> {
     pub(super) fn take_one(&mut self, index: usize) -> bool {
         let running = &mut self.running[index];
         for _ in 0..BATCH_MAX {
-            // In this order: a chain may lie in memory of which a letter tells that came before it. Those that the server before
-            // has left do not.
+            // In this order: a chain may lie in memory of which a letter tells that came before it.
             let is_there = !running.broken && running.ring.has_available();
             if !is_there || self.port.0.is_filled() && !running.ring.is_recovering() {
                 return false;

@@ -19,8 +19,7 @@ use crate::transfer::in_payload;
 /// The alignment for files opened with `O_DIRECT`; a page is enough everywhere.
 const PAGE_BYTES: usize = 4096;
 
-/// The minimum buffer into which the kernel reads requests (`FUSE_MIN_READ_BUFFER`), and enough for requests longer
-/// than a WRITE's header.
+/// The minimum buffer for the kernel's requests (`FUSE_MIN_READ_BUFFER`), and enough for all but a WRITE's data.
 const HEAD_BYTES: usize = ferry_wire::fuse::REQUEST_HEAD_BYTES_MAX.next_multiple_of(PAGE_BYTES);
 
 /// Requests that no client waits for. Linux sends RELEASE when the last descriptor is closed, and continues.

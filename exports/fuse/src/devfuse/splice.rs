@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use ferry_engine::Transfer;
 use ferry_serve::HEADER_BYTES;
 use ferry_wire::fuse::abi::OutHeader;
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use zerocopy::IntoBytes;
 
@@ -101,13 +101,7 @@ impl SplicePipe {
     pub(super) fn send(&mut self, loaded: LoadedReply, channel: BorrowedFd<'_>) -> Result<(), Errno> {
         let LoadedReply { pipe, bytes, .. } = loaded;
         let bytes = HEADER_BYTES + bytes;
-        loop {
-            match splice(&pipe.from, None, channel, None, bytes, SpliceFlags::empty()) {
-                Ok(_) => break,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
+        retry_on_intr(|| splice(&pipe.from, None, channel, None, bytes, SpliceFlags::empty()))?;
         *self = Self::Ready(pipe);
         Ok(())
     }

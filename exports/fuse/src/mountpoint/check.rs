@@ -126,8 +126,7 @@ pub(super) fn prepare(path: &Path, kind: &str, nonempty: bool) -> Result<Place, 
     Ok(Place { path: path.clone(), fd })
 }
 
-/// Unmounts a dead mount of ferry, or of the kind that will be mounted; returns whether there was one. Live mounts, and
-/// dead ones of others, are errors.
+/// Unmounts a dead mount of ferry or of this kind; returns whether there was one. Other mounts are errors.
 fn clear_dead(path: &Path, kind: &str) -> Result<bool, MountError> {
     let id = table_id(path).map_err(|error| reach_error(path, error.into()))?;
     let above = path.parent().and_then(|parent| table_id(parent).ok());

@@ -10,8 +10,7 @@ use ferry_vfs::{Change, DeliveryGuard, Ino};
 use super::pending::{Job, PendingNotifications};
 use super::prunes::Prunes;
 
-/// How long a reply waits for notifications that the kernel does not accept because a blocked handler has the directory
-/// or the page. Longer than slow handlers take.
+/// How long a reply waits for notifications that a blocked handler keeps back: longer than slow handlers take.
 const TOLD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The maximum number of stuck threads, each on another inode. Beyond it no notifications are sent until one returns.

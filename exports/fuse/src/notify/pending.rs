@@ -62,8 +62,7 @@ impl Job {
     }
 }
 
-/// Returns the notifications that drop everything, for a kernel that knows these inodes. Each is a separate job, so
-/// that one that blocks delays no other.
+/// Returns the notifications that drop all of these inodes, as separate jobs, so that none delays another.
 pub(super) fn of_all(known: Vec<Ino>) -> impl Iterator<Item = Job> {
     let data = known.into_iter().chain([Ino::ROOT]).map(|ino| Job::Data(ino, WHOLE));
     std::iter::once(Job::Names).chain(data)

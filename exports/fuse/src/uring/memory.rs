@@ -23,8 +23,7 @@ struct Head {
 /// The memory of a few entries: their heads, then their payloads. Pages that are never used cost nothing.
 ///
 /// Each payload is mapped twice. The kernel permanently knows the first address; transfers use the second. So a
-/// transfer that does not end can be abandoned: the first address gets other pages ([`Chunk::replace`]), and the
-/// transfer at the second does no harm.
+/// transfer can be abandoned: the first address gets other pages ([`Chunk::replace`]).
 #[derive(Debug)]
 pub(super) struct Chunk {
     base: NonNull<u8>,
@@ -164,8 +163,7 @@ impl Chunk {
         let base = self.seconds[index].swap(second.into_raw(), Ordering::AcqRel);
         let left = Mapping { base, bytes: self.payload_bytes };
         let (from, to) = (first.base.cast(), self.payload(index).cast());
-        // SAFETY: the new mapping is ours and nobody uses it; it takes the place of the payload, where, so the caller says,
-        // nobody looks.
+        // SAFETY: the new mapping is ours and unused; nobody looks at the payload that it replaces, the caller says.
         let moved = unsafe { mremap_fixed(from, first.bytes, first.bytes, MremapFlags::MAYMOVE, to) };
         if moved.is_ok() {
             // It is a part of the chunk now.

@@ -21,8 +21,7 @@ use crate::deferred_replies::DeferredReplies;
 use crate::sched_idle::SchedIdle;
 
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
-/// CPU goes on: so more are registered when few are left, up to so many times the depth. Past it, requests of that CPU
-/// wait for one of these to end.
+/// CPU goes on: so more are registered when few are left, up to so many times the depth. Then they wait.
 const BLOCKS_MAX: usize = 256;
 
 /// Threads of one queue: one that works, the others blocked in handlers or spare.
@@ -163,8 +162,7 @@ impl Queue {
         Ok(first..first + self.depth)
     }
 
-    /// Whether so many requests wait that few entries are left for others. A thread that is blocked keeps as many as it was
-    /// given: the kernel may have no other way to them.
+    /// Whether so many requests wait that few entries are left for others. A blocked thread keeps those that it was given.
     pub(super) fn is_short(&self) -> bool {
         let parked = usize::try_from(self.parked.load(Ordering::Relaxed)).unwrap_or(0);
         let parked = parked.saturating_sub(self.deferred.given_up());
@@ -183,8 +181,7 @@ impl Queue {
         self.blocks.iter().map_while(OnceLock::get).flat_map(|block| &block.states).enumerate()
     }
 
-    /// Writes a whole reply into an entry of a current generation, and commits it. Does nothing if there is a reply
-    /// already.
+    /// Writes a whole reply into an entry of a current generation, and commits it, unless there is one.
     pub(super) fn answer(&self, index: usize, generation: Generation, reply: &[u8]) -> Result<(), NotEnded> {
         self.write_reply(index, generation, reply)?;
         self.mail.post(Mail::Commit(index));

@@ -78,8 +78,7 @@ pub(super) struct Ring {
 impl Ring {
     /// Makes a ring for `entries` entries of a connection.
     ///
-    /// Not for a single issuer, nor with deferred task work: another thread must be able to go on with the ring when
-    /// its worker is blocked in a handler.
+    /// Not for a single issuer, nor with deferred task work: another thread may go on with the ring.
     pub(super) fn new(entries: usize, entries_max: usize, device: BorrowedFd<'_>) -> io::Result<Self> {
         let submissions = u32::try_from(entries + 1).unwrap_or(u32::MAX);
         let completions = u32::try_from(2 * (entries_max + 1)).unwrap_or(u32::MAX);

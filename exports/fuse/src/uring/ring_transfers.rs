@@ -151,8 +151,7 @@ pub(super) fn submit_to_ring(worker: &Worker<'_>, index: usize, waits: BlockingT
 
 /// These are for the monitor.
 impl Queue {
-    /// Asks about each transfer that the ring makes, and has it ended if there is a verdict. Returns whether there are
-    /// any.
+    /// Asks about each transfer that the ring makes, and ends it by a verdict. Returns whether there are any.
     pub(super) fn abort_transfers(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
         if self.moving.is_quiet() {
             return false;
@@ -205,8 +204,7 @@ impl Block {
         }
     }
 
-    /// Writes the reply to a request whose transfer goes on. Returns the memory that the transfer keeps, and whether
-    /// there is a reply to commit.
+    /// Writes the reply to a request whose transfer goes on. Returns the memory that it keeps, and whether to commit.
     fn leave(&self, slot: usize, generation: Generation, reply: &[u8]) -> Result<(Mapping, bool), NotEnded> {
         let spare = self.chunk.spare().map_err(|error| {
             tracing::warn!("a request that takes too long cannot be aborted for lack of memory: {error}");
@@ -244,8 +242,7 @@ impl Worker<'_> {
         };
         // The kernel may start threads for it, which are as this one is.
         self.way.run_normally();
-        // SAFETY: this thread owns the queue; the transfer lies with its entry, or is kept, until it has completed, and so
-        // do the file and the memory.
+        // SAFETY: this thread owns the queue; transfer, file and memory are kept until it has completed.
         let begun = entry.and_then(|entry| self.push(|| unsafe { queue.ring.transfer(number, &entry) }));
         match begun {
             Ok(()) => _ = queue.moving.count.fetch_add(1, Ordering::Relaxed),

@@ -114,8 +114,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Waits for orders until all is over. The thread does not end before: entries that it has fetched are bound to
-    /// it, and the kernel would take them away with it.
+    /// Waits for orders until all is over: the kernel would take entries that the thread has fetched away with it.
     fn stand_by(&mut self, parked_worker: &Arc<ParkedWorker>) {
         loop {
             let order = parked_worker.wait();

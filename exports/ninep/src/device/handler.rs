@@ -112,8 +112,7 @@ impl Handler {
         Answer::Done(self.error(chain, tag, flaw.errno))
     }
 
-    /// Rejects a request. A tag in use does not end the session, as on a socket, because a chain has its own place for
-    /// the reply.
+    /// Rejects a request. Unlike on a socket, a tag in use does not end the session: the reply has a place.
     fn refuse(&mut self, chain: &Chain, tag: Tag, refused: RejectedRequest) -> Answer {
         let errno = match refused {
             RejectedRequest::Error(errno) => errno,
@@ -219,8 +218,7 @@ impl QueueHandler for Handler {
         put(chain, &reply)
     }
 
-    /// The server catches panics of the source. A panic here is a bug in the device, and the state of the request is
-    /// unknown.
+    /// A panic here is a bug in the device (the server catches the source's): the request's state is unknown.
     fn failed(&mut self, _: &Chain) -> u32 {
         0
     }
@@ -230,8 +228,7 @@ impl QueueHandler for Handler {
     }
 
     /// As on sockets, Tversion and Tflush must be handled before later messages. Other requests are served in any
-    /// order: a client waits for a reply before it sends a dependent request. A guest that changes a message meanwhile
-    /// only confuses its own requests.
+    /// order: a client waits for a reply before it sends a dependent one.
     fn placement(&self, chain: &Chain) -> Placement {
         let mut head = [0; HEADER_BYTES];
         chain.read_at(0, &mut head);

@@ -64,8 +64,7 @@ impl Context<'_> {
         Caller { session: self.session.id, uid: user.uid, gid, pid: 0, groups: self.share.options.users.groups(user) }
     }
 
-    /// Returns the caller of a change. 9P does not carry the groups of a user whom the client's kernel checks; that
-    /// kernel clears the bits that depend on them.
+    /// Returns the caller of a change. 9P does not carry a user's groups.
     fn writer(&self, user: User) -> Caller<'_> {
         let gid = if user.checked { user.gid } else { Caller::UNKNOWN };
         Caller { gid, ..self.caller(user, None) }
@@ -182,8 +181,7 @@ fn serve_infrequent<'a>(cx: &Context<'_>, request: &Request<'a>) -> Result<Reply
         Request::Remove { fid } => cx.remove(fid),
         Request::Xattrwalk { fid, new_fid, name } => cx.xattrwalk(fid, new_fid, name),
         Request::Xattrcreate { fid, name, bytes, flags } => cx.xattrcreate(fid, name, bytes, flags),
-        // No authentication. attach(5) requires an error from such a server, and diod's tools only continue after this
-        // one.
+        // No authentication: attach(5) requires an error then, and diod's tools only continue after this one.
         Request::Auth { .. } => Err(Errno::NOENT),
         _ => Err(Errno::OPNOTSUPP),
     }

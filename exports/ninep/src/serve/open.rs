@@ -16,8 +16,7 @@ use crate::carrier::NinepReply;
 use crate::session::{File, Node, Place, State};
 use crate::users::User;
 
-/// Flags that are not passed on. Buffers of replies are not aligned for `O_DIRECT`, and the client's kernel bypasses
-/// its own page cache.
+/// Flags that are not passed on. Buffers of replies are not aligned for `O_DIRECT`.
 const NOT_PASSED: OFlags = OFlags::DIRECT.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW);
 
 impl Context<'_> {
@@ -212,8 +211,7 @@ impl Context<'_> {
     }
 }
 
-/// Returns whether an existing file is opened instead: for users that the server checks, and for root, who may open
-/// every file.
+/// Returns whether an existing file is opened instead: for users that the server checks, and for root.
 fn opens_what_is_there(user: User, flags: OFlags) -> bool {
     !flags.contains(OFlags::EXCL) && (user.checked || user.uid == 0)
 }
@@ -223,8 +221,7 @@ struct Listing<'a> {
     writer: DirWriter<'a>,
     /// The directory, which `.` is.
     own: (Ino, u64),
-    /// An entry did not fit. No later one is added, because the client continues after the last entry and would miss
-    /// the omitted one.
+    /// An entry did not fit. No later one is added: the client continues after the last one.
     full: Cell<bool>,
     flawed: bool,
     pushed: bool,

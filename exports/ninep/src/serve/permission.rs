@@ -95,8 +95,7 @@ impl Context<'_> {
         if is_trap { Err(Errno::ACCESS) } else { Ok(()) }
     }
 
-    /// Checks whether a user may link a file: its own, or one that it can read and write and that grants no privileges
-    /// (`may_linkat` with `protected_hardlinks`).
+    /// Checks whether a user may link a file, as `may_linkat` does with `protected_hardlinks`.
     pub(super) fn may_link(&self, user: User, file: &File) -> Result<()> {
         if !user.is_bound() {
             return Ok(());
@@ -110,8 +109,7 @@ impl Context<'_> {
         }
     }
 
-    /// Checks whether the fid's user may change these attributes; returns the changes to make (`setattr_prepare`,
-    /// `may_setattr`).
+    /// Checks whether the fid's user may change these attributes; returns the changes to make (`setattr_prepare`).
     pub(super) fn may_set(&self, file: &File, set: &SetAttr) -> Result<SetAttr> {
         let user = file.user;
         if !user.is_bound() {
@@ -182,8 +180,7 @@ impl Context<'_> {
         if owns && name.starts_with(b"system.posix_acl_") { Ok(()) } else { Err(Errno::PERM) }
     }
 
-    /// Returns whether setting this attribute clears the file's sgid: an ACL does if the user is not in its group
-    /// (`posix_acl_update_mode`).
+    /// Returns whether setting this attribute clears the file's sgid, as an ACL may (`posix_acl_update_mode`).
     pub(super) fn clears_sgid(&self, file: &File, name: &[u8]) -> Result<bool> {
         let is_acl = file.user.is_bound() && name == b"system.posix_acl_access";
         Ok(is_acl && !self.is_in_group(file.user, self.attr(file)?.gid))

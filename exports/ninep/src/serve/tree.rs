@@ -70,8 +70,7 @@ impl Context<'_> {
         self.session.node(self.share.source.lookup_parent(&cx, dir.ino)?)
     }
 
-    /// Goes as far as the names lead (walk(5)): if not even the first does, that is an error; if a later one does not,
-    /// the client learns how far it came, and gets no fid.
+    /// Goes as far as the names lead (walk(5)): it is an error if the first does not; if a later one, there is no fid.
     pub(super) fn walk(&self, fid: Fid, new_fid: Fid, steps: Steps<'_>) -> Result<Reply<'static>> {
         let from = self.session.get(fid)?;
         // Linux makes further fids of open ones, too.

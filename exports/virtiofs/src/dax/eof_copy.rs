@@ -19,7 +19,7 @@ use std::time::{Duration, SystemTime};
 use ferry_engine::lock;
 use ferry_vfs::{Backing, Errno, Ino, Result};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
-use rustix::io::{pread, pwrite};
+use rustix::io::{pread, pwrite, retry_on_intr};
 
 /// The unit of comparison in bytes.
 const BLOCK_BYTES: usize = 4096;
@@ -38,8 +38,7 @@ pub(super) struct EofCopy {
     bytes: u64,
     /// The copy. After it, beyond the mapping, the file stores for the next server what both sides had at the last
     /// synchronization, up to the file's end then, and the number of those bytes. Bytes past the end belong to the
-    /// file: the sides are synchronized before the guest learns of a longer file, so what the guest stored there was
-    /// past the end.
+    /// file: the sides are synchronized before the guest learns of a longer file.
     copy: Arc<OwnedFd>,
     base_bytes: usize,
 }
@@ -80,8 +79,7 @@ impl EofCopy {
     }
 
     /// Writes the guest's changes to the file, which is `size` bytes long, and other changes of the file to the copy:
-    /// in this part of the file, and wherever its length changed. If both have changed, the guest's change wins, except
-    /// past the file's end.
+    /// in this part, and wherever its length changed. The guest's change wins, except past the file's end.
     fn sync(&mut self, size: u64, part: &Range<u64>) -> Result<()> {
         let in_file = self.index(size)?;
         let end = self.index(part.end)?.min(in_file).min(self.base_bytes);
@@ -164,11 +162,9 @@ pub(super) fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Ve
     let mut out = vec![0; bytes];
     let mut done = 0;
     while done < bytes {
-        match pread(file, &mut out[done..], offset + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
+        match retry_on_intr(|| pread(file, &mut out[done..], offset + done as u64))? {
+            0 => break,
+            count => done += count,
         }
     }
     Ok(out)
@@ -177,11 +173,9 @@ pub(super) fn read(file: BorrowedFd<'_>, offset: u64, bytes: usize) -> Result<Ve
 /// Writes all bytes.
 pub(super) fn write(file: BorrowedFd<'_>, mut offset: u64, mut bytes: &[u8]) -> Result<()> {
     while !bytes.is_empty() {
-        match pwrite(file, bytes, offset) {
-            Ok(0) => return Err(Errno::IO),
-            Ok(count) => (bytes, offset) = (&bytes[count..], offset + count as u64),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
+        match retry_on_intr(|| pwrite(file, bytes, offset))? {
+            0 => return Err(Errno::IO),
+            count => (bytes, offset) = (&bytes[count..], offset + count as u64),
         }
     }
     Ok(())

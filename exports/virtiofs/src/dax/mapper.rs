@@ -51,8 +51,7 @@ pub(super) struct Open {
 /// The execute bits of a mode.
 const ANY_EXECUTE: u32 = 0o111;
 
-/// Runs code that may panic: a source, or a listener of its changes. The thread must survive, because others wait for
-/// it.
+/// Runs code that may panic (a source, a listener): the thread must survive, because others wait for it.
 fn catch_panics(act: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(act)).unwrap_or(Err(Errno::IO))
 }
@@ -345,9 +344,8 @@ impl Mapper {
         Ok((file, for_writing))
     }
 
-    /// Opens a file for reading. QEMU maps nothing from a read-only descriptor, not even for reading. But a writable
-    /// one is not possible for a read-only share, nor acceptable for a program: while it is open for writing, the host
-    /// could not run it (ETXTBSY). Such files are copied.
+    /// Opens a file for reading. QEMU maps nothing from a read-only descriptor, not even for reading. Files of
+    /// read-only shares, and programs (ETXTBSY), are copied instead.
     fn open_for_reading(&self, caller: &Caller<'_>, ino: Ino) -> Result<(Arc<Backing>, bool)> {
         let source = mappable(&*self.source)?;
         let file = source.map(caller, ino, false)?;
@@ -357,8 +355,7 @@ impl Mapper {
         Ok(source.map(caller, ino, true).map_or((file, false), |file| (file, true)))
     }
 
-    /// Allocates the file's holes where the guest will write: a store into the window cannot report "no space", and
-    /// would end the virtual machine.
+    /// Allocates the file's holes where the guest will write: "no space" at a store would end the virtual machine.
     fn allocate(&self, asked: &Mapping) -> Result<()> {
         let Some(open) = self.files.get(&asked.ino) else { return Ok(()) };
         let size = u64::try_from(fstat(open.file.as_fd())?.st_size).unwrap_or(0);

@@ -50,12 +50,10 @@ const CHUNK_BYTES: u64 = 2 << 20;
 /// one per 2 MiB, or two where a file ends. That leaves some regions for the memory.
 pub const WINDOW_BYTES_MAX: u64 = 240 * CHUNK_BYTES;
 
-/// The default length of the window in bytes. It costs the guest a 64th of that in memory, and leaves regions for a
-/// second window.
+/// The default length of the window in bytes. It costs the guest a 64th of that in memory.
 pub const WINDOW_BYTES_DEFAULT: u64 = 256 << 20;
 
-/// The default size in bytes above which files are mapped: a mapping costs a round trip to the front end, so small
-/// files are better read by requests.
+/// The default size in bytes above which files are mapped: a mapping costs a round trip to the front end.
 pub const FILE_BYTES_DEFAULT: u64 = 1 << 20;
 
 /// The part of a source that maps files.
@@ -104,8 +102,7 @@ pub(crate) struct Dax {
     /// The guest may change nothing, so nor may the front end.
     read_only: bool,
     eof_copies: Arc<EofCopies>,
-    /// Files with mapping requests that were not forgotten. The lock is held while the thread is sent either, to keep
-    /// the order.
+    /// Files with mapping requests that were not forgotten; locked while the thread is sent either.
     asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
     thread: Mutex<Option<(MapperHandle, JoinHandle<()>)>>,

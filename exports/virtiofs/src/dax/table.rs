@@ -15,8 +15,7 @@ use super::mapping_records::MappingRecord;
 pub(super) struct ActiveMapping {
     pub(super) ino: Ino,
     pub(super) part: Part,
-    /// The parts that the front end was asked to map: files, and copies (see [`super::eof_copy`] and
-    /// [`super::pieces`]).
+    /// The parts that the front end was asked to map: files, and copies (see [`super::eof_copy`]).
     pub(super) mapped: Arc<[Part]>,
     /// The guest has requested write access.
     pub(super) written: bool,
