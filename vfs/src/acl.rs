@@ -1,5 +1,5 @@
-//! POSIX ACLs as Linux shows them in extended attributes (`linux/posix_acl.h`, `linux/posix_acl_xattr.h`), and what a mode may
-//! show of one to clients that do not check ACLs.
+//! POSIX ACLs as Linux stores them in extended attributes (`linux/posix_acl.h`, `linux/posix_acl_xattr.h`), and their modes
+//! for clients that do not check ACLs.
 
 use crate::{Attr, Caller, Errno, FileSystem, FileType, Ino};
 
@@ -8,46 +8,46 @@ pub const ACCESS: &[u8] = b"system.posix_acl_access";
 /// The extended attribute of a directory's default ACL.
 pub const DEFAULT: &[u8] = b"system.posix_acl_default";
 
-/// `POSIX_ACL_XATTR_VERSION`, the value's header, little endian.
+/// `POSIX_ACL_XATTR_VERSION`, the header of the value, little endian.
 pub const VERSION: u32 = 2;
-/// An entry: tag (2 bytes), permissions (2) and id (4), little endian.
+/// The size of an entry in bytes: tag (2), permissions (2) and id (4), little endian.
 pub const ENTRY_BYTES: usize = 8;
 
 /// `ACL_USER_OBJ`: the owner.
 pub const USER_OBJ: u16 = 0x01;
-/// `ACL_USER`: the user whose id the entry has.
+/// `ACL_USER`: the user with the id of the entry.
 pub const USER: u16 = 0x02;
 /// `ACL_GROUP_OBJ`: the file's group.
 pub const GROUP_OBJ: u16 = 0x04;
-/// `ACL_GROUP`: the group whose id the entry has.
+/// `ACL_GROUP`: the group with the id of the entry.
 pub const GROUP: u16 = 0x08;
-/// `ACL_MASK`: what all but the owner and others have at the most.
+/// `ACL_MASK`: the maximum permissions of all except the owner and others.
 pub const MASK: u16 = 0x10;
 /// `ACL_OTHER`: all others.
 pub const OTHER: u16 = 0x20;
 
-/// Permission bits of group and others: where there are none, an ACL gives nothing either that a mode shows.
+/// Permission bits of group and others. Without any of them, an ACL grants nothing that the mode shows.
 const GROUP_AND_OTHERS: u32 = 0o077;
 
-/// The mode to show of an inode with these attributes, of which a source may have an ACL: see [`FileSystem::mode_without_acl`].
+/// Returns the mode of an inode with these attributes that may have an ACL: see [`FileSystem::mode_without_acl`].
 pub fn mode_without_acl<F: FileSystem + ?Sized>(source: &F, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
     let mode = attr.mode;
     if mode & GROUP_AND_OTHERS == 0 || attr.kind() == FileType::Symlink {
         return mode;
     }
     match source.getxattr(cx, ino, ACCESS) {
-        Ok(acl) => narrowed(mode, &acl),
+        Ok(acl) => narrow(mode, &acl),
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => mode,
-        // There may be one.
+        // There may be an ACL.
         Err(_) => mode & !GROUP_AND_OTHERS,
     }
 }
 
-/// The mode that gives nobody more than the ACL does. Linux shows the mask as the group's bits, and a client that goes by
-/// them lets the owning group do what the mask allows and its own entry does not. A mode cannot name users and
-/// groups, so what any of those that the ACL names may not do, nobody of group and others may: a named user may be a member of the owning
-/// group, or of none; a named group's members are not in the owning group, or the ACL lets them do what that may.
-fn narrowed(mode: u32, acl: &[u8]) -> u32 {
+/// Returns a mode that grants no user more than the ACL does. Linux shows the mask as the group's bits; a client that
+/// checks those would grant the owning group what only the mask allows. A mode cannot name users and groups, so group and
+/// others lose each permission that some named user or group lacks. A named user may be a member of the owning group or
+/// not. Members of a named group are not in the owning group, or the ACL grants them its permissions too.
+fn narrow(mode: u32, acl: &[u8]) -> u32 {
     let refused = mode & !GROUP_AND_OTHERS;
     let Some((version, entries)) = acl.split_first_chunk() else { return if acl.is_empty() { mode } else { refused } };
     let (entries, []) = entries.as_chunks::<ENTRY_BYTES>() else { return refused };
@@ -72,7 +72,7 @@ fn narrowed(mode: u32, acl: &[u8]) -> u32 {
         return mode;
     }
     let is_named = entries.iter().any(|entry| matches!(u16::from_le_bytes([entry[0], entry[1]]), USER | GROUP));
-    // The mask is for the group and for who is named, and for no others.
+    // The mask applies to the group and to named users and groups.
     let named = if is_named { users & groups & mask } else { 7 };
     (mode & !0o777) | (owner << 6) | ((group & mask & users) << 3) | (others & named)
 }
@@ -107,27 +107,27 @@ mod tests {
         for (value, mode, shown) in [
             (acl(&base(0, 6, 0)), 0o100_660, 0o100_600),
             (acl(&base(7, 4, 4)), 0o100_644, 0o100_644),
-            // Who is named may be in the group, or one of the others.
+            // A named user may be in the group, or one of the others.
             (with((USER, 0, 7), base(6, 6, 4)), 0o100_664, 0o100_600),
             (with((USER, 6, 7), base(4, 6, 4)), 0o100_664, 0o100_644),
             (with((USER, 6, 7), base(4, 0, 4)), 0o100_604, 0o100_600),
-            // A named group takes nothing from the owning one.
+            // A named group takes no permission from the owning one.
             (with((GROUP, 0, 7), base(6, 6, 4)), 0o100_664, 0o100_660),
             (with((GROUP, 4, 7), base(0, 6, 4)), 0o102_664, 0o102_604),
             (acl(&[(USER_OBJ, 6, 0), (GROUP_OBJ, 4, 0), (OTHER, 4, 0)]), 0o100_644, 0o100_644),
             (Vec::new(), 0o100_664, 0o100_664),
             (VERSION.to_le_bytes().to_vec(), 0o100_664, 0o100_664),
-            // Nobody knows what these allow.
+            // The meaning of these is unknown.
             (vec![2, 0, 0], 0o104_775, 0o104_700),
             (3_u32.to_le_bytes().to_vec(), 0o100_664, 0o100_600),
             (acl(&[(0x40, 7, 0)]), 0o100_664, 0o100_600),
         ] {
-            let now = narrowed(mode, &value);
+            let now = narrow(mode, &value);
             assert_eq!(now, shown, "{value:?}: {now:o}");
         }
     }
 
-    /// What Linux's `posix_acl_permission` lets somebody do who is not the owner.
+    /// Returns whether Linux's `posix_acl_permission` grants a permission to a user who is not the owner.
     fn linux_allows(entries: &[(u16, u32, u32)], uid: u32, groups: &[u32], want: u32) -> bool {
         let perm = |tag| entries.iter().find(|entry| entry.0 == tag).map(|entry| entry.1);
         let mask = perm(MASK).unwrap_or(7);
@@ -149,7 +149,7 @@ mod tests {
     proptest! {
         /// The owning group is 0; users and groups 1 to 3 may be named.
         #[test]
-        fn nobody_may_more_by_the_mode_than_by_the_acl(
+        fn the_mode_grants_no_more_than_the_acl(
             (group, mask, other) in (0..8u32, 0..8u32, 0..8u32),
             users in proptest::collection::btree_map(1..4u32, 0..8u32, 0..3),
             named in proptest::collection::btree_map(1..4u32, 0..8u32, 0..3),
@@ -160,14 +160,14 @@ mod tests {
             entries.push((GROUP_OBJ, group, NOBODY));
             entries.extend(named.iter().map(|(id, perm)| (GROUP, *perm, *id)));
             entries.extend([(MASK, mask, NOBODY), (OTHER, other, NOBODY)]);
-            let mode = narrowed(0o100_700 | (mask << 3) | other, &acl(&entries));
+            let mode = narrow(0o100_700 | (mask << 3) | other, &acl(&entries));
             let class = if member.contains(&0) { mode >> 3 } else { mode } & 7;
             prop_assert!(class & want != want || linux_allows(&entries, uid, &member, want), "{mode:o} {entries:?}");
         }
 
         #[test]
-        fn any_bytes_are_borne(value in proptest::collection::vec(any::<u8>(), 0..60), mode in 0..0o200_000u32) {
-            let now = narrowed(mode, &value);
+        fn any_bytes_are_accepted(value in proptest::collection::vec(any::<u8>(), 0..60), mode in 0..0o200_000u32) {
+            let now = narrow(mode, &value);
             prop_assert_eq!(now & !0o777, mode & !0o777);
         }
     }

@@ -6,29 +6,29 @@ use crate::{Attr, Caller, CreateArgs, Entry, Errno, FileType, Ino, Result, SetAt
 
 /// The unit of [`Attr::blocks`].
 const BLOCK_BYTES: u64 = 512;
-/// What [`Attr::new`] names as the preferred size of a transfer: a page.
+/// The preferred size of a transfer in [`Attr::new`]: a page.
 const BLKSIZE: u32 = 4096;
-/// Bits of `st_mode`: set user id, set group id, executable by the group, and all of the permissions.
+/// Bits of `st_mode`: set user id, set group id, executable by the group, and all permissions.
 const S_ISUID: u32 = 0o4000;
 const S_ISGID: u32 = 0o2000;
 const S_IXGRP: u32 = 0o010;
 const PERMISSIONS: u32 = 0o7777;
 
-/// The mode that a regular file keeps after a change of its bytes or its size by `cx`, a caller without `CAP_FSETID`, or after a
-/// change of its owner by anybody (Linux's `setattr_should_drop_suidgid`). `gid` is the file's group before the change.
+/// Returns the mode of a regular file after a change of its data or size by `cx`, a caller without `CAP_FSETID`, or after
+/// any change of its owner (Linux's `setattr_should_drop_suidgid`). `gid` is the file's group before the change.
 ///
-/// Suid goes. Sgid goes if the group may execute the file, or if the caller is not in the group: without group execution it is no
-/// privilege but a mark for mandatory locks.
+/// Suid is cleared. Sgid is cleared if the group may execute the file, or if the caller is not in the group: without group
+/// execution it is no privilege but a mark for mandatory locks.
 pub fn without_privileges(mode: u32, gid: u32, cx: &Caller<'_>) -> u32 {
     let keeps_sgid = mode & S_IXGRP == 0 && cx.in_group_or_root(gid);
     mode & !(S_ISUID | if keeps_sgid { 0 } else { S_ISGID })
 }
 
-/// Whether [`open`](crate::FileSystem::open) is for such an inode, which it is for regular files.
+/// Checks whether [`open`](crate::FileSystem::open) applies to this file type: only to regular files.
 ///
 /// # Errors
-/// `ISDIR` and `LOOP` for directories and symbolic links; `ACCESS` for devices, as on a mount without them, and `NXIO` for
-/// FIFOs and sockets: it is the client's kernel that opens those.
+/// `ISDIR` and `LOOP` for directories and symbolic links; `ACCESS` for devices, as on a mount with `nodev`, and `NXIO` for
+/// FIFOs and sockets: the client's kernel opens those itself.
 pub fn openable(kind: FileType) -> Result<()> {
     match kind {
         FileType::RegularFile => Ok(()),
@@ -40,7 +40,7 @@ pub fn openable(kind: FileType) -> Result<()> {
 }
 
 impl Timespec {
-    /// The time of the host's clock.
+    /// Returns the time of the host's clock.
     pub fn now() -> Self {
         SystemTime::now().into()
     }
@@ -63,8 +63,8 @@ impl From<SystemTime> for Timespec {
 }
 
 impl Attr {
-    /// The attributes of an empty inode of root's with these permission bits, made now: one name, or two for a
-    /// directory (its own and `.`). What differs is set in the fields afterwards.
+    /// Returns the attributes of an empty inode of root with these permission bits, created now: one name, or two for a
+    /// directory (its own and `.`). Callers change the fields as needed.
     pub fn new(ino: Ino, kind: FileType, permissions: u32) -> Self {
         let now = Timespec::now();
         Self {
@@ -80,10 +80,10 @@ impl Attr {
         }
     }
 
-    /// The attributes of an inode that `cx` makes now in a directory with the attributes `dir`: the caller is the
-    /// owner, the umask is applied, and a directory with sgid hands its group down (and sgid, to directories).
+    /// Returns the attributes of an inode that `cx` creates now in a directory with the attributes `dir`: the caller is
+    /// the owner, the umask is applied, and a directory with sgid passes on its group (and sgid, to directories).
     ///
-    /// For sources without ACLs; a default ACL of the directory would take the umask's place.
+    /// For sources without ACLs; a default ACL of the directory would replace the umask.
     pub fn for_new(ino: Ino, cx: &Caller<'_>, new: &CreateArgs, dir: &Self) -> Self {
         let kind = FileType::from_raw_mode(new.mode);
         let mut attr = Self::new(ino, kind, new.mode & !new.umask);
@@ -97,7 +97,7 @@ impl Attr {
         attr
     }
 
-    /// The same with this size, all of it allocated.
+    /// Returns the attributes with this size, all of it allocated.
     #[must_use]
     pub fn with_size(mut self, bytes: u64) -> Self {
         self.set_size(bytes);
@@ -110,20 +110,20 @@ impl Attr {
         self.blocks = bytes.div_ceil(BLOCK_BYTES);
     }
 
-    /// Clears suid and sgid as a write by an unprivileged caller does ([`without_privileges`],
+    /// Clears suid and sgid, as a write by an unprivileged caller does ([`without_privileges`],
     /// [`crate::IoRange::clear_privileges`]).
     pub fn clear_privileges(&mut self, cx: &Caller<'_>) {
         self.mode = without_privileges(self.mode, self.gid, cx);
     }
 
-    /// Whether this is a regular file with suid or sgid.
+    /// Returns whether this is a regular file with suid or sgid.
     pub fn is_set_id(&self) -> bool {
         self.kind() == FileType::RegularFile && self.mode & (S_ISUID | S_ISGID) != 0
     }
 }
 
 impl Entry {
-    /// An inode whose number is never used again. It carries one reference, which the source has counted.
+    /// Returns an entry of an inode whose number is never reused. It carries one reference, which the source has counted.
     pub fn new(ino: Ino, attr: Attr) -> Self {
         Self { ino, generation: 0, attr }
     }
@@ -131,8 +131,7 @@ impl Entry {
 
 impl SetAttr {
     /// Changes `attr` for `cx` as Linux's own file systems do: a change of owner clears suid and sgid, a change of size sets
-    /// the time of the data, and every change sets ctime. The bytes of the file, its ACL and its capabilities are left
-    /// to the source.
+    /// mtime, and every change sets ctime. The source changes the data of the file, its ACL and its capabilities.
     pub fn apply(&self, cx: &Caller<'_>, attr: &mut Attr) {
         let now = Timespec::now();
         let at = |time: SetTime| match time {
@@ -176,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_inode_is_its_makers_unless_the_directory_has_sgid() {
+    fn a_new_inode_belongs_to_its_caller_unless_the_directory_has_sgid() {
         let cx = Caller { uid: 5, gid: 6, ..Caller::default() };
         let file = FileType::RegularFile.as_raw_mode();
         let folder = FileType::Directory.as_raw_mode();
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn privileges_go_as_on_linux() {
+    fn privileges_are_cleared_as_on_linux() {
         let none = SetAttr::default();
         let cleared = SetAttr { size: Some(1), clear_privileges: true, ..none };
         let root = Caller::default();

@@ -24,25 +24,24 @@ pub enum Change {
         /// Length in bytes; `u64::MAX` for "to the end".
         len: u64,
     },
-    /// A name came, went, or now means another inode; the directory's attributes changed too.
+    /// A name was added or removed, or refers to another inode now; the directory's attributes changed too.
     Entry {
         /// The directory.
         dir: Ino,
         /// The name.
         name: NameBuf,
     },
-    /// A name of an inode was removed. Says more than [`Change::Entry`]: clients that watch the inode
-    /// (inotify) learn of it.
+    /// A name of an inode was removed. Unlike [`Change::Entry`], it notifies clients that watch the inode (inotify).
     Removed {
         /// The directory.
         dir: Ino,
         /// The name.
         name: NameBuf,
-        /// The inode that it meant.
+        /// The inode to which it referred.
         ino: Ino,
     },
-    /// A name may mean something else than clients believe: they are to ask before they use it again. Says less than
-    /// [`Change::Entry`]: who is using what the name means still, as a working directory, is not disturbed.
+    /// A name may refer to another inode than clients have cached: they must revalidate it before its next use. Unlike
+    /// [`Change::Entry`], it does not disturb processes that use the inode, as a working directory for example.
     Unsure {
         /// The directory.
         dir: Ino,
@@ -55,15 +54,15 @@ pub enum Change {
 
 /// A receiver of changes. No method may block.
 pub trait Listener: Send + Sync {
-    /// A change, and the session that made it; on the publisher's thread, with no lock of the source held.
+    /// Receives a change and the session that made it, on the publisher's thread. No lock of the source is held.
     fn changed(&self, change: &Change, by: SessionId);
 
     /// Returns whether some changes have not been delivered to the listener's clients yet.
     fn is_behind(&self) -> bool;
 
-    /// The listener drops the guard as soon as every change so far has been delivered to its clients, or at once if
-    /// that is the case already.
-    fn when_delivered(&self, told: DeliveryGuard);
+    /// Takes a guard, and drops it as soon as every change so far has been delivered to its clients; at once if that is
+    /// the case already.
+    fn when_delivered(&self, guard: DeliveryGuard);
 }
 
 /// A guard that runs a function when its last clone is dropped, that is, when changes have been delivered to all
@@ -93,7 +92,7 @@ impl DeliveryGuard {
 
 impl fmt::Debug for DeliveryGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Told")
+        f.write_str("DeliveryGuard")
     }
 }
 
@@ -124,8 +123,8 @@ struct Shared {
 /// The changes of one source. Its exports publish changes and subscribe to them. Without subscribers a change costs one
 /// atomic load.
 ///
-/// This is also how an author tells clients what changed behind their backs. Publishing from inside a handler
-/// cannot deadlock: listeners only take notes, and tell their clients from threads of their own.
+/// A source also publishes changes that no client made. Publishing inside a handler cannot deadlock: listeners only
+/// queue the change, and notify their clients from other threads.
 #[derive(Clone, Default)]
 pub struct Changes(Arc<Shared>);
 
@@ -145,8 +144,8 @@ impl Changes {
         Subscription { id, shared: Arc::downgrade(&self.0) }
     }
 
-    /// Tells all who listen; `change` is only called when somebody does. `by` is the session whose request made the
-    /// change ([`crate::Caller::session`]), which needs no telling; `SessionId::default()` if it was nobody's.
+    /// Notifies all listeners; `change` is only called if there are any. `by` is the session whose request made the change
+    /// ([`crate::Caller::session`]), which is not notified; `SessionId::default()` if no session made it.
     pub fn publish(&self, by: SessionId, change: impl FnOnce() -> Change) {
         if self.0.count.load(Ordering::Acquire) == 0 {
             return;
@@ -157,18 +156,18 @@ impl Changes {
         }
     }
 
-    /// Whether clients of somebody who listens have not been told yet of every change that was published up to now.
+    /// Returns whether some published change has not been delivered yet to the clients of all listeners.
     pub fn is_behind(&self) -> bool {
         self.0.count.load(Ordering::Acquire) != 0 && self.listeners().iter().any(|(_, listener)| listener.is_behind())
     }
 
     /// Calls `then` when every change published so far has been delivered to the clients of all listeners; before this
-    /// returns, if that is the case already. So a caller that gets a lock sees everything that was written before,
-    /// whatever its client caches.
+    /// returns, if that is the case already. So a client that gets a lock sees all earlier writes, whatever it has
+    /// cached.
     pub fn when_delivered(&self, then: impl FnOnce() + Send + 'static) {
-        let told = DeliveryGuard::new(then);
+        let guard = DeliveryGuard::new(then);
         for (_, listener) in self.listeners() {
-            listener.when_delivered(told.clone());
+            listener.when_delivered(guard.clone());
         }
     }
 
@@ -213,24 +212,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_all_listeners_until_they_leave() {
+    fn changes_reach_all_listeners_until_they_unsubscribe() {
         let changes = Changes::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let listen = |tag: u8| {
             let seen = Arc::clone(&seen);
             changes.subscribe(move |change, _| seen.lock().unwrap().push((tag, change.clone())))
         };
-        changes.publish(SessionId::default(), || unreachable!("nobody listens yet"));
+        changes.publish(SessionId::default(), || unreachable!("there is no listener yet"));
         let (first, second) = (listen(1), listen(2));
         let change = Change::Attr { ino: Ino(7) };
         changes.publish(SessionId::default(), || change.clone());
         drop(first);
         changes.publish(SessionId::default(), || change.clone());
         drop(second);
-        changes.publish(SessionId::default(), || unreachable!("nobody listens any more"));
+        changes.publish(SessionId::default(), || unreachable!("there is no listener any more"));
         assert_eq!(*seen.lock().unwrap(), [(1, change.clone()), (2, change.clone()), (2, change)]);
     }
-    /// Keeps what it is to drop when its clients were told.
+
+    /// Keeps the guards of changes that it has not delivered yet.
     #[derive(Default)]
     struct Slow(Mutex<Vec<DeliveryGuard>>, AtomicBool);
 
@@ -243,13 +243,13 @@ mod tests {
             self.1.load(Ordering::Relaxed)
         }
 
-        fn when_delivered(&self, told: DeliveryGuard) {
-            self.0.lock().unwrap().push(told);
+        fn when_delivered(&self, guard: DeliveryGuard) {
+            self.0.lock().unwrap().push(guard);
         }
     }
 
     #[test]
-    fn what_waits_for_telling_waits_for_the_slowest() {
+    fn a_call_after_delivery_waits_for_the_slowest_listener() {
         let changes = Changes::default();
         let done = Arc::new(AtomicUsize::new(0));
         let count = || {
@@ -259,16 +259,16 @@ mod tests {
             });
             changes.is_behind()
         };
-        assert!(!count(), "nobody listens");
+        assert!(!count(), "no listener");
         let _quick = changes.subscribe(|_, _| {});
-        assert!(!count(), "nobody has clients");
+        assert!(!count(), "no listener has clients");
         assert_eq!(done.load(Ordering::Relaxed), 2);
         let slow = [Arc::<Slow>::default(), Arc::default()];
         let listening = slow.each_ref().map(|slow| changes.listen(Arc::clone(slow)));
         changes.publish(SessionId::default(), || Change::Attr { ino: Ino(7) });
-        assert!(count(), "two are behind");
+        assert!(count(), "two listeners are behind");
         slow[0].0.lock().unwrap().clear();
-        assert_eq!(done.load(Ordering::Relaxed), 2, "one still is");
+        assert_eq!(done.load(Ordering::Relaxed), 2, "one is still behind");
         slow[1].0.lock().unwrap().clear();
         assert_eq!(done.load(Ordering::Relaxed), 3);
         drop(listening);

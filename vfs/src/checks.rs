@@ -5,15 +5,14 @@ use crate::{Attr, Entry, Errno, FileType, Ino, Lock, Name, Result, Timespec};
 
 /// Nanoseconds in a second.
 const SECOND_NS: u32 = 1_000_000_000;
-/// The greatest preferred transfer size that is passed on: more than any file system has, and Linux takes its
-/// logarithm for shifts.
+/// The maximum preferred transfer size in bytes: more than any file system has. Linux shifts by its logarithm.
 const BLKSIZE_MAX: u32 = 1 << 30;
 /// The longest target of a symbolic link (Linux `PATH_MAX` without its NUL).
 const TARGET_BYTES_MAX: usize = 4095;
 /// The longest value of an extended attribute, and list of their names (Linux `XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
-/// Attributes: what cannot be meant is an error; what does no harm is made sensible.
+/// Checks attributes. Harmless invalid values are replaced; others are errors.
 ///
 /// # Errors
 /// `IO`: a size past `i64::MAX`, or no file type.
@@ -25,16 +24,16 @@ pub fn attr(mut attr: Attr) -> Result<Attr> {
         *time = Timespec { nsec: time.nsec.min(SECOND_NS - 1), ..*time };
     }
     if !attr.blksize.is_power_of_two() || attr.blksize > BLKSIZE_MAX {
-        // The client chooses.
+        // 0: the client chooses.
         attr.blksize = 0;
     }
     Ok(attr)
 }
 
-/// An entry. To clients, inode 0 is "no such name".
+/// Checks an entry. For clients, inode 0 means "no such name".
 ///
 /// # Errors
-/// `IO`: that, or unsound attributes.
+/// `IO`: inode 0, or invalid attributes.
 pub fn entry(entry: Entry) -> Result<Entry> {
     if entry.ino == Ino(0) {
         return Err(Errno::IO);
@@ -42,16 +41,16 @@ pub fn entry(entry: Entry) -> Result<Entry> {
     Ok(Entry { attr: attr(entry.attr)?, ..entry })
 }
 
-/// Returns the target of a symbolic link.
+/// Checks the target of a symbolic link.
 ///
 /// # Errors
 /// `IO`: it is empty, longer than Linux allows, or has a NUL.
 pub fn target(target: &[u8]) -> Result<&[u8]> {
-    let sound = (1..=TARGET_BYTES_MAX).contains(&target.len()) && !target.contains(&0);
-    if sound { Ok(target) } else { Err(Errno::IO) }
+    let is_valid = (1..=TARGET_BYTES_MAX).contains(&target.len()) && !target.contains(&0);
+    if is_valid { Ok(target) } else { Err(Errno::IO) }
 }
 
-/// A value of an extended attribute, or the list of their names.
+/// Checks the value of an extended attribute, or the list of names.
 ///
 /// # Errors
 /// `IO`: it is longer than Linux allows.
@@ -59,23 +58,23 @@ pub fn xattr(value: &[u8]) -> Result<&[u8]> {
     if value.len() <= XATTR_BYTES_MAX { Ok(value) } else { Err(Errno::IO) }
 }
 
-/// Whether a name can be that of an entry in a listing.
+/// Returns whether a name may be listed.
 pub fn is_listable(name: &[u8]) -> bool {
     matches!(name, b"." | b"..") || Name::new(name).is_ok()
 }
 
-/// A lock that is in the way.
+/// Checks a conflicting lock.
 ///
 /// # Errors
-/// `IO`: its range ends before it begins, or where no file does.
+/// `IO`: its range ends before it begins, or past the maximum file offset.
 pub fn lock(lock: Option<Lock>) -> Result<Option<Lock>> {
     match lock {
         Some(lock) if lock.start > lock.end || lock.end > i64::MAX.cast_unsigned() => Err(Errno::IO),
-        sound => Ok(sound),
+        valid => Ok(valid),
     }
 }
 
-/// A number that is at most `max`.
+/// Checks that a number is at most `max`.
 ///
 /// # Errors
 /// `IO`: it is greater.
@@ -105,7 +104,7 @@ mod tests {
     };
 
     #[test]
-    fn attributes_are_refused_or_made_sensible() {
+    fn attributes_are_refused_or_corrected() {
         let late = Timespec { sec: 1, nsec: 1_000_000_000 };
         let last = Timespec { sec: 1, nsec: 999_999_999 };
         for (given, expected) in [

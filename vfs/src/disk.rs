@@ -26,41 +26,41 @@ pub struct DiskFeatures {
     pub read_only: bool,
     /// [`Disk::discard`] frees space.
     pub discard: bool,
-    /// Reads and writes that answer [`Data::Bytes`], and [`Disk::flush`], may wait for a device: exports call them on
-    /// threads of their own.
+    /// Reads and writes that return [`Data::Bytes`], and [`Disk::flush`], may wait for a device: exports call them on
+    /// separate threads.
     pub slow: bool,
 }
 
-/// The bytes that a read or write is about. The export has checked that they lie within the disk, are whole
-/// [logical blocks](Geometry::logical_block_bytes), and more than none.
+/// The range of a read or write. The export has checked that it lies within the disk, consists of whole
+/// [logical blocks](Geometry::logical_block_bytes), and is not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockRange {
     /// The first byte.
     pub offset: u64,
-    /// How many.
+    /// The length in bytes.
     pub bytes: u64,
-    /// The largest power of two that divides every address and every length of the pieces of the client's memory: what
-    /// `O_DIRECT` asks about.
+    /// The largest power of two that divides the addresses and lengths of all pieces of the client's memory, for
+    /// `O_DIRECT`.
     pub alignment: usize,
 }
 
 impl BlockRange {
-    /// The first byte after the range.
+    /// Returns the offset of the first byte after the range.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.bytes)
     }
 }
 
-/// A disk. As a [`FileSystem`](crate::FileSystem), it says where bytes live or moves them itself.
+/// A disk. Like a [`FileSystem`](crate::FileSystem), it returns extents or moves the bytes itself.
 ///
-/// * Calls come from many threads at once. Requests that overlap while both are under way are the client's mistake;
-///   each byte then is one of either.
-/// * **Written data** may be lost in a power failure until a [`flush`](Self::flush) that was called after the write ended
-///   has ended; data written with `durable` may not.
-/// * **Discarded data** reads as anything that this client wrote there before, or as zeros: never as somebody else's.
-/// * **The size** may change at any time. The export asks [`refresh_geometry`](Self::refresh_geometry) now and then, and answers
-///   requests past the end with an error itself; a disk that shrank in between answers a short read.
-/// * **Errors** are the client's to see as failed requests; nothing else stops.
+/// * Calls come from many threads at once. A client must not send overlapping requests concurrently; if it does, each
+///   byte has the value of one of them.
+/// * **Written data** may be lost in a power failure until a [`flush`](Self::flush) that began after the write ended has
+///   ended; data written with `durable` may not.
+/// * **Discarded data** reads as zeros or as earlier data of this client at that place, never as data of another one.
+/// * **The size** may change at any time. The export calls [`refresh_geometry`](Self::refresh_geometry) from time to time,
+///   and itself refuses requests past the end; a disk that shrank since then returns a short read.
+/// * **Errors** fail the client's request; nothing else stops.
 ///
 /// ```
 /// use ferry_vfs::*;
@@ -98,7 +98,7 @@ impl BlockRange {
 /// assert_eq!(Null.read(&at, &mut out)?.bytes(), Some(1024));
 /// # Ok::<(), Errno>(())
 /// ```
-#[allow(unused_variables, reason = "default bodies name their arguments for whoever overrides them")]
+#[allow(unused_variables, reason = "default bodies name their arguments for implementations")]
 pub trait Disk: Send + Sync {
     /// Returns the current size and units.
     fn geometry(&self) -> Geometry;

@@ -54,28 +54,29 @@ impl Input for &[u8] {
 
 /// A file system that exports can serve. See the crate documentation for the rules and an example.
 ///
-/// Unless a method says otherwise: what is not overridden answers `NOSYS` (what that means to programs is in the
-/// [`guide`](crate::guide#what-is-not-written)); an unknown inode is `STALE`, an unknown handle `BADF`; the other errors
-/// are those of the Linux system call of the same name.
+/// Unless a method says otherwise: the default returns `NOSYS` (the [`guide`](crate::guide#what-is-not-written) explains
+/// what that means to programs); an unknown inode is `STALE`, an unknown handle `BADF`; the other errors are those of the
+/// Linux system call of the same name.
 #[allow(unused_variables, reason = "the defaults need none of their arguments")]
 pub trait FileSystem: Send + Sync {
-    /// The optional features of this file system.
+    /// Returns the optional features of this file system.
     fn features(&self) -> Features {
         Features::default()
     }
 
-    /// The channel on which this file system publishes changes.
+    /// Returns the channel on which this file system publishes changes.
     fn changes(&self) -> Option<&Changes> {
         None
     }
 
-    /// How another process finds this file system's inodes and open files again. `None`: the server cannot be restarted
-    /// under its clients, and a client cannot be migrated to another host.
+    /// Returns the methods by which another process finds this file system's inodes and open files again. `None`: the
+    /// server cannot be restarted under its clients, and a client cannot be migrated to another host.
     fn migrate(&self) -> Option<&dyn Migrate> {
         None
     }
 
-    /// How files are mapped into a client's memory (the DAX window of virtio-fs). `None`: they are not.
+    /// Returns the methods that map files into a client's memory (the DAX window of virtio-fs). `None`: files cannot be
+    /// mapped.
     fn mappable(&self) -> Option<&dyn Mappable> {
         None
     }
@@ -85,7 +86,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Finds the parent of a directory (the name `..`, which is no [`Name`]); the root is its own.
+    /// Finds the parent of a directory (the name `..`, which is no [`Name`]); the root is its own parent.
     fn lookup_parent(&self, cx: &Caller<'_>, dir: Ino) -> Result<Entry> {
         Err(Errno::NOSYS)
     }
@@ -142,7 +143,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Removes a name of a file that is no directory.
+    /// Removes a name of a file that is not a directory.
     fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
         Err(Errno::NOSYS)
     }
@@ -157,9 +158,9 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Opens a file. Flags that only make sense when a file is made (`O_CREAT`, `O_EXCL`) never arrive.
-    /// A device node, FIFO or socket is refused: it is the client's kernel that opens those. `O_TRUNC` does not clear
-    /// suid and sgid: an export whose client has no right to keep them truncates by [`Self::setattr`] instead.
+    /// Opens a file. `flags` never contain `O_CREAT` or `O_EXCL`. Refuse a device node, FIFO or socket: the client's
+    /// kernel opens those itself. `O_TRUNC` does not clear suid and sgid: an export whose client has no right to keep
+    /// them truncates by [`Self::setattr`] instead.
     fn open(&self, cx: &Caller<'_>, ino: Ino, flags: OFlags) -> Result<Handle> {
         Err(Errno::NOSYS)
     }
@@ -182,10 +183,10 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The descriptor that an open file is, as a whole: the same bytes at the same offsets, and the same size. An
-    /// export that can hand it to the client's kernel (FUSE passthrough) does, and then sees no reads and writes of
-    /// this file; every handle of an inode must answer the same file. The size and times of such an inode are
-    /// asked for with [`Self::getattr`] as always. Needs [`Features::backing`].
+    /// Returns a descriptor that has the same bytes at the same offsets, and the same size, as the open file. An export
+    /// that can pass it to the client's kernel (FUSE passthrough) does so, and then gets no reads and writes of this
+    /// file; every handle of an inode must return the same file. Clients still get size and times by [`Self::getattr`].
+    /// Needs [`Features::backing`].
     fn backing(&self, cx: &Caller<'_>, ino: Ino, handle: Handle) -> Option<Arc<Backing>> {
         None
     }
@@ -198,10 +199,10 @@ pub trait FileSystem: Send + Sync {
     /// Writes to an open file. Returning an extent means that nothing is written yet: the export writes, and then
     /// publishes [`crate::Change::Data`].
     ///
-    /// A write whose flags have `O_DSYNC` or `O_SYNC` is durable when the client is answered. After
-    /// [`Data::Bytes`] the export calls [`Self::fsync`] for that (`data_only` unless it is `O_SYNC`), so a source need
-    /// do nothing, and one that is durable already answers `None` there. An extent's descriptor is to be one that
-    /// was opened with the flag, as [`Self::open`] was: the export only transfers.
+    /// A write whose flags have `O_DSYNC` or `O_SYNC` must be durable before the reply. After [`Data::Bytes`] the export
+    /// calls [`Self::fsync`] for that (`data_only` unless it is `O_SYNC`); a source whose data is durable already returns
+    /// `None` there. The descriptor of an extent must have been opened with the flag, because the export only
+    /// transfers.
     fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
         Err(Errno::NOSYS)
     }
@@ -226,7 +227,7 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Lists a directory from an offset on, until `out` is full or the end is reached. A name that exists throughout is
+    /// Lists a directory from an offset, until `out` is full or the end is reached. A name that exists throughout is
     /// listed exactly once, whatever is created or removed meanwhile.
     fn readdir(&self, cx: &Caller<'_>, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
         Err(Errno::NOSYS)
@@ -280,8 +281,8 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// The mode to show, of an inode with these attributes, to clients that do not check ACLs on their own: one that
-    /// gives nobody more than the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
+    /// Returns the mode of an inode with these attributes for clients that do not check ACLs: it allows no user more than
+    /// the ACL does. (Linux shows an ACL's mask as the permissions of the group.)
     fn mode_without_acl(&self, cx: &Caller<'_>, ino: Ino, attr: &Attr) -> u32 {
         if self.features().posix_acl { crate::mode_without_acl(self, cx, ino, attr) } else { attr.mode }
     }
@@ -296,10 +297,10 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// Takes, changes or gives up a lock, and never waits itself. On a conflict: `AGAIN` without a waiter;
-    /// with one, [`LockOutcome::Waiting`], and the waiter is woken when the lock is granted. `DEADLK` where the wait
-    /// would never end. A waiter that is not kept must be [dismissed](Waiter::dismiss), and one whose client has
-    /// given up ([`Waiter::is_waiting`]) gets no lock.
+    /// Acquires, converts or releases a lock without blocking. On a conflict it returns `AGAIN` without a waiter, and
+    /// [`LockOutcome::Waiting`] with one, which it wakes when the lock is granted. `DEADLK` if the wait would never end. A
+    /// waiter that is not kept must be [dismissed](Waiter::dismiss). A waiter whose client has cancelled the wait
+    /// ([`Waiter::is_waiting`]) gets no lock.
     fn set_lock(
         &self,
         cx: &Caller<'_>,
@@ -314,10 +315,10 @@ pub trait FileSystem: Send + Sync {
         Err(Errno::NOSYS)
     }
 
-    /// An ioctl whose argument is plain data: `input` is its input, and the result (at most `out_bytes_max`) its
-    /// output. An ioctl that is not known to be safe returns `NOTTY`. Whether the caller may, is for the source to say:
-    /// Linux looks at owner and capabilities for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13, and not
-    /// for the numbers that 32-bit programs use.
+    /// Carries out an ioctl whose argument is plain data: `input` is its input, and the result (at most `out_bytes_max`
+    /// bytes) its output. Return `NOTTY` for an ioctl that is not known to be safe. The source must check whether the
+    /// caller may: Linux checks owner and capabilities for `FS_IOC_SETFLAGS` and `FS_IOC_FSSETXATTR` only, since 5.13,
+    /// and not for the numbers of 32-bit programs.
     fn ioctl(
         &self,
         cx: &Caller<'_>,

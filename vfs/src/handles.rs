@@ -5,10 +5,10 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::{Errno, Handle, Ino, Result, SessionId};
 
-/// So many that threads which open and close seldom meet; a power of two.
+/// The number of shards: enough that threads which open and close files rarely contend; a power of two.
 const SHARDS: usize = 16;
 const SHARD_BITS: u32 = SHARDS.trailing_zeros();
-/// The index has the 32 bits below the generation, less the shard's.
+/// The maximum number of slots in a shard: the index has the 32 bits below the generation, less those of the shard.
 const SLOTS_MAX: usize = 1 << (32 - SHARD_BITS);
 
 #[derive(Debug)]
@@ -20,7 +20,7 @@ struct Open<T> {
 
 #[derive(Debug)]
 struct Slot<T> {
-    /// Counts the users of this slot, so that a stale number finds nothing.
+    /// Counts the uses of this slot, so that a stale handle finds nothing.
     generation: u32,
     open: Option<Open<T>>,
 }
@@ -31,21 +31,20 @@ struct Shard<T> {
     free: Vec<usize>,
 }
 
-/// The most that a shard may be made longer by [`Handles::adopt`]: a million open files in all, more than a process has
-/// descriptors. Whoever says which numbers there were is not always to be trusted.
+/// The maximum number of slots in a shard after [`Handles::adopt`]: a million open files in all, more than a process has
+/// descriptors. The adopted numbers may be forged.
 const ADOPTED_SLOTS_MAX: usize = 1 << 16;
 
-/// The open files and directories of a source: what it keeps for each, by its [`Handle`]. A handle is only found by the
-/// session and with the inode that it was made for, and a number that was removed finds nothing, also when its place is
-/// used again. (Until then, 2^32 others had that place.)
+/// The open files and directories of a source: a value for each [`Handle`]. A handle is only found with its session and
+/// inode. A removed handle finds nothing, also when its slot is reused (until 2^32 later handles had the slot).
 #[derive(Debug)]
 pub struct Handles<T> {
     shards: [RwLock<Shard<T>>; SHARDS],
     next: AtomicUsize,
 }
 
-/// Generation, slot and shard.
-#[allow(clippy::cast_possible_truncation, reason = "takes the number apart")]
+/// Splits a handle into generation, slot and shard.
+#[allow(clippy::cast_possible_truncation, reason = "splits the number")]
 fn parts(handle: Handle) -> (u32, usize, usize) {
     let low = handle.0 as u32;
     ((handle.0 >> 32) as u32, (low >> SHARD_BITS) as usize, low as usize % SHARDS)
@@ -59,10 +58,10 @@ impl<T> Default for Handles<T> {
 }
 
 impl<T> Handles<T> {
-    /// Adds an open file. Shards are filled in turn: threads meet in one only by chance.
+    /// Adds an open file. Shards are filled in turn, so that threads rarely contend.
     ///
     /// # Errors
-    /// `NFILE` where there are 2^28 in a shard.
+    /// `NFILE` if the shard has 2^28 files.
     pub fn insert(&self, session: SessionId, ino: Ino, value: T) -> Result<Handle> {
         let shard_index = self.next.fetch_add(1, Ordering::Relaxed) % SHARDS;
         let mut shard = self.shards[shard_index].write().unwrap_or_else(PoisonError::into_inner);
@@ -83,7 +82,7 @@ impl<T> Handles<T> {
     /// Adds an open file under the number that it had in another process.
     ///
     /// # Errors
-    /// `NFILE` for a number that is too great, `EXIST` for one that is in use.
+    /// `NFILE` for a number that is too large, `EXIST` for one that is in use.
     pub fn adopt(&self, session: SessionId, ino: Ino, handle: Handle, value: T) -> Result<()> {
         let (generation, index, shard) = parts(handle);
         let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
@@ -105,10 +104,10 @@ impl<T> Handles<T> {
         Ok(())
     }
 
-    /// Calls `f` with an open file of this session and inode, with the lock of its shard held shared.
+    /// Calls `f` with an open file of this session and inode. The read lock of its shard is held.
     ///
     /// # Errors
-    /// `BADF` where there is none, and those of `f`.
+    /// `BADF` if there is none, and those of `f`.
     pub fn with<R>(
         &self,
         session: SessionId,
@@ -123,18 +122,18 @@ impl<T> Handles<T> {
         f(&open.filter(|open| open.session == session && open.ino == ino).ok_or(Errno::BADF)?.value)
     }
 
-    /// An open file of this session and inode.
+    /// Returns an open file of this session and inode.
     ///
     /// # Errors
-    /// `BADF` where there is none.
+    /// `BADF` if there is none.
     pub fn get(&self, session: SessionId, ino: Ino, handle: Handle) -> Result<Arc<T>> {
         self.with(session, ino, handle, |open| Ok(Arc::clone(open)))
     }
 
-    /// Takes an open file out.
+    /// Removes an open file and returns it.
     ///
     /// # Errors
-    /// `BADF` where there is none.
+    /// `BADF` if there is none.
     pub fn remove(&self, session: SessionId, ino: Ino, handle: Handle) -> Result<Arc<T>> {
         let (generation, index, shard) = parts(handle);
         let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
@@ -145,7 +144,7 @@ impl<T> Handles<T> {
         Ok(open.value)
     }
 
-    /// How many files and directories are open.
+    /// Returns the number of open files and directories.
     pub fn len(&self) -> usize {
         let count = |shard: &RwLock<Shard<T>>| {
             let shard = shard.read().unwrap_or_else(PoisonError::into_inner);

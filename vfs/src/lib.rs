@@ -8,29 +8,29 @@
 //! * **Inodes** are numbers ([`Ino`]) that the source chooses; [`Ino::ROOT`] is the root. Every [`Entry`] that a
 //!   method returns carries one reference to its inode; the export gives references back with
 //!   [`FileSystem::forget`], also for clients that vanish. An inode with references stays usable, unlinked or not.
-//! * **Handles** ([`Handle`]) are open files and directories; each is released as often as it was answered.
-//! * **Data** is answered as bytes or as an [`Extent`] ("these bytes live in that descriptor"): see [`Data`].
-//!   The export then picks the cheapest way that its boundary has.
-//! * **Errors** are [`Errno`]s. A method that a source does not override answers [`Errno::NOSYS`].
-//! * **Permission** is the client kernel's to check (exports mount with `default_permissions`);
-//!   the [`Caller`] says on whose behalf new files are made.
-//! * **Calls** come from many threads at once. None may wait for long: a lock that must wait parks its
-//!   [`Waiter`]; transfers, fsync and the like can be left to the export's engine as extents.
-//! * **Changes** ([`Change`]) are published by whoever makes them, so that several exports of one source agree. The
-//!   data that clients write is the export's to publish.
-//! * **A panic** in a method is `EIO` for that caller alone.
+//! * **Handles** ([`Handle`]) are open files and directories; each is released as often as the source returned it.
+//! * **Data** is returned as bytes or as an [`Extent`], a descriptor and an offset: see [`Data`].
+//!   The export then chooses the cheapest transfer for its boundary.
+//! * **Errors** are [`Errno`]s. A method that a source does not override returns [`Errno::NOSYS`].
+//! * **Permissions** are checked by the client's kernel (exports mount with `default_permissions`);
+//!   the [`Caller`] is the owner of new files.
+//! * **Calls** come from many threads at once. None may wait for long: a lock that must wait keeps its
+//!   [`Waiter`]; transfers, fsync and the like can be left to the export as extents.
+//! * **Changes** ([`Change`]) are published by the code that makes them, so that all exports of a source agree. The
+//!   export publishes data that clients write.
+//! * **A panic** in a method is `EIO` for its caller only.
 //!
-//! Disks have a contract of their own, [`Disk`]: one range of bytes instead of a tree of files, and the same answers to
-//! reads and writes.
+//! Disks have a separate contract, [`Disk`]: one range of bytes instead of a tree of files. Reads and writes return the
+//! same types.
 //!
-//! DAX, restart and migration have traits of their own, [`Mappable`] and [`Migrate`], which a source may offer.
+//! DAX, restart and migration have separate traits, [`Mappable`] and [`Migrate`], which a source may offer.
 //!
-//! The [`guide`] says more about each: what may wait, how not to deadlock, what `ENOSYS` means to programs, and what
-//! of `posix_fadvise`, mappings and ioctls arrives. The crate `ferry-fs` makes programs of file systems.
+//! The [`guide`] explains what may wait, how to avoid deadlocks, what `ENOSYS` means to programs, and how
+//! `posix_fadvise`, mappings and ioctls reach a source. The crate `ferry-fs` turns a file system into a program.
 //!
 //! # A complete file system
 //!
-//! Files of a fixed size that anybody may create, write, read, list and remove, all in one directory:
+//! Files of a fixed size in one directory, which all users may create, write, read, list and remove:
 //!
 //! ```
 //! use ferry_vfs::*;
@@ -101,7 +101,7 @@
 //!
 //!     fn readdir(&self, _: &Caller, at: &DirRange, out: &mut dyn DirOutput) -> Result<()> {
 //!         let files = self.files.lock().unwrap();
-//!         // A file's inode number will do as its position; the list is to be in that order.
+//!         // The inode number serves as position; the list must be in that order.
 //!         let mut names: Vec<_> = files.iter().map(|(name, file)| (file.ino.0, name, file.ino)).collect();
 //!         names.sort_unstable();
 //!         let names = names.into_iter().map(|(at, name, ino)| (at, name.as_name(), Entry::new(ino, self.attr(ino))));
@@ -164,5 +164,5 @@ pub use types::{
     Lock, LockKind, LockOutcome, LockOwner, Seek, SessionId, SetAttr, SetTime, Statfs, Timespec, Waiter,
 };
 
-/// What every method of the contract answers.
+/// The result of every method of the contract.
 pub type Result<T> = std::result::Result<T, Errno>;

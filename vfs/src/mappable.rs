@@ -10,16 +10,16 @@ use crate::{Backing, Caller, Errno, Ino, Piece, Result};
 #[allow(unused_variables, reason = "the defaults need none of their arguments")]
 pub trait Mappable {
     /// Returns a descriptor of the whole file: the same bytes at the same offsets, open for reading, and for writing too
-    /// if `writes`. The file need not be open: Linux names it by inode. The descriptor stays valid when the file is
-    /// unlinked. The source does not see what the client reads and writes through the mapping. Before a source makes
-    /// such a file shorter, it has it taken out of the windows (`shortening` of the crate `ferry-engine`).
+    /// if `writes`. The file need not be open: Linux refers to it by inode. The descriptor stays valid when the file is
+    /// unlinked. The source does not see reads and writes through the mapping. Before a source shortens such a file, it
+    /// has the file unmapped from all windows (`shortening` of the crate `ferry-engine`).
     fn map(&self, cx: &Caller<'_>, ino: Ino, writes: bool) -> Result<Arc<Backing>> {
         Err(Errno::NOSYS)
     }
 
-    /// Returns where the bytes of a part of a file are, in order, up to the end of the part or of the file. For sources
-    /// whose files never change and are no descriptors as a whole: the client only reads the mapping. `offset` and `len`
-    /// are multiples of 4 KiB; so is the length of each piece but the last. Called before [`Self::map`].
+    /// Returns the pieces of a part of a file, in order, up to the end of the part or of the file. For sources whose files
+    /// never change and have no descriptor as a whole: the client only reads the mapping. `offset` and `len` are
+    /// multiples of 4 KiB; so is the length of each piece except the last. Called before [`Self::map`].
     fn map_pieces(&self, cx: &Caller<'_>, ino: Ino, offset: u64, len: u64) -> Result<Vec<Piece>> {
         Err(Errno::NOSYS)
     }

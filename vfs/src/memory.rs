@@ -1,4 +1,4 @@
-//! Reads, writes and listings of data that a source has in memory.
+//! Reads, writes and listings of data in a source's memory.
 
 use crate::{Data, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Ino, Input, IoRange, Name, Output, Result};
 
@@ -7,13 +7,13 @@ const AFTER_DOT: u64 = 1;
 const AFTER_DOTS: u64 = 2;
 
 impl IoRange {
-    /// The end of the range in bytes; `FBIG` past `i64::MAX`, where no file of Linux reaches.
+    /// Returns the end of the range in bytes; `FBIG` past `i64::MAX`, the maximum file offset of Linux.
     pub fn end(&self) -> Result<u64> {
         let end = self.offset.checked_add(u64::from(self.len)).ok_or(Errno::FBIG)?;
         if i64::try_from(end).is_err() { Err(Errno::FBIG) } else { Ok(end) }
     }
 
-    /// Answers a read of a file that consists of `bytes`.
+    /// Reads the range of a file that consists of `bytes`.
     pub fn read_from(&self, bytes: &[u8], out: &mut dyn Output) -> Data {
         let start = usize::try_from(self.offset).map_or(bytes.len(), |start| start.min(bytes.len()));
         let rest = &bytes[start..];
@@ -21,11 +21,11 @@ impl IoRange {
         Data::Bytes(out.put(&rest[..count]))
     }
 
-    /// Answers a write to a file that consists of `bytes`; a gap before the range is filled with zeros.
+    /// Writes the range of a file that consists of `bytes`; a gap before the range is filled with zeros.
     ///
     /// # Errors
-    /// `FBIG` where the file would be longer than `bytes_max`, `NOSPC` where there is no memory for it: a client can
-    /// name any offset.
+    /// `FBIG` if the file would be longer than `bytes_max`, `NOSPC` if there is not enough memory: a client can send any
+    /// offset.
     pub fn write_to(&self, bytes: &mut Vec<u8>, input: &mut dyn Input, bytes_max: u64) -> Result<Data> {
         let end = self.end()?;
         if end > bytes_max {
@@ -40,24 +40,23 @@ impl IoRange {
             bytes.resize(end, 0);
         }
         let count = input.take(&mut bytes[start..end]);
-        // Less came than was said: the file ends after what came, or where it did before.
+        // If the input was shorter than announced, the file ends after it, or at its previous end.
         bytes.truncate(if count == 0 { before } else { before.max(start + count) });
         Ok(Data::Bytes(count))
     }
 }
 
 impl DirRange {
-    /// The position of the first name that [`Self::list`] wants; it passes over earlier ones on its own.
+    /// Returns the position of the first name that [`Self::list`] lists; it skips earlier ones.
     pub fn position(&self) -> u64 {
         self.offset.saturating_sub(AFTER_DOTS)
     }
 
-    /// Lists a directory: `.`, `..`, and `names`, which come with their positions, in ascending order. A position is
-    /// any number below 2^62 that stays with its name for as long as the name is there, and is not given to another
-    /// name: a counter will do, an index will not (a name removed from before the client's place would make it miss
-    /// another). `parent` is the inode of `..`.
+    /// Lists a directory: `.`, `..`, and `names` with their positions, in ascending order. A position is any number below
+    /// 2^62 that a name keeps until it is removed, and that no other name gets. A counter is suitable; an index is not,
+    /// because removing an earlier name would make the client miss another one. `parent` is the inode of `..`.
     ///
-    /// `refer` is called for each inode whose entry the client gets, to count the reference that goes along.
+    /// `refer` is called for each inode whose entry the client gets, to count its reference.
     pub fn list<'a>(
         &self,
         out: &mut dyn DirOutput,
@@ -100,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_ends_where_the_file_does() {
+    fn a_read_ends_at_the_end_of_the_file() {
         for (offset, len, wanted) in
             [(0, 3, "abc"), (2, 9, "cdef"), (6, 1, ""), (7, 1, ""), (u64::MAX, u32::MAX, ""), (0, 0, "")]
         {
@@ -112,7 +111,7 @@ mod tests {
 
     #[test]
     fn a_write_grows_the_file_within_bounds() {
-        // Offset, length said, bytes that come; the outcome and the file, which held "ab".
+        // Offset, announced length, input; the outcome and the file, which held "ab".
         for (offset, len, input, outcome, wanted) in [
             (0, 1, "x", Ok(1), "xb"),
             (1, 3, "xyz", Ok(3), "axyz"),
@@ -126,8 +125,8 @@ mod tests {
             (i64::MAX.unsigned_abs(), 1, "x", Err(Errno::FBIG), "ab"),
         ] {
             let mut file = b"ab".to_vec();
-            let answer = range(offset, len).write_to(&mut file, &mut input.as_bytes(), 8);
-            assert_eq!(answer.map(|data| data.bytes()), outcome.map(Some), "{len} at {offset}");
+            let result = range(offset, len).write_to(&mut file, &mut input.as_bytes(), 8);
+            assert_eq!(result.map(|data| data.bytes()), outcome.map(Some), "{len} at {offset}");
             assert_eq!(file, wanted.as_bytes(), "{len} at {offset}");
         }
     }
@@ -170,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_a_listed_name_makes_no_other_be_missed() {
+    fn after_removing_a_listed_name_no_other_is_missed() {
         let attr = Attr::new(Ino(5), FileType::RegularFile, 0o644);
         let name = |text: &'static str| Name::new(text.as_bytes()).unwrap();
         let mut out = LimitedListing(3, Vec::new());

@@ -12,8 +12,8 @@ pub trait Migrate {
     /// renamed, if that is possible in this scope.
     fn identify(&self, ino: Ino, scope: IdentityScope) -> Result<Vec<u8>>;
 
-    /// Searches the whole tree for inodes that [`Self::identify`] cannot find, because somebody else has moved them.
-    /// Returns the identities of those found. The client is stopped meanwhile, so the search ends after a while.
+    /// Searches the whole tree for inodes that [`Self::identify`] cannot find, because another process moved them.
+    /// Returns the identities of those found. The client is stopped meanwhile, so the search has a time limit.
     fn search(&self, inos: &[Ino], scope: IdentityScope) -> Vec<(Ino, Vec<u8>)> {
         let _ = (inos, scope);
         Vec::new()
@@ -25,11 +25,11 @@ pub trait Migrate {
         false
     }
 
-    /// Takes over an inode under the number that it had in the other process, with so many references. The `identity`
-    /// was made in this scope. With [`IdentityScope::Host`] it comes from where no client can write. With
-    /// [`IdentityScope::Handles`] its writer is trusted with file handles. Otherwise it may be forged, and leads to
-    /// nothing that a lookup would not find. `file` is open, and is used if the identity does not lead to the inode any
-    /// more. `AGAIN`: another inode has to be taken over first.
+    /// Takes over an inode under the number that it had in the other process, with this many references. The `identity`
+    /// was created in the given scope. With [`IdentityScope::Host`] no client can have forged it. With
+    /// [`IdentityScope::Handles`] its creator is trusted with file handles. Otherwise it may be forged, and must lead
+    /// only to inodes that a lookup would find. `file` is open, and is used if the identity no longer leads to the inode.
+    /// `AGAIN`: another inode must be taken over first.
     fn adopt(
         &self,
         ino: Ino,
@@ -38,8 +38,8 @@ pub trait Migrate {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<()>;
 
-    /// Takes over an open file or directory under the number that it had in the other process: opens it with the flags
-    /// that it had there, or takes the descriptor that it had there.
+    /// Takes over an open file or directory under the number that it had in the other process: opens it with the same
+    /// flags, or takes over its descriptor.
     fn adopt_open(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, flags: OFlags, file: Option<OwnedFd>)
     -> Result<()>;
 }
@@ -47,12 +47,12 @@ pub trait Migrate {
 /// The processes in which an identity ([`Migrate::identify`]) leads to the inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdentityScope {
-    /// On this host, until something is mounted again.
+    /// On this host, until a file system is mounted again.
     Host,
-    /// Wherever the same tree is, by paths.
+    /// On any host with the same tree, by paths.
     Paths,
-    /// The same, and only if it is the same file: on hosts that share a file system.
+    /// As `Paths`, but only if it is the same file: on hosts that share a file system.
     CheckedPaths,
-    /// On hosts that share a file system, by file handles, whatever the file's name is by then.
+    /// On hosts that share a file system, by file handles, even if the file was renamed.
     Handles,
 }

@@ -6,18 +6,18 @@ use std::fmt;
 use crate::{Errno, Result};
 
 /// One component of a path: not empty, at most [`Name::BYTES_MAX`] bytes, without `/` and NUL, and neither `.`
-/// nor `..`. Only [`Name::new`] makes one, so whoever holds a `Name` need not check it again.
+/// nor `..`. Only [`Name::new`] creates one, so a `Name` need not be checked again.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name<'a>(&'a [u8]);
 
 impl<'a> Name<'a> {
-    /// The longest name that Linux takes (`NAME_MAX`).
+    /// The longest name that Linux accepts, in bytes (`NAME_MAX`).
     pub const BYTES_MAX: usize = 255;
 
     /// Parses a name.
     ///
     /// # Errors
-    /// `NAMETOOLONG` past [`Self::BYTES_MAX`]; `INVAL` for every other sequence of bytes that is no name.
+    /// `NAMETOOLONG` past [`Self::BYTES_MAX`]; `INVAL` for any other invalid name.
     pub fn new(bytes: &'a [u8]) -> Result<Self> {
         match bytes {
             [] | b"." | b".." => Err(Errno::INVAL),
@@ -27,12 +27,12 @@ impl<'a> Name<'a> {
         }
     }
 
-    /// The name's bytes, in no particular encoding.
+    /// Returns the bytes of the name, in no particular encoding.
     pub fn as_bytes(self) -> &'a [u8] {
         self.0
     }
 
-    /// An owned copy.
+    /// Returns an owned copy.
     pub fn to_buf(self) -> NameBuf {
         NameBuf(self.0.into())
     }
@@ -43,7 +43,7 @@ impl<'a> Name<'a> {
 pub struct NameBuf(Box<[u8]>);
 
 impl NameBuf {
-    /// The name, borrowed.
+    /// Returns the name, borrowed.
     pub fn as_name(&self) -> Name<'_> {
         Name(&self.0)
     }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::{DirRange, Name, NameBuf};
 
-/// The names of a directory in memory, each with a value (its inode, say) and with a position for [`DirRange::list`]
-/// that it keeps for as long as it is there and that no other name gets: whoever is in the middle of listing misses
-/// nothing and sees nothing twice, whatever comes and goes.
+/// The names of a directory in memory, each with a value (such as its inode) and a position for [`DirRange::list`]. A
+/// name keeps its position until it is removed, and no other name gets that position. So a listing in several steps
+/// misses no name and lists none twice, whatever is added or removed meanwhile.
 #[derive(Clone, Debug)]
 pub struct Names<T> {
     positions: HashMap<NameBuf, u64>,
@@ -21,28 +21,28 @@ impl<T> Default for Names<T> {
 }
 
 impl<T> Names<T> {
-    /// How many names there are.
+    /// Returns the number of names.
     pub fn len(&self) -> usize {
         self.values.len()
     }
 
-    /// Whether there is no name.
+    /// Returns whether there are no names.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// The value of a name.
+    /// Returns the value of a name.
     pub fn get(&self, name: Name<'_>) -> Option<&T> {
         let position = self.positions.get(name.as_bytes())?;
         self.values.get(position).map(|(_, value)| value)
     }
 
-    /// Gives a name a value; returns the one that it had.
+    /// Sets the value of a name; returns the previous one.
     pub fn insert(&mut self, name: Name<'_>, value: T) -> Option<T> {
         if let Some(position) = self.positions.get(name.as_bytes())
-            && let Some((_, there)) = self.values.get_mut(position)
+            && let Some((_, present)) = self.values.get_mut(position)
         {
-            return Some(std::mem::replace(there, value));
+            return Some(std::mem::replace(present, value));
         }
         self.positions.insert(name.to_buf(), self.next_position);
         self.values.insert(self.next_position, (name.to_buf(), value));
@@ -50,13 +50,13 @@ impl<T> Names<T> {
         None
     }
 
-    /// Removes a name; answers its value.
+    /// Removes a name; returns its value.
     pub fn remove(&mut self, name: Name<'_>) -> Option<T> {
         let position = self.positions.remove(name.as_bytes())?;
         self.values.remove(&position).map(|(_, value)| value)
     }
 
-    /// The names that a listing is still to bring, with their positions.
+    /// Returns the remaining names of a listing, with their positions.
     pub fn entries_from(&self, at: &DirRange) -> impl Iterator<Item = (u64, Name<'_>, &T)> {
         self.values.range(at.position()..).map(|(position, (name, value))| (*position, name.as_name(), value))
     }

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines per [`WINDOW`]; enough to see what is wrong, too few to fill a disk.
+/// The maximum number of lines per [`WINDOW`]: enough to see the cause, too few to fill a disk.
 const LINES_PER_WINDOW: u32 = 10;
 const WINDOW: Duration = Duration::from_secs(10);
 
@@ -12,17 +12,17 @@ const WINDOW: Duration = Duration::from_secs(10);
 pub struct RatelimitedLog(Mutex<Option<(Instant, u32)>>);
 
 impl RatelimitedLog {
-    /// The target of its lines, as log filters name it.
+    /// The target of its lines in log filters.
     pub const TARGET: &'static str = module_path!();
 
-    /// Logs a warning, unless too many complaints came lately.
+    /// Logs a warning, unless the limit is reached.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         if self.may_log() {
             tracing::warn!("{message}");
         }
     }
 
-    /// Logs an error, unless too many complaints came lately.
+    /// Logs an error, unless the limit is reached.
     pub fn error(&self, message: std::fmt::Arguments<'_>) {
         if self.may_log() {
             tracing::error!("{message}");
@@ -33,24 +33,24 @@ impl RatelimitedLog {
         match self.admit() {
             None => false,
             Some(0) => true,
-            Some(missed) => {
-                tracing::warn!("{missed} more complaints were not logged");
+            Some(suppressed) => {
+                tracing::warn!("{suppressed} more messages were not logged");
                 true
             }
         }
     }
 
-    /// Returns whether one more line may be logged now: if so, how many were suppressed since the last one.
+    /// Returns `None` if the limit is reached; otherwise the number of lines suppressed since the last one.
     pub fn admit(&self) -> Option<u32> {
         let now = Instant::now();
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (start, count, missed) = match *state {
+        let (start, count, suppressed) = match *state {
             Some((start, count)) if now.duration_since(start) < WINDOW => (start, count.saturating_add(1), 0),
             Some((_, count)) => (now, 1, count.saturating_sub(LINES_PER_WINDOW)),
             None => (now, 1, 0),
         };
         *state = Some((start, count));
-        (count <= LINES_PER_WINDOW).then_some(missed)
+        (count <= LINES_PER_WINDOW).then_some(suppressed)
     }
 }
 
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ten_lines_in_ten_seconds_and_then_how_many_there_were() {
+    fn ten_lines_per_window_are_logged_and_the_others_counted() {
         let ratelimited_log = RatelimitedLog::default();
         let admitted: Vec<_> = (0..100).filter_map(|_| ratelimited_log.admit()).collect();
         assert_eq!(admitted, [0; 10]);

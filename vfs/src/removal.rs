@@ -1,10 +1,10 @@
-//! The sticky bit, for names that a client's kernel may know of files that they do not lead to any more.
+//! The sticky bit, for names that a client has cached and that refer to another file by now.
 //!
-//! A client's kernel applies Linux's rule (`may_delete`) to the file that it was last told of by a name, and then sends the
-//! name. What has the name by then may be somebody else's. So exports apply the rule again, to what has the name now.
-//! They know a caller's user id, and not its capabilities, nor always the user (`FUSE_ALLOW_IDMAP`): where the id does
-//! not allow the removal, the client is told to look again (`STALE`), and what it finds then, under that name, it has
-//! judged itself.
+//! A client's kernel applies Linux's rule (`may_delete`) to the file that it has cached under a name, and then sends the
+//! name. By then the name may refer to another user's file. So exports apply the rule again to the current file. They
+//! know a caller's user id, but not its capabilities, and not always the user (`FUSE_ALLOW_IDMAP`). If the id does not
+//! allow the removal, the client must look the name up again (`STALE`). It then applies the rule itself to the file that
+//! it found.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,17 +14,18 @@ use std::time::{Duration, Instant};
 use crate::{Caller, Errno, FileSystem, Ino, Name, NameBuf, RenameFlags, Result};
 
 const S_ISVTX: u32 = 0o1000;
-/// Names that one client is to look at again, at one time. With more, the oldest ones are looked at once more.
+/// The maximum number of names that one client must look up again. With more, the oldest ones are forgotten, and checked
+/// once more.
 const NAMES_MAX: usize = 256;
-/// How long a client has for that, far longer than its kernel takes, which does so at once.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// The time limit for the new lookup. A client's kernel does it at once.
+const RECHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A name that a client must look up again.
 #[derive(Debug)]
 struct Recheck {
     dir: Ino,
     name: NameBuf,
-    /// What it was told of by that name since.
+    /// The inode that the client received for the name since.
     found: Option<Ino>,
     since: Instant,
 }
@@ -33,20 +34,20 @@ struct Recheck {
 #[derive(Debug, Default)]
 pub struct Removals {
     rechecks: Mutex<VecDeque<Recheck>>,
-    /// How many there are.
+    /// The number of `rechecks`, readable without the lock.
     count: AtomicUsize,
 }
 
 impl Removals {
-    /// Whether a caller may remove a name from a directory (unlink, rmdir).
+    /// Checks whether a caller may remove a name from a directory (unlink, rmdir).
     ///
     /// # Errors
-    /// `STALE`: the client is to look the name up again. Those of [`FileSystem::getattr`] and [`FileSystem::lookup`], but for a name that is not there:
-    /// the removal finds that, too.
+    /// `STALE`: the client must look the name up again. Those of [`FileSystem::getattr`] and [`FileSystem::lookup`]; a
+    /// missing name is no error here, because the removal reports it.
     pub fn may_remove(&self, source: &dyn FileSystem, cx: &Caller<'_>, at: (Ino, Name<'_>)) -> Result<()> {
         let Some(found) = refused(source, cx, at)? else { return Ok(()) };
         let mut rechecks = self.lock();
-        while rechecks.front().is_some_and(|oldest| oldest.since.elapsed() > LOOK_AGAIN) {
+        while rechecks.front().is_some_and(|oldest| oldest.since.elapsed() > RECHECK_TIMEOUT) {
             rechecks.pop_front();
         }
         let known = rechecks.iter().position(|recheck| recheck.is_of(at));
@@ -64,7 +65,7 @@ impl Removals {
         if may { Ok(()) } else { Err(Errno::STALE) }
     }
 
-    /// Whether a caller may rename: both names are looked at, for the client is told to look again once only.
+    /// Checks whether a caller may rename. Both names are checked at once, because the client retries only once.
     ///
     /// # Errors
     /// As for [`Self::may_remove`].
@@ -82,7 +83,8 @@ impl Removals {
         self.may_remove(source, cx, from).and(replaced)
     }
 
-    /// The client was told of an inode by a name (`None`: that there is none, or that it moved). To be called before it is.
+    /// Records the result of a lookup of a name (`None`: it does not exist, or was moved). Call it before the client
+    /// receives the result.
     pub fn record_lookup(&self, (dir, name): (Ino, Name<'_>), found: Option<Ino>) {
         if self.count.load(Ordering::Relaxed) == 0 {
             return;
@@ -103,13 +105,13 @@ impl Recheck {
     }
 }
 
-/// What has a name that this user may not remove, whatever else it may: Linux's `check_sticky`.
+/// Returns the inode of a name that the sticky bit forbids this user to remove (Linux's `check_sticky`).
 fn refused(source: &dyn FileSystem, cx: &Caller<'_>, (dir, name): (Ino, Name<'_>)) -> Result<Option<Ino>> {
     if cx.uid == 0 {
         return Ok(None);
     }
-    let folder = source.getattr(cx, dir, None)?;
-    if folder.mode & S_ISVTX == 0 || folder.uid == cx.uid {
+    let attr = source.getattr(cx, dir, None)?;
+    if attr.mode & S_ISVTX == 0 || attr.uid == cx.uid {
         return Ok(None);
     }
     match source.lookup(cx, dir, name) {
@@ -164,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sticky_bit_holds_for_what_has_the_name_now() {
+    fn the_sticky_bit_applies_to_the_current_file() {
         for (mode, dir_uid, uid, name, outcome) in [
             (0o777, 0, 7, &b"roots"[..], Ok(())),
             (0o1777, 0, 0, b"own", Ok(())),
@@ -173,21 +175,21 @@ mod tests {
             (0o1777, 0, 7, b"roots", Err(Errno::STALE)),
             (0o1777, 7, 7, b"roots", Ok(())),
             (0o1777, 0, 7, b"none", Ok(())),
-            // The protocol does not tell who asks.
+            // The protocol does not name the caller.
             (0o777, 0, NOBODY, b"roots", Ok(())),
             (0o1777, 0, NOBODY, b"own", Err(Errno::STALE)),
         ] {
-            let told = Removals::default().may_remove(&folder(mode, dir_uid), &user(uid), at(name));
-            assert_eq!(told, outcome, "{mode:o} {dir_uid} {uid} {name:?}");
+            let result = Removals::default().may_remove(&folder(mode, dir_uid), &user(uid), at(name));
+            assert_eq!(result, outcome, "{mode:o} {dir_uid} {uid} {name:?}");
         }
     }
 
     #[test]
-    fn who_has_looked_again_may_remove_what_it_found() {
+    fn after_another_lookup_a_client_may_remove_the_file_found() {
         let (source, removals) = (folder(0o1777, 0), Removals::default());
         let remove = || removals.may_remove(&source, &user(7), at(b"roots"));
         assert_eq!(remove(), Err(Errno::STALE));
-        // Nobody has looked.
+        // There was no lookup.
         assert_eq!(remove(), Err(Errno::STALE));
         removals.record_lookup(at(b"roots"), Some(Ino(2)));
         assert_eq!(remove(), Ok(()));
@@ -196,7 +198,7 @@ mod tests {
         assert_eq!(remove(), Err(Errno::STALE));
         removals.record_lookup(at(b"roots"), Some(Ino(9)));
         assert_eq!(remove(), Ok(()));
-        // The client was told since that there is nothing, or something else.
+        // A later lookup found nothing, or another file.
         for since in [None, Some(Ino(2))] {
             removals.record_lookup(at(b"roots"), since);
             assert_eq!(remove(), Err(Errno::STALE), "{since:?}");
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn both_names_of_a_rename_are_looked_at_again_at_once() {
+    fn both_names_of_a_rename_are_checked_at_once() {
         let (source, removals) = (folder(0o1777, 0), Removals::default());
         let rename = |flags| removals.may_rename(&source, &user(8), (at(b"roots"), at(b"own")), flags);
         assert_eq!(rename(RenameFlags::empty()), Err(Errno::STALE));
@@ -215,7 +217,7 @@ mod tests {
         removals.record_lookup(at(b"roots"), Some(Ino(2)));
         assert_eq!(rename(RenameFlags::empty()), Ok(()));
         assert_eq!(rename(RenameFlags::EXCHANGE), Ok(()));
-        // What is not replaced is not looked at.
+        // A target that is not replaced is not checked.
         let other = Removals::default();
         let keep = |uid, from| other.may_rename(&source, &user(uid), (at(from), at(b"roots")), RenameFlags::NOREPLACE);
         assert_eq!(keep(7, b"own"), Ok(()));
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn names_to_be_looked_at_are_bounded() {
+    fn names_to_look_up_again_are_limited() {
         let (source, removals) = (folder(0o1777, 0), Removals::default());
         for dir in 0..NAMES_MAX as u64 + 9 {
             let (_, name) = at(b"roots");

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::{Errno, Extent, FileType, OFlags, Result};
 
-/// An inode of a source, by the number that the source gave it. It is not the number that `stat` shows
-/// ([`Attr::ino`]), which need not be unique when a source spans several host file systems.
+/// The number of an inode, chosen by the source. It differs from the number that `stat` shows ([`Attr::ino`]), which
+/// need not be unique when a source spans several host file systems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ino(pub u64);
 
@@ -29,20 +29,20 @@ pub struct SessionId {
 }
 
 impl SessionId {
-    /// One that no other session of this process has, of a client that has no other.
+    /// Returns a new id, of a new client. No other session of this process has it.
     pub fn unique() -> Self {
         let number = Self::next();
         Self { number, client: number }
     }
 
-    /// The same of the client that has this one, for a client with several connections: what is bounded for each client is
-    /// bounded for all of its sessions.
+    /// Returns a new id for another connection of the same client. Limits per client apply to all of its sessions
+    /// together.
     #[must_use]
     pub fn same_client(self) -> Self {
         Self { number: Self::next(), client: self.client }
     }
 
-    /// Whose session it is.
+    /// Returns the number of the client.
     pub(crate) fn client(self) -> u64 {
         self.client
     }
@@ -62,24 +62,24 @@ pub struct Caller<'a> {
     pub uid: u32,
     /// Group id for file-system access.
     pub gid: u32,
-    /// Process id as the client sees it; 0 when the client's kernel asks for itself.
+    /// Process id as the client sees it; 0 for requests of the client's kernel itself.
     pub pid: u32,
-    /// Supplementary groups, as far as the protocol carries them (FUSE: the one that matters to a create).
+    /// Supplementary groups, as far as the protocol carries them (FUSE: only the group of a new file's directory).
     pub groups: &'a [u32],
 }
 
 impl Caller<'_> {
-    /// The [`uid`](Self::uid) and [`gid`](Self::gid) of a caller that the client does not name. Linux names none where idmapped
-    /// mounts are allowed (`ALLOW_IDMAP`), unless something is made.
+    /// The [`uid`](Self::uid) and [`gid`](Self::gid) of an unknown caller. Where idmapped mounts are allowed
+    /// (`ALLOW_IDMAP`), Linux only sends the ids with requests that create an inode.
     pub const UNKNOWN: u32 = u32::MAX;
 
-    /// Whether the caller may have what is for the administrator alone. An unknown caller may: its own kernel checks it.
+    /// Returns whether the caller is root. An unknown caller counts as root: its kernel checks permissions.
     pub fn is_root_or_unknown(&self) -> bool {
         self.uid == 0 || self.uid == Self::UNKNOWN
     }
 
-    /// Of a list of extended attributes, the names that the caller may see: as on local file systems, those in `trusted.` are for
-    /// the administrator.
+    /// Filters a list of extended attributes for the caller: as on local file systems, only root sees names in
+    /// `trusted.`.
     pub fn visible_xattrs(&self, names: Vec<u8>) -> Vec<u8> {
         if self.is_root_or_unknown() {
             return names;
@@ -88,8 +88,8 @@ impl Caller<'_> {
         shown.flatten().copied().collect()
     }
 
-    /// Whether the caller is root or in this group (Linux's `in_group_or_capable`). An unknown caller counts as one of them, and so
-    /// does one of unknown groups.
+    /// Returns whether the caller is root or in this group (Linux's `in_group_or_capable`). A caller with an unknown user
+    /// or group counts as a member.
     pub fn in_group_or_root(&self, gid: u32) -> bool {
         self.is_root_or_unknown() || [gid, Self::UNKNOWN].contains(&self.gid) || self.groups.contains(&gid)
     }
@@ -119,7 +119,7 @@ pub struct Attr {
     pub mtime: Timespec,
     /// Last change of the inode.
     pub ctime: Timespec,
-    /// Birth, where the source knows it.
+    /// Birth, if the source knows it.
     pub btime: Option<Timespec>,
     /// File type and permission bits (`st_mode`).
     pub mode: u32,
@@ -133,13 +133,12 @@ pub struct Attr {
     pub rdev: u32,
     /// Preferred size of a transfer, in bytes.
     pub blksize: u32,
-    /// The inode is the root of another file system: clients that can show it as a mount of its own
-    /// (`FUSE_ATTR_SUBMOUNT`).
+    /// The inode is the root of another file system: clients may show it as a separate mount (`FUSE_ATTR_SUBMOUNT`).
     pub submount: bool,
 }
 
 impl Attr {
-    /// The file type in [`Self::mode`].
+    /// Returns the file type in [`Self::mode`].
     pub fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.mode)
     }
@@ -150,7 +149,7 @@ impl Attr {
 pub struct Entry {
     /// The inode.
     pub ino: Ino,
-    /// Tells apart inodes that had the same number at different times.
+    /// Distinguishes inodes that had the same number at different times.
     pub generation: u64,
     /// The inode's attributes.
     pub attr: Attr,
@@ -176,7 +175,7 @@ pub enum SetTime {
     At(Timespec),
 }
 
-/// The attributes to change; `None` leaves one alone.
+/// The attributes to change; `None` leaves one unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SetAttr {
     /// Permission bits.
@@ -191,14 +190,14 @@ pub struct SetAttr {
     pub atime: Option<SetTime>,
     /// Last change of the data.
     pub mtime: Option<SetTime>,
-    /// Last change of the inode; sources whose host sets it on its own ignore it.
+    /// Last change of the inode; sources whose host sets it ignore it.
     pub ctime: Option<Timespec>,
-    /// Clear suid and sgid as a write or chown by an unprivileged user does ([`crate::without_privileges`];
+    /// Clear suid and sgid, as a write or chown by an unprivileged user does ([`crate::without_privileges`];
     /// `FATTR_KILL_SUIDGID`). File capabilities are cleared by every change of size or owner.
     pub clear_privileges: bool,
 }
 
-/// The range of an open file that a read or write concerns.
+/// The range of an open file to read or write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoRange {
     /// The inode.
@@ -209,12 +208,12 @@ pub struct IoRange {
     pub offset: u64,
     /// Length, in bytes.
     pub len: u32,
-    /// The flags that the client's file has now (`fcntl` may have changed `O_APPEND`, `O_DIRECT`, ...).
+    /// The current flags of the client's file (`fcntl` may have changed `O_APPEND`, `O_DIRECT`, ...).
     pub flags: OFlags,
-    /// For writes: clear suid and sgid as for an unprivileged writer (`FUSE_WRITE_KILL_SUIDGID`).
-    /// An export that serves an [`Extent`] does it by writing without `CAP_FSETID`.
+    /// For writes: clear suid and sgid, as a write by an unprivileged user does (`FUSE_WRITE_KILL_SUIDGID`).
+    /// For an [`Extent`] the export writes without `CAP_FSETID`.
     pub clear_privileges: bool,
-    /// The lock owner, where the client names one (mandatory locking; unused by Linux today).
+    /// The lock owner, if the client sends one (mandatory locking; unused by Linux today).
     pub owner: Option<u64>,
 }
 
@@ -222,14 +221,14 @@ pub struct IoRange {
 #[derive(Clone, Debug)]
 #[must_use]
 pub enum Data {
-    /// The source moved this many bytes itself. A read shorter than asked means the end of the file.
+    /// The source moved this many bytes itself. A read shorter than requested means the end of the file.
     Bytes(usize),
     /// The export moves the bytes between its client and this extent.
     Extent(Extent),
 }
 
 impl Data {
-    /// The count of [`Data::Bytes`].
+    /// Returns the count of [`Data::Bytes`].
     pub fn bytes(&self) -> Option<usize> {
         match self {
             Self::Bytes(count) => Some(*count),
@@ -245,9 +244,9 @@ pub struct DirRange {
     pub ino: Ino,
     /// The directory's open handle.
     pub handle: Handle,
-    /// 0, or the [`DirItem::next`] of the last entry already seen.
+    /// 0, or the [`DirItem::next`] of the last entry received.
     pub offset: u64,
-    /// The client wants an [`Entry`] (with its reference) for each name but `.` and `..`.
+    /// The client requests an [`Entry`] (with its reference) for each name except `.` and `..`.
     pub plus: bool,
 }
 
@@ -256,11 +255,11 @@ pub struct DirRange {
 pub struct DirItem<'a> {
     /// The inode number shown to users.
     pub ino: u64,
-    /// The offset to go on from after this entry.
+    /// The offset of the next entry.
     pub next: u64,
     /// The file type.
     pub kind: FileType,
-    /// The name; `.` and `..` are listed too where the source has them.
+    /// The name; a source may list `.` and `..` too.
     pub name: &'a [u8],
 }
 
@@ -287,17 +286,17 @@ pub struct LockOwner {
 /// A byte-range (POSIX) or whole-file (flock) lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lock {
-    /// The kind of lock wanted, or found.
+    /// The requested kind, or that of the lock found.
     pub kind: LockKind,
-    /// Who asks, or holds.
+    /// The owner that requests or holds it.
     pub owner: LockOwner,
     /// First byte.
     pub start: u64,
-    /// Last byte, inclusive; `i64::MAX` stands for the end of the file, wherever that is.
+    /// Last byte, inclusive; `i64::MAX` stands for the end of the file, whatever its size.
     pub end: u64,
     /// The process that requests or holds the lock (0: unknown, as for a process of the host).
     pub pid: u32,
-    /// A `flock` lock: the range does not matter and the owner is the open handle.
+    /// A `flock` lock: it has no range, and its owner is the open handle.
     pub flock: bool,
 }
 
@@ -314,30 +313,30 @@ pub enum LockOutcome {
 /// A request for a lock that may wait. The source keeps it and calls [`Waiter::wake`] with the outcome;
 /// a waiter that is dropped (its handle was released, its client is gone) ends with `INTR`.
 ///
-/// A client may cancel a wait (after a signal). The source is not called for that: before it grants a lock to a waiter,
-/// and before it queues one more, it drops those that are no longer [waiting](Waiter::is_waiting). A grant that comes
-/// too late all the same is given back by the export, as an unlock of the same range.
+/// A client may cancel a wait (after a signal). The source is not called then: before it grants a lock to a waiter or
+/// queues another one, it drops those that are no longer [waiting](Waiter::is_waiting). If a lock is granted too late,
+/// the export releases it by an unlock of the same range.
 pub struct Waiter {
     wake: Option<Box<dyn FnOnce(Result<()>) + Send>>,
-    gone: Option<Arc<AtomicBool>>,
+    cancelled: Option<Arc<AtomicBool>>,
 }
 
 impl Waiter {
-    /// A waiter that passes its outcome to `wake`.
+    /// Creates a waiter that passes its outcome to `wake`.
     pub fn new(wake: impl FnOnce(Result<()>) + Send + 'static) -> Self {
-        Self { wake: Some(Box::new(wake)), gone: None }
+        Self { wake: Some(Box::new(wake)), cancelled: None }
     }
 
-    /// The same, but once `gone` is true nobody waits any more.
+    /// Ends the wait without a call once `cancelled` is true.
     #[must_use]
-    pub fn until(mut self, gone: Arc<AtomicBool>) -> Self {
-        self.gone = Some(gone);
+    pub fn until(mut self, cancelled: Arc<AtomicBool>) -> Self {
+        self.cancelled = Some(cancelled);
         self
     }
 
     /// Returns whether the client still waits for the lock.
     pub fn is_waiting(&self) -> bool {
-        !self.gone.as_ref().is_some_and(|gone| gone.load(Ordering::Acquire))
+        !self.cancelled.as_ref().is_some_and(|cancelled| cancelled.load(Ordering::Acquire))
     }
 
     /// Ends the wait.
@@ -367,7 +366,7 @@ impl fmt::Debug for Waiter {
     }
 }
 
-/// What `lseek` looks for.
+/// What `lseek` searches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {
     /// The next data at or after the offset.
@@ -409,40 +408,40 @@ pub struct Statfs {
 }
 
 /// Which clients can find an inode by number after dropping its references ([`crate::FileSystem::lookup_self`]), as an
-/// NFS server that re-exports the share does. Other clients are told that file handles are not supported.
+/// NFS server does that re-exports the share. For other clients, file handles are not supported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ByNumber {
-    /// Nobody: numbers go with the references.
+    /// None: a number is only valid while it has references.
     #[default]
     No,
-    /// Mounts on this host, as long as they are there: a number may be another inode's for the next client, or a number that nobody was
-    /// told of may lead to what is not shared. The mount's kernel names only what it was told of, and is told a generation with it.
+    /// Mounts on this host, while they exist. Another client must not: the number may belong to another inode by then, or
+    /// lead to an inode that is not shared. The kernel of a mount only uses numbers that it received with a generation.
     Host,
-    /// Every client: all inodes there are are found, and no number is ever given to another one.
+    /// All clients: every existing inode is found, and no number is ever reused.
     Any,
 }
 
-/// What a source has beyond the plain calls; exports offer their clients no more than this.
+/// The optional features of a source; exports offer their clients no others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Every request that would change something is refused with `ROFS` (exports refuse it before the source is asked).
+    /// Every request that would change something fails with `ROFS` (exports refuse it before they call the source).
     pub read_only: bool,
-    /// POSIX ACLs in `system.posix_acl_*`; default ACLs work on creation.
+    /// POSIX ACLs in `system.posix_acl_*`; default ACLs apply to new files.
     pub posix_acl: bool,
     /// [`crate::FileSystem::get_lock`] and [`crate::FileSystem::set_lock`] work for byte ranges.
     pub posix_locks: bool,
     /// [`crate::FileSystem::set_lock`] works for flock.
     pub flock: bool,
-    /// [`crate::FileSystem::backing`] answers for regular files: a mount on this host may pass reads, writes and
+    /// [`crate::FileSystem::backing`] returns a descriptor for regular files: a mount on this host may pass reads, writes and
     /// mappings through to those descriptors (FUSE passthrough).
     pub backing: bool,
-    /// Its calls wait, for a network say, without keeping a CPU busy: whoever serves it has many under way at once.
+    /// Its calls wait (for a network, for example) without using a CPU: exports run many of them concurrently.
     pub waits: bool,
-    /// Of files that are opened with `O_DIRECT`, extents lead past the page cache: writes to them wait for a device.
+    /// Extents of files opened with `O_DIRECT` bypass the page cache: writes to them wait for a device.
     pub direct: bool,
-    /// Who finds inodes by their numbers alone.
+    /// Which clients find inodes by number.
     pub by_number: ByNumber,
-    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] does not look at its handle: clients that keep
-    /// listings need not ask before they use one.
+    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] ignores the handle: clients may cache listings
+    /// without an OPENDIR.
     pub constant: bool,
 }

@@ -4,10 +4,10 @@ use super::ranges::Range;
 use super::tree::{Item, Link, Tree};
 use crate::{LockKind, LockOwner};
 
-/// What tells a lock from others: its first byte and its owner.
+/// Identifies a lock: its first byte and its owner.
 pub(super) type HeldKey = (u64, LockOwner);
 
-/// A range that somebody has locked.
+/// A locked range of an owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HeldLock {
     pub(super) owner: LockOwner,
@@ -17,7 +17,7 @@ pub(super) struct HeldLock {
     pub(super) is_write: bool,
 }
 
-/// How far ranges reach: the farthest end with its owner, and the farthest end of other owners. Ends are exclusive; 0 is none.
+/// The last end of ranges with its owner, and the last end of the other owners. Ends are exclusive; 0 means none.
 #[derive(Clone, Copy, Debug)]
 struct EndSummary {
     end: u64,
@@ -36,13 +36,13 @@ impl EndSummary {
         Self { others_end: far.others_end.max(others_end), ..*far }
     }
 
-    /// The farthest end of those that are not `except`'s.
+    /// Returns the last end of the owners other than `except`.
     fn without(&self, except: Option<LockOwner>) -> u64 {
         if except == Some(self.owner) { self.others_end } else { self.end }
     }
 }
 
-/// The reach of all locks and of write locks.
+/// The last ends of all locks and of write locks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EndSummaries {
     all: EndSummary,
@@ -68,14 +68,14 @@ impl Item for HeldLock {
     }
 }
 
-/// What is looked for: a lock that a request of a kind would have to wait for, that begins at `start_max` or before, and ends
-/// at `end_min` or behind.
+/// A search for locks that conflict with a request of a kind, begin at `start_max` or before, and end at `end_min` or
+/// after.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Query {
     pub(super) start_max: u64,
     pub(super) end_min: u64,
     pub(super) kind: LockKind,
-    /// Whose locks do not count.
+    /// The owner whose locks do not count.
     pub(super) except: Option<LockOwner>,
 }
 
@@ -94,7 +94,7 @@ impl Query {
 pub(super) struct Index(Tree<HeldLock>);
 
 impl Index {
-    /// An owner has other ranges than before.
+    /// Replaces ranges of an owner.
     pub(super) fn replace(&mut self, owner: LockOwner, old: &[Range], new: &[Range]) {
         for range in old {
             self.0.remove((range.start, owner));
@@ -104,7 +104,7 @@ impl Index {
         }
     }
 
-    /// The first lock that is looked for.
+    /// Returns the first matching lock.
     pub(super) fn find(&self, query: &Query) -> Option<HeldLock> {
         let mut at = self.0.root();
         while let Some(node) = self.0.node(at) {
@@ -123,12 +123,13 @@ impl Index {
         None
     }
 
-    /// The last lock that is looked for.
+    /// Returns the last matching lock.
     pub(super) fn find_last(&self, query: &Query) -> Option<HeldLock> {
         self.last_below(query, self.0.root())
     }
 
-    /// What begins at `start_max` or before is all before the first node that does not: so only on the way there a node may promise too much.
+    /// All locks that begin at `start_max` or before precede the first node that does not. So only summaries on the path to
+    /// that node may include locks that do not match.
     fn last_below(&self, query: &Query, at: Link) -> Option<HeldLock> {
         let node = self.0.node(at).filter(|node| query.reaches(&node.sum))?;
         if node.item.start > query.start_max {
@@ -138,7 +139,7 @@ impl Index {
         self.last_below(query, node.right).or_else(own).or_else(|| self.last_below(query, node.left))
     }
 
-    /// All locks that are looked for; `None` if there are more than `count_max`.
+    /// Returns all matching locks; `None` if there are more than `count_max`.
     pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<HeldLock>> {
         let mut found = Vec::new();
         self.collect(query, self.0.root(), count_max, &mut found).then_some(found)
@@ -177,9 +178,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against a look at all of them. Ranges may overlap here as no lock table lets them.
+        /// Compares with a linear search. Ranges may overlap here, unlike those of a lock table.
         #[test]
-        fn finds_what_a_list_has(
+        fn searches_find_what_a_linear_search_finds(
             held in prop::collection::btree_map((0..20_u64, 0..4_u64), (0..10_u64, any::<bool>()), 0..40),
             queries in prop::collection::vec((0..24_u64, 0..24_u64, any::<bool>(), prop::option::of(0..4_u64)), 1..40),
         ) {

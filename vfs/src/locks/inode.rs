@@ -9,23 +9,23 @@ use super::waiting::{ParkedRequest, Search, Waiters};
 use super::{END, LINKS, Lockable, Locks, OWNER_WAITERS_MAX, OWNERS, RANGES, RANGES_MAX, WAITERS};
 use crate::{Errno, Handle, Ino, Lock, LockKind, LockOwner, Result, Waiter};
 
-/// Waiters whose fate is known, to be told when no lock is held.
+/// Waiters with their outcomes, to be woken when no lock is held.
 pub(super) type Outcomes = Vec<(Waiter, Result<()>)>;
 
-/// What somebody else was found to be in the way of: first and last bytes, whether it is for writing, and whether it is a flock
-/// lock. To him all owners are alike.
+/// Requests that a lock outside this source refused: first and last byte, whether it is for writing, and whether it is a
+/// flock lock. The owner makes no difference there.
 type RefusedLocks = HashSet<(u64, u64, bool, bool)>;
 
-/// What an owner has locked in one file.
+/// The locks of an owner in one file.
 #[derive(Debug)]
 struct Owner<O> {
-    own: O,
+    holder: O,
     ranges: Ranges,
-    /// The handles through which it locked: when all are gone, so are its locks, even if no flush told so.
+    /// The handles through which it locked. When all are closed, its locks end, even without a flush.
     handles: HashSet<Handle>,
 }
 
-/// The locks of one file, and what waits for them.
+/// The locks of one file, and the requests that wait for them.
 #[derive(Debug)]
 pub(super) struct InodeLocks<T: Lockable> {
     ino: Ino,
@@ -39,11 +39,11 @@ pub(super) struct InodeLocks<T: Lockable> {
     /// The handle with the write lock among them.
     flock_writer: Option<Handle>,
     waiters: Waiters<T>,
-    /// Owners that may have nothing any more, and wait for nothing: for [`Self::drop_idle`].
-    lapsed: Vec<LockOwner>,
-    /// Who unlocked something last. He stays, whatever is left to him, as long as he has the file open: databases lock and
-    /// unlock again and again, and what their locks hang on need not be made each time.
-    spared: Option<LockOwner>,
+    /// Owners that [`Self::drop_idle`] checks: they may have neither locks nor requests any more.
+    maybe_idle: Vec<LockOwner>,
+    /// The owner that unlocked last. It is kept, even without locks, while it has the file open: databases lock and unlock
+    /// repeatedly, and a new holder each time would be expensive.
+    last_unlocker: Option<LockOwner>,
 }
 
 impl<T: Lockable> InodeLocks<T> {
@@ -56,8 +56,8 @@ impl<T: Lockable> InodeLocks<T> {
             flocks: HashMap::new(),
             flock_writer: None,
             waiters: Waiters::default(),
-            lapsed: Vec::new(),
-            spared: None,
+            maybe_idle: Vec::new(),
+            last_unlocker: None,
         }
     }
 
@@ -65,7 +65,7 @@ impl<T: Lockable> InodeLocks<T> {
         self.owners.is_empty() && self.flocks.is_empty() && self.waiters.is_empty()
     }
 
-    /// Owners, and their ranges.
+    /// Returns the number of owners and of their ranges.
     #[cfg(test)]
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.owners.len(), self.owners.values().map(|owner| owner.ranges.len()).sum())
@@ -75,35 +75,35 @@ impl<T: Lockable> InodeLocks<T> {
         !self.waiters.is_empty()
     }
 
-    /// What an owner's locks hang on.
+    /// Returns the holder of an owner's locks.
     pub(super) fn owner(&self, owner: LockOwner) -> Option<&T::Owner> {
-        self.owners.get(&owner).map(|state| &state.own)
+        self.owners.get(&owner).map(|state| &state.holder)
     }
 
-    /// The first POSIX lock that is looked for.
+    /// Returns the first matching POSIX lock.
     pub(super) fn find(&self, query: &Query) -> Option<Lock> {
         let HeldLock { owner, start, end, .. } = self.index.find(query)?;
         let range = self.owners.get(&owner)?.ranges.get(start)?;
         Some(Lock { kind: range.kind, owner, start, end, pid: range.pid, flock: false })
     }
 
-    /// All POSIX locks that are looked for; `None` if there are more than `count_max`.
+    /// Returns all matching POSIX locks; `None` if there are more than `count_max`.
     pub(super) fn find_all(&self, query: &Query, count_max: usize) -> Option<Vec<HeldLock>> {
         self.index.find_all(query, count_max)
     }
 
-    /// Whether a lock of one owner is in the way of another's request.
+    /// Returns whether a lock of an owner conflicts with another owner's request.
     pub(super) fn excludes(&self, owner: LockOwner, request: &Lock) -> bool {
         let state = self.owners.get(&owner).filter(|_| owner != request.owner);
         state.is_some_and(|state| state.ranges.excludes(request.start, request.end, request.kind))
     }
 
-    /// A request that waits.
+    /// Returns a waiting request.
     pub(super) fn waiter(&self, number: u64) -> Option<&ParkedRequest<T>> {
         self.waiters.get(number)
     }
 
-    /// Finds or makes the owner of a request for a POSIX lock. Returns whether there is anything to do for it.
+    /// Finds or creates the owner of a request for a POSIX lock. Returns false if there is nothing to unlock.
     pub(super) fn prepare_owner(
         &mut self,
         all: &Locks<T>,
@@ -117,15 +117,16 @@ impl<T: Lockable> InodeLocks<T> {
             Entry::Vacant(_) if request.kind == LockKind::Unlock => return Ok(false),
             Entry::Vacant(new) => {
                 all.registry().add(session, OWNERS, |counts| &mut counts.owners)?;
-                let own = make().inspect_err(|_| all.registry().change(session, |counts| &mut counts.owners, 1, 0))?;
-                new.insert(Owner { own, ranges: Ranges::default(), handles: HashSet::new() })
+                let holder =
+                    make().inspect_err(|_| all.registry().change(session, |counts| &mut counts.owners, 1, 0))?;
+                new.insert(Owner { holder, ranges: Ranges::default(), handles: HashSet::new() })
             }
         };
-        let lapsed = match request.kind {
-            LockKind::Unlock => self.spared.replace(id).filter(|before| *before != id),
+        let maybe_idle = match request.kind {
+            LockKind::Unlock => self.last_unlocker.replace(id).filter(|before| *before != id),
             _ => Some(id),
         };
-        self.lapsed.extend(lapsed);
+        self.maybe_idle.extend(maybe_idle);
         if request.kind != LockKind::Unlock && !owner.handles.contains(&handle) {
             all.registry().add(session, LINKS, |counts| &mut counts.links)?;
             owner.handles.insert(handle);
@@ -134,7 +135,7 @@ impl<T: Lockable> InodeLocks<T> {
         Ok(true)
     }
 
-    /// Whether one of these locks is in the way of a request.
+    /// Returns whether one of these locks conflicts with a request.
     fn is_taken(&self, handle: Handle, lock: &Lock) -> bool {
         match (lock.flock, lock.kind) {
             (false, _) => self.index.find(&Query::of(lock)).is_some(),
@@ -144,7 +145,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Takes, changes or gives up a lock if nothing is in the way. [`Self::retry_waiters`] is to be called afterwards.
+    /// Acquires, converts or releases a lock if nothing conflicts. Call [`Self::retry_waiters`] afterwards.
     pub(super) fn attempt(&mut self, all: &Locks<T>, open: &T, handle: Handle, lock: &Lock) -> Result<()> {
         let is_taken = self.is_taken(handle, lock);
         match lock.flock {
@@ -156,12 +157,12 @@ impl<T: Lockable> InodeLocks<T> {
 
     fn attempt_posix(&mut self, all: &Locks<T>, lock: &Lock) -> Result<()> {
         let owner = self.owners.get_mut(&lock.owner).ok_or(Errno::NOLCK)?;
-        // Unlocking the middle of a range makes two of it, so the bound may be passed by as many.
+        // Unlocking the middle of a range splits it, so the limit may be exceeded by as many ranges.
         let is_full = || !all.registry().has_room(lock.owner.session, RANGES, |counts| &mut counts.ranges);
         if lock.kind != LockKind::Unlock && (owner.ranges.len() >= RANGES_MAX || is_full()) {
             return Err(Errno::NOLCK);
         }
-        T::set_posix(&owner.own, lock)?;
+        T::set_posix(&owner.holder, lock)?;
         let change = owner.ranges.set(Range { start: lock.start, end: lock.end, kind: lock.kind, pid: lock.pid });
         self.changed(all, lock.owner, change);
         Ok(())
@@ -171,10 +172,10 @@ impl<T: Lockable> InodeLocks<T> {
         let Change { old, new } = change;
         self.index.replace(owner, &old, &new);
         all.registry().ranges_changed(owner, old.len(), new.len());
-        old.iter().for_each(|range| self.waiters.freed((range.start, owner)));
+        old.iter().for_each(|range| self.waiters.lock_changed((range.start, owner)));
     }
 
-    /// As on Linux, one that asks for another kind loses what it had even if it must wait then.
+    /// As on Linux, a conversion releases the previous lock even if the request then has to wait.
     fn attempt_flock(&mut self, open: &T, handle: Handle, kind: LockKind, is_taken: bool) -> Result<()> {
         if self.flocks.get(&handle).copied().unwrap_or(LockKind::Unlock) == kind {
             return Ok(());
@@ -196,13 +197,13 @@ impl<T: Lockable> InodeLocks<T> {
         Ok(())
     }
 
-    /// A handle has no flock lock any more; returns whether it had one.
+    /// Removes the flock lock of a handle; returns whether it had one.
     fn forget_flock(&mut self, handle: Handle) -> bool {
         self.flock_writer = self.flock_writer.filter(|writer| *writer != handle);
         self.flocks.remove(&handle).is_some()
     }
 
-    /// Parks a request, or returns its waiter if too many wait.
+    /// Parks a request, or returns its waiter if too many requests wait.
     pub(super) fn park(
         &mut self,
         all: &Locks<T>,
@@ -225,7 +226,7 @@ impl<T: Lockable> InodeLocks<T> {
         Ok(())
     }
 
-    /// A request is parked no more.
+    /// Removes a parked request; returns its waiter.
     pub(super) fn unpark(&mut self, all: &Locks<T>, number: u64) -> Option<Waiter> {
         let parked = self.waiters.remove(number)?;
         Some(self.unparked(all, number, parked))
@@ -237,12 +238,12 @@ impl<T: Lockable> InodeLocks<T> {
         registry.change(owner.session, |counts| &mut counts.waiters, 1, 0);
         if !parked.lock.flock {
             registry.end_wait(owner, (self.ino, number));
-            self.lapsed.push(owner);
+            self.maybe_idle.push(owner);
         }
         parked.waiter
     }
 
-    /// Forgets some of the requests whose clients wait no more: they were answered already.
+    /// Removes some of the cancelled requests, which need no reply.
     pub(super) fn sweep(&mut self, all: &Locks<T>, count_max: usize) {
         for number in self.waiters.sweep(count_max) {
             if let Some(waiter) = self.unpark(all, number) {
@@ -251,7 +252,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Tries a request that waits. Returns whether it waits no more.
+    /// Retries a waiting request. Returns whether it no longer waits.
     fn attempt_parked(&mut self, all: &Locks<T>, number: u64, outcomes: &mut Outcomes) -> bool {
         let Some(parked) = self.waiters.get(number) else { return false };
         let (open, handle, lock) = (parked.open.clone(), parked.handle, parked.lock);
@@ -272,7 +273,7 @@ impl<T: Lockable> InodeLocks<T> {
         true
     }
 
-    /// The same, unless somebody else is known to be in the way.
+    /// As [`Self::attempt_parked`], unless the table or a known lock outside this source conflicts.
     fn attempt_once(&mut self, all: &Locks<T>, number: u64, refused: &mut RefusedLocks, outcomes: &mut Outcomes) {
         let Some(parked) = self.waiters.get(number) else { return };
         let Lock { start, end, kind, flock, .. } = parked.lock;
@@ -280,7 +281,7 @@ impl<T: Lockable> InodeLocks<T> {
         if parked.waiter.is_waiting() && self.is_taken(parked.handle, &parked.lock) {
             let held = if flock { None } else { self.index.find_last(&Query::of(&parked.lock)) };
             if let Some(held) = held {
-                self.waiters.note(number, &held);
+                self.waiters.assign(number, &held);
             }
             return;
         }
@@ -291,7 +292,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Grants what waits and can go on since something was unlocked.
+    /// Grants the waiting requests that no longer conflict.
     pub(super) fn retry_waiters(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
         self.retry_flock_waiters(all, outcomes);
         let (mut search, mut refused) = (Search::default(), RefusedLocks::default());
@@ -301,7 +302,7 @@ impl<T: Lockable> InodeLocks<T> {
     }
 
     fn retry_flock_waiters(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
-        // Whom somebody else keeps from reading he keeps from writing, and all others as well.
+        // A lock outside this source that refuses a reader refuses all readers and writers.
         let mut writes_too = true;
         while let Some(number) = self.waiters.next_flock(&self.flocks, self.flock_writer, writes_too) {
             let is_write = self.waiters.get(number).is_some_and(|parked| parked.lock.kind == LockKind::Write);
@@ -315,7 +316,7 @@ impl<T: Lockable> InodeLocks<T> {
         }
     }
 
-    /// Tries again what somebody else was in the way of: one request of those that ask for the same.
+    /// Retries requests that locks outside this source refused: one of those for the same range and kind.
     pub(super) fn retry(&mut self, all: &Locks<T>, outcomes: &mut Outcomes) {
         let mut refused = RefusedLocks::default();
         for number in self.waiters.foreign() {
@@ -329,22 +330,22 @@ impl<T: Lockable> InodeLocks<T> {
         let Some(state) = self.owners.get_mut(&owner) else { return };
         if !state.ranges.is_empty() {
             let unlock = Lock { kind: LockKind::Unlock, owner, start: 0, end: END, pid: 0, flock: false };
-            // Nobody is there to be told of an error.
-            let _ = T::set_posix(&state.own, &unlock);
+            // There is no request to which an error could be returned.
+            let _ = T::set_posix(&state.holder, &unlock);
             let change = state.ranges.take();
             self.changed(all, owner, change);
         }
-        self.lapsed.push(owner);
+        self.maybe_idle.push(owner);
     }
 
-    /// Ends what came through a handle. Returns the waiters.
+    /// Ends all requests and locks of a handle. Returns the waiters.
     pub(super) fn drop_handle(&mut self, all: &Locks<T>, handle: Handle, open: &T) -> Vec<Waiter> {
         let mut ended = Vec::new();
         for number in self.waiters.of_handle(handle) {
             ended.extend(self.unpark(all, number));
         }
         if self.forget_flock(handle) {
-            // Nobody is there to be told of an error.
+            // There is no request to which an error could be returned.
             let _ = open.set_flock(LockKind::Unlock);
         }
         for owner in self.by_handle.remove(&handle).into_iter().flatten() {
@@ -358,9 +359,9 @@ impl<T: Lockable> InodeLocks<T> {
         ended
     }
 
-    /// Forgets the owners that have nothing any more and wait for nothing, with what their locks hung on.
+    /// Removes the owners without locks and requests, with their holders.
     pub(super) fn drop_idle(&mut self, all: &Locks<T>) {
-        for owner in std::mem::take(&mut self.lapsed) {
+        for owner in std::mem::take(&mut self.maybe_idle) {
             let is_idle = |state: &Owner<T::Owner>| state.ranges.is_empty() && !self.waiters.has_of(owner);
             if !self.owners.get(&owner).is_some_and(is_idle) {
                 continue;

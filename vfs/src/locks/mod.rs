@@ -1,7 +1,8 @@
 //! POSIX and flock locks.
 //!
-//! No operation looks at all locks or all requests of a file: [`index`] finds a lock that is in the way, [`waiting`] the requests that can go
-//! on. What waits is noted as it was asked for, and who waits for whom is found out when it is needed ([`deadlock`]).
+//! No operation visits all locks or all requests of a file: [`index`] finds a conflicting lock, and [`waiting`] the
+//! requests that can be granted. Waiting requests are stored as received; who waits for whom is computed on demand
+//! ([`deadlock`]).
 
 mod deadlock;
 mod index;
@@ -26,54 +27,54 @@ use crate::{
     Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, OFlags, Result, SessionId, Waiter,
 };
 
-/// So many that lock requests for different inodes seldom meet; a power of two.
+/// The number of shards: enough that lock requests for different inodes rarely contend; a power of two.
 const SHARDS: usize = 16;
-/// Ranges that one owner may lock in one file.
+/// The maximum number of ranges that one owner may lock in one file.
 const RANGES_MAX: usize = 65_536;
-/// Requests of one owner that may wait in one file: of threads of one process. They are looked at one by one where a lock of this owner is
-/// in the way of others.
+/// The maximum number of waiting requests of one owner (the threads of one process) in one file. They are visited one by
+/// one where a lock of this owner conflicts with others.
 const OWNER_WAITERS_MAX: usize = 1024;
-/// Requests that are looked at with each operation, whether anybody wants them still.
+/// The number of waiting requests that each operation checks for cancellation.
 const SWEEP_COUNT: usize = 4;
-/// The same where [`Locks::retry`] looks.
+/// The same number for [`Locks::retry`].
 const RETRY_SWEEP_COUNT: usize = 4096;
-/// The end of the file, wherever that is.
+/// The end of the file, whatever its size.
 const END: u64 = i64::MAX as u64;
 
-/// What [`Locks`] wants to know of an open file, and who must agree to its locks.
+/// An open file in [`Locks`].
 ///
-/// The last three are for files that somebody locks who does not ask this source: for a host's file, the host's kernel.
-/// They are called under a lock of the table, and only for what the table has nothing against; they never wait. Where
-/// nobody else locks the files, they need not be written, and [`Self::Owner`] is `()`.
+/// The last three methods are for files that are also locked outside this source, such as files of the host by its
+/// kernel. They are called under a lock of the table, and only for requests that do not conflict with the table; they must
+/// not block. If no one else locks the files, they need not be implemented, and [`Self::Owner`] is `()`.
 #[allow(unused_variables, reason = "the defaults need none of their arguments")]
 pub trait Lockable: fmt::Debug {
-    /// What the POSIX locks of one owner on one inode hang on, such as a descriptor.
+    /// The holder of the POSIX locks of one owner on one inode, such as a descriptor.
     type Owner: fmt::Debug;
 
-    /// The flags that the file was opened with.
+    /// Returns the flags with which the file was opened.
     fn flags(&self) -> OFlags;
 
-    /// Whether it is a directory, which has no POSIX locks.
+    /// Returns whether it is a directory, which has no POSIX locks.
     fn is_dir(&self) -> bool;
 
-    /// Takes, changes or gives up an owner's POSIX lock; `AGAIN` where somebody else's is in the way.
+    /// Acquires, converts or releases an owner's POSIX lock; `AGAIN` if a lock outside this source conflicts.
     fn set_posix(owner: &Self::Owner, lock: &Lock) -> Result<()> {
         Ok(())
     }
 
-    /// Takes, changes or gives up the open file's flock lock; `AGAIN` where somebody else's is in the way: then it has
-    /// none any more.
+    /// Acquires, converts or releases the open file's flock lock. `AGAIN` if a lock outside this source conflicts: the file
+    /// then has no lock any more.
     fn set_flock(&self, kind: LockKind) -> Result<()> {
         Ok(())
     }
 
-    /// A POSIX lock of somebody else that is in the way of a request; `owner` is that of the request, if it is known.
+    /// Returns a POSIX lock outside this source that conflicts with a request; `owner` is that of the request, if known.
     fn get_posix(&self, owner: Option<&Self::Owner>, lock: &Lock) -> Result<Option<Lock>> {
         Ok(None)
     }
 }
 
-/// A file of which nothing is known but how it was opened.
+/// A file of which only the open flags are known.
 impl Lockable for OFlags {
     type Owner = ();
 
@@ -90,7 +91,7 @@ impl Lockable for OFlags {
 #[derive(Debug)]
 struct Shard<T: Lockable> {
     inodes: HashMap<Ino, InodeLocks<T>>,
-    /// Those where requests wait.
+    /// The inodes with waiting requests.
     waiting: HashSet<Ino>,
 }
 
@@ -103,22 +104,22 @@ impl<T: Lockable> Default for Shard<T> {
 /// The POSIX and flock locks of a source: all that [`get_lock`](crate::FileSystem::get_lock) and
 /// [`set_lock`](crate::FileSystem::set_lock) take, for open files that are in a table of [`Handles`].
 ///
-/// Nothing here waits. A request that must is parked with its inode and granted, first come first served, when a lock in
-/// its way goes. A source calls [`Self::drop_owner`] in `flush` and [`Self::drop_handle`] in `release`.
+/// No method blocks. A request that must wait is parked with its inode, and granted in order of arrival when a conflicting
+/// lock is released. A source calls [`Self::drop_owner`] in `flush` and [`Self::drop_handle`] in `release`.
 #[derive(Debug)]
 pub struct Locks<T: Lockable> {
     shards: [Mutex<Shard<T>>; SHARDS],
-    /// Inodes with anything in a shard: mostly none, and then nothing is looked up.
+    /// The number of inodes in all shards. It is mostly 0, and then no shard is locked.
     inodes: AtomicUsize,
-    /// Locked within a shard.
+    /// Locked while a shard is locked.
     registry: Mutex<Registry>,
-    /// Held by whoever looks for a ring of owners that wait for each other: of two that would close one together, the second sees both.
-    /// Shards are locked within.
+    /// Serializes deadlock detection: of two requests that close a cycle together, the second one sees both. Shards are
+    /// locked while it is held.
     deadlock: Mutex<()>,
     next: AtomicU64,
 }
 
-/// Locks, also after a panic elsewhere: no critical section here leaves its data half changed.
+/// Locks a mutex, also after a panic: no critical section here leaves inconsistent data.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -129,7 +130,7 @@ fn wake_all(outcomes: Outcomes) {
     }
 }
 
-/// A request with a sound range and the caller's own session.
+/// Returns a request with a valid range and the session of the caller.
 fn checked(cx: &Caller<'_>, lock: &Lock) -> Result<Lock> {
     let end = lock.end.min(END);
     if lock.start > end && !lock.flock {
@@ -138,7 +139,7 @@ fn checked(cx: &Caller<'_>, lock: &Lock) -> Result<Lock> {
     Ok(Lock { owner: LockOwner { session: cx.session, id: lock.owner.id }, end, ..*lock })
 }
 
-/// Whether a file that was opened like this may have such a POSIX lock.
+/// Returns whether the open flags of a file allow this kind of POSIX lock.
 fn permits(open: &impl Lockable, kind: LockKind) -> bool {
     let access = open.flags() & OFlags::ACCMODE;
     !open.is_dir()
@@ -149,10 +150,10 @@ fn permits(open: &impl Lockable, kind: LockKind) -> bool {
         }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 enum Attempt {
     Done,
-    /// It waits under this number.
+    /// The request waits under this number.
     Parked(u64),
 }
 
@@ -178,7 +179,7 @@ impl<T: Lockable> Locks<T> {
         lock(&self.registry)
     }
 
-    /// Runs `f` on the locks of an inode, and tells those whose wait that ended.
+    /// Runs `f` on the locks of an inode, and wakes the waiters whose requests are decided.
     fn with<R>(&self, ino: Ino, f: impl FnOnce(&mut InodeLocks<T>, &mut Outcomes) -> R) -> R {
         let mut outcomes = Vec::new();
         let mut shard = self.shard(ino);
@@ -193,7 +194,7 @@ impl<T: Lockable> Locks<T> {
         result
     }
 
-    /// Forgets what an inode that was just looked at has no more.
+    /// Removes the unused state of an inode after an operation.
     fn finish(&self, shard: &mut Shard<T>, ino: Ino) {
         let Some(locks) = shard.inodes.get_mut(&ino) else { return };
         locks.drop_idle(self);
@@ -209,19 +210,19 @@ impl<T: Lockable> Locks<T> {
         }
     }
 
-    /// As [`Self::with`], for an inode that may have nothing to do with locks.
+    /// As [`Self::with`], but does nothing for an inode without locks and requests.
     fn with_known(&self, ino: Ino, f: impl FnOnce(&mut InodeLocks<T>, &mut Outcomes)) {
         if self.inodes.load(Ordering::Acquire) > 0 && self.shard(ino).inodes.contains_key(&ino) {
             self.with(ino, f);
         }
     }
 
-    /// Implements [`FileSystem::set_lock`](crate::FileSystem::set_lock). `owner` makes what the locks of an owner hang on
-    /// that has none in this inode yet; it is called under a lock of the table.
+    /// Implements [`FileSystem::set_lock`](crate::FileSystem::set_lock). `owner` creates the holder for an owner that is new
+    /// in this inode; it is called under a lock of the table.
     ///
     /// # Errors
-    /// Those of `set_lock`: `BADF` also where the file was not opened for such a lock, `INVAL` for a range that ends
-    /// before it begins; `NOLCK` where there are too many locks, owners or waiters; and what `owner` and `T` return.
+    /// Those of `set_lock`: `BADF` also if the file was not opened for such a lock, `INVAL` for a range that ends before it
+    /// begins, `NOLCK` for too many locks, owners or waiters; and those of `owner` and `T`.
     pub fn set(
         &self,
         handles: &Handles<T>,
@@ -246,7 +247,7 @@ impl<T: Lockable> Locks<T> {
                 Ok(Attempt::Done) => Ok(LockOutcome::Done),
                 Ok(Attempt::Parked(number)) if !request.flock && self.is_deadlock(ino, number, request.owner) => {
                     wait = self.cancel(ino, number);
-                    // It may have been granted just now.
+                    // It may have been granted meanwhile.
                     if wait.is_some() { Err(Errno::DEADLK) } else { Ok(LockOutcome::Waiting) }
                 }
                 Ok(Attempt::Parked(_)) => Ok(LockOutcome::Waiting),
@@ -264,7 +265,7 @@ impl<T: Lockable> Locks<T> {
         result
     }
 
-    /// Leaves the waiter there unless the request was parked.
+    /// Attempts a request, or parks it with the waiter. `wait` keeps the waiter unless the request was parked.
     fn attempt_or_park(
         &self,
         (locks, outcomes): (&mut InodeLocks<T>, &mut Outcomes),
@@ -292,7 +293,7 @@ impl<T: Lockable> Locks<T> {
         }
     }
 
-    /// Takes a request back, if it still waits.
+    /// Cancels a request, if it still waits.
     fn cancel(&self, ino: Ino, number: u64) -> Option<Waiter> {
         self.with(ino, |locks, _| locks.unpark(self, number))
     }
@@ -300,7 +301,7 @@ impl<T: Lockable> Locks<T> {
     /// Implements [`FileSystem::get_lock`](crate::FileSystem::get_lock).
     ///
     /// # Errors
-    /// Those of `get_lock`: `INVAL` also for flock locks, which cannot be asked for, and for directories.
+    /// Those of `get_lock`: `INVAL` also for flock locks, which cannot be tested, and for directories.
     pub fn get(
         &self,
         handles: &Handles<T>,
@@ -321,7 +322,7 @@ impl<T: Lockable> Locks<T> {
         open.get_posix(known.and_then(|locks| locks.owner(request.owner)), &request)
     }
 
-    /// An owner closed a descriptor of the file: it has no POSIX locks on it any more.
+    /// Releases all POSIX locks of an owner on the file, because it closed a descriptor.
     pub fn drop_owner(&self, ino: Ino, session: SessionId, id: u64) {
         self.with_known(ino, |locks, outcomes| {
             locks.drop_owner(self, LockOwner { session, id });
@@ -329,20 +330,20 @@ impl<T: Lockable> Locks<T> {
         });
     }
 
-    /// Ends what came through a handle, which is removed already: what waits through it, its flock lock, and the POSIX
-    /// locks of owners that have no other.
+    /// Ends all requests and locks of a handle, which is removed already: its waiting requests, its flock lock, and the
+    /// POSIX locks of owners without another handle.
     pub fn drop_handle(&self, ino: Ino, handle: Handle, open: &T) {
         let mut ended = Vec::new();
         self.with_known(ino, |locks, outcomes| {
             ended = locks.drop_handle(self, handle, open);
             locks.retry_waiters(self, outcomes);
         });
-        // Those that waited end with INTR.
+        // Dropped waiters end with INTR.
         drop(ended);
     }
 
-    /// Tries again what waits for somebody that the table does not know: for a `T` that nobody tells when that one lets
-    /// go. Returns whether anything waits.
+    /// Retries requests that wait for locks outside this source, for a `T` that is not notified when those are released.
+    /// Returns whether any request waits.
     pub fn retry(&self) -> bool {
         for shard in &self.shards {
             let mut outcomes = Vec::new();

@@ -14,16 +14,16 @@ pub(super) struct Range {
     pub(super) pid: u32,
 }
 
-/// How a request changes what its owner has.
+/// A change of the ranges of an owner.
 #[derive(Debug, Default)]
 pub(super) struct Change {
-    /// Ranges that are no more.
+    /// Removed ranges.
     pub(super) old: Vec<Range>,
-    /// Ranges in their place.
+    /// Added ranges.
     pub(super) new: Vec<Range>,
 }
 
-/// Ranges that do not overlap, by their first byte.
+/// Disjoint ranges by their first byte.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ranges {
     all: BTreeMap<u64, Range>,
@@ -32,9 +32,9 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// Locks a range, or unlocks it, whatever it was before.
+    /// Locks or unlocks a range, whatever its previous state.
     pub(super) fn set(&mut self, request: Range) -> Change {
-        // Those that overlap it, or touch it.
+        // Ranges that overlap or touch it.
         let before = self.all.range(..=request.end.saturating_add(1)).rev();
         let near = before.take_while(|(_, range)| range.end.saturating_add(1) >= request.start);
         let mut old: Vec<Range> = near.map(|(_, range)| *range).collect();
@@ -51,7 +51,7 @@ impl Ranges {
             let start = range.start.max(request.end + 1);
             Range { start, ..*range }
         }));
-        // Neighbours of one kind are one lock, as in the kernel.
+        // Adjacent ranges of one kind are merged, as in the kernel.
         new.dedup_by(|b, a| {
             let joins = a.kind == b.kind && a.pid == b.pid && a.end.checked_add(1) == Some(b.start);
             if joins {
@@ -59,7 +59,7 @@ impl Ranges {
             }
             joins
         });
-        // Neighbours that stay as they are.
+        // Adjacent ranges that do not change.
         let is_known = |range: &Range| self.all.get(&range.start) == Some(range);
         let (kept, new): (Vec<Range>, Vec<Range>) = new.into_iter().partition(is_known);
         old.retain(|range| !kept.contains(range));
@@ -82,7 +82,7 @@ impl Ranges {
         Change { old, new: Vec::new() }
     }
 
-    /// Whether another owner's request would have to wait for one of these.
+    /// Returns whether another owner's request conflicts with one of these.
     pub(super) fn excludes(&self, start: u64, end: u64, kind: LockKind) -> bool {
         match kind {
             LockKind::Write => self.all.range(..=end).next_back().is_some_and(|(_, range)| range.end >= start),
@@ -91,7 +91,7 @@ impl Ranges {
         }
     }
 
-    /// The range that begins there.
+    /// Returns the range that begins at this byte.
     pub(super) fn get(&self, start: u64) -> Option<&Range> {
         self.all.get(&start)
     }
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_file_is_a_place_like_others() {
+    fn the_end_of_the_file_is_handled_as_any_other_offset() {
         let end = i64::MAX as u64;
         let mut ranges = Ranges::default();
         ranges.set(Range { start: 0, end, kind: LockKind::Write, pid: 1 });

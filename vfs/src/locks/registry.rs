@@ -4,26 +4,26 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::{Errno, Ino, LockOwner, Result, SessionId};
 
-/// How many of something there may be.
+/// The limits of one count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bound {
-    /// One client's, of all its sessions.
+    /// The maximum of one client, for all its sessions together.
     pub(super) client_max: usize,
-    /// All clients'.
+    /// The maximum of all clients together.
     pub(super) all_max: usize,
 }
 
-/// Owners, counted once for each file: each may take a descriptor of the host's. Databases lock every file that they have
-/// open, and have tens of thousands.
+/// Owners, counted per file: each may need a descriptor of the host. Databases lock all their open files, which may be tens
+/// of thousands.
 pub(super) const OWNERS: Bound = Bound { client_max: 65_536, all_max: 1 << 18 };
-/// Ranges, of all owners: each takes about 200 bytes, here and in whoever must agree.
+/// Ranges of all owners: each takes about 200 bytes, here and outside this source.
 pub(super) const RANGES: Bound = Bound { client_max: 1 << 20, all_max: 1 << 21 };
-/// Handles that owners locked through, counted once for each owner: mostly as many as owners.
+/// Handles with locks, counted per owner: mostly as many as owners.
 pub(super) const LINKS: Bound = Bound { client_max: 1 << 18, all_max: 1 << 20 };
-/// Requests that wait. A client's kernel has a thread waiting for each, so it will not need more.
+/// Waiting requests. A client's kernel has a waiting thread for each, so it does not need more.
 pub(super) const WAITERS: Bound = Bound { client_max: 16_384, all_max: 65_536 };
 
-/// A count of one client's, and of all.
+/// The counts of one client, or of all clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) owners: usize,
@@ -32,30 +32,30 @@ pub(super) struct Counts {
     pub(super) waiters: usize,
 }
 
-/// What is counted.
+/// Selects a count.
 pub(super) type Field = fn(&mut Counts) -> &mut usize;
 
-/// What the clients and their owners have that have anything.
+/// The counts of all clients and owners with locks or requests.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     /// By [`SessionId::client`].
     clients: HashMap<u64, Counts>,
     total: Counts,
-    /// Ranges of an owner in all files.
+    /// The number of ranges of each owner in all files.
     ranges: HashMap<LockOwner, usize>,
-    /// The requests of an owner that wait, by inode and number.
+    /// The waiting requests of each owner, by inode and number.
     waits: HashMap<LockOwner, BTreeSet<(Ino, u64)>>,
 }
 
 impl Registry {
-    /// Whether a session's client may have more. As many are left for the others as it has itself, so that no client can leave
-    /// them without any.
+    /// Returns whether a session's client may have more. A client must leave as many for the others as it has itself, so
+    /// that no client can take all.
     pub(super) fn has_room(&mut self, session: SessionId, bound: Bound, field: Field) -> bool {
         let used = self.clients.get_mut(&session.client()).map_or(0, |counts| *field(counts));
         used < bound.client_max.min(bound.all_max.saturating_sub(*field(&mut self.total)))
     }
 
-    /// Counts one more of a session's, if it may have it.
+    /// Adds one to a count of a session's client, within its limits.
     pub(super) fn add(&mut self, session: SessionId, bound: Bound, field: Field) -> Result<()> {
         if !self.has_room(session, bound, field) {
             return Err(Errno::NOLCK);
@@ -64,7 +64,7 @@ impl Registry {
         Ok(())
     }
 
-    /// A session has so many now, instead of so many.
+    /// Replaces `before` by `now` in a count of a session's client.
     pub(super) fn change(&mut self, session: SessionId, field: Field, before: usize, now: usize) {
         let counts = self.clients.entry(session.client()).or_default();
         let of_client = field(counts);
@@ -76,7 +76,7 @@ impl Registry {
         *total = *total + now - before;
     }
 
-    /// An owner has so many ranges now in a file, instead of so many.
+    /// Replaces `before` by `now` in the number of ranges of an owner in a file.
     pub(super) fn ranges_changed(&mut self, owner: LockOwner, before: usize, now: usize) {
         if before == now {
             return;
@@ -102,17 +102,17 @@ impl Registry {
         }
     }
 
-    /// Whether an owner has a lock in any file.
+    /// Returns whether an owner has a lock in any file.
     pub(super) fn has_locks(&self, owner: LockOwner) -> bool {
         self.ranges.contains_key(&owner)
     }
 
-    /// What an owner waits for.
+    /// Returns the waiting requests of an owner.
     pub(super) fn waits(&self, owner: LockOwner) -> impl Iterator<Item = (Ino, u64)> {
         self.waits.get(&owner).into_iter().flatten().copied()
     }
 
-    /// Owners that wait.
+    /// Returns all waiting owners.
     pub(super) fn waiting_owners(&self) -> impl Iterator<Item = LockOwner> {
         self.waits.keys().copied()
     }

@@ -1,4 +1,4 @@
-//! The table, and somebody else who locks the same files.
+//! The table, with a host that locks the same files.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
@@ -6,25 +6,25 @@ use std::sync::mpsc::{Receiver, channel};
 use super::*;
 use crate::locks::inode::InodeLocks;
 
-/// Somebody else: what is in the way of whom, and what was asked for.
+/// A host outside the table: the locks that it holds, and the requests that it received.
 #[derive(Debug, Default)]
 struct Host {
     holds: AtomicBool,
-    /// Only others' write locks are in the way of what it holds.
+    /// It holds a read lock, with which only write locks conflict.
     reads: AtomicBool,
-    asked: Mutex<Vec<(LockKind, bool)>>,
+    requests: Mutex<Vec<(LockKind, bool)>>,
 }
 
 impl Host {
-    fn ask(&self, kind: LockKind, flock: bool) -> Result<()> {
-        lock(&self.asked).push((kind, flock));
+    fn request(&self, kind: LockKind, flock: bool) -> Result<()> {
+        lock(&self.requests).push((kind, flock));
         let (holds, reads) = (self.holds.load(Ordering::Relaxed), self.reads.load(Ordering::Relaxed));
         let refused = kind == LockKind::Write && reads || kind != LockKind::Unlock && holds;
         if refused { Err(Errno::AGAIN) } else { Ok(()) }
     }
 
-    fn asked(&self) -> Vec<(LockKind, bool)> {
-        std::mem::take(&mut lock(&self.asked))
+    fn take_requests(&self) -> Vec<(LockKind, bool)> {
+        std::mem::take(&mut lock(&self.requests))
     }
 }
 
@@ -47,11 +47,11 @@ impl Lockable for File {
     }
 
     fn set_posix(owner: &Arc<Host>, lock: &Lock) -> Result<()> {
-        owner.ask(lock.kind, false)
+        owner.request(lock.kind, false)
     }
 
     fn set_flock(&self, kind: LockKind) -> Result<()> {
-        self.host.ask(kind, true)
+        self.host.request(kind, true)
     }
 
     fn get_posix(&self, owner: Option<&Arc<Host>>, lock: &Lock) -> Result<Option<Lock>> {
@@ -98,7 +98,7 @@ impl Fixture {
         receiver
     }
 
-    /// How many things there are that locks hang on.
+    /// Returns the number of holders of locks.
     fn owners(&self) -> usize {
         let counts = self.locks.shard(INO).inodes.get(&INO).map_or((0, 0), InodeLocks::counts);
         let counted = self.locks.registry().of(self.cx.session);
@@ -120,7 +120,7 @@ impl Fixture {
 }
 
 #[test]
-fn somebody_else_is_respected_and_waited_for() {
+fn locks_of_the_host_conflict_and_are_waited_for() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     for request in [posix(LockKind::Write, 1), flock(LockKind::Write)] {
@@ -143,7 +143,7 @@ fn somebody_else_is_respected_and_waited_for() {
 }
 
 #[test]
-fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end() {
+fn the_host_receives_requests_without_conflicts_here_and_all_unlocks() {
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     let (read, write, unlock) = (LockKind::Read, LockKind::Write, LockKind::Unlock);
@@ -151,28 +151,28 @@ fn somebody_else_is_asked_when_nothing_here_is_in_the_way_and_told_of_every_end(
     assert_eq!(f.set(one, &posix(read, 2)), Err(Errno::AGAIN));
     f.locks.drop_owner(INO, f.cx.session, 1);
     f.locks.drop_owner(INO, f.cx.session, 2);
-    assert_eq!(f.host.asked(), [(write, false), (unlock, false)]);
+    assert_eq!(f.host.take_requests(), [(write, false), (unlock, false)]);
     // Another kind of flock that is not to be had: the old one is gone, and who waited for that goes on.
     assert_eq!(f.set(one, &flock(read)), Ok(LockOutcome::Done));
     assert_eq!(f.set(one, &flock(read)), Ok(LockOutcome::Done));
     assert_eq!(f.set(other, &flock(read)), Ok(LockOutcome::Done));
     let third = f.open(OFlags::RDWR, false);
     let waiting = f.wait(third, &flock(write));
-    assert_eq!(f.host.asked(), [(read, true), (read, true)]);
+    assert_eq!(f.host.take_requests(), [(read, true), (read, true)]);
     assert_eq!(f.set(one, &flock(write)), Err(Errno::AGAIN));
     f.release(other);
     assert_eq!(waiting.try_recv(), Ok(Ok(())));
-    assert_eq!(f.host.asked(), [(unlock, true), (unlock, true), (write, true)]);
+    assert_eq!(f.host.take_requests(), [(unlock, true), (unlock, true), (write, true)]);
     f.release(one);
-    assert!(f.host.asked().is_empty());
+    assert!(f.host.take_requests().is_empty());
     f.release(third);
-    assert_eq!(f.host.asked(), [(unlock, true)]);
+    assert_eq!(f.host.take_requests(), [(unlock, true)]);
     f.assert_nothing_left();
 }
 
 /// As on Linux: a failed conversion loses the lock, and that lets the waiter go on.
 #[test]
-fn a_lost_flock_lets_a_waiter_of_another_handle_go_on() {
+fn a_failed_conversion_of_a_flock_grants_a_waiter_of_another_handle() {
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     assert_eq!(f.set(one, &flock(LockKind::Read)), Ok(LockOutcome::Done));
@@ -190,7 +190,7 @@ fn a_lost_flock_lets_a_waiter_of_another_handle_go_on() {
 }
 
 #[test]
-fn a_handle_that_is_released_meanwhile_leaves_no_lock() {
+fn a_handle_released_during_a_request_leaves_no_lock() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     let locked = f.locks.set(&f.handles, &f.cx, (INO, handle), &posix(LockKind::Write, 1), None, |file| {
@@ -198,7 +198,7 @@ fn a_handle_that_is_released_meanwhile_leaves_no_lock() {
         Ok(Arc::clone(&file.host))
     });
     assert_eq!(locked, Ok(LockOutcome::Done));
-    assert_eq!(f.host.asked(), [(LockKind::Write, false), (LockKind::Unlock, false)]);
+    assert_eq!(f.host.take_requests(), [(LockKind::Write, false), (LockKind::Unlock, false)]);
     f.assert_nothing_left();
     let late = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(late, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
@@ -208,7 +208,7 @@ fn a_handle_that_is_released_meanwhile_leaves_no_lock() {
 }
 
 #[test]
-fn a_lock_needs_a_file_that_was_opened_for_it() {
+fn a_lock_needs_a_file_opened_with_matching_access() {
     let f = Fixture::default();
     let (read, write, unlock) = (LockKind::Read, LockKind::Write, LockKind::Unlock);
     for (flags, is_dir, allowed) in [
@@ -234,7 +234,7 @@ fn a_lock_needs_a_file_that_was_opened_for_it() {
 }
 
 #[test]
-fn an_owner_without_locks_is_forgotten() {
+fn an_owner_without_locks_is_removed() {
     let f = Fixture::default();
     let (one, other) = (f.open(OFlags::RDWR, false), f.open(OFlags::RDWR, false));
     let (write, unlock) = (LockKind::Write, LockKind::Unlock);
@@ -275,7 +275,7 @@ fn an_owner_without_locks_is_forgotten() {
 }
 
 #[test]
-fn an_owner_that_gave_its_wait_up_is_forgotten_and_may_wait_again() {
+fn an_owner_that_cancelled_its_wait_is_removed_and_may_wait_again() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
@@ -302,7 +302,7 @@ fn an_owner_that_gave_its_wait_up_is_forgotten_and_may_wait_again() {
 }
 
 #[test]
-fn a_session_has_so_many_owners_and_others_have_theirs() {
+fn the_limit_of_owners_applies_per_client() {
     let f = Fixture::default();
     let own = |file: &Arc<File>| Ok(Arc::clone(&file.host));
     let open = |session, ino| {
@@ -341,7 +341,7 @@ fn a_session_has_so_many_owners_and_others_have_theirs() {
 }
 
 #[test]
-fn a_session_has_no_more_ranges_than_it_may_in_all() {
+fn the_limit_of_ranges_applies_to_all_files_of_a_client() {
     let f = Fixture::default();
     let file = f.open(OFlags::RDWR, false);
     let owners = (RANGES.client_max / RANGES_MAX) as u64;
@@ -362,7 +362,7 @@ fn a_session_has_no_more_ranges_than_it_may_in_all() {
 }
 
 #[test]
-fn no_client_leaves_others_without_locks_by_however_many_sessions() {
+fn no_client_takes_all_locks_with_any_number_of_sessions() {
     let bound = registry::Bound { client_max: 60, all_max: 100 };
     let mut registry = Registry::default();
     let mut most = |session: SessionId| {
@@ -379,7 +379,7 @@ fn no_client_leaves_others_without_locks_by_however_many_sessions() {
 }
 
 #[test]
-fn an_owner_waits_with_a_bounded_number_of_requests() {
+fn the_waiting_requests_of_an_owner_are_limited() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(handle, &posix(LockKind::Write, 1)), Ok(LockOutcome::Done));
@@ -393,16 +393,16 @@ fn an_owner_waits_with_a_bounded_number_of_requests() {
     f.assert_nothing_left();
 }
 
-/// Those that host processes are in the way of are tried in turn: one for each range and kind.
+/// Requests that host processes block are retried in turn: one for each range and kind.
 #[test]
-fn what_somebody_else_refuses_is_asked_for_once_for_all_that_want_it() {
+fn the_host_receives_one_retry_for_all_requests_of_a_range_and_kind() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     f.host.holds.store(true, Ordering::Relaxed);
     let waiting: Vec<_> = (1..=100).map(|id| f.wait(handle, &posix(LockKind::Read, id))).collect();
-    f.host.asked();
+    f.host.take_requests();
     assert!(f.locks.retry());
-    assert_eq!(f.host.asked(), [(LockKind::Read, false)]);
+    assert_eq!(f.host.take_requests(), [(LockKind::Read, false)]);
     f.host.holds.store(false, Ordering::Relaxed);
     assert!(!f.locks.retry());
     assert!(waiting.iter().all(|waiting| waiting.try_recv() == Ok(Ok(()))));
@@ -411,7 +411,7 @@ fn what_somebody_else_refuses_is_asked_for_once_for_all_that_want_it() {
 }
 
 #[test]
-fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
+fn the_limit_of_waiting_requests_applies_per_client() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     assert_eq!(f.set(handle, &posix(LockKind::Write, 0)), Ok(LockOutcome::Done));
@@ -444,7 +444,7 @@ fn a_session_waits_with_a_bounded_number_of_requests_and_others_have_theirs() {
 }
 
 #[test]
-fn a_writer_whom_somebody_else_keeps_waiting_keeps_no_reader_waiting() {
+fn a_writer_that_waits_for_the_host_blocks_no_reader() {
     let f = Fixture::default();
     let handles = [(); 4].map(|()| f.open(OFlags::RDWR, false));
     assert_eq!(f.set(handles[0], &flock(LockKind::Write)), Ok(LockOutcome::Done));
@@ -466,7 +466,7 @@ fn a_writer_whom_somebody_else_keeps_waiting_keeps_no_reader_waiting() {
 }
 
 #[test]
-fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
+fn a_request_that_the_table_refuses_one_owner_is_tried_for_another() {
     let f = Fixture::default();
     let handles = [(); 2].map(|()| f.open(OFlags::RDWR, false));
     f.host.reads.store(true, Ordering::Relaxed);
@@ -482,16 +482,16 @@ fn what_this_table_refuses_one_is_tried_for_another_who_has_it() {
     f.assert_nothing_left();
 }
 
-/// Nodes that are looked at to unlock all that an owner has.
+/// Returns the number of nodes visited to release all locks of an owner.
 fn steps_to_unlock(f: &Fixture, handle: Handle, id: u64) -> usize {
     let all = Lock { start: 0, end: END, ..posix(LockKind::Unlock, id) };
     tree::steps::of(|| assert_eq!(f.set(handle, &all), Ok(LockOutcome::Done)))
 }
 
-/// Of thousands that wait below a lock, each for another one, too, none is looked at when that lock goes: whether it was there before them or not,
-/// and with others of its kind.
+/// Thousands of requests wait for one lock, and each also for another one. When the common lock is released, none of them is
+/// visited, whether it was there before them or not.
 #[test]
-fn an_unlock_below_which_many_wait_for_others_looks_at_few() {
+fn an_unlock_visits_few_requests_that_wait_for_other_locks() {
     const FEW: usize = 2_000;
     let record = |kind, id: u64, owner| Lock { start: 10 * id, end: 10 * id + 9, ..posix(kind, owner) };
     let over = |id| Lock { start: 0, end: END, ..posix(LockKind::Read, id) };
@@ -530,9 +530,9 @@ fn an_unlock_below_which_many_wait_for_others_looks_at_few() {
     assert!(spent[1] < 3 * spent[0], "ten times as many: {spent:?}");
 }
 
-/// Locks that come after the requests, each in the way of one of them: the first unlock moves each to its own, and no later one does.
+/// Later locks conflict with one request each: the first unlock assigns each request to its own lock, and no later one does.
 #[test]
-fn requests_are_moved_to_other_locks_once() {
+fn requests_are_reassigned_to_other_locks_once() {
     const COUNT: u64 = 4_000;
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
@@ -555,9 +555,9 @@ fn requests_are_moved_to_other_locks_once() {
     f.assert_nothing_left();
 }
 
-/// An owner's own lock is not in the way of its requests, also where it is in the way of all others about them.
+/// An owner's lock does not conflict with its own requests, also if it conflicts with all others around them.
 #[test]
-fn an_owner_below_its_own_lock_goes_on_when_the_other_one_goes() {
+fn a_request_within_its_owners_lock_is_granted_when_the_other_lock_is_released() {
     let f = Fixture::default();
     let handle = f.open(OFlags::RDWR, false);
     let over = |kind, id| Lock { start: 0, end: END, ..posix(kind, id) };

@@ -1,26 +1,27 @@
-//! Balanced search trees in which each subtree has a summary of its items: treaps, their nodes in one vector.
+//! Treaps in which each subtree has a summary of its items. The nodes of all trees are in one vector.
 
 use std::cmp::Ordering;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
-/// What a tree holds.
+/// An item of a tree.
 pub(super) trait Item: Copy + std::fmt::Debug {
-    /// What items are ordered by; no two have the same.
+    /// The order of items; keys are unique.
     type Key: Copy + Ord;
-    /// What is known of all items below a node.
+    /// A summary of the items of a subtree.
     type Sum: Copy + std::fmt::Debug;
 
+    /// Returns the key.
     fn key(&self) -> Self::Key;
 
-    /// The summary of this item alone.
+    /// Returns the summary of this item alone.
     fn sum(&self) -> Self::Sum;
 
-    /// The summary of the items of both; which of them come first does not matter.
+    /// Joins two summaries, in any order.
     fn join(one: &Self::Sum, other: &Self::Sum) -> Self::Sum;
 }
 
-/// A node, or none.
+/// A reference to a node, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Link(u32);
 
@@ -32,23 +33,23 @@ impl Link {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Node<I: Item> {
     pub(super) item: I,
-    /// Of the item and all below.
+    /// The summary of the subtree.
     pub(super) sum: I::Sum,
-    /// What comes before the item, and behind it.
+    /// The subtrees before and after the item.
     pub(super) left: Link,
     pub(super) right: Link,
-    /// None: it is the root of a tree.
+    /// The parent; none for a root.
     up: Link,
-    /// No node has a greater one than the node above it.
+    /// Not greater than that of the parent.
     priority: u32,
 }
 
-/// Trees, each known by its root. Nodes stay where they are for as long as they are there.
+/// Trees, identified by their roots. A node keeps its link until it is removed.
 #[derive(Debug)]
 pub(super) struct Forest<I: Item> {
     nodes: Vec<Node<I>>,
     free: Vec<Link>,
-    /// Where priorities come from. Clients cannot know it, so they cannot unbalance the trees.
+    /// The state of the generator of priorities. Clients cannot know it, so they cannot unbalance the trees.
     random: u64,
 }
 
@@ -64,11 +65,11 @@ impl<I: Item> Forest<I> {
     pub(super) fn node(&self, link: Link) -> Option<&Node<I>> {
         #[cfg(test)]
         steps::count();
-        // There are never as many nodes as the number of none.
+        // The number of `NONE` is greater than any number of nodes.
         self.nodes.get(link.0 as usize)
     }
 
-    /// Makes a tree of one item.
+    /// Creates a tree of one item.
     pub(super) fn plant(&mut self, item: I) -> Link {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -84,13 +85,13 @@ impl<I: Item> Forest<I> {
         Link(u32::try_from(self.nodes.len() - 1).expect("locks are bounded far below 2^32"))
     }
 
-    /// One tree of two that have no key in common; returns its root.
+    /// Unites two trees without common keys; returns the root.
     pub(super) fn unite(&mut self, one: Link, other: Link) -> Link {
         let root = self.unite_below(one, other);
         self.set_root(root)
     }
 
-    /// Removes the item of a key from a tree; returns the tree's root, and whether there was one.
+    /// Removes the item of a key from a tree; returns the new root, and whether there was such an item.
     pub(super) fn remove_key(&mut self, root: Link, key: I::Key) -> (Link, bool) {
         let mut at = root;
         while let Some(node) = self.node(at) {
@@ -103,7 +104,7 @@ impl<I: Item> Forest<I> {
         (root, false)
     }
 
-    /// Removes a node; returns the root that its tree had, and has.
+    /// Removes a node; returns the previous and the new root of its tree.
     pub(super) fn remove(&mut self, at: Link) -> (Link, Link) {
         let Node { left, right, up, .. } = *self.at(at);
         let below = self.merge(left, right);
@@ -132,7 +133,7 @@ impl<I: Item> Forest<I> {
         }
     }
 
-    /// Takes what is below a root away from it; returns the roots of that.
+    /// Separates the subtrees of a root from it; returns their roots.
     pub(super) fn isolate(&mut self, root: Link) -> (Link, Link) {
         let Node { left, right, .. } = *self.at(root);
         (self.at(root).left, self.at(root).right) = (Link::NONE, Link::NONE);
@@ -140,7 +141,7 @@ impl<I: Item> Forest<I> {
         (self.set_root(left), self.set_root(right))
     }
 
-    /// The root of a node's tree.
+    /// Returns the root of a node's tree.
     pub(super) fn root_of(&self, mut at: Link) -> Link {
         while let Some(node) = self.node(at).filter(|node| node.up != Link::NONE) {
             at = node.up;
@@ -187,7 +188,7 @@ impl<I: Item> Forest<I> {
         top
     }
 
-    /// Two trees: of what comes before a key, and of what does not.
+    /// Splits a tree in two: items before a key, and the others.
     fn split(&mut self, at: Link, key: I::Key) -> (Link, Link) {
         let Some(&Node { item, left, right, .. }) = self.node(at) else { return (at, at) };
         let parts = if item.key() < key {
@@ -203,7 +204,7 @@ impl<I: Item> Forest<I> {
         parts
     }
 
-    /// One tree of two, all of whose keys in `left` come before all in `right`.
+    /// Merges two trees; all keys of `left` must precede those of `right`.
     fn merge(&mut self, left: Link, right: Link) -> Link {
         let (Some(one), Some(other)) = (self.node(left), self.node(right)) else {
             return if left == Link::NONE { right } else { left };
@@ -249,7 +250,7 @@ impl<I: Item> Tree<I> {
         self.root = self.forest.unite(self.root, new);
     }
 
-    /// Removes the item of a key; returns whether there was one.
+    /// Removes the item of a key; returns whether there was such an item.
     pub(super) fn remove(&mut self, key: I::Key) -> bool {
         let (root, removed) = self.forest.remove_key(self.root, key);
         self.root = root;
@@ -257,7 +258,7 @@ impl<I: Item> Tree<I> {
     }
 }
 
-/// How many nodes are looked at.
+/// Counts visited nodes.
 #[cfg(test)]
 pub(super) mod steps {
     use std::cell::Cell;
@@ -270,7 +271,7 @@ pub(super) mod steps {
         STEPS.set(STEPS.get() + 1);
     }
 
-    /// How many nodes this thread looks at meanwhile.
+    /// Returns the number of nodes that `run` visits on this thread.
     pub(in crate::locks) fn of(run: impl FnOnce()) -> usize {
         let before = STEPS.get();
         run();
@@ -303,7 +304,7 @@ mod tests {
         }
     }
 
-    /// The items in order, with each summary and priority checked; and the depth.
+    /// Collects the items in order, checks all summaries and priorities, and returns the depth.
     fn walk(tree: &Tree<u16>, at: Link, items: &mut Vec<u16>) -> usize {
         let Some(node) = tree.node(at) else { return 0 };
         let begin = items.len();
@@ -321,7 +322,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn has_what_a_set_has_in_order_with_sums(steps in prop::collection::vec((any::<bool>(), 0..64_u16), 1..200)) {
+        fn a_tree_equals_a_sorted_set_and_has_correct_summaries(steps in prop::collection::vec((any::<bool>(), 0..64_u16), 1..200)) {
             let (mut tree, mut set) = (Tree::default(), BTreeSet::new());
             for (adds, key) in steps {
                 if adds {
@@ -334,12 +335,11 @@ mod tests {
                 let mut items = Vec::new();
                 walk(&tree, tree.root(), &mut items);
                 prop_assert_eq!(&items, &set.iter().copied().collect::<Vec<_>>());
-                prop_assert!(!set.is_empty() || tree.forest.nodes.capacity() == 0, "memory goes with the last item");
+                prop_assert!(!set.is_empty() || tree.forest.nodes.capacity() == 0, "memory is freed with the last item");
             }
         }
     }
 
-    /// Trees that are taken apart and put together again, in any order.
     #[test]
     fn trees_are_united_and_isolated() {
         let mut forest = Forest::default();
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn is_shallow_whatever_the_order() {
+    fn a_tree_is_shallow_after_sorted_insertions() {
         let mut tree = Tree::default();
         (0..=u16::MAX).for_each(|key| tree.insert(key));
         let depth = walk(&tree, tree.root(), &mut Vec::new());
