@@ -30,45 +30,45 @@ pub enum Error {
     /// There is no system log.
     #[error("--syslog: no system log at {}: start one, or omit --syslog: {reason}", path.display())]
     Syslog {
-        /// Where it should listen.
+        /// The path at which it should listen.
         path: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         reason: io::Error,
     },
     /// The socket directory cannot be created.
     #[error("cannot create the folder {}: {reason}", folder.display())]
     Folder {
-        /// Where it should be.
+        /// Its path.
         folder: PathBuf,
-        /// What the system says.
+        /// The error of the system.
         reason: io::Error,
     },
     /// Other users have access to the socket directory.
     #[error("{} is not a private folder of this user; remove it", .0.display())]
     NotPrivate(PathBuf),
-    /// Another process listens there.
+    /// Another process listens on the socket.
     #[error("the listener on {} is not process {pid} of user {owner}", path.display())]
     Stranger {
-        /// Where.
+        /// The path of the socket.
         path: PathBuf,
-        /// Which process was expected.
+        /// The expected process.
         pid: u32,
-        /// Whose.
+        /// The expected user.
         owner: u32,
     },
-    /// The socket.
+    /// The socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// A descriptor, or a thread.
+    /// A system call failed.
     #[error("the control socket: {0}")]
     System(#[from] io::Error),
-    /// The client may not.
-    #[error("user {0} may not")]
-    NotOurs(u32),
+    /// The user of the client has no access.
+    #[error("user {0} has no access")]
+    NoAccess(u32),
     /// The client sent an invalid request.
     #[error("invalid request: {0}")]
-    NoRequest(serde_json::Error),
-    /// There are fewer shares.
+    InvalidRequest(serde_json::Error),
+    /// The index of a share is too large.
     #[error("there is no share number {0}")]
     NoShare(usize),
     /// The share does not contain the file.
@@ -76,9 +76,9 @@ pub enum Error {
     NoFile {
         /// From the root of the share.
         path: String,
-        /// What is shared.
+        /// The source of the share.
         share: String,
-        /// What the source says.
+        /// The error of the source.
         reason: Errno,
     },
     /// Only mounts have a transport.

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 /// Returns whether a character is printed unchanged.
-fn is_shown(c: char) -> bool {
+fn is_printable(c: char) -> bool {
     // Bidirectional formatting (Unicode UAX #9), and the line and paragraph separators.
     let rearranges =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -13,25 +13,25 @@ fn is_shown(c: char) -> bool {
 /// Escapes control characters, as `\u{1b}`, and characters that change the order or the lines of text.
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
-    if text.chars().all(is_shown) {
+    if text.chars().all(is_printable) {
         return Cow::Borrowed(text);
     }
-    let mut shown = String::with_capacity(text.len() + 16);
+    let mut escaped = String::with_capacity(text.len() + 16);
     for c in text.chars() {
-        if is_shown(c) { shown.push(c) } else { shown.extend(c.escape_default()) }
+        if is_printable(c) { escaped.push(c) } else { escaped.extend(c.escape_default()) }
     }
-    Cow::Owned(shown)
+    Cow::Owned(escaped)
 }
 
 /// As [`printable`] for JSON text, where such characters occur only in strings.
 #[must_use]
 pub fn printable_json(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
+    let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
-        // All of them are below U+10000.
-        if is_shown(c) { shown.push(c) } else { shown.push_str(&format!("\\u{:04x}", u32::from(c))) }
+        // All escaped characters are below U+10000.
+        if is_printable(c) { escaped.push(c) } else { escaped.push_str(&format!("\\u{:04x}", u32::from(c))) }
     }
-    shown
+    escaped
 }
 
 #[cfg(test)]
@@ -49,7 +49,7 @@ mod tests {
         ] {
             assert_eq!(printable(text), shown);
             let json = printable_json(&serde_json::to_string(text).unwrap());
-            assert!(json.chars().all(is_shown), "{json}");
+            assert!(json.chars().all(is_printable), "{json}");
             assert_eq!(serde_json::from_str::<String>(&json).unwrap(), text);
         }
     }

@@ -2,7 +2,7 @@
 //! whichever program serves.
 //!
 //! Each server listens on a socket named after its process id, in a directory that only its user can enter. A client
-//! sends one line of JSON ([`Request`]) and receives one line ([`Answer`]). After a request to follow the log, it
+//! sends one line of JSON ([`Request`]) and receives one line ([`Reply`]). After a request to follow the log, it
 //! receives lines of text.
 //!
 //! ```no_run
@@ -37,8 +37,8 @@ pub use socket_dir::{Endpoint, sockets};
 
 /// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.
 pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;
-/// The maximum length of an answer in bytes: the status of a thousand shares.
-pub const ANSWER_BYTES_MAX: usize = 4 << 20;
+/// The maximum length of a reply in bytes: the status of a thousand shares.
+pub const REPLY_BYTES_MAX: usize = 4 << 20;
 
 /// A request; one line.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +48,7 @@ pub enum Request {
     Status,
     /// Returns the transport of a mount's requests: [`TransportReport`].
     Explain {
-        /// Which share of [`Status::shares`].
+        /// The index in [`Status::shares`].
         share: usize,
     },
     /// Changes the log settings; returns [`Status`].
@@ -69,24 +69,24 @@ pub enum Request {
 #[serde(transparent)]
 pub struct FileName(pub Vec<u8>);
 
-/// The answer to a request.
+/// The reply to a request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Answer<T> {
-    /// It was done.
+pub enum Reply<T> {
+    /// The result.
     Ok(T),
-    /// Why not, in a sentence.
+    /// Why the request failed, in a sentence.
     Error(String),
 }
 
 /// The shares and log settings of a server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// Its process.
+    /// The process id.
     pub pid: u32,
-    /// What it serves.
+    /// The shares.
     pub shares: Vec<ShareStatus>,
-    /// The level of its log.
+    /// The log level.
     pub log: String,
     /// The files whose requests are logged, if any are.
     pub requests: Option<String>,

@@ -30,18 +30,18 @@ const REQUESTS_TARGET: &str = "ferry_engine::requests";
 /// The maximum backlog of a listener in lines; a slower listener misses lines, so that logging never blocks.
 const BACKLOG_LINES: usize = 1024;
 
-/// The levels that there are.
+/// The names of all levels.
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
 /// The minimum similarity, from 0 to 1, at which a word counts as a misspelling of a name.
-const LIKENESS_MIN: f64 = 0.7;
+const SIMILARITY_MIN: f64 = 0.7;
 
-/// Where the system's log listens.
+/// The socket of the system log.
 const SYSLOG: &str = "/dev/log";
 /// The facility "daemon" of RFC 3164.
 const DAEMON: u8 = 3 << 3;
 
-/// The switch of the log.
+/// The log of this process. Clones share it.
 #[derive(Clone)]
 pub struct Logging {
     reload: Arc<dyn Fn(EnvFilter) -> Result<(), Error> + Send + Sync>,
@@ -127,8 +127,11 @@ fn filter(level: &str, requests: bool) -> Result<EnvFilter, Error> {
 #[must_use]
 pub fn nearest<'a>(word: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let word = word.to_lowercase();
-    let likeness = names.into_iter().map(|name| (strsim::jaro(&word, name), name));
-    likeness.filter(|(likeness, _)| *likeness > LIKENESS_MIN).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+    let rated = names.into_iter().map(|name| (strsim::jaro(&word, name), name));
+    rated
+        .filter(|(similarity, _)| *similarity > SIMILARITY_MIN)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name)
 }
 
 /// The listeners that receive every line.
@@ -149,7 +152,7 @@ impl Listeners {
         self.0.some.store(true, Ordering::Release);
     }
 
-    fn tell(&self, line: &[u8]) {
+    fn send(&self, line: &[u8]) {
         if !self.0.some.load(Ordering::Acquire) {
             return;
         }
@@ -206,7 +209,7 @@ impl Syslog {
     }
 }
 
-/// What syslog calls a level.
+/// Returns the severity of a level in syslog (RFC 3164).
 fn severity(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,
@@ -240,9 +243,9 @@ impl Limits {
     }
 }
 
-/// Returns a line as logged: one line of limited length without control characters. The first result keeps the
+/// Returns a line in printable form: one line of limited length without control characters. The first result keeps the
 /// subscriber's colours, the second has none.
-fn cleaned(line: &[u8]) -> (String, String) {
+fn printable_line(line: &[u8]) -> (String, String) {
     let text = String::from_utf8_lossy(line);
     let mut text = text.strip_suffix('\n').unwrap_or(&text);
     let is_cut = text.len() > LOG_LINE_BYTES_MAX;
@@ -293,9 +296,9 @@ struct Line<'a> {
 }
 
 impl Line<'_> {
-    fn say(&self, line: &[u8]) -> io::Result<()> {
-        let (coloured, plain) = cleaned(line);
-        self.to.listeners.tell(plain.as_bytes());
+    fn log(&self, line: &[u8]) -> io::Result<()> {
+        let (coloured, plain) = printable_line(line);
+        self.to.listeners.send(plain.as_bytes());
         if !self.is_own {
             return Ok(());
         }
@@ -307,11 +310,11 @@ impl Line<'_> {
 
 impl Write for Line<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        if let Some(missed) = self.admitted {
-            if missed > 0 {
-                self.say(format!(" WARN {missed} more lines like the next one were not logged\n").as_bytes())?;
+        if let Some(suppressed) = self.admitted {
+            if suppressed > 0 {
+                self.log(format!(" WARN {suppressed} more lines like the next one were not logged\n").as_bytes())?;
             }
-            self.say(line)?;
+            self.log(line)?;
         }
         Ok(line.len())
     }
@@ -396,7 +399,7 @@ mod tests {
 
     #[test]
     fn colours_are_the_only_control_sequences_left() {
-        let (coloured, plain) = cleaned(b"\x1b[33m WARN\x1b[0m a\x1b[2Jb\x1b]0;c\x07\r\n\xffd\x1b[1;31\n");
+        let (coloured, plain) = printable_line(b"\x1b[33m WARN\x1b[0m a\x1b[2Jb\x1b]0;c\x07\r\n\xffd\x1b[1;31\n");
         assert_eq!(plain, " WARN a\\u{1b}[2Jb\\u{1b}]0;c\\u{7}\\r\\n\u{fffd}d\\u{1b}[1;31\n");
         assert_eq!(coloured, format!("\x1b[33m WARN\x1b[0m{}", &plain[5..]));
     }
@@ -404,15 +407,15 @@ mod tests {
     #[test]
     fn listeners_can_join_and_leave() {
         let listeners = Listeners::default();
-        listeners.tell(b"nobody");
+        listeners.send(b"nobody");
         let (sender, receiver) = sync_channel(1);
         listeners.add(sender);
-        listeners.tell(b"one");
-        listeners.tell(b"missed");
+        listeners.send(b"one");
+        listeners.send(b"missed");
         assert_eq!(receiver.recv().as_deref(), Ok(&b"one"[..]));
         assert!(receiver.try_recv().is_err());
         drop(receiver);
-        listeners.tell(b"nobody");
+        listeners.send(b"nobody");
         assert!(!listeners.0.some.load(Ordering::Acquire));
     }
 }

@@ -11,38 +11,38 @@ use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Answer, Error, HeldInode, Logging, Request, ServedShare, Status, socket_dir};
+use crate::{Error, HeldInode, Logging, Reply, Request, ServedShare, Status, socket_dir};
 
 /// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
 /// How long to wait for a request. Clients send it right after they connect.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// The maximum number of concurrent clients, more than ever follow one log.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The maximum number of concurrent clients; more than follow one log in practice.
 const CLIENTS_MAX: usize = 16;
 /// How often to check whether a silent follower is still connected.
-const GLANCE: Duration = Duration::from_millis(250);
-/// The pause after a failed accept, so that a lasting failure (no descriptors) does not take a CPU.
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
+/// The pause after a failed accept, so that a permanent failure (no descriptors) does not use a whole CPU.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A listening control socket; removed when dropped.
 #[derive(Debug)]
 pub struct Control {
-    /// Takes its file along.
+    /// Removes its file when dropped.
     _socket: Socket,
     listener: UnixListener,
     ended: Arc<AtomicBool>,
 }
 
-/// Whose server it is.
+/// The owner of a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Owner {
     /// The process id as its clients see it.
     pub pid: fn() -> u32,
-    /// Whether a user may.
+    /// Returns whether a user has access.
     pub is_ours: fn(u32) -> bool,
 }
 
-/// This process; root and its own user have access.
+/// The owner is this process; root and its own user have access.
 impl Default for Owner {
     fn default() -> Self {
         let is_ours = |peer| peer == 0 || peer == rustix::process::geteuid().as_raw();
@@ -59,13 +59,13 @@ impl Control {
             socket_dir::remove_dead(&folder);
             Ok(Socket::bind(&folder.join(std::process::id().to_string()))?)
         };
-        bind().map_err(|error| not_found(&error)).ok()
+        bind().map_err(|error| warn_unreachable(&error)).ok()
     }
 
     /// Starts listening if there is a socket.
     #[must_use]
     pub fn start(socket: Option<Socket>, shares: Arc<[ServedShare]>, logging: Logging, owner: Owner) -> Option<Self> {
-        Self::listen(socket?, shares, logging, owner).map_err(|error| not_found(&error)).ok()
+        Self::listen(socket?, shares, logging, owner).map_err(|error| warn_unreachable(&error)).ok()
     }
 
     fn listen(socket: Socket, shares: Arc<[ServedShare]>, logging: Logging, owner: Owner) -> Result<Self, Error> {
@@ -79,7 +79,7 @@ impl Control {
             logging,
             owner,
             clients: AtomicUsize::new(0),
-            state: Mutex::new(State { own, followers: Vec::new(), followed: 0 }),
+            state: Mutex::new(State { own, followers: Vec::new(), followers_ever: 0 }),
         });
         let accept = move || {
             while !end.load(Ordering::Acquire) {
@@ -95,7 +95,7 @@ impl Control {
     }
 }
 
-fn not_found(error: &Error) {
+fn warn_unreachable(error: &Error) {
     tracing::warn!("ferry log will not find this process: {error}");
 }
 
@@ -124,7 +124,7 @@ struct State {
     /// The settings of the followers in order of arrival, with their numbers.
     followers: Vec<(u64, LogRequest)>,
     /// The number of followers so far.
-    followed: u64,
+    followers_ever: u64,
 }
 
 /// What is logged.
@@ -134,25 +134,28 @@ struct LogSettings {
     requests: Option<Requests>,
 }
 
-/// Whose requests are logged.
+/// The requests that are logged.
 #[derive(Clone)]
 struct Requests {
-    /// For people.
-    whose: String,
+    /// Their description for people.
+    description: String,
     filter: Filter,
-    /// The files whose requests are logged, held so that their inode numbers are not reused.
+    /// The files description requests are logged, held so that their inode numbers are not reused.
     held: Vec<Arc<HeldInode>>,
 }
 
 impl PartialEq for Requests {
     fn eq(&self, other: &Self) -> bool {
-        (&self.whose, &self.filter) == (&other.whose, &other.filter)
+        (&self.description, &self.filter) == (&other.description, &other.filter)
     }
 }
 
 impl std::fmt::Debug for Requests {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Requests").field("whose", &self.whose).field("filter", &self.filter).finish_non_exhaustive()
+        f.debug_struct("Requests")
+            .field("description", &self.description)
+            .field("filter", &self.filter)
+            .finish_non_exhaustive()
     }
 }
 
@@ -177,8 +180,8 @@ impl Requests {
         } else if !mine.inodes.is_empty() {
             mine.inodes.extend(&others.inodes);
         }
-        if self.whose != other.whose {
-            self.whose = format!("{}, {}", self.whose, other.whose);
+        if self.description != other.description {
+            self.description = format!("{}, {}", self.description, other.description);
         }
         self.held.extend(other.held.iter().cloned());
         self
@@ -199,10 +202,10 @@ impl State {
         }
         // Last: no follower loses lines because another one disables them.
         for (_, requested) in &self.followers {
-            if let LogRequest::Requests(wanted) = requested {
+            if let LogRequest::Requests(own) = requested {
                 logged.requests = Some(match logged.requests {
-                    Some(requests) => requests.and(wanted),
-                    None => wanted.clone(),
+                    Some(requests) => requests.and(own),
+                    None => own.clone(),
                 });
             }
         }
@@ -254,33 +257,34 @@ impl Server {
         let peer = nix::sys::socket::getsockopt(client, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?.uid();
         if !(self.owner.is_ours)(peer) {
-            return Err(Error::NotOurs(peer));
+            return Err(Error::NoAccess(peer));
         }
-        client.set_read_timeout(Some(PATIENCE))?;
-        client.set_write_timeout(Some(PATIENCE))?;
+        client.set_read_timeout(Some(TIMEOUT))?;
+        client.set_write_timeout(Some(TIMEOUT))?;
         let mut line = String::new();
         BufReader::new(client.take(REQUEST_BYTES_MAX)).read_line(&mut line)?;
         let request = match serde_json::from_str(&line) {
             Ok(request) => request,
-            Err(error) => return answer::<Status>(client, Err(Error::NoRequest(error))),
+            Err(error) => return reply::<Status>(client, Err(Error::InvalidRequest(error))),
         };
         match request {
-            Request::Status => answer(client, Ok(self.status())),
-            Request::Explain { share } => answer(client, self.share(share).and_then(ServedShare::explain)),
+            Request::Status => reply(client, Ok(self.status())),
+            Request::Explain { share } => reply(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);
                 // Before the change, so that no later line is missed.
                 let lines = follow.then(|| self.logging.listen());
-                let changed =
-                    self.requested(&level, share, file.as_deref()).and_then(|requested| self.change(requested, follow));
+                let changed = self
+                    .parse_log_request(&level, share, file.as_deref())
+                    .and_then(|requested| self.change(requested, follow));
                 // Dropped in any case, which removes its settings.
                 let (changed, follower) = match changed {
                     Ok(follower) => (Ok(self.status()), follower),
                     Err(error) => (Err(error), None),
                 };
-                answer(client, changed)?;
+                reply(client, changed)?;
                 match (lines, &follower) {
-                    (Some(lines), Some(_)) => send(client, &lines),
+                    (Some(lines), Some(_)) => send_lines(client, &lines),
                     _ => Ok(()),
                 }
             }
@@ -301,12 +305,12 @@ impl Server {
             pid: (self.owner.pid)(),
             shares: self.shares.iter().map(ServedShare::current_status).collect(),
             log: level,
-            requests: requests.map(|requests| requests.whose),
+            requests: requests.map(|requests| requests.description),
         }
     }
 
     /// Interprets the words of `ferry log`.
-    fn requested(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<LogRequest, Error> {
+    fn parse_log_request(&self, level: &str, share: Option<usize>, file: Option<&[u8]>) -> Result<LogRequest, Error> {
         Ok(match level {
             "default" => LogRequest::Only(self.logging.started().to_owned()),
             "off" if file.is_some() => LogRequest::NoRequests,
@@ -320,24 +324,24 @@ impl Server {
     /// Returns the filter for a share and a file in it.
     fn requests(&self, share: Option<usize>, file: Option<&[u8]>) -> Result<Requests, Error> {
         let Some(share) = share.map(|index| self.share(index)).transpose()? else {
-            return Ok(Requests { whose: "all".into(), filter: Filter::default(), held: Vec::new() });
+            return Ok(Requests { description: "all".into(), filter: Filter::default(), held: Vec::new() });
         };
         let filter = Filter { share: Some(share.name().into()), inodes: Vec::new() };
         let Some(file) = file else {
-            return Ok(Requests { whose: share.status().source.clone(), filter, held: Vec::new() });
+            return Ok(Requests { description: share.status().source.clone(), filter, held: Vec::new() });
         };
         let held = share.find(file)?;
         requests::record_path(share.name(), file, held.ino());
-        let whose = format!("{} in {}", String::from_utf8_lossy(file), share.status().source);
-        Ok(Requests { whose, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
+        let description = format!("{} in {}", String::from_utf8_lossy(file), share.status().source);
+        Ok(Requests { description, filter: Filter { inodes: vec![held.ino()], ..filter }, held: vec![Arc::new(held)] })
     }
 
     /// Applies a log request: permanently, or for the follower only.
     fn change(&self, requested: LogRequest, follow: bool) -> Result<Option<Follower<'_>>, Error> {
         let mut state = self.lock();
         if follow {
-            state.followed += 1;
-            let number = state.followed;
+            state.followers_ever += 1;
+            let number = state.followers_ever;
             state.followers.push((number, requested));
             let applied = self.apply(&state);
             drop(state);
@@ -362,7 +366,7 @@ impl Server {
         applied.map(|()| None)
     }
 
-    /// Called under the lock, so that the effective settings match the last state.
+    /// Applies the effective settings. Called under the lock, so that the effective settings match the last state.
     fn apply(&self, state: &State) -> Result<(), Error> {
         let logged = state.logged();
         self.logging.keep_requests(state.own.requests.is_some());
@@ -373,20 +377,20 @@ impl Server {
 }
 
 /// Sends one line.
-fn answer<T: serde::Serialize>(mut client: &UnixStream, result: Result<T, Error>) -> Result<(), Error> {
-    let answer = match result {
-        Ok(value) => Answer::Ok(value),
-        Err(error) => Answer::Error(error.to_string()),
+fn reply<T: serde::Serialize>(mut client: &UnixStream, result: Result<T, Error>) -> Result<(), Error> {
+    let reply = match result {
+        Ok(value) => Reply::Ok(value),
+        Err(error) => Reply::Error(error.to_string()),
     };
-    let mut line = serde_json::to_vec(&answer).map_err(io::Error::from)?;
+    let mut line = serde_json::to_vec(&reply).map_err(io::Error::from)?;
     line.push(b'\n');
     Ok(client.write_all(&line)?)
 }
 
 /// Sends the log until the client disconnects.
-fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error> {
+fn send_lines(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error> {
     loop {
-        match lines.recv_timeout(GLANCE) {
+        match lines.recv_timeout(POLL_INTERVAL) {
             Ok(line) => match client.write_all(&line) {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
                 // A client that is too slow is disconnected.
@@ -401,8 +405,7 @@ fn send(mut client: &UnixStream, lines: &Receiver<Vec<u8>>) -> Result<(), Error>
 
 fn client_closed(client: &UnixStream) -> bool {
     let mut polled = [PollFd::new(client, PollFlags::RDHUP)];
-    let found = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-    found.is_ok_and(|found| found > 0)
+    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]
@@ -410,32 +413,36 @@ mod tests {
     use super::*;
     use ferry_vfs::Ino;
 
-    fn requests(whose: &str, share: Option<&str>, inodes: &[u64]) -> Requests {
+    fn requests(description: &str, share: Option<&str>, inodes: &[u64]) -> Requests {
         let inodes = inodes.iter().copied().map(Ino).collect();
-        Requests { whose: whose.into(), filter: Filter { share: share.map(Into::into), inodes }, held: Vec::new() }
+        Requests {
+            description: description.into(),
+            filter: Filter { share: share.map(Into::into), inodes },
+            held: Vec::new(),
+        }
     }
 
-    fn level_and_whose(state: &State) -> (String, Option<String>) {
+    fn level_and_description(state: &State) -> (String, Option<String>) {
         let LogSettings { level, requests } = state.logged();
-        (level, requests.map(|requests| requests.whose))
+        (level, requests.map(|requests| requests.description))
     }
 
     #[test]
     fn the_remaining_followers_determine_the_log() {
         let own = LogSettings { level: "info".into(), requests: None };
-        let mut state = State { own, followers: Vec::new(), followed: 0 };
-        let shown = |level: &str, whose: Option<&str>| (level.to_owned(), whose.map(str::to_owned));
+        let mut state = State { own, followers: Vec::new(), followers_ever: 0 };
+        let shown = |level: &str, description: Option<&str>| (level.to_owned(), description.map(str::to_owned));
         state.followers.push((1, LogRequest::Requests(requests("a", Some("s"), &[1]))));
         state.followers.push((2, LogRequest::Requests(requests("b", Some("s"), &[2]))));
-        assert_eq!(level_and_whose(&state), shown("info", Some("a, b")));
+        assert_eq!(level_and_description(&state), shown("info", Some("a, b")));
         assert_eq!(state.logged().requests.unwrap().filter.inodes, [Ino(1), Ino(2)]);
         state.followers.push((3, LogRequest::Only("debug".into())));
-        assert_eq!(level_and_whose(&state), shown("debug", Some("a, b")), "the other followers keep theirs");
+        assert_eq!(level_and_description(&state), shown("debug", Some("a, b")), "the other followers keep theirs");
         state.followers.remove(0);
-        assert_eq!(level_and_whose(&state), shown("debug", Some("b")), "the first has gone");
+        assert_eq!(level_and_description(&state), shown("debug", Some("b")), "the first has gone");
         state.own.level = "warn".into();
         state.followers.pop();
-        assert_eq!(level_and_whose(&state), shown("warn", Some("b")), "as was set meanwhile");
+        assert_eq!(level_and_description(&state), shown("warn", Some("b")), "as was set meanwhile");
         state.followers.clear();
         assert_eq!(state.logged(), state.own);
     }

@@ -7,25 +7,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, TransportReport};
 
-/// One share that is up.
+/// One share that is served.
 pub struct ServedShare {
-    shown: ShareStatus,
-    /// What [`ferry_engine::requests::Filter`] calls it.
+    start_status: ShareStatus,
+    /// Its name in [`ferry_engine::requests::Filter`].
     name: String,
     source: Arc<dyn FileSystem>,
-    mounted: Option<Mounted>,
+    mounted: Option<MountInfo>,
 }
 
 /// The transport of a mount, as last known.
-struct Mounted {
-    explained: TransportReport,
+struct MountInfo {
+    transport: TransportReport,
     /// Another process may unmount it at any time.
     is_there: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl std::fmt::Debug for ServedShare {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Served").field("shown", &self.shown).finish_non_exhaustive()
+        f.debug_struct("ServedShare").field("start_status", &self.start_status).finish_non_exhaustive()
     }
 }
 
@@ -34,13 +34,13 @@ impl std::fmt::Debug for ServedShare {
 pub struct ShareStatus {
     /// The source.
     pub source: String,
-    /// What a guest mounts.
+    /// The tag that a guest mounts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
-    /// The socket.
+    /// The path of the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub virtiofs: Option<String>,
-    /// The inherited socket.
+    /// The number of the inherited socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fd: Option<u16>,
     /// The address for 9P clients.
@@ -49,9 +49,9 @@ pub struct ShareStatus {
     /// The mount point.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<String>,
-    /// Whether nothing can be changed.
+    /// Whether the share is read-only.
     pub read_only: bool,
-    /// Request queues of the device.
+    /// The number of request queues of the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<usize>,
 }
@@ -59,39 +59,39 @@ pub struct ShareStatus {
 impl ServedShare {
     /// Creates a share; `name` is the name that its exports use.
     #[must_use]
-    pub fn new(shown: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
-        Self { shown, name, source, mounted: None }
+    pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
+        Self { start_status, name, source, mounted: None }
     }
 
     /// Records an address for 9P clients.
     pub fn listens(&mut self, address: &str) {
-        self.shown.ninep = Some(address.to_owned());
+        self.start_status.ninep = Some(address.to_owned());
     }
 
     /// Records a mount and its transport; `is_there` returns whether it is still mounted.
     pub fn mounted(
         &mut self,
         path: String,
-        explained: TransportReport,
+        transport: TransportReport,
         is_there: impl Fn() -> bool + Send + Sync + 'static,
     ) {
-        self.shown.mount = Some(path);
-        self.mounted = Some(Mounted { explained, is_there: Box::new(is_there) });
+        self.start_status.mount = Some(path);
+        self.mounted = Some(MountInfo { transport, is_there: Box::new(is_there) });
     }
 
     /// Returns the status at start.
     #[must_use]
     pub fn status(&self) -> &ShareStatus {
-        &self.shown
+        &self.start_status
     }
 
     /// Returns the current status.
     pub(crate) fn current_status(&self) -> ShareStatus {
-        let mount = self.shown.mount.clone().filter(|_| self.is_mounted().is_some());
-        ShareStatus { mount, ..self.shown.clone() }
+        let mount = self.start_status.mount.clone().filter(|_| self.mount_info().is_some());
+        ShareStatus { mount, ..self.start_status.clone() }
     }
 
-    fn is_mounted(&self) -> Option<&Mounted> {
+    fn mount_info(&self) -> Option<&MountInfo> {
         self.mounted.as_ref().filter(|mounted| (mounted.is_there)())
     }
 
@@ -106,8 +106,8 @@ impl ServedShare {
     /// # Errors
     /// [`Error::NotMounted`].
     pub fn explain(&self) -> Result<TransportReport, Error> {
-        let explained = self.is_mounted().map(|mounted| mounted.explained.clone());
-        explained.ok_or_else(|| Error::NotMounted(self.shown.source.clone()))
+        let transport = self.mount_info().map(|mounted| mounted.transport.clone());
+        transport.ok_or_else(|| Error::NotMounted(self.start_status.source.clone()))
     }
 
     /// Finds the inode of a file by its path from the root of the source.
@@ -120,11 +120,11 @@ impl ServedShare {
         for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
             let entry = Name::new(part).and_then(|name| self.source.lookup(&cx, held.ino, name));
             match entry {
-                // The assignment releases the inode held before.
+                // The assignment releases the previous inode.
                 Ok(entry) => held = HeldInode { source: Arc::clone(&self.source), ino: entry.ino },
                 Err(reason) => {
                     let path = String::from_utf8_lossy(path).into_owned();
-                    return Err(Error::NoFile { path, share: self.shown.source.clone(), reason });
+                    return Err(Error::NoFile { path, share: self.start_status.source.clone(), reason });
                 }
             }
         }
@@ -140,12 +140,12 @@ pub struct HeldInode {
 
 impl std::fmt::Debug for HeldInode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Held").field(&self.ino).finish()
+        f.debug_tuple("HeldInode").field(&self.ino).finish()
     }
 }
 
 impl HeldInode {
-    /// The inode.
+    /// Returns the inode.
     #[must_use]
     pub fn ino(&self) -> Ino {
         self.ino

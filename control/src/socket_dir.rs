@@ -12,11 +12,11 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::Error;
 
-/// The folder of root's servers.
-const OF_ROOT: &str = "/run/ferry";
+/// The directory of root's servers.
+const ROOT_DIR: &str = "/run/ferry";
 /// The parent of systemd's directories of logged-in users.
-const OF_USERS: &str = "/run/user";
-/// Enter: the user alone.
+const USERS_DIR: &str = "/run/user";
+/// Only the user may enter.
 const MODE: u32 = 0o700;
 
 /// Returns the directory of this user's servers; creates it if necessary.
@@ -24,12 +24,12 @@ pub(crate) fn own() -> Result<PathBuf, Error> {
     let uid = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| Path::new(folder).is_absolute());
     let folder = match runtime {
-        _ if uid == 0 => OF_ROOT.into(),
+        _ if uid == 0 => ROOT_DIR.into(),
         Some(runtime) => Path::new(&runtime).join("ferry"),
         None => format!("/tmp/ferry-{uid}").into(),
     };
-    let made = fs::DirBuilder::new().recursive(uid == 0).mode(MODE).create(&folder);
-    if let Err(error) = made.or_else(|error| match error.kind() {
+    let created = fs::DirBuilder::new().recursive(uid == 0).mode(MODE).create(&folder);
+    if let Err(error) = created.or_else(|error| match error.kind() {
         std::io::ErrorKind::AlreadyExists => Ok(()),
         _ => Err(error),
     }) {
@@ -39,7 +39,7 @@ pub(crate) fn own() -> Result<PathBuf, Error> {
     Ok(folder)
 }
 
-/// Any user could have created it in `/tmp` before.
+/// Checks that only this user has access: any user could have created the directory in `/tmp` before.
 fn check(folder: &Path, uid: u32) -> Result<(), Error> {
     let found = fs::symlink_metadata(folder).map_err(|reason| Error::Folder { folder: folder.into(), reason })?;
     let private = found.is_dir() && found.uid() == uid && found.mode() & 0o077 == 0;
@@ -52,14 +52,14 @@ pub(crate) fn remove_dead(folder: &Path) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
         let pid = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_socket) else { continue };
-        let gone = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
+        let has_ended = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
         // In a container that shares the directory, a running server may have an id that is unknown here.
-        let deaf = || connect_now(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
-        if gone
-            && deaf()
+        let is_refused = || connect_now(&path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+        if has_ended
+            && is_refused()
             && let Err(error) = fs::remove_file(&path)
         {
-            tracing::debug!("the socket {} of a dead server stays: {error}", path.display());
+            tracing::debug!("cannot remove the socket {} of a dead server: {error}", path.display());
         }
     }
 }
@@ -86,7 +86,7 @@ pub struct Endpoint {
     pub pid: u32,
     /// The owner of the directory.
     pub owner: u32,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
 }
 
@@ -110,8 +110,8 @@ impl Endpoint {
         // A peer in another PID namespace has id 0 here, which rustix's type excludes.
         let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
         let peer = peer.map_err(io::Error::from)?;
-        let is_it = peer.uid() == self.owner && u32::try_from(peer.pid()).ok() == Some(self.pid);
-        if is_it { Ok(stream) } else { Err(stranger()) }
+        let is_expected = peer.uid() == self.owner && u32::try_from(peer.pid()).ok() == Some(self.pid);
+        if is_expected { Ok(stream) } else { Err(stranger()) }
     }
 }
 
@@ -120,7 +120,7 @@ impl Endpoint {
 pub fn sockets() -> Vec<Endpoint> {
     let mut folders: Vec<PathBuf> = own().into_iter().collect();
     if rustix::process::geteuid().is_root() {
-        folders.extend(entries(Path::new(OF_USERS)).into_iter().map(|user| user.join("ferry")));
+        folders.extend(entries(Path::new(USERS_DIR)).into_iter().map(|user| user.join("ferry")));
         folders.extend(
             entries(Path::new("/tmp"))
                 .into_iter()
@@ -129,7 +129,7 @@ pub fn sockets() -> Vec<Endpoint> {
     }
     folders.sort();
     folders.dedup();
-    let owned = folders.iter().filter_map(|folder| Some((private_to(folder)?, folder)));
+    let owned = folders.iter().filter_map(|folder| Some((private_owner(folder)?, folder)));
     let paths = owned.flat_map(|(owner, folder)| entries(folder).into_iter().map(move |path| (owner, path)));
     paths
         .filter(|(_, path)| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
@@ -141,7 +141,7 @@ pub fn sockets() -> Vec<Endpoint> {
 }
 
 /// Returns the owner of a directory if only the owner has access.
-fn private_to(folder: &Path) -> Option<u32> {
+fn private_owner(folder: &Path) -> Option<u32> {
     let owner = fs::symlink_metadata(folder).ok()?.uid();
     check(folder, owner).ok().map(|()| owner)
 }
@@ -186,14 +186,14 @@ mod tests {
             }
         };
         assert_eq!(full.kind(), ErrorKind::TimedOut);
-        let (done, told) = std::sync::mpsc::channel();
-        let place = folder.path().to_owned();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let dir = folder.path().to_owned();
         std::thread::spawn(move || {
-            remove_dead(&place);
+            remove_dead(&dir);
             let endpoint = Endpoint { pid: std::process::id(), owner: rustix::process::geteuid().as_raw(), path };
-            let _ = done.send(endpoint.connect());
+            let _ = sender.send(endpoint.connect());
         });
-        let outcome = told.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
+        let outcome = receiver.recv_timeout(std::time::Duration::from_secs(10)).expect("at once");
         assert!(outcome.is_err_and(|error| error.to_string().contains("is it stopped?")));
         assert!(folder.path().join(std::process::id().to_string()).exists());
     }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
-use ferry_control::{ANSWER_BYTES_MAX, Answer, Endpoint, FileName, Request, ShareStatus, Status, sockets};
+use ferry_control::{Endpoint, FileName, REPLY_BYTES_MAX, Reply, Request, ShareStatus, Status, sockets};
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -51,8 +51,8 @@ impl Client {
         let line = answer(&mut reader, end).with_context(|| format!("process {pid} does not answer"))?;
         let parsed = serde_json::from_slice(&line);
         match parsed.with_context(|| format!("process {pid} sent an invalid answer of {} bytes", line.len()))? {
-            Answer::Ok(value) => Ok((value, reader)),
-            Answer::Error(error) => bail!(error),
+            Reply::Ok(value) => Ok((value, reader)),
+            Reply::Error(error) => bail!(error),
         }
     }
 
@@ -79,8 +79,8 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
         let count = found.unwrap_or(came.len());
         line.extend_from_slice(&came[..count]);
         reader.consume(found.map_or(count, |at| at + 1));
-        if line.len() > ANSWER_BYTES_MAX {
-            return Err(std::io::Error::other(format!("its answer is longer than {ANSWER_BYTES_MAX} bytes")));
+        if line.len() > REPLY_BYTES_MAX {
+            return Err(std::io::Error::other(format!("its answer is longer than {REPLY_BYTES_MAX} bytes")));
         }
         if found.is_some() {
             return Ok(line);
