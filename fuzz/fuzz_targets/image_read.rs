@@ -90,7 +90,7 @@ fn ask(image: Image, is_clean: bool) {
     }
 }
 
-/// Looks at everything that can be looked at, past flaws; answers the first.
+/// Reads everything readable, also after errors; returns the first error.
 fn look(image: &Image, is_clean: bool) -> Result<(), Flaw> {
     let mut outcome = Ok(());
     let mut left = vec![image.root()];

@@ -18,7 +18,7 @@ fuzz_target!(|bytes: &[u8]| {
     build::check(&summed(archive.to_vec()), layout, whiteouts[usize::from(choice >> 1) % whiteouts.len()]);
 });
 
-/// The archive with right sums: nobody comes upon them by chance.
+/// The archive with correct checksums, which random input does not have.
 fn summed(mut archive: Vec<u8>) -> Vec<u8> {
     let mut at = 0;
     while let Some(header) = archive.get_mut(at..at + BLOCK) {

@@ -21,7 +21,7 @@ const IMAGE_BYTES: usize = 1 << 20;
 /// Bytes of a record's head, and of a superblock up to its checksum: see `format`.
 const HEAD_BYTES: usize = 16;
 const SUMMED_BYTES: usize = 92;
-/// Calls of the mutator for one that begins anew with a real image.
+/// The number of mutator calls after which it starts again from a real image.
 const SEED_EVERY: u32 = 256;
 
 #[derive(Debug)]

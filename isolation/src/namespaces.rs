@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_with_threads_are_not_split() {
+    fn processes_with_threads_cannot_be_split() {
         // The test harness has one thread per test and one that waits.
         let error = split(&View::default()).expect_err("threads").to_string();
         assert!(error.contains("threads already"), "{error}");

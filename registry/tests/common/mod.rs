@@ -1,4 +1,4 @@
-//! A registry in memory whose answers can be made wrong.
+//! A registry in memory whose responses can be changed.
 #![allow(dead_code, missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// The range that is asked for.
+    /// Returns the requested range.
     pub fn range(&self) -> Option<(usize, usize)> {
         let (from, to) = self.headers.get("range")?.strip_prefix("bytes=")?.split_once('-')?;
         Some((from.parse().unwrap(), to.parse::<usize>().unwrap() + 1))
@@ -55,11 +55,11 @@ pub struct Reply {
 pub enum Way {
     #[default]
     Whole,
-    /// The connection ends after so many bytes.
+    /// The connection ends after this many bytes.
     Cut(usize),
-    /// In chunks, and over and over.
+    /// In chunks, endlessly repeated.
     Endless,
-    /// Nothing is ever said.
+    /// No response at all.
     Silence,
 }
 
@@ -88,7 +88,7 @@ struct Shared {
     manifests: Mutex<HashMap<String, Vec<u8>>>,
     requests: Mutex<Vec<Request>>,
     fault: Mutex<Option<Arc<Fault>>>,
-    /// Requests that are being answered, and the most that were at a time.
+    /// The number of current requests, and its maximum.
     now: AtomicUsize,
     most: AtomicUsize,
 }
@@ -107,7 +107,7 @@ impl Fake {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let (server, tls) = (Arc::clone(&server), tls.clone());
-                // Who hangs up in the middle is not a fault of the test.
+                // A client may disconnect at any time.
                 thread::spawn(move || match tls {
                     Some(tls) => {
                         let connection = rustls::ServerConnection::new(tls).unwrap();
@@ -120,7 +120,7 @@ impl Fake {
         Self { address, shared }
     }
 
-    /// From now on answers are changed by this.
+    /// Changes all later responses with this function.
     pub fn fault(&self, fault: impl Fn(&Request, Reply) -> Reply + Send + Sync + 'static) {
         *self.shared.fault.lock().unwrap() = Some(Arc::new(fault));
     }
@@ -129,7 +129,7 @@ impl Fake {
         *self.shared.fault.lock().unwrap() = None;
     }
 
-    /// The requests since the last time.
+    /// Returns the requests since the last call.
     pub fn requests(&self) -> Vec<Request> {
         std::mem::take(&mut self.shared.requests.lock().unwrap())
     }
@@ -153,13 +153,13 @@ impl Fake {
         Arc::new(Remote::open(&reference, Client::new(Options { patience, ..Options::default() })).unwrap())
     }
 
-    /// Who makes no more than so many requests at a time.
+    /// Returns a remote with this limit of concurrent requests.
     pub fn remote_of(&self, requests_max: usize) -> Arc<Remote> {
         let reference = format!("oci:{}/a/b:1", self.address).parse().unwrap();
         Arc::new(Remote::open(&reference, Client::new(Options { requests_max, ..Options::default() })).unwrap())
     }
 
-    /// The most requests that were being answered at a time since this was last asked.
+    /// Returns the maximum number of concurrent requests since the last call.
     pub fn most(&self) -> usize {
         self.shared.most.swap(0, Ordering::SeqCst)
     }
@@ -196,7 +196,7 @@ impl Shared {
                 reply = fault(&request, reply);
             }
             self.requests.lock().unwrap().push(request.clone());
-            // Before the answer: whoever has it may ask again.
+            // Before the response, after which the client may send the next request.
             self.now.fetch_sub(1, Ordering::SeqCst);
             say(reader.get_mut(), &request, &reply)?;
         }
@@ -248,7 +248,7 @@ fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> st
     }
     match reply.way {
         Way::Silence => {
-            // Until the other side has had enough.
+            // Until the client disconnects.
             let mut byte = [0];
             while stream.read(&mut byte)? > 0 {}
             Err(std::io::ErrorKind::ConnectionAborted.into())
@@ -353,7 +353,7 @@ impl Place {
         pull(remote, &self.at(&format!("{store}.img")), &self.at(store), options, &|_, _| {})
     }
 
-    /// What is said when a pull fails, which it has to without leaving an image.
+    /// Asserts that a pull fails without leaving an image; returns the error message.
     pub fn refused(&self, store: &str) -> String {
         let error = self.pull(&self.fake.remote(), store).unwrap_err();
         assert!(!self.at(&format!("{store}.img")).exists(), "{error}");
@@ -367,7 +367,7 @@ impl Place {
         said
     }
 
-    /// Pulls from a server that is well again; all has to be there then, and be right.
+    /// Pulls from the working server; the image must then be complete and correct.
     pub fn is_well(&self, store: &str) -> PullOutcome {
         self.fake.heal();
         let pulled = self.pull(&self.fake.remote(), store).unwrap();
@@ -401,7 +401,7 @@ impl Place {
     }
 }
 
-/// A file system of a few bytes below a folder. It goes at the end.
+/// A small file system mounted on a directory. It is unmounted when dropped.
 pub struct Disk(PathBuf);
 
 impl Disk {
@@ -412,7 +412,7 @@ impl Disk {
         disk
     }
 
-    /// Gives it room.
+    /// Frees its space.
     pub fn grow(&self, size: &str) {
         self.mount(&format!("remount,size={size}"));
     }

@@ -21,16 +21,16 @@ use serde_json::json;
 /// `user:word` in base64.
 const BASIC: &str = "Basic dXNlcjp3b3Jk";
 const REDIRECTS: [u16; 4] = [301, 302, 307, 308];
-/// The file of credentials, which only a process of its own can have in its environment.
+/// The credentials file. A test that sets it in the environment needs a separate process.
 const FILE: &str = "REGISTRY_AUTH_FILE";
 
-/// Runs a test in a process of its own, with a file of credentials. Returns whether this is that process.
+/// Runs a test in a child process with a credentials file. Returns whether this is that process.
 fn apart(test: &str, authorities: Option<&Path>) -> bool {
     let trusted = authorities.map(|file| ("SSL_CERT_FILE", file.as_os_str()));
     apart_with(test, trusted.as_slice(), None)
 }
 
-/// The same in an environment, and with names of hosts, of its own.
+/// The same with additional environment variables and host names.
 fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) -> bool {
     if std::env::var_os("FERRY_TEST_APART").is_some() {
         return true;
@@ -55,7 +55,7 @@ fn apart_with(test: &str, environment: &[(&str, &OsStr)], hosts: Option<&Path>) 
     false
 }
 
-/// Writes down credentials for these, and no others.
+/// Writes a file with credentials for these registries only.
 fn know(hosts: &[String]) {
     let auths: serde_json::Map<_, _> =
         hosts.iter().map(|host| (host.clone(), json!({"auth": BASIC.strip_prefix("Basic ")}))).collect();
@@ -67,7 +67,7 @@ fn remote(place: &str) -> Arc<Remote> {
     Arc::new(Remote::open(&format!("oci:{place}/a/b:1").parse().unwrap(), Client::new(options)).unwrap())
 }
 
-/// A registry with an image, and a hostile server: it answers every request with a challenge, and has a realm of its own.
+/// A registry with an image, and a hostile server: it answers every request with a challenge, and names its own realm.
 fn two() -> (Place, Fake) {
     let place = Place::new();
     know(&[place.fake.address.to_string()]);
@@ -85,7 +85,7 @@ fn authorization(request: &Request) -> Option<&str> {
     request.headers.get("authorization").map(String::as_str)
 }
 
-/// Asserts that a server was asked, but got no credentials, and that its realm was not asked.
+/// Asserts that a server received requests without credentials, and that its realm received none.
 fn knows_nothing(fake: &Fake, what: &str) {
     let requests = fake.requests();
     assert!(!requests.is_empty(), "{what}: it was not asked at all");
@@ -159,7 +159,7 @@ fn push_to(place: &Place, remote: &Remote) -> Result<ferry_registry::PushOutcome
     push(remote, &place.at("image"), None, &store, &place.at("store"), 1, &|_, _| {})
 }
 
-/// An upload goes where the registry says, without credentials; a redirect of an upload is not followed.
+/// An upload goes to the location that the registry names, without credentials; a redirect of an upload is not followed.
 #[test]
 fn upload_locations_elsewhere_get_no_credentials() {
     if !apart("upload_locations_elsewhere_get_no_credentials", None) {
@@ -220,13 +220,13 @@ fn realms_named_without_tls_get_no_credentials() {
     let said = place.refused("copy");
     assert!(said.contains(&format!("names http://{there}/token as its server of tokens")), "{said}");
     assert!(tokens.requests().is_empty());
-    // By HTTPS it is no better: who can change the answer can name another.
+    // HTTPS is no better: an attacker who can change the response can name another realm.
     place.fake.fault(realm(format!("https://{there}/token")));
     assert!(place.refused("copy").contains("as its server of tokens"));
     // The registry itself may ask.
     place.fake.fault(realm(format!("http://{here}/token")));
     place.pull(&place.fake.remote(), "itself").unwrap();
-    // Where it sends us on, nothing is told.
+    // Servers that it redirects to get no credentials.
     for status in REDIRECTS {
         let known = realm(format!("http://{here}/token"));
         place.fake.fault(move |request, reply| match request.path.as_str() {
@@ -236,7 +236,7 @@ fn realms_named_without_tls_get_no_credentials() {
         assert!(place.refused("copy").contains("answers 401"));
         knows_nothing(&tokens, "a realm");
     }
-    // Who has no credentials has nothing to lose.
+    // Without credentials, none can leak.
     know(&[]);
     place.fake.fault(realm(format!("http://{there}/token")));
     place.pull(&place.fake.remote(), "anonymous").unwrap();
@@ -259,7 +259,7 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
     if !apart(name, Some(&made.path("ours.pem"))) {
         return;
     }
-    // The other process trusts the authority that this one's parent has made.
+    // The child process trusts the authority that its parent created.
     let folder = Path::new(&std::env::var_os("SSL_CERT_FILE").unwrap()).parent().unwrap().to_path_buf();
     let tls = by_tls(&folder);
     let registry = Fake::start_at("127.0.0.1:0", Some(Arc::clone(&tls)));
@@ -289,7 +289,7 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
     assert!(asked.len() == 1 && authorization(&asked[0]) == Some(BASIC), "{asked:?}");
     let told = registry.requests();
     assert!(told.iter().any(|request| authorization(request) == Some("Bearer t")), "{told:?}");
-    // By HTTP anybody could listen.
+    // Plain HTTP can be read by others.
     assert!(ask(format!("http://{other}/token")).contains("that would be without encryption"));
     // To another scheme, to another port.
     for status in REDIRECTS {
@@ -310,7 +310,7 @@ fn a_realm_named_by_tls_gets_credentials_by_tls() {
     assert!(plain.requests().is_empty());
 }
 
-/// An entry that has a scheme is for no other one.
+/// An entry with a scheme applies to that scheme only.
 #[test]
 fn credentials_for_https_are_not_sent_by_http() {
     if !apart("credentials_for_https_are_not_sent_by_http", None) {
@@ -325,7 +325,7 @@ fn credentials_for_https_are_not_sent_by_http() {
     place.pull(&place.fake.remote(), "copy").unwrap();
 }
 
-/// What a proxy does: it connects to this machine, whatever host it is asked for.
+/// A proxy that connects to this machine, whatever host is requested.
 fn proxy() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();

@@ -12,7 +12,7 @@ use ferry_image::{Algorithm, Image, Layout, Objects, Store, file_objects};
 use ferry_registry::PullOptions;
 use serde_json::json;
 
-/// A server that answers only when it is made to is waited for so long.
+/// The timeout for a silent server.
 const SHORT: Duration = Duration::from_secs(1);
 
 #[test]
@@ -20,7 +20,7 @@ fn damaged_objects_are_named_and_not_kept() {
     let place = Place::new();
     let part = place.part();
     let (pack, bytes) = place.pack();
-    // A byte in the middle of the pack is another one, whatever range it comes in.
+    // One byte in the middle of the pack is changed, in every range that contains it.
     let victim = bytes.len() / 2;
     place.fake.fault(move |request, mut reply| {
         if let (true, Some((from, to))) = (request.path.ends_with(&part), request.range())
@@ -43,7 +43,7 @@ fn damaged_objects_are_named_and_not_kept() {
 
 /// What was fetched before is proved again: a bit behind an object that has flipped since is no part of it, and does not stay.
 #[test]
-fn what_is_behind_objects_that_were_kept_is_put_right() {
+fn damage_after_kept_objects_is_repaired() {
     let place = Place::new();
     let part = place.part();
     let (pack, bytes) = place.pack();
@@ -69,7 +69,7 @@ fn what_is_behind_objects_that_were_kept_is_put_right() {
     assert!(fs::read(path.with_extension("")).unwrap() == bytes);
 }
 
-/// The objects of the image that was pulled, read to their ends.
+/// Reads all objects of the pulled image.
 fn read_objects(place: &Place, store: &str) -> Vec<Vec<u8>> {
     let image = Image::open(&place.at(&format!("{store}.img")), Some(place.built.digest)).unwrap();
     let objects = Objects::open(&image, &place.at(store)).unwrap();
@@ -85,7 +85,7 @@ fn read_objects(place: &Place, store: &str) -> Vec<Vec<u8>> {
 #[test]
 fn damaged_objects_of_composefs_are_named_and_not_kept() {
     let place = Place::laid_out(Layout::Composefs { version: None });
-    // Small objects, and the large one, whose name is 40 files behind.
+    // Small objects, and the large one, whose name comes 40 files later.
     for victim in [700_000, 3_000_000] {
         place.fake.fault(move |request, mut reply| {
             if let (true, Some((from, to))) = (request.is_blob(), request.range())
@@ -117,7 +117,7 @@ fn damaged_objects_of_composefs_are_named_and_not_kept() {
 }
 
 #[test]
-fn parts_of_composefs_that_are_missing_or_short_are_missed() {
+fn missing_or_short_parts_of_composefs_are_reported() {
     let place = Place::laid_out(Layout::Composefs { version: None });
     let manifest = Arc::new(std::sync::Mutex::new(json!(null)));
     place.fake.edit(|found| *manifest.lock().unwrap() = found.clone());
@@ -138,7 +138,7 @@ fn parts_of_composefs_that_are_missing_or_short_are_missed() {
     place.fake.edit(|found| *found = right.clone());
     place.is_well("copy");
     assert_eq!(read_objects(&place, "copy").len(), common::FILES as usize + 1);
-    // Again there is nothing to fetch.
+    // A second pull fetches nothing.
     assert_eq!(place.pull(&place.fake.remote(), "copy").unwrap().fetched_bytes, 0);
 }
 
@@ -166,16 +166,16 @@ fn damaged_metadata_and_indexes_are_refused() {
     let options = PullOptions { digest: Some(other), ..PullOptions::default() };
     let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
     assert!(said.contains(&format!("the image has the digest {}, not {other}", place.built.digest)), "{said}");
-    // A manifest that claims the digest that was asked for is found out by the image.
+    // A manifest with a false digest does not match the image.
     place.fake.edit(|manifest| manifest["layers"][0]["annotations"]["ferry.digest"] = json!(other.to_string()));
     let said = place.pull_with(&place.fake.remote(), "copy", &options).unwrap_err().to_string();
     assert!(said.contains(&format!("has the digest {}, not {other}", place.built.digest)), "{said}");
     assert!(!place.at("copy.img").exists());
 }
 
-/// By a pull, and by a mount that gets the metadata first.
+/// For a pull, and for a mount that fetches the metadata first.
 #[test]
-fn a_tree_that_is_asked_for_is_proved_before_the_image_has_its_name() {
+fn a_requested_tree_is_verified_before_the_image_is_published() {
     let place = Place::new();
     let tree = place.built.tree;
     let other = ferry_image::Digest::new(Algorithm::Tree, [7; 32]);
@@ -209,7 +209,7 @@ fn a_tree_that_is_asked_for_is_proved_before_the_image_has_its_name() {
 }
 
 #[test]
-fn a_manifest_that_is_asked_for_by_its_digest_is_that_one() {
+fn a_manifest_requested_by_digest_is_verified() {
     let place = Place::new();
     let pulled = place.pull(&place.fake.remote(), "copy").unwrap();
     let exact = format!("sha256:{}", pulled.manifest);
@@ -226,7 +226,7 @@ fn a_manifest_that_is_asked_for_by_its_digest_is_that_one() {
 }
 
 #[test]
-fn who_pulls_a_container_image_is_told_what_to_do() {
+fn pulling_a_container_image_names_the_remedy() {
     let place = Place::new();
     let says_what_to_do = |said: &str| {
         let name = format!("{}/a/b:1", place.fake.address);
@@ -249,7 +249,7 @@ fn who_pulls_a_container_image_is_told_what_to_do() {
 }
 
 #[test]
-fn sizes_that_are_lies_are_found_out() {
+fn wrong_sizes_are_detected() {
     let place = Place::new();
     let manifest = Arc::new(std::sync::Mutex::new(json!(null)));
     place.fake.edit(|found| *manifest.lock().unwrap() = found.clone());
@@ -280,7 +280,7 @@ fn sizes_that_are_lies_are_found_out() {
 }
 
 #[test]
-fn packs_that_the_manifest_does_not_have_are_missed() {
+fn packs_missing_in_the_manifest_are_reported() {
     let place = Place::new();
     place.fake.edit(|manifest| manifest["layers"].as_array_mut().unwrap().truncate(1));
     let said = place.refused("copy");
@@ -288,28 +288,28 @@ fn packs_that_the_manifest_does_not_have_are_missed() {
 }
 
 #[test]
-fn answers_without_an_end_are_left() {
+fn endless_responses_are_aborted() {
     let place = Place::new();
     let endless = |_: &common::Request, reply: Reply| Reply { way: Way::Endless, ..reply };
     place
         .fake
         .fault(move |request, reply| if request.is_manifest() { endless(request, Reply::of(200, "")) } else { reply });
     assert!(place.refused("copy").contains("more than 4194304 bytes"));
-    // What is beyond the range is not read: the right bytes come first, and again.
+    // Bytes after the range are not read: the correct bytes come first, and are repeated.
     place.fake.fault(move |request, reply| if request.is_blob() { endless(request, reply) } else { reply });
     place.pull(&place.fake.remote(), "endless").unwrap();
     place.is_whole("endless");
     let junk = |reply: Reply| Reply { body: Vec::new(), way: Way::Endless, ..reply };
     place.fake.fault(move |request, reply| if request.is_blob() { junk(reply) } else { reply });
     assert!(place.refused("copy").contains("came damaged"));
-    // An error's text, too.
+    // The same for the text of an error.
     place.fake.fault(|_, _| Reply { way: Way::Endless, ..Reply::of(403, "") });
     let said = place.refused("copy");
     assert!(said.contains("answers 403") && said.len() < 1000, "{said}");
 }
 
 #[test]
-fn servers_that_know_no_ranges_are_put_up_with_and_those_that_lie_are_not() {
+fn servers_without_ranges_are_accepted_and_wrong_ranges_are_refused() {
     let place = Place::new();
     let part = place.part();
     let whole = place.pack().1;
@@ -334,7 +334,7 @@ fn servers_that_know_no_ranges_are_put_up_with_and_those_that_lie_are_not() {
 }
 
 #[test]
-fn redirects_are_followed_so_far_and_say_nothing_of_us() {
+fn redirects_are_limited_and_leak_no_credentials() {
     let place = Place::new();
     // Blobs are elsewhere, as most registries have it; who we are is not told there.
     let other = {
@@ -385,7 +385,7 @@ fn redirects_are_followed_so_far_and_say_nothing_of_us() {
     assert_eq!(place.fake.requests().len(), 6);
 }
 
-/// Asks another server the same.
+/// Redirects to another server.
 fn relay(server: std::net::SocketAddr, request: &common::Request) -> Reply {
     use std::io::{Read, Write};
     let mut stream = std::net::TcpStream::connect(server).unwrap();
@@ -405,9 +405,9 @@ fn relay(server: std::net::SocketAddr, request: &common::Request) -> Reply {
 }
 
 #[test]
-fn what_passes_is_tried_again_and_what_does_not_is_not() {
+fn transient_errors_are_retried_and_others_are_not() {
     let place = Place::new();
-    // Every answer fails twice, in all the ways in which it may.
+    // Every response fails twice, in all possible ways.
     let count = AtomicUsize::new(0);
     place.fake.fault(move |_, reply| match count.fetch_add(1, Ordering::SeqCst) % 3 {
         0 => Reply::of(503, "later").with("retry-after", "0"),
@@ -429,7 +429,7 @@ fn what_passes_is_tried_again_and_what_does_not_is_not() {
             _ => assert!(said.contains(&format!("answers {status}: no")) && !said.contains('\u{1b}'), "{said}"),
         }
     }
-    // The others that may pass, once each: five tries take four seconds.
+    // The other transient errors, once each: five attempts take four seconds.
     for status in [500, 429] {
         place.fake.requests();
         let count = AtomicUsize::new(0);
@@ -441,7 +441,7 @@ fn what_passes_is_tried_again_and_what_does_not_is_not() {
         let said = place.refused("other");
         assert_eq!(place.fake.requests().len(), 2, "{status}: {said}");
     }
-    // An answer that goes on where the last one broke off is one answer.
+    // A response that continues an interrupted one counts as one attempt.
     let part = place.part();
     place.fake.fault(
         move |request, reply| {
@@ -453,7 +453,7 @@ fn what_passes_is_tried_again_and_what_does_not_is_not() {
 }
 
 #[test]
-fn what_a_server_stumbles_over_is_sent_again() {
+fn a_blob_is_sent_again_after_a_server_error() {
     let place = Place::new();
     let part = place.part();
     let stumbles = part.clone();
@@ -468,7 +468,7 @@ fn what_a_server_stumbles_over_is_sent_again() {
 }
 
 #[test]
-fn silence_is_not_waited_for_for_ever() {
+fn a_silent_server_is_a_timeout() {
     let place = Place::new();
     place.fake.fault(|_, reply| Reply { way: Way::Silence, ..reply });
     let said = place.pull(&place.fake.remote_as("1", SHORT), "copy").unwrap_err();
@@ -479,7 +479,7 @@ fn silence_is_not_waited_for_for_ever() {
 }
 
 #[test]
-fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
+fn invalid_tokens_and_foreign_realms_are_refused() {
     let place = Place::new();
     let address = place.fake.address;
     for (token, said) in [
@@ -507,7 +507,7 @@ fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
         .fake
         .fault(|_, _| Reply::of(401, "").with("www-authenticate", "Bearer realm=\"http://registry.invalid/token\""));
     assert!(place.refused("copy").contains("--plain-http"));
-    // A token that is not taken is not asked for over and over.
+    // A token that is refused is not requested repeatedly.
     place.fake.requests();
     place.fake.fault(move |request, _| match request.path.as_str() {
         "/token" => Reply::of(200, r#"{"token": "t"}"#),
@@ -517,9 +517,9 @@ fn tokens_that_are_none_and_realms_elsewhere_are_refused() {
     assert_eq!(place.fake.requests().len(), 3);
 }
 
-/// A pull that finds no room says so, leaves no image, and goes on with what it has when there is some.
+/// A pull without disk space reports that, leaves no image, and continues from its partial data when there is space.
 #[test]
-fn a_full_disk_is_told_of_and_gone_on_with() {
+fn a_pull_continues_after_a_full_disk() {
     for layout in [Layout::Flat, Layout::Composefs { version: None }] {
         let place = Place::laid_out(layout);
         let disk = Disk::at(place.at("full"), "4m");

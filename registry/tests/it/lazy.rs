@@ -1,4 +1,4 @@
-//! Images that are read before they are all here.
+//! Images that are read before they are complete.
 use crate::common;
 
 use std::fs;
@@ -13,7 +13,7 @@ use ferry_image::{BuildOptions, Layout, Missing, Source, Store, Trace};
 use ferry_registry::pull_metadata;
 use ferry_vfs::{Errno, Name};
 
-/// Opens the image in a store of its own.
+/// Opens the image in a separate store.
 fn open(place: &Place, store: &str, ahead_bytes: u64, cache_bytes: Option<u64>) -> Result<Source, ferry_image::Error> {
     let image = place.at(&format!("{store}.img"));
     drop(Store::create(&place.at(store)).unwrap());
@@ -37,7 +37,7 @@ fn file(number: u32) -> String {
     format!("{number:02}")
 }
 
-/// What the file system may take for itself: its map of where the file's pieces are.
+/// The space that the file system may use for its map of the file's extents.
 const SLACK: u64 = 64 << 10;
 
 /// Requests for ranges of the pack.
@@ -53,7 +53,7 @@ fn asked(place: &Place) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn an_object_is_fetched_once_however_many_want_it() {
+fn concurrent_readers_fetch_an_object_once() {
     let place = Place::new();
     let source = Arc::new(open(&place, "lazy", 0, None).unwrap());
     assert_eq!(asked(&place), [], "nothing is asked for before it is read");
@@ -74,14 +74,14 @@ fn an_object_is_fetched_once_however_many_want_it() {
     read(&source, "07").unwrap();
     assert_eq!(asked(&place), []);
     drop(source);
-    // What was fetched before is found again.
+    // Objects that were fetched before are found again.
     let source = open(&place, "lazy", 0, None).unwrap();
     assert_eq!(read(&source, "07").unwrap(), content(7));
     assert_eq!(asked(&place), []);
 }
 
 #[test]
-fn what_follows_comes_along() {
+fn adjacent_objects_are_read_ahead() {
     let place = Place::new();
     let source = open(&place, "lazy", 100_000, None).unwrap();
     for number in 0..FILES {
@@ -96,7 +96,7 @@ fn what_follows_comes_along() {
 }
 
 #[test]
-fn what_a_workload_needs_first_is_fetched_first() {
+fn objects_are_fetched_in_the_order_of_the_workload() {
     let place = Place::new();
     let mut trace = Trace::default();
     assert!(trace.add(b"/35") && trace.add(b"/12"));
@@ -120,7 +120,7 @@ fn what_a_workload_needs_first_is_fetched_first() {
 }
 
 #[test]
-fn failures_are_io_errors_and_end() {
+fn failures_are_io_errors_and_temporary() {
     let place = Place::new();
     let source = open(&place, "lazy", 0, None).unwrap();
     place.fake.fault(|request, reply| if request.is_blob() { Reply::of(403, "no") } else { reply });
@@ -138,9 +138,9 @@ fn failures_are_io_errors_and_end() {
     assert_eq!(read(&source, "02").unwrap(), content(2));
 }
 
-/// Readers of what is here see it still; those of what does not fit get an error, and what they wanted as soon as there is room.
+/// Reads of fetched objects succeed. Reads of objects that do not fit fail, and succeed as soon as there is space.
 #[test]
-fn a_full_disk_fails_what_needs_room_and_nothing_else() {
+fn a_full_disk_fails_only_requests_that_need_space() {
     for layout in [Layout::Flat, Layout::Composefs { version: None }] {
         let place = Place::laid_out(layout);
         let disk = Disk::at(place.at("lazy"), "1m");
@@ -162,7 +162,7 @@ fn a_full_disk_fails_what_needs_room_and_nothing_else() {
 }
 
 #[test]
-fn readers_and_the_rest_do_not_fetch_twice() {
+fn readers_and_the_background_fetch_do_not_fetch_twice() {
     let place = Place::new();
     let source = Arc::new(open(&place, "lazy", 30_000, None).unwrap());
     let objects = source.shared_objects();
@@ -185,7 +185,7 @@ fn readers_and_the_rest_do_not_fetch_twice() {
 }
 
 #[test]
-fn a_bounded_cache_drops_what_was_not_used_for_longest() {
+fn a_bounded_cache_drops_the_least_recently_used_objects() {
     let place = Place::new();
     let bound = 200_000;
     let source = open(&place, "lazy", 0, Some(bound)).unwrap();
@@ -195,7 +195,7 @@ fn a_bounded_cache_drops_what_was_not_used_for_longest() {
     for round in 0..2 {
         for number in 0..FILES {
             assert_eq!(read(&source, &file(number)).unwrap(), content(number), "round {round}");
-            // The file that was just read may be the only one.
+            // Only the file that was just read may be left.
             assert!(taken() <= bound + SLACK, "{} bytes after {number}", taken());
         }
     }
@@ -204,14 +204,14 @@ fn a_bounded_cache_drops_what_was_not_used_for_longest() {
     assert_eq!(asked(&place), [], "what was just used is here");
     read(&source, "00").unwrap();
     assert_eq!(asked(&place).len(), 1);
-    // The large one is larger than all that may be kept, and is read all the same.
+    // The large object exceeds the limit of the cache, and can still be read.
     assert_eq!(read(&source, "large").unwrap().len(), 6_000_000);
     assert!(taken() <= bound + SLACK, "{}", taken());
-    // Background fetching ends where dropping would begin.
+    // Background fetching ends where eviction would begin.
     source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
     source.shared_objects().complete().unwrap();
     assert!(taken() <= bound + SLACK, "{}", taken());
-    // Alone: whoever does not know of the bound would find holes.
+    // Exclusively: a reader without the limit would find holes.
     let said = open(&place, "lazy", 0, None).unwrap_err().to_string();
     assert!(said.contains("another ferry uses"), "{said}");
     drop(source);
@@ -222,7 +222,7 @@ fn a_bounded_cache_drops_what_was_not_used_for_longest() {
         assert_eq!(read(&source, &file(number)).unwrap(), content(number));
     }
     drop(source);
-    // What is here and more than may be kept goes at once.
+    // Fetched objects above the limit are dropped at once.
     let source = open(&place, "lazy", 0, Some(50_000)).unwrap();
     assert!(taken() <= 50_000 + SLACK, "{}", taken());
     assert_eq!(read(&source, "30").unwrap(), content(30));
@@ -255,7 +255,7 @@ fn readers_of_a_bounded_cache_never_see_holes() {
 }
 
 #[test]
-fn readers_and_the_rest_together_ask_no_more_than_they_may() {
+fn readers_and_the_background_fetch_share_the_limit_of_requests() {
     let place = Place::new();
     let image = place.at("lazy.img");
     for requests_max in [3, 1] {
@@ -280,18 +280,18 @@ fn readers_and_the_rest_together_ask_no_more_than_they_may() {
             })
             .collect();
         thread::sleep(Duration::from_millis(20));
-        // What nobody has asked for yet; readers of what it fetches would wait for it.
+        // Objects without readers; readers of an object being fetched would wait for it.
         source.shared_objects().fetch_all(8, &AtomicBool::new(false), &|_, _| {}).unwrap();
         readers.into_iter().for_each(|reader| reader.join().unwrap());
         assert_eq!(place.fake.most(), requests_max);
     }
 }
 
-/// What a pull has brought, the server of which is gone.
+/// An image that was pulled, without its server.
 fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
     let place = Place::new();
     place.pull(&place.fake.remote(), "lazy").unwrap();
-    // Whatever is asked, nothing sensible is answered.
+    // Every response is invalid.
     place.fake.fault(|_, _| Reply::of(403, "no"));
     place.fake.requests();
     let remote = place.fake.remote();
@@ -299,7 +299,7 @@ fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
 }
 
 #[test]
-fn an_image_that_is_all_here_needs_no_server() {
+fn a_complete_image_needs_no_server() {
     let (place, remote) = pulled();
     let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), Some(place.built.digest)).unwrap();
     let missing = Missing { from: from.clone(), ahead_bytes: 0, cache_bytes: None };
@@ -313,7 +313,7 @@ fn an_image_that_is_all_here_needs_no_server() {
 }
 
 #[test]
-fn what_is_noted_as_damaged_is_fetched_and_proved() {
+fn objects_recorded_as_damaged_are_fetched_and_verified() {
     use std::os::unix::fs::FileExt;
     let (place, remote) = pulled();
     let image = ferry_image::Image::open(&place.at("lazy.img"), None).unwrap();
@@ -326,7 +326,7 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     flip(100);
     flip(3 << 20);
     assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 2);
-    // A server that is no help changes nothing, and does not keep anybody from the rest.
+    // A useless server changes nothing, and does not prevent reads of other objects.
     let error = place.pull(&remote, "lazy").unwrap_err().to_string();
     assert!(error.contains("403"), "{error}");
     let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), None).unwrap();
@@ -353,7 +353,7 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     assert_eq!(bytes, content(0).len() + (64 << 10), "no more than what is damaged");
     assert_eq!(fs::read(&path).unwrap(), whole);
     place.is_whole("lazy");
-    // Nor does one object that a server refuses keep anybody from the others.
+    // Nor does one refused object prevent reads of the others.
     for status in [401, 403, 404] {
         flip(100);
         flip(3 << 20);
@@ -372,9 +372,9 @@ fn what_is_noted_as_damaged_is_fetched_and_proved() {
     }
 }
 
-/// One pack cannot be mended, and another one is missing.
+/// One pack cannot be repaired, and another one is missing.
 #[test]
-fn what_cannot_be_mended_keeps_nothing_else_from_coming() {
+fn an_irreparable_object_does_not_prevent_other_fetches() {
     let mut place = Place::new();
     place.pull(&place.fake.remote(), "lazy").unwrap();
     let (old, whole) = place.pack();
@@ -405,7 +405,7 @@ fn what_cannot_be_mended_keeps_nothing_else_from_coming() {
     assert!(store.has(new), "the other pack has come");
     let now = fs::read(&path).unwrap();
     assert_eq!((now[first], now[second]), (whole[first], whole[second] ^ 1), "what could be mended is");
-    // With something that cannot be had either, both are said.
+    // If another object is not available either, both errors are reported.
     for end in ["", ".index"] {
         fs::remove_file(place.at("lazy/packs").join(format!("{}{end}", new.hex()))).unwrap();
     }
@@ -423,11 +423,11 @@ fn what_cannot_be_mended_keeps_nothing_else_from_coming() {
 }
 
 #[test]
-fn a_pack_that_is_of_no_use_is_fetched_again() {
+fn an_unusable_pack_is_fetched_again() {
     let place = Place::new();
     place.pull(&place.fake.remote(), "lazy").unwrap();
     let path = place.at("lazy/packs").join(place.pack().0.hex());
-    // That it was known to be damaged is no hindrance.
+    // Recorded damage does not prevent it.
     let image = ferry_image::Image::open(&place.at("lazy.img"), None).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&fs::File::options().write(true).open(&path).unwrap(), b"xyz", 0).unwrap();
     assert_eq!(ferry_image::note_damage(&image, &place.at("lazy")).unwrap(), 1);

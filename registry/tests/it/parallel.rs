@@ -1,4 +1,4 @@
-//! Several pulls of one image into one store at a time: each byte is fetched once.
+//! Concurrent pulls of one image into one store: each byte is fetched once.
 use crate::common;
 
 use std::fs;
@@ -15,7 +15,7 @@ const PULLS: usize = 6;
 
 fn each_byte_is_fetched_once(layout: Layout) {
     let place = Place::laid_out(layout);
-    // Long enough for all pulls to meet.
+    // Long enough for all pulls to overlap.
     place.fake.fault(|request, reply| {
         if request.range().is_some() {
             thread::sleep(Duration::from_millis(20));
@@ -50,7 +50,7 @@ fn each_byte_is_fetched_once(layout: Layout) {
     assert_eq!(files(&store.join(folder)), files(&place.at("store").join(folder)), "{layout:?}");
 }
 
-/// How many files there are, and how many bytes of the disk they take, to the MiB.
+/// Returns the number of files, and their disk usage in bytes, rounded to MiB.
 fn files(folder: &std::path::Path) -> (usize, u64) {
     let (mut count, mut blocks, mut left) = (0, 0, vec![folder.to_owned()]);
     while let Some(folder) = left.pop() {

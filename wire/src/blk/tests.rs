@@ -16,7 +16,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 }
 
 #[test]
-fn requests_and_what_is_wrong_with_them() {
+fn requests_are_decoded_or_refused() {
     let large = Limits { block_bytes: 4096, ..LIMITS };
     let read_only = Limits { read_only: true, ..LIMITS };
     let no_discard = Limits { discard: false, ..LIMITS };
@@ -62,7 +62,7 @@ fn requests_and_what_is_wrong_with_them() {
 }
 
 #[test]
-fn ranges_and_what_is_wrong_with_them() {
+fn ranges_are_decoded_or_refused() {
     let whole = Range { offset: 0, bytes: 1 << 20, may_unmap: false };
     assert_eq!(Range::decode_discard(&range(0, 2048, 0), &LIMITS), Ok(vec![whole]));
     assert_eq!(Range::decode_write_zeroes(&range(0, 2048, 1), &LIMITS), Ok(vec![Range { may_unmap: true, ..whole }]));
@@ -110,7 +110,7 @@ fn a_configuration_has_every_field_at_its_place() {
 
 proptest! {
     #[test]
-    fn what_is_decoded_lies_within_the_disk(
+    fn decoded_requests_lie_within_the_disk(
         header: [u8; HEADER_BYTES],
         kind in 0u32..16,
         sector in prop_oneof![0u64..4096, any::<u64>()],
