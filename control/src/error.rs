@@ -68,6 +68,15 @@ pub enum Error {
     /// The client sent an invalid request.
     #[error("invalid request: {0}")]
     InvalidRequest(serde_json::Error),
+    /// The client is of another version.
+    #[error(
+        "the server has version {} of reports, not {requested}; use the ferry that it was started with",
+        crate::REPORT_VERSION
+    )]
+    ReportVersion {
+        /// The client's version.
+        requested: u32,
+    },
     /// The index of a share is too large.
     #[error("there is no share number {0}")]
     NoShare(usize),

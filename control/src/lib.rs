@@ -1,4 +1,4 @@
-//! The log of a running file server, and its control socket. `ferry log` and `ferry mount --explain` connect to it,
+//! The log of a running file server, and its control socket. `ferry log`, `ferry status` and `ferry mount --explain` connect to it,
 //! whichever program serves.
 //!
 //! Each server listens on a socket named after its process id, in a directory that only its user can enter. A client
@@ -22,6 +22,7 @@
 mod error;
 mod escape;
 mod log;
+mod report;
 mod server;
 mod shares;
 mod socket_dir;
@@ -31,6 +32,7 @@ use serde::{Deserialize, Serialize};
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};
+pub use report::{ExportKind, ExportReport, PathLack, REPORT_VERSION, ServerReport, ShareReport};
 pub use server::{Control, Owner};
 pub use shares::{HeldInode, ServedShare, ShareStatus};
 pub use socket_dir::{Endpoint, sockets};
@@ -46,6 +48,11 @@ pub const REPLY_BYTES_MAX: usize = 4 << 20;
 pub enum Request {
     /// Returns the shares and the log settings: [`Status`].
     Status,
+    /// Returns the exports of all shares, and who uses them: [`ServerReport`].
+    Report {
+        /// The client's [`REPORT_VERSION`].
+        version: u32,
+    },
     /// Returns the transport of a mount's requests: [`TransportReport`].
     Explain {
         /// The index in [`Status::shares`].

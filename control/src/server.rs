@@ -5,13 +5,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Error, HeldInode, Logging, Reply, Request, ServedShare, Status, socket_dir};
+use crate::{
+    Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Status, socket_dir,
+};
 
 /// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
@@ -78,6 +80,7 @@ impl Control {
             shares,
             logging,
             owner,
+            started: Instant::now(),
             clients: AtomicUsize::new(0),
             state: Mutex::new(State { own, followers: Vec::new(), followers_ever: 0 }),
         });
@@ -113,6 +116,7 @@ struct Server {
     shares: Arc<[ServedShare]>,
     logging: Logging,
     owner: Owner,
+    started: Instant,
     clients: AtomicUsize,
     state: Mutex<State>,
 }
@@ -261,14 +265,15 @@ impl Server {
         }
         client.set_read_timeout(Some(TIMEOUT))?;
         client.set_write_timeout(Some(TIMEOUT))?;
-        let mut line = String::new();
-        BufReader::new(client.take(REQUEST_BYTES_MAX)).read_line(&mut line)?;
-        let request = match serde_json::from_str(&line) {
+        let mut line = Vec::new();
+        BufReader::new(client.take(REQUEST_BYTES_MAX)).read_until(b'\n', &mut line)?;
+        let request = match serde_json::from_slice(&line) {
             Ok(request) => request,
             Err(error) => return reply::<Status>(client, Err(Error::InvalidRequest(error))),
         };
         match request {
             Request::Status => reply(client, Ok(self.status())),
+            Request::Report { version } => reply(client, self.report(version)),
             Request::Explain { share } => reply(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);
@@ -307,6 +312,18 @@ impl Server {
             log: level,
             requests: requests.map(|requests| requests.description),
         }
+    }
+
+    fn report(&self, version: u32) -> Result<ServerReport, Error> {
+        if version != REPORT_VERSION {
+            return Err(Error::ReportVersion { requested: version });
+        }
+        Ok(ServerReport {
+            version,
+            pid: (self.owner.pid)(),
+            uptime_s: self.started.elapsed().as_secs(),
+            shares: self.shares.iter().map(ServedShare::report).collect(),
+        })
     }
 
     /// Interprets the words of `ferry log`.

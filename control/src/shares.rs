@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, TransportReport};
+use crate::{Error, ExportReport, ShareReport, TransportReport};
 
 /// One share that is served.
 pub struct ServedShare {
@@ -14,7 +14,12 @@ pub struct ServedShare {
     name: String,
     source: Arc<dyn FileSystem>,
     mounted: Option<MountInfo>,
+    cache: Option<String>,
+    exports: Vec<ExportReporter>,
 }
+
+/// Reports on an export; `None` if it has ended.
+type ExportReporter = Box<dyn Fn() -> Option<ExportReport> + Send + Sync>;
 
 /// The transport of a mount, as last known.
 struct MountInfo {
@@ -60,7 +65,7 @@ impl ServedShare {
     /// Creates a share; `name` is the name that its exports use.
     #[must_use]
     pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
-        Self { start_status, name, source, mounted: None }
+        Self { start_status, name, source, mounted: None, cache: None, exports: Vec::new() }
     }
 
     /// Records an address for 9P clients.
@@ -77,6 +82,25 @@ impl ServedShare {
     ) {
         self.start_status.mount = Some(path);
         self.mounted = Some(MountInfo { transport, is_there: Box::new(is_there) });
+    }
+
+    /// Records what clients may keep, as the word of `--cache`.
+    pub fn caches(&mut self, cache: &str) {
+        self.cache = Some(cache.to_owned());
+    }
+
+    /// Adds an export; `report` is called whenever a client asks, and returns `None` once the export has ended.
+    pub fn exported(&mut self, report: impl Fn() -> Option<ExportReport> + Send + Sync + 'static) {
+        self.exports.push(Box::new(report));
+    }
+
+    /// Returns the current report.
+    pub(crate) fn report(&self) -> ShareReport {
+        ShareReport {
+            share: self.current_status(),
+            cache: self.cache.clone(),
+            exports: self.exports.iter().filter_map(|report| report()).collect(),
+        }
     }
 
     /// Returns the status at start.

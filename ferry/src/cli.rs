@@ -96,6 +96,13 @@ pub enum Command {
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
+    /// Show the shares and mounts that run: who uses them, and by which paths.
+    ///
+    /// Users see their own, and root those of all users. The target is a process id, a mount point, the socket of a share or its
+    /// address for 9P (unix:/run/s, tcp:HOST:PORT), or a shared directory.
+    #[command(after_long_help = recipes::STATUS)]
+    Status(crate::status_cmd::Args),
+
     /// Check what this machine offers for each export, and what it lacks.
     ///
     /// Each check says what was found and, if something is lacking, what follows from it and the command that changes it.

@@ -6,13 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use ferry_control::{Owner, ServedShare, ShareStatus, TransportReport};
+use clap::ValueEnum;
+use ferry_control::{ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport};
 use ferry_vfs::FileSystem;
 
 use crate::flags::{Address, Kind, Share};
 use crate::{paths, sandbox};
 
-pub use client::{Target, is_in_mount, statuses};
+pub use client::{Target, is_in_mount, reports, statuses};
 
 /// The owner of this server.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
@@ -34,13 +35,53 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
         read_only: share.read_only,
         queues: is_device.then(|| share.queue_count()),
     };
-    ServedShare::new(shown, name.into(), source)
+    let mut served = ServedShare::new(shown, name.into(), source);
+    if let Some(cache) = share.cache.to_possible_value() {
+        served.caches(cache.get_name());
+    }
+    served
+}
+
+/// A share is offered to virtual machines or 9P clients, which `count` counts.
+pub fn offered(served: &mut ServedShare, kind: ExportKind, count: impl Fn() -> usize + Send + Sync + 'static) {
+    let report = move || ExportReport { kind, clients: Some(count() as u64), ..ExportReport::default() };
+    served.exported(move || Some(report()));
+}
+
+/// What a mount does now; `None` if it has ended.
+fn mount_report(export: &ferry_fuse::Export) -> Option<ExportReport> {
+    if export.has_ended() {
+        return None;
+    }
+    let (explanation, stats) = (export.explain(), export.stats());
+    let lacks = [("io_uring", &explanation.uring), ("passthrough", &explanation.passthrough)].into_iter();
+    let lacks = lacks.filter(|(_, verdict)| !verdict.used).map(|(path, verdict)| PathLack {
+        path: path.into(),
+        reason: verdict.reason.clone().unwrap_or_default(),
+        remedy: verdict.remedy.clone(),
+    });
+    let requests = match explanation.path {
+        ferry_fuse::Path::Uring => "io_uring",
+        _ => "/dev/fuse",
+    };
+    let passthrough = if explanation.passthrough.used { ", data by passthrough" } else { "" };
+    Some(ExportReport {
+        kind: ExportKind::Mount,
+        clients: None,
+        path: Some(format!("{requests}{passthrough}")),
+        lacks: lacks.collect(),
+        requests: Some(stats.requests),
+        read_bytes: Some(stats.read_bytes),
+        written_bytes: Some(stats.written_bytes),
+    })
 }
 
 /// Adds the mount to the status of a share.
 pub fn set_mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
     let explanation = export.explain();
     let explained = TransportReport { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
+    let seen = Arc::downgrade(export);
+    served.exported(move || mount_report(&*seen.upgrade()?));
     let export = Arc::downgrade(export);
     let is_there = move || export.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(path.to_string_lossy().into_owned(), explained, is_there);

@@ -40,7 +40,7 @@ impl RunningExports {
         bound: ListenSocket,
         source: Arc<dyn FileSystem>,
         options: ferry_virtiofs::Options,
-    ) -> Result<()> {
+    ) -> Result<ferry_virtiofs::FrontEnd> {
         let once = options.once;
         let kept = options.kept.clone().map(|kept| (options.name.clone(), kept));
         let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
@@ -48,22 +48,25 @@ impl RunningExports {
             self.ends.push(export.ended());
         }
         self.is_open |= !once;
+        let front_end = export.front_end();
         self.devices.push((export, bound));
         self.kept.extend(kept);
-        Ok(())
+        Ok(front_end)
     }
 
-    /// Serves a source to 9P clients.
+    /// Serves a source to 9P clients. Returns their counter.
     pub fn serve_9p(
         &mut self,
         listening: NinepSocket,
         source: Arc<dyn FileSystem>,
         share: &Share,
         name: &str,
-    ) -> Result<()> {
-        self.ninep.push(listening.serve(source, share, name)?);
+    ) -> Result<Box<dyn Fn() -> usize + Send + Sync>> {
+        let (export, bound) = listening.serve(source, share, name)?;
+        let counter = export.client_counter();
+        self.ninep.push((export, bound));
         self.is_open = true;
-        Ok(())
+        Ok(counter)
     }
 
     /// Mounts a source on this host.

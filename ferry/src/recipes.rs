@@ -139,6 +139,13 @@ Examples:
   ferry log /run/src.sock debug            a share for virtual machines, at another level
   ferry log /run/src.sock default          as it was started";
 
+/// Shown by `ferry status --help`.
+pub const STATUS: &str = "\
+Examples:
+  ferry status                             all shares and mounts of yours that run
+  ferry status /mnt                        what serves /mnt, by which path, and why by no better one
+  ferry status --json                      for a script";
+
 /// Shown by `ferry doctor --help`.
 pub const DOCTOR: &str = "\
 Examples:

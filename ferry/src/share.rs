@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{Control, Logging, ServedShare, ShareStatus};
+use ferry_control::{Control, ExportKind, Logging, ServedShare, ShareStatus};
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
@@ -237,15 +237,17 @@ fn start(
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(listening.address());
-            serving
+            let clients = serving
                 .serve_9p(listening, Arc::clone(&source), share, &name)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
+            control::offered(&mut served, ExportKind::Ninep, clients);
         }
         if let Some(bound) = bound {
             let options = ferry_virtiofs::Options { kept, name: name.clone(), ..exports::device_options(share) };
-            serving
+            let front_end = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
+            control::offered(&mut served, ExportKind::Virtiofs, move || front_end.is_connected().into());
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));

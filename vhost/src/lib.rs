@@ -48,7 +48,7 @@ pub use ferry_engine::RatelimitedLog;
 pub use inflight::in_flight_memory;
 pub use io::Io;
 pub use persistent_connection::{Commit, ConnectionStore, Records, StoredConnection};
-pub use server::{Ended, Server, ServerError};
+pub use server::{Ended, FrontEnd, Server, ServerError};
 pub use socket::{Socket, SocketError};
 pub use window::{Part, Window, WindowError};
 pub use worker::{Answer, Placement, Port, QueueHandler, WorkerOptions};

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -28,6 +28,18 @@ pub struct Server {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
     ended: Ended,
+}
+
+/// Tells whether a front end is connected to a server.
+#[derive(Clone, Debug)]
+pub struct FrontEnd(Weak<Stop>);
+
+impl FrontEnd {
+    /// Returns whether one is; `false` once the server has ended.
+    pub fn is_connected(&self) -> bool {
+        let stop = self.0.upgrade();
+        stop.is_some_and(|stop| stop.stream.lock().unwrap_or_else(PoisonError::into_inner).is_some())
+    }
 }
 
 /// Tells when a server serves nobody any more.
@@ -94,6 +106,11 @@ impl Server {
     /// device that [serves once](Device::serves_once) has gone, or when the socket is lost.
     pub fn ended(&self) -> Ended {
         self.ended.clone()
+    }
+
+    /// Returns a handle that reports on the front end.
+    pub fn front_end(&self) -> FrontEnd {
+        FrontEnd(Arc::downgrade(&self.stop))
     }
 
     /// Tells the front end, as soon as it can be told, that the configuration space has changed.

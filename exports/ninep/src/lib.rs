@@ -265,6 +265,21 @@ impl Export {
         }
     }
 
+    /// Returns a function that counts the connected clients: 0 once the export has ended.
+    pub fn client_counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
+        match &self.way {
+            Some(Transport::Sockets(hub)) => {
+                let hub = Arc::downgrade(hub);
+                Box::new(move || hub.upgrade().map_or(0, |hub| hub.connection_count()))
+            }
+            Some(Transport::Device(device)) => {
+                let front_end = device.front_end();
+                Box::new(move || front_end.is_connected().into())
+            }
+            None => Box::new(|| 0),
+        }
+    }
+
     /// Returns how many bytes the host was asked to read ahead so far.
     pub fn read_ahead_bytes(&self) -> u64 {
         self.share.read_ahead_bytes.load(Ordering::Relaxed)

@@ -35,7 +35,7 @@ pub use ferry_serve::{Acl, Cache, RestoreError};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
 pub use ferry_vfs::IdentityScope;
-pub use ferry_vhost::Ended;
+pub use ferry_vhost::{Ended, FrontEnd};
 use ferry_vhost::{Server, ServerError, Socket, SocketError};
 
 /// Options of an export.
@@ -276,6 +276,11 @@ impl Export {
     /// Returns a value to wait for the end of the only guest, see [`Options::once`].
     pub fn ended(&self) -> Ended {
         self.server.ended()
+    }
+
+    /// Returns a value that tells whether a front end is connected.
+    pub fn front_end(&self) -> FrontEnd {
+        self.server.front_end()
     }
 
     /// Stops accepting requests, completes those in flight, syncs everything and removes the socket. The guest's session

@@ -11,7 +11,9 @@ use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
-use ferry_control::{Endpoint, FileName, REPLY_BYTES_MAX, Reply, Request, ShareStatus, Status, sockets};
+use ferry_control::{
+    Endpoint, FileName, REPLY_BYTES_MAX, REPORT_VERSION, Reply, Request, ServerReport, ShareStatus, Status, sockets,
+};
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -56,6 +58,18 @@ impl Client {
         }
     }
 
+    /// Returns the user of the server.
+    pub fn owner(&self) -> u32 {
+        self.endpoint.owner
+    }
+
+    /// Returns its report of what it serves, and to whom.
+    pub fn report(&self) -> Result<ServerReport> {
+        let report: ServerReport = self.ask(&Request::Report { version: REPORT_VERSION })?.0;
+        // The process id of the endpoint is checked; that in the report is not.
+        Ok(ServerReport { pid: self.endpoint.pid, ..report })
+    }
+
     /// Returns its shares and log levels.
     pub fn status(&self) -> Result<Status> {
         Ok(self.ask(&Request::Status)?.0)
@@ -90,14 +104,27 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
 
 /// Returns the running servers with their shares.
 fn running() -> Vec<(Client, Status)> {
+    ask_all(Client::status)
+}
+
+/// Returns the running servers with their replies.
+fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, T)> {
     let clients = sockets().into_iter().map(|endpoint| Client { endpoint });
     std::thread::scope(|scope| {
         // In parallel: a stopped server takes the whole timeout.
         let asking: Vec<_> =
-            clients.map(|client| scope.spawn(move || client.status().ok().map(|status| (client, status)))).collect();
+            clients.map(|client| scope.spawn(move || ask(&client).ok().map(|reply| (client, reply)))).collect();
         // Sockets of killed servers do not answer.
         asking.into_iter().filter_map(|asked| asked.join().ok().flatten()).collect()
     })
+}
+
+/// Returns the reports of the running servers, with their users, in the order of their process ids.
+pub fn reports() -> Vec<(u32, ServerReport)> {
+    let mut all: Vec<_> =
+        ask_all(Client::report).into_iter().map(|(client, report)| (client.owner(), report)).collect();
+    all.sort_by_key(|(_, report)| report.pid);
+    all
 }
 
 /// Returns the status of the running servers, in the order of their process ids.

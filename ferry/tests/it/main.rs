@@ -28,5 +28,6 @@ mod registry_tls;
 mod registry_verity;
 mod service_manager;
 mod share;
+mod status;
 mod trial;
 mod units;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use ferry_engine::{IoMode, lock};
-use ferry_vhost::{Device, Port, Server, WorkerOptions};
+use ferry_vhost::{Device, FrontEnd, Port, Server, WorkerOptions};
 
 use self::guest::Guest;
 use self::handler::Handler;
@@ -136,6 +136,10 @@ impl Served {
         let guest = lock(&self.now).upgrade();
         let (fids, requests) = guest.as_ref().map_or((0, 0), |guest| guest.usage());
         Usage { connections: guest.is_some().into(), fids, requests, threads: 1, buffered_bytes: 0 }
+    }
+
+    pub(crate) fn front_end(&self) -> FrontEnd {
+        self.server.front_end()
     }
 
     pub(crate) fn stop(self) {
