@@ -31,3 +31,4 @@ mod share;
 mod status;
 mod trial;
 mod units;
+mod units_systemd;

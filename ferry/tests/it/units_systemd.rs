@@ -1,0 +1,154 @@
+//! The units under a real systemd: this machine's own, as process 1 of a User-mode Linux whose root is this host's, read-only.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const SYSTEMD: &str = "/lib/systemd/systemd";
+
+/// A guest boots in two seconds on a machine with nothing else to do.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// Process 1 until systemd is. No unit of the host is started, for ours have no default dependencies here. In what systemd takes for a
+/// container it does not read the kernel's command line.
+const INIT: &str = r#"#!/bin/sh
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /mnt
+mkdir -p /run/systemd/system /run/etc /mnt/a /mnt/tree
+echo hello >/mnt/tree/file
+truncate --size 1M /mnt/disk
+cp HERE/units/* /run/systemd/system/
+for unit in ferry-share@.service ferry-disk@.service ferry-mount@.service ferry-share@.socket ferry-disk@.socket; do
+    mkdir /run/systemd/system/$unit.d
+    printf '[Unit]\nDefaultDependencies=no\n' >/run/systemd/system/$unit.d/alone.conf
+done
+BUSYBOX insmod FUSE
+exec /lib/systemd/systemd --unit=ferry-test.service --show-status=no
+"#;
+
+const UNIT: &str = "[Unit]\nDefaultDependencies=no\n[Service]\nType=oneshot\nExecStart=/bin/sh HERE/test\n";
+
+/// What is done in the guest; each line that begins with a dash is compared with [`EXPECTED`].
+const TEST: &str = r#"
+exec >/dev/console 2>&1
+ask() {
+    perl -MSocket -e 'socket(S, AF_UNIX, SOCK_STREAM, 0); connect(S, sockaddr_un($ARGV[0])) or die "connect: $!";
+        syswrite S, pack("VVV", 1, 1, 0); sysread S, $b, 20; printf "- reply of %d bytes\n", length $b' $1
+}
+show() { echo "- $1 $(systemctl show -p ActiveState --value $1) $(systemctl show -p NRestarts --value $1)"; }
+kill9() {
+    pid=$(systemctl show -p MainPID --value $1)
+    [ "$pid" -gt 0 ] && kill -9 $pid
+    for try in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.2
+        [ "$(systemctl show -p NRestarts --value $1) $(systemctl show -p ActiveState --value $1)" = "1 active" ] && break
+    done
+}
+cd /run/etc
+printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/a.sock"\n' >a.toml
+printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/b.sock"\n' >b.toml
+printf '[[share]]\nsource = "mem"\nmount = "/mnt/a"\n' >m.toml
+printf '[[disk]]\nfile = "/mnt/disk"\nvhost-user = "/run/ferry-disk/d.sock"\n' >d.toml
+printf '[[share]]\nsource = "/mnt/tree"\nvirtiof = "x"\n' >bad.toml
+
+systemctl start ferry-share@a; show ferry-share@a; ask /run/ferry-share/a.sock
+kill9 ferry-share@a; show ferry-share@a; ask /run/ferry-share/a.sock
+systemctl stop ferry-share@a; show ferry-share@a; [ -e /run/ferry-share/a.sock ] || echo "- no socket"
+
+systemctl start ferry-share@b.socket; show ferry-share@b; ask /run/ferry-share/b.sock; show ferry-share@b
+kill9 ferry-share@b; ask /run/ferry-share/b.sock; show ferry-share@b
+
+systemctl start ferry-mount@m; show ferry-mount@m; echo >/mnt/a/one; grep -c ' /mnt/a fuse.ferry' /proc/mounts | sed 's/^/- mounts: /'
+kill9 ferry-mount@m; show ferry-mount@m; echo >/mnt/a/two; ls /mnt/a | sed 's/^/- file /'
+systemctl stop ferry-mount@m; show ferry-mount@m; grep -c ' /mnt/a fuse.ferry' /proc/mounts | sed 's/^/- mounts: /'
+
+systemctl start ferry-disk@d.socket; ask /run/ferry-disk/d.sock; show ferry-disk@d
+systemctl stop ferry-disk@d.socket ferry-disk@d; systemctl start ferry-disk@d; show ferry-disk@d; ask /run/ferry-disk/d.sock
+
+systemctl start ferry-share@bad; sleep 1; show ferry-share@bad
+echo "- end"
+systemctl poweroff --force --force
+"#;
+
+const EXPECTED: &str = "\
+- ferry-share@a active 0
+- reply of 20 bytes
+- ferry-share@a active 1
+- reply of 20 bytes
+- ferry-share@a inactive 0
+- no socket
+- ferry-share@b inactive 0
+- reply of 20 bytes
+- ferry-share@b active 0
+- reply of 20 bytes
+- ferry-share@b active 1
+- ferry-mount@m active 0
+- mounts: 1
+- ferry-mount@m active 1
+- file two
+- ferry-mount@m inactive 0
+- mounts: 0
+- reply of 20 bytes
+- ferry-disk@d active 0
+- ferry-disk@d active 0
+- reply of 20 bytes
+- ferry-share@bad failed 0
+- end
+";
+
+/// Start, readiness, the end of a server by SIGKILL, socket activation, and a file with a mistake.
+#[test]
+#[ignore = "long: boots systemd"]
+fn systemd_starts_and_restarts_the_units() {
+    let Ok(parts) = ferry_guest::Cache::from_env().and_then(|cache| cache.uml()) else {
+        return ferry_skip::skip!("no User-mode Linux: guest/fetch uml brings it");
+    };
+    if !Path::new(SYSTEMD).exists() {
+        return ferry_skip::skip!("no {SYSTEMD}: apt-get install systemd");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    fs::create_dir(path("units")).unwrap();
+    for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd")).unwrap() {
+        let unit = entry.unwrap().path();
+        let text = fs::read_to_string(&unit).unwrap().replace("/usr/bin/ferry", env!("CARGO_BIN_EXE_ferry"));
+        let text = text.replace("/etc/ferry/", "/run/etc/");
+        fs::write(path("units").join(unit.file_name().unwrap()), text).unwrap();
+    }
+    let fuse = parts.modules.join("kernel/fs/fuse/fuse.ko");
+    let here = |text: &str| {
+        let text = text.replace("HERE", folder.path().to_str().unwrap());
+        let text = text.replace("BUSYBOX", parts.busybox.to_str().unwrap());
+        text.replace("FUSE", fuse.to_str().unwrap())
+    };
+    fs::write(path("units/ferry-test.service"), here(UNIT)).unwrap();
+    fs::write(path("test"), TEST).unwrap();
+    fs::write(path("init"), here(INIT)).unwrap();
+    fs::set_permissions(path("init"), fs::Permissions::from_mode(0o755)).unwrap();
+    let log = fs::File::create(path("log")).unwrap();
+    let mut machine = Command::new(&parts.kernel);
+    machine.args(
+        "mem=512M con=null con0=null,fd:1 root=/dev/root rootfstype=hostfs rootflags=/ ro panic=-1 noreboot quiet"
+            .split(' '),
+    );
+    machine.arg("seccomp=auto").arg(format!("init={}", path("init").display()));
+    machine.arg(format!("uml_dir={}", folder.path().display())).env("TMPDIR", folder.path());
+    machine.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    let mut machine = machine.spawn().unwrap();
+    let begin = std::time::Instant::now();
+    while machine.try_wait().unwrap().is_none() {
+        if begin.elapsed() > LIMIT {
+            machine.kill().unwrap();
+            machine.wait().unwrap();
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let said = String::from_utf8_lossy(&fs::read(path("log")).unwrap()).replace('\r', "");
+    let lines: String = said.lines().filter(|line| line.starts_with("- ")).map(|line| format!("{line}\n")).collect();
+    assert_eq!(lines, EXPECTED, "{said}");
+}
