@@ -100,6 +100,6 @@ mod tests {
             Ok(seen) => assert_eq!(seen, (Some("proved".into()), Some(1))),
             Err(error) => ferry_skip::skip!("only root has namespaces of mounts: {error}"),
         }
-        assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others empty_tmpfs has changed");
+        assert_eq!(fs::read_to_string(&path).expect("it was made"), "another", "for others nothing has changed");
     }
 }

@@ -1,4 +1,4 @@
-//! Writable mounts of images: overlayfs's upper layer, and its work create_dir.
+//! Writable mounts of images: overlayfs's upper layer, and its work folder.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::ErrorKind;
@@ -14,15 +14,15 @@ use rustix::io::Errno;
 /// Longer than any digest as text.
 const DIGEST_TEXT_BYTES_MAX: usize = 256;
 
-/// The attribute of the work create_dir that names the image of the upper layer.
+/// The attribute of the work folder that names the image of the upper layer.
 const IMAGE: &str = "trusted.ferry.image";
 
 /// An upper layer that no other process mounts while this lives.
 #[derive(Debug)]
 pub struct Upper {
-    /// The create_dir of changes. Both paths are absolute.
+    /// The folder of changes. Both paths are absolute.
     pub dir: PathBuf,
-    /// The work create_dir of overlayfs.
+    /// The work folder of overlayfs.
     pub work: PathBuf,
     _lock: File,
 }
@@ -42,7 +42,7 @@ impl Upper {
         let (upper, other) = (device(&dir)?, device(&work)?);
         if upper != other {
             let (dir, work) = (dir.display(), work.display());
-            bail!("{work} is on another file system than {dir}: name a create_dir on the same one with --work");
+            bail!("{work} is on another file system than {dir}: name a folder on the same one with --work");
         }
         let lock = File::open(&work).with_context(|| format!("cannot open {}", work.display()))?;
         flock(&lock, FlockOperation::LockExclusive).with_context(|| format!("cannot lock {}", work.display()))?;
@@ -55,7 +55,7 @@ impl Upper {
     }
 }
 
-/// Creates a create_dir unless it exists; returns its absolute path.
+/// Creates a folder unless it exists; returns its absolute path.
 fn create_dir(path: &Path) -> Result<PathBuf> {
     match DirBuilder::new().mode(0o755).create(path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => {
@@ -67,7 +67,7 @@ fn create_dir(path: &Path) -> Result<PathBuf> {
     if path.is_dir() { Ok(path) } else { Err(anyhow!("{} is not a directory", path.display())) }
 }
 
-/// Returns the default work create_dir of an upper layer.
+/// Returns the default work folder of an upper layer.
 fn default_work_dir(dir: &Path) -> Result<PathBuf> {
     let mut name = dir.file_name().ok_or_else(|| anyhow!("{} cannot be an upper layer", dir.display()))?.to_owned();
     name.push(".work");
@@ -102,7 +102,7 @@ fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
     match found {
         Some(found) if found == image => Ok(()),
         _ => bail!(
-            "{} has the changes of another image{}: choose another create_dir, or remove it and {}",
+            "{} has the changes of another image{}: choose another folder, or remove it and {}",
             dir.display(),
             found.map(|found| format!(" ({found})")).unwrap_or_default(),
             work.display()
