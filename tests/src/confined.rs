@@ -11,7 +11,7 @@ use crate::{Place, folder};
 
 /// `ferry share` in its default sandbox, with a fresh directory.
 #[derive(Debug)]
-pub struct Confined {
+pub struct ConfinedShare {
     child: Child,
     /// Its socket; the tag is `t`.
     pub socket: PathBuf,
@@ -20,7 +20,7 @@ pub struct Confined {
     folder: TempDir,
 }
 
-impl Confined {
+impl ConfinedShare {
     /// Starts it with further flags, and waits until it listens.
     pub fn start(flags: &[&str]) -> Self {
         let folder = folder(Place::Disk);
@@ -50,7 +50,7 @@ impl Confined {
     }
 }
 
-impl Drop for Confined {
+impl Drop for ConfinedShare {
     fn drop(&mut self) {
         // The one inside does not outlive it.
         let _ = self.child.kill();

@@ -31,7 +31,7 @@ const ROUNDS: usize = 5;
 /// What is slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum What {
+pub enum SlowCall {
     /// Nothing is; for a request, a stat.
     Nothing,
     /// Reads.
@@ -45,7 +45,7 @@ pub enum What {
 }
 
 /// All that can be slow.
-pub const ALL: [What; 4] = [What::Read, What::Write, What::Stat, What::Open];
+pub const ALL: [SlowCall; 4] = [SlowCall::Read, SlowCall::Write, SlowCall::Stat, SlowCall::Open];
 
 /// One fast file and some slow ones, whose requests of one kind take a while.
 #[derive(Debug, Default)]
@@ -55,12 +55,12 @@ pub struct Delays {
 }
 
 impl Delays {
-    fn set(&self, what: What, delay: Duration) {
+    fn set(&self, what: SlowCall, delay: Duration) {
         self.delay_ms.store(delay.as_millis().try_into().unwrap(), Ordering::SeqCst);
         self.what.store(what as u8, Ordering::SeqCst);
     }
 
-    fn take(&self, ino: Ino, what: What) {
+    fn take(&self, ino: Ino, what: SlowCall) {
         if ino.0 > FAST && self.what.load(Ordering::SeqCst) == what as u8 {
             std::thread::sleep(Duration::from_millis(self.delay_ms.load(Ordering::SeqCst)));
         }
@@ -85,25 +85,25 @@ impl FileSystem for Delays {
         Ok(Entry::new(Ino(ino), Self::attr(Ino(ino))))
     }
     fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        self.take(ino, What::Stat);
+        self.take(ino, SlowCall::Stat);
         Ok(Self::attr(ino))
     }
     fn setattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>, _: &SetAttr) -> Result<Attr> {
         Ok(Self::attr(ino))
     }
     fn open(&self, _: &Caller<'_>, ino: Ino, _: OFlags) -> Result<Handle> {
-        self.take(ino, What::Open);
+        self.take(ino, SlowCall::Open);
         Ok(Handle(0))
     }
     fn opendir(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
         Ok(Handle(0))
     }
     fn read(&self, _: &Caller<'_>, at: &IoRange, out: &mut dyn Output) -> Result<Data> {
-        self.take(at.ino, What::Read);
+        self.take(at.ino, SlowCall::Read);
         Ok(at.read_from(&[7; BYTES as usize], out))
     }
     fn write(&self, _: &Caller<'_>, at: &IoRange, _: &mut dyn Input) -> Result<Data> {
-        self.take(at.ino, What::Write);
+        self.take(at.ino, SlowCall::Write);
         Ok(Data::Bytes(at.len as usize))
     }
 }
@@ -149,18 +149,18 @@ pub trait Client {
     /// Gets ready for so many opens of each slow file.
     fn prepare(&mut self, _opens: usize) {}
     /// Sends a request.
-    fn send(&mut self, what: What, file: usize) -> Self::Ticket;
+    fn send(&mut self, what: SlowCall, file: usize) -> Self::Ticket;
     /// Waits for the next answer, which is none of an error.
     fn wait(&mut self) -> Self::Ticket;
 }
 
 /// The latencies of fast reads and stats, in order, while so many slow requests of a kind are under way all the time.
-fn latencies<C: Client>(client: &mut C, what: What, count: usize, during: Duration) -> Vec<Duration> {
+fn latencies<C: Client>(client: &mut C, what: SlowCall, count: usize, during: Duration) -> Vec<Duration> {
     let mut under_way: Vec<(C::Ticket, usize)> = (1..=count).map(|file| (client.send(what, file), file)).collect();
     let (mut latencies, end) = (Vec::new(), Instant::now() + during);
     let mut answered = HashSet::new();
     while Instant::now() < end {
-        for fast in [What::Read, What::Stat] {
+        for fast in [SlowCall::Read, SlowCall::Stat] {
             let start = Instant::now();
             let ticket = client.send(fast, 0);
             loop {
@@ -190,16 +190,16 @@ fn latencies<C: Client>(client: &mut C, what: What, count: usize, during: Durati
 #[track_caller]
 pub fn assert_undisturbed<C: Client>(
     (mounted, client): (&Mounted, &mut C),
-    what: What,
+    what: SlowCall,
     count: usize,
     (delay, during): (Duration, Duration),
 ) {
     let p99 = |latencies: &[Duration]| latencies[latencies.len() * 99 / 100];
     let mut seen = Vec::new();
     for _ in 0..ROUNDS {
-        mounted.delays.set(What::Nothing, delay);
-        let undisturbed = p99(&latencies(client, What::Nothing, 0, during / 2));
-        if what == What::Open {
+        mounted.delays.set(SlowCall::Nothing, delay);
+        let undisturbed = p99(&latencies(client, SlowCall::Nothing, 0, during / 2));
+        if what == SlowCall::Open {
             let opens = during.as_millis() / delay.as_millis() + 2;
             client.prepare(opens.try_into().unwrap());
         }

@@ -16,14 +16,14 @@ use ferry_vfs::Disk;
 use ferry_vhost::Socket;
 use tempfile::TempDir;
 
-use crate::{Device, Guest, GuestCache, Input, Place, Ran, folder, guest, run};
+use crate::{Device, Guest, GuestCache, GuestResult, Input, Place, folder, guest, run};
 
 /// Where a guest has its first disk.
 pub const GUEST_DISK: &str = "/dev/vda";
 
 /// A disk and the server that offers it.
 #[derive(Debug)]
-pub struct Offered {
+pub struct DiskServer {
     /// The file.
     pub file: PathBuf,
     /// The server's socket.
@@ -33,7 +33,7 @@ pub struct Offered {
     _folder: TempDir,
 }
 
-impl Offered {
+impl DiskServer {
     /// Offers a fresh file of so many bytes.
     pub fn new(place: Place, bytes: u64, options: &ferry_disk::Options) -> Self {
         let folder = folder(place);
@@ -74,12 +74,12 @@ impl Offered {
     }
 
     /// Runs a script in a User-mode Linux guest that has the disk as [`GUEST_DISK`].
-    pub fn guest(&self, script: &str, timeout: Duration) -> Ran {
+    pub fn guest(&self, script: &str, timeout: Duration) -> GuestResult {
         run(guest_with(&self.socket, script), timeout)
     }
 }
 
-impl Drop for Offered {
+impl Drop for DiskServer {
     fn drop(&mut self) {
         if let Some(export) = self.export.take() {
             export.stop();

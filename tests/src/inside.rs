@@ -7,9 +7,9 @@ use rustix::process::Pid;
 
 /// A server of the program's: the process inside, if there are two.
 #[derive(Clone, Copy, Debug)]
-pub struct Inside(Pid);
+pub struct InnerProcess(Pid);
 
-impl Inside {
+impl InnerProcess {
     /// Of the process that was started.
     pub fn of(started: Pid) -> Self {
         Self(child_of(started).unwrap_or(started))
@@ -20,7 +20,7 @@ impl Inside {
         Self(process)
     }
 
-    /// Its number, as everybody outside knows it.
+    /// Its process id on the host.
     pub fn pid(self) -> Pid {
         self.0
     }
@@ -86,7 +86,7 @@ impl Inside {
         let descriptors = fs::read_dir(self.file("fd")).unwrap();
         descriptors
             .filter_map(|entry| Some(entry.ok()?.path()))
-            // Those that somebody closes meanwhile are gone.
+            // Descriptors may be closed meanwhile.
             .filter(|path| fs::metadata(path).is_ok_and(|found| found.is_dir()))
             .map(|path| fs::read_link(path).unwrap_or_default())
             .collect()

@@ -14,9 +14,9 @@ pub mod inside;
 pub mod mounts;
 pub mod ninep;
 pub mod recipes;
+pub mod sandboxed;
 pub mod suites;
 pub mod survivor;
-pub mod walled;
 pub mod window;
 
 use std::ffi::OsString;
@@ -138,7 +138,7 @@ impl Share {
     }
 
     /// Runs a shell script in a guest on the share.
-    pub fn sh(&self, script: &str) -> Ran {
+    pub fn sh(&self, script: &str) -> GuestResult {
         run(self.guest(["sh", "-euc", script]), TIMEOUT)
     }
 
@@ -187,7 +187,7 @@ pub fn guest_on<S: Into<OsString>>(socket: &Path, command: impl IntoIterator<Ite
 
 /// What a guest's command left.
 #[derive(Debug, Clone)]
-pub struct Ran {
+pub struct GuestResult {
     /// Its exit status.
     pub status: i32,
     /// Its standard output.
@@ -198,7 +198,7 @@ pub struct Ran {
     pub took: Duration,
 }
 
-impl Ran {
+impl GuestResult {
     /// The output of a command that must have succeeded.
     #[track_caller]
     pub fn ok(self) -> String {
@@ -209,7 +209,7 @@ impl Ran {
 
 /// Runs a guest to its end.
 #[track_caller]
-pub fn run(guest: Guest, timeout: Duration) -> Ran {
+pub fn run(guest: Guest, timeout: Duration) -> GuestResult {
     let start = Instant::now();
     let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
     collect(running, timeout, start)
@@ -217,7 +217,7 @@ pub fn run(guest: Guest, timeout: Duration) -> Ran {
 
 /// A guest's end and what it wrote.
 #[track_caller]
-pub fn collect(mut running: Running, timeout: Duration, start: Instant) -> Ran {
+pub fn collect(mut running: Running, timeout: Duration, start: Instant) -> GuestResult {
     let [out, err] = [running.stdout.take(), running.stderr.take()].map(|line| {
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
@@ -230,7 +230,7 @@ pub fn collect(mut running: Running, timeout: Duration, start: Instant) -> Ran {
     let status = running.wait_timeout(timeout);
     let (out, err) = (out.join().unwrap(), err.join().unwrap());
     match status {
-        Ok(status) => Ran { status, out, err, took: start.elapsed() },
+        Ok(status) => GuestResult { status, out, err, took: start.elapsed() },
         Err(error) => panic!("{error}\nthe command's output:\n{out}\n{err}"),
     }
 }

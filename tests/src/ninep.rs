@@ -15,7 +15,7 @@ use ferry_ninep::{Export, Options};
 use ferry_vfs::FileSystem;
 use tempfile::TempDir;
 
-use crate::{Guest, GuestCache, Input, MOUNTPOINT, Output, Place, Ran, SETTLE, TIMEOUT, folder, run};
+use crate::{Guest, GuestCache, GuestResult, Input, MOUNTPOINT, Output, Place, SETTLE, TIMEOUT, folder, run};
 
 /// Joins the guest to the host, loads what Debian has as modules, mounts and runs what follows: by TCP, or, if there is a
 /// program that forwards, by a unix socket of the guest's.
@@ -166,7 +166,7 @@ impl NinePShare {
     }
 
     /// Runs a shell script in a guest on the share.
-    pub fn sh(&self, options: &str, script: &str) -> Ran {
+    pub fn sh(&self, options: &str, script: &str) -> GuestResult {
         run(self.guest(options, ["sh", "-euc", script]), TIMEOUT)
     }
 

@@ -10,11 +10,11 @@ use ferry_driver::{Config, Driver};
 use rustix::process::{Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::inside::{Inside, Thread};
-use crate::mounts::{Started, program};
+use crate::inside::{InnerProcess, Thread};
+use crate::mounts::{RunningProgram, program};
 use crate::{Place, folder};
 
-/// Somebody who is not root.
+/// A user who is not root.
 pub const USER: u32 = 1234;
 /// More than any process here takes to begin or end, also on a busy machine.
 pub const SOON: Duration = Duration::from_secs(60);
@@ -25,7 +25,7 @@ const CONNECTORS: [&str; 4] = ["9p-keeper", "9p-reader", "9p-sender", "9p-lock"]
 /// One that whoever first lost something with a connection starts: one of those, or one that serves a guest.
 const ANYBODYS: &str = "9p-again";
 
-/// Whether this is root: becoming somebody else, and setting up root's own walls, takes that.
+/// Whether this is root, which is required to change the user and to set up root's sandbox.
 pub fn is_root() -> bool {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
@@ -45,14 +45,14 @@ pub fn as_user(user: u32, program: &Path) -> Command {
     command
 }
 
-/// A folder of a user's, with the program where everybody may start it.
+/// A directory of a user, with the program where all users may start it.
 #[derive(Debug)]
-pub struct Home {
+pub struct UserHome {
     folder: TempDir,
     user: u32,
 }
 
-impl Home {
+impl UserHome {
     /// A new one.
     pub fn of(user: u32) -> Self {
         let home = Self { folder: folder(Place::Disk), user };
@@ -122,7 +122,7 @@ impl Home {
 
     /// The same by a command of whatever kind.
     pub fn serve_by(self, mut command: Command) -> Served {
-        let mut started = Started::new(&mut command);
+        let mut started = RunningProgram::new(&mut command);
         let end = Instant::now() + SOON;
         while !started.said().0.ends_with('\n') {
             let ended = started.wait(Duration::ZERO);
@@ -131,7 +131,7 @@ impl Home {
         }
         let line: serde_json::Value = serde_json::from_str(&started.said().0).unwrap();
         assert_eq!(line["pid"], started.pid().as_raw_nonzero().get(), "the process that was started is told of");
-        Served { inside: Inside::of(started.pid()), started, line, home: self }
+        Served { inside: InnerProcess::of(started.pid()), started, line, home: self }
     }
 }
 
@@ -139,16 +139,16 @@ impl Home {
 #[derive(Debug)]
 pub struct Served {
     /// The process that was started. It is killed on drop, and the other one does not outlive it.
-    pub started: Started,
+    pub started: RunningProgram,
     /// The one that serves.
-    pub inside: Inside,
+    pub inside: InnerProcess,
     /// What it said in JSON.
     pub line: serde_json::Value,
     /// Where it was started.
-    pub home: Home,
+    pub home: UserHome,
 }
 
-/// What is to be seen and done from behind walls.
+/// What a process inside the sandbox can see and do.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Expected<'a> {
     /// How many directories have places.
@@ -208,7 +208,8 @@ impl Served {
         status.code().unwrap_or_else(|| panic!("{status}: {}", self.said()))
     }
 
-    /// That all of its walls stand: these directories can be seen, these files of its home are open, and nothing else can be reached.
+    /// Checks the whole sandbox: these directories are visible, these files of its home are open, and nothing else is
+    /// reachable.
     #[track_caller]
     pub fn is_confined(&self, shares: usize, files: &[&str], capabilities: u64) {
         self.is_behind_walls(&Expected { shares, files, capabilities, ..Expected::default() });

@@ -10,7 +10,7 @@ use ferry_driver::{Config, Driver};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::mounts::{Started, ferry};
+use crate::mounts::{RunningProgram, ferry};
 use crate::{Place, folder};
 
 /// Longer than anything takes on a loaded machine.
@@ -30,7 +30,7 @@ pub struct Survivor {
     args: Vec<String>,
     /// The socket, if each server gets it from us.
     listener: Option<UnixListener>,
-    started: Option<Started>,
+    started: Option<RunningProgram>,
     folder: TempDir,
 }
 
@@ -61,7 +61,7 @@ impl Survivor {
         survivor
     }
 
-    /// Shares a directory of somebody else's.
+    /// Shares a directory of another user.
     pub fn of(path: &Path, args: &[&str]) -> Self {
         Self::begin(path.into(), folder(Place::Memory), args, None)
     }
@@ -80,7 +80,7 @@ impl Survivor {
             None => command.arg("--virtiofs").arg(&self.socket),
         };
         command.args(["--json", "--queues", "2"]).args(&self.args);
-        let mut started = Started::new(&mut command);
+        let mut started = RunningProgram::new(&mut command);
         let end = Instant::now() + LIMIT;
         while !started.said().0.ends_with('\n') {
             let ended = started.wait(Duration::ZERO);
@@ -118,7 +118,7 @@ impl Survivor {
         driver.reattach().unwrap();
     }
 
-    /// Kills the program and starts it again; nobody tells the guest.
+    /// Kills the program and starts it again; the guest is not notified.
     pub fn replace_unnoticed(&mut self) {
         self.kill();
         self.start();

@@ -44,7 +44,7 @@ pub fn guest<S: Into<OsString>>(
 
 /// A request of the server's: its code, the five numbers behind it, and the descriptor that came along.
 #[derive(Debug)]
-pub struct Wish {
+pub struct FrontEndRequest {
     /// Its code.
     pub code: u32,
     /// Number of the region, offset in the file, offset in the window, length, flags.
@@ -54,7 +54,7 @@ pub struct Wish {
 }
 
 /// Waits for the next request; `None`: the server has hung up.
-pub fn next_wish(line: &UnixStream) -> Option<Wish> {
+pub fn next_wish(line: &UnixStream) -> Option<FrontEndRequest> {
     let mut message = [0; 52];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -75,7 +75,7 @@ pub fn next_wish(line: &UnixStream) -> Option<Wish> {
     }
     let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
     let code = u32::from_ne_bytes(message[..4].try_into().unwrap());
-    Some(Wish { code, numbers: [12, 20, 28, 36, 44].map(number), file })
+    Some(FrontEndRequest { code, numbers: [12, 20, 28, 36, 44].map(number), file })
 }
 
 /// Answers a request; 0 for success.

@@ -42,7 +42,7 @@ pub struct Config {
     pub optional_features: u64,
     /// How long the server may take to answer a message or a request.
     pub timeout: Duration,
-    /// How long a server that is not there yet (no socket, nobody listening) is waited for.
+    /// How long to wait for a server that does not listen yet.
     pub connect_within: Duration,
 }
 
@@ -120,7 +120,7 @@ impl Driver {
         Ok(Self { link, queues, memory, config, path, selected, caller, negotiated: Negotiated::BEFORE_INIT })
     }
 
-    /// Connects anew, with fresh memory and rings; this connection is closed first.
+    /// Reconnects with new memory and rings; this connection is closed first.
     ///
     /// # Errors
     /// As [`Driver::connect`].

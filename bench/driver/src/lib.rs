@@ -42,6 +42,6 @@ mod watchdog;
 pub use driver::{Config, Driver};
 pub use error::{Error, Result};
 pub use frontend::{RingAddresses, RingParameters};
-pub use ops::{INIT_FLAGS, Listed, TRANSFER_BYTES_MAX};
+pub use ops::{INIT_FLAGS, ListEntry, TRANSFER_BYTES_MAX};
 pub use queue::{Completion, Counters, Queue, Ticket};
 pub use session::{Caller, ROOT, TypedReply};

@@ -9,12 +9,12 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use ferry_driver::hostile::{self, Options};
-use ferry_driver::load::{self, Load, On, Op};
+use ferry_driver::load::{self, Load, LoadTarget, Op};
 use ferry_driver::measure::Counter;
 use ferry_driver::{Config, Driver};
 use spawner::Spawner;
 
-/// How long a server that was started anew may take until it serves.
+/// How long a restarted server may take until it serves.
 const RESPAWN: Duration = Duration::from_secs(3);
 
 /// The guest's side of virtio-fs and virtio-blk as a program on the host: it connects to a vhost-user server in the VMM's
@@ -183,7 +183,7 @@ impl LoadArgs {
             bail!("--queue-size {} is not a power of two, as it must be without --packed", self.queue_size);
         }
         Ok(Load {
-            on: self.file.clone().map_or(On::Disk, On::File),
+            on: self.file.clone().map_or(LoadTarget::Disk, LoadTarget::File),
             size: self.size,
             op: match self.op {
                 OpArg::Read => Op::Read,

@@ -50,7 +50,7 @@ pub struct ThreadUse {
 
 /// What a process did between two snapshots. Threads that ended meanwhile are not in it.
 #[derive(Debug, Clone, Serialize)]
-pub struct Use {
+pub struct ResourceUsage {
     /// CPU time.
     pub cpu_seconds: f64,
     /// How often its threads went to sleep.
@@ -91,7 +91,7 @@ impl Snapshot {
     }
 
     /// What happened since `before`.
-    pub fn since(&self, before: &Self) -> Use {
+    pub fn since(&self, before: &Self) -> ResourceUsage {
         let mut threads = Vec::new();
         for (tid, now) in &self.0 {
             let then = before.0.get(tid).cloned().unwrap_or_default();
@@ -105,7 +105,7 @@ impl Snapshot {
                 threads.push(used);
             }
         }
-        Use {
+        ResourceUsage {
             cpu_seconds: threads.iter().map(|thread| thread.cpu_seconds).sum(),
             voluntary_switches: threads.iter().map(|thread| thread.voluntary_switches).sum(),
             involuntary_switches: threads.iter().map(|thread| thread.involuntary_switches).sum(),

@@ -42,7 +42,7 @@ const NUL: &[u8] = b"\0";
 
 /// An entry of a directory listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListEntry {
     /// The name.
     pub name: Vec<u8>,
     /// The inode number shown to users.
@@ -260,19 +260,19 @@ impl Driver {
     }
 
     /// READDIR: what fits into `size` bytes, from `offset` on; empty at the end.
-    pub fn readdir(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<Listed>> {
+    pub fn readdir(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<ListEntry>> {
         self.list(Opcode::Readdir, node, ReadIn { fh, offset, size, ..ReadIn::ZERO })
     }
 
     /// READDIRPLUS.
-    pub fn readdirplus(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<Listed>> {
+    pub fn readdirplus(&mut self, node: u64, fh: u64, offset: u64, size: u32) -> Result<Vec<ListEntry>> {
         self.list(Opcode::Readdirplus, node, ReadIn { fh, offset, size, ..ReadIn::ZERO })
     }
 
-    fn list(&mut self, opcode: Opcode, node: u64, args: ReadIn) -> Result<Vec<Listed>> {
+    fn list(&mut self, opcode: Opcode, node: u64, args: ReadIn) -> Result<Vec<ListEntry>> {
         let room = usize::try_from(args.size).unwrap_or(usize::MAX);
         let body = self.ask(opcode, node, &[args.as_bytes()], &[], room)?;
-        let own = |found: DirEntry<'_>| Listed {
+        let own = |found: DirEntry<'_>| ListEntry {
             name: found.item.name.to_vec(),
             ino: found.item.ino,
             next: found.item.next,

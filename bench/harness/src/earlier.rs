@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
-use crate::line::{Line, Requests, Sent};
+use crate::line::{Line, MessageCounts, Requests};
 use crate::stats::Better;
 
 /// What was found beside figures, in the tables that are run in parts.
@@ -25,7 +25,7 @@ pub struct Row {
 /// What a line may have.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Kept {
+struct SavedLine {
     table: String,
     row: String,
     config: String,
@@ -39,7 +39,7 @@ struct Kept {
     #[serde(default)]
     also: BTreeMap<String, BTreeMap<String, f64>>,
     #[serde(default)]
-    messages: BTreeMap<String, Sent>,
+    messages: BTreeMap<String, MessageCounts>,
     #[serde(default)]
     requests: BTreeMap<String, Requests>,
     note: Option<String>,
@@ -60,11 +60,11 @@ pub fn read(folder: &Path, table: &'static str, row: impl Fn(&str) -> Option<Row
 }
 
 fn parse(text: &str, table: &'static str, row: &impl Fn(&str) -> Option<Row>) -> Result<Line> {
-    let mut kept: Kept = serde_json::from_str(text).context("this is no line of a run")?;
+    let mut kept: SavedLine = serde_json::from_str(text).context("this is no line of a run")?;
     let known = row(&kept.row).filter(|row| kept.table == table && kept.unit == row.unit);
     let known = known.filter(|row| serde_json::to_value(row.better).is_ok_and(|better| better == *kept.better));
     let Some(Row { unit, better }) = known else {
-        let Kept { table: of, row, unit, better, .. } = kept;
+        let SavedLine { table: of, row, unit, better, .. } = kept;
         bail!("this is the row {row:?} of {of} in {unit}, {better} is better, and no row of {table}");
     };
     let mut line = Line::new(table, kept.row, &kept.config, unit, better);
@@ -91,7 +91,8 @@ mod tests {
     fn line(row: &str, config: &str, value: f64) -> Line {
         let mut line = Line::new(TABLE, row.into(), config, "MiB/s", Better::Higher);
         line.fill(&[(FERRY.to_owned(), vec![value]), ("virtio-blk".to_owned(), vec![2.0, 1.0, 3.0])].into());
-        let sent = Sent { messages_per_mib: 1.1, bytes_per_message: None, in_flight_mean: 1.5, in_flight_most: 2 };
+        let sent =
+            MessageCounts { messages_per_mib: 1.1, bytes_per_message: None, in_flight_mean: 1.5, in_flight_most: 2 };
         line.messages.insert(FERRY.into(), sent);
         line.also.insert("mount_ms", [("diod".to_owned(), 4.5)].into());
         line.requests.insert(FERRY.into(), Requests { per_file: 0.5, by_name: [("lookup".to_owned(), 3)].into() });

@@ -47,7 +47,7 @@ pub struct Line {
     pub costs: BTreeMap<String, Costs>,
     /// What was sent, client by client or server by server.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub messages: BTreeMap<String, Sent>,
+    pub messages: BTreeMap<String, MessageCounts>,
     /// Requests of the guest, server by server.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub requests: BTreeMap<String, Requests>,
@@ -92,7 +92,7 @@ pub struct Costs {
 
 /// Messages of a file protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Sent {
+pub struct MessageCounts {
     /// Requests of any kind for each MiB of the file.
     pub messages_per_mib: f64,
     /// Bytes of the file for each request that carries some; nothing where none did.
@@ -106,7 +106,7 @@ pub struct Sent {
 /// Requests of a guest in a run of its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Requests {
-    /// For each file, those that nobody waits for (FORGET, BATCH_FORGET) left out.
+    /// For each file, without those that have no reply (FORGET, BATCH_FORGET).
     pub per_file: f64,
     /// All of them by their names, lower case.
     pub by_name: BTreeMap<String, u64>,

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_driver::load::{self, Load, On, Report};
+use ferry_driver::load::{self, Load, LoadTarget, Report};
 use ferry_driver::measure::Counter;
 use rustix::thread::CpuSet;
 
@@ -59,7 +59,7 @@ fn load(native: Native, place: Place<'_>) -> Load {
     let (queues, depth) =
         if place.one_queue { (1, native.queues * native.depth) } else { (native.queues, native.depth) };
     Load {
-        on: On::File(NATIVE_FILE.into()),
+        on: LoadTarget::File(NATIVE_FILE.into()),
         size: Some(NATIVE_BYTES),
         op: native.op,
         queues,
@@ -81,7 +81,7 @@ fn load(native: Native, place: Place<'_>) -> Load {
     }
 }
 
-/// Runs a load on its CPU, in a thread that nobody waits for longer than it may take.
+/// Runs a load on its CPU, in a thread that is waited for with a time limit.
 pub fn run(socket: &Path, cpu: Option<usize>, load: Load) -> Result<Report> {
     let socket = socket.to_owned();
     let timeout = SLACK + Duration::from_secs_f64(load.seconds.unwrap_or(0.0));

@@ -33,7 +33,7 @@ pub enum Peer {
     Ferry,
     /// The reference.
     Virtiofsd,
-    /// Ours without walls around it.
+    /// Ferry without its sandbox.
     FerryOpen,
 }
 
@@ -174,7 +174,7 @@ impl Server {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// The end of what it said, on one line.
+    /// Returns the end of its output, on one line.
     pub fn last_words(&self) -> String {
         let text = std::fs::read(&self.log).unwrap_or_default();
         let tail = &text[text.len().saturating_sub(LAST_WORDS_BYTES)..];

@@ -10,20 +10,20 @@ const STRIKES_MAX: usize = 2;
 
 /// The failures of systems, each known by a key.
 #[derive(Debug)]
-pub struct Trouble<K> {
+pub struct Failures<K> {
     /// In this row: how many runs, and why the last one.
     failures: BTreeMap<K, (usize, String)>,
     /// Rows without a good run, in a row, and why.
     strikes: BTreeMap<K, (usize, String)>,
 }
 
-impl<K> Default for Trouble<K> {
+impl<K> Default for Failures<K> {
     fn default() -> Self {
         Self { failures: BTreeMap::new(), strikes: BTreeMap::new() }
     }
 }
 
-impl<K: Ord + Copy> Trouble<K> {
+impl<K: Ord + Copy> Failures<K> {
     /// A row begins.
     pub fn begin_row(&mut self) {
         self.failures.clear();
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn systems_that_keep_failing_are_skipped() {
-        let mut trouble = Trouble::default();
+        let mut trouble = Failures::default();
         for row in 0..STRIKES_MAX {
             trouble.begin_row();
             for run in 0..FAILURES_MAX {

@@ -54,12 +54,12 @@ fn zone(at: &IoRange) -> Zone {
     (1..).zip(&ZONES[1..]).find(|(number, _)| touched(*number)).map_or(Zone::Good, |(_, zone)| *zone)
 }
 
-struct Bad {
+struct BadDisk {
     bytes: Mutex<Vec<u8>>,
     broken: AtomicBool,
 }
 
-impl FileSystem for Bad {
+impl FileSystem for BadDisk {
     fn features(&self) -> Features {
         Features::default()
     }
@@ -116,7 +116,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let bytes = vec![0; usize::try_from(BYTES).expect("16 MiB fit into memory")];
-    let fs = Arc::new(Bad { bytes: Mutex::new(bytes), broken: AtomicBool::new(false) });
+    let fs = Arc::new(BadDisk { bytes: Mutex::new(bytes), broken: AtomicBool::new(false) });
     let options = Options { cache: Cache::None, ..Options::default() };
     match Export::mount(mountpoint.as_ref(), fs, options) {
         Ok(export) => {

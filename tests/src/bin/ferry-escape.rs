@@ -123,7 +123,7 @@ fn try_to(attempt: &str, what: &str, share: &File) -> io::Result<()> {
         "thread" => std::thread::Builder::new().spawn(|| ()).map(|thread| thread.join().unwrap()),
         "code" => {
             const BYTES: usize = 4096;
-            // SAFETY: a new private mapping, which nobody else knows, is made and given other rights.
+            // SAFETY: a new private mapping, which nothing else uses, is created and its protection changed.
             unsafe {
                 let page = mmap_anonymous(std::ptr::null_mut(), BYTES, ProtFlags::READ, MapFlags::PRIVATE)?;
                 Ok(mprotect(page, BYTES, MprotectFlags::READ | MprotectFlags::EXEC)?)

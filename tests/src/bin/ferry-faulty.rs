@@ -50,13 +50,13 @@ const FILES: &[&str] = &[
     "names-bad",
 ];
 
-struct Faulty {
+struct FaultyFs {
     empty: Arc<Backing>,
     path_only: Arc<Backing>,
     write_only: Arc<Backing>,
 }
 
-impl Faulty {
+impl FaultyFs {
     fn new() -> std::io::Result<Self> {
         let file = tempfile::NamedTempFile::new()?;
         let write_only = File::options().write(true).open(file.path())?;
@@ -99,7 +99,7 @@ fn block() -> ! {
     }
 }
 
-impl FileSystem for Faulty {
+impl FileSystem for FaultyFs {
     fn features(&self) -> Features {
         Features::default()
     }
@@ -192,7 +192,7 @@ fn main() -> ExitCode {
     };
     let handler_timeout = Duration::from_secs(seconds);
     let options = Options { path, handler_timeout, cache: Cache::None, ..Options::default() };
-    let fs = match Faulty::new() {
+    let fs = match FaultyFs::new() {
         Ok(fs) => Arc::new(fs),
         Err(error) => {
             eprintln!("ferry-faulty: {error}");

@@ -35,7 +35,7 @@ impl Mapped {
     }
 
     fn slice(&self) -> &[u8] {
-        // SAFETY: the mapping is there until the process ends, and nobody changes the file meanwhile, as the tests use it.
+        // SAFETY: the mapping exists until the process ends, and the tests do not change the file meanwhile.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 }
@@ -66,7 +66,7 @@ fn main() {
             let mapped = Mapped::new(&open(from, false), false);
             let to = open(to, true);
             let end = to.metadata().unwrap().len();
-            // By address and not as a slice that was read before: the kernel meets pages that nobody has touched.
+            // By address and not as a slice that was read before: the kernel accesses pages that were not touched before.
             to.write_all_at(mapped.slice(), end).unwrap();
         }
         ["fill", from, to] => {

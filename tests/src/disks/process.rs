@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::inside::Inside;
-use crate::mounts::{Started, ferry};
+use crate::inside::InnerProcess;
+use crate::mounts::{RunningProgram, ferry};
 use crate::{Place, folder};
 
 /// How long the program may take until it listens.
@@ -22,7 +22,7 @@ pub struct Process {
     /// The socket.
     pub socket: PathBuf,
     args: Vec<String>,
-    started: Started,
+    started: RunningProgram,
     _folder: TempDir,
 }
 
@@ -49,10 +49,10 @@ impl Process {
         Self { file, socket, args, started, _folder: folder }
     }
 
-    /// Kills the program with SIGKILL. When this returns, it is gone, and so is its process behind the walls, which ends with it but a
+    /// Kills the program with SIGKILL. When this returns, it has ended, and so has its process inside the sandbox, which ends a
     /// moment later: until then that has the lock of the file.
     pub fn kill(&mut self) {
-        let inside = Inside::of(self.started.pid());
+        let inside = InnerProcess::of(self.started.pid());
         self.started.kill();
         let end = Instant::now() + START;
         while !inside.is_gone() {
@@ -85,10 +85,10 @@ impl Process {
     }
 }
 
-fn start(file: &Path, socket: &Path, args: &[String]) -> Started {
+fn start(file: &Path, socket: &Path, args: &[String]) -> RunningProgram {
     let mut command = ferry(["--log", "warn", "disk"]);
     command.arg(file).arg("--vhost-user").arg(socket).arg("--json").args(args);
-    let mut started = Started::new(&mut command);
+    let mut started = RunningProgram::new(&mut command);
     let end = Instant::now() + START;
     // The line comes once the program listens; a file at the socket's place may be its predecessor's.
     while !started.said().0.ends_with('\n') {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::Maker;
+use super::ServerVendor;
 
 /// What is mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,12 +15,12 @@ pub enum Source {
     /// A persistent memory file system, on a file.
     Pmem,
     /// A host directory on a disk, by a 9P server.
-    NineP(Maker),
+    NineP(ServerVendor),
 }
 
 /// How requests and data go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Road {
+pub enum Transport {
     /// FUSE over io_uring.
     Uring,
     /// Reads and writes of /dev/fuse.
@@ -37,7 +37,7 @@ pub struct Cell {
     /// What is mounted.
     pub source: Source,
     /// How.
-    pub road: Road,
+    pub road: Transport,
     /// The value of `--cache`.
     pub cache: &'static str,
     /// `--writeback`.
@@ -48,12 +48,12 @@ impl Cell {
     /// The flags of `ferry mount` that choose the path.
     pub fn flags(&self) -> Vec<&'static str> {
         let (path, passthrough) = match self.road {
-            Road::Uring => ("uring", "off"),
-            Road::DevFuse => ("devfuse", "off"),
-            Road::Auto => ("auto", "off"),
+            Transport::Uring => ("uring", "off"),
+            Transport::DevFuse => ("devfuse", "off"),
+            Transport::Auto => ("auto", "off"),
             // What has no files below goes without.
-            Road::Passthrough if !self.has_files_below() => ("auto", "auto"),
-            Road::Passthrough => ("auto", "on"),
+            Transport::Passthrough if !self.has_files_below() => ("auto", "auto"),
+            Transport::Passthrough => ("auto", "on"),
         };
         let mut flags = vec!["--path", path, "--passthrough", passthrough, "--cache", self.cache];
         flags.extend(self.writeback.then_some("--writeback"));
@@ -68,7 +68,7 @@ impl Cell {
 
     /// Whether files' data can be had without the server.
     pub fn passes_through(&self) -> bool {
-        self.road == Road::Passthrough && self.has_files_below()
+        self.road == Transport::Passthrough && self.has_files_below()
     }
 
     fn has_files_below(&self) -> bool {
@@ -86,16 +86,16 @@ impl FromStr for Cell {
             "dir" => Source::Dir,
             "mem" => Source::Mem,
             "pmem" => Source::Pmem,
-            "ninep" => Source::NineP(Maker::Ferry),
-            "diod" => Source::NineP(Maker::Diod),
-            "p9ufs" => Source::NineP(Maker::P9ufs),
+            "ninep" => Source::NineP(ServerVendor::Ferry),
+            "diod" => Source::NineP(ServerVendor::Diod),
+            "p9ufs" => Source::NineP(ServerVendor::P9ufs),
             other => return Err(format!("no source '{other}' in {name}")),
         };
         let road = match word() {
-            "uring" => Road::Uring,
-            "devfuse" => Road::DevFuse,
-            "auto" => Road::Auto,
-            "passthrough" => Road::Passthrough,
+            "uring" => Transport::Uring,
+            "devfuse" => Transport::DevFuse,
+            "auto" => Transport::Auto,
+            "passthrough" => Transport::Passthrough,
             other => return Err(format!("no path '{other}' in {name}")),
         };
         let cache = match word() {
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn names_are_cells() {
         let cell: Cell = "pmem_devfuse_none".parse().unwrap();
-        assert_eq!(cell, Cell { source: Source::Pmem, road: Road::DevFuse, cache: "none", writeback: false });
+        assert_eq!(cell, Cell { source: Source::Pmem, road: Transport::DevFuse, cache: "none", writeback: false });
         let cell: Cell = "dir_uring_auto_writeback".parse().unwrap();
         assert_eq!(cell.to_string(), "dir uring cache=auto writeback");
         let cell: Cell = "dir_passthrough".parse().unwrap();
@@ -137,7 +137,7 @@ mod tests {
         let cell: Cell = "diod_devfuse".parse().unwrap();
         assert_eq!(
             (cell.source, cell.to_string().as_str()),
-            (Source::NineP(Maker::Diod), "ninep(diod) devfuse cache=auto")
+            (Source::NineP(ServerVendor::Diod), "ninep(diod) devfuse cache=auto")
         );
         assert!("pmem_passthrough".parse().is_ok_and(|cell: Cell| !cell.passes_through()));
         for wrong in ["", "mem", "mem_other", "tmpfs_uring", "mem_uring_often", "mem_uring_auto_back"] {

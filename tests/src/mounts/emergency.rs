@@ -10,18 +10,18 @@ use std::time::Duration;
 
 use rustix::mount::{UnmountFlags, unmount};
 
-use super::{Started, mount_entry};
+use super::{RunningProgram, mount_entry};
 
-/// How to end a mount by force: whoever waits for it gets an error.
+/// Ends a mount by force: processes that wait for it get an error.
 #[derive(Debug, Clone)]
 pub struct Emergency {
     mountpoint: PathBuf,
-    server: Option<Arc<Mutex<Started>>>,
+    server: Option<Arc<Mutex<RunningProgram>>>,
 }
 
 impl Emergency {
     /// For a mount point, and the program that serves it.
-    pub fn new(mountpoint: &Path, server: Option<Arc<Mutex<Started>>>) -> Self {
+    pub fn new(mountpoint: &Path, server: Option<Arc<Mutex<RunningProgram>>>) -> Self {
         Self { mountpoint: mountpoint.into(), server }
     }
 

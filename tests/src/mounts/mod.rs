@@ -14,13 +14,13 @@ mod server;
 mod settings;
 mod site;
 
-pub use cell::{Cell, Road, Source};
+pub use cell::{Cell, Source, Transport};
 pub use changes::{each_change, shows};
 pub use emergency::{Emergency, Watchdog};
 pub use mounted::{MountOptions, Mounted, assert_nothing_left, unmount};
 pub use pair::Pair;
-pub use program::{Started, ferry, program};
-pub use server::{Maker, NinePServer, diod, go_program};
+pub use program::{RunningProgram, ferry, program};
+pub use server::{NinePServer, ServerVendor, diod, go_program};
 pub use settings::{ENABLE_URING, IO_URING_DISABLED, Setting, WithUring, with_uring};
 pub use site::Site;
 

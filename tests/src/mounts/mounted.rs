@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::{
-    Cell, Emergency, Maker, NinePServer, Road, Site, Source, Started, Watchdog, WithUring, ferry, mount_entry,
-    with_uring,
+    Cell, Emergency, NinePServer, RunningProgram, ServerVendor, Site, Source, Transport, Watchdog, WithUring, ferry,
+    mount_entry, with_uring,
 };
 use crate::{Place, SETTLE, folder};
 
@@ -51,7 +51,7 @@ pub struct Mounted {
     pub below: PathBuf,
     /// How to end it by force.
     pub emergency: Emergency,
-    server: Arc<Mutex<Started>>,
+    server: Arc<Mutex<RunningProgram>>,
     watchdog: Watchdog,
     /// The 9P server below, if it is one, unless it was there before.
     pub remote: Option<NinePServer>,
@@ -110,7 +110,7 @@ impl Mounted {
             None => with_uring(),
         };
         if let Err(why) = uring
-            && (cell.road == Road::Uring || super::missing().is_some())
+            && (cell.road == Transport::Uring || super::missing().is_some())
         {
             ferry_skip::skip!("{cell}: {why}");
             return None;
@@ -159,12 +159,12 @@ impl Mounted {
         mounted
     }
 
-    /// A mount that any program makes, which ends when somebody unmounts it.
+    /// A mount made by any program; it ends when it is unmounted.
     ///
     /// # Panics
     /// When the program does not mount.
     pub fn of(cell: Cell, mountpoint: &Path, command: &mut Command, limit: Duration) -> Self {
-        let server = Arc::new(Mutex::new(Started::new(command)));
+        let server = Arc::new(Mutex::new(RunningProgram::new(command)));
         let emergency = Emergency::new(mountpoint, Some(Arc::clone(&server)));
         let watchdog = Watchdog::new(emergency.clone(), limit);
         let site = Site::new(mountpoint, emergency.clone());
@@ -206,19 +206,19 @@ impl Mounted {
     fn assert_as_asked(&self) {
         let line = self.line();
         let explained = &line["explain"];
-        let expected = if self.cell.road == Road::DevFuse { "devfuse" } else { "uring" };
-        let chosen = matches!(self.cell.road, Road::Auto | Road::Passthrough);
+        let expected = if self.cell.road == Transport::DevFuse { "devfuse" } else { "uring" };
+        let chosen = matches!(self.cell.road, Transport::Auto | Transport::Passthrough);
         let free = chosen && self._uring.is_none();
         assert!(free || explained["path"] == expected, "{}: {explained}", self.cell);
         let passthrough = &explained["passthrough"];
         assert_eq!(passthrough["used"], self.cell.passes_through(), "{}: {explained}", self.cell);
-        // Whoever goes without it is told why.
+        // A program that falls back logs the reason.
         let told = passthrough["reason"].as_str().is_some_and(|reason| !reason.is_empty());
         assert_eq!(told, !self.cell.passes_through(), "{}: {explained}", self.cell);
     }
 
     /// The program.
-    pub fn server(&self) -> MutexGuard<'_, Started> {
+    pub fn server(&self) -> MutexGuard<'_, RunningProgram> {
         self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -228,7 +228,7 @@ impl Mounted {
         out + &err
     }
 
-    /// Unmounts as a user does, and looks at what is left: nothing.
+    /// Unmounts as a user does, and checks that nothing is left.
     ///
     /// # Panics
     /// When anything is left, the program failed or panicked, or something had hung.
@@ -239,7 +239,7 @@ impl Mounted {
         assert!(!said.contains("panicked"), "{cell}: {said}");
     }
 
-    /// As [`Self::finish`], for programs that may panic; answers what they said.
+    /// As [`Self::finish`], for programs that may panic; returns what they said.
     #[track_caller]
     pub fn end(mut self) -> String {
         let (cell, at) = (self.cell, self.site.path.clone());
@@ -259,11 +259,11 @@ impl Mounted {
 /// Unmounts as a user does.
 ///
 /// # Panics
-/// When somebody uses the mount and goes on with that.
+/// If a process keeps using the mount.
 #[track_caller]
 pub fn unmount(mountpoint: &Path) {
     let end = Instant::now() + SETTLE;
-    // Somebody who has just ended may still be there in the eyes of the kernel.
+    // The kernel may still count a process that has just ended.
     loop {
         let output = Command::new("umount").arg(mountpoint).output().unwrap();
         if output.status.success() {
@@ -318,7 +318,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Makes what a source needs below `path`, and answers its name for the program and, if it is to be served by another
+/// Makes what a source needs below `path`, and returns its name for the program and, if it is to be served by another
 /// one, that. `None`, with a word why, where it cannot be had.
 pub(super) fn prepare(source: Source, path: &Path) -> Option<(String, Option<NinePServer>)> {
     Some(match source {
@@ -336,7 +336,7 @@ pub(super) fn prepare(source: Source, path: &Path) -> Option<(String, Option<Nin
         }
         Source::NineP(maker) => {
             let socket = path.join("s");
-            if maker == Maker::Ferry && std::os::unix::net::UnixStream::connect(&socket).is_ok() {
+            if maker == ServerVendor::Ferry && std::os::unix::net::UnixStream::connect(&socket).is_ok() {
                 return Some((format!("9p:unix:{}", socket.display()), None));
             }
             let server = NinePServer::start(maker, path)?;

@@ -10,7 +10,8 @@ use tempfile::TempDir;
 
 use super::mounted::prepare;
 use super::{
-    Cell, Emergency, NinePServer, Road, Site, Started, Watchdog, WithUring, assert_nothing_left, ferry, mount_entry,
+    Cell, Emergency, NinePServer, RunningProgram, Site, Transport, Watchdog, WithUring, assert_nothing_left, ferry,
+    mount_entry,
 };
 use crate::{Place, SETTLE, folder};
 
@@ -24,7 +25,7 @@ pub struct Pair {
     pub sites: [Site; 2],
     emergencies: [Emergency; 2],
     watchdogs: [Watchdog; 2],
-    server: Arc<Mutex<Started>>,
+    server: Arc<Mutex<RunningProgram>>,
     _remote: Option<NinePServer>,
     _folders: [TempDir; 2],
     _uring: Option<WithUring>,
@@ -50,7 +51,7 @@ impl Pair {
             None => super::with_uring(),
         };
         if let Err(why) = uring
-            && (super::missing().is_some() || cells.iter().any(|cell| cell.road == Road::Uring))
+            && (super::missing().is_some() || cells.iter().any(|cell| cell.road == Transport::Uring))
         {
             ferry_skip::skip!("{} and {}: {why}", cells[0], cells[1]);
             return None;
@@ -64,7 +65,7 @@ impl Pair {
             command.arg(&source).arg("--mount").arg(path).arg("--allow-other").args(cell.flags_of_one_of_several());
             command.args(args);
         }
-        let server = Arc::new(Mutex::new(Started::new(&mut command)));
+        let server = Arc::new(Mutex::new(RunningProgram::new(&mut command)));
         let emergency = |path: &PathBuf| Emergency::new(path, Some(Arc::clone(&server)));
         let emergencies = paths.each_ref().map(emergency);
         let watchdogs = emergencies.each_ref().map(|emergency| Watchdog::new(emergency.clone(), limit));
@@ -118,7 +119,7 @@ impl Pair {
         self.emergencies.each_ref().map(|emergency| emergency.controls().unwrap())
     }
 
-    /// Ends the program as `kill` does, and looks at what is left: nothing.
+    /// Ends the program as `kill` does, and checks that nothing is left.
     ///
     /// # Panics
     /// When anything is left, the program failed, or something had hung.

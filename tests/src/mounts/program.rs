@@ -50,13 +50,13 @@ pub fn ferry<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
 
 /// The program, running in the background. It is killed on drop.
 #[derive(Debug)]
-pub struct Started {
+pub struct RunningProgram {
     child: Child,
     out: File,
     err: File,
 }
 
-impl Started {
+impl RunningProgram {
     /// Starts it; its output is kept.
     pub fn new(command: &mut Command) -> Self {
         let [out, err] = [(); 2].map(|()| tempfile::tempfile().unwrap());
@@ -87,7 +87,7 @@ impl Started {
     }
 }
 
-impl Drop for Started {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
         self.kill();
     }

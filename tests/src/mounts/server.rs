@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Started, program};
+use super::{RunningProgram, program};
 use crate::GuestCache;
 use crate::inside::child_of;
 
@@ -25,7 +25,7 @@ const KEEPER: &str = "while :; do \"$@\" & echo $! >$0.new; mv $0.new $0; wait $
 
 /// Who made a 9P server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Maker {
+pub enum ServerVendor {
     /// `ferry share DIR --9p unix:SOCKET`.
     Ferry,
     /// diod, of Lawrence Livermore National Laboratory, in C.
@@ -37,11 +37,11 @@ pub enum Maker {
 /// A server of the folder `shared` within a folder. It is ended on drop.
 #[derive(Debug)]
 pub struct NinePServer {
-    maker: Maker,
+    maker: ServerVendor,
     folder: PathBuf,
     /// What stands behind `9p:`.
     address: String,
-    started: Option<Started>,
+    started: Option<RunningProgram>,
 }
 
 impl NinePServer {
@@ -50,16 +50,16 @@ impl NinePServer {
     ///
     /// # Panics
     /// When it does not listen.
-    pub fn start(maker: Maker, folder: &Path) -> Option<Self> {
+    pub fn start(maker: ServerVendor, folder: &Path) -> Option<Self> {
         let shared = folder.join("shared");
         std::fs::create_dir_all(&shared).unwrap();
         let address = match maker {
-            Maker::Ferry | Maker::P9ufs => format!("unix:{}", folder.join("s").display()),
-            Maker::Diod => format!("tcp:{}{}", own_address(), shared.display()),
+            ServerVendor::Ferry | ServerVendor::P9ufs => format!("unix:{}", folder.join("s").display()),
+            ServerVendor::Diod => format!("tcp:{}{}", own_address(), shared.display()),
         };
         let mut server = Self { maker, folder: folder.into(), address, started: None };
         let mut command = server.command()?;
-        server.started = Some(Started::new(command.stdin(Stdio::null())));
+        server.started = Some(RunningProgram::new(command.stdin(Stdio::null())));
         server.wait_until(|server| server.listens());
         Some(server)
     }
@@ -100,7 +100,7 @@ impl NinePServer {
         self.processes().for_each(|pid| kill_process(pid, Signal::CONT).unwrap());
     }
 
-    /// The one that was started, and the one that serves behind walls.
+    /// The started process, and the one that serves inside the sandbox.
     fn processes(&self) -> impl Iterator<Item = Pid> {
         let started = self.pid();
         // It may have ended.
@@ -124,7 +124,7 @@ impl NinePServer {
     fn wait_until(&self, is_so: impl Fn(&Self) -> bool) {
         let end = Instant::now() + START;
         while !is_so(self) {
-            let said = self.started.as_ref().map(Started::said);
+            let said = self.started.as_ref().map(RunningProgram::said);
             assert!(Instant::now() < end, "{:?} does not listen at {}: {said:?}", self.maker, self.address);
             std::thread::sleep(TICK);
         }
@@ -146,7 +146,7 @@ impl NinePServer {
     fn command(&self) -> Option<Command> {
         let shared = self.shared();
         Some(match self.maker {
-            Maker::Ferry => {
+            ServerVendor::Ferry => {
                 let mut command = Command::new("setpriv");
                 command.args(["--pdeathsig", "KILL", "sh", "-uc", KEEPER]).arg(self.pid_file());
                 command.args(["setpriv", "--pdeathsig", "TERM"]).arg(program()).arg("share").arg(shared);
@@ -154,13 +154,13 @@ impl NinePServer {
                 command.args(["--9p", &self.address, "--modcaps", "+sys_admin"]).env_remove("FERRY_LOG");
                 command
             }
-            Maker::Diod => {
+            ServerVendor::Diod => {
                 let mut command = diod("diod")?;
                 command.args(["-f", "-n", "-N", "-c", "/dev/null", "-L", "stderr", "-l", self.listening(), "-e"]);
                 command.arg(shared);
                 command
             }
-            Maker::P9ufs => {
+            ServerVendor::P9ufs => {
                 let mut command = Command::new(go_program("p9ufs", "github.com/hugelgupf/p9/cmd/p9ufs")?);
                 command.arg("-root").arg(shared).args(["-unix", self.address.trim_start_matches("unix:")]);
                 command
@@ -171,7 +171,7 @@ impl NinePServer {
 
 impl Drop for NinePServer {
     fn drop(&mut self) {
-        if self.maker == Maker::Ferry && self.pid_file().exists() {
+        if self.maker == ServerVendor::Ferry && self.pid_file().exists() {
             // A test that has failed may have stopped it, and then it does not hear that it is to end.
             for pid in self.processes() {
                 let _ = kill_process(pid, Signal::CONT);
@@ -180,7 +180,7 @@ impl Drop for NinePServer {
     }
 }
 
-/// An address of this host that nobody else listens on or connects from. (A free port of 127.0.0.1 is not for long: what
+/// An address of this host that no other process uses. (A free port of 127.0.0.1 may be taken at any time: a process that
 /// connects to it before somebody listens may be given it, and reach itself.)
 fn own_address() -> SocketAddr {
     static COUNT: AtomicU8 = AtomicU8::new(1);

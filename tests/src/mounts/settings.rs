@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Whether FUSE connections may use io_uring; Linux 6.14 has it.
 pub const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
-/// Who may use io_uring at all: 0 everybody, 2 nobody.
+/// Which processes may use io_uring: 0 means all, 2 none.
 pub const IO_URING_DISABLED: &str = "/proc/sys/kernel/io_uring_disabled";
 
 /// A setting that gets its value back on drop.
@@ -35,7 +35,7 @@ impl Drop for Setting {
     }
 }
 
-/// FUSE over io_uring is allowed as long as anybody has one of these; as it was before, afterwards.
+/// Allows FUSE over io_uring while any of these exists, then restores the previous setting.
 #[derive(Debug)]
 pub struct WithUring(());
 

@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::Emergency;
 use super::program::{text, wait};
-use crate::{Place, Ran, folder};
+use crate::{GuestResult, Place, folder};
 
 /// How long something that was killed may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
@@ -35,7 +35,7 @@ impl Site {
 
     /// Runs a shell script in the folder. `SCRATCH` is a folder outside of it.
     #[track_caller]
-    pub fn sh(&self, script: &str, limit: Duration) -> Ran {
+    pub fn sh(&self, script: &str, limit: Duration) -> GuestResult {
         let scratch = folder(Place::Disk);
         let mut command = Command::new("sh");
         command.args(["-euc", script]).env("SCRATCH", scratch.path());
@@ -47,7 +47,7 @@ impl Site {
     /// # Panics
     /// When it takes longer than `limit`; the mount is ended then.
     #[track_caller]
-    pub fn run(&self, command: &mut Command, limit: Duration) -> Ran {
+    pub fn run(&self, command: &mut Command, limit: Duration) -> GuestResult {
         let begin = Instant::now();
         let [out, err] = [(); 2].map(|()| tempfile::tempfile().unwrap());
         command.stdin(Stdio::null()).stdout(out.try_clone().unwrap()).stderr(err.try_clone().unwrap());
@@ -61,7 +61,7 @@ impl Site {
             panic!("it did not end within {limit:?}: {command:?}\n{out}\n{err}");
         };
         let status = status.code().unwrap_or(-1);
-        Ran { status, out, err, took: begin.elapsed() }
+        GuestResult { status, out, err, took: begin.elapsed() }
     }
 
     /// Starts a program in the folder, in a process group of its own.

@@ -86,9 +86,9 @@ impl Monitor {
 }
 
 /// Ends the other machine, whatever happens.
-struct There(Child);
+struct RemoteMachine(Child);
 
-impl Drop for There {
+impl Drop for RemoteMachine {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -148,7 +148,7 @@ fn migrates(flags: &[&str]) {
     let there = Survivor::of(&here.path, &[&["--tag", "t"], flags].concat());
     let sockets = [here.socket.to_str().unwrap(), there.socket.to_str().unwrap()];
     let replaced = [(sockets[0], sockets[1]), ("here.qmp", "there.qmp")];
-    let _there = There(twin(running.pid(), &replaced, &format!("unix:{way}")).spawn().unwrap());
+    let _there = RemoteMachine(twin(running.pid(), &replaced, &format!("unix:{way}")).spawn().unwrap());
     let mut arrival = Monitor::connect(Path::new(&at("there.qmp")));
     let said = || format!("here: {}; there: {}", here.said(), there.said());
     let mut departure = Monitor::connect(Path::new(&monitor));

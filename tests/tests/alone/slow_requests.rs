@@ -5,7 +5,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT, Ticket};
-use ferry_tests::delays::{ALL, BYTES, Client, FLOOR, Mounted, SLOW_MAX, What, assert_undisturbed};
+use ferry_tests::delays::{ALL, BYTES, Client, FLOOR, Mounted, SLOW_MAX, SlowCall, assert_undisturbed};
 use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, folder};
 use ferry_wire::fuse::abi::{GetattrIn, Opcode, OpenIn, ReadIn, WriteIn};
 use zerocopy::IntoBytes;
@@ -40,22 +40,24 @@ impl Guest {
 impl Client for Guest {
     type Ticket = Ticket;
 
-    fn send(&mut self, what: What, file: usize) -> Ticket {
+    fn send(&mut self, what: SlowCall, file: usize) -> Ticket {
         let (driver, (node, fh)) = (&mut self.driver, self.files[file]);
         let sent = match what {
-            What::Read => {
+            SlowCall::Read => {
                 let args = ReadIn { fh, size: BYTES, ..ReadIn::ZERO };
                 driver.send(Opcode::Read, node, &[args.as_bytes()], &[], BYTES as usize)
             }
-            What::Write => {
+            SlowCall::Write => {
                 let args = WriteIn { fh, size: BYTES, ..WriteIn::ZERO };
                 driver.send(Opcode::Write, node, &[args.as_bytes()], &[7; BYTES as usize], 8)
             }
-            What::Open => {
+            SlowCall::Open => {
                 let args = OpenIn { flags: O_RDWR, ..OpenIn::ZERO };
                 driver.send(Opcode::Open, node, &[args.as_bytes()], &[], 16)
             }
-            What::Stat | What::Nothing => driver.send(Opcode::Getattr, node, &[GetattrIn::ZERO.as_bytes()], &[], 104),
+            SlowCall::Stat | SlowCall::Nothing => {
+                driver.send(Opcode::Getattr, node, &[GetattrIn::ZERO.as_bytes()], &[], 104)
+            }
         };
         sent.unwrap()
     }
@@ -89,12 +91,12 @@ fn slow_requests_delay_no_others() {
 }
 
 /// An ext4 of its own on a loop device that makes writers wait as soon as a little waits to be written.
-struct Throttled {
+struct ThrottledDisk {
     at: std::path::PathBuf,
     folder: Option<tempfile::TempDir>,
 }
 
-impl Throttled {
+impl ThrottledDisk {
     /// `None` where that cannot be had.
     fn mount() -> Option<Self> {
         let folder = folder(Place::Disk);
@@ -126,7 +128,7 @@ impl Throttled {
     }
 }
 
-impl Drop for Throttled {
+impl Drop for ThrottledDisk {
     fn drop(&mut self) {
         let _ = std::process::Command::new("umount").arg("-l").arg(&self.at).status();
         drop(self.folder.take());
@@ -139,7 +141,7 @@ fn buffered_writes_that_wait_for_the_disk_hold_up_no_others() {
     const CHUNK: usize = 1 << 20;
     const CHUNKS: u64 = 256;
     let _alone = alone();
-    let Some(throttled) = Throttled::mount() else { return };
+    let Some(throttled) = ThrottledDisk::mount() else { return };
     fs::write(throttled.at.join("fast"), [7; BYTES as usize]).unwrap();
     fs::write(throttled.at.join("big"), "").unwrap();
     let share = Share::of(

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ferry_driver::{Config, Driver};
 use ferry_ninep::{DeviceOptions, Export, Options};
-use ferry_tests::delays::{ALL, BYTES, Client, Mounted, SLOW_MAX, What, assert_undisturbed};
+use ferry_tests::delays::{ALL, BYTES, Client, Mounted, SLOW_MAX, SlowCall, assert_undisturbed};
 use ferry_tests::{Dir, Place, TIMEOUT, alone, folder};
 use ferry_vfs::{FileSystem, Name, OFlags};
 use ferry_wire::ninep::*;
@@ -133,15 +133,15 @@ impl Client for Guest {
         }
     }
 
-    fn send(&mut self, what: What, file: usize) -> Tag {
+    fn send(&mut self, what: SlowCall, file: usize) -> Tag {
         self.next_tag = (self.next_tag + 1) % TAGS;
         let tag = Tag(self.next_tag);
         let fid = Fid(FIRST + u32::try_from(file).unwrap());
         match what {
-            What::Read => self.post(tag, &Request::Read { fid, offset: 0, bytes_max: BYTES }),
-            What::Write => self.post(tag, &Request::Write { fid, offset: 0, data: &[7; BYTES as usize] }),
-            What::Stat | What::Nothing => self.post(tag, &Request::Getattr { fid, mask: valid::BASIC }),
-            What::Open => {
+            SlowCall::Read => self.post(tag, &Request::Read { fid, offset: 0, bytes_max: BYTES }),
+            SlowCall::Write => self.post(tag, &Request::Write { fid, offset: 0, data: &[7; BYTES as usize] }),
+            SlowCall::Stat | SlowCall::Nothing => self.post(tag, &Request::Getattr { fid, mask: valid::BASIC }),
+            SlowCall::Open => {
                 let fid = self.closed[file].pop().expect("enough were prepared");
                 self.post(tag, &Request::Open { fid, flags: OFlags::RDWR });
             }

@@ -62,7 +62,7 @@ fn two_processes_with_passthrough() {
     process_changes(["dir_passthrough_always", "dir_devfuse_always"]);
 }
 
-/// Whoever opens a file finds where it ends now, however long the mount's kernel may keep attributes.
+/// An open shows the current size of a file, however long the mount's kernel may cache attributes.
 fn opened_now(cell: &Cell) {
     let shared = folder(Place::Disk);
     let kept = ["--attr-timeout", "1000", "--entry-timeout", "1000", "--watch", "never"];
@@ -302,7 +302,7 @@ fn stores_of_the_host_through_a_mapping_are_seen_after_close() {
     mounted.finish();
 }
 
-/// Who may not watch is told so: an error with `--watch always`.
+/// A user without permission to watch gets an error with `--watch always`.
 #[test]
 fn watching_without_permission_is_an_error() {
     if let Some(why) = missing() {

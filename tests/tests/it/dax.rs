@@ -253,7 +253,7 @@ fn share_with_file(name: &str) -> Share {
     share
 }
 
-/// Maps the last chunk of that file for writing; answers the copy of its end, and where that begins in the file.
+/// Maps the last chunk of that file for writing; returns the copy of its end, and where that begins in the file.
 fn map_end(driver: &mut Driver, line: &UnixStream, node: u64) -> (File, u64) {
     let ticket = send(driver, &setup(node, CHUNK, 0, SETUPMAPPING_READ | SETUPMAPPING_WRITE));
     answer(line, next_wish(line).unwrap().code, 0);

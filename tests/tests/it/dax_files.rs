@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::time::Duration;
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT};
-use ferry_tests::confined::Confined;
+use ferry_tests::confined::ConfinedShare;
 use ferry_wire::fuse::abi::{ATTR_DAX, InitFlags, MINOR_MAX, OpenFlags};
 
 /// As Linux sends it.
@@ -21,7 +21,7 @@ fn they_are_those_that_were_chosen() {
         (&["--dax-files", "size>4K"], [false, false, true, true]),
         (&[], [false, false, false, true]),
     ] {
-        let server = Confined::start(&[&["--cache", "none"], flags].concat());
+        let server = ConfinedShare::start(&[&["--cache", "none"], flags].concat());
         for (name, bytes) in FILES {
             File::create(server.path.join(name)).unwrap().set_len(bytes).unwrap();
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_mem::Mem;
-use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::window::{FrontEndRequest, answer, next_wish};
 use ferry_tests::{Export, Options, Place, folder};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
@@ -26,8 +26,8 @@ fn setup(driver: &mut Driver, node: u64, offset: u64, flags: u64) -> Ticket {
     driver.send(Opcode::Setupmapping, node, &[args.as_bytes()], &[], 0).unwrap()
 }
 
-/// Maps a chunk; answers what the front end was asked for.
-fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> Wish {
+/// Maps a chunk; returns what the front end was asked for.
+fn map(driver: &mut Driver, line: &UnixStream, node: u64, offset: u64) -> FrontEndRequest {
     let ticket = setup(driver, node, offset, BOTH);
     let wish = next_wish(line).unwrap();
     answer(line, wish.code, 0);

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
-use ferry_tests::confined::Confined;
+use ferry_tests::confined::ConfinedShare;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::missing;
-use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::window::{FrontEndRequest, answer, next_wish};
 use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, log, run};
 use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
 use ferry_wire::fuse::abi::{
@@ -89,7 +89,7 @@ impl Victim {
     }
 
     /// The next request of the server's, granted.
-    fn next(&self) -> Wish {
+    fn next(&self) -> FrontEndRequest {
         let wish = next_wish(&self.line).unwrap();
         answer(&self.line, wish.code, 0);
         wish
@@ -234,7 +234,7 @@ fn a_server_that_confines_itself_sees_to_it_too() {
     let folder = folder(Place::Disk);
     let socket = folder.path().join("9p");
     let address = format!("unix:{}", socket.display());
-    let mut server = Confined::start(&["--dax", "256M", "--queues", "1", "--9p", &address]);
+    let mut server = ConfinedShare::start(&["--dax", "256M", "--queues", "1", "--9p", &address]);
     let file = server.path.join("file");
     std::fs::write(&file, pattern(FILE_BYTES)).unwrap();
     let mut victim = Victim::new(&server.socket);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferry_tests::suites::fsx::{self, MAPPED, MIXED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
 use ferry_tests::window::{guest, programs};
-use ferry_tests::{CACHES, Cache, MOUNTPOINT, Options, Place, Ran, Share, alone, cache_name, folder, run};
+use ferry_tests::{CACHES, Cache, GuestResult, MOUNTPOINT, Options, Place, Share, alone, cache_name, folder, run};
 
 /// An emulated guest, with hundreds of cases or thousands of operations.
 const TIMEOUT: Duration = Duration::from_secs(1800);
@@ -19,7 +19,7 @@ fn share(cache: Cache, writeback: bool) -> Share {
     Share::with(Place::Disk, Options { cache, writeback, queues: 1, tag, ..Options::default() })
 }
 
-fn run_in(share: &Share, options: &str, command: Vec<OsString>) -> Ran {
+fn run_in(share: &Share, options: &str, command: Vec<OsString>) -> GuestResult {
     let programs = programs();
     run(guest(&programs, share, options, command), TIMEOUT)
 }

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use ferry_disk::{Cache, Format, Options};
-use ferry_tests::disks::{Offered, tool};
+use ferry_tests::disks::{DiskServer, tool};
 use ferry_tests::{Place, folder};
 
 const MIB: u64 = 1 << 20;
@@ -34,7 +34,7 @@ fn reads_writes_zeroes_and_discards() {
         (Place::Disk, Cache::Writethrough),
         (Place::Memory, Cache::None),
     ] {
-        let disk = Offered::new(place, 64 * MIB, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(place, 64 * MIB, &Options { cache: Some(cache), ..Options::default() });
         good(&disk.qemu_io(&[
             "write -P 7 0 2M",
             "read -P 7 0 2M",
@@ -74,7 +74,7 @@ fn images_with(cache: Option<Cache>) {
     let created = Command::new(tool("qemu-img")).args(["create", "-q", "-f", "qcow2"]).arg(&file).arg("64M").status();
     assert!(created.unwrap().success());
     let options = Options { format: Some(Format::Qcow2), grow_to: Some(96 * MIB), cache, ..Options::default() };
-    let disk = Offered::of(file.clone(), folder, &options);
+    let disk = DiskServer::of(file.clone(), folder, &options);
     assert!(good(&disk.qemu_io(&["length"])).contains("96 MiB"));
     good(&disk.qemu_io(&[
         "write -P 3 0 8M",
@@ -100,7 +100,7 @@ fn a_read_only_disk_stays_as_it_is() {
     let folder = folder(Place::Disk);
     let file = folder.path().join("disk");
     fs::write(&file, vec![3; 1 << 20]).unwrap();
-    let disk = Offered::of(file.clone(), folder, &Options { read_only: true, ..Options::default() });
+    let disk = DiskServer::of(file.clone(), folder, &Options { read_only: true, ..Options::default() });
     bad(&disk.qemu_io(&["write -P 1 0 512"]));
     assert!(fs::read(&file).unwrap() == vec![3; 1 << 20]);
 }
@@ -111,7 +111,7 @@ fn a_full_disk_fails_only_allocating_requests() {
     let folder = tempfile::tempdir_in(mounted.0.path()).unwrap();
     let file = folder.path().join("disk");
     ferry_disk::grow(&file, 16 * MIB, &Options::default()).unwrap();
-    let disk = Offered::of(file.clone(), folder, &Options::default());
+    let disk = DiskServer::of(file.clone(), folder, &Options::default());
     good(&disk.qemu_io(&["write -P 4 0 64k"]));
     fs::write(mounted.0.path().join("filler"), vec![1; 4 << 20]).unwrap_err();
     bad(&disk.qemu_io(&["write -P 5 1M 64k"]));
@@ -122,7 +122,7 @@ fn a_full_disk_fails_only_allocating_requests() {
 
 #[test]
 fn a_truncated_file_fails_only_requests_past_its_end() {
-    let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
     good(&disk.qemu_io(&["write -P 4 0 4M"]));
     fs::File::options().write(true).open(&disk.file).unwrap().set_len(MIB).unwrap();
     bad(&disk.qemu_io(&["read 2M 64k"]));
@@ -135,7 +135,7 @@ fn a_truncated_file_fails_only_requests_past_its_end() {
 
 #[test]
 fn a_larger_file_is_a_larger_disk() {
-    let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
     assert!(good(&disk.qemu_io(&["length"])).contains("4 MiB"));
     ferry_disk::grow(&disk.file, 8 * MIB, &Options::default()).unwrap();
     let end = Instant::now() + Duration::from_secs(10);
@@ -148,7 +148,7 @@ fn a_larger_file_is_a_larger_disk() {
 
 #[test]
 fn direct_writes_are_seen_by_unaligned_requests() {
-    let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
     good(&disk.qemu_io(&["write -P 1 0 64k", "aio_write -P 2 4096 4096", "aio_flush", "read -P 2 4096 4096"]));
     let mut bytes = [0; 3];
     let file = fs::File::open(&disk.file).unwrap();
@@ -181,7 +181,7 @@ impl Drop for Tmpfs {
 #[test]
 fn qemu_img_bench_runs() {
     for cache in [Cache::None, Cache::Writeback] {
-        let disk = Offered::new(Place::Disk, 64 * MIB, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, 64 * MIB, &Options { cache: Some(cache), ..Options::default() });
         for args in [
             &["-d", "1", "-s", "512"][..],
             &["-d", "32", "-s", "4096", "-w", "--flush-interval=64"],

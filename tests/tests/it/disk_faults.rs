@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferry_disk::{Cache, Options};
 use ferry_driver::ring::{Descriptor, INDIRECT, NEXT, WRITE};
 use ferry_driver::{Config, Driver, Error, Ticket};
-use ferry_tests::disks::{FEATURES, Offered, Process, tool};
+use ferry_tests::disks::{DiskServer, FEATURES, Process, tool};
 use ferry_tests::mounts::{Cell, Mounted, missing, program};
 use ferry_tests::{Guest, GuestCache, Input, Output, Place, folder, run};
 
@@ -65,10 +65,10 @@ fn on_bad_mount(test: impl FnOnce(PathBuf)) {
 }
 
 /// A disk on such a file.
-fn on_bad_file(cache: Cache, test: impl FnOnce(&Offered)) {
+fn on_bad_file(cache: Cache, test: impl FnOnce(&DiskServer)) {
     on_bad_mount(|file| {
         let options = Options { cache: Some(cache), ..Options::default() };
-        test(&Offered::of(file, folder(Place::Disk), &options));
+        test(&DiskServer::of(file, folder(Place::Disk), &options));
     });
 }
 
@@ -218,7 +218,7 @@ fn requests_that_are_no_whole_blocks_are_refused() {
     };
     for cache in [Cache::None, Cache::Writeback] {
         let options = Options { cache: Some(cache), ..Options::default() };
-        let disk = Offered::of(device.0.clone(), folder(Place::Disk), &options);
+        let disk = DiskServer::of(device.0.clone(), folder(Place::Disk), &options);
         let mut driver = Driver::connect(&disk.socket, config(FEATURES)).unwrap();
         // The size of a block, in the configuration space (5.2.4).
         assert_eq!(driver.read_config(20, 4).unwrap(), 4096u32.to_le_bytes());
@@ -326,7 +326,7 @@ fn a_full_file_system_fails_only_allocating_requests() {
         let place = tempfile::tempdir_in(small.path()).unwrap();
         let file = place.path().join("disk");
         ferry_disk::grow(&file, 128 * MIB, &Options::default()).unwrap();
-        let disk = Offered::of(file, folder(Place::Disk), &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::of(file, folder(Place::Disk), &Options { cache: Some(cache), ..Options::default() });
         let said = |commands: &[&str]| {
             let output = disk.qemu_io(commands);
             String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
@@ -355,7 +355,7 @@ fn a_full_file_system_fails_only_allocating_requests() {
 #[test]
 fn memory_that_vanishes_fails_requests_and_nothing_else() {
     for (packed, cache) in [(false, Cache::None), (true, Cache::Writeback)] {
-        let disk = Offered::new(Place::Disk, 16 * MIB, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, 16 * MIB, &Options { cache: Some(cache), ..Options::default() });
         let data: Vec<u8> = (0..=250).cycle().take(1 << 20).collect();
         File::options().write(true).open(&disk.file).unwrap().write_all_at(&data, 0).unwrap();
         let config = Config { packed, regions: 2, memory_bytes: 16 << 20, ..config(FEATURES) };
@@ -402,7 +402,7 @@ fn memory_that_vanishes_fails_requests_and_nothing_else() {
 /// Rings that loop, lead nowhere or jump: dropped, or the queue stops; the next driver finds the disk as it was.
 #[test]
 fn rings_that_make_no_sense_harm_only_their_own_driver() {
-    let disk = Offered::new(Place::Disk, 4 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 4 * MIB, &Options::default());
     fs::write(&disk.file, vec![9; 4 << 20]).unwrap();
     type Spoil = fn(&mut Driver);
     let cases: [(&str, Spoil); 8] = [
@@ -464,7 +464,7 @@ fn push(driver: &mut Driver, chain: &[(u64, u32, u16, u16)]) {
 
 #[test]
 fn a_file_that_shrinks_fails_direct_transfers_past_its_end() {
-    let disk = Offered::new(Place::Disk, 8 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 8 * MIB, &Options::default());
     let file = File::options().write(true).open(&disk.file).unwrap();
     file.write_all_at(&vec![5; 8 << 20], 0).unwrap();
     let mut driver = Driver::connect(&disk.socket, config(FEATURES)).unwrap();

@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_disk::{Cache, Options};
-use ferry_tests::disks::{Offered, Process, guest_with};
+use ferry_tests::disks::{DiskServer, Process, guest_with};
 use ferry_tests::{Place, run};
 
 const MIB: u64 = 1 << 20;
@@ -27,7 +27,7 @@ sync
 "#;
 
 #[track_caller]
-fn fsck(disk: &Offered) {
+fn fsck(disk: &DiskServer) {
     let fsck = Command::new("e2fsck").args(["-fn"]).arg(&disk.file).output().unwrap();
     assert!(fsck.status.success(), "{}", String::from_utf8_lossy(&fsck.stdout));
 }
@@ -35,7 +35,7 @@ fn fsck(disk: &Offered) {
 #[test]
 fn ext4_lives_on_a_disk_and_trims_it() {
     for cache in [Cache::None, Cache::Writethrough] {
-        let disk = Offered::new(Place::Disk, 128 * MIB, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, 128 * MIB, &Options { cache: Some(cache), ..Options::default() });
         disk.guest(&format!("{LIFE_OF_A_FILE_SYSTEM}\ncd /\numount /mnt/disk"), TIMEOUT).ok();
         fsck(&disk);
         let full = disk.allocated();
@@ -51,7 +51,7 @@ fn ext4_lives_on_a_disk_and_trims_it() {
 
 #[test]
 fn the_cache_can_be_turned_off_and_the_disk_be_grown_in_use() {
-    let disk = Offered::new(Place::Disk, 64 * MIB, &Options::default());
+    let disk = DiskServer::new(Place::Disk, 64 * MIB, &Options::default());
     let file = disk.file.clone();
     let grower = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_secs(12));

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ferry_image::{BuildOptions, Disk, Source, Store, build};
-use ferry_tests::disks::{Offered, tool};
+use ferry_tests::disks::{DiskServer, tool};
 use ferry_tests::{Place, folder};
 use tempfile::TempDir;
 
@@ -50,9 +50,9 @@ impl Made {
         Source::open(&self.path("image"), &self.path("store"), None).unwrap()
     }
 
-    fn offered(&self) -> Offered {
+    fn offered(&self) -> DiskServer {
         let disk = Arc::new(Disk::new(self.source(), None));
-        Offered::with(self.path("image"), tempfile::tempdir().unwrap(), disk, true)
+        DiskServer::with(self.path("image"), tempfile::tempdir().unwrap(), disk, true)
     }
 }
 
@@ -61,7 +61,7 @@ fn large() -> Vec<u8> {
 }
 
 /// Reads the whole disk into a file.
-fn copy(disk: &Offered, to: &Path) -> bool {
+fn copy(disk: &DiskServer, to: &Path) -> bool {
     let from = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on,read-only=on", disk.socket.display());
     let mut program = Command::new(tool("qemu-img"));
     program.args(["convert", "--image-opts", &from, "-O", "raw"]).arg(to);
@@ -69,7 +69,7 @@ fn copy(disk: &Offered, to: &Path) -> bool {
 }
 
 /// Runs a command of `qemu-io`, which opens the disk to read only; what it wrote.
-fn read(disk: &Offered, command: &str) -> String {
+fn read(disk: &DiskServer, command: &str) -> String {
     let image = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", disk.socket.display());
     let output = Command::new(tool("qemu-io")).args(["-r", "--image-opts", &image, "-c", command]).output().unwrap();
     String::from_utf8([output.stdout, output.stderr].concat()).unwrap()

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ferry_disk::{Cache, Options};
-use ferry_driver::load::{self, Load, On, Op, Report};
-use ferry_tests::disks::Offered;
+use ferry_driver::load::{self, Load, LoadTarget, Op, Report};
+use ferry_tests::disks::DiskServer;
 use ferry_tests::{Place, folder};
 use ferry_vhost::Socket;
 
@@ -21,7 +21,7 @@ const FOLDER_VARIABLE: &str = "FERRY_TEST_DISK_FOLDER";
 
 fn base() -> Load {
     Load {
-        on: On::Disk,
+        on: LoadTarget::Disk,
         size: None,
         op: Op::Write,
         queues: 1,
@@ -52,7 +52,7 @@ fn run(socket: &Path, load: &Load) -> Report {
 
 #[test]
 fn every_block_holds_its_last_write() {
-    let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
+    let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
     for load in [
         base(),
         Load { packed: true, queue_size: 100, sleep: true, ..base() },
@@ -68,7 +68,7 @@ fn every_block_holds_its_last_write() {
 
 #[test]
 fn a_block_that_changes_behind_the_load_is_noticed() {
-    let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
+    let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
     let done = AtomicBool::new(false);
     let load = Load { op: Op::Read, seconds: Some(1.0), requests: None, ..base() };
     let report = std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn a_block_that_changes_behind_the_load_is_noticed() {
 
 #[test]
 fn invalid_loads_for_a_disk_are_refused() {
-    let disk = Offered::new(Place::Disk, BYTES, &Options::default());
+    let disk = DiskServer::new(Place::Disk, BYTES, &Options::default());
     for load in [
         Load { op: Op::Lookup, ..base() },
         Load { block: 1000, ..base() },

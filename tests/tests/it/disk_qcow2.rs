@@ -264,7 +264,7 @@ fn serve_row(row: &Row, place: Place, requests: usize, cache: Cache, seed: u64) 
     let mut random = Random::new(seed);
     let options = Options { cache: Some(cache), ..images.options() };
 
-    // Whoever only reads, or writes nothing, changes nothing.
+    // Reads and empty writes change nothing.
     let before = images.sums();
     for read_only in [true, false] {
         let disk = ferry_disk::open(&images.path("image"), &Options { read_only, ..options.clone() }).unwrap();
@@ -591,7 +591,7 @@ fn bitmaps_are_left_unchanged() {
     work(&*disk, &mut model, 20, &mut Random::new(3));
     drop(disk);
     assert_eq!(autoclear(), [0; 8]);
-    // The bitmaps' own clusters are nobody's now.
+    // The clusters of the bitmaps are unreferenced now.
     images.check("image", true);
     images.compare("image", &model);
     let said = images.sh("qemu-img info image");

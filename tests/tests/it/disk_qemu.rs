@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferry_tests::disks::{Process, fio_of_the_cache, tool};
-use ferry_tests::{Cache, Guest, Kind, Options, Place, Ran, Share, collect, folder, guest_on};
+use ferry_tests::{Cache, Guest, GuestResult, Kind, Options, Place, Share, collect, folder, guest_on};
 
 const MIB: u64 = 1 << 20;
 /// A guest without KVM on a machine that has other things to do.
@@ -35,7 +35,7 @@ fn guest(programs: &Share, socket: &Path, device: &str, script: &str) -> Guest {
 
 /// Runs a guest, and kills the disk's server and starts it again whenever `pause` is over.
 #[track_caller]
-fn run_under_kills(guest: Guest, server: &mut Process, pause: Duration) -> (Ran, usize) {
+fn run_under_kills(guest: Guest, server: &mut Process, pause: Duration) -> (GuestResult, usize) {
     let begin = Instant::now();
     let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
     // The server ends with the thread that starts it, so that is this one.
@@ -147,7 +147,7 @@ fn an_image_lives_through_kills() {
     let script = script("mkfs.ext4 -q", "e2fsck -fn", "ext4", "");
     let mut server = lives_through_kills(server, "num-queues=2,queue-size=256,packed=on", &script);
     server.kill();
-    // Clusters that nobody refers to (status 3) are no damage.
+    // Unreferenced clusters (status 3) are no damage.
     let checked = image(&["check", "-f", "qcow2", path]);
     assert!(matches!(checked.status.code(), Some(0 | 3)), "{checked:?}");
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ferry_disk::{Cache, Options};
 use ferry_driver::{Config, Driver};
 use ferry_tests::Place;
-use ferry_tests::disks::Offered;
+use ferry_tests::disks::DiskServer;
 
 const BYTES: u64 = 4 << 20;
 const SECTORS: u64 = BYTES / 512;
@@ -38,7 +38,7 @@ fn config(packed: bool, indirect: bool) -> Config {
     Config { first_queues: 0, packed, indirect, device_features: FEATURES, ..Config::default() }
 }
 
-/// Sends one request in these pieces; answers the data and the status.
+/// Sends one request in these pieces; returns the data and the status.
 #[track_caller]
 fn ask(driver: &mut Driver, out: &[&[u8]], reply: &[usize]) -> (Vec<u8>, u8) {
     let queue = driver.queue(0);
@@ -60,7 +60,7 @@ fn descriptors_may_be_cut_anywhere() {
         (true, true, Cache::Writeback),
         (true, false, Cache::None),
     ] {
-        let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
         let mut driver = Driver::connect(&disk.socket, config(packed, indirect)).unwrap();
         let data = pattern(4096, 7);
         let cuts: [&[usize]; 5] = [&[16, 4112], &[4112], &[1, 2, 3, 17, 600, 4112], &[8, 4112], &[16, 17, 4111, 4112]];
@@ -85,7 +85,7 @@ fn descriptors_may_be_cut_anywhere() {
 
 #[test]
 fn requests_that_make_no_sense_are_refused_and_change_nothing() {
-    let disk = Offered::new(Place::Disk, BYTES, &Options::default());
+    let disk = DiskServer::new(Place::Disk, BYTES, &Options::default());
     let mut driver = Driver::connect(&disk.socket, config(false, true)).unwrap();
     let sector = vec![5; 512];
     let many: Vec<u8> = (0..33).flat_map(|_| range(0, 1, 0)).collect();
@@ -129,7 +129,7 @@ fn requests_that_make_no_sense_are_refused_and_change_nothing() {
 #[test]
 fn ranges_are_carried_out_in_order() {
     for cache in [Cache::None, Cache::Writethrough] {
-        let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
         let features = if cache == Cache::Writethrough { 1 << 13 | 1 << 14 } else { FEATURES };
         let config = Config { device_features: features, ..config(false, true) };
         let mut driver = Driver::connect(&disk.socket, config).unwrap();
@@ -154,7 +154,7 @@ fn ranges_are_carried_out_in_order() {
 #[test]
 fn many_requests_at_once_each_find_their_own_bytes() {
     for (cache, packed) in [(Cache::None, false), (Cache::Writeback, true), (Cache::Writeback, false)] {
-        let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
+        let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(cache), ..Options::default() });
         let mut driver = Driver::connect(&disk.socket, config(packed, true)).unwrap();
         let queue = driver.queue(0);
         // Adjacent sectors, which become one transfer, with a gap now and then and one past the end among them.
@@ -182,7 +182,7 @@ fn many_requests_at_once_each_find_their_own_bytes() {
 
 #[test]
 fn reads_that_fail_on_the_host_fail_in_the_guest() {
-    let disk = Offered::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
+    let disk = DiskServer::new(Place::Disk, BYTES, &Options { cache: Some(Cache::Writeback), ..Options::default() });
     let mut driver = Driver::connect(&disk.socket, config(false, true)).unwrap();
     assert_eq!(ask(&mut driver, &[&header(WRITE, 0), &vec![3; 8192]], &[1]).1, OK);
     let file = std::fs::File::options().write(true).open(&disk.file).unwrap();

@@ -109,7 +109,7 @@ fn survives_qcow2(way: Way, rounds: usize) {
     let created = image(&["create", "-q", "-f", "qcow2", path, &(IMAGE_SECTORS * SECTOR_BYTES).to_string()]);
     assert!(created.status.success(), "{created:?}");
     let mut server = way.survives(rounds, Process::of(file.clone(), folder, way.args));
-    // After the last kill, too, the image is sound; clusters that nobody refers to are no damage.
+    // After the last kill, too, the image is sound; unreferenced clusters are no damage.
     server.kill();
     // What io_uring still writes for the dead process holds the lock, for which qemu-img does not wait.
     let end = Instant::now() + LOCK_PATIENCE;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, INIT_FLAGS};
 use ferry_isolation::Capabilities;
-use ferry_tests::inside::Inside;
-use ferry_tests::mounts::Started;
+use ferry_tests::inside::InnerProcess;
+use ferry_tests::mounts::RunningProgram;
 use ferry_tests::{GuestCache, Place, collect, folder, guest_on};
 use ferry_vfs::{CreateArgs, Ino, Name, OFlags};
 use ferry_wire::fuse::abi::MINOR_MAX;
@@ -329,7 +329,7 @@ fn it_keeps_the_capabilities_that_virtiofsd_keeps() {
             let mut driver = Driver::connect(served.socket(), Config { timeout: SOON, ..Config::default() }).unwrap();
             driver.init().unwrap();
             println!("{} {args}", program.display());
-            Inside::of(rustix::process::Pid::from_child(&served.child)).all_are("CapEff", &expected);
+            InnerProcess::of(rustix::process::Pid::from_child(&served.child)).all_are("CapEff", &expected);
         }
     }
 }
@@ -342,7 +342,7 @@ fn a_server_that_does_not_start_leaves_no_file_with_its_number() {
     for words in [["--shared-dir", "nowhere"], ["--shared-dir", "/dev/null"]] {
         let mut command = Command::new(program);
         command.arg("--socket-path").arg(folder.path().join("s")).args(words).current_dir(folder.path());
-        let mut started = Started::new(command.stdin(Stdio::null()).env_remove("FERRY_LOG"));
+        let mut started = RunningProgram::new(command.stdin(Stdio::null()).env_remove("FERRY_LOG"));
         let ended = started.wait(SOON).expect("it ends");
         let said = started.said().1;
         assert!(!ended.success() && said.contains("cannot share"), "{said}");
@@ -365,18 +365,18 @@ fn the_number_of_a_server_that_runs_stays_in_its_file() {
         };
         let first = served.child.id().to_string();
         assert_eq!(number(), first, "{}", program.display());
-        let mut second = Started::new(&mut again());
+        let mut second = RunningProgram::new(&mut again());
         let ended = second.wait(SOON).expect("the second one ends");
         let said = second.said().1;
         assert!(!ended.success(), "{}: {said}", program.display());
         assert_eq!(number(), first, "{}", program.display());
         if at == 0 {
             assert!(said.contains(&format!("s.pid is locked by a server that runs, process {first}")), "{said}");
-            // That one goes on, and behind its walls it has no file of the host's.
+            // That one continues, and inside its sandbox it has no file of the host.
             let mut driver = Driver::connect(&socket, Config { timeout: SOON, ..Config::default() }).unwrap();
             driver.init().unwrap();
             let started = rustix::process::Pid::from_child(&served.child);
-            let inside = Inside::of(started);
+            let inside = InnerProcess::of(started);
             assert!(inside.pid() == started || !inside.open_files().contains(&file), "{:?}", inside.open_files());
         }
         served.child.kill().unwrap();
@@ -453,7 +453,7 @@ fn my_user_outside_is_root_inside() {
     for path in [folder.path(), &tree] {
         std::os::unix::fs::chown(path, Some(USER), Some(USER)).unwrap();
     }
-    // Nobody else may run a program in the folder of the tests' own user.
+    // Other users may not run a program in the directory of the tests' user.
     let program = folder.path().join("ferry");
     ferry_tests::copy_program(ferry_tests::mounts::program(), &program);
     let user = USER.to_string();

@@ -7,7 +7,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::Path;
 
-use ferry_tests::mounts::{Cell, Maker, Mounted, NinePServer};
+use ferry_tests::mounts::{Cell, Mounted, NinePServer, ServerVendor};
 use ferry_tests::{Place, folder, on_cells};
 
 const BYTES_MAX: usize = 128;
@@ -41,7 +41,7 @@ impl FileHandle {
         let fd =
             unsafe { libc::open_by_handle_at(mount.as_raw_fd(), (&raw mut handle).cast(), flags | libc::O_CLOEXEC) };
         if fd >= 0 {
-            // SAFETY: the call has just returned this descriptor, which nobody else has.
+            // SAFETY: the call has just returned this descriptor, which nothing else owns.
             Ok(unsafe { File::from_raw_fd(fd) })
         } else {
             Err(std::io::Error::last_os_error().raw_os_error().unwrap())
@@ -57,7 +57,7 @@ impl FileHandle {
     }
 }
 
-/// Has the kernel give up all inodes that nobody uses.
+/// Makes the kernel drop all unused inodes.
 fn forget() {
     rustix::fs::sync();
     fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
@@ -150,7 +150,7 @@ fn a_deep_tree_is_walked_by_handles_alone() {
 #[test]
 fn sources_without_lookup_by_number_have_no_file_handles() {
     let below = folder(Place::Disk);
-    let Some(server) = NinePServer::start(Maker::Ferry, below.path()) else { return };
+    let Some(server) = NinePServer::start(ServerVendor::Ferry, below.path()) else { return };
     let Some(mounted) = Mounted::of_server(&server, &"ninep_devfuse".parse().unwrap(), &Default::default()) else {
         return;
     };

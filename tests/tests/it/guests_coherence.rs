@@ -32,7 +32,7 @@ fn step(share: &Share, step: u32) {
     fs::write(share.path.join(format!("step.{step}")), "").unwrap();
 }
 
-/// Runs two guests, and what the host does beside them; answers what they said.
+/// Runs two guests, and what the host does beside them; returns what they said.
 fn two(share: &Share, options: Options, scripts: [&str; 2], on_host: impl FnOnce()) -> [String; 2] {
     let (second, export) = share.beside_with(options, 2);
     let start = Instant::now();
@@ -276,7 +276,7 @@ fn cached_data_of_a_guest_expire() {
             now() {{ cut -d ' ' -f 1 /proc/uptime; }}
             for round in $(seq {ROUNDS}); do
                 [ $(stat -c %s file$round) = 1 ]; [ -e gone$round ]; [ ! -e new$round ]; step ${{round}}0
-                # What was not there is believed, too; what is opened is read anew.
+                # SlowCall was not there is believed, too; what is opened is read anew.
                 until [ $(cat signal) = $round ]; do sleep 0.05; done; begin=$(now); size= gone= new= looks=0
                 while [ -z \"$size\" ] || [ -z \"$gone\" ] || [ -z \"$new\" ]; do
                     looks=$((looks + 1))

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::measure::{Snapshot, serving};
 use ferry_driver::{Config, Driver, ROOT};
-use ferry_tests::mounts::{Started, ferry};
+use ferry_tests::mounts::{RunningProgram, ferry};
 use ferry_tests::{Place, folder};
 
 /// Longer than a start, or the time until a server sleeps, takes on a loaded machine.
@@ -33,7 +33,7 @@ fn retry<T>(connect: impl Fn() -> Option<T>) -> T {
 
 /// Starts a server, sends it a request, and waits for a time in which its threads wake up no more often than that.
 fn sleeps(args: &[&str], socket: &Path, wakes_max: u64, use_it: impl FnOnce(&Path) -> Box<dyn Send>) {
-    let server = Started::new(&mut ferry(args));
+    let server = RunningProgram::new(&mut ferry(args));
     let client = use_it(socket);
     let outer = server.pid().as_raw_nonzero().get().unsigned_abs();
     let processes = [outer, serving(outer)];

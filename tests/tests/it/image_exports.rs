@@ -18,7 +18,7 @@ use ferry_image::{BuildOptions, Layout, Source, Store, build};
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::program;
 use ferry_tests::ninep::NinePServer;
-use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::window::{FrontEndRequest, answer, next_wish};
 use ferry_tests::{Device, Export, Kind, Mount, Options, Share, TIMEOUT, alone, guest_on, run};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
@@ -34,9 +34,9 @@ const SHORT: &str = "file-8192";
 
 /// What the sources said, for there is one log in a process.
 #[derive(Clone, Default)]
-struct Said(Arc<Mutex<String>>);
+struct SourceLog(Arc<Mutex<String>>);
 
-impl Write for Said {
+impl Write for SourceLog {
     fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().push_str(&String::from_utf8_lossy(text));
         Ok(text.len())
@@ -47,9 +47,9 @@ impl Write for Said {
     }
 }
 
-impl Said {
+impl SourceLog {
     fn begin() -> Self {
-        static ONE: OnceLock<Said> = OnceLock::new();
+        static ONE: OnceLock<SourceLog> = OnceLock::new();
         let said = ONE.get_or_init(|| {
             let said = Self::default();
             let writer = said.clone();
@@ -235,7 +235,7 @@ fn a_driver_reads_the_whole_tree() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Said::begin();
+    SourceLog::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
         let shared = Shared::new(made.source(), "t");
@@ -266,7 +266,7 @@ fn a_flipped_bit_is_an_error_and_named() {
             let shared = Shared::new(made.source(), "t");
             let mut driver = Driver::connect(&shared.socket, Config::default()).unwrap();
             driver.init().unwrap();
-            let said = Said::begin();
+            let said = SourceLog::begin();
             let whole = fs::read(made.bench.tree().join(damaged)).unwrap();
             let node = driver.lookup(ROOT, damaged).unwrap().nodeid;
             for _ in 0..2 {
@@ -312,7 +312,7 @@ fn a_guest_sees_the_whole_tree_by_virtio_fs_and_by_9p() {
         return;
     }
     for (name, layout) in LAYOUTS {
-        let said = Said::begin();
+        let said = SourceLog::begin();
         let (made, other) = (Made::new(layout), Made::new(layout));
         other.damage(LARGE);
         let Some(server) = NinePServer::new(made.source(), ferry_ninep::Options::default()) else { return };
@@ -344,7 +344,7 @@ fn our_client_sees_the_whole_tree_by_9p() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let said = Said::begin();
+    let said = SourceLog::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
         let socket = made.bench.path("s");
@@ -382,7 +382,7 @@ fn objects_are_passed_through() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let said = Said::begin();
+    let said = SourceLog::begin();
     let layout = Layout::Composefs { version: None };
     let made = Made::new(layout);
     let at = made.bench.path("mnt");
@@ -429,7 +429,7 @@ fn pieces_of_packs_are_not_passed_through() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Said::begin();
+    SourceLog::begin();
     let made = Made::new(Layout::Flat);
     let at = made.bench.path("mnt");
     let Some(export) = mounted(made.source(), &at, ferry_fuse::Options::default()) else { return };
@@ -445,7 +445,7 @@ fn a_file_without_attributes_has_an_empty_list_in_a_mount() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Said::begin();
+    SourceLog::begin();
     let bench = Bench::of(ferry_tests::folder(ferry_tests::Place::Memory));
     fs::write(bench.tree().join("plain"), "x").unwrap();
     bench.build("image");
@@ -485,7 +485,7 @@ fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let said = Said::begin();
+    let said = SourceLog::begin();
     let options = Options { queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
     let programs = Share::of(Path::new("/"), ferry_tests::folder(ferry_tests::Place::Disk), dir, options);
@@ -518,7 +518,7 @@ const CHUNK: u64 = 2 << 20;
 /// A front end that maps what it is asked to map, and what is in its window.
 struct Front {
     driver: Driver,
-    mapped: Arc<Mutex<BTreeMap<u64, Wish>>>,
+    mapped: Arc<Mutex<BTreeMap<u64, FrontEndRequest>>>,
     /// Nothing is mapped at the moment.
     refuses_all: Arc<AtomicBool>,
 }
@@ -531,7 +531,7 @@ impl Front {
         let (_, line) = driver.window().unwrap();
         driver.init_with(INIT_FLAGS | InitFlags::MAP_ALIGNMENT, MINOR_MAX).unwrap();
         let mapped = Arc::default();
-        let theirs: Arc<Mutex<BTreeMap<u64, Wish>>> = Arc::clone(&mapped);
+        let theirs: Arc<Mutex<BTreeMap<u64, FrontEndRequest>>> = Arc::clone(&mapped);
         let refuses_all = Arc::new(AtomicBool::new(false));
         let busy = Arc::clone(&refuses_all);
         std::thread::spawn(move || {
@@ -550,12 +550,12 @@ impl Front {
         Self { driver, mapped, refuses_all }
     }
 
-    /// Has a part of a file mapped, as Linux does; answers what was mapped for it.
-    fn map(&mut self, name: &str, offset: u64, window_offset: u64) -> ferry_driver::Result<Vec<Wish>> {
+    /// Has a part of a file mapped, as Linux does; returns what was mapped for it.
+    fn map(&mut self, name: &str, offset: u64, window_offset: u64) -> ferry_driver::Result<Vec<FrontEndRequest>> {
         let node = self.driver.lookup(ROOT, name)?.nodeid;
         self.setup(node, offset, window_offset, SETUPMAPPING_READ)?;
         let mapped = self.mapped.lock().unwrap();
-        let there = mapped.range(window_offset..window_offset + CHUNK).map(|(_, wish)| Wish {
+        let there = mapped.range(window_offset..window_offset + CHUNK).map(|(_, wish)| FrontEndRequest {
             code: wish.code,
             numbers: wish.numbers,
             file: wish.file.as_ref().map(|file| file.try_clone().unwrap()),
@@ -574,10 +574,10 @@ fn is_read_only(file: &fs::File) -> bool {
 }
 
 /// The bytes that a guest sees by these mappings, which lie one behind the other, and which of them are files of the store.
-fn shown(wishes: &[Wish]) -> (Vec<u8>, Vec<bool>) {
+fn shown(wishes: &[FrontEndRequest]) -> (Vec<u8>, Vec<bool>) {
     let (mut bytes, mut in_place) = (Vec::new(), Vec::new());
     let begin = wishes.first().map_or(0, |wish| wish.numbers[2]);
-    for Wish { numbers: [_, file_offset, window_offset, length, flags], file, .. } in wishes {
+    for FrontEndRequest { numbers: [_, file_offset, window_offset, length, flags], file, .. } in wishes {
         assert_eq!((*window_offset, *flags), (begin + bytes.len() as u64, 0), "no gap, and nothing to be written");
         let mut part = vec![0; usize::try_from(*length).unwrap()];
         let file = file.as_ref().unwrap();
@@ -603,7 +603,7 @@ fn a_window_has_the_stores_own_pages() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Said::begin();
+    SourceLog::begin();
     for (name, layout) in LAYOUTS {
         let made = Made::new(layout);
         for takes_read_only in [true, false] {
@@ -647,7 +647,7 @@ fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    let said = Said::begin();
+    let said = SourceLog::begin();
     let made = Made::new(Layout::Flat);
     let shared = Shared::new(made.source(), "t");
     let mut front = Front::new(&shared.socket, true);
@@ -671,7 +671,7 @@ fn damaged_bytes_come_into_no_window() {
         return;
     }
     for (name, layout) in LAYOUTS {
-        let said = Said::begin();
+        let said = SourceLog::begin();
         let made = Made::new(layout);
         made.damage(LARGE);
         let shared = Shared::new(made.source(), "t");
@@ -693,7 +693,7 @@ fn pieces_that_lie_apart_are_mapped_one_by_one() {
     if !ferry_alone::in_own_process() {
         return;
     }
-    Said::begin();
+    SourceLog::begin();
     let mut made = Made::new(Layout::Flat);
     let large = fs::File::options().write(true).open(made.bench.tree().join(LARGE)).unwrap();
     large.write_all_at(b"another", 700_000).unwrap();

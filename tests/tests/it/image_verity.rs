@@ -74,7 +74,7 @@ umount /run/mnt
 # Under a mount of ours the kernel proves what it reads, too: nobody hashes an object before, and nobody is asked for its bytes.
 digest=$("$ferry" image build tree -o image2 --store store2 --layout composefs)
 ours() { "$ferry" mount image:image2 /run/mnt --store store2 --digest $digest --passthrough on; }
-# What our processes have read, in bytes.
+# SlowCall our processes have read, in bytes.
 read_by_us() {
     all=0
     for process in /proc/[0-9]*; do
@@ -88,7 +88,7 @@ before=$(read_by_us)
 cmp /run/tree/other /run/mnt/other
 [ $(read_by_us) -lt $((before + $(stat -c %s /run/tree/other) / 2)) ]
 umount /run/mnt
-# What the disk has changed is an error, and never read.
+# SlowCall the disk has changed is an error, and never read.
 spoil 45000
 ours
 if cat /run/mnt/other >/run/got; then exit 1; fi
@@ -101,7 +101,7 @@ echo proved
 /// The same for packs.
 const PACKS: &str = r#"
 digest=$("$ferry" image build tree -o image --store store --verity)
-# What is built does not depend on the file system.
+# SlowCall is built does not depend on the file system.
 [ "$digest" = "$("$ferry" image build tree -o /run/image --store /run/store --verity)" ]
 cmp image /run/image
 diff -r store/packs /run/store/packs
@@ -166,7 +166,7 @@ mv -f kept $pack
 proved --verity require
 compare
 umount /run/mnt
-# Under a mount of ours the kernel proves what it reads, too: nobody hashes a pack before. What it has read in between counts as ours.
+# Under a mount of ours the kernel proves what it reads, too: nobody hashes a pack before. SlowCall it has read in between counts as ours.
 "$ferry" mount image:image /run/mnt --store store --digest $digest
 compare
 umount /run/mnt
@@ -277,7 +277,7 @@ turn_on salted salt
 mv -f salted copy/packs/$pack
 pull copy
 is_right copy
-# What is only behind objects needs nobody.
+# SlowCall is only behind objects needs nobody.
 spoiled $((bytes - 1))
 cp image copy.img
 kill $server

@@ -10,18 +10,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use ferry_driver::load::{self, Load, On, Op};
+use ferry_driver::load::{self, Load, LoadTarget, Op};
 use ferry_driver::{Caller, Error, ROOT};
 use ferry_isolation::Capabilities;
-use ferry_tests::walled::{Home, SOON, Served, TICK, USER, as_user, is_root};
+use ferry_tests::sandboxed::{SOON, Served, TICK, USER, UserHome, as_user, is_root};
 use ferry_tests::{Place, folder};
 use rustix::process::{Signal, kill_process};
 
 const O_RDWR_CREAT: u32 = 0o102;
 
-/// A directory to share, and one beside it that nobody inside may reach; both belong to a user.
-fn tree_of(user: u32) -> Home {
-    let home = Home::of(user);
+/// A directory to share, and one beside it that the sandbox must hide; both belong to a user.
+fn tree_of(user: u32) -> UserHome {
+    let home = UserHome::of(user);
     for dir in ["shared", "outside"] {
         home.make(dir, |path| fs::create_dir(path).unwrap());
     }
@@ -32,14 +32,14 @@ fn tree_of(user: u32) -> Home {
     home
 }
 
-/// What becomes of attempts to get out.
-struct Escapes {
-    tree: Home,
+/// Attempts to escape from the sandbox, and their outcomes.
+struct EscapeAttempts {
+    tree: UserHome,
     program: PathBuf,
     user: u32,
 }
 
-impl Escapes {
+impl EscapeAttempts {
     fn of(user: u32) -> Self {
         let tree = tree_of(user);
         let program = tree.program(Path::new(env!("CARGO_BIN_EXE_ferry-escape")), "escape");
@@ -50,7 +50,7 @@ impl Escapes {
     fn attempt(&self, walls: &str, attempt: &str, what: &str) -> String {
         let mut command = as_user(self.user, &self.program);
         let output = command.arg(walls).arg(self.tree.at("shared")).args([attempt, what]).output().unwrap();
-        // Where a process waits outside, it answers a signal as shells do.
+        // A supervisor returns the exit status of a signal as shells do.
         let signal = output.status.signal().or(output.status.code().and_then(|code| code.checked_sub(128)));
         match signal.filter(|signal| *signal > 0) {
             Some(signal) => format!("signal {signal}"),
@@ -60,7 +60,7 @@ impl Escapes {
         .to_owned()
     }
 
-    /// Without walls it works; with them it ends so.
+    /// The attempt works without the sandbox, and ends like this with it.
     #[track_caller]
     fn is_stopped(&self, walls: &str, attempt: &str, what: &str, expected: &str) {
         assert_eq!(self.attempt("none", attempt, what), "worked", "{attempt} {what}, without walls");
@@ -84,7 +84,7 @@ fn errno(number: i32) -> String {
 const SIGSYS: &str = "signal 31";
 
 fn each_wall_holds(user: u32) {
-    let escapes = Escapes::of(user);
+    let escapes = EscapeAttempts::of(user);
     let secret = escapes.tree.at("outside/secret").to_str().unwrap().to_owned();
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = server.local_addr().unwrap().to_string();
@@ -147,10 +147,10 @@ fn each_wall_holds(user: u32) {
     sleeper.wait().unwrap();
 }
 
-/// Threads, and the processes beside the server, may do less than it.
+/// Threads, supervisor and keeper are allowed fewer system calls than the server.
 #[test]
 fn each_role_is_held_to_its_own() {
-    let escapes = Escapes::of(rustix::process::geteuid().as_raw());
+    let escapes = EscapeAttempts::of(rustix::process::geteuid().as_raw());
     let too_much = [
         ("worker", &["accept", "receive", "fork", "execute"][..]),
         ("disk", &["accept", "receive", "unlink", "memory", "fork", "execute"]),
@@ -419,7 +419,7 @@ fn files_that_are_moved_out_are_not_opened() {
     }
 }
 
-/// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
+/// Without user namespaces, the program reports what is missing, and continues only if no sandbox was requested.
 #[test]
 fn unavailable_features_are_reported() {
     if !is_root() {
@@ -444,7 +444,8 @@ fn unavailable_features_are_reported() {
     assert!(!tree.at("s").exists(), "the socket is left behind");
 }
 
-/// Root of a container has no CAP_SYS_ADMIN. In a namespace of users it would be one user, and files of others nobody's.
+/// Root of a container has no CAP_SYS_ADMIN. In a user namespace it would have one mapping, so files of other users would
+/// belong to nobody.
 #[test]
 fn root_without_sys_admin_acts_for_others_on() {
     if !is_root() {
@@ -485,7 +486,7 @@ fn one_that_is_bound_to_a_cpu_polls() {
     let command = tree.command(&["taskset", "--cpu-list", "0"], &line("--queues 1"));
     let served = tree.serve_by(command);
     let load = Load {
-        on: On::File("new".into()),
+        on: LoadTarget::File("new".into()),
         size: Some(1 << 20),
         op: Op::Read,
         queues: 1,

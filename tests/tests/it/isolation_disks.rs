@@ -11,21 +11,21 @@ use ferry_driver::{Config, Driver};
 use ferry_isolation::Capabilities;
 use ferry_tests::disks::model::SECTOR_BYTES;
 use ferry_tests::disks::{FEATURES, Load, tool};
-use ferry_tests::inside::{Inside, children_of};
-use ferry_tests::walled::{Home, SOON, Served, TICK, USER, is_root};
+use ferry_tests::inside::{InnerProcess, children_of};
+use ferry_tests::sandboxed::{SOON, Served, TICK, USER, UserHome, is_root};
 use rustix::process::{Signal, kill_process};
 
 const SECTORS: usize = 8192;
 const BYTES: u64 = (SECTORS * SECTOR_BYTES) as u64;
 
 /// A raw disk in a user's home.
-fn home_of(user: u32) -> Home {
-    let home = Home::of(user);
+fn home_of(user: u32) -> UserHome {
+    let home = UserHome::of(user);
     home.make("disk", |file| ferry_disk::grow(file, BYTES, &ferry_disk::Options::default()).unwrap());
     home
 }
 
-fn qemu_img(home: &Home, line: &str) {
+fn qemu_img(home: &UserHome, line: &str) {
     let output = Command::new(tool("qemu-img")).args(line.split(' ')).current_dir(home.path()).output().unwrap();
     assert!(output.status.success(), "{line}: {output:?}");
 }
@@ -101,14 +101,14 @@ fn disks_are_confined(user: u32) {
     assert_eq!(line["disks"][0]["file"], served.home.at("disk").to_str().unwrap());
     assert_eq!(line["disks"][1]["vhost_user"], served.home.at("i").to_str().unwrap());
     let one = is_used(&served, "s");
-    // Each has a process of its own, with walls of its own, and another one outside of them.
+    // Each has its own process with its own sandbox, and a supervisor outside.
     let outside = children_of(served.started.pid());
     assert_eq!(outside.len(), 2);
     for (files, outside) in [(&["base/below", "image"][..], outside[1]), (&["disk"], outside[0])] {
-        served.inside = Inside::of(outside);
+        served.inside = InnerProcess::of(outside);
         served.is_confined(0, files, 0);
-        assert!(Inside::only(outside).open_files().iter().all(|path| !path.starts_with(served.home.path())));
-        Inside::only(outside).all_are("Seccomp", "2");
+        assert!(InnerProcess::only(outside).open_files().iter().all(|path| !path.starts_with(served.home.path())));
+        InnerProcess::only(outside).all_are("Seccomp", "2");
     }
     workers_are_held_to_less(&served);
     drop(one);
@@ -130,7 +130,8 @@ fn disks_are_confined(user: u32) {
 /// started.
 #[test]
 fn servers_of_several_disks_end_together() {
-    let insides = |served: &Served| children_of(served.started.pid()).into_iter().map(Inside::of).collect::<Vec<_>>();
+    let insides =
+        |served: &Served| children_of(served.started.pid()).into_iter().map(InnerProcess::of).collect::<Vec<_>>();
     let mut served = disks_of(rustix::process::geteuid().as_raw());
     let servers = insides(&served);
     kill_process(servers[0].pid(), Signal::KILL).unwrap();
@@ -195,11 +196,11 @@ fn disks_beside_shares_are_confined() {
     let driver = is_used(&served, "s");
     let outside = children_of(served.started.pid());
     assert_eq!(outside.len(), 2);
-    Inside::only(served.started.pid()).all_are("Seccomp", "2");
-    served.inside = Inside::of(outside[1]);
+    InnerProcess::only(served.started.pid()).all_are("Seccomp", "2");
+    served.inside = InnerProcess::of(outside[1]);
     served.is_confined(0, &["disk"], 0);
     workers_are_held_to_less(&served);
-    served.inside = Inside::of(outside[0]);
+    served.inside = InnerProcess::of(outside[0]);
     served.inside.all_are("Seccomp", "2");
     let ours = Capabilities::of_thread().unwrap().bits();
     served.inside.has_capabilities(Capabilities::of_server(true).bits() & ours);
@@ -232,7 +233,7 @@ fn images_as_disks_are_confined() {
         .collect();
     assert!(!packs.is_empty());
     served.is_confined(0, &packs.iter().map(String::as_str).collect::<Vec<_>>(), 0);
-    // What is proved before it is read is proved by threads that were begun behind the walls.
+    // Data is verified by threads that were started inside the sandbox.
     let names: Vec<_> = served.inside.status("Name");
     if std::thread::available_parallelism().map_or(1, usize::from) > 1 {
         assert!(names.contains(&"image-prover".to_owned()), "{names:?}");
@@ -333,7 +334,7 @@ fn the_sandbox_follows_the_flags() {
     served.says("landlock=None");
 }
 
-/// Where no namespace of users can be had, the program says what is missing, and goes on only if nobody has insisted.
+/// Without user namespaces, the program reports what is missing, and continues only if no sandbox was requested.
 #[test]
 fn unavailable_features_are_reported() {
     if !is_root() {
@@ -353,7 +354,7 @@ fn unavailable_features_are_reported() {
     served.inside.has_capabilities(0);
     assert!(!served.inside.has_own("mnt"));
 
-    let refused = |output: Output, words: &[&str], home: &Home| {
+    let refused = |output: Output, words: &[&str], home: &UserHome| {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(words.iter().all(|words| said.contains(words)), "{said}");
@@ -364,7 +365,7 @@ fn unavailable_features_are_reported() {
     refused(output, &["--sandbox namespace", "namespace of users"], &home);
     let output = home.command(&[], "disk disk --vhost-user s --sandbox chroot").output().unwrap();
     refused(output, &["one shared directory"], &home);
-    // Without a socket nothing is served, and nobody is confined.
+    // Without a socket nothing is served, and no process is confined.
     let output = home.command(&[], "disk disk --resize 8M --sandbox namespace").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     assert_eq!(fs::metadata(home.at("disk")).unwrap().len(), 8 << 20);

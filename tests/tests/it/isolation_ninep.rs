@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use certificates::Certificates;
 use ferry_driver::ROOT;
 use ferry_isolation::Capabilities;
-use ferry_tests::walled::{Expected, Home, SOON, Served, TICK, USER, is_root};
+use ferry_tests::sandboxed::{Expected, SOON, Served, TICK, USER, UserHome, is_root};
 use ferry_wire::fuse::abi::FileLock;
 use rustix::process::Signal;
 
@@ -26,7 +26,7 @@ const ALL: &str = "confined namespaces=true landlock=Some(Wholly) capabilities=n
 
 /// A 9P server of a tree, in a home of its user's.
 fn server(user: u32, address: &str) -> Served {
-    let home = Home::of(user);
+    let home = UserHome::of(user);
     home.make("tree", |tree| fs::create_dir(tree).unwrap());
     home.serve(&format!("share tree --9p {address} --json"))
 }
@@ -37,7 +37,7 @@ fn again(mut server: Served, address: &str) -> Served {
     server.home.serve(&format!("share tree --9p {address} --json"))
 }
 
-/// A port that nobody has, and that nobody gets who asks for any.
+/// A port that no process uses, and that the kernel assigns to none.
 fn port() -> u16 {
     static TRIED: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -90,11 +90,11 @@ fn unix_sockets_are_reached(user: u32) {
     let behind = server(user, "unix:n");
     let socket = behind.home.at("n");
     if user == 0 {
-        // Somebody else's, to which root may connect as it may without walls.
+        // A socket of another user, to which root may connect as it may without a sandbox.
         chown(&socket, Some(USER), Some(USER)).unwrap();
     }
     let line = format!("share 9p:unix:{} --virtiofs s --json --log debug", socket.display());
-    let client = Home::of(user).serve(&line);
+    let client = UserHome::of(user).serve(&line);
     client.says(ALL);
     client.says("a thread that connects is confined landlock=Some(Wholly)");
     let connector = if user == 0 { ours(Capabilities::ALL_USERS) } else { 0 };
@@ -124,7 +124,7 @@ fn ports_are_reached(user: u32) {
     let port = port();
     let address = format!("tcp:127.0.0.1:{port}");
     let behind = server(user, &address);
-    let client = Home::of(user).serve(&format!("share 9p:{address} --virtiofs s --json --log debug"));
+    let client = UserHome::of(user).serve(&format!("share 9p:{address} --virtiofs s --json --log debug"));
     client.says(ALL);
     let expected = Expected { connector: Some(0), ..Expected::default() };
     let behind = goes_on(&client, &expected, behind, |server| again(server, &address));
@@ -162,7 +162,7 @@ fn names_are_resolved_in_the_sandbox() {
     let behind = server(0, &flags("127.0.0.1"));
     // A table of hosts of its own.
     const SCRIPT: &str = "mount --bind hosts /etc/hosts && exec \"$@\"";
-    let home = Home::of(0);
+    let home = UserHome::of(0);
     fs::write(home.at("hosts"), "127.0.0.1 localhost\n").unwrap();
     fs::copy(certificates.path("ca.pem"), home.at("ca.pem")).unwrap();
     let line = format!("share 9p:tls:localhost:{port} --server-ca ca.pem --virtiofs s --json --log debug");
@@ -203,7 +203,7 @@ fn name_servers_are_queried_in_the_sandbox() {
     let port = port();
     let behind = server(0, &format!("tcp:127.0.0.1:{port}"));
     const SCRIPT: &str = "mount --bind hosts /etc/hosts && mount --bind resolv.conf /etc/resolv.conf && exec \"$@\"";
-    let home = Home::of(0);
+    let home = UserHome::of(0);
     fs::write(home.at("hosts"), "").unwrap();
     fs::write(home.at("resolv.conf"), format!("nameserver {NAME_SERVER}\n")).unwrap();
     let line = format!("share 9p:tcp:files.test:{port} --virtiofs s --json --log debug");
@@ -224,7 +224,7 @@ fn files_of_names() -> Vec<&'static str> {
     names.into_iter().filter(|name| Path::new(name).exists()).collect()
 }
 
-/// Answers every question for an IPv4 address with these (RFC 1035, section 4.1).
+/// Replies to every query for an IPv4 address with these (RFC 1035, section 4.1).
 fn name_server(socket: &UdpSocket, addresses: &[[u8; 4]], questions: &AtomicUsize) {
     const HEADER_BYTES: usize = 12;
     let mut question = [0; 512];
@@ -254,7 +254,7 @@ fn a_directory_beside_it_has_its_own_sandbox() {
         return;
     }
     let behind = server(0, "unix:n");
-    let home = Home::of(0);
+    let home = UserHome::of(0);
     fs::create_dir(home.at("dir")).unwrap();
     let line = format!("share dir --virtiofs d 9p:unix:{} --virtiofs s --json", behind.home.at("n").display());
     let client = home.serve(&line);
@@ -273,12 +273,12 @@ fn a_directory_beside_it_has_its_own_sandbox() {
     drop(behind);
 }
 
-/// Who waits for a lock is told by a thread that the connection's reader starts.
+/// A waiting lock request is completed by a thread that the connection's reader starts.
 #[test]
 fn locks_are_waited_for_in_the_sandbox() {
     let behind = server(rustix::process::geteuid().as_raw(), "unix:n");
     let line = format!("share 9p:unix:{} --virtiofs s --json", behind.home.at("n").display());
-    let client = Home::of(rustix::process::geteuid().as_raw()).serve(&line);
+    let client = UserHome::of(rustix::process::geteuid().as_raw()).serve(&line);
     let mut guest = client.guest();
     let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
     let lock = |kind: i32| FileLock { start: 0, end: u64::MAX >> 1, kind: kind.cast_unsigned(), pid: 77 };
@@ -303,7 +303,7 @@ fn connections_are_closed_in_the_sandbox() {
     forward(UnixListener::bind(behind.home.at("between")).unwrap(), behind.home.at("n").as_path(), &lies);
     let between = behind.home.at("between");
     let line = format!("share 9p:unix:{} --virtiofs s --json --cache none", between.display());
-    let client = Home::of(rustix::process::geteuid().as_raw()).serve(&line);
+    let client = UserHome::of(rustix::process::geteuid().as_raw()).serve(&line);
     let mut guest = client.guest();
     // The root's attributes are told from memory when the server fails.
     let first = guest.mkdir(ROOT, "first", 0o755).unwrap().nodeid;
@@ -360,7 +360,7 @@ fn answer(mut server: UnixStream, mut client: UnixStream, lies: &AtomicBool) {
 /// What is said when the server is not there, and that nothing is left behind: the process inside has found out.
 #[test]
 fn a_missing_server_is_reported() {
-    let home = Home::of(rustix::process::geteuid().as_raw());
+    let home = UserHome::of(rustix::process::geteuid().as_raw());
     let port = port();
     let line = format!("share 9p:tcp:127.0.0.1:{port} --virtiofs s --json");
     let begun = Instant::now();
@@ -371,7 +371,7 @@ fn a_missing_server_is_reported() {
     assert!(!home.at("s").exists() && begun.elapsed() < SOON);
 }
 
-/// Without namespaces the other walls stand, and the server is reached all the same.
+/// Without namespaces the other layers of the sandbox hold, and the server is still reachable.
 #[test]
 fn the_sandbox_follows_the_flags() {
     if !is_root() {
@@ -379,7 +379,7 @@ fn the_sandbox_follows_the_flags() {
     }
     let behind = server(0, "unix:n");
     let line = format!("share 9p:unix:{} --virtiofs s --json --sandbox none", behind.home.at("n").display());
-    let client = Home::of(0).serve(&line);
+    let client = UserHome::of(0).serve(&line);
     let mut guest = client.guest();
     assert!(client.inside.pid() == client.started.pid() && !client.inside.has_own("mnt"));
     client.inside.all_are("Seccomp", "2");

@@ -5,14 +5,14 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
 use ferry_driver::{Driver, ROOT};
 use ferry_isolation::Capabilities;
-use ferry_tests::walled::{Home, Served, USER, is_root};
+use ferry_tests::sandboxed::{Served, USER, UserHome, is_root};
 use rustix::process::Signal;
 
 const O_RDWR_CREAT: u32 = 0o102;
 
 /// A home with an image of a tree, of this layout.
-fn image_of(user: u32, layout: &str) -> Home {
-    let home = Home::of(user);
+fn image_of(user: u32, layout: &str) -> UserHome {
+    let home = UserHome::of(user);
     home.make("tree", |tree| fs::create_dir(tree).unwrap());
     for file in ["one", "two"] {
         home.make(&format!("tree/{file}"), |path| fs::write(path, file.repeat(200_000)).unwrap());
@@ -38,7 +38,7 @@ fn is_read(served: &Served, name: &str) -> Driver {
 }
 
 /// The names of the packs of a store, in their home.
-fn packs(home: &Home) -> Vec<String> {
+fn packs(home: &UserHome) -> Vec<String> {
     let packs = fs::read_dir(home.at("store/packs")).unwrap();
     packs
         .map(|entry| format!("store/packs/{}", entry.unwrap().file_name().into_string().unwrap()))
@@ -83,7 +83,7 @@ fn images_of_composefs_are_confined() {
         return;
     }
     let home = image_of(0, "composefs");
-    // Somebody else's store, which root reads as root.
+    // A store of another user, which root reads as root.
     for entry in fs::read_dir(home.at("store/objects")).unwrap() {
         let dir = entry.unwrap().path();
         for object in fs::read_dir(&dir).unwrap() {
@@ -107,7 +107,7 @@ fn images_of_composefs_are_confined() {
     assert!(share.contains(" /share/0 ro,nosuid,nodev"), "{share}");
     drop(driver);
     drop(is_read(&served, "two"));
-    // What is damaged is told by the name that it has outside.
+    // Damaged objects are reported by their names on the host.
     let object = fs::read_dir(served.home.at("store/objects")).unwrap().find_map(|dir| {
         let objects = fs::read_dir(dir.unwrap().path()).unwrap();
         objects.map(|object| object.unwrap().path()).next()
@@ -128,10 +128,10 @@ fn images_of_composefs_are_confined() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
-/// A file system in a file, with a second tier: made behind walls, used, and found again.
+/// A file system in a file, with a second tier: created inside the sandbox, used, and found again.
 fn persistent_memory_is_confined(user: u32) {
     const LINE: &str = "share pmem:p --size 8M --tier2 cold --tier2-size 8M --virtiofs s --json --log debug";
-    let mut served = Home::of(user).serve(LINE);
+    let mut served = UserHome::of(user).serve(LINE);
     served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
     let mut guest = served.guest();
     let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();

@@ -104,9 +104,9 @@ exec chroot . /usr/bin/virt-qemu-run -v -r /run/state /run/domain.xml
 "#;
 
 /// Ends the script, and with it all that runs in its namespaces.
-struct Ended(Child);
+struct ScriptGuard(Child);
 
-impl Drop for Ended {
+impl Drop for ScriptGuard {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -144,7 +144,7 @@ fn libvirt_starts_it_as_virtiofsd() {
     run.arg(ferry_tests::mounts::program()).arg(qemu.kernel.parent().unwrap()).arg(here.path());
     run.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap());
     let started = run.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
-    let mut running = Ended(started);
+    let mut running = ScriptGuard(started);
     let about = || {
         let mut about = format!("{}\n{}\n", read(&at("log")), read(&at("console")));
         for entry in fs::read_dir(at("state/log/qemu")).into_iter().flatten() {

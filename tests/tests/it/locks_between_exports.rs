@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferry_9p_client::{Client, Options, Unix};
 use ferry_driver::{Config, Driver, ROOT};
-use ferry_tests::mounts::{Emergency, Started, Watchdog, assert_nothing_left, ferry, missing};
+use ferry_tests::mounts::{Emergency, RunningProgram, Watchdog, assert_nothing_left, ferry, missing};
 use ferry_tests::{Place, folder};
 use ferry_vfs::{
     Caller, Errno, FileSystem, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Name, OFlags, SessionId, Waiter,
@@ -30,13 +30,13 @@ const OWNER: u32 = 7;
 const O_RDWR: u32 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+enum ClientKind {
     Mount,
     NineP,
     Guest,
 }
 
-const ALL: [Who; 3] = [Who::Mount, Who::NineP, Who::Guest];
+const ALL: [ClientKind; 3] = [ClientKind::Mount, ClientKind::NineP, ClientKind::Guest];
 
 /// All of them, with one file open.
 struct Parties {
@@ -74,19 +74,19 @@ impl Parties {
     }
 
     /// Takes or gives up the lock of the whole file, without waiting; whether it could be had.
-    fn set(&mut self, who: Who, kind: LockKind) -> bool {
+    fn set(&mut self, who: ClientKind, kind: LockKind) -> bool {
         match who {
-            Who::Mount => match fcntl_lock(&self.mounted, operation(kind)) {
+            ClientKind::Mount => match fcntl_lock(&self.mounted, operation(kind)) {
                 Ok(()) => true,
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => false,
                 Err(error) => panic!("{kind:?}: {error}"),
             },
-            Who::NineP => match self.remote_lock(kind, None) {
+            ClientKind::NineP => match self.remote_lock(kind, None) {
                 Ok(locked) => locked == LockOutcome::Done,
                 Err(Errno::AGAIN) => false,
                 Err(error) => panic!("{kind:?}: {error}"),
             },
-            Who::Guest => match self.guest.setlk(self.node.0, self.node.1, OWNER.into(), guests(kind), 0) {
+            ClientKind::Guest => match self.guest.setlk(self.node.0, self.node.1, OWNER.into(), guests(kind), 0) {
                 Ok(()) => true,
                 Err(error) if error.errno() == Some(libc::EAGAIN) => false,
                 Err(error) => panic!("{kind:?}: {error}"),
@@ -116,7 +116,7 @@ fn guests(kind: LockKind) -> FileLock {
 struct Served {
     emergency: Emergency,
     watchdog: Watchdog,
-    server: Arc<Mutex<Started>>,
+    server: Arc<Mutex<RunningProgram>>,
 }
 
 impl Served {
@@ -125,7 +125,7 @@ impl Served {
         fs::create_dir(&mountpoint).unwrap();
         let words = ["--size", "16M", "--mount", "mnt", "--9p", "unix:n", "--virtiofs", "v", "--json"];
         let mut command = ferry(["share", source]);
-        let server = Arc::new(Mutex::new(Started::new(command.args(words).args(flags).current_dir(folder))));
+        let server = Arc::new(Mutex::new(RunningProgram::new(command.args(words).args(flags).current_dir(folder))));
         let emergency = Emergency::new(&mountpoint, Some(Arc::clone(&server)));
         let watchdog = Watchdog::new(emergency.clone(), LIMIT);
         let served = Self { emergency, watchdog, server };
@@ -177,7 +177,7 @@ fn exclude(parties: &mut Parties) {
 fn wait_for_each_other(parties: &mut Parties) {
     let nobody = || Err(RecvTimeoutError::Timeout);
     // The mount for the guest.
-    assert!(parties.set(Who::Guest, LockKind::Write));
+    assert!(parties.set(ClientKind::Guest, LockKind::Write));
     let (told, outcome) = mpsc::channel();
     let file = parties.mounted.try_clone().unwrap();
     let waits = std::thread::spawn(move || {
@@ -186,7 +186,7 @@ fn wait_for_each_other(parties: &mut Parties) {
         file
     });
     assert_eq!(outcome.recv_timeout(MOMENT), nobody(), "the mount has the guest's lock");
-    assert!(parties.set(Who::Guest, LockKind::Unlock));
+    assert!(parties.set(ClientKind::Guest, LockKind::Unlock));
     assert_eq!(outcome.recv_timeout(SOON), Ok(Ok::<(), Errno>(())));
     // Any close would give up the locks of this process.
     let _open = waits.join().unwrap();
@@ -195,18 +195,18 @@ fn wait_for_each_other(parties: &mut Parties) {
     let waiter = Waiter::new(move |outcome| told.send(outcome).unwrap());
     assert_eq!(parties.remote_lock(LockKind::Write, Some(waiter)), Ok(LockOutcome::Waiting));
     assert_eq!(outcome.recv_timeout(MOMENT), nobody(), "the 9P client has the mount's lock");
-    assert!(parties.set(Who::Mount, LockKind::Unlock));
+    assert!(parties.set(ClientKind::Mount, LockKind::Unlock));
     assert_eq!(outcome.recv_timeout(SOON), Ok(Ok(())));
     // The guest for the 9P client of the same number.
     let (node, fh) = parties.node;
     let parked = parties.guest.send_setlkw(node, fh, OWNER.into(), guests(LockKind::Write), 0).unwrap();
     // A round trip on the same queue: it was taken.
     parties.guest.getattr(ROOT).unwrap();
-    assert!(!parties.set(Who::Mount, LockKind::Write), "the 9P client has it");
-    assert!(parties.set(Who::NineP, LockKind::Unlock));
+    assert!(!parties.set(ClientKind::Mount, LockKind::Write), "the 9P client has it");
+    assert!(parties.set(ClientKind::NineP, LockKind::Unlock));
     parties.guest.receive(parked).unwrap();
-    assert!(!parties.set(Who::NineP, LockKind::Write), "the guest has it");
-    assert!(parties.set(Who::Guest, LockKind::Unlock));
+    assert!(!parties.set(ClientKind::NineP, LockKind::Write), "the guest has it");
+    assert!(parties.set(ClientKind::Guest, LockKind::Unlock));
 }
 
 fn locks_are_shared(source: &str) {
@@ -220,7 +220,7 @@ fn locks_are_shared(source: &str) {
     exclude(&mut parties);
     wait_for_each_other(&mut parties);
     // Who goes gives up what he has.
-    assert!(parties.set(Who::NineP, LockKind::Write));
+    assert!(parties.set(ClientKind::NineP, LockKind::Write));
     let Parties { client, mounted, .. } = parties;
     drop(client);
     let end = Instant::now() + SOON;
@@ -244,8 +244,8 @@ fn local_locks_conflict_with_no_others() {
         let folder = folder(Place::Disk);
         let mut served = Served::of("mem", flags, folder.path());
         let mut parties = Parties::of(folder.path());
-        assert!(parties.set(Who::Mount, LockKind::Write));
-        assert_eq!(parties.set(Who::NineP, LockKind::Write), are_local);
+        assert!(parties.set(ClientKind::Mount, LockKind::Write));
+        assert_eq!(parties.set(ClientKind::NineP, LockKind::Write), are_local);
         // Of the other kind, which this process can be in its own way with.
         let again = File::open(folder.path().join("mnt/file")).unwrap();
         parties.mounted.try_lock().unwrap();

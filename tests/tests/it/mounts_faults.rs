@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferry_tests::mounts::{
     Cell, MountOptions, Mounted, Site, Source, assert_nothing_left, ferry, missing, mount_entry, program, unmount,
 };
-use ferry_tests::{Place, Ran, folder, on_cells};
+use ferry_tests::{GuestResult, Place, folder, on_cells};
 use tempfile::TempDir;
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
@@ -19,7 +19,7 @@ const SOON: Duration = Duration::from_secs(30);
 
 /// The sentence of a mount that is refused.
 #[track_caller]
-fn sentence(ran: &Ran) -> &str {
+fn sentence(ran: &GuestResult) -> &str {
     let text = ran.err.trim_end();
     assert_ne!(ran.status, 0, "it was not refused: {ran:?}");
     assert_eq!(text.lines().count(), 1, "not one sentence: {text}");
@@ -40,7 +40,7 @@ fn mountpoint() -> Option<(TempDir, PathBuf)> {
 }
 
 /// Mounts in the background, as users do; the outcome of the command.
-fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> Ran {
+fn mount(source: &str, mountpoint: &Path, before: &[&str]) -> GuestResult {
     let mut words: Vec<PathBuf> = before.iter().map(PathBuf::from).collect();
     words.extend([program().into(), "mount".into(), source.into(), mountpoint.into()]);
     Site::on_host(Path::new("/")).run(Command::new(&words[0]).args(&words[1..]).env_remove("FERRY_LOG"), SOON)

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use ferry_tests::mounts::{Cell, Mounted, Road, missing, with_uring};
+use ferry_tests::mounts::{Cell, Mounted, Transport, missing, with_uring};
 use ferry_tests::{Place, folder};
 
 const FAULTY: &str = env!("CARGO_BIN_EXE_ferry-faulty");
@@ -22,16 +22,16 @@ const SOON: Duration = Duration::from_secs(10);
 const CALLERS: usize = 24;
 
 /// Mounts the faulty file system by one path, runs the test, unmounts it.
-fn faulty(road: Road, given_up: Duration, test: impl FnOnce(&Mounted)) {
+fn faulty(road: Transport, given_up: Duration, test: impl FnOnce(&Mounted)) {
     let uring = with_uring();
-    if let Some(why) = missing().or(uring.as_ref().err().copied().filter(|_| road == Road::Uring)) {
+    if let Some(why) = missing().or(uring.as_ref().err().copied().filter(|_| road == Transport::Uring)) {
         ferry_skip::skip!("{why}");
         return;
     }
     let folder = folder(Place::Disk);
     let mountpoint = folder.path().join("mnt");
     fs::create_dir(&mountpoint).unwrap();
-    let path = if road == Road::Uring { "uring" } else { "devfuse" };
+    let path = if road == Transport::Uring { "uring" } else { "devfuse" };
     let mut command = Command::new(FAULTY);
     command.arg(&mountpoint).args([path, &given_up.as_secs().to_string()]).env("RUST_BACKTRACE", "0");
     let cell: Cell = format!("mem_{path}_none").parse().unwrap();
@@ -112,7 +112,7 @@ const TABLE: &[(&str, Deed, &[i32], isize)] = &[
     ("names-bad", list, &[libc::EIO], -1),
 ];
 
-fn each_fault(road: Road) {
+fn each_fault(road: Transport) {
     faulty(road, GIVEN_UP, |mounted| {
         for (name, deed, errors, most) in TABLE {
             let path = mounted.site.path.join(name);
@@ -136,12 +136,12 @@ fn each_fault(road: Road) {
 
 #[test]
 fn each_fault_by_io_uring() {
-    each_fault(Road::Uring);
+    each_fault(Transport::Uring);
 }
 
 #[test]
 fn each_fault_by_dev_fuse() {
-    each_fault(Road::DevFuse);
+    each_fault(Transport::DevFuse);
 }
 
 fn start(mounted: &Mounted, script: &str) -> Child {
@@ -160,7 +160,7 @@ fn ends(child: &mut Child) -> bool {
 }
 
 /// Many callers of a handler that never comes back: others do not notice, on any CPU, and the callers can be killed.
-fn many_blocked(road: Road) {
+fn many_blocked(road: Transport) {
     // Nobody is given up in this test.
     faulty(road, Duration::from_secs(3600), |mounted| {
         let mut callers: Vec<Child> = (0..CALLERS).map(|_| start(mounted, "exec cat block-read")).collect();
@@ -185,10 +185,10 @@ fn many_blocked(road: Road) {
 
 #[test]
 fn many_blocked_by_io_uring() {
-    many_blocked(Road::Uring);
+    many_blocked(Transport::Uring);
 }
 
 #[test]
 fn many_blocked_by_dev_fuse() {
-    many_blocked(Road::DevFuse);
+    many_blocked(Transport::DevFuse);
 }

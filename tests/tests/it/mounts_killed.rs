@@ -24,7 +24,7 @@ const SOON: Duration = Duration::from_secs(30);
 const LIMIT: Duration = Duration::from_secs(180);
 const TICK: Duration = Duration::from_millis(5);
 
-/// Callers who change what the other mount is told of.
+/// Callers that change files of which the other mount is notified.
 fn storm(pair: &Pair) -> Vec<Child> {
     let start = |seed: u32| {
         let mut command = Command::new(PROBE);
@@ -34,7 +34,7 @@ fn storm(pair: &Pair) -> Vec<Child> {
     (0..2 * CALLERS).map(start).collect()
 }
 
-/// Waits until a killed server's mount says so to whoever needs it; whoever waited for it is told something.
+/// Waits until the mount of a killed server returns errors to new and waiting callers.
 #[track_caller]
 fn assert_dead(mountpoint: &Path, end: Instant) {
     let outside = Site::on_host(Path::new("/"));
@@ -74,7 +74,7 @@ impl Drop for Controls {
     }
 }
 
-/// Kills the server of two mounts, under callers, and looks at what becomes of both. Returns how long callers waited.
+/// Kills the server of two mounts in use, and checks the state of both. Returns how long callers waited.
 fn kill(pair: &Pair, children: &mut [Child]) -> Duration {
     let all = Controls::mount();
     let controls = pair.controls().map(|controls| {

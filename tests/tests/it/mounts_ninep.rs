@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, NinePServer};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, NinePServer, ServerVendor};
 use ferry_tests::{Place, folder};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use tempfile::TempDir;
@@ -25,7 +25,7 @@ fn cell(name: &str) -> Cell {
 
 fn served() -> (TempDir, NinePServer) {
     let folder = folder(Place::Disk);
-    let server = NinePServer::start(Maker::Ferry, folder.path()).unwrap();
+    let server = NinePServer::start(ServerVendor::Ferry, folder.path()).unwrap();
     (folder, server)
 }
 
@@ -281,9 +281,9 @@ impl Progress {
 }
 
 /// Has the programs end, also when the test fails.
-struct Over<'a>(&'a AtomicBool);
+struct StopGuard<'a>(&'a AtomicBool);
 
-impl Drop for Over<'_> {
+impl Drop for StopGuard<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -302,7 +302,7 @@ fn a_server_that_is_killed_and_started_again_loses_nothing_that_was_durable() {
         let Some(mounted) = mount(&server, name) else { return };
         let (at, progress) = (&mounted.site.path, Progress::default());
         std::thread::scope(|scope| {
-            let over = Over(&progress.over);
+            let over = StopGuard(&progress.over);
             scope.spawn(|| progress.log(at));
             scope.spawn(|| progress.read(at, &text));
             scope.spawn(|| progress.make(at));

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, Site, Source};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, ServerVendor, Site, Source};
 use ferry_tests::suites::pjdfstest::{self, Results, names};
 use ferry_tests::suites::programs::{
     FIO_ENGINES, MAKE_REPOSITORY, SQLITE, USE_REPOSITORY, fio as fio_line, has_sqlite,
@@ -22,7 +22,7 @@ const CHECKS: usize = 72;
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// A mounted 9P server.
-const NINEP: &[Source] = &[Source::NineP(Maker::Ferry)];
+const NINEP: &[Source] = &[Source::NineP(ServerVendor::Ferry)];
 const NO_FALLOCATE: &str = "there is no fallocate in the protocol, and this check makes use of it among other calls";
 const NOT_IDMAPPED: &str = "idmapped mounts are not asked for: see `probe_with_idmapped_mounts`";
 const NO_ACL: &str = "ACLs are attributes as others are: 9P does not say how they and new files' modes go together";
@@ -83,7 +83,7 @@ const FAILING_ON_DIOD: &[(&[&str], &str)] = &[
 ];
 
 fn known_cases(source: Source) -> BTreeSet<String> {
-    let of_diod = FAILING_ON_DIOD.iter().filter(|_| source == Source::NineP(Maker::Diod));
+    let of_diod = FAILING_ON_DIOD.iter().filter(|_| source == Source::NineP(ServerVendor::Diod));
     of_diod.flat_map(|(names, _)| *names).map(|name| (*name).to_owned()).collect()
 }
 
@@ -274,7 +274,7 @@ on_cells!(git: quick [dir_passthrough, mem_uring, pmem_devfuse, ninep_devfuse]
     long [dir_uring, dir_devfuse, mem_devfuse, mem_passthrough, pmem_uring, pmem_passthrough, mem_uring_always,
     ninep_devfuse_none, ninep_devfuse_always, diod_devfuse]);
 
-/// Builds the tree in a folder, and answers what came of it.
+/// Builds the tree in a folder, and returns what came of it.
 fn build_in(site: &Site, files: u32, limit: Duration) -> Vec<(&'static str, String)> {
     tree::write_tree(&site.path.join("tree"), files).unwrap();
     site.sh(&format!("cd tree\n{}", tree::BUILD), limit).ok();

@@ -495,7 +495,7 @@ fn run_race(time: Duration, inside: &Path, driver: Driver) {
     assert!(worked > rounds, "hardly anything worked: {worked} requests in {rounds} rounds");
 }
 
-/// The same with the program, behind all of its walls.
+/// The same with the program in its whole sandbox.
 fn race_the_program(time: Duration, flags: &[&str]) {
     let _alone = alone();
     let folder = ferry_tests::folder(Place::Disk);

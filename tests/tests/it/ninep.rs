@@ -11,7 +11,7 @@ use ferry_ninep::Options;
 use ferry_tests::ninep::{NinePShare, TREE};
 use ferry_tests::suites::fsx::{self, MAPPED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results};
-use ferry_tests::{MOUNTPOINT, Place, Ran, TIMEOUT, collect, folder, run};
+use ferry_tests::{GuestResult, MOUNTPOINT, Place, TIMEOUT, collect, folder, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -69,7 +69,7 @@ fn cold_files_are_read_ahead_of_the_kernels_client() {
 }
 
 /// A tree goes in and out, and is the same on both sides. `None` if it could not be tried.
-fn tree_in(mode: &str, sh: impl FnOnce(&NinePShare, &str) -> Ran) -> Option<()> {
+fn tree_in(mode: &str, sh: impl FnOnce(&NinePShare, &str) -> GuestResult) -> Option<()> {
     let share = NinePShare::new(Place::Disk)?;
     fs::create_dir(share.path.join("host")).unwrap();
     for (name, bytes) in [("empty", 0), ("small", 5), ("odd", 100_001), ("large", 5_000_000)] {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use ferry_9p_client::{Cache, Client, Options, Unix};
-use ferry_tests::mounts::{Maker, NinePServer, Started, ferry, missing};
+use ferry_tests::mounts::{NinePServer, RunningProgram, ServerVendor, ferry, missing};
 use ferry_tests::{Place, folder};
 use ferry_vfs::{Attr, Caller, Entry, Errno, FileSystem, FileType, Ino, IoRange, Name, OFlags, Statfs};
 use ferry_wire::ninep::{Fid, Frame, Getattr, Qid, QidKind, Reply, Request, VERSION};
@@ -23,7 +23,7 @@ const ROOT: Qid = Qid { kind: QidKind::DIR, version: 1, path: 1 };
 
 /// What the server was told.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Heard {
+struct ServerRecord {
     msize: u32,
     /// User and tree of each connection.
     attached: Vec<(Option<u32>, String)>,
@@ -34,16 +34,16 @@ struct Heard {
 /// The server, and the program that shares its tree again, at the socket `again`.
 struct Shared {
     folder: TempDir,
-    heard: Arc<Mutex<Heard>>,
+    heard: Arc<Mutex<ServerRecord>>,
     streams: Arc<Mutex<Vec<UnixStream>>>,
-    program: Started,
+    program: RunningProgram,
 }
 
 impl Shared {
     fn with(flags: &str) -> Self {
         let folder = folder(Place::Disk);
         let listener = UnixListener::bind(folder.path().join("s")).unwrap();
-        let heard = Arc::<Mutex<Heard>>::default();
+        let heard = Arc::<Mutex<ServerRecord>>::default();
         let kept = Arc::clone(&heard);
         let streams = Arc::<Mutex<Vec<UnixStream>>>::default();
         let open = Arc::clone(&streams);
@@ -69,7 +69,7 @@ impl Shared {
         }
     }
 
-    fn heard(&self) -> Heard {
+    fn heard(&self) -> ServerRecord {
         self.heard.lock().unwrap().clone()
     }
 
@@ -84,9 +84,9 @@ impl Shared {
 }
 
 /// The program, which shares the tree of the server at the socket `s` again.
-fn again(folder: &Path, flags: &str) -> Started {
+fn again(folder: &Path, flags: &str) -> RunningProgram {
     let mut command = ferry(["share", "9p:unix:s", "--9p", "unix:again", "--json"]);
-    Started::new(command.args(flags.split_whitespace()).current_dir(folder))
+    RunningProgram::new(command.args(flags.split_whitespace()).current_dir(folder))
 }
 
 /// A client of the program that keeps nothing.
@@ -99,7 +99,7 @@ fn lookup(client: &Client, name: &str) -> Result<Entry, Errno> {
     client.lookup(&Caller::default(), Ino::ROOT, Name::new(name.as_bytes()).unwrap())
 }
 
-fn serve(mut stream: UnixStream, heard: &Mutex<Heard>) {
+fn serve(mut stream: UnixStream, heard: &Mutex<ServerRecord>) {
     let mut root = Fid::NONE;
     loop {
         let mut message = vec![0; 4];
@@ -201,7 +201,7 @@ fn as_much_of_files_is_kept_as_was_said() {
     }
     for (flags, is_kept) in [("--cache always", true), ("--cache always --cache-size 16M", false)] {
         let folder = folder(Place::Disk);
-        let server = NinePServer::start(Maker::Ferry, folder.path()).unwrap();
+        let server = NinePServer::start(ServerVendor::Ferry, folder.path()).unwrap();
         fs::write(server.shared().join("f"), vec![1; usize::try_from(FILE_BYTES).unwrap()]).unwrap();
         let program = again(folder.path(), flags);
         let end = Instant::now() + SOON;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ferry_tests::mounts::program;
 use ferry_tests::ninep::TREE;
-use ferry_tests::{Guest, GuestCache, Input, Output, Ran, run};
+use ferry_tests::{Guest, GuestCache, GuestResult, Input, Output, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -24,7 +24,7 @@ chmod 700 /run/ferry
 "#;
 
 /// A guest that runs a script after [`SETUP`].
-fn guest(script: &str, seconds: u64) -> Ran {
+fn guest(script: &str, seconds: u64) -> GuestResult {
     let cache = GuestCache::from_env().unwrap();
     let modules = cache.uml().unwrap().modules.canonicalize().unwrap();
     let text = format!("{SETUP}\n{script}");

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_tests::mounts::{Cell, Maker, MountOptions, Mounted, NinePServer, Site};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, NinePServer, ServerVendor, Site};
 use ferry_tests::{Place, folder, on_cells};
 use rustix::fs::{FlockOperation, XattrFlags, fcntl_lock};
 use rustix::io::Errno;
@@ -116,7 +116,7 @@ on_cells!(on_p9ufs: quick [p9ufs_devfuse] long [p9ufs_devfuse_none, p9ufs_devfus
 #[test]
 fn two_mounts_of_diod() {
     let folder = folder(Place::Disk);
-    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return };
+    let Some(server) = NinePServer::start(ServerVendor::Diod, folder.path()) else { return };
     let cell: Cell = "diod_devfuse".parse().unwrap();
     let mount = || Mounted::of_server(&server, &cell, &MountOptions::default());
     let (Some(one), Some(two)) = (mount(), mount()) else { return };
@@ -199,11 +199,11 @@ fn files_in_a_setgid_directory_on_diod_have_its_group() {
 /// A way to a TCP server on which bytes to the server are counted and connections can be cut.
 struct Way {
     address: SocketAddr,
-    taken: Arc<Mutex<Vec<Taken>>>,
+    taken: Arc<Mutex<Vec<ProxiedConnection>>>,
 }
 
 /// A connection that came this way.
-struct Taken {
+struct ProxiedConnection {
     client: TcpStream,
     sent: Arc<AtomicU64>,
 }
@@ -212,7 +212,7 @@ impl Way {
     fn to(server: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (server, taken) = (server.to_owned(), Arc::<Mutex<Vec<Taken>>>::default());
+        let (server, taken) = (server.to_owned(), Arc::<Mutex<Vec<ProxiedConnection>>>::default());
         let kept = Arc::clone(&taken);
         std::thread::spawn(move || {
             for client in listener.incoming() {
@@ -222,7 +222,7 @@ impl Way {
                 let (sent, received) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
                 carry(client.try_clone().unwrap(), server.try_clone().unwrap(), Arc::clone(&sent));
                 carry(server, client.try_clone().unwrap(), received);
-                kept.lock().unwrap().push(Taken { client, sent });
+                kept.lock().unwrap().push(ProxiedConnection { client, sent });
             }
         });
         Self { address, taken }
@@ -275,7 +275,7 @@ fn is_written_over_cuts() -> bool {
     const CONNECTIONS: usize = 3;
     const FILE_BYTES: u64 = 48 << 20;
     let folder = folder(Place::Disk);
-    let Some(server) = NinePServer::start(Maker::Diod, folder.path()) else { return true };
+    let Some(server) = NinePServer::start(ServerVendor::Diod, folder.path()) else { return true };
     let (host, tree) = server.address().trim_start_matches("tcp:").split_once('/').unwrap();
     let way = Way::to(host);
     let cell: Cell = "diod_devfuse".parse().unwrap();

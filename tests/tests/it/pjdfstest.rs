@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use ferry_tests::confined::Confined;
+use ferry_tests::confined::ConfinedShare;
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
-use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Ran, Share, TIMEOUT, cache_name, folder, guest_on, run};
+use ferry_tests::{Cache, GuestResult, MOUNTPOINT, Options, Place, Share, TIMEOUT, cache_name, folder, guest_on, run};
 
 /// Cases that fail, and why. None is known to.
 const FAILING: &[(&str, &str)] = &[];
@@ -20,7 +20,7 @@ const WITH_HOSTS_CLOCK: &str = r#"
     exec "$@"
 "#;
 
-fn run_cases(share: &Share, remount: bool, only: Option<&str>) -> Ran {
+fn run_cases(share: &Share, remount: bool, only: Option<&str>) -> GuestResult {
     let config = folder(Place::Disk);
     let path = config.path().join("pjdfstest.toml");
     let mut command: Vec<OsString> = ["sh", "-euc", WITH_HOSTS_CLOCK, "sh", MOUNTPOINT].map(Into::into).to_vec();
@@ -58,11 +58,11 @@ fn pjdfstest_with_cache_auto() {
     conforms(Cache::Auto);
 }
 
-/// The program, behind all of its walls.
+/// The program in its whole sandbox.
 #[test]
 #[ignore = "long: make test-all"]
 fn pjdfstest_confined() {
-    let mut server = Confined::start(&[]);
+    let mut server = ConfinedShare::start(&[]);
     let config = folder(Place::Disk);
     let cases = |remount, only: Option<&str>| {
         let path = config.path().join("pjdfstest.toml");

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT};
-use ferry_tests::mounts::{Started, ferry, program};
+use ferry_tests::mounts::{RunningProgram, ferry, program};
 use ferry_tests::recipes::{block, blocks, help_lines, may_run, run, script, without_description};
 use ferry_tests::{GuestCache, Place, folder};
 
@@ -473,7 +473,7 @@ fn in_the_place_of_virtiofsd_as_many_queues_are_offered() {
     let mut command = Command::new("taskset");
     command.args(["-c", "0"]).arg(&name).args(["--thread-pool-size=32", "--cache=never", "--shared-dir"]);
     command.arg(here.path()).arg("--socket-path").arg(&socket);
-    let started = Started::new(&mut command);
+    let started = RunningProgram::new(&mut command);
     let config = Config { queues: 4, timeout: LIMIT, connect_within: LIMIT, ..Config::default() };
     let mut guest = Driver::connect(&socket, config).unwrap_or_else(|error| panic!("{error}: {}", started.said().1));
     guest.init().unwrap();
@@ -495,7 +495,7 @@ fn too_many_queues_are_an_error_with_the_flag() {
         ),
     ] {
         fs::write(here.path().join("disk.raw"), vec![0; 1 << 20]).unwrap();
-        let mut started = Started::new(ferry(&command).arg(&socket).arg("--json").current_dir(here.path()));
+        let mut started = RunningProgram::new(ferry(&command).arg(&socket).arg("--json").current_dir(here.path()));
         while !started.said().0.ends_with('\n') {
             assert!(started.wait(Duration::from_millis(1)).is_none(), "{}", started.said().1);
         }
@@ -525,7 +525,7 @@ fn a_disk_has_a_queue_for_each_cpu_of_a_large_guest() {
     let (disk, socket) = (here.path().join("disk.raw"), here.path().join("s"));
     fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let command = ["disk".as_ref(), disk.as_os_str(), "--vhost-user".as_ref(), socket.as_os_str(), "--json".as_ref()];
-    let mut started = Started::new(&mut ferry(command));
+    let mut started = RunningProgram::new(&mut ferry(command));
     while !started.said().0.ends_with('\n') {
         assert!(started.wait(Duration::from_millis(1)).is_none(), "{}", started.said().1);
     }

@@ -1,4 +1,4 @@
-//! Options that restrict what clients may do: each is kept, whoever starts the server, or the server does not start.
+//! Options that restrict clients: each is enforced, whichever user starts the server, or the server does not start.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferry_9p_client::{Cache, Client, Options, Unix};
-use ferry_tests::walled::{Home, Served, USER, is_root};
+use ferry_tests::sandboxed::{Served, USER, UserHome, is_root};
 use ferry_vfs::{Caller, CreateArgs, Errno, FileSystem, Ino, IoRange, Name, OFlags, SetAttr, XattrFlags};
 
 /// A group of another user's, and a user of every host.
@@ -15,8 +15,8 @@ const GROUP: u32 = 4321;
 const DAEMON: u32 = 1;
 
 /// A directory with files of the server's user, of root, and of a group.
-fn tree_of(user: u32) -> Home {
-    let home = Home::of(user);
+fn tree_of(user: u32) -> UserHome {
+    let home = UserHome::of(user);
     home.make("shared", |path| fs::create_dir(path).unwrap());
     fs::set_permissions(home.at("shared"), fs::Permissions::from_mode(0o777)).unwrap();
     for (name, uid, gid, mode) in [
@@ -35,7 +35,7 @@ fn tree_of(user: u32) -> Home {
 }
 
 /// The program, started by a user who is in further groups.
-fn command(home: &Home, groups: &[u32], line: &str) -> Command {
+fn command(home: &UserHome, groups: &[u32], line: &str) -> Command {
     let mut command = Command::new("setpriv");
     let user = home.user().to_string();
     command.args(["--reuid", &user, "--regid", &user]);
@@ -51,7 +51,7 @@ fn command(home: &Home, groups: &[u32], line: &str) -> Command {
     command
 }
 
-/// What somebody who connects by 9P as a user may do.
+/// The permissions of a 9P client with this user id.
 struct Attempts {
     client: Client,
     cx: Caller<'static>,
@@ -92,9 +92,9 @@ impl Attempts {
     }
 }
 
-/// What is tried.
+/// A restricted operation.
 #[derive(Clone, Copy, Debug)]
-enum Try {
+enum Restriction {
     Attach,
     Write(&'static str),
     Make,
@@ -102,7 +102,7 @@ enum Try {
     Attribute(&'static str),
 }
 
-impl Try {
+impl Restriction {
     fn by(self, served: &Served, uid: u32) -> Result<(), Errno> {
         let attempts = match Attempts::of(served, uid) {
             Ok(attempts) => attempts,
@@ -120,7 +120,7 @@ impl Try {
 }
 
 /// The outcome of something tried by a client of this number.
-type Expected = (u32, Try, Result<(), Errno>);
+type Expected = (u32, Restriction, Result<(), Errno>);
 
 /// What becomes of an option.
 enum Outcome {
@@ -174,7 +174,7 @@ fn check(user: u32, groups: &[u32], flags: &str, outcome: &Outcome) {
     }
 }
 
-/// A server that may act as anybody.
+/// A server that may act as any user.
 #[test]
 fn root_keeps_restrictions_of_clients() {
     if !is_root() {
@@ -184,40 +184,43 @@ fn root_keeps_restrictions_of_clients() {
         (
             "--9p-users 1234:1234",
             Kept(&[
-                (0, Try::Write("roots"), ACCESS),
-                (0, Try::Write("groups"), ACCESS),
-                (0, Try::Write("users"), Ok(())),
-                (0, Try::Chmod("roots"), PERM),
-                (0, Try::Make, Ok(())),
+                (0, Restriction::Write("roots"), ACCESS),
+                (0, Restriction::Write("groups"), ACCESS),
+                (0, Restriction::Write("users"), Ok(())),
+                (0, Restriction::Chmod("roots"), PERM),
+                (0, Restriction::Make, Ok(())),
             ]),
         ),
         (
             "--9p-users only=1",
             Kept(&[
-                (0, Try::Attach, PERM),
-                (USER, Try::Attach, PERM),
-                (DAEMON, Try::Write("roots"), ACCESS),
-                (DAEMON, Try::Write("daemons"), Ok(())),
-                (DAEMON, Try::Chmod("roots"), PERM),
-                (DAEMON, Try::Make, Ok(())),
+                (0, Restriction::Attach, PERM),
+                (USER, Restriction::Attach, PERM),
+                (DAEMON, Restriction::Write("roots"), ACCESS),
+                (DAEMON, Restriction::Write("daemons"), Ok(())),
+                (DAEMON, Restriction::Chmod("roots"), PERM),
+                (DAEMON, Restriction::Make, Ok(())),
             ]),
         ),
-        ("--9p-users only=0,1", Kept(&[(0, Try::Write("roots"), Ok(())), (DAEMON, Try::Write("roots"), ACCESS)])),
+        (
+            "--9p-users only=0,1",
+            Kept(&[(0, Restriction::Write("roots"), Ok(())), (DAEMON, Restriction::Write("roots"), ACCESS)]),
+        ),
         ("--9p-users only=4000000000", Refused("has no user 4000000000")),
         ("--9p-users only=1 --map-user 5:5", Refused("write --9p-users UID:GID")),
         ("--9p-users 1234:1234 --modcaps=-setuid", Refused("cannot act as user 1234")),
         ("--9p-users 1234:1234 --modcaps=-setgid --sandbox none", Refused("cannot act as user 1234")),
         ("--9p-users only=1 --modcaps=-setuid", Refused("cannot act as user 1 ")),
         // Without the right to act as others, nothing is made that would be root's.
-        ("--modcaps=-setuid", Kept(&[(USER, Try::Make, PERM)])),
-        ("--modcaps=-setuid", Kept(&[(0, Try::Make, Ok(()))])),
+        ("--modcaps=-setuid", Kept(&[(USER, Restriction::Make, PERM)])),
+        ("--modcaps=-setuid", Kept(&[(0, Restriction::Make, Ok(()))])),
     ];
     for (flags, outcome) in &cases {
         check(0, &[], flags, outcome);
     }
 }
 
-/// A server that may act as nobody but its user.
+/// A server that may act as its own user only.
 #[test]
 fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
     if !is_root() {
@@ -225,8 +228,16 @@ fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
     }
     let cases: [(&[u32], &str, Outcome); 22] = [
         // What it may by itself.
-        (&[], "", Kept(&[(0, Try::Write("roots"), ACCESS), (0, Try::Write("own"), Ok(())), (5, Try::Make, Ok(()))])),
-        (&[GROUP], "", Kept(&[(0, Try::Write("groups"), Ok(()))])),
+        (
+            &[],
+            "",
+            Kept(&[
+                (0, Restriction::Write("roots"), ACCESS),
+                (0, Restriction::Write("own"), Ok(())),
+                (5, Restriction::Make, Ok(())),
+            ]),
+        ),
+        (&[GROUP], "", Kept(&[(0, Restriction::Write("groups"), Ok(()))])),
         (&[], "--9p-users 5:6", Refused("cannot act as user 5 with group 6")),
         (&[], "--9p-users 5:6 --sandbox none", Refused("cannot act as user 5 with group 6")),
         (&[], "--9p-users 1234:6", Refused("cannot act as user 1234 with group 6")),
@@ -234,31 +245,35 @@ fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
             &[],
             "--9p-users 1234:1234",
             Kept(&[
-                (0, Try::Write("roots"), ACCESS),
-                (0, Try::Write("groups"), ACCESS),
-                (0, Try::Write("own"), Ok(())),
-                (0, Try::Chmod("roots"), PERM),
-                (0, Try::Make, Ok(())),
+                (0, Restriction::Write("roots"), ACCESS),
+                (0, Restriction::Write("groups"), ACCESS),
+                (0, Restriction::Write("own"), Ok(())),
+                (0, Restriction::Chmod("roots"), PERM),
+                (0, Restriction::Make, Ok(())),
             ]),
         ),
-        (&[], "--9p-users 1234:1234 --sandbox none", Kept(&[(0, Try::Write("roots"), ACCESS), (0, Try::Make, Ok(()))])),
+        (
+            &[],
+            "--9p-users 1234:1234 --sandbox none",
+            Kept(&[(0, Restriction::Write("roots"), ACCESS), (0, Restriction::Make, Ok(()))]),
+        ),
         (&[GROUP], "--9p-users 1234:1234", Refused("must have no further groups")),
         (&[GROUP], "--9p-users 1234:1234 --sandbox none", Refused("must have no further groups")),
         (
             &[GROUP],
             "--9p-users only=1234",
             Kept(&[
-                (0, Try::Attach, PERM),
-                (USER, Try::Write("groups"), Ok(())),
-                (USER, Try::Write("roots"), ACCESS),
-                (USER, Try::Chmod("groups"), PERM),
-                (USER, Try::Make, Ok(())),
+                (0, Restriction::Attach, PERM),
+                (USER, Restriction::Write("groups"), Ok(())),
+                (USER, Restriction::Write("roots"), ACCESS),
+                (USER, Restriction::Chmod("groups"), PERM),
+                (USER, Restriction::Make, Ok(())),
             ]),
         ),
         (
             &[GROUP],
             "--9p-users only=1234 --sandbox none",
-            Kept(&[(0, Try::Attach, PERM), (USER, Try::Write("groups"), Ok(()))]),
+            Kept(&[(0, Restriction::Attach, PERM), (USER, Restriction::Write("groups"), Ok(()))]),
         ),
         (&[], "--9p-users only=1", Refused("cannot act as user 1 ")),
         (&[], "--9p-users only=1234,1", Refused("cannot act as user 1 ")),
@@ -266,16 +281,20 @@ fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
             &[],
             "--read-only",
             Kept(&[
-                (0, Try::Write("own"), ROFS),
-                (0, Try::Make, ROFS),
-                (0, Try::Chmod("own"), ROFS),
-                (0, Try::Attribute("own"), ROFS),
+                (0, Restriction::Write("own"), ROFS),
+                (0, Restriction::Make, ROFS),
+                (0, Restriction::Chmod("own"), ROFS),
+                (0, Restriction::Attribute("own"), ROFS),
             ]),
         ),
-        (&[], "--no-xattr", Kept(&[(0, Try::Attribute("own"), Err(Errno::OPNOTSUPP))])),
+        (&[], "--no-xattr", Kept(&[(0, Restriction::Attribute("own"), Err(Errno::OPNOTSUPP))])),
         (&[], "--map-user 5:6", Refused("--map-user 5:6: what is made would belong to 1234:1234")),
-        (&[], "--map-user auto", Kept(&[(0, Try::Write("roots"), ACCESS), (0, Try::Write("own"), Ok(()))])),
-        (&[], "--translate-uid forbid-guest:77:1", Kept(&[(77, Try::Make, PERM)])),
+        (
+            &[],
+            "--map-user auto",
+            Kept(&[(0, Restriction::Write("roots"), ACCESS), (0, Restriction::Write("own"), Ok(()))]),
+        ),
+        (&[], "--translate-uid forbid-guest:77:1", Kept(&[(77, Restriction::Make, PERM)])),
         (&[], "--socket-group 4321", Refused("cannot give s to the group 4321")),
         (&[], "--sandbox chroot", Refused("only root may change the root directory")),
         (&[], "--inode-file-handles mandatory", Refused("--inode-file-handles mandatory")),
@@ -318,12 +337,12 @@ fn a_source_without_permissions_is_not_shared_as_a_user() {
     }
     let server = tree_of(0).serve("share shared --9p unix:s --json");
     let address = format!("9p:unix:{}", server.home.at("s").display());
-    let home = Home::of(0);
+    let home = UserHome::of(0);
     let output = home.command(&[], &format!("share {address} --9p unix:t --9p-users 5:6")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("this source checks no permissions"), "{said}");
     // Those of memory are checked without any privilege.
-    let home = Home::of(USER);
+    let home = UserHome::of(USER);
     let served = home.serve("share mem --9p unix:s --json --9p-users 5:6");
-    assert_eq!(Try::Make.by(&served, 0), ACCESS);
+    assert_eq!(Restriction::Make.by(&served, 0), ACCESS);
 }

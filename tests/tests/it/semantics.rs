@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Duration;
 
-use ferry_tests::confined::Confined;
+use ferry_tests::confined::ConfinedShare;
 use ferry_tests::{Cache, MOUNTPOINT, Options, Place, Share, cache_name, folder, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
@@ -75,7 +75,7 @@ fn cached_for_long() {
 fn confined() {
     let more = ["--inode-file-handles", "never", "--modcaps", "+sys_admin:+linux_immutable"];
     for (flags, missing) in [(&[][..], NEEDS_MORE), (&more, &[])] {
-        let mut server = Confined::start(flags);
+        let mut server = ConfinedShare::start(flags);
         let script = format!("mkdir -p disk && exec {PROBE} {MOUNTPOINT}/disk");
         let ran = run(guest_on(&server.socket, ["sh", "-c", &script]), Duration::from_secs(600));
         assert!(server.is_alive(), "{}", server.said());

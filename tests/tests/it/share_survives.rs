@@ -116,7 +116,7 @@ fn files_and_locks_stay_when_the_server_is_killed() {
     }
 }
 
-/// Whoever starts the servers has the socket, and gives it to each.
+/// The process that starts the servers owns the socket, and passes it to each.
 #[test]
 fn files_and_locks_stay_on_a_socket_that_is_inherited() {
     goes_on(Survivor::inheriting(Place::Memory, &[]), Survivor::replace);
@@ -427,7 +427,7 @@ fn the_state_of_a_guest_ends_with_it_after_a_kill() {
         assert!(Instant::now() < end, "the lock stays");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // Nobody is left to be kept for.
+    // No client is left.
     server.end();
     server.wait_for_the_keeper();
 }
@@ -505,7 +505,7 @@ fn a_guest_migrates_with_its_files_and_locks() {
     }
 }
 
-/// Whether anybody has a part of a file locked.
+/// Returns whether a part of a file is locked.
 fn is_locked(path: &Path) -> bool {
     let file = File::options().write(true).open(path).unwrap();
     rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_err()
@@ -699,7 +699,7 @@ fn files_are_found_by_handles_wherever_they_are() {
     // By their paths they are not.
     let (outcome, said) = migrates(&[], &[], moved);
     assert!(outcome.is_err() && said.contains("not found here under the same name"), "{said}");
-    // Whoever has not said so trusts nobody with handles.
+    // Without the option, file handles are not trusted.
     let (outcome, said) = migrates(handles, &[], |_| ());
     assert!(outcome.is_err() && said.contains("not found here"), "{said}");
 }

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use ferry_tests::disks::model::Random;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::survivor::Survivor;
-use ferry_tests::{Device, Guest, GuestCache, Kind, Options, Place, Ran, Share, TIMEOUT, collect, folder, guest_on};
+use ferry_tests::{
+    Device, Guest, GuestCache, GuestResult, Kind, Options, Place, Share, TIMEOUT, collect, folder, guest_on,
+};
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use rustix::process::{Signal, kill_process};
@@ -85,9 +87,9 @@ fn is_locked(folder: &Path) -> bool {
 }
 
 /// A guest whose output is collected.
-struct Collected(JoinHandle<Ran>);
+struct GuestOutputThread(JoinHandle<GuestResult>);
 
-impl Collected {
+impl GuestOutputThread {
     fn new(guest: Guest) -> Self {
         let begin = Instant::now();
         let running = guest.spawn().unwrap_or_else(|error| panic!("{error}"));
@@ -140,7 +142,7 @@ fn survives(vmm: Vmm, (name, fio): (&str, &str), signals: &[Signal], pause: Dura
         guest.devices.insert(0, Device::fs(&programs.socket, "programs"));
     }
     guest.boot_timeout = TIMEOUT;
-    let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
+    let guest = GuestOutputThread::new(guest).runs_until(|| path.join("ready").exists());
     let mut random = Random::new(signals.len() as u64);
     let usual = usize::try_from(pause.as_micros()).unwrap();
     for signal in signals {
@@ -255,7 +257,7 @@ fn loses(loss: Loss) {
     let path = server.path.clone();
     let script = "touch ready; while echo line >>file; do sleep 0.01; done; exit 3";
     let guest = guest_on(&server.socket, ["/bin/sh", "-c", script]);
-    let guest = Collected::new(guest).runs_until(|| path.join("ready").exists());
+    let guest = GuestOutputThread::new(guest).runs_until(|| path.join("ready").exists());
     // A request is under way, which nobody will answer.
     let pause = Duration::from_millis(300);
     match loss {

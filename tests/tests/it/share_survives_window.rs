@@ -14,7 +14,7 @@ use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_tests::Place;
 use ferry_tests::disks::model::Random;
 use ferry_tests::survivor::Survivor;
-use ferry_tests::window::{Wish, answer, next_wish};
+use ferry_tests::window::{FrontEndRequest, answer, next_wish};
 use ferry_wire::fuse::abi::{
     InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne, SETUPMAPPING_READ, SETUPMAPPING_WRITE,
     SetupmappingIn,
@@ -41,8 +41,8 @@ fn pattern() -> Vec<u8> {
 /// What a front end has mapped: a file, the offset there, and the length, by the place in the window.
 type Mapped = BTreeMap<u64, (File, u64, u64)>;
 
-/// Does what is asked, and answers what it comes to.
-fn carry_out(mapped: &mut Mapped, wish: Wish) -> u64 {
+/// Does what is asked, and returns what it comes to.
+fn carry_out(mapped: &mut Mapped, wish: FrontEndRequest) -> u64 {
     let [_, file_offset, window_offset, bytes, _] = wish.numbers;
     match wish.code {
         MAP => {
@@ -64,7 +64,7 @@ fn carry_out(mapped: &mut Mapped, wish: Wish) -> u64 {
 }
 
 /// A guest with a window, and its front end.
-struct Windowed {
+struct WindowGuest {
     server: Survivor,
     guest: Driver,
     line: UnixStream,
@@ -73,7 +73,7 @@ struct Windowed {
     open: u64,
 }
 
-impl Windowed {
+impl WindowGuest {
     fn new(packed: bool) -> Self {
         Self::with(&["--dax", "64M"], packed)
     }
@@ -121,17 +121,17 @@ impl Windowed {
     }
 
     /// Kills the server over a question, and starts it again. Its answer comes when it is said to.
-    fn replace_over(&mut self, question: u32, outcome: u64, answered: Answered) {
-        if answered == Answered::Before {
+    fn replace_over(&mut self, question: u32, outcome: u64, answered: LastReply) {
+        if answered == LastReply::Before {
             // It may be killed before it reads this, or after.
             answer(&self.line, question, outcome);
         }
         self.server.kill();
-        if answered == Answered::Meanwhile {
+        if answered == LastReply::Meanwhile {
             answer(&self.line, question, outcome);
         }
         self.server.start();
-        if answered == Answered::After {
+        if answered == LastReply::After {
             answer(&self.line, question, outcome);
         }
     }
@@ -174,7 +174,7 @@ fn load(mapped: &Mapped, at: u64, bytes: u64) -> Vec<u8> {
 #[test]
 fn mappings_survive_a_kill_of_the_server() {
     for packed in [false, true] {
-        let (mut windowed, mut mapped, mut expected) = (Windowed::new(packed), Mapped::new(), pattern());
+        let (mut windowed, mut mapped, mut expected) = (WindowGuest::new(packed), Mapped::new(), pattern());
         windowed.map_all(&mut mapped);
         let put = |expected: &mut [u8], mapped: &Mapped, at: u64, bytes: &[u8]| {
             store(mapped, at, bytes);
@@ -231,7 +231,7 @@ fn expected_of(window: &[u8]) -> &[u8] {
 
 /// Which answer of the front end's the server before has still had, when it was killed over a question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Answered {
+enum LastReply {
     Before,
     Meanwhile,
     After,
@@ -239,8 +239,8 @@ enum Answered {
 
 #[test]
 fn killed_while_the_front_end_maps_or_unmaps() {
-    for answered in [Answered::Before, Answered::Meanwhile, Answered::After] {
-        let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+    for answered in [LastReply::Before, LastReply::Meanwhile, LastReply::After] {
+        let (mut windowed, mut mapped) = (WindowGuest::new(false), Mapped::new());
         windowed.map_all(&mut mapped);
         let old = put_back(&mapped);
         for (question, chunk) in [(UNMAP, 2), (MAP, 2), (UNMAP, 1), (MAP, 1)] {
@@ -277,10 +277,10 @@ fn killed_while_the_front_end_maps_or_unmaps() {
 /// the server before was about to map or had begun to take away.
 #[test]
 fn a_reset_ends_interrupted_mappings() {
-    let ways = [Answered::Before, Answered::Meanwhile, Answered::After];
+    let ways = [LastReply::Before, LastReply::Meanwhile, LastReply::After];
     for (question, answered) in [MAP, UNMAP].into_iter().flat_map(|question| ways.map(|answered| (question, answered)))
     {
-        let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+        let (mut windowed, mut mapped) = (WindowGuest::new(false), Mapped::new());
         windowed.map_all(&mut mapped);
         if question == MAP {
             let ticket = windowed.remove(1);
@@ -317,7 +317,7 @@ fn a_reset_ends_interrupted_mappings() {
 #[test]
 fn the_next_server_knows_which_files_are_in_the_window() {
     const DIRECT_IO: u32 = 1;
-    let mut windowed = Windowed::with(&["--dax", "64M", "--cache", "none"], false);
+    let mut windowed = WindowGuest::with(&["--dax", "64M", "--cache", "none"], false);
     fs::write(windowed.server.path.join("small"), "small").unwrap();
     let small = windowed.guest.lookup(ROOT, "small").unwrap().nodeid;
     for _ in 0..2 {
@@ -336,7 +336,7 @@ fn the_next_server_knows_which_files_are_in_the_window() {
 /// Servers that are killed while they put right what others have left leave a row of unread answers.
 #[test]
 fn killed_again_while_it_continues() {
-    let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+    let (mut windowed, mut mapped) = (WindowGuest::new(false), Mapped::new());
     windowed.map_all(&mut mapped);
     let ticket = windowed.remove(2);
     for answered in [0, 1, 18, 3, 10, 4, 0, 10] {
@@ -362,7 +362,7 @@ fn killed_again_while_it_continues() {
 /// A front end that hangs up and comes again has nothing mapped: it is asked for all of it once more.
 #[test]
 fn a_front_end_that_comes_again_maps_all_of_it_again() {
-    let (mut windowed, mut mapped) = (Windowed::new(false), Mapped::new());
+    let (mut windowed, mut mapped) = (WindowGuest::new(false), Mapped::new());
     windowed.map_all(&mut mapped);
     store(&mapped, FILE_BYTES - 5, b"first");
     let before = put_back(&mapped);
@@ -425,7 +425,7 @@ impl FrontEnd {
 
 /// At any moment of mapping, storing and unmapping.
 fn survives(kills: usize) {
-    let mut windowed = Windowed::new(false);
+    let mut windowed = WindowGuest::new(false);
     let front_end = FrontEnd::start(&windowed.line, Mapped::new());
     let mapped = Arc::clone(&front_end.mapped);
     let mut expected = pattern();

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Caller, Config, Driver, INIT_FLAGS, ROOT};
-use ferry_tests::mounts::{Cell, MountOptions, Mounted, Road, Source};
+use ferry_tests::mounts::{Cell, MountOptions, Mounted, Source, Transport};
 use ferry_tests::ninep::NinePShare;
-use ferry_tests::{Cache, Options, Place, Ran, Share};
+use ferry_tests::{Cache, GuestResult, Options, Place, Share};
 use ferry_virtiofs::Acl;
 use ferry_wire::fuse::InitFlags;
 use ferry_wire::fuse::abi::{self, IoctlIn};
@@ -25,10 +25,10 @@ const USER: u32 = 1000;
 const GROUP: u32 = 3000;
 /// How long a race is run.
 const RACE: Duration = Duration::from_secs(2);
-const ROADS: [Road; 2] = [Road::Auto, Road::Passthrough];
+const ROADS: [Transport; 2] = [Transport::Auto, Transport::Passthrough];
 
 /// Everything that the kernel may keep, it keeps: what others do is not told.
-fn cached(road: Road, args: &[&str]) -> Option<Mounted> {
+fn cached(road: Transport, args: &[&str]) -> Option<Mounted> {
     let cell = Cell { source: Source::Dir, road, cache: "auto", writeback: false };
     let mut keeps = vec!["--entry-timeout", "30", "--attr-timeout", "30", "--watch", "never"];
     if !args.contains(&"--negative-timeout") {
@@ -195,7 +195,7 @@ fn files_created_since_the_kernels_lookup_are_checked_at_open() {
 /// A file comes, and stays, while others open it with `O_CREAT`.
 #[test]
 fn opening_a_file_created_concurrently_succeeds() {
-    let Some(mounted) = cached(Road::Auto, &["--negative-timeout", "0"]) else { return };
+    let Some(mounted) = cached(Transport::Auto, &["--negative-timeout", "0"]) else { return };
     /// Ends the other thread, also when the test fails.
     struct Stop<'a>(&'a AtomicBool);
     impl Drop for Stop<'_> {
@@ -314,7 +314,7 @@ fn sticky_directories_protect_files_replaced_meanwhile() {
 /// Not root, and may all the same: the server does not know why, and the kernel does.
 #[test]
 fn the_capability_overrides_sticky_directories() {
-    let Some(mounted) = cached(Road::Auto, &[]) else { return };
+    let Some(mounted) = cached(Transport::Auto, &[]) else { return };
     let (path, below) = sticky(&mounted, 0);
     let with_fowner = |script: &str| {
         let mut command = Command::new("setpriv");
@@ -372,7 +372,7 @@ fn mounts_without_acls_grant_no_more_than_the_acl() {
     ];
     for args in options {
         for lists_first in [false, true] {
-            let Some(mounted) = cached(Road::Auto, args) else { return };
+            let Some(mounted) = cached(Transport::Auto, args) else { return };
             if !files_with_acls(&mounted.below) {
                 return;
             }
@@ -453,7 +453,7 @@ const IN_A_GUEST: &str = "
     as 1000 'i=0; while [ $i -lt 300 ]; do true >>race/f$i || echo f$i failed; i=$((i+1)); done'";
 
 /// Plays the host for [`IN_A_GUEST`], and looks at what is left; `None` where there are no ACLs.
-fn beside_a_guest(path: &Path, guest: impl FnOnce(&str) -> Ran) -> Option<String> {
+fn beside_a_guest(path: &Path, guest: impl FnOnce(&str) -> GuestResult) -> Option<String> {
     for (dir, mode) in [("tmp", 0o1777), ("race", 0o777)] {
         fs::create_dir(path.join(dir)).unwrap();
         fs::set_permissions(path.join(dir), Permissions::from_mode(mode)).unwrap();

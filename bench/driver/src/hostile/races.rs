@@ -31,7 +31,7 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 /// What a scribbling thread may write to.
-struct Paper {
+struct ScribbleTarget {
     request: Window,
     reply: Window,
     table: Window,
@@ -68,7 +68,7 @@ impl Noise {
     }
 }
 
-fn scribble_header(paper: &Paper, noise: &mut Noise) {
+fn scribble_header(paper: &ScribbleTarget, noise: &mut Noise) {
     let lengths = [0, 39, 40, 55, 56, 79, 80, 81, u32::MAX];
     match noise.next() % 4 {
         0 => paper.request.store_u32(0, noise.pick(&lengths)),
@@ -79,14 +79,14 @@ fn scribble_header(paper: &Paper, noise: &mut Noise) {
     paper.request.store_u32(0, 80);
 }
 
-fn scribble_arguments(paper: &Paper, noise: &mut Noise) {
+fn scribble_arguments(paper: &ScribbleTarget, noise: &mut Noise) {
     // READ's size and offset, LOOKUP's name. Handles stay: there must be no other.
     paper.request.store_u64(48, noise.next());
     paper.request.store_u32(56, noise.u32());
     paper.request.store_u32(4, noise.pick(&paper.opcodes));
 }
 
-fn nonsense(paper: &Paper, noise: &mut Noise) -> Descriptor {
+fn nonsense(paper: &ScribbleTarget, noise: &mut Noise) -> Descriptor {
     // Addresses where a stray reply does no harm to the test itself.
     let addresses = [paper.request.guest(), paper.reply.guest(), 0, u64::MAX - 20, paper.reply.guest() + 17];
     let lengths = [0, 1, 40, 80, 4096, 0x10000, u32::MAX];
@@ -98,19 +98,19 @@ fn nonsense(paper: &Paper, noise: &mut Noise) -> Descriptor {
     }
 }
 
-fn scribble_table(paper: &Paper, noise: &mut Noise) {
+fn scribble_table(paper: &ScribbleTarget, noise: &mut Noise) {
     let index = noise.pick(&[0, 1]);
     nonsense(paper, noise).store(&paper.table, index);
     good_chain(paper)[index].store(&paper.table, index);
 }
 
-fn scribble_ring(paper: &Paper, noise: &mut Noise) {
+fn scribble_ring(paper: &ScribbleTarget, noise: &mut Noise) {
     let head = noise.pick(&paper.heads);
     nonsense(paper, noise).store(&paper.ring_table, head.into());
     good_outer(paper).store(&paper.ring_table, head.into());
 }
 
-fn scribble_avail(paper: &Paper, noise: &mut Noise) {
+fn scribble_avail(paper: &ScribbleTarget, noise: &mut Noise) {
     let slot = noise.pick(&[0, 1, 5, 17, usize::from(QUEUE_SIZE) - 1]);
     paper.avail.store_u16(4 + 2 * slot, noise.u16(), Ordering::Relaxed);
     paper.avail.store_u16(2, noise.u16(), Ordering::Release);
@@ -120,7 +120,7 @@ fn scribble_avail(paper: &Paper, noise: &mut Noise) {
     }
 }
 
-fn good_chain(paper: &Paper) -> [Descriptor; 2] {
+fn good_chain(paper: &ScribbleTarget) -> [Descriptor; 2] {
     let len = |bytes: usize| u32::try_from(bytes).unwrap_or(0);
     let mut chain = [
         Descriptor { addr: paper.request.guest(), len: len(REQUEST), ..Descriptor::default() },
@@ -130,19 +130,19 @@ fn good_chain(paper: &Paper) -> [Descriptor; 2] {
     chain
 }
 
-fn good_outer(paper: &Paper) -> Descriptor {
+fn good_outer(paper: &ScribbleTarget) -> Descriptor {
     let len = u32::try_from(2 * DESCRIPTOR_BYTES).unwrap_or(0);
     Descriptor { addr: paper.table.guest(), len, flags: INDIRECT, next: 0 }
 }
 
-fn paper(subject: &mut Subject, table: &Buffer) -> Result<Paper> {
+fn paper(subject: &mut Subject, table: &Buffer) -> Result<ScribbleTarget> {
     let heads = subject.queue().take_descriptors(BATCH.into())?;
     let opcodes = [Opcode::Lookup, Opcode::Getattr, Opcode::Read, Opcode::Readlink, Opcode::Statfs].map(Opcode::as_raw);
     let ring = subject.queue().ring();
     let (ring_table, avail) = (ring.table().clone(), ring.avail().clone());
     let mut all = [u32::MAX; 6];
     all[..5].copy_from_slice(&opcodes);
-    Ok(Paper {
+    Ok(ScribbleTarget {
         request: subject.request.part(0, 4096),
         reply: subject.reply.part(0, 0x10000 + 4096),
         table: table.part(0, 4096),
@@ -155,7 +155,7 @@ fn paper(subject: &mut Subject, table: &Buffer) -> Result<Paper> {
 }
 
 /// Sends chains as fast as they come back, while another thread writes into what they are made of.
-fn race(subject: &mut Subject, scribble: fn(&Paper, &mut Noise)) -> Result<Answer> {
+fn race(subject: &mut Subject, scribble: fn(&ScribbleTarget, &mut Noise)) -> Result<Answer> {
     let table = subject.driver.memory().alloc(4096, 4096).ok_or(Error::Memory(4096))?;
     let (file, fh) = (subject.file, subject.fh);
     let args = [&fh.to_le_bytes()[..], &[0; 8], &64_u32.to_le_bytes(), &[0; 20]].concat();

@@ -3,7 +3,7 @@
 use ferry_wire::blk::DeviceFeatures;
 
 use super::ledger::{self, Flaw, Ledger};
-use super::slots::{Data, Form, SECTOR_BYTES, Template};
+use super::slots::{Data, RequestProtocol, SECTOR_BYTES, Template};
 use super::{Load, Op, pattern};
 use crate::{Driver, Error, Result};
 
@@ -60,7 +60,7 @@ pub(super) fn template(load: &Load) -> Result<Template> {
     if !(load.block as u64).is_multiple_of(SECTOR_BYTES) {
         return Err(Error::Unfit(format!("blocks of {} bytes, which are no whole sectors", load.block)));
     }
-    Ok(Template { form: Form::Block, request: header(kind, 0), reply_args: 0, data })
+    Ok(Template { form: RequestProtocol::Block, request: header(kind, 0), reply_args: 0, data })
 }
 
 /// After a load that was checked: every block holds what was written there last. Returns how many were written.

@@ -25,8 +25,8 @@ use file::Target;
 use ledger::Ledger;
 use pattern::Cursor;
 pub use report::{Latency, Report, ServerReport, SyscallReport};
-use slots::{Data, Form, Template};
-use worker::{Lane, Orders, Tally};
+use slots::{Data, RequestProtocol, Template};
+use worker::{QueueLoad, Tally, WorkerTask};
 
 /// Guest memory per request, beside its data: header, arguments, reply, table, and what rounding wastes.
 const SLOT_BYTES: usize = 1024;
@@ -37,7 +37,7 @@ const REATTACH_PAUSE: Duration = Duration::from_millis(10);
 
 /// What a load works on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum On {
+pub enum LoadTarget {
     /// A file in the root of a share, by its name. It is made if it does not exist.
     File(String),
     /// A disk. With [`Load::verify`], what it holds is overwritten, and blocks are never in flight twice.
@@ -62,7 +62,7 @@ pub enum Op {
 #[derive(Debug, Clone)]
 pub struct Load {
     /// What it works on.
-    pub on: On,
+    pub on: LoadTarget,
     /// The file's size, or how much of the disk is used; otherwise the size that it has.
     pub size: Option<u64>,
     /// What is asked.
@@ -105,7 +105,7 @@ pub struct Load {
 impl Load {
     fn config(&self) -> Config {
         let slot = self.block.next_multiple_of(4096) + SLOT_BYTES;
-        let disk = self.on == On::Disk;
+        let disk = self.on == LoadTarget::Disk;
         Config {
             queues: self.queues,
             first_queues: usize::from(!disk),
@@ -148,11 +148,11 @@ impl Load {
         };
         let behind = args.len() + if let Data::Out(bytes) = data { bytes } else { 0 };
         let header = header(opcode.as_raw(), 0, node, behind, Caller { uid: 0, gid: 0, pid: 1 });
-        Ok(Template { form: Form::Fuse, request: [header.as_bytes(), &args].concat(), reply_args, data })
+        Ok(Template { form: RequestProtocol::Fuse, request: [header.as_bytes(), &args].concat(), reply_args, data })
     }
 
-    fn orders(&self, template: Template, seconds: Option<f64>, requests: Option<u64>, stall: Duration) -> Orders {
-        Orders {
+    fn orders(&self, template: Template, seconds: Option<f64>, requests: Option<u64>, stall: Duration) -> WorkerTask {
+        WorkerTask {
             template,
             depth: self.depth,
             sleep: self.sleep,
@@ -178,11 +178,11 @@ enum Ready {
 pub fn run(path: &Path, load: &Load) -> Result<Report> {
     let mut driver = Driver::connect(path, load.config())?;
     let (ready, size, template) = match &load.on {
-        On::File(name) => {
+        LoadTarget::File(name) => {
             let target = file::prepare(&mut driver, load, name)?;
             (Ready::File(target), target.size, load.template(name, target)?)
         }
-        On::Disk => {
+        LoadTarget::Disk => {
             let template = disk::template(load)?;
             (Ready::Disk, disk::prepare(&mut driver, load)?, template)
         }
@@ -204,27 +204,27 @@ pub fn run(path: &Path, load: &Load) -> Result<Report> {
     };
     let written = match (ready, load.op, load.verify) {
         (Ready::File(target), Op::Write, true) => Some(file::check_written(&mut driver, load, target)?),
-        (Ready::Disk, _, true) => Some(disk::check(&mut driver, lanes.iter().filter_map(Lane::ledger))?),
+        (Ready::Disk, _, true) => Some(disk::check(&mut driver, lanes.iter().filter_map(QueueLoad::ledger))?),
         _ => None,
     };
     Ok(Report::new(load, &tally, used, syscalls, written))
 }
 
-fn build(queues: &mut [Queue], load: &Load, orders: &Orders, size: u64) -> Result<Vec<Lane>> {
+fn build(queues: &mut [Queue], load: &Load, orders: &WorkerTask, size: u64) -> Result<Vec<QueueLoad>> {
     let lane = |(index, queue)| {
-        if load.on == On::Disk && load.verify {
+        if load.on == LoadTarget::Disk && load.verify {
             let ledger = Ledger::new(size, load.block as u64, index, load.queues);
             let cursor = ledger.cursor(load.random, index);
-            return Lane::new(queue, orders, cursor, Some(ledger));
+            return QueueLoad::new(queue, orders, cursor, Some(ledger));
         }
         let cursor = Cursor::new(size, load.block as u64, load.random, index, load.queues);
-        Lane::new(queue, orders, cursor, None)
+        QueueLoad::new(queue, orders, cursor, None)
     };
     queues.iter_mut().enumerate().map(lane).collect()
 }
 
 /// Runs all lanes on as many threads as asked for, with one server after another if the load is to survive that.
-fn drive(driver: &mut Driver, lanes: &mut [Lane], load: &Load, orders: &Orders) -> Result<Tally> {
+fn drive(driver: &mut Driver, lanes: &mut [QueueLoad], load: &Load, orders: &WorkerTask) -> Result<Tally> {
     let mut tally = Tally::new()?;
     let start = Instant::now();
     for (queue, lane) in driver.request_queues().iter_mut().zip(lanes.iter_mut()) {
@@ -250,9 +250,9 @@ fn drive(driver: &mut Driver, lanes: &mut [Lane], load: &Load, orders: &Orders) 
 /// Drives all lanes until they are done or the server is lost.
 fn turn(
     queues: &mut [Queue],
-    lanes: &mut [Lane],
+    lanes: &mut [QueueLoad],
     load: &Load,
-    orders: &Orders,
+    orders: &WorkerTask,
     start: Instant,
     tally: &mut Tally,
 ) -> Result<()> {
@@ -296,14 +296,14 @@ fn reattach(driver: &mut Driver, within: Duration) -> Result<()> {
 /// The same load again for a fixed number of requests, with the server's system calls counted.
 fn count(
     driver: &mut Driver,
-    lanes: &mut [Lane],
+    lanes: &mut [QueueLoad],
     load: &Load,
-    orders: &Orders,
+    orders: &WorkerTask,
     pid: u32,
     counter: Counter,
     requests: u64,
 ) -> Result<(Counter, Syscalls, u64)> {
-    let orders = Orders { seconds: None, requests: Some(requests.div_ceil(load.queues as u64)), ..orders.clone() };
+    let orders = WorkerTask { seconds: None, requests: Some(requests.div_ceil(load.queues as u64)), ..orders.clone() };
     let counting = Counting::start(pid, counter)?;
     let tally = drive(driver, lanes, load, &orders)?;
     Ok((counter, counting.finish()?, tally.requests))

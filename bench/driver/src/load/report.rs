@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::worker::Tally;
-use super::{Load, On, Op};
-use crate::measure::{Counter, Syscalls, ThreadUse, Use};
+use super::{Load, LoadTarget, Op};
+use crate::measure::{Counter, ResourceUsage, Syscalls, ThreadUse};
 
 /// What a load found.
 #[derive(Debug, Clone, Serialize)]
@@ -110,7 +110,7 @@ impl Report {
     pub(super) fn new(
         load: &Load,
         tally: &Tally,
-        used: Option<Use>,
+        used: Option<ResourceUsage>,
         syscalls: Option<(Counter, Syscalls, u64)>,
         blocks_written: Option<u64>,
     ) -> Self {
@@ -121,7 +121,7 @@ impl Report {
         let each = |count: u64| ratio(count, float(tally.requests));
         Self {
             op: load.op,
-            on: if load.on == On::Disk { "disk" } else { "file" },
+            on: if load.on == LoadTarget::Disk { "disk" } else { "file" },
             queues: load.queues,
             depth: load.depth,
             block,
@@ -168,7 +168,7 @@ impl Latency {
 }
 
 impl ServerReport {
-    fn new(used: Use, requests: u64) -> Self {
+    fn new(used: ResourceUsage, requests: u64) -> Self {
         let each = |value: f64| value / float(requests.max(1));
         Self {
             cpu_seconds: used.cpu_seconds,

@@ -23,14 +23,14 @@ const NO_STATUS: u32 = 0xff;
 
 /// The protocol of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum RequestProtocol {
     /// FUSE: headers on both sides, matched by `unique`.
     Fuse,
     /// virtio-blk: a header with a sector, one status byte at the end.
     Block,
 }
 
-impl Form {
+impl RequestProtocol {
     /// Bytes of the request's first descriptor.
     fn head_bytes(self, template: &Template) -> usize {
         match self {
@@ -63,7 +63,7 @@ pub(super) enum Data {
 #[derive(Debug, Clone)]
 pub(super) struct Template {
     /// The protocol.
-    pub(super) form: Form,
+    pub(super) form: RequestProtocol,
     /// Header and arguments.
     pub(super) request: Vec<u8>,
     /// Bytes of the reply's arguments.
@@ -83,7 +83,7 @@ pub(super) struct Answer {
 /// One request with its memory, used over and over.
 #[derive(Debug)]
 pub(super) struct Slot {
-    form: Form,
+    form: RequestProtocol,
     request: Buffer,
     reply: Buffer,
     data: Option<Buffer>,
@@ -126,8 +126,8 @@ impl Slot {
     pub(super) fn arm(&mut self, unique: u64, now_ns: u64) {
         (self.unique, self.sent_ns) = (unique, now_ns);
         match self.form {
-            Form::Fuse => self.request.store_u64(UNIQUE_AT, unique),
-            Form::Block => self.reply.store_u32(0, NO_STATUS),
+            RequestProtocol::Fuse => self.request.store_u64(UNIQUE_AT, unique),
+            RequestProtocol::Block => self.reply.store_u32(0, NO_STATUS),
         }
     }
 
@@ -136,8 +136,8 @@ impl Slot {
     pub(super) fn aim(&mut self, offset: u64) {
         self.offset = offset;
         match self.form {
-            Form::Fuse => self.request.store_u64(OFFSET_AT, offset),
-            Form::Block => self.request.store_u64(SECTOR_AT, offset / SECTOR_BYTES),
+            RequestProtocol::Fuse => self.request.store_u64(OFFSET_AT, offset),
+            RequestProtocol::Block => self.request.store_u64(SECTOR_AT, offset / SECTOR_BYTES),
         }
     }
 
@@ -145,12 +145,14 @@ impl Slot {
     #[inline]
     pub(super) fn check(&self, used_len: u32) -> std::result::Result<(), Answer> {
         let answer = match self.form {
-            Form::Fuse => {
+            RequestProtocol::Fuse => {
                 let (len, error) = (self.reply.load_u32(0), self.reply.load_u32(4));
                 Answer { len, error, unique: self.reply.load_u64(8) }
             }
             // The buffer is larger than its one byte; whatever else it holds is ours.
-            Form::Block => Answer { len: self.expected_len, error: self.reply.load_u32(0) & 0xff, unique: self.unique },
+            RequestProtocol::Block => {
+                Answer { len: self.expected_len, error: self.reply.load_u32(0) & 0xff, unique: self.unique }
+            }
         };
         let expected = Answer { len: self.expected_len, error: 0, unique: self.unique };
         if answer == expected && used_len == self.expected_len { Ok(()) } else { Err(answer) }
@@ -174,17 +176,17 @@ impl Slot {
     pub(super) fn explain(&self, answer: Answer, used_len: u32) -> String {
         let (Answer { len, error, unique }, expected) = (answer, self.expected_len);
         match self.form {
-            Form::Fuse => format!(
+            RequestProtocol::Fuse => format!(
                 "reply to the request at offset {}: error {}, length {len} (used: {used_len}, expected: {expected}), \
                  unique {unique} (expected: {})",
                 self.offset,
                 error.cast_signed(),
                 self.unique
             ),
-            Form::Block if error == NO_STATUS => {
+            RequestProtocol::Block if error == NO_STATUS => {
                 format!("the request at offset {} was given back without a status", self.offset)
             }
-            Form::Block => format!(
+            RequestProtocol::Block => format!(
                 "the request at offset {}: status {error}, used length {used_len} (expected: {expected})",
                 self.offset
             ),
@@ -212,7 +214,7 @@ fn chain(template: &Template, request: &Buffer, reply: &Buffer, data: Option<&Bu
     }
     if let Data::In(bytes) = template.data {
         // FUSE's header comes first, a disk's status last.
-        let at = if form == Form::Fuse { replies.len() } else { 0 };
+        let at = if form == RequestProtocol::Fuse { replies.len() } else { 0 };
         replies.insert(at, descriptor(data_at, bytes, WRITE));
         expected += bytes;
     }
@@ -231,7 +233,7 @@ mod tests {
         let buffer = |bytes| memory.alloc(bytes, 64).unwrap();
         let (request, reply, data) = (buffer(16), buffer(1), buffer(512));
         let shape = |way| {
-            let template = Template { form: Form::Block, request: vec![0; 16], reply_args: 0, data: way };
+            let template = Template { form: RequestProtocol::Block, request: vec![0; 16], reply_args: 0, data: way };
             let (chain, expected) = chain(&template, &request, &reply, Some(&data));
             let pieces: Vec<_> = chain.iter().map(|piece| (piece.addr, piece.len, piece.flags & WRITE != 0)).collect();
             (pieces, expected)

@@ -18,12 +18,12 @@ const POLLS_BEFORE_YIELD: u32 = 500;
 const POLLS_BEFORE_CHECK: u32 = 1 << 14;
 /// How long a sleeping worker waits before it looks whether the server is still there.
 const SLEEP_MS: i32 = 200;
-/// The longest latency that is told apart.
+/// The longest latency that is recorded exactly.
 const LATENCY_NS_MAX: u64 = 60_000_000_000;
 
 /// What a worker does.
 #[derive(Debug, Clone)]
-pub(super) struct Orders {
+pub(super) struct WorkerTask {
     pub(super) template: Template,
     pub(super) depth: usize,
     pub(super) sleep: bool,
@@ -82,7 +82,7 @@ impl Tally {
 
 /// What is asked over a queue. It outlives the connection.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct QueueLoad {
     slots: Vec<Slot>,
     /// Ring descriptor to slot.
     by_head: Vec<u16>,
@@ -94,9 +94,9 @@ pub(super) struct Lane {
     in_flight: usize,
 }
 
-impl Lane {
+impl QueueLoad {
     /// Builds the requests of a queue.
-    pub(super) fn new(queue: &mut Queue, orders: &Orders, cursor: Cursor, ledger: Option<Ledger>) -> Result<Self> {
+    pub(super) fn new(queue: &mut Queue, orders: &WorkerTask, cursor: Cursor, ledger: Option<Ledger>) -> Result<Self> {
         let make = |_| Slot::new(queue, &orders.template);
         let slots: Vec<_> = (0..orders.depth).map(make).collect::<Result<_>>()?;
         let mut by_head = vec![u16::MAX; queue.ring.size().into()];
@@ -112,7 +112,7 @@ impl Lane {
     }
 
     /// Sends the first requests.
-    pub(super) fn begin(&mut self, queue: &mut Queue, orders: &Orders) {
+    pub(super) fn begin(&mut self, queue: &mut Queue, orders: &WorkerTask) {
         queue.counters();
         queue.counters = Counters::default();
         self.left = orders.requests.unwrap_or(u64::MAX);
@@ -125,7 +125,7 @@ impl Lane {
 
     /// Sends slot `index` again.
     #[inline]
-    fn send(&mut self, queue: &mut Queue, index: usize, orders: &Orders, now_ns: u64) {
+    fn send(&mut self, queue: &mut Queue, index: usize, orders: &WorkerTask, now_ns: u64) {
         let unique = queue.next_unique();
         let slot = &mut self.slots[index];
         slot.arm(unique, now_ns);
@@ -152,7 +152,7 @@ impl Lane {
     fn turn(
         &mut self,
         queue: &mut Queue,
-        orders: &Orders,
+        orders: &WorkerTask,
         tally: &mut Tally,
         waiting: u16,
         now_ns: u64,
@@ -177,7 +177,7 @@ impl Lane {
     }
 
     #[inline]
-    fn judge(&mut self, index: usize, used_len: u32, orders: &Orders, tally: &mut Tally) {
+    fn judge(&mut self, index: usize, used_len: u32, orders: &WorkerTask, tally: &mut Tally) {
         let slot = &self.slots[index];
         let problem = match slot.check(used_len) {
             Err(answer) => Some(slot.explain(answer, used_len)),
@@ -195,7 +195,7 @@ impl Lane {
 }
 
 /// Compares what a READ brought.
-fn mismatch(slot: &Slot, orders: &Orders, ledger: Option<&Ledger>) -> Option<String> {
+fn mismatch(slot: &Slot, orders: &WorkerTask, ledger: Option<&Ledger>) -> Option<String> {
     let Data::In(bytes) = orders.template.data else { return None };
     let mut block = vec![0; bytes];
     slot.read_data(&mut block);
@@ -210,8 +210,8 @@ fn mismatch(slot: &Slot, orders: &Orders, ledger: Option<&Ledger>) -> Option<Str
 /// there. What was found holds also if it ends with an error.
 pub(super) fn run(
     queues: &mut [Queue],
-    lanes: &mut [Lane],
-    orders: &Orders,
+    lanes: &mut [QueueLoad],
+    orders: &WorkerTask,
     start: Instant,
     tally: &mut Tally,
 ) -> Result<()> {
@@ -224,8 +224,8 @@ pub(super) fn run(
 
 fn turns(
     queues: &mut [Queue],
-    lanes: &mut [Lane],
-    orders: &Orders,
+    lanes: &mut [QueueLoad],
+    orders: &WorkerTask,
     tally: &mut Tally,
     start: Instant,
     epoll: &Epoll,
@@ -272,7 +272,7 @@ fn turns(
 
 /// Passes the time until something is done.
 #[inline]
-fn rest(queues: &mut [Queue], orders: &Orders, idle: u32, epoll: &Epoll) -> Result<()> {
+fn rest(queues: &mut [Queue], orders: &WorkerTask, idle: u32, epoll: &Epoll) -> Result<()> {
     if !orders.sleep {
         if idle.is_multiple_of(POLLS_BEFORE_YIELD) {
             std::thread::yield_now();
@@ -299,7 +299,7 @@ fn rest(queues: &mut [Queue], orders: &Orders, idle: u32, epoll: &Epoll) -> Resu
     Ok(())
 }
 
-fn check_alive(queues: &[Queue], orders: &Orders, silent_ns: u64) -> Result<()> {
+fn check_alive(queues: &[Queue], orders: &WorkerTask, silent_ns: u64) -> Result<()> {
     if u128::from(silent_ns) > orders.stall.as_nanos() {
         return Err(Error::TimedOut(orders.stall));
     }

@@ -26,7 +26,7 @@ use crate::session;
 /// The table's name.
 pub const TABLE: &str = "vhost-blk";
 
-/// A peer that people ask for and that nobody can have here.
+/// A peer of interest that is not available here.
 const SPDK: &str = "spdk";
 const NO_SPDK: &str = "spdk: no package registry has its vhost server (bench/peers/README.md)";
 

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
-use ferry_driver::load::{Load, On, Op};
+use ferry_driver::load::{Load, LoadTarget, Op};
 use ferry_guest::Cache;
 
 use super::TABLE;
@@ -18,7 +18,7 @@ use super::systems::{Programs, System, Way, comma_doubled};
 use crate::line::{FERRY, Line};
 use crate::server::Server;
 use crate::stats::{self, Better};
-use crate::trouble::Trouble;
+use crate::trouble::Failures;
 use crate::{native, process};
 
 /// Blocks from one request of qemu-img's to the next where they are to look random: it meets all of a disk's.
@@ -86,7 +86,7 @@ pub struct Runner {
     effort: Effort,
     started: Instant,
     guests: Guests,
-    trouble: Trouble<(Client, System)>,
+    trouble: Failures<(Client, System)>,
     /// What qemu-img reached last, in requests per second.
     rates: BTreeMap<System, f64>,
 }
@@ -103,7 +103,7 @@ impl Runner {
             effort,
             started: Instant::now(),
             guests: Guests::default(),
-            trouble: Trouble::default(),
+            trouble: Failures::default(),
             rates: BTreeMap::new(),
         }
     }
@@ -172,7 +172,7 @@ impl Runner {
         let boot = || BlkGuest::boot(step.client, systems, cache, programs, files, cpus);
         let found = self.guests.get(step.client, boot).and_then(|guest| guest.fio(programs, able, step, runtime));
         found.unwrap_or_else(|error| {
-            // Nobody knows whose fault it is, and a guest that did not answer is of no use.
+            // The cause is unknown, and a guest that did not reply is useless.
             self.guests.lose();
             let reason = format!("{error:#}");
             able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect()
@@ -229,7 +229,7 @@ impl Runner {
 
     fn load(&self, step: Step, system: System) -> Load {
         Load {
-            on: On::Disk,
+            on: LoadTarget::Disk,
             size: Some(USED_MIB << 20),
             op: if step.write { Op::Write } else { Op::Read },
             queues: step.queues,

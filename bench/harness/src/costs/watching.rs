@@ -20,7 +20,7 @@ const TELL_TIME: Duration = Duration::from_secs(3);
 /// The unit of a process's times (USER_HZ, the same on all architectures that Linux has today but one).
 const TICK_MS: f64 = 10.0;
 
-/// Who is there: ours that watches, ours that does not, nobody.
+/// The server: Ferry that watches, Ferry that does not, or none.
 const WATCHES: [(&str, Option<&str>); 3] =
     [(FERRY, Some("always")), ("not-watching", Some("never")), ("no-server", None)];
 

@@ -38,7 +38,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         "bench/run virtiofs --dax mounts a file system for its data, and needs to be root"
     );
     let folder = cli.results();
-    // Before anything is measured: what cannot be read is told at once.
+    // Before any measurement, so that unreadable input is reported at once.
     let earlier = match &folder {
         Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
         _ => Vec::new(),

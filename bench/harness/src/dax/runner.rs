@@ -13,7 +13,7 @@ use super::{Files, TABLE};
 use crate::line::{FERRY, Line};
 use crate::rows::{Job, Row, Work};
 use crate::server::Programs;
-use crate::trouble::Trouble;
+use crate::trouble::Failures;
 
 /// How much of a reason is shown.
 const REASON_CHARS_MAX: usize = 600;
@@ -66,7 +66,7 @@ pub struct Runner {
     guest: Option<DaxGuest>,
     /// How many guests were lost, and why the last one.
     lost: (usize, String),
-    trouble: Trouble<System>,
+    trouble: Failures<System>,
     /// After what uses them.
     files: Files,
     /// The guest's kernel, once it has run.
@@ -94,7 +94,7 @@ impl Runner {
             started: Instant::now(),
             guest: None,
             lost: (0, String::new()),
-            trouble: Trouble::default(),
+            trouble: Failures::default(),
             files,
             kernel: None,
         }

@@ -23,14 +23,14 @@ const FILES_PER_ATTRIBUTE: usize = 200;
 const FILES_PER_LINK: usize = 50;
 
 /// Makes files, and counts them.
-struct Maker {
+struct TreeBuilder {
     noise: Noise,
     made: usize,
     folders: Vec<PathBuf>,
     last: Option<PathBuf>,
 }
 
-impl Maker {
+impl TreeBuilder {
     fn folder(&mut self, path: PathBuf) -> Result<PathBuf> {
         let new: Vec<_> = path.ancestors().take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
         fs::create_dir_all(&path).with_context(|| named(&path))?;
@@ -133,7 +133,7 @@ impl Maker {
 /// Makes a tree of about so many files.
 pub fn make(root: &Path, files: usize) -> Result<()> {
     let noise = Noise(0x2545_f491_4f6c_dd1d);
-    let mut maker = Maker { noise, made: 0, folders: Vec::new(), last: None };
+    let mut maker = TreeBuilder { noise, made: 0, folders: Vec::new(), last: None };
     let [git, node, python] = SHARES.map(|share| files * share / 100);
     maker.git(root, git)?;
     maker.node(root, node)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ferry_guest::Cache;
 
-use super::made::{Made, Programs};
+use super::made::{BuiltImage, Programs};
 use super::mounts::Tree;
 use super::rows::Walk;
 use super::systems::System;
@@ -36,17 +36,17 @@ pub struct Place {
     pub server_cpus: String,
 }
 
-/// A guest with the tree. It goes before its server, and that before what it serves.
+/// A guest with the tree. It is dropped before its server, and the server before the files.
 #[derive(Debug)]
-pub struct Visit {
+pub struct GuestWalk {
     agent: Agent,
     server: Server,
     _tree: Option<Tree>,
 }
 
-impl Visit {
+impl GuestWalk {
     /// Mounts and serves an image, and boots a guest with it.
-    pub fn begin(system: System, made: &Made, folder: &Path, programs: &Programs, place: &Place) -> Result<Self> {
+    pub fn begin(system: System, made: &BuiltImage, folder: &Path, programs: &Programs, place: &Place) -> Result<Self> {
         let socket = folder.join("guest.socket");
         let (server, tree) = match system.served() {
             Some(mounted) => {
@@ -81,7 +81,7 @@ impl Visit {
         done.with_context(|| format!("the server said last: {}", self.server.last_words()))
     }
 
-    /// Walks once; answers milliseconds, by the guest's clock.
+    /// Walks once; returns milliseconds, by the guest's clock.
     pub fn walk(&mut self, walk: Walk, found: Found) -> Result<f64> {
         let line = match walk {
             Walk::Ls => "ls -lR . >/dev/null",

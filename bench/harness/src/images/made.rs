@@ -28,11 +28,11 @@ pub struct Programs {
 
 /// What a program made of a tree.
 #[derive(Debug, Clone)]
-pub struct Made {
+pub struct BuiltImage {
     folder: PathBuf,
 }
 
-impl Made {
+impl BuiltImage {
     /// The image.
     pub fn image(&self) -> PathBuf {
         self.folder.join("image")
@@ -70,12 +70,17 @@ pub fn trace_of(tree: &Path) -> PathBuf {
 
 /// Makes an image in a folder, which is new each time. Answers how long the program took, and how long it took until all was on
 /// the disk.
-pub fn make(builder: Builder, tree: &Path, folder: PathBuf, programs: &Programs) -> Result<(Made, [Duration; 2])> {
+pub fn make(
+    builder: Builder,
+    tree: &Path,
+    folder: PathBuf,
+    programs: &Programs,
+) -> Result<(BuiltImage, [Duration; 2])> {
     if folder.exists() {
         std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
     }
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
-    let made = Made { folder };
+    let made = BuiltImage { folder };
     let words = command(builder, tree, &made, programs)?;
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]);
@@ -87,7 +92,7 @@ pub fn make(builder: Builder, tree: &Path, folder: PathBuf, programs: &Programs)
     Ok((made, [alone, started.elapsed()]))
 }
 
-fn command(builder: Builder, tree: &Path, made: &Made, programs: &Programs) -> Result<Vec<OsString>> {
+fn command(builder: Builder, tree: &Path, made: &BuiltImage, programs: &Programs) -> Result<Vec<OsString>> {
     let composefs = || programs.composefs.as_ref().context("there is no composefs");
     let erofs = || programs.erofs.as_ref().context("there is no erofs-utils");
     let (image, data): (OsString, OsString) = (made.image().into(), made.data().into());

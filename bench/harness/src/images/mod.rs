@@ -36,7 +36,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     ensure!(rustix::process::geteuid().is_root(), "bench/run {TABLE} mounts images and needs to be root");
     let cache = Cache::from_env()?;
     let folder = cli.results();
-    // Before anything is measured: what cannot be read is told at once.
+    // Before any measurement, so that unreadable input is reported at once.
     let earlier = match &folder {
         Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
         _ => Vec::new(),
@@ -136,7 +136,7 @@ fn peer_versions(cache: &Cache) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::rows::{Walk, Where};
+    use super::rows::{TreeLocation, Walk};
     use super::*;
     use clap::Parser;
 
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn rows_can_be_chosen() {
-        assert_eq!(works(&cli(&["--rows", "^stat walk warm$"])), [Work::Walk(Walk::Stat, Where::Root)]);
+        assert_eq!(works(&cli(&["--rows", "^stat walk warm$"])), [Work::Walk(Walk::Stat, TreeLocation::Root)]);
         assert_eq!(works(&cli(&["--rows", "size"])), [Work::Size]);
         assert_eq!(works(&cli(&[])).len(), rows::ALL.len());
         assert_eq!(works(&cli(&["--rows", "^guest"])).len(), 2);

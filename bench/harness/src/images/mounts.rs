@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
 
-use super::made::{Made, Programs};
-use super::systems::{Ahead, Device, System};
+use super::made::{BuiltImage, Programs};
+use super::systems::{Device, Prefetch, System};
 use crate::mounted::Mounted;
 use crate::process;
 
@@ -45,7 +45,7 @@ impl Tree {
     }
 
     /// Mounts an image in a folder below `folder`.
-    pub fn mount(system: System, made: &Made, folder: &Path, programs: &Programs) -> Result<Self> {
+    pub fn mount(system: System, made: &BuiltImage, folder: &Path, programs: &Programs) -> Result<Self> {
         let dir = folder.join(system.name().replace(' ', "-"));
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let mut tree = Self { dir: dir.clone(), server: None, mounts: Vec::new() };
@@ -148,15 +148,15 @@ impl Drop for Tree {
     fn drop(&mut self) {
         for dir in self.mounts.iter().rev() {
             if rustix::mount::unmount(dir, UnmountFlags::empty()).is_err() {
-                // Somebody is in it still; it goes when they do.
+                // A process still uses it; it is unmounted when that ends.
                 let _ = rustix::mount::unmount(dir, UnmountFlags::DETACH);
             }
         }
     }
 }
 
-fn read_ahead(ahead: Ahead, image: &Path) -> Result<()> {
-    if ahead == Ahead::Yes {
+fn read_ahead(ahead: Prefetch, image: &Path) -> Result<()> {
+    if ahead == Prefetch::Yes {
         let mut file = File::open(image).with_context(|| format!("cannot open {}", image.display()))?;
         std::io::copy(&mut file, &mut std::io::sink()).context("cannot read the image")?;
     }

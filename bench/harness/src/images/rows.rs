@@ -12,7 +12,7 @@ pub enum Work {
     /// How large they are.
     Size,
     /// Walking a tree.
-    Walk(Walk, Where),
+    Walk(Walk, TreeLocation),
     /// Reading a large file.
     Read,
     /// Reading blocks of it in no order.
@@ -32,7 +32,7 @@ pub enum Walk {
 
 /// Which tree is walked, and where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Where {
+pub enum TreeLocation {
     /// A tree like a distribution's root.
     Root,
     /// One like a developer's image.
@@ -45,15 +45,15 @@ pub enum Where {
 pub const ALL: [Work; 11] = [
     Work::Build,
     Work::Size,
-    Work::Walk(Walk::Ls, Where::Root),
-    Work::Walk(Walk::Stat, Where::Root),
+    Work::Walk(Walk::Ls, TreeLocation::Root),
+    Work::Walk(Walk::Stat, TreeLocation::Root),
     Work::Read,
     Work::Random,
     Work::Start,
-    Work::Walk(Walk::Ls, Where::Developer),
-    Work::Walk(Walk::Stat, Where::Developer),
-    Work::Walk(Walk::Ls, Where::Guest),
-    Work::Walk(Walk::Stat, Where::Guest),
+    Work::Walk(Walk::Ls, TreeLocation::Developer),
+    Work::Walk(Walk::Stat, TreeLocation::Developer),
+    Work::Walk(Walk::Ls, TreeLocation::Guest),
+    Work::Walk(Walk::Stat, TreeLocation::Guest),
 ];
 
 /// A figure of a run, and the row that it becomes.
@@ -83,26 +83,26 @@ impl Work {
         match self {
             Self::Build => &[(Figure::Build, "build"), (Figure::BuildSynced, "build and sync")],
             Self::Size => &[(Figure::Metadata, "image size"), (Figure::Whole, "image size with data")],
-            Self::Walk(Walk::Ls, Where::Root) => &[
+            Self::Walk(Walk::Ls, TreeLocation::Root) => &[
                 (Figure::Cold, "ls -lR cold"),
                 (Figure::MountedCold, "mount and ls -lR cold"),
                 (Figure::Warm, "ls -lR warm"),
             ],
-            Self::Walk(Walk::Stat, Where::Root) => &[
+            Self::Walk(Walk::Stat, TreeLocation::Root) => &[
                 (Figure::Cold, "stat walk cold"),
                 (Figure::MountedCold, "mount and stat walk cold"),
                 (Figure::Warm, "stat walk warm"),
             ],
-            Self::Walk(Walk::Ls, Where::Developer) => {
+            Self::Walk(Walk::Ls, TreeLocation::Developer) => {
                 &[(Figure::Cold, "developer ls -lR cold"), (Figure::Warm, "developer ls -lR warm")]
             }
-            Self::Walk(Walk::Stat, Where::Developer) => {
+            Self::Walk(Walk::Stat, TreeLocation::Developer) => {
                 &[(Figure::Cold, "developer stat walk cold"), (Figure::Warm, "developer stat walk warm")]
             }
-            Self::Walk(Walk::Ls, Where::Guest) => {
+            Self::Walk(Walk::Ls, TreeLocation::Guest) => {
                 &[(Figure::Cold, "guest ls -lR cold"), (Figure::Warm, "guest ls -lR warm")]
             }
-            Self::Walk(Walk::Stat, Where::Guest) => {
+            Self::Walk(Walk::Stat, TreeLocation::Guest) => {
                 &[(Figure::Cold, "guest stat walk cold"), (Figure::Warm, "guest stat walk warm")]
             }
             Self::Read => &[(Figure::Cold, "sequential read cold"), (Figure::Warm, "sequential read warm")],
@@ -120,7 +120,7 @@ impl Work {
         match self {
             // What is built is told apart by who does it.
             Self::Build | Self::Size => &[System::Ferry],
-            Self::Walk(_, Where::Guest) => &GUESTS,
+            Self::Walk(_, TreeLocation::Guest) => &GUESTS,
             Self::Walk(..) => &WALKED,
             Self::Read | Self::Random => &READ,
             Self::Start => &STARTED,
@@ -130,7 +130,7 @@ impl Work {
     /// The tree that it is about.
     pub fn tree(self) -> Kind {
         match self {
-            Self::Walk(_, Where::Developer | Where::Guest) => Kind::Developer,
+            Self::Walk(_, TreeLocation::Developer | TreeLocation::Guest) => Kind::Developer,
             _ => Kind::Root,
         }
     }

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use super::made::{self, Made, Programs};
+use super::made::{self, BuiltImage, Programs};
 use super::mounts::Tree;
-use super::rows::{Figure, Walk, Where, Work};
+use super::rows::{Figure, TreeLocation, Walk, Work};
 use super::systems::{BUILDERS, Builder, System};
 use super::tree::Kind;
 use super::walk::{self, Found};
@@ -20,7 +20,7 @@ use super::{TABLE, guest};
 use crate::data::Noise;
 use crate::line::{FERRY, Line};
 use crate::stats;
-use crate::trouble::Trouble;
+use crate::trouble::Failures;
 
 /// The large file's name in its own tree.
 const LARGE: &str = "large";
@@ -82,16 +82,16 @@ pub struct Runner {
     programs: Programs,
     folder: PathBuf,
     effort: Effort,
-    made: BTreeMap<(Kind, Builder), Made>,
+    made: BTreeMap<(Kind, Builder), BuiltImage>,
     /// The image with the large file in it.
-    large: Option<Made>,
+    large: Option<BuiltImage>,
     /// What a program reads when it starts, below the tree.
     started: Vec<PathBuf>,
     /// What every walk has to find.
     found: BTreeMap<Kind, Found>,
     /// Where guests run, or why none does.
     guests: std::result::Result<guest::Place, String>,
-    trouble: Trouble<&'static str>,
+    trouble: Failures<&'static str>,
 }
 
 impl Runner {
@@ -102,7 +102,7 @@ impl Runner {
         effort: Effort,
         guests: std::result::Result<guest::Place, String>,
     ) -> Self {
-        let (made, trouble) = (BTreeMap::new(), Trouble::default());
+        let (made, trouble) = (BTreeMap::new(), Failures::default());
         Self {
             programs,
             folder,
@@ -210,7 +210,7 @@ impl Runner {
     }
 
     /// What a builder made, which is built when nobody has yet.
-    fn made(&mut self, kind: Kind, builder: Builder) -> Result<Made> {
+    fn made(&mut self, kind: Kind, builder: Builder) -> Result<BuiltImage> {
         if !self.made.contains_key(&(kind, builder)) {
             self.build(kind, builder)?;
         }
@@ -267,9 +267,9 @@ impl Runner {
         // The programs themselves are not to be read from the disk while they are measured.
         look_at_programs(&self.programs, &self.folder);
         let started = Instant::now();
-        if let (Work::Walk(walk, Where::Guest), Some(made)) = (work, &made) {
+        if let (Work::Walk(walk, TreeLocation::Guest), Some(made)) = (work, &made) {
             let place = self.guests.as_ref().map_err(|error| anyhow!("{error}"))?;
-            let mut visit = guest::Visit::begin(system, made, &self.folder, &self.programs, place)?;
+            let mut visit = guest::GuestWalk::begin(system, made, &self.folder, &self.programs, place)?;
             let found = *self.found.get(&work.tree()).context("there is no tree")?;
             return Ok(vec![(Figure::Cold, visit.walk(walk, found)?), (Figure::Warm, visit.walk(walk, found)?)]);
         }

@@ -13,7 +13,7 @@ pub enum Device {
 
 /// Whether the metadata is read, one piece after the other, before the mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Ahead {
+pub enum Prefetch {
     /// Left to the kernel.
     No,
     /// All of it, as `ferry image mount` does.
@@ -34,13 +34,13 @@ pub enum System {
     /// The same image by our FUSE export.
     FerryComposefsFuse,
     /// mount.composefs: EROFS and overlayfs.
-    Composefs(Ahead),
+    Composefs(Prefetch),
     /// The composefs image and overlayfs by hand, to choose what the image is mounted from.
     Overlay(Device),
     /// One image with metadata and data, by mkfs.erofs.
     Full(Device),
     /// Metadata with an index of chunks, and a blob with the data, by mkfs.erofs.
-    Blob(Device, Ahead),
+    Blob(Device, Prefetch),
     /// Our virtio-fs device in a guest.
     FerryGuest,
     /// virtiofsd in front of mount.composefs, in a guest.
@@ -54,18 +54,18 @@ pub enum System {
 /// Those that are walked, in the order in which they take turns.
 pub const WALKED: [System; 14] = [
     System::Ferry,
-    System::Composefs(Ahead::No),
-    System::Blob(Device::File, Ahead::No),
+    System::Composefs(Prefetch::No),
+    System::Blob(Device::File, Prefetch::No),
     System::FerryFuse,
     System::FerryComposefs,
     System::FerryComposefsFuse,
     System::Overlay(Device::File),
     System::Full(Device::File),
-    System::Composefs(Ahead::Yes),
-    System::Blob(Device::File, Ahead::Yes),
+    System::Composefs(Prefetch::Yes),
+    System::Blob(Device::File, Prefetch::Yes),
     System::Overlay(Device::Loop),
     System::Full(Device::Loop),
-    System::Blob(Device::Loop, Ahead::No),
+    System::Blob(Device::Loop, Prefetch::No),
     System::Bare,
 ];
 
@@ -79,9 +79,9 @@ pub const READ: [System; 3] = [System::FerryFuse, System::Bare, System::Ferry];
 pub const STARTED: [System; 6] = [
     System::Ferry,
     System::FerryOrdered,
-    System::Composefs(Ahead::No),
+    System::Composefs(Prefetch::No),
     System::FerryFuse,
-    System::Blob(Device::File, Ahead::Yes),
+    System::Blob(Device::File, Prefetch::Yes),
     System::Bare,
 ];
 
@@ -123,16 +123,16 @@ impl System {
             Self::FerryFuse => "flat fuse",
             Self::FerryComposefs => "composefs layout",
             Self::FerryComposefsFuse => "composefs layout fuse",
-            Self::Composefs(Ahead::No) => "composefs",
-            Self::Composefs(Ahead::Yes) => "composefs-ahead",
+            Self::Composefs(Prefetch::No) => "composefs",
+            Self::Composefs(Prefetch::Yes) => "composefs-ahead",
             Self::Overlay(Device::File) => "erofs-overlay",
             Self::Overlay(Device::Loop) => "erofs-overlay-loop",
             Self::Full(Device::File) => "erofs-full",
             Self::Full(Device::Loop) => "erofs-full-loop",
-            Self::Blob(Device::File, Ahead::No) => "erofs-blob",
-            Self::Blob(Device::File, Ahead::Yes) => "erofs-blob-ahead",
-            Self::Blob(Device::Loop, Ahead::No) => "erofs-blob-loop",
-            Self::Blob(Device::Loop, Ahead::Yes) => "erofs-blob-loop-ahead",
+            Self::Blob(Device::File, Prefetch::No) => "erofs-blob",
+            Self::Blob(Device::File, Prefetch::Yes) => "erofs-blob-ahead",
+            Self::Blob(Device::Loop, Prefetch::No) => "erofs-blob-loop",
+            Self::Blob(Device::Loop, Prefetch::Yes) => "erofs-blob-loop-ahead",
             Self::FerryGuest => "flat virtiofs",
             Self::ComposefsGuest => "virtiofsd-composefs",
             Self::BlobGuest => "virtiofsd-erofs-blob",
@@ -156,8 +156,8 @@ impl System {
     /// In a guest: what virtiofsd serves. Our device needs no mount.
     pub fn served(self) -> Option<Self> {
         match self {
-            Self::ComposefsGuest => Some(Self::Composefs(Ahead::No)),
-            Self::BlobGuest => Some(Self::Blob(Device::File, Ahead::No)),
+            Self::ComposefsGuest => Some(Self::Composefs(Prefetch::No)),
+            Self::BlobGuest => Some(Self::Blob(Device::File, Prefetch::No)),
             _ => None,
         }
     }

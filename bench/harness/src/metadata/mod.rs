@@ -36,7 +36,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         return Ok(code);
     }
     let folder = cli.results();
-    // Before anything is measured: what cannot be read is told at once.
+    // Before any measurement, so that unreadable input is reported at once.
     let earlier = match &folder {
         Some(folder) if cli.add => earlier::read(folder, TABLE, known_row)?,
         _ => Vec::new(),

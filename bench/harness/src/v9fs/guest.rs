@@ -33,7 +33,7 @@ const UML_MODULES: [&str; 4] = ["fs/netfs/netfs", "net/9p/9pnet", "net/9p/9pnet_
 
 /// How the guest reaches what is outside.
 #[derive(Debug)]
-enum Reach {
+enum GuestTransport {
     /// Servers on the other end of a tap device.
     Tcp { servers: Box<TcpServers>, _tap: Tap },
     /// Our server as devices, or why they are not there.
@@ -44,7 +44,7 @@ enum Reach {
 #[derive(Debug)]
 pub struct V9fsGuest {
     agent: Agent,
-    reach: Reach,
+    reach: GuestTransport,
     /// Of its root and its disk.
     others: Vec<Process>,
     /// Whether it has the disk, or why not.
@@ -93,23 +93,23 @@ impl V9fsGuest {
                     "mount -t ext4 /dev/vda {dir} && dd if=/dev/zero of={dir}/{file} bs=1M count={mib} conv=fsync"
                 ))
             }
-            (System::Kernel(server, cache), Reach::Tcp { servers, .. }) => {
+            (System::Kernel(server, cache), GuestTransport::Tcp { servers, .. }) => {
                 let address = servers.address(server, route)?;
                 // Ours names what is below its source, diod what it exports.
                 let share = if server == Server::Ferry { Path::new("/") } else { share };
                 Ok(systems::tcp_mount(cache, share, address, dir))
             }
-            (System::Client(way), Reach::Tcp { servers, .. }) => {
+            (System::Client(way), GuestTransport::Tcp { servers, .. }) => {
                 let address = servers.address(Server::Ferry, route)?;
                 let words = systems::client(programs, way, address, Path::new(dir));
                 Ok(words.iter().map(|word| shell_word(Path::new(word))).collect::<Vec<_>>().join(" "))
             }
-            (System::Kernel(Server::Ferry, cache), Reach::Virtio(device)) => {
+            (System::Kernel(Server::Ferry, cache), GuestTransport::Virtio(device)) => {
                 device.as_ref().map_err(|reason| anyhow!("{reason}"))?;
                 Ok(systems::virtio_mount(cache, Server::Ferry, dir))
             }
-            (System::Kernel(server, cache), Reach::Virtio(_)) => Ok(systems::virtio_mount(cache, server, dir)),
-            (System::Client(_), Reach::Virtio(_)) => Err(anyhow!("the guest has no network")),
+            (System::Kernel(server, cache), GuestTransport::Virtio(_)) => Ok(systems::virtio_mount(cache, server, dir)),
+            (System::Client(_), GuestTransport::Virtio(_)) => Err(anyhow!("the guest has no network")),
         }
     }
 
@@ -172,22 +172,22 @@ impl V9fsGuest {
     }
 
     fn take(&self, server: Server) -> Result<Messages> {
-        let link = if let Reach::Tcp { servers, .. } = &self.reach { servers.counting(server) } else { None };
+        let link = if let GuestTransport::Tcp { servers, .. } = &self.reach { servers.counting(server) } else { None };
         link.and_then(super::link::Link::take).ok_or_else(|| anyhow!("nothing counts its messages"))
     }
 
     /// See [`TcpServers::last_words`].
     pub fn last_words(&mut self) -> String {
         match &mut self.reach {
-            Reach::Tcp { servers, .. } => servers.last_words(),
-            Reach::Virtio(Ok(devices)) => {
+            GuestTransport::Tcp { servers, .. } => servers.last_words(),
+            GuestTransport::Virtio(Ok(devices)) => {
                 let dead = devices.iter_mut().filter_map(|device| {
                     let words = device.last_words();
                     (!device.is_alive()).then(|| format!("ferry has ended; it said last: {words}"))
                 });
                 dead.collect::<Vec<_>>().join("; ")
             }
-            Reach::Virtio(Err(_)) => String::new(),
+            GuestTransport::Virtio(Err(_)) => String::new(),
         }
     }
 }
@@ -203,7 +203,7 @@ fn load(program: &Path, step: Step, jobs: &[Job], runtime: Duration) -> String {
 }
 
 /// How a guest reaches servers, what else it has, whether it has the disk, and the line that prepares it.
-type Equipped = (Reach, Vec<Process>, Result<(), String>, String);
+type Equipped = (GuestTransport, Vec<Process>, Result<(), String>, String);
 
 /// Equips a User-mode Linux guest: a tap device, our disk.
 fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpus: &Cpus) -> Result<Equipped> {
@@ -229,7 +229,7 @@ fn tcp(guest: &mut Guest, cache: &Cache, programs: &Programs, files: &Files, cpu
         let _ = write!(prepare, "$b insmod {module}; ");
     }
     let _ = write!(prepare, "$b ip addr add {}/30 dev vec0; $b ip link set vec0 up; set +e", tap.guest());
-    Ok((Reach::Tcp { servers: Box::new(servers), _tap: tap }, others, disk, prepare))
+    Ok((GuestTransport::Tcp { servers: Box::new(servers), _tap: tap }, others, disk, prepare))
 }
 
 /// Equips a QEMU guest: our device, QEMU's own, QEMU's disk.
@@ -264,5 +264,5 @@ fn virtio(guest: &mut Guest, programs: &Programs, files: &Files, cpus: &Cpus) ->
         words.extend(["-device".into(), "virtio-blk-pci,drive=disk,iothread=disk".into()]);
     }
     guest.qemu_args = words.into_iter().map(OsString::from).collect();
-    Ok((Reach::Virtio(devices), vec![root], files.disk.clone().map(|_| ()), "true".into()))
+    Ok((GuestTransport::Virtio(devices), vec![root], files.disk.clone().map(|_| ()), "true".into()))
 }

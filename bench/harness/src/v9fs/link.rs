@@ -89,7 +89,7 @@ fn join(client: &TcpStream, server: SocketAddr, delay: Duration, counter: Counte
 
 /// Carries one direction, by two threads.
 fn carry(mut from: TcpStream, mut to: TcpStream, delay: Duration, side: Side, counter: Counter) {
-    let under_way = Arc::new(UnderWay::default());
+    let under_way = Arc::new(DelayedData::default());
     let counted = counter.clone();
     let count = move |frames: &mut Frames, bytes: &[u8]| {
         if let Some((tally, connection)) = &counter {
@@ -144,12 +144,12 @@ struct Pieces {
 
 /// What one side sent and the other has not got.
 #[derive(Debug, Default)]
-struct UnderWay {
+struct DelayedData {
     pieces: Mutex<Pieces>,
     changed: Condvar,
 }
 
-impl UnderWay {
+impl DelayedData {
     fn push(&self, due: Instant, piece: Vec<u8>) {
         let mut pieces = lock(&self.pieces);
         while pieces.bytes > UNDER_WAY_BYTES_MAX && !pieces.ended {

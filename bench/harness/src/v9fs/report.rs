@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::TABLE;
 use super::fio::FILE_MIB;
 use super::rows::{self, Place, Step};
-use crate::line::{FERRY, Line, Sent};
+use crate::line::{FERRY, Line, MessageCounts};
 use crate::machine::Machine;
 use crate::parts::{self, find};
 use crate::target::{self, Target};
@@ -133,7 +133,7 @@ fn head(out: &mut String, machine: &Machine, lines: &[Line]) {
         out,
         "* fio, psync, one thread, a file of {FILE_MIB} MiB that exists, each system its own; a run ends with the file or \
          after half a second, and with fsync, which counts. Before each run the client's caches are dropped; our client is \
-         mounted anew. The servers' files are in memory, so no disk is measured. Where every page takes a round trip of its own \
+         mounted anew. The servers' files are in memory, so no disk is measured. TreeLocation every page takes a round trip of its own \
          (`page-at-a-time`, and all random writes of 4 KiB with a delay), a run writes 16, 2 or 1 MiB: with no delay, 1 and 10 ms.\n\
          * `pipelined` is `ferry mount 9p:tcp:...` as it is by default, `coalesced` the same with one message under way, \
          `page-at-a-time` with one message under way that has room for a page. `v9fs-none` and `v9fs-loose` are Linux's \
@@ -225,7 +225,7 @@ fn messages(out: &mut String, lines: &[Line]) {
             if shown.contains(&(&line.row, name.clone())) {
                 continue;
             }
-            let Sent { messages_per_mib, bytes_per_message, in_flight_mean, in_flight_most } = sent;
+            let MessageCounts { messages_per_mib, bytes_per_message, in_flight_mean, in_flight_most } = sent;
             let bytes = bytes_per_message.map_or("-".into(), |bytes| bytes.to_string());
             let _ = writeln!(
                 out,
@@ -257,7 +257,12 @@ mod tests {
             line("uml read 4K", LOOSE, &[(FERRY, 150.0), ("diod", 100.0), ("virtio-blk", 200.0)]),
             line("qemu write 1M", NONE, &[(FERRY, 150.0), ("qemu-9p", 100.0), ("virtio-blk", 200.0)]),
         ];
-        let sent = Sent { messages_per_mib: 1.1, bytes_per_message: Some(1e6), in_flight_mean: 1.0, in_flight_most: 2 };
+        let sent = MessageCounts {
+            messages_per_mib: 1.1,
+            bytes_per_message: Some(1e6),
+            in_flight_mean: 1.0,
+            in_flight_most: 2,
+        };
         lines[0].messages.insert(FERRY.into(), sent);
         lines[0].messages.insert("page-at-a-time".into(), sent);
         lines

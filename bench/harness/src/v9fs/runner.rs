@@ -14,9 +14,9 @@ use super::place::{Cpus, Files, Route};
 use super::rows::{Place, Step};
 use super::systems::{Programs, System};
 use super::{TABLE, UNIT};
-use crate::line::{FERRY, Line, Sent};
+use crate::line::{FERRY, Line, MessageCounts};
 use crate::stats::{self, Better};
-use crate::trouble::Trouble;
+use crate::trouble::Failures;
 
 /// How long each thing takes.
 #[derive(Debug, Clone, Copy)]
@@ -74,7 +74,7 @@ pub struct Runner {
     side: Option<(Place, Result<Side, String>)>,
     /// After what uses them.
     files: Files,
-    trouble: Trouble<(Place, System)>,
+    trouble: Failures<(Place, System)>,
     /// Kernels of the guests that ran.
     kernels: BTreeMap<Place, String>,
 }
@@ -90,7 +90,7 @@ impl Runner {
             started: Instant::now(),
             side: None,
             files,
-            trouble: Trouble::default(),
+            trouble: Failures::default(),
             kernels: BTreeMap::new(),
         }
     }
@@ -144,7 +144,7 @@ impl Runner {
             Some((_, Ok(Side::Guest(guest)))) if !able.is_empty() => {
                 let found = guest.fio(programs, &files.share, (step, able, route), runtime);
                 with_words(found, || guest.last_words()).unwrap_or_else(|error| {
-                    // Nobody knows whose fault it is, and a guest that did not answer is of no use.
+                    // The cause is unknown, and a guest that did not reply is useless.
                     self.side = None;
                     let reason = format!("{error:#}");
                     able.iter().map(|system| (*system, Err(anyhow!("{reason}")))).collect()
@@ -175,7 +175,7 @@ impl Runner {
     }
 
     /// Messages, in runs of their own. A count that fails leaves the figures as they are.
-    fn count(&mut self, step: Step, samples: &Samples) -> BTreeMap<System, Result<Sent>> {
+    fn count(&mut self, step: Step, samples: &Samples) -> BTreeMap<System, Result<MessageCounts>> {
         let (programs, files, runtime) = (&self.programs, &self.files, self.effort.counting);
         let systems = samples.keys().copied().filter(|system| *system != System::VirtioBlk);
         let mut count = |system: System| {
@@ -214,9 +214,9 @@ fn with_words<T>(found: Result<T>, words: impl FnOnce() -> String) -> Result<T> 
 }
 
 #[allow(clippy::cast_precision_loss)] // Messages of a run of half a second.
-fn sent(sample: Sample, messages: Messages) -> Sent {
+fn sent(sample: Sample, messages: Messages) -> MessageCounts {
     let data = messages.data_requests as f64;
-    Sent {
+    MessageCounts {
         messages_per_mib: stats::round(messages.requests as f64 / sample.mib),
         bytes_per_message: (data > 0.0).then(|| stats::round(messages.data_bytes as f64 / data)),
         in_flight_mean: stats::round(messages.in_flight_mean),
@@ -230,7 +230,7 @@ fn line(
     ours: System,
     kernel: Option<&str>,
     samples: &Samples,
-    counted: &BTreeMap<System, Result<Sent>>,
+    counted: &BTreeMap<System, Result<MessageCounts>>,
 ) -> Line {
     let mut line = Line::new(TABLE, step.name(), ours.name(), UNIT, Better::Higher);
     line.note = step.place.note(kernel);

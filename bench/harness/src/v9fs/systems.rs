@@ -39,7 +39,7 @@ impl Way {
     }
 }
 
-/// Who answers the kernel's client.
+/// The server of the kernel's client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Server {
     /// Ours.

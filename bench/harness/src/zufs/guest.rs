@@ -51,7 +51,7 @@ impl NvdimmGuest {
             socket: folder.join("root"),
             config: Config::Auto,
             queues: None,
-            // Nobody is bound to a CPU in this table.
+            // No process is bound to a CPU in this table.
             cpus: &format!("0-{}", std::thread::available_parallelism().map_or(0, |cpus| cpus.get() - 1)),
             logs: false,
         };

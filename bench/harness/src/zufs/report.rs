@@ -115,7 +115,7 @@ fn over_threads(lines: &[Line], system: System) -> Vec<(usize, f64, Option<f64>)
     THREADS.into_iter().filter_map(of).collect()
 }
 
-/// Systems whose curves nobody misses are left out of the picture: it is full enough.
+/// Less important systems are left out of the picture, so that it stays readable.
 fn curves(lines: &[Line]) -> Vec<Curve> {
     let shown = DATA.into_iter().filter(|system| {
         !matches!(system, System::Libfuse(Files::Mem, Flavour::Splice) | System::Ferry(Files::Mem, Way::Devfuse))

@@ -18,7 +18,7 @@ pub enum Way {
     Uring,
     /// /dev/fuse.
     Devfuse,
-    /// The kernel takes data from the backing file by itself.
+    /// The kernel reads data from the backing file itself.
     Passthrough,
 }
 

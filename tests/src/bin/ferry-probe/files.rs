@@ -334,7 +334,7 @@ fn flags_ioctl(dir: &Path) {
     let appended = File::options().append(true).open(&path).and_then(|mut file| file.write_all(b"y"));
     ioctl_setflags(&file, before | IFlags::IMMUTABLE).unwrap();
     let removed = fs::remove_file(&path);
-    // Whatever came out: the flags go first, for nobody else can remove the file.
+    // Whatever the result, the flags are cleared first: otherwise the file cannot be removed.
     ioctl_setflags(&file, before).unwrap();
     appended.unwrap();
     assert_eq!(errno(removed), libc::EPERM);
@@ -395,7 +395,7 @@ fn open_flags(dir: &Path) {
     assert_eq!(errno(File::options().write(true).open(dir)), libc::EISDIR);
     let by_path = openat(CWD, &path, OFlags::PATH, Mode::empty()).unwrap();
     assert_eq!(errno(rustix::io::read(&by_path, &mut [0])), libc::EBADF);
-    // Created without a right for anybody, and still writable through what created it.
+    // Created without permissions, and still writable through the descriptor that created it.
     let closed = File::from(openat(CWD, dir.join("closed"), OFlags::CREATE | OFlags::RDWR, Mode::empty()).unwrap());
     closed.write_all_at(b"x", 0).unwrap();
 }

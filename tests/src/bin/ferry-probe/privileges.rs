@@ -93,7 +93,7 @@ fn suid_cleared_by_chown(dir: &Path) {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o2766)).unwrap();
     chown(&path, Some(NOBODY), None).unwrap();
     assert_eq!(mode(&path), 0o2766);
-    // Somebody who gives a file a group that he is not in loses sgid.
+    // Changing a file's group to one that the caller is not in clears sgid.
     let own = dir.join("own");
     fs::write(&own, "").unwrap();
     chown(&own, Some(NOBODY), Some(12_345)).unwrap();
@@ -133,7 +133,7 @@ fn idmapped_mount(dir: &Path) {
     for name in ["theirs", "file", "folder", "link", "fifo"] {
         assert_eq!((stored(name), shown(name)), (STORED, SHOWN), "{name}");
     }
-    // Who has the number of the file system is somebody else here.
+    // The user with the number of the file system is another one here.
     become_user(STORED, STORED, &[], || {
         assert_eq!(errno(open("theirs", OFlags::RDONLY)), libc::EACCES);
         assert_eq!(errno(open("theirs-too", OFlags::CREATE | OFlags::WRONLY)), libc::EOVERFLOW);

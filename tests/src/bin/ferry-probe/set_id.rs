@@ -30,7 +30,7 @@ fn as_member<T: Send>(run: impl FnOnce() -> T + Send) -> T {
     become_user(MEMBER, GROUP, &[], run)
 }
 
-/// What is left of a mode (Linux's `setattr_should_drop_suidgid`) for somebody without `CAP_FSETID`.
+/// What is left of a mode (Linux's `setattr_should_drop_suidgid`) for a caller without `CAP_FSETID`.
 fn kept(mode: u32, is_member: bool) -> u32 {
     let keeps_sgid = mode & 0o010 == 0 && is_member;
     mode & !(0o4000 | if keeps_sgid { 0 } else { 0o2000 })
@@ -62,7 +62,7 @@ fn rules(dir: &Path, changes: &[Change]) {
     assert!(wrong.is_empty(), "{wrong:?}");
 }
 
-/// A change of owner takes suid from everybody, and sgid as any other change, from root too where it is a privilege.
+/// A change of owner clears suid for all callers, and sgid as any other change; for root too where it is a privilege.
 fn chowned(dir: &Path) {
     let path = dir.join("file");
     for before in MODES {
@@ -100,7 +100,7 @@ fn euid(program: &Path) -> u32 {
         .unwrap_or_else(|_| panic!("{}: {said}{}", output.status, String::from_utf8_lossy(&output.stderr)))
 }
 
-/// A program of root's that anybody may change and run as root.
+/// A program of root that all users may change and run as root.
 fn program(path: &Path) {
     fs::copy("/usr/bin/id", path).unwrap();
     fs::set_permissions(path, fs::Permissions::from_mode(0o4777)).unwrap();
@@ -163,7 +163,7 @@ const MAPPINGS: &[Change] = &[("mmap", |path| {
     map.sync();
 })];
 
-/// A set-id program is changed by somebody else, and run at once.
+/// A set-id program is changed by another user, and run at once.
 fn executed(dir: &Path, changes: &[Change], expected: u32) {
     let mut wrong = Vec::new();
     for (name, change) in changes {

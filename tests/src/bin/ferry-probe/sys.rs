@@ -14,7 +14,7 @@ use rustix::mount::{OpenTreeFlags, open_tree};
 use rustix::process::{Gid, Uid};
 use rustix::thread::UnshareFlags;
 
-/// The user that checks use as "somebody else".
+/// The user that checks use as another user.
 pub const NOBODY: u32 = 65534;
 
 /// Runs something as another user, with these groups beside the first one; without any capability.
@@ -66,7 +66,7 @@ pub fn vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, and nobody else's.
+    // SAFETY: it is open, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: sockaddr_vm is plain data.
     let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
@@ -142,7 +142,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own, and nobody uses it any more.
+        // SAFETY: the mapping belongs to this value, and is no longer used.
         let _ = unsafe { rustix::mm::munmap(self.at.cast(), self.len) };
     }
 }
