@@ -18,7 +18,7 @@ pub enum Cache {
     Auto,
     /// Names and attributes as for [`Self::Always`], data not at all.
     Metadata,
-    /// Everything, until the client drops it or is told of a change, as it must be of all others'.
+    /// Everything, until the client drops it or is told of a change: for a source whose other changes it is told of.
     Always,
 }
 

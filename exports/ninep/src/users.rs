@@ -13,7 +13,7 @@ pub enum Users {
     /// the source, such as a virtual machine.
     #[default]
     Client,
-    /// Only these users may attach, with the permissions of a local process of theirs.
+    /// Only these users may attach, and the server checks them as local processes: root may do anything.
     Only(Vec<Identity>),
     /// All clients are this user, whose permissions the server checks.
     Squash {
