@@ -140,6 +140,7 @@ mod name;
 mod names;
 mod ratelimited_log;
 mod removal;
+pub mod sync;
 mod types;
 
 pub use acl::mode_without_acl;

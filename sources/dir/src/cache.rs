@@ -8,10 +8,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Ino, Result};
 use rustix::process::Resource;
 
-use crate::table::{Inode, PathFd, Table, lock};
+use crate::table::{Inode, PathFd, Table};
 
 /// The fraction of descriptors reserved for open files, sockets and guest memory.
 const RESERVE_PART: u64 = 4;
@@ -49,8 +50,8 @@ struct Clock {
 #[derive(Debug)]
 pub(crate) struct Cache {
     budget: usize,
-    /// The maximum descriptor number of a client's file. The kernel assigns the lowest free number, so the number shows
-    /// how many are in use.
+    /// The maximum descriptor number of a client's file. The kernel assigns the lowest free one, so it shows how many
+    /// exist.
     number_max: RawFd,
     /// The last client file exceeded that.
     tight: AtomicBool,

@@ -111,8 +111,7 @@ impl Creds {
             return Ok(false);
         }
         let groups = rustix::process::getgroups()?;
-        // Groups without a mapping cannot be compared here; the server's owner compared them before it entered the
-        // namespace.
+        // Groups without a mapping cannot be compared here; the owner compared them before entering the namespace.
         let is_unnamed = |gid: u32| self.partial_map && gid == UNNAMED && !cx.groups.is_empty();
         let may_have = |gid: u32| gid == cx.gid || cx.groups.contains(&gid) || is_unnamed(gid);
         Ok(groups.iter().all(|gid| may_have(gid.as_raw())))

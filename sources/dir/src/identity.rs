@@ -177,7 +177,6 @@ impl Dir {
         self.identify_at(inode, &self.path_of(inode)?, within)
     }
 
-    /// Returns the identity of an inode at this path.
     pub(crate) fn identify_at(&self, inode: &Arc<Inode>, path: &[u8], within: IdentityScope) -> Result<Vec<u8>> {
         let mode = inode.found.kind.as_raw_mode();
         let handle = match within {

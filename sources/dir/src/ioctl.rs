@@ -19,8 +19,7 @@ use crate::io::Open;
 use crate::resolve::statx;
 use crate::sys::{self, FileIoctl, IOCTL_BYTES_MAX};
 
-/// The commands with the numbers of a 64-bit kernel. The kernel takes an `int` for the flags, although the numbers say
-/// `long`.
+/// The commands by number (64 bits). The kernel takes an `int` for the flags, although the numbers say `long`.
 const COMMANDS: [(u32, FileIoctl); 4] = [
     (0x8008_6601, FileIoctl::GetFlags),
     (0x4008_6602, FileIoctl::SetFlags),

@@ -115,8 +115,7 @@ pub use crate::watch::{OwnChanges, WatchError, can_watch};
 pub struct Options {
     /// Refuse every change.
     pub read_only: bool,
-    /// Report other host file systems below the directory as submounts ([`Attr::submount`]), so that inode numbers are
-    /// unique within each.
+    /// Report other host file systems below as submounts ([`Attr::submount`]), so inode numbers are unique within each.
     pub submounts: bool,
     /// Pass `O_DIRECT` on to the host. Without it, the flag only disables the client's cache.
     pub direct_io: bool,

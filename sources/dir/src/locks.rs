@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Lockable, Locks, OFlags, Result, SessionId,
     Waiter,
@@ -18,7 +19,6 @@ use rustix::fs::FlockOperation;
 use crate::Dir;
 use crate::io::Open;
 use crate::sys::{self, RawLock};
-use crate::table::lock;
 
 /// The minimum and maximum delay before a retry of a lock that a host process holds.
 const RETRY_MIN: Duration = Duration::from_millis(10);
@@ -72,8 +72,7 @@ impl Lockable for Open {
         told(result, lock.kind, "unlock")
     }
 
-    /// Sets a flock lock. As on Linux, flock does not report the conflicting owner, and a failed conversion loses the
-    /// held lock.
+    /// Sets a flock lock. As on Linux, the conflicting owner is unknown, and a failed conversion loses the held lock.
     fn set_flock(&self, kind: LockKind) -> Result<()> {
         let operation = match kind {
             LockKind::Read => FlockOperation::NonBlockingLockShared,

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{FileType, OFlags, Result};
 use rustix::fs::Mode;
 use rustix::path::DecInt;
 
 use crate::sys;
-use crate::table::lock;
 use crate::watch::Group;
 
 /// A mount: one file system at one mount point of the host.

@@ -97,7 +97,8 @@ impl Dir {
             let st = statx(next.as_fd(), b"")?;
             if key(&st) == root {
                 // Looked up from the parent, so that a new inode's mount and location are right.
-                let (inode, st) = self.find_dir(&parent)?;
+                let dir_fd = self.reopen(parent.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY)?;
+                let (inode, st) = self.find_open(&self.root, At::Elsewhere, dir_fd.as_fd())?;
                 return Ok(self.entry(&inode, &st));
             }
             if key(&st) == key(&last) {
@@ -107,13 +108,6 @@ impl Dir {
             above = Some(next);
         }
         Err(Errno::STALE)
-    }
-
-    /// Returns the inode of a directory that was reached by descriptor.
-    fn find_dir(&self, fd: &OwnedFd) -> Result<(Arc<Inode>, rustix::fs::Statx)> {
-        let dir_fd = self.reopen(fd.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY)?;
-        let (inode, st) = self.find_open(&self.root, At::Elsewhere, dir_fd.as_fd())?;
-        Ok((inode, st))
     }
 
     /// Runs `make` as the caller, with the mode to which the kernel applies the caller's umask.

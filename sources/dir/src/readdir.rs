@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Errno, FileType, Result};
 use rustix::fs::SeekFrom;
 
@@ -10,7 +11,6 @@ use crate::Dir;
 use crate::io::Open;
 use crate::resolve::kind;
 use crate::sys;
-use crate::table::lock;
 
 /// The buffer of one getdents64 in bytes: libc's own choice, about a thousand names.
 const BUFFER_BYTES: usize = 32 * 1024;

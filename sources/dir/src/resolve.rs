@@ -49,7 +49,6 @@ pub(crate) fn has_name(fd: BorrowedFd<'_>) -> bool {
     statx(fd, b"").is_ok_and(|st| st.stx_nlink > 0)
 }
 
-/// The file type.
 pub(crate) fn kind(st: &Statx) -> FileType {
     FileType::from_raw_mode(st.stx_mode.into())
 }

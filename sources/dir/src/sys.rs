@@ -1,5 +1,4 @@
-//! The system calls that rustix lacks. All `unsafe` of this crate is here; every function is safe to call with any
-//! argument.
+//! System calls that rustix lacks. All `unsafe` of this crate is here; every function is safe for any argument.
 #![allow(unsafe_code, reason = "system calls; each block says why it is sound")]
 
 use std::ffi::{CStr, c_int, c_long, c_uint, c_void};
@@ -128,8 +127,7 @@ fn check(result: c_long) -> Result<usize> {
     usize::try_from(result).map_err(|_| errno())
 }
 
-/// Calls `name_to_handle_at` for a name in a directory (no link is followed), or for the descriptor itself if the name
-/// is empty.
+/// Calls `name_to_handle_at` for a name in a directory (without following it), or for the descriptor if it is empty.
 pub(crate) fn name_to_handle(dir: BorrowedFd<'_>, name: &[u8]) -> Result<HostHandle> {
     let path = Component::new(name)?;
     let mut raw = RawHandle { handle_bytes: HANDLE_BYTES_ROOM, handle_type: 0, f_handle: [0; HANDLE_BYTES_MAX] };

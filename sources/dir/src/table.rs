@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use ferry_engine::FileId;
+use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
 use crate::mount::Mount;
@@ -20,14 +21,8 @@ const SHARDS: usize = 64;
 
 /// The minimum capacity of a shard.
 const ROOM_MIN: usize = 1024;
-/// A shard with this many times the needed capacity shrinks, so that a walk over millions of files leaves no unused
-/// memory.
+/// A shard with this many times the needed capacity shrinks, so a walk over many files leaves no unused memory.
 const ROOM_PART: usize = 8;
-
-/// Locks, even after a panic: no critical section of this crate leaves inconsistent data.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Hashes integers chosen by the kernel or this crate.
 #[derive(Clone, Copy, Debug, Default)]
@@ -308,8 +303,7 @@ impl Inode {
     fn is(&self, found: &FoundInode) -> bool {
         match (&self.found.handle, &found.handle) {
             (Some(a), Some(b)) => a == b,
-            // An inode with a descriptor keeps its number. Otherwise the birth time distinguishes it from a later inode
-            // with the same number.
+            // An inode with a descriptor keeps its number. Otherwise the birth time distinguishes it from a later one.
             (None, None) => self.is_held() || (self.found.btime == found.btime && self.found.kind == found.kind),
             _ => false,
         }
@@ -371,7 +365,7 @@ impl Table {
             return;
         }
         for shard in &self.by_ino {
-            for inode in shard.read().unwrap_or_else(PoisonError::into_inner).values() {
+            for inode in sync::read(shard).values() {
                 known.add(inode);
             }
         }
@@ -389,7 +383,7 @@ impl Table {
 
     /// Returns the inode with this number of the source, if it has references.
     pub(crate) fn peek(&self, ino: Ino) -> Option<Arc<Inode>> {
-        self.shard(ino).read().unwrap_or_else(PoisonError::into_inner).get(&ino.0).cloned()
+        sync::read(self.shard(ino)).get(&ino.0).cloned()
     }
 
     /// Returns the inode with this host identification, without a new reference.
@@ -409,8 +403,7 @@ impl Table {
         Some(Arc::clone(&inode))
     }
 
-    /// Returns the inode with this host identification, with a new reference, if a descriptor proves that it is the
-    /// same.
+    /// Returns the inode of this key, with a new reference, if a descriptor proves that it is the same.
     pub(crate) fn find_by_descriptor(&self, key: &Key) -> Option<Arc<Inode>> {
         let shard = lock(&self.by_key[key.shard()]);
         let inode = shard.get(key).filter(|inode| inode.is_held() && inode.is_verified())?;
@@ -453,13 +446,12 @@ impl Table {
         let by_handle = by_handle.and_then(|(numbers, handle)| numbers.number(handle));
         let counted = || Ino(self.next.fetch_add(1, Ordering::Relaxed));
         let mut ino = by_handle.unwrap_or_else(counted);
-        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
-        // The number may be taken, by an inode whose attributes and handle were read from two files, or by an adopted
-        // one.
+        let mut by_ino = sync::write(self.shard(ino));
+        // An inode may have the number whose attributes and handle are of two files, or that was adopted.
         while by_ino.contains_key(&ino.0) {
             drop(by_ino);
             ino = counted();
-            by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+            by_ino = sync::write(self.shard(ino));
         }
         let inode = Arc::new(Inode::new(ino, found));
         by_ino.insert(ino.0, Arc::clone(&inode));
@@ -484,7 +476,7 @@ impl Table {
         let inode = Arc::new(Inode::new(ino, found));
         inode.refs.store(references, Ordering::Relaxed);
         let mut shard = lock(&self.by_key[key.shard()]);
-        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        let mut by_ino = sync::write(self.shard(ino));
         if by_ino.contains_key(&ino.0) {
             return Err(Errno::EXIST);
         }
@@ -520,7 +512,7 @@ impl Table {
             shrink_tables(&mut shard);
         }
         // Under the shard's lock as well: the same inode may come back with the same number.
-        let mut by_ino = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        let mut by_ino = sync::write(self.shard(ino));
         let removed = by_ino.remove(&ino.0);
         shrink_tables(&mut by_ino);
         if let Some(known) = self.watched.get() {
@@ -534,7 +526,7 @@ impl Table {
 
     /// How many inodes have references.
     pub(crate) fn len(&self) -> usize {
-        self.by_ino.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner).len()).sum()
+        self.by_ino.iter().map(|shard| sync::read(shard).len()).sum()
     }
 }
 

@@ -19,13 +19,14 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Changes, Errno, Ino, NameBuf, SessionId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::Dir;
 use crate::mount::Mount;
 use crate::sys;
-use crate::table::{Inode, IntHasher, lock};
+use crate::table::{Inode, IntHasher};
 use events::{Event, events};
 
 /// Enough that workers that find inodes rarely contend; a power of two.
@@ -39,8 +40,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// The pause after an error of the kernel, so that a permanent one takes no CPU.
 const REST: Duration = Duration::from_secs(1);
 
-/// The watched events: all changes of what clients cache. A file that was open for writing is closed after its
-/// mappings.
+/// The events: all changes of what clients cache. A file that was open for writing is closed after its mappings.
 const MASK: u64 = libc::FAN_MODIFY
     | libc::FAN_CLOSE_WRITE
     | libc::FAN_ATTRIB
@@ -119,7 +119,7 @@ pub(crate) struct HandleIndex(Box<[Hashed]>);
 
 impl fmt::Debug for HandleIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Known")
+        f.write_str("HandleIndex")
     }
 }
 

@@ -20,8 +20,7 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// How long to wait for a locked disk: operations of a killed server may still be in progress in the kernel, and
-/// usually end soon.
+/// How long to wait for a locked disk: a killed server's operations in the kernel usually end soon.
 const PATIENCE: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(20);
 

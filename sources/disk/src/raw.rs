@@ -35,16 +35,15 @@ impl Input for Zeros {
     }
 }
 
-/// The descriptors for transfers: one for writes that end when they are cached, one for those that end when they are
-/// durable.
-struct Pair {
+/// The descriptors for transfers: for writes that end when cached, and for those that end when durable.
+struct DescriptorPair {
     plain: Arc<Backing>,
     durable: Arc<Backing>,
 }
 
 /// Descriptors for direct I/O, with its alignment of memory and offsets.
 struct Direct {
-    pair: Pair,
+    pair: DescriptorPair,
     alignment: usize,
 }
 
@@ -52,7 +51,7 @@ struct Direct {
 pub(crate) struct RawDisk {
     /// Descriptors for the page cache, also for transfers that are not aligned for `O_DIRECT`. The kernel keeps both
     /// coherent except in the case of [`Direct::needs_copy`].
-    cached: Pair,
+    cached: DescriptorPair,
     direct: Option<Direct>,
     file: File,
     is_device: bool,
@@ -94,7 +93,7 @@ impl RawDisk {
             );
         }
         let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-        let cached = Pair::open(&file, access, Backing::new).map_err(failed)?;
+        let cached = DescriptorPair::open(&file, access, Backing::new).map_err(failed)?;
         let direct = match options.cache.unwrap_or(Cache::None) {
             Cache::None => Direct::open(&file, access),
             Cache::Writeback | Cache::Writethrough => None,
@@ -234,7 +233,7 @@ impl Blocks {
     }
 }
 
-impl Pair {
+impl DescriptorPair {
     fn open(file: &File, access: OFlags, wrap: fn(std::os::fd::OwnedFd) -> Backing) -> rustix::io::Result<Self> {
         let open = |flags| {
             let fd = sys::open_again(file, access | flags)?;
@@ -249,7 +248,7 @@ impl Pair {
 
 impl Direct {
     fn open(file: &File, access: OFlags) -> Option<Self> {
-        let pair = Pair::open(file, access | OFlags::DIRECT, Backing::waiting).ok()?;
+        let pair = DescriptorPair::open(file, access | OFlags::DIRECT, Backing::waiting).ok()?;
         let alignment = sys::direct_alignment(&*pair.plain)?;
         Some(Self { pair, alignment })
     }

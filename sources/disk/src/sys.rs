@@ -70,7 +70,6 @@ impl NewFile {
         }
     }
 
-    /// Keeps it.
     pub(crate) fn keep(mut self) {
         self.0 = None;
     }

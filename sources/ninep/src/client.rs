@@ -3,19 +3,21 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Attr, Caller, Changes, Errno, Handle, Handles, Ino, Result, SetAttr, Statfs, without_privileges};
+use ferry_vfs::{
+    Attr, Caller, Changes, Errno, Handle, Handles, Ino, Result, SetAttr, Statfs, sync::lock, without_privileges,
+};
 use ferry_wire::ninep::{Fid, Getattr, Reply, Request, valid};
 
 use crate::cache::{Cache, Limits};
-use crate::connection::{Connection, Outcome, Outgoing, RequestError, lock};
+use crate::connection::{Connection, Outcome, Outgoing, RequestError};
 use crate::data::WaitingTransfers;
 use crate::inode::{Inode, Inodes};
 use crate::link::Link;
 use crate::listing::OpenDir;
 use crate::locks::ParkedLocks;
-use crate::open_fids::Opened;
+use crate::open_fids::OpenFile;
 use crate::options::{self, Error};
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// The interval of checks for overdue requests.
 const TICK: Duration = Duration::from_secs(1);
@@ -28,19 +30,19 @@ const ROOT_PATIENCE: Duration = Duration::from_secs(1);
 
 const PERMISSIONS: u32 = 0o7777;
 
-/// The maximum data of the negotiated messages fits in memory.
 impl Connection {
+    /// Returns the negotiated message size.
     pub(crate) fn msize(&self) -> usize {
         usize::try_from(self.msize.load(std::sync::atomic::Ordering::Relaxed)).unwrap_or(usize::MAX)
     }
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) link: Link,
     pub(crate) inodes: Inodes,
-    pub(crate) files: Handles<Opened>,
+    pub(crate) files: Handles<OpenFile>,
     pub(crate) dirs: Handles<OpenDir>,
     pub(crate) parked: ParkedLocks,
     pub(crate) changes: Changes,
@@ -51,12 +53,11 @@ pub(crate) struct Shared {
     totals: Mutex<Option<Statfs>>,
 }
 
-/// The attributes in a reply.
 pub(crate) fn attributes(reply: Reply<'_>) -> Option<Getattr> {
     if let Reply::Getattr(found) = reply { Some(found) } else { None }
 }
 
-/// The totals in a reply.
+/// Returns the statistics in a reply.
 fn totals(reply: Reply<'_>) -> Option<Statfs> {
     if let Reply::Statfs { totals, .. } = reply { Some(totals) } else { None }
 }
@@ -89,7 +90,7 @@ impl Shared {
         }))
     }
 
-    /// The attributes of a file.
+    /// Returns the attributes of a file.
     pub(crate) fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
         let inode = self.inodes.get(ino)?;
         let known = lock(&inode.seen).map(|(_, attr)| attr).filter(|_| ino == Ino::ROOT);
@@ -169,8 +170,7 @@ impl Shared {
         })
     }
 
-    /// Returns the known attributes of a file with unwritten data, without a request: the server does not know its
-    /// size.
+    /// Returns the known attributes of a file with unwritten data: the server does not know its size.
     pub(crate) fn getattr_hint(&self, _: &Caller<'_>, ino: Ino, _: Handle) -> Option<Attr> {
         let inode = self.inodes.get(ino).ok()?;
         let file = inode.cached().filter(|file| file.is_dirty())?;
@@ -178,13 +178,12 @@ impl Shared {
         seen.map(|(_, attr)| attr.with_size(file.size()))
     }
 
-    /// Runs an operation with the file's fid, or with an open one if the server cannot use the first because the name
-    /// was removed.
+    /// Runs an operation with the file's fid, or with an open one if the server needs that after a removal of the name.
     pub(crate) fn by_any_fid<T>(
         &self,
         session: &Arc<Session>,
         inode: &Inode,
-        mut act: impl FnMut(&Held) -> Outcome<T>,
+        mut act: impl FnMut(&OwnedFid) -> Outcome<T>,
     ) -> Outcome<T> {
         let first = inode.fid(session, &self.link.options).and_then(|fid| act(&fid));
         match first {
@@ -239,8 +238,7 @@ fn unprivileged(cx: &Caller<'_>, attr: &Attr) -> Option<u32> {
 }
 
 impl Inode {
-    /// Records attributes from the server. If they are those of another file, the server is wrong, or the file was
-    /// replaced.
+    /// Records attributes from the server, unless they are those of another file.
     pub(crate) fn note(&self, found: &Getattr) -> Result<Attr> {
         if found.attr.kind() != self.kind {
             return Err(Errno::STALE);

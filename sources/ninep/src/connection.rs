@@ -11,10 +11,11 @@ mod threads;
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::Errno;
+use ferry_vfs::sync::{self, lock};
 use ferry_wire::ninep::{Fid, Reply, Request, Tag, WRITE_HEAD_BYTES, encode_transfer_head, kind};
 
 pub(crate) use pending::{Answer, Message, Wake};
@@ -25,10 +26,6 @@ use crate::transport::Stream;
 
 /// The maximum number of waiting lock requests. They do not count as requests in flight, because they may never end.
 const PARKED_MAX: usize = 4096;
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,8 +72,7 @@ pub(crate) struct Outgoing {
     buffer: Option<Vec<u8>>,
 }
 
-/// The bytes before the data. Those of reads and writes are not allocated, because the cache must write when memory is
-/// short.
+/// The bytes before the data. Reads and writes allocate none, because the cache must write when memory is short.
 #[derive(Debug)]
 enum Head {
     Transfer([u8; WRITE_HEAD_BYTES]),
@@ -111,7 +107,6 @@ impl Outgoing {
         Self::transfer(kind::TREAD, fid, offset, buffer)
     }
 
-    /// Writes a buffer.
     pub(crate) fn write(fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
         Self::transfer(kind::TWRITE, fid, offset, buffer)
     }
@@ -119,12 +114,6 @@ impl Outgoing {
     fn transfer(kind: u8, fid: Fid, offset: u64, buffer: Vec<u8>) -> Self {
         let bytes = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
         Self { kind, head: Head::Transfer(encode_transfer_head(kind, fid, offset, bytes)), buffer: Some(buffer) }
-    }
-
-    fn set_tag(&mut self, tag: u16) {
-        // Tversion has its own tag (version(5)).
-        let tag = if self.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
-        self.head.bytes_mut()[5..7].copy_from_slice(&tag.to_le_bytes());
     }
 
     fn data(&self) -> &[u8] {
@@ -161,8 +150,7 @@ pub(crate) struct Connection {
     bound: Mutex<Vec<Weak<Connection>>>,
 }
 
-/// How many time limits a reply may take while other replies arrive: a window of long messages for many readers, over a
-/// slow link.
+/// How many time limits a reply may take while others arrive: many readers may share a slow link.
 const OTHERS_FIRST: u32 = 20;
 
 /// The time of the last data from the server.
@@ -214,7 +202,7 @@ struct Fids {
 
 impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Line").field("msize", &self.msize).finish_non_exhaustive()
+        f.debug_struct("Connection").field("msize", &self.msize).finish_non_exhaustive()
     }
 }
 
@@ -319,12 +307,11 @@ impl Connection {
         ticket
     }
 
-    /// As [`Self::send_one`]; any thread calls `wake` with the reply, and `wake` must not wait. Must not be called from
-    /// such calls.
+    /// As [`Self::send_one`]; any thread calls `wake` with the reply, which must neither wait nor call this function.
     pub(crate) fn send_waking(&self, mut request: Outgoing, wake: Wake) {
         let mut state = lock(&self.state);
         while state.broken.is_none() && state.table.in_flight() >= self.depth {
-            state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = sync::wait(&self.room, state);
         }
         if state.broken.is_some() {
             drop(state);
@@ -395,7 +382,9 @@ impl Connection {
     fn register(&self, state: &mut State, request: &mut Outgoing, wake: Wake, counted: bool) -> u16 {
         let buffer = if request.kind == kind::TREAD { request.buffer.take() } else { None };
         let tag = state.table.insert(Pending::new(request.kind, buffer, wake, counted));
-        request.set_tag(tag);
+        // Tversion has its own tag (version(5)).
+        let tag_sent = if request.kind == kind::TVERSION { Tag::NONE.0 } else { tag };
+        request.head.bytes_mut()[5..7].copy_from_slice(&tag_sent.to_le_bytes());
         self.counts.messages.fetch_add(1, Ordering::Relaxed);
         self.counts.in_flight_max.fetch_max(state.table.in_flight(), Ordering::Relaxed);
         tag

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 
-/// What it does, once.
+/// The thread's only task.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread that opens and monitors all connections of a client, and starts their reader threads. It starts first, so
@@ -34,7 +34,7 @@ impl Connector {
         Ok(Self { jobs, thread })
     }
 
-    /// Gives it its only job.
+    /// Passes the task to the thread.
     pub(crate) fn start(self, job: Job) -> io::Result<JoinHandle<()>> {
         self.jobs.send(job).map_err(|_| has_ended())?;
         Ok(self.thread)

@@ -4,14 +4,15 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Result};
 use ferry_wire::ninep::{Reply, Request};
 
-use crate::cache::{CachedFile, Done, Remote};
+use crate::cache::{CachedFile, Completion, Remote};
 use crate::client::Shared;
-use crate::connection::{Answer, Connection, Message, Outcome, Outgoing, Wake, lock};
+use crate::connection::{Answer, Connection, Message, Outcome, Outgoing, Wake};
 use crate::inode::Inode;
-use crate::session::Held;
+use crate::session::OwnedFid;
 
 /// A file of the server, for its cache.
 #[derive(Debug)]
@@ -28,7 +29,7 @@ struct Transfer {
     what: TransferKind,
     offset: u64,
     buffer: Vec<u8>,
-    done: Done,
+    done: Completion,
     /// When to abort it; `None` before it had to wait.
     until: Option<Instant>,
 }
@@ -37,8 +38,8 @@ struct Transfer {
 #[derive(Debug)]
 pub(crate) struct SentTransfer {
     transfer: Transfer,
-    held: Arc<Held>,
-    /// How long the buffer is.
+    held: Arc<OwnedFid>,
+    /// The length of the buffer.
     bytes: usize,
 }
 
@@ -66,8 +67,7 @@ impl SentTransfer {
     }
 }
 
-/// Transfers that wait for a connection or for their file to be opened. One thread, which only exists then, waits for
-/// all of them.
+/// Transfers that wait for a connection or an open. One thread, which only exists then, waits for all of them.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingTransfers {
     transfers: VecDeque<Transfer>,
@@ -100,21 +100,21 @@ impl Remote for Data {
         self.shared.upgrade().map_or(1, |shared| Shared::message_bytes(&shared.link.current()).max(1))
     }
 
-    fn read(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn read(&self, offset: u64, buffer: Vec<u8>, done: Completion) {
         self.begin(TransferKind::Read, offset, buffer, done);
     }
 
-    fn write(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn write(&self, offset: u64, buffer: Vec<u8>, done: Completion) {
         self.begin(TransferKind::Write, offset, buffer, done);
     }
 
-    fn sync(&self, done: Done) {
+    fn sync(&self, done: Completion) {
         self.begin(TransferKind::Sync, 0, Vec::new(), done);
     }
 }
 
 impl Data {
-    fn begin(&self, what: TransferKind, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn begin(&self, what: TransferKind, offset: u64, buffer: Vec<u8>, done: Completion) {
         match (self.shared.upgrade(), self.inode.upgrade()) {
             (Some(shared), Some(inode)) => {
                 Transfer { shared, inode, what, offset, buffer, done, until: None }.begin();
@@ -146,7 +146,7 @@ impl Transfer {
         }
     }
 
-    fn send(mut self, held: Arc<Held>) {
+    fn send(mut self, held: Arc<OwnedFid>) {
         let buffer = std::mem::take(&mut self.buffer);
         let (bytes, connection) = (buffer.len(), Arc::clone(held.connection()));
         let request = request(self.what, &held, self.offset, buffer);
@@ -193,7 +193,7 @@ impl Transfer {
     }
 }
 
-/// The thread's work.
+/// Runs the waiting thread.
 fn begin_again(shared: &Shared) {
     loop {
         let mut waiting = lock(&shared.waiting);
@@ -206,7 +206,7 @@ fn begin_again(shared: &Shared) {
     }
 }
 
-fn request(what: TransferKind, held: &Held, offset: u64, buffer: Vec<u8>) -> Outgoing {
+fn request(what: TransferKind, held: &OwnedFid, offset: u64, buffer: Vec<u8>) -> Outgoing {
     match what {
         TransferKind::Read => Outgoing::read(held.fid(), offset, buffer),
         TransferKind::Write => Outgoing::write(held.fid(), offset, buffer),

@@ -9,14 +9,14 @@
 use std::sync::Arc;
 
 use ferry_vfs::OFlags;
+use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Fid, Reply, Request, Step, Steps, WALK_NAMES_MAX};
 
-use crate::connection::{Answer, Connection, Outgoing, RequestError, Wake, lock};
+use crate::connection::{Answer, Connection, Outgoing, RequestError, Wake};
 use crate::inode::{Inode, walked};
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
-/// The minimum traffic in bytes since the open before further connections are used: opening a file there takes two
-/// messages.
+/// The minimum traffic in bytes before further connections are used: opening a file there takes two messages.
 const BYTES_MIN: u64 = 4 << 20;
 
 /// The fids of an open file on further connections.
@@ -36,7 +36,7 @@ pub(crate) struct ExtraFids {
 #[derive(Clone, Debug)]
 enum Slot {
     Opening,
-    Open(Arc<Held>),
+    Open(Arc<OwnedFid>),
     Refused,
 }
 
@@ -54,7 +54,7 @@ impl ExtraFids {
 
 impl Inode {
     /// Returns the fid for a transfer of this many bytes, if it is a further connection's turn.
-    pub(crate) fn extra_fid(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<Held>> {
+    pub(crate) fn extra_fid(self: &Arc<Self>, session: &Session, reads: bool, bytes: usize) -> Option<Arc<OwnedFid>> {
         if session.further.is_empty() {
             return None;
         }
@@ -79,7 +79,7 @@ impl Inode {
         drop(old);
         if begins {
             for (index, root) in session.further.iter().enumerate() {
-                Opening { inode: Arc::clone(self), generation, reads, index }.begin(root);
+                PendingOpen { inode: Arc::clone(self), generation, reads, index }.begin(root);
             }
         }
         held
@@ -94,16 +94,16 @@ impl Inode {
 
 /// A fid being opened. The connection's reader takes the steps, so they never wait.
 #[derive(Debug)]
-struct Opening {
+struct PendingOpen {
     inode: Arc<Inode>,
     generation: u64,
     reads: bool,
     index: usize,
 }
 
-impl Opening {
+impl PendingOpen {
     /// Walks to the file.
-    fn begin(self, root: &Arc<Held>) {
+    fn begin(self, root: &Arc<OwnedFid>) {
         let connection = Arc::clone(root.connection());
         let Some(names) = self.inode.names().ok().filter(|names| names.len() <= WALK_NAMES_MAX) else {
             return self.end(Slot::Refused);
@@ -124,7 +124,7 @@ impl Opening {
             connection.free_fid(fid);
             return self.end(Slot::Refused);
         };
-        let held = Held::new(connection, fid);
+        let held = OwnedFid::new(connection, fid);
         if qid.path != self.inode.path {
             return self.end(Slot::Refused);
         }

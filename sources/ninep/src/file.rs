@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Change, Errno, Handle, Ino, Input, IoRange, OFlags, Output, Result, SessionId, SetAttr, openable,
 };
@@ -13,11 +14,11 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::CachedFile;
 use crate::client::Shared;
-use crate::connection::{Outcome, Outgoing, RequestError, lock};
+use crate::connection::{Outcome, Outgoing, RequestError};
 use crate::inode::Inode;
-use crate::open_fids::Opened;
+use crate::open_fids::OpenFile;
 use crate::options::Cache;
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// The space that servers require beside the data: Plan 9's `IOHDRSZ`. The headers are shorter, but diod refuses
 /// listings with less.
@@ -49,7 +50,7 @@ impl Shared {
         self: &Arc<Self>,
         cx: &Caller<'_>,
         inode: &Arc<Inode>,
-        (held, flags): (Arc<Held>, OFlags),
+        (held, flags): (Arc<OwnedFid>, OFlags),
         size: u64,
     ) -> Result<Handle> {
         // A new file has none. If it existed already, its server removes them at the first write.
@@ -64,7 +65,7 @@ impl Shared {
     }
 
     /// Assigns a handle to an open file. Closes it on failure.
-    fn keep_open(&self, cx: &Caller<'_>, opened: Opened) -> Result<Handle> {
+    fn keep_open(&self, cx: &Caller<'_>, opened: OpenFile) -> Result<Handle> {
         let (inode, access) = (Arc::clone(&opened.inode), opened.access);
         self.files.insert(cx.session, inode.ino, opened).inspect_err(|_| inode.closed(access))
     }
@@ -111,7 +112,7 @@ impl Shared {
     }
 
     /// Returns the cache of an open file, unless it must be bypassed; its data are written then.
-    fn cached<'a>(&self, opened: &'a Opened, at: &IoRange) -> Option<&'a Arc<CachedFile>> {
+    fn cached<'a>(&self, opened: &'a OpenFile, at: &IoRange) -> Option<&'a Arc<CachedFile>> {
         let file = opened.inode.cached()?;
         if at.flags.contains(OFlags::DIRECT) {
             file.write_out();
@@ -129,7 +130,7 @@ impl Shared {
     }
 
     /// Writes unwritten data; clients have flushed before, unless they have disappeared.
-    fn write_back(&self, opened: &Opened) {
+    fn write_back(&self, opened: &OpenFile) {
         if let Some(file) = opened.inode.cached().filter(|file| file.is_dirty())
             && let Some(errors) = &opened.errors
             && let Err(errno) = file.flush(errors)
@@ -139,14 +140,14 @@ impl Shared {
     }
 
     /// Writes the data of a handle, and returns their errors.
-    pub(crate) fn flush(&self, opened: &Opened) -> Result<()> {
+    pub(crate) fn flush(&self, opened: &OpenFile) -> Result<()> {
         match (opened.inode.cached(), &opened.errors) {
             (Some(file), Some(errors)) => file.flush(errors),
             _ => Ok(()),
         }
     }
 
-    fn opened(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Arc<Opened>> {
+    fn opened(&self, cx: &Caller<'_>, at: &IoRange) -> Result<Arc<OpenFile>> {
         let opened = self.files.get(cx.session, at.ino, at.handle)?;
         if lock(&opened.inode.io).lost_locks { Err(Errno::IO) } else { Ok(opened) }
     }
@@ -229,7 +230,7 @@ impl Shared {
         written
     }
 
-    fn write_opened(&self, cx: &Caller<'_>, opened: &Opened, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
+    fn write_opened(&self, cx: &Caller<'_>, opened: &OpenFile, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
         let inode = &opened.inode;
         if at.clear_privileges {
             self.clear_privileges(cx, inode)?;
@@ -311,8 +312,7 @@ impl Shared {
         self.sync(&opened.inode, data_only)
     }
 
-    /// Syncs written data. Data written on an earlier connection may be lost with its server, which this client cannot
-    /// know.
+    /// Syncs written data. Data written on an earlier connection may be lost with its server.
     pub(crate) fn sync(&self, inode: &Inode, data_only: bool) -> Result<()> {
         let unsynced = lock(&inode.io).unsynced.take();
         let outcome = self.link.with_retry(|session| {
@@ -376,7 +376,7 @@ impl Shared {
             Err(Errno::NOENT | Errno::STALE) if lock(&inode.io).is_closed() => {
                 lock(&inode.io).unsynced = None;
                 if let Some(file) = inode.cached() {
-                    file.is_gone();
+                    file.mark_removed();
                 }
                 Ok(())
             }

@@ -5,18 +5,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Instant;
 
+use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Attr, Errno, FileType, Ino, NameBuf, Result, Timespec};
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Step, Steps, WALK_NAMES_MAX};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::CachedFile;
 use crate::client::{WANTED, attributes};
-use crate::connection::{Outcome, RequestError, lock};
+use crate::connection::{Outcome, RequestError};
 use crate::extra_connections::ExtraFids;
 use crate::locks::OwnLocks;
 use crate::open_fids::Io;
 use crate::options::Options;
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// The maximum depth at which a file is looked up again: deeper than any path of one Linux system call.
 const DEPTH_MAX: usize = 4096;
@@ -27,7 +28,7 @@ const UNSYNCED_MAX: usize = 1 << 16;
 /// Counts changes by clients of this process, to order them.
 static CHANGES: AtomicU64 = AtomicU64::new(0);
 
-/// The time in changes.
+/// Returns the current time, as a count of changes.
 pub(crate) fn now_in_changes() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
@@ -41,8 +42,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// Returns the key of a file with these attributes. A qid whose type differs from the mode is an error of the
-    /// server.
+    /// Returns the key of a file with these attributes. A qid whose type differs from the mode is invalid.
     pub(crate) fn of(found: &Getattr) -> Result<Self> {
         let kind = found.attr.kind();
         if kind == FileType::Unknown || (found.qid.kind == QidKind::DIR) != (kind == FileType::Directory) {
@@ -93,9 +93,9 @@ pub(crate) struct Inode {
     pub(crate) ino: Ino,
     pub(crate) path: u64,
     pub(crate) kind: FileType,
-    /// How it was found last; none for the root.
+    /// Where it was last found; `None` for the root.
     place: Mutex<Option<Place>>,
-    fid: Mutex<Option<Arc<Held>>>,
+    fid: Mutex<Option<Arc<OwnedFid>>>,
     born: Mutex<BirthStamp>,
     pub(crate) io: Mutex<Io>,
     pub(crate) beside: Mutex<ExtraFids>,
@@ -105,14 +105,14 @@ pub(crate) struct Inode {
     pub(crate) valid: Mutex<Option<Stamp>>,
     /// As last reported by the server.
     pub(crate) seen: Mutex<Option<(Qid, Attr)>>,
-    /// When this client changed it last: of a directory its names, of others data and attributes.
+    /// The time of this client's last change: of names in a directory, otherwise of data and attributes.
     changed: AtomicU64,
     /// When it was found to have no capabilities, and the server's error.
     pub(crate) no_capabilities: Mutex<Option<(Instant, Errno)>>,
 }
 
 impl Inode {
-    fn new(ino: Ino, path: u64, kind: FileType, place: Option<Place>, fid: Option<Arc<Held>>) -> Arc<Self> {
+    fn new(ino: Ino, path: u64, kind: FileType, place: Option<Place>, fid: Option<Arc<OwnedFid>>) -> Arc<Self> {
         let (place, fid) = (Mutex::new(place), Mutex::new(fid));
         Arc::new(Self {
             ino,
@@ -152,12 +152,12 @@ impl Inode {
         lock(&self.seen).map(|(qid, attr)| (qid.version, attr.mtime, attr.size))
     }
 
-    /// Where it was found last.
+    /// Returns where it was last found.
     pub(crate) fn place(&self) -> Option<Place> {
         lock(&self.place).clone()
     }
 
-    /// The names that lead here from the root.
+    /// Returns the names that lead to it from the root.
     pub(crate) fn names(&self) -> Result<Vec<NameBuf>> {
         let (mut names, mut next) = (Vec::new(), self.place());
         while let Some(Place { dir, name }) = next {
@@ -171,9 +171,8 @@ impl Inode {
         Ok(names)
     }
 
-    /// A fid of it in this session. After the connection was lost it is looked for where it was found last, and has
-    /// to be the same file.
-    pub(crate) fn fid(&self, session: &Session, options: &Options) -> Outcome<Arc<Held>> {
+    /// Returns a fid in this session. After a lost connection the file at its last location must be the same.
+    pub(crate) fn fid(&self, session: &Session, options: &Options) -> Outcome<Arc<OwnedFid>> {
         let mut fid = lock(&self.fid);
         if let Some(fid) = fid.as_ref().filter(|fid| fid.is_of(session)) {
             return Ok(Arc::clone(fid));
@@ -185,7 +184,7 @@ impl Inode {
     }
 
     /// Verifies that the file at its location on a new connection is the same.
-    fn verify_same_file(&self, session: &Session, held: &Held) -> Outcome<()> {
+    fn verify_same_file(&self, session: &Session, held: &OwnedFid) -> Outcome<()> {
         let born = *lock(&self.born);
         let is_told = born.time.is_some() || born.generation != 0;
         if self.ino == Ino::ROOT || born.serial == session.serial || !is_told {
@@ -199,7 +198,8 @@ impl Inode {
         Err(RequestError::Errno(Errno::STALE))
     }
 
-    /// Whether these attributes, which a session has for a file of this number, are of this file; notes them if so.
+    /// Records attributes of a session if they belong to this file, not to a later one with its number; returns
+    /// whether.
     fn is_born(&self, found: &Getattr, serial: u64) -> bool {
         let now = BirthStamp::of(found, serial);
         let mut born = lock(&self.born);
@@ -219,8 +219,8 @@ impl Inode {
         *lock(&self.seen) = Some((found.qid, found.attr));
     }
 
-    /// A fid of it that is a user's.
-    pub(crate) fn find(&self, session: &Session, uid: u32, options: &Options) -> Outcome<Arc<Held>> {
+    /// Opens a fid for a user.
+    pub(crate) fn find(&self, session: &Session, uid: u32, options: &Options) -> Outcome<Arc<OwnedFid>> {
         let root = session.root(uid, options)?;
         if self.ino == Ino::ROOT {
             return Ok(root);
@@ -239,13 +239,13 @@ impl Inode {
 }
 
 /// Walks along a few names; returns the file at their end.
-pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(Arc<Held>, Qid)> {
+pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(Arc<OwnedFid>, Qid)> {
     let mut buffer = Vec::new();
     let steps = Steps::write(&mut buffer, names.iter().map(|name| Step::Child(name.as_name())));
     let new_fid = session.new_fid();
     let walked = session.ask(&Request::Walk { fid, new_fid, steps }, walked(names.len()));
     match walked {
-        Ok(Some(qid)) => Ok((Held::new(session, new_fid), qid)),
+        Ok(Some(qid)) => Ok((OwnedFid::new(session, new_fid), qid)),
         Ok(None) => {
             session.free_fid(new_fid);
             Err(RequestError::Errno(Errno::NOENT))
@@ -257,7 +257,7 @@ pub(crate) fn walk(session: &Session, fid: Fid, names: &[NameBuf]) -> Outcome<(A
     }
 }
 
-/// Takes the last qid of a walk of so many steps; none if it did not come so far.
+/// Returns the last qid of a complete walk with this many steps.
 pub(crate) fn walked(steps: usize) -> impl FnOnce(Reply<'_>) -> Option<Option<Qid>> {
     move |reply| match reply {
         Reply::Walk(qids) if qids.as_slice().len() == steps => Some(qids.as_slice().last().copied()),
@@ -280,7 +280,7 @@ struct Tables {
     next: u64,
     /// The number of unreferenced inodes that are kept for a sync.
     unsynced: usize,
-    /// There were more than that.
+    /// Some were not kept, because there were too many.
     is_overfull: bool,
 }
 
@@ -311,12 +311,11 @@ impl Inodes {
         if ino == Ino::ROOT {
             return Ok(Arc::clone(&self.root));
         }
-        let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tables = sync::read(&self.tables);
         let known = tables.inodes.get(&ino).filter(|known| known.references > 0);
         known.map(|known| Arc::clone(&known.inode)).ok_or(Errno::STALE)
     }
 
-    /// Directories only.
     pub(crate) fn dir(&self, ino: Ino) -> Result<Arc<Inode>> {
         let inode = self.get(ino)?;
         if inode.is_dir() { Ok(inode) } else { Err(Errno::NOTDIR) }
@@ -328,13 +327,13 @@ impl Inodes {
         found: &Getattr,
         serial: u64,
         place: Place,
-        fid: Arc<Held>,
+        fid: Arc<OwnedFid>,
     ) -> Result<Arc<Inode>> {
         let key = Key::of(found)?;
         if key.path == self.root.path && key.kind == FileType::Directory.as_raw_mode() {
             return Ok(Arc::clone(&self.root));
         }
-        let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut tables = sync::write(&self.tables);
         let Tables { inodes, by_key, next, unsynced, .. } = &mut *tables;
         let known = by_key.get(&key).and_then(|ino| inodes.get_mut(ino));
         let Some(known) = known.filter(|known| known.inode.is_born(found, serial)) else {
@@ -344,7 +343,7 @@ impl Inodes {
             let inode = Inode::new(ino, key.path, kind, Some(place), Some(fid));
             *lock(&inode.born) = BirthStamp::of(found, serial);
             inodes.insert(ino, InodeEntry { inode: Arc::clone(&inode), key, references: 1 });
-            // An earlier file of this number is found by its own number until it is forgotten.
+            // An earlier file with this key is still found by its own number until it is forgotten.
             by_key.insert(key, ino);
             return Ok(inode);
         };
@@ -353,13 +352,13 @@ impl Inodes {
         let inode = Arc::clone(&known.inode);
         drop(tables);
         *lock(&inode.place) = Some(place);
-        // To some servers a fid is a path: the last one leads to the file now.
+        // To some servers a fid is a path: the last one leads to the current file.
         let old = lock(&inode.fid).replace(fid);
         drop(old);
         Ok(inode)
     }
 
-    /// Has all files looked for again where they are now.
+    /// Drops all fids, so that files are opened again at their current locations.
     pub(crate) fn drop_fids(&self) {
         for inode in self.all() {
             let fid = lock(&inode.fid).take();
@@ -367,11 +366,11 @@ impl Inodes {
         }
     }
 
-    /// Gives references back. What this ends is dropped without a lock held. A file that is to be made durable stays.
+    /// Releases references. Inodes are dropped without a lock held. A file that must be synced stays.
     pub(crate) fn forget(&self, ino: Ino, count: u64) {
         // Before the tables are locked, because an open sends requests with the file's lock held.
         let is_unsynced = self.get(ino).is_ok_and(|inode| inode.is_unsynced());
-        let mut guard = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut guard = sync::write(&self.tables);
         let tables = &mut *guard;
         let Some(known) = tables.inodes.get_mut(&ino).filter(|known| known.references > 0) else { return };
         known.references = known.references.saturating_sub(count);
@@ -382,7 +381,7 @@ impl Inodes {
             tables.unsynced += 1;
             let inode = Arc::clone(&known.inode);
             drop(guard);
-            // The server is not to keep the file for that when it is removed.
+            // Otherwise the server would keep the file when it is removed.
             let fid = lock(&inode.fid).take();
             drop(fid);
             return;
@@ -395,7 +394,7 @@ impl Inodes {
 
     /// Returns whether all files to sync are known; an unknown one is reported once.
     pub(crate) fn has_all_unsynced(&self) -> Result<()> {
-        let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut tables = sync::write(&self.tables);
         if std::mem::take(&mut tables.is_overfull) {
             tracing::error!(
                 "more than {UNSYNCED_MAX} files were written and forgotten: not all are known to be durable"
@@ -409,11 +408,11 @@ impl Inodes {
     pub(crate) fn drop_synced(&self) {
         let is_left = |known: &&InodeEntry| known.references == 0;
         let left: Vec<Arc<Inode>> = {
-            let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let tables = sync::read(&self.tables);
             tables.inodes.values().filter(is_left).map(|known| Arc::clone(&known.inode)).collect()
         };
         for inode in left.iter().filter(|inode| !inode.is_unsynced()) {
-            let mut tables = self.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut tables = sync::write(&self.tables);
             if tables.inodes.get(&inode.ino).as_ref().is_some_and(is_left) {
                 tables.unsynced -= 1;
                 let known = tables.remove(inode.ino);
@@ -423,15 +422,15 @@ impl Inodes {
         }
     }
 
-    /// All that are known.
+    /// Returns all known files.
     pub(crate) fn all(&self) -> Vec<Arc<Inode>> {
-        let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tables = sync::read(&self.tables);
         tables.inodes.values().map(|known| Arc::clone(&known.inode)).collect()
     }
 
-    /// How many are referred to beside the root.
+    /// Returns the number of referenced files besides the root.
     pub(crate) fn len(&self) -> usize {
-        let tables = self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let tables = sync::read(&self.tables);
         tables.inodes.len() - tables.unsynced
     }
 }

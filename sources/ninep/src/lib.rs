@@ -71,22 +71,22 @@ pub use transport::{Stream, Tcp, Transport, Unix, Vsock};
 const MSIZE: std::ops::RangeInclusive<u32> = ferry_wire::ninep::MSIZE_MIN..=64 << 20;
 /// Tags are 16 bits, and some are for locks.
 const DEPTH: std::ops::RangeInclusive<usize> = 1..=4096;
-/// As many as Linux's NFS client makes at most.
+/// The maximum is that of Linux's NFS client.
 const CONNECTIONS: std::ops::RangeInclusive<usize> = 1..=16;
 
-/// Room for the reads that one file has under way, at least.
+/// The minimum holds the concurrent reads of one file.
 const CACHE_BYTES: std::ops::RangeInclusive<usize> = 16 << 20..=usize::MAX >> 1;
 
-/// What a client has done, and holds.
+/// Counters and resources of a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Requests sent so far.
     pub messages: u64,
-    /// The most requests that were under way at a time.
+    /// The maximum number of concurrent requests.
     pub in_flight_max: usize,
-    /// Connections, also while they are being made again.
+    /// Connections, including those being re-established.
     pub connections: usize,
-    /// Files that are referred to.
+    /// Referenced files.
     pub inodes: usize,
     /// Open files and directories.
     pub handles: usize,
@@ -117,9 +117,10 @@ impl Client {
         self.shared.refresh_root()
     }
 
-    /// The same by a thread that is there already: it makes all connections, this one and those that take its place.
+    /// As [`Self::connect`], with an existing thread that makes all connections, now and after a loss.
     ///
     /// # Errors
+    ///
     /// Those of [`Self::connect`].
     pub fn connect_by(connector: Connector, transport: Arc<dyn Transport>, options: Options) -> Result<Self, Error> {
         let bad = |what, value: u64, min: u64, max: u64| Err(Error::Option { what, value, min, max });
@@ -140,7 +141,7 @@ impl Client {
         let ((made, link), (known, shared)) = (mpsc::channel(), mpsc::channel());
         let work = move || {
             let outcome = Link::new(transport, options);
-            // Whoever has no use for it drops the other end.
+            // Dropped if the caller has gone.
             if made.send(outcome).is_ok()
                 && let Ok(shared) = shared.recv()
             {
@@ -151,7 +152,7 @@ impl Client {
         let link = link.recv().map_err(|_| Error::Threads(connector::has_ended()))??;
         let shared = Shared::new(link)?;
         let client = Self { shared, keeper: Some(keeper) };
-        // It waits for this.
+        // The keeper waits for it.
         drop(known.send(Arc::downgrade(&client.shared)));
         Ok(client)
     }
@@ -173,7 +174,7 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.shared.link.end();
         if let Some(keeper) = self.keeper.take() {
-            // It has nothing to say; it is only waited for so that nothing of it is left.
+            // It is joined only so that it has ended.
             drop(keeper.join());
         }
     }

@@ -1,17 +1,18 @@
-//! The link to the server. It survives its connections.
+//! The link to the server, which survives its connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Result};
 
-use crate::connection::{Counts, Outcome, RequestError, lock};
+use crate::connection::{Counts, Outcome, RequestError};
 use crate::options::{Error, Options};
 use crate::session::Session;
 use crate::transport::Transport;
 
-/// A server that is started again is back at once, mostly.
+/// A restarted server is usually back at once.
 const BACK_OFF_MIN: Duration = Duration::from_millis(20);
 /// The maximum delay between two connection attempts: short for waiting callers, and few attempts during a long outage.
 const BACK_OFF_MAX: Duration = Duration::from_secs(2);
@@ -23,7 +24,7 @@ pub(crate) struct Link {
     pub(crate) options: Options,
     pub(crate) counts: Arc<Counts>,
     session: Mutex<Arc<Session>>,
-    /// There is a new session, or it is over.
+    /// A new session, or the end of the link.
     changed: Condvar,
     is_over: AtomicBool,
     /// Signals the keeper that the connection is lost, or the client ends.
@@ -45,18 +46,18 @@ impl Link {
         })
     }
 
-    /// What users call the server.
+    /// Returns the server's address for messages.
     pub(crate) fn address(&self) -> String {
         self.transport.address()
     }
 
-    /// The session as it is, broken or not.
+    /// Returns the current session, broken or not.
     pub(crate) fn current(&self) -> Arc<Session> {
         Arc::clone(&lock(&self.session))
     }
 
-    /// A session with a connection, waited for until then, or until the server has been away for longer than anybody is to wait:
-    /// that counts from the loss of the connection, or each request would wait again, for as long as the server is away.
+    /// Waits for a session with a connection until this time, or until the server was away for longer than the limit.
+    /// The limit counts from the loss of the connection, so that not every request waits again.
     fn session(&self, until: Instant) -> Result<Arc<Session>> {
         let mut session = lock(&self.session);
         loop {
@@ -73,15 +74,16 @@ impl Link {
         }
     }
 
-    /// Does something with the server, again if the connection is lost meanwhile, as long as that does no harm.
+    /// Runs an operation, and repeats it if the connection is lost meanwhile and that is harmless.
     ///
     /// # Errors
-    /// Those of the server, and `IO` where it is not known whether the thing was done, or where the server stays away.
+    ///
+    /// The server's; `IO` if the outcome is unknown, or the server stays away.
     pub(crate) fn with_retry<T>(&self, act: impl FnMut(&Arc<Session>) -> Outcome<T>) -> Result<T> {
         self.with_retry_until(Instant::now() + self.options.patience, act)
     }
 
-    /// The same, until then.
+    /// As [`Self::with_retry`], until this time.
     pub(crate) fn with_retry_until<T>(
         &self,
         until: Instant,
@@ -98,7 +100,7 @@ impl Link {
         }
     }
 
-    /// Connects again, for as long as it takes; `restore` is called before others get to use the session.
+    /// Reconnects, however long it takes; calls `restore` before others use the session.
     pub(crate) fn reconnect(&self, restore: impl Fn(&Arc<Session>)) {
         let broken = self.current();
         let why = broken.why_broken().unwrap_or_default();
@@ -130,7 +132,6 @@ impl Link {
         }
     }
 
-    /// The keeper is to look.
     pub(crate) fn wake_keeper(&self) {
         *lock(&self.bell.0) = true;
         self.bell.1.notify_all();
@@ -147,7 +148,7 @@ impl Link {
         *rung = false;
     }
 
-    /// Lets the keeper sleep, whatever the signals.
+    /// Lets the keeper sleep, regardless of signals.
     fn rest(&self, time: Duration) {
         let rung = lock(&self.bell.0);
         drop(self.bell.1.wait_timeout_while(rung, time, |_| !self.is_over()));

@@ -3,22 +3,23 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, OFlags, Result,
 };
 use ferry_wire::ninep::{DirEntries, QidKind, Reply, Request};
 
 use crate::client::Shared;
-use crate::connection::{Outcome, RequestError, lock};
+use crate::connection::{Outcome, RequestError};
 use crate::file::HEAD_BYTES;
 use crate::inode::{Inode, now_in_changes};
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
-/// The most bytes of names that one message brings.
+/// The maximum size of a message with names, in bytes.
 const LISTING_BYTES: usize = 64 << 10;
-/// As above, while this client changes names in the directory, each of which discards the requested entries.
+/// The maximum size while this client changes names in the directory, because each change discards prefetched entries.
 const LISTING_BYTES_CHANGING: usize = 8 << 10;
-/// Names that are looked up at a time.
+/// The number of names that are looked up at a time.
 const BATCH: usize = 32;
 /// The maximum number of consecutive messages without a valid name; more are an error of the server.
 const VAIN_MAX: usize = 16;
@@ -33,15 +34,15 @@ struct Item {
     looked: LookupState,
 }
 
-/// What is known of a name beyond the listing.
+/// The result of looking up a name.
 #[derive(Debug)]
 enum LookupState {
     NotYet,
-    /// With a reference, and the time when it was looked up.
+    /// The entry with a reference, and the time of the lookup.
     Found(Entry, u64),
-    /// It is gone.
+    /// The name does not exist any more.
     Gone,
-    /// It cannot be looked at, or is `.` or `..`.
+    /// It cannot be looked up, or is `.` or `..`.
     Unknown,
 }
 
@@ -51,18 +52,18 @@ struct Listing {
     /// The offset of the first item.
     at: u64,
     items: VecDeque<Item>,
-    /// Nothing comes behind the items.
+    /// No entries follow.
     is_end: bool,
     /// The time before the items were requested.
     time: u64,
-    /// Names come and go.
+    /// The directory is changing.
     is_changing: bool,
 }
 
-/// What a message has brought.
+/// The entries in a message.
 struct ListedBatch {
     items: VecDeque<Item>,
-    /// Where to go on; none at the end.
+    /// The offset of the next message; `None` at the end.
     next: Option<u64>,
 }
 
@@ -70,11 +71,11 @@ struct ListedBatch {
 #[derive(Debug)]
 pub(crate) struct OpenDir {
     inode: Arc<Inode>,
-    fid: Mutex<Option<Arc<Held>>>,
+    fid: Mutex<Option<Arc<OwnedFid>>>,
     listing: Mutex<Listing>,
 }
 
-/// The type of a listed file. Some servers (Go's p9) send the kind of the qid in the place of the type.
+/// Returns the type of a listed file. Some servers (Go's p9) send the type of the qid instead.
 fn kind_of(qid: QidKind, said: FileType) -> FileType {
     match qid {
         qid if qid == QidKind::of(said) => said,
@@ -85,8 +86,8 @@ fn kind_of(qid: QidKind, said: FileType) -> FileType {
 }
 
 impl OpenDir {
-    /// The fid to list by, opened again if the connection was lost.
-    pub(crate) fn fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+    /// Returns the fid for listing, opened again after a lost connection.
+    pub(crate) fn fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<OwnedFid>> {
         let mut fid = lock(&self.fid);
         if let Some(fid) = fid.as_ref().filter(|fid| fid.is_of(session)) {
             return Ok(Arc::clone(fid));
@@ -130,7 +131,7 @@ impl Shared {
         }
     }
 
-    /// What was found under a name, unless this client has changed it since: then its attributes are others.
+    /// Returns the entry that was found under a name, unless this client has changed the file since.
     fn unchanged<'a>(&self, item: &'a Item) -> Option<&'a Entry> {
         let LookupState::Found(entry, time) = &item.looked else { return None };
         let is_unchanged = self.inodes.get(entry.ino).is_ok_and(|inode| inode.is_unchanged_since(*time));
@@ -148,7 +149,7 @@ impl Shared {
         let (mut told, mut vain) = (false, 0);
         loop {
             if listing.items.is_empty() {
-                // One message at a time, once there are entries to return.
+                // With entries to return, only one message at a time.
                 if listing.is_end || told {
                     return Ok(());
                 }
@@ -191,7 +192,7 @@ impl Shared {
         }
     }
 
-    /// Asks for names from an offset on.
+    /// Requests names from an offset.
     fn list(&self, session: &Arc<Session>, dir: &OpenDir, listing: &Listing) -> Outcome<ListedBatch> {
         let (fid, offset) = (dir.fid(self, session)?, listing.at);
         let bytes_max = if listing.is_changing { LISTING_BYTES_CHANGING } else { LISTING_BYTES };
@@ -220,7 +221,7 @@ impl Shared {
         })
     }
 
-    /// Looks the next names up, many at a time, if the first was not yet.
+    /// Looks up the next names in a batch, unless that is done.
     fn look_up_next(&self, dir: &Arc<Inode>, listing: &mut Listing) -> Result<()> {
         if !matches!(listing.items.front(), Some(Item { looked: LookupState::NotYet, .. })) {
             return Ok(());

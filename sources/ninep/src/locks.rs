@@ -8,40 +8,41 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Change, Errno, Handle, Ino, Lock, LockKind, LockOutcome, LockOwner, Result, SessionId, Waiter,
 };
 use ferry_wire::ninep::{LockRequest, LockStatus, Reply, Request, Tag};
 
 use crate::client::Shared;
-use crate::connection::{Answer, Connection, Outcome, Outgoing, RequestError, Wake, lock};
+use crate::connection::{Answer, Connection, Outcome, Outgoing, RequestError, Wake};
 use crate::inode::Inode;
-use crate::open_fids::Opened;
+use crate::open_fids::OpenFile;
 use crate::options::Cache;
 use crate::session::Session;
 
 /// The retry interval for servers that do not let requests wait; Linux's client uses 30 s.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// Ranges that one owner may lock in one file, as many as with other sources ([`ferry_vfs::Locks`]).
+/// The maximum number of ranges of an owner in one file, as in other sources ([`ferry_vfs::Locks`]).
 const OWNER_RANGES_MAX: usize = 65_536;
-/// Ranges that all owners may have in all files of a server: 100 MB of them.
+/// The maximum number of ranges of all owners in all files of a server: 100 MB of memory.
 const RANGES_MAX: usize = 1 << 20;
-/// Owners that may lock by one handle: processes that have it in common.
+/// The maximum number of owners per handle, which are processes that share it.
 const HANDLE_OWNERS_MAX: usize = 65_536;
-/// Requests that may wait: a client's kernel has a thread waiting for each.
+/// The maximum number of waiting requests: each has a waiting thread in a client's kernel.
 const WAITS_MAX: usize = 16_384;
 
-/// The locks that this client's owners have on one file.
+/// The locks of this client's owners on a file.
 #[derive(Debug, Default)]
 pub(crate) struct OwnLocks {
     owners: HashMap<LockOwner, OwnedRanges>,
-    /// Their ranges, which count among all.
+    /// The number of ranges, which also counts towards the total.
     ranges: usize,
     all: Arc<AtomicUsize>,
 }
 
-/// Ranges that neither overlap nor could be one: first byte, and kind and last byte.
+/// Disjoint ranges that cannot be merged: first byte, and kind and last byte.
 type Ranges = BTreeMap<u64, (LockKind, u64)>;
 
 #[derive(Debug)]
@@ -56,7 +57,7 @@ impl OwnLocks {
         self.owners.get(&lock.owner).map_or(lock.pid, |owned| owned.pid)
     }
 
-    /// Whether an owner may lock one more range, where there are so many in all.
+    /// Returns whether an owner may lock another range, with `all` ranges in use.
     fn has_room(&self, owner: LockOwner, all: &AtomicUsize) -> bool {
         let own = self.owners.get(&owner).map_or(0, |owned| owned.ranges.len());
         own < OWNER_RANGES_MAX && all.load(Ordering::Relaxed) < RANGES_MAX
@@ -127,7 +128,7 @@ fn set(ranges: &mut Ranges, new: &Lock) {
 /// A request that waits for a lock.
 #[derive(Debug)]
 struct Wait {
-    opened: Arc<Opened>,
+    opened: Arc<OpenFile>,
     handle: Handle,
     lock: Lock,
     state: Mutex<WaitState>,
@@ -135,18 +136,18 @@ struct Wait {
 
 #[derive(Debug)]
 struct WaitState {
-    /// None once the handle was released, or when it was woken.
+    /// `None` once the handle was released, or it was woken.
     waiter: Option<Waiter>,
     stage: Stage,
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// The server has it.
+    /// The server has the request.
     Sent(Arc<Connection>, Tag),
-    /// The server was asked to cancel it.
+    /// The server was told to cancel it.
     GivenUp,
-    /// It is to be sent then.
+    /// It is to be sent again at this time.
     Again(Instant),
     /// It has ended.
     Over,
@@ -162,9 +163,9 @@ impl WaitState {
 #[derive(Debug, Default)]
 pub(crate) struct ParkedLocks {
     waits: Mutex<Vec<Arc<Wait>>>,
-    /// Ranges that owners have in all files.
+    /// The number of ranges in all files.
     ranges: Arc<AtomicUsize>,
-    /// Makes the names of owners those of this client alone.
+    /// Makes names of owners unique to this client.
     names: RandomState,
 }
 
@@ -195,8 +196,8 @@ impl ParkedLocks {
 }
 
 impl Inode {
-    /// Others must see earlier writes before they get the lock. Their own writes must not be undone by data that are
-    /// kept here for a restart of the server.
+    /// Syncs and forgets kept data before a lock is released: others must see earlier writes, and a rewrite after a
+    /// server restart must not undo theirs.
     fn release_synced(&self) {
         if let Some(file) = self.cached() {
             file.write_out();
@@ -215,7 +216,7 @@ impl Shared {
         if self.link.options.cache == Cache::Auto {
             let ino = inode.ino;
             self.changes.publish(SessionId::default(), || Change::Attr { ino });
-            // In case the server's clock is too coarse to show it.
+            // In case the server's clock is too coarse to show the change.
             self.changes.publish(SessionId::default(), || Change::Data { ino, offset: 0, len: u64::MAX });
         }
     }
@@ -243,8 +244,8 @@ impl Shared {
         }
     }
 
-    /// Notes that an owner locks by a handle, unless it has as many locks as it may have, or they all have.
-    fn may_lock(&self, opened: &Opened, wanted: &Lock) -> bool {
+    /// Records that an owner locks by a handle, within the limits.
+    fn may_lock(&self, opened: &OpenFile, wanted: &Lock) -> bool {
         let mut owners = lock(&opened.owners);
         let has_room = owners.len() < HANDLE_OWNERS_MAX || owners.contains(&wanted.owner);
         let may = has_room && lock(&opened.inode.locks).has_room(wanted.owner, &self.parked.ranges);
@@ -291,7 +292,7 @@ impl Shared {
                 let wait = Arc::new(Wait { opened, handle, lock: *wanted, state });
                 lock(&self.parked.waits).push(Arc::clone(&wait));
                 self.send_wait(&wait);
-                // The keeper looks more often now.
+                // The keeper checks more often now.
                 self.link.wake_keeper();
                 Ok(LockOutcome::Waiting)
             }
@@ -302,7 +303,7 @@ impl Shared {
         }
     }
 
-    /// Has the server wait for a lock.
+    /// Sends a request that waits for a lock at the server.
     fn send_wait(self: &Arc<Self>, wait: &Arc<Wait>) {
         let session = self.link.current();
         let inode = &wait.opened.inode;
@@ -388,7 +389,7 @@ impl Shared {
         }
     }
 
-    /// The keeper's work for waiting requests.
+    /// Checks the waiting requests; called by the keeper.
     pub(crate) fn check_blocked_locks(self: &Arc<Self>) {
         let waits: Vec<Arc<Wait>> = lock(&self.parked.waits).clone();
         for wait in waits {
@@ -412,7 +413,7 @@ impl Shared {
         }
     }
 
-    /// A lock that is in the way.
+    /// Returns a conflicting lock.
     pub(crate) fn get_lock(&self, cx: &Caller<'_>, ino: Ino, handle: Handle, wanted: &Lock) -> Result<Option<Lock>> {
         let opened = self.files.get(cx.session, ino, handle)?;
         if wanted.flock {
@@ -425,7 +426,7 @@ impl Shared {
             session.ask(&Request::Getlock { fid: fid.fid(), lock: request }, |reply| match reply {
                 Reply::Getlock(LockRequest { kind: LockKind::Unlock, .. }) => Some(None),
                 Reply::Getlock(LockRequest { kind, start, end, pid, client }) => {
-                    // Processes of other machines have numbers that mean nothing here.
+                    // Process ids of other machines mean nothing here.
                     let pid = if client.starts_with(prefix.as_bytes()) { pid } else { 0 };
                     let owner = LockOwner { session: ferry_vfs::SessionId::default(), id: 0 };
                     Some(Some(Lock { kind, owner, start, end, pid, flock: false }))
@@ -435,7 +436,7 @@ impl Shared {
         })
     }
 
-    /// Gives up all locks of an owner on a file.
+    /// Releases all locks of an owner on a file.
     pub(crate) fn drop_owner(&self, inode: &Inode, owner: LockOwner) -> Result<()> {
         if !lock(&inode.locks).has(owner) {
             return Ok(());
@@ -446,8 +447,8 @@ impl Shared {
         self.link.with_retry(|session| self.lock_now(session, inode, &unlock, false))
     }
 
-    /// A handle ends, and with it the locks and waits that came by it.
-    pub(crate) fn release_locks(&self, opened: &Opened, handle: Handle) {
+    /// Releases a handle's locks, and ends its waits.
+    pub(crate) fn release_locks(&self, opened: &OpenFile, handle: Handle) {
         self.parked.released(handle);
         let owners = std::mem::take(&mut *lock(&opened.owners));
         for owner in owners {

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{
     Caller, Change, CreateArgs, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, OFlags, RenameFlags, Result,
 };
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
 use crate::client::{Shared, WANTED, attributes};
-use crate::connection::{Outcome, Outgoing, RequestError, lock};
+use crate::connection::{Outcome, Outgoing, RequestError};
 use crate::inode::{Inode, Place, walk, walked};
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// Permission bits.
 const PERMISSIONS: u32 = 0o7777;
@@ -19,7 +20,7 @@ const S_ISGID: u32 = 0o2000;
 const CREATE_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::RDWR).union(OFlags::TRUNC).union(OFlags::EXCL);
 
 /// A walk to one name, and a request for its attributes.
-struct Step1 {
+struct LookupStep {
     fid: Fid,
     found: Outcome<Option<(Qid, Option<Getattr>)>>,
 }
@@ -41,7 +42,6 @@ impl Shared {
         }
     }
 
-    /// Finds one name.
     pub(crate) fn find(&self, session: &Arc<Session>, dir: &Arc<Inode>, name: Name<'_>) -> Outcome<Entry> {
         let found = self.find_all(session, dir, &[name.to_buf()])?.pop();
         found.unwrap_or(Err(RequestError::Errno(Errno::IO)))
@@ -61,7 +61,7 @@ impl Shared {
             let found = match step.found {
                 Ok(Some((qid, Some(found)))) if qid.path == found.qid.path => found,
                 Ok(Some(_)) => {
-                    drop(Held::new(session, step.fid));
+                    drop(OwnedFid::new(session, step.fid));
                     return Err(RequestError::Errno(Errno::IO));
                 }
                 Ok(None) => {
@@ -73,7 +73,7 @@ impl Shared {
                     return Err(fail);
                 }
             };
-            let held = Held::new(session, step.fid);
+            let held = OwnedFid::new(session, step.fid);
             let place = Place { dir: Arc::clone(dir), name: name.clone() };
             let inode = self.inodes.add_reference(&found, session.serial, place, held)?;
             let mut attr = inode.note(&found).inspect_err(|_| self.inodes.forget(inode.ino, 1))?;
@@ -101,7 +101,7 @@ impl Shared {
     }
 
     /// A directory in which a caller makes something. What is made belongs to the user that the fid was attached as.
-    fn callers_dir(&self, session: &Arc<Session>, cx: &Caller<'_>, dir: &Inode) -> Outcome<Arc<Held>> {
+    fn callers_dir(&self, session: &Arc<Session>, cx: &Caller<'_>, dir: &Inode) -> Outcome<Arc<OwnedFid>> {
         let options = &self.link.options;
         match cx.uid {
             u32::MAX => dir.fid(session, options),
@@ -271,12 +271,12 @@ fn remove_by_fid(session: &Arc<Session>, dir: Fid, name: Name<'_>, is_dir: bool)
         _ => {}
     }
     let removed = session.tell(&Request::Remove { fid: held.fid() });
-    held.is_ended();
+    held.mark_ended();
     removed
 }
 
 /// Walks to each name, and requests the attributes in parallel if the server has supported that so far.
-fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<Step1> {
+fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<LookupStep> {
     let asks = session.is_in_order();
     let mut requests = Vec::new();
     let fids: Vec<Fid> = names.iter().map(|_| session.new_fid()).collect();
@@ -301,15 +301,15 @@ fn walk_to(session: &Arc<Session>, dir: Fid, names: &[NameBuf]) -> Vec<Step1> {
                 (Ok(None), _) => Ok(None),
                 (Err(fail), _) => Err(fail),
             };
-            Step1 { fid, found }
+            LookupStep { fid, found }
         })
         .collect()
 }
 
 /// Asks for the attributes that did not come, now that the fids are there.
-fn ask_again(session: &Arc<Session>, steps: &mut [Step1]) {
-    let missing = |step: &&mut Step1| matches!(step.found, Ok(Some((_, None))));
-    let mut steps: Vec<&mut Step1> = steps.iter_mut().filter(missing).collect();
+fn ask_again(session: &Arc<Session>, steps: &mut [LookupStep]) {
+    let missing = |step: &&mut LookupStep| matches!(step.found, Ok(Some((_, None))));
+    let mut steps: Vec<&mut LookupStep> = steps.iter_mut().filter(missing).collect();
     let requests = steps.iter().map(|step| Outgoing::new(&Request::Getattr { fid: step.fid, mask: WANTED }));
     let tickets = session.send(requests.collect());
     for (step, ticket) in steps.iter_mut().zip(tickets) {
@@ -317,7 +317,7 @@ fn ask_again(session: &Arc<Session>, steps: &mut [Step1]) {
         match attr {
             Ok(found) => {
                 if session.is_in_order() {
-                    session.not_in_order();
+                    session.mark_out_of_order();
                 }
                 if let Ok(Some((_, missing))) = &mut step.found {
                     *missing = Some(found);
@@ -325,7 +325,7 @@ fn ask_again(session: &Arc<Session>, steps: &mut [Step1]) {
             }
             Err(fail) => {
                 // The fid is there, and ends.
-                drop(Held::new(session, step.fid));
+                drop(OwnedFid::new(session, step.fid));
                 step.fid = session.new_fid();
                 step.found = Err(fail);
             }

@@ -3,19 +3,20 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, LockOwner, OFlags, SetAttr};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::cache::ErrorCursor;
 use crate::client::Shared;
-use crate::connection::{Outcome, RequestError, lock};
+use crate::connection::{Outcome, RequestError};
 use crate::inode::Inode;
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// An open fid.
 #[derive(Clone, Debug)]
 struct OpenFid {
-    held: Arc<Held>,
+    held: Arc<OwnedFid>,
     can_read: bool,
 }
 
@@ -34,7 +35,7 @@ pub(crate) struct Io {
 
 /// An open file of a client.
 #[derive(Debug)]
-pub(crate) struct Opened {
+pub(crate) struct OpenFile {
     pub(crate) inode: Arc<Inode>,
     pub(crate) access: Access,
     /// The owners of locks set through it.
@@ -57,7 +58,7 @@ impl Access {
     }
 }
 
-impl Opened {
+impl OpenFile {
     fn new(inode: &Arc<Inode>, access: Access) -> Self {
         Self { inode: Arc::clone(inode), access, owners: Mutex::default(), errors: None }
     }
@@ -89,22 +90,27 @@ impl Io {
         self.readers + self.writers == 0
     }
 
-    fn reading(&self, session: &Session) -> Option<Arc<Held>> {
+    fn reading(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         let reads = self.reads.iter().chain(self.writes.iter().filter(|open| open.can_read));
         reads.map(|open| &open.held).find(|held| held.is_of(session)).map(Arc::clone)
     }
 
-    fn writing(&self, session: &Session) -> Option<Arc<Held>> {
+    fn writing(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         self.writes.iter().map(|open| &open.held).find(|held| held.is_of(session)).map(Arc::clone)
     }
 
-    fn any(&self, session: &Session) -> Option<Arc<Held>> {
+    fn any(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         self.writing(session).or_else(|| self.reading(session))
     }
 }
 
 /// Opens a fid of the file, with `O_TRUNC` if that is in `flags`.
-pub(crate) fn open_fid(shared: &Shared, session: &Arc<Session>, inode: &Inode, flags: OFlags) -> Outcome<Arc<Held>> {
+pub(crate) fn open_fid(
+    shared: &Shared,
+    session: &Arc<Session>,
+    inode: &Inode,
+    flags: OFlags,
+) -> Outcome<Arc<OwnedFid>> {
     let path = inode.fid(session, &shared.link.options)?;
     let held = session.clone_of(path.fid())?;
     let qid = session.ask(&Request::Open { fid: held.fid(), flags }, |reply| match reply {
@@ -128,8 +134,7 @@ fn open_writing(shared: &Shared, session: &Arc<Session>, inode: &Inode, truncate
 }
 
 impl Inode {
-    /// The fid to read by.
-    pub(crate) fn reading(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+    pub(crate) fn reading(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<OwnedFid>> {
         let mut io = lock(&self.io);
         if let Some(held) = io.reading(session) {
             return Ok(held);
@@ -140,7 +145,7 @@ impl Inode {
     }
 
     /// The fid to write by.
-    pub(crate) fn writing(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+    pub(crate) fn writing(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<OwnedFid>> {
         let mut io = lock(&self.io);
         if let Some(held) = io.writing(session) {
             return Ok(held);
@@ -152,7 +157,7 @@ impl Inode {
     }
 
     /// Returns an open fid for any purpose.
-    pub(crate) fn open_fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<Held>> {
+    pub(crate) fn open_fid(&self, shared: &Shared, session: &Arc<Session>) -> Outcome<Arc<OwnedFid>> {
         let (open, is_written) = {
             let io = lock(&self.io);
             (io.any(session), io.writers > 0)
@@ -165,27 +170,26 @@ impl Inode {
     }
 
     /// Returns the fid for reading or writing.
-    pub(crate) fn fid_for(&self, shared: &Shared, session: &Arc<Session>, reads: bool) -> Outcome<Arc<Held>> {
+    pub(crate) fn fid_for(&self, shared: &Shared, session: &Arc<Session>, reads: bool) -> Outcome<Arc<OwnedFid>> {
         if reads { self.reading(shared, session) } else { self.writing(shared, session) }
     }
 
     /// Returns the fid for reading, if it is open.
-    pub(crate) fn is_reading(&self, session: &Session) -> Option<Arc<Held>> {
+    pub(crate) fn is_reading(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         lock(&self.io).reading(session)
     }
 
     /// Returns the fid for writing, if it is open.
-    pub(crate) fn is_writing(&self, session: &Session) -> Option<Arc<Held>> {
+    pub(crate) fn is_writing(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         lock(&self.io).writing(session)
     }
 
-    /// Returns an open fid, if there is one.
-    pub(crate) fn opened_fid(&self, session: &Session) -> Option<Arc<Held>> {
+    pub(crate) fn opened_fid(&self, session: &Session) -> Option<Arc<OwnedFid>> {
         lock(&self.io).any(session)
     }
 
     /// Adds an open file to the sharers of the fids, which are opened if necessary.
-    pub(crate) fn open(self: &Arc<Self>, shared: &Shared, session: &Arc<Session>, flags: OFlags) -> Outcome<Opened> {
+    pub(crate) fn open(self: &Arc<Self>, shared: &Shared, session: &Arc<Session>, flags: OFlags) -> Outcome<OpenFile> {
         let access = Access::of(flags);
         let truncate = flags & OFlags::TRUNC;
         let mut io = lock(&self.io);
@@ -204,11 +208,10 @@ impl Inode {
             session.tell(&Request::Setattr { fid: fid.fid(), set, ctime: false })?;
         }
         io.add(access);
-        Ok(Opened::new(self, access))
+        Ok(OpenFile::new(self, access))
     }
 
-    /// Adds an open file with the fid that created it.
-    pub(crate) fn add_created(self: &Arc<Self>, held: Arc<Held>, flags: OFlags) -> Opened {
+    pub(crate) fn add_created(self: &Arc<Self>, held: Arc<OwnedFid>, flags: OFlags) -> OpenFile {
         let access = Access::of(flags);
         let open = OpenFid { held, can_read: access.reads };
         let mut io = lock(&self.io);
@@ -217,7 +220,7 @@ impl Inode {
         io.add(access);
         drop(io);
         drop(old);
-        Opened::new(self, access)
+        OpenFile::new(self, access)
     }
 
     /// Returns whether it has written data that are neither durable nor kept.

@@ -11,8 +11,7 @@ use crate::cache::Limits;
 const MSIZE: u32 = 1 << 20;
 /// Requests under way at a time: at 1 MiB each they fill a link of 10 Gbit/s with 50 ms of delay.
 const DEPTH: usize = 64;
-/// The default number of connections. One saturates a link, unless the network limits each connection; one thread reads
-/// its replies.
+/// The default number of connections. One saturates a link, unless the network limits each connection.
 const CONNECTIONS: usize = 1;
 /// Longer than a busy server, or a disk below it, takes at worst.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -49,8 +48,7 @@ pub struct Options {
     /// Connections, 1 to 16. With more than one, data of files of which more than 4 MiB are moved take turns on all; fewer
     /// are made where the server takes no more. They end together. Default: 1.
     pub connections: usize,
-    /// How long the server may be silent while a reply is due. Then the connection is closed and reopened. Default: 30
-    /// s.
+    /// How long the server may be silent while a reply is due, before a reconnect. Default: 30 s.
     pub timeout: Duration,
     /// How long requests wait for a lost server before they fail with `EIO`, from the loss of the connection: later
     /// ones fail at once until the server is back. Default: 60 s.

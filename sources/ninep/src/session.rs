@@ -5,21 +5,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION};
 
-use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError, lock};
+use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError};
 use crate::options::{Error, Options};
 use crate::transport::Transport;
 
 /// A fid of a connection, released when the last reference is dropped.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct OwnedFid {
     connection: Arc<Connection>,
     fid: Fid,
     is_ended: AtomicBool,
 }
 
-impl Held {
+impl OwnedFid {
     pub(crate) fn new(connection: &Arc<Connection>, fid: Fid) -> Arc<Self> {
         Arc::new(Self { connection: Arc::clone(connection), fid, is_ended: AtomicBool::new(false) })
     }
@@ -28,24 +29,23 @@ impl Held {
         self.fid
     }
 
-    /// The connection that knows it.
     pub(crate) fn connection(&self) -> &Arc<Connection> {
         &self.connection
     }
 
-    /// It was ended already.
-    pub(crate) fn is_ended(&self) {
+    /// Records that the fid no longer exists.
+    pub(crate) fn mark_ended(&self) {
         self.is_ended.store(true, Ordering::Relaxed);
         self.connection.free_fid(self.fid);
     }
 
-    /// Whether it is one of this session.
+    /// Returns whether it belongs to a session.
     pub(crate) fn is_of(&self, session: &Session) -> bool {
         Arc::ptr_eq(&self.connection, &session.connection)
     }
 }
 
-impl Drop for Held {
+impl Drop for OwnedFid {
     fn drop(&mut self) {
         if !self.connection.is_broken() && !self.is_ended.load(Ordering::Relaxed) {
             self.connection.clunk_later(self.fid);
@@ -60,15 +60,15 @@ pub(crate) struct Session {
     /// Counts the sessions.
     pub(crate) serial: u64,
     /// The root on each further connection.
-    pub(crate) further: Vec<Arc<Held>>,
+    pub(crate) further: Vec<Arc<OwnedFid>>,
     /// The root, as the user that all requests are made as.
-    root: Arc<Held>,
+    root: Arc<OwnedFid>,
     pub(crate) root_qid: Qid,
     /// The root, as others.
-    users: Mutex<HashMap<u32, Arc<Held>>>,
+    users: Mutex<HashMap<u32, Arc<OwnedFid>>>,
     /// Whether the server has always served a request after the one that it depends on.
     in_order: AtomicBool,
-    /// Whether the server knows Tunlinkat and Trenameat, as far as was seen; diod does not.
+    /// Whether the server supports Tunlinkat and Trenameat, as far as known; diod does not.
     has_at: AtomicBool,
 }
 
@@ -81,7 +81,7 @@ impl std::ops::Deref for Session {
 }
 
 impl Session {
-    /// Connects, agrees on the version, and attaches.
+    /// Connects, negotiates the version, and attaches.
     pub(crate) fn begin(
         transport: &dyn Transport,
         options: &Options,
@@ -103,7 +103,7 @@ impl Session {
         Ok(session)
     }
 
-    /// Makes the further connections. One is enough to go on with: a server may have a limit.
+    /// Opens the additional connections. The session continues without them: a server may have a limit.
     fn connect_further(&mut self, transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) {
         while self.further.len() + 1 < options.connections && !self.is_broken() {
             let reason = match connect(transport, options, counts) {
@@ -126,7 +126,7 @@ impl Session {
         }
     }
 
-    /// How many connections it has.
+    /// Returns the number of connections.
     pub(crate) fn connections(&self) -> usize {
         self.further.len() + 1
     }
@@ -137,8 +137,8 @@ impl Session {
         self.further.iter().for_each(|root| root.connection.check());
     }
 
-    /// The root, as a user.
-    pub(crate) fn root(&self, uid: u32, options: &Options) -> Outcome<Arc<Held>> {
+    /// Returns the root for a user.
+    pub(crate) fn root(&self, uid: u32, options: &Options) -> Outcome<Arc<OwnedFid>> {
         if uid == options.uid {
             return Ok(Arc::clone(&self.root));
         }
@@ -155,7 +155,7 @@ impl Session {
                 return Err(if let RequestError::Errno(_) = fail { RequestError::Errno(Errno::ACCESS) } else { fail });
             }
         }
-        let root = Held::new(&self.connection, fid);
+        let root = OwnedFid::new(&self.connection, fid);
         Ok(Arc::clone(lock(&self.users).entry(uid).or_insert(root)))
     }
 
@@ -165,12 +165,12 @@ impl Session {
         self.in_order.load(Ordering::Relaxed)
     }
 
-    /// The server did serve one first.
-    pub(crate) fn not_in_order(&self) {
+    /// Records that the server served such a request first.
+    pub(crate) fn mark_out_of_order(&self) {
         self.in_order.store(false, Ordering::Relaxed);
     }
 
-    /// Does something by the messages that name a directory and a name in it, or else by the older ones that name a file.
+    /// Runs `at`, which uses messages with a directory and a name, or `or_else` for servers without them.
     pub(crate) fn at_or_else<T>(
         &self,
         at: impl FnOnce() -> Outcome<T>,
@@ -189,12 +189,12 @@ impl Session {
         done
     }
 
-    /// One more fid of the same file.
-    pub(crate) fn clone_of(&self, fid: Fid) -> Outcome<Arc<Held>> {
+    /// Returns another fid of the same file.
+    pub(crate) fn clone_of(&self, fid: Fid) -> Outcome<Arc<OwnedFid>> {
         let new_fid = self.connection.new_fid();
         let request = Request::Walk { fid, new_fid, steps: Steps::default() };
         match self.connection.tell(&request) {
-            Ok(()) => Ok(Held::new(&self.connection, new_fid)),
+            Ok(()) => Ok(OwnedFid::new(&self.connection, new_fid)),
             Err(fail) => {
                 self.connection.free_fid(new_fid);
                 Err(fail)
@@ -208,14 +208,14 @@ fn user(name: &[u8], uid: u32) -> User<'_> {
 }
 
 /// Connects, negotiates the version, and attaches; returns the root.
-fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<(Arc<Held>, Qid), Error> {
+fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<(Arc<OwnedFid>, Qid), Error> {
     let address = transport.address();
     let stream = transport.connect(options.timeout);
     let stream = stream.map_err(|reason| Error::Unreachable { address: address.clone(), reason })?;
     let connection = Connection::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
-    let begun = agree(&connection, options, &address).and_then(|()| attach(&connection, options, &address));
+    let begun = negotiate(&connection, options, &address).and_then(|()| attach(&connection, options, &address));
     match begun {
-        Ok((fid, qid)) => Ok((Held::new(&connection, fid), qid)),
+        Ok((fid, qid)) => Ok((OwnedFid::new(&connection, fid), qid)),
         Err(error) => {
             connection.fail("it is not used");
             Err(error)
@@ -223,8 +223,8 @@ fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -
     }
 }
 
-/// Agrees on version and message size (version(5)).
-fn agree(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(), Error> {
+/// Negotiates version and message size (version(5)).
+fn negotiate(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(), Error> {
     let silent = |reason: String| Error::NoAnswer { address: address.into(), reason };
     let request = Outgoing::new(&Request::Version { msize: options.msize, version: VERSION });
     let message = connection.send_one(request).wait(connection);

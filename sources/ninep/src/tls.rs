@@ -7,20 +7,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{AlertDescription, CertificateError, ClientConfig, ClientConnection, RootCertStore};
 
-use crate::connection::lock;
 use crate::transport::{Stream, Tcp, Transport, ended_by};
 
-/// What is read from the socket at a time, in bytes: some records.
+/// The size of a read from the socket in bytes: several records.
 const RAW_BYTES: usize = 64 << 10;
-/// What is enciphered at a time: as long as that takes, nothing is deciphered.
+/// The size of encrypted pieces: nothing is decrypted meanwhile.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Why there can be no TLS.
+/// Why TLS cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
@@ -32,20 +32,20 @@ pub enum TlsError {
     Missing {
         /// The file.
         path: PathBuf,
-        /// What it should hold.
+        /// The expected contents.
         what: &'static str,
-        /// How PEM calls that.
+        /// Their PEM label.
         label: &'static str,
     },
-    /// A certificate or key is none that can be used.
+    /// A certificate or key is unusable.
     #[error("{path} cannot be used: {what}", path = .0.display(), what = .1)]
     Unusable(PathBuf, String),
-    /// The name of the host is none that a certificate can have.
+    /// A certificate cannot contain this host name.
     #[error("{0:?} is no name or address that a certificate can be for")]
     Host(String),
 }
 
-/// A TCP port where TLS is spoken.
+/// A TCP port with TLS.
 #[derive(Clone)]
 pub struct Tls {
     tcp: Tcp,
@@ -92,7 +92,7 @@ impl Tls {
                 builder.with_client_auth_cert(chain, secret).map_err(unusable)?
             }
         };
-        // Certificates are looked at each time.
+        // Certificates are verified on each connection.
         config.resumption = rustls::client::Resumption::disabled();
         Ok(Self { tcp, name, config: Arc::new(config) })
     }
@@ -141,7 +141,7 @@ impl Transport for Tls {
 struct Reader {
     tls: Arc<Mutex<ClientConnection>>,
     socket: TcpStream,
-    /// Ciphered bytes; those from `from` to `to` are not deciphered yet.
+    /// Encrypted bytes; those from `from` to `to` are not yet decrypted.
     raw: Vec<u8>,
     from: usize,
     to: usize,
@@ -162,7 +162,7 @@ impl Read for Reader {
 }
 
 impl Reader {
-    /// Takes decrypted data; none if more has to arrive on the socket.
+    /// Returns decrypted data; `None` if more must arrive on the socket.
     fn decipher(&mut self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         let mut tls = lock(&self.tls);
         loop {
@@ -183,7 +183,7 @@ impl Reader {
     }
 }
 
-/// What goes to the server. Only one thread at a time has it, so records leave in the order in which they were made.
+/// The sending half. One thread at a time uses it, so records leave in order.
 struct Writer {
     tls: Arc<Mutex<ClientConnection>>,
     socket: TcpStream,
@@ -220,7 +220,7 @@ fn meant(error: io::Error) -> io::Error {
     }
 }
 
-/// What a failure most likely means.
+/// Explains the likely cause of a failure.
 fn explained(error: &rustls::Error) -> String {
     use rustls::Error as Tls;
     match error {

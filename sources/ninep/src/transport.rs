@@ -1,4 +1,4 @@
-//! Transports: how a server is reached.
+//! Transports: how to connect to a server.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fs::{CWD, Mode, OFlags};
 use socket2::{Domain, SockAddr, Socket, Type};
 
-/// How a connection to a server is made. Called again after the connection was lost.
+/// Connects to a server, also after a lost connection.
 pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Connects. Neither this nor a write to the stream may take longer than `timeout`.
     ///
@@ -19,7 +19,7 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// The server cannot be reached.
     fn connect(&self, timeout: Duration) -> io::Result<Stream>;
 
-    /// What users call it, as in `tcp:HOST:PORT`.
+    /// Returns the address for messages, such as `tcp:HOST:PORT`.
     fn address(&self) -> String;
 }
 
@@ -44,8 +44,8 @@ impl fmt::Debug for Stream {
 pub struct Unix(pub PathBuf);
 
 impl Unix {
-    /// The address of the socket. One with a longer path than an address holds is reached by its folder, which is open
-    /// until it is connected to; not for longer, for the server may make it again.
+    /// Returns the address of the socket. A path longer than an address holds is reached by its directory, which is
+    /// open only until the connection, because the server may recreate it.
     fn socket_address(&self) -> io::Result<(SockAddr, Option<OwnedFd>)> {
         let short = SockAddr::unix(&self.0);
         let (Err(_), Some(folder), Some(name)) = (&short, self.0.parent(), self.0.file_name()) else {
@@ -61,8 +61,8 @@ impl Unix {
 impl Transport for Unix {
     fn connect(&self, timeout: Duration) -> io::Result<Stream> {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // It is for connect, too, which waits while the server's backlog is full. One that does not wait fails at once then,
-        // and there is nothing to poll for.
+        // The timeout applies to connect, too, which waits while the server's backlog is full. A non-blocking connect
+        // would fail at once, with nothing to poll for.
         socket.set_write_timeout(Some(timeout))?;
         let (address, _folder) = self.socket_address()?;
         socket.connect(&address).map_err(|error| match error.kind() {
@@ -90,7 +90,7 @@ pub struct Tcp {
 }
 
 impl Tcp {
-    /// Connects to one of the host's addresses. A write takes no longer than `timeout`, either.
+    /// Connects to one of the host's addresses; also limits writes to `timeout`.
     pub(crate) fn socket(&self, timeout: Duration) -> io::Result<TcpStream> {
         let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
         for address in (self.host.as_str(), self.port).to_socket_addrs()? {
@@ -124,13 +124,12 @@ impl Transport for Tcp {
     }
 }
 
-/// Returns whether a socket is connected to itself, which happens on this host if no server listens on a port of the
-/// ephemeral range.
+/// Returns whether a socket is connected to itself, which can happen to a port of the ephemeral range.
 fn is_loop(stream: &TcpStream) -> bool {
     matches!((stream.local_addr(), stream.peer_addr()), (Ok(here), Ok(there)) if here == there)
 }
 
-/// Ends a connection by its socket.
+/// Returns a function that shuts a socket down.
 pub(crate) fn ended_by(socket: TcpStream) -> Box<dyn Fn() + Send + Sync> {
     Box::new(move || drop(socket.shutdown(Shutdown::Both)))
 }

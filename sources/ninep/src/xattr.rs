@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, Change, Errno, Ino, Result, XattrFlags};
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::client::Shared;
-use crate::connection::{Outcome, Outgoing, RequestError, lock};
+use crate::connection::{Outcome, Outgoing, RequestError};
 use crate::inode::Inode;
-use crate::session::{Held, Session};
+use crate::session::{OwnedFid, Session};
 
 /// The longest value, and list of names, in bytes (Linux: `XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const VALUE_BYTES_MAX: u64 = 64 << 10;
-/// The attribute that Linux requests before a write to a file with changed attributes; for a new file that is its first
-/// write.
+/// The attribute that Linux requests before a write to a new file or one with changed attributes.
 const CAPABILITIES: &[u8] = b"security.capability";
 /// How long their absence is believed: as long as mounts keep attributes.
 const ABSENT: Duration = Duration::from_secs(1);
@@ -50,7 +50,7 @@ impl Shared {
                     _ => None,
                 });
                 let bytes = walked.inspect_err(|_| session.free_fid(new_fid))?;
-                let held = Held::new(session, new_fid);
+                let held = OwnedFid::new(session, new_fid);
                 if bytes > VALUE_BYTES_MAX {
                     return Err(RequestError::Errno(Errno::TOOBIG));
                 }
@@ -76,7 +76,7 @@ impl Shared {
                 write_value(session, &held, value)?;
                 // Only the end of the fid says whether the attribute was set; it ends in any case.
                 let set = session.tell(&Request::Clunk { fid: held.fid() });
-                held.is_ended();
+                held.mark_ended();
                 set.map_err(|fail| match fail {
                     // Made twice, an attribute that must not be there yet would be.
                     RequestError::Lost { .. } if !flags.is_empty() => RequestError::Lost { harmless: false },
@@ -96,7 +96,7 @@ impl Shared {
     }
 }
 
-fn read_value(session: &Arc<Session>, held: &Held, bytes: usize) -> Outcome<Vec<u8>> {
+fn read_value(session: &Arc<Session>, held: &OwnedFid, bytes: usize) -> Outcome<Vec<u8>> {
     let mut value = Vec::with_capacity(bytes);
     while value.len() < bytes {
         let piece = (bytes - value.len()).min(Shared::message_bytes(session));
@@ -111,7 +111,7 @@ fn read_value(session: &Arc<Session>, held: &Held, bytes: usize) -> Outcome<Vec<
     Ok(value)
 }
 
-fn write_value(session: &Arc<Session>, held: &Held, value: &[u8]) -> Outcome<()> {
+fn write_value(session: &Arc<Session>, held: &OwnedFid, value: &[u8]) -> Outcome<()> {
     let mut done = 0;
     while done < value.len() {
         let piece = (value.len() - done).min(Shared::message_bytes(session));

@@ -4,8 +4,7 @@ use std::io::{self, Read};
 
 use super::shape::{Compression, damaged};
 
-/// The maximum zstd window, larger than any cluster. A hostile image could otherwise make the decompressor allocate 128
-/// MiB.
+/// The maximum zstd window, larger than any cluster. Without it an image could make zstd allocate 128 MiB.
 const ZSTD_WINDOW_BITS_MAX: u32 = 22;
 
 /// Fills a cluster from its compressed bytes, which others may follow.

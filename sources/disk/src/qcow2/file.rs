@@ -3,9 +3,10 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
 
 use ferry_vfs::OFlags;
+use ferry_vfs::sync::{self, lock};
 
 use crate::{lock, sys};
 
@@ -31,8 +32,7 @@ impl AlignedBuffer {
     }
 }
 
-/// A file through the page cache and, optionally, past it. The tables of an image always use the page cache, which is
-/// their only cache.
+/// A file with and, optionally, without the page cache, which is the only cache of an image's tables.
 pub(super) struct ImageFile {
     cached: File,
     direct: Option<File>,
@@ -159,20 +159,16 @@ impl ImageFile {
 
     #[cfg(test)]
     fn note(&self, event: Event) {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner).push(event);
-    }
-
-    fn syncs(&self) -> MutexGuard<'_, Syncs> {
-        self.syncs.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.log).push(event);
     }
 
     /// Makes all earlier writes durable. Concurrent callers share one `fdatasync`.
     pub(super) fn sync(&self) -> io::Result<()> {
-        let mut syncs = self.syncs();
+        let mut syncs = lock(&self.syncs);
         let mine = syncs.begun + 1;
         while syncs.ended < mine && !syncs.failed {
             if syncs.is_running {
-                syncs = self.ended.wait(syncs).unwrap_or_else(PoisonError::into_inner);
+                syncs = sync::wait(&self.ended, syncs);
                 continue;
             }
             syncs.begun += 1;
@@ -181,7 +177,7 @@ impl ImageFile {
             let outcome = self.cached.sync_data();
             #[cfg(test)]
             self.note(Event::Sync);
-            syncs = self.syncs();
+            syncs = lock(&self.syncs);
             syncs.is_running = false;
             syncs.ended = syncs.begun;
             syncs.failed |= outcome.is_err();

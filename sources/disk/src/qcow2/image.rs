@@ -4,7 +4,9 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Mutex, RwLock};
+
+use ferry_vfs::sync::{self, lock};
 
 use super::compressed::decompress;
 use super::file::ImageFile;
@@ -148,14 +150,6 @@ impl Image {
         })
     }
 
-    pub(super) fn shared(&self) -> RwLockReadGuard<'_, Tables> {
-        self.tables.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn alone(&self) -> RwLockWriteGuard<'_, Tables> {
-        self.tables.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The entries of some clusters in a row.
     pub(super) fn entries(&self, tables: &Tables, clusters: Range<u64>) -> io::Result<Vec<Entry>> {
         let mut entries = Vec::new();
@@ -194,7 +188,7 @@ impl Image {
 
     /// Reads a range of the disk; past its end it reads zeros.
     pub(super) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
-        let tables = self.shared();
+        let tables = sync::read(&self.tables);
         let clusters = self.clusters(offset, bytes.len() as u64);
         let entries = self.entries(&tables, clusters.clone())?;
         self.read_entries(&entries, clusters.start, bytes, offset)
@@ -259,7 +253,7 @@ impl Image {
     }
 
     fn read_compressed(&self, offset: u64, bytes: u64, skip: usize, part: &mut [u8]) -> io::Result<()> {
-        let last = || self.decompressed.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = || lock(&self.decompressed);
         let place = skip..skip + part.len();
         if let Some((_, cluster)) = last().as_ref().filter(|(known, _)| *known == offset) {
             part.copy_from_slice(&cluster[place]);

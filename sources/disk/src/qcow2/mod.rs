@@ -64,7 +64,7 @@ impl Qcow2Disk {
     /// Wraps an open and locked file.
     pub(crate) fn new(file: File, path: &Path, options: &Options) -> std::result::Result<Self, Error> {
         let opening =
-            Opening { backing_dir: options.backing_dir.as_deref(), direct: options.cache == Some(Cache::None) };
+            OpenContext { backing_dir: options.backing_dir.as_deref(), direct: options.cache == Some(Cache::None) };
         let mut image = opening.image(file, path, !options.read_only, 0)?;
         if let Some(bytes) = options.grow_to {
             let bytes = bytes.next_multiple_of(SECTOR_BYTES);
@@ -232,12 +232,12 @@ fn error_of(fault: HeaderError, path: &Path) -> Error {
 }
 
 /// Parameters of an image and all its backing files.
-struct Opening<'a> {
+struct OpenContext<'a> {
     backing_dir: Option<&'a Path>,
     direct: bool,
 }
 
-impl Opening<'_> {
+impl OpenContext<'_> {
     /// Opens an image and its backing files.
     fn image(&self, file: File, path: &Path, writes: bool, depth: usize) -> std::result::Result<Image, Error> {
         let header = read_header(&file, path, writes)?;

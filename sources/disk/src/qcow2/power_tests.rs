@@ -9,8 +9,9 @@ use super::file::Event;
 use super::image::Image;
 use super::shape::{ClusterLocation, OFFSET};
 use super::write::Zeroing;
-use super::{Opening, sys};
+use super::{OpenContext, sys};
 use crate::tests::images::create;
+use ferry_vfs::sync;
 
 const SECTOR: usize = 512;
 const BYTES: usize = 2 << 20;
@@ -39,7 +40,7 @@ struct Step {
 }
 
 fn open(path: &Path) -> Image {
-    let opening = Opening { backing_dir: path.parent(), direct: false };
+    let opening = OpenContext { backing_dir: path.parent(), direct: false };
     opening.image(sys::open(path, true).expect("a file"), path, true, 0).expect("an image")
 }
 
@@ -120,7 +121,7 @@ fn allowed(initial: &[u8], steps: &[Step], end: usize) -> Vec<Vec<u8>> {
 /// Checks that every used cluster is counted at least as often.
 fn check_counts(image: &Image, file: &[u8]) {
     let bits = image.shape.cluster_bits;
-    let tables = image.shared();
+    let tables = sync::read(&image.tables);
     let mut used: HashMap<u64, u64> = HashMap::new();
     let mut uses = |offset: u64| *used.entry(offset >> bits).or_default() += 1;
     [0, tables.l1_offset, tables.refcounts_offset].into_iter().for_each(&mut uses);

@@ -1,10 +1,11 @@
 //! Locks on ranges of clusters.
 
 use std::ops::Range;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
 
-/// Serializes changes of the same clusters. There are as many ranges as threads that change the image, so a list is
-/// enough.
+use ferry_vfs::sync::{self, lock};
+
+/// Serializes changes of the same clusters. A list is enough: each thread that changes the image has one range.
 #[derive(Default)]
 pub(super) struct RangeLock {
     held: Mutex<Vec<Range<u64>>>,
@@ -20,22 +21,18 @@ pub(super) struct LockedRange<'a> {
 impl RangeLock {
     /// Waits until no other holder overlaps the range.
     pub(super) fn take(&self, range: Range<u64>) -> LockedRange<'_> {
-        let mut held = self.held();
+        let mut held = lock(&self.held);
         while held.iter().any(|other| other.start < range.end && range.start < other.end) {
-            held = self.released.wait(held).unwrap_or_else(PoisonError::into_inner);
+            held = sync::wait(&self.released, held);
         }
         held.push(range.clone());
         LockedRange { lock: self, range }
-    }
-
-    fn held(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for LockedRange<'_> {
     fn drop(&mut self) {
-        let mut held = self.lock.held();
+        let mut held = lock(&self.lock.held);
         if let Some(index) = held.iter().position(|range| *range == self.range) {
             held.swap_remove(index);
         }

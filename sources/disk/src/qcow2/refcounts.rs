@@ -7,7 +7,7 @@
 use std::io;
 use std::ops::Range;
 
-use ferry_vfs::Errno;
+use ferry_vfs::{Errno, sync};
 
 use super::header::REFCOUNT_TABLE_BYTES_MAX;
 use super::image::{Image, Tables};
@@ -110,8 +110,7 @@ impl Image {
         Ok(found)
     }
 
-    /// Takes clusters for data from the reserved ones, or allocates them and more to reserve: twice as many each time,
-    /// until a flush.
+    /// Takes reserved clusters for data, or allocates them and more to reserve: twice as many each time, until a flush.
     pub(super) fn take_clusters(&self, tables: &mut Tables, count: usize) -> io::Result<NewClusters> {
         let reserved = tables.reserved.len().min(count);
         let mut clusters: Vec<NewCluster> = tables.reserved.drain(..reserved).collect();
@@ -299,7 +298,7 @@ impl Image {
         if unreferenced.is_empty() {
             return Ok(());
         }
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         let mut outcome = Ok(());
         for range in unreferenced {
             let mut free = range.start..range.start;
@@ -319,12 +318,12 @@ impl Image {
 
     /// Takes the clusters without a reference, and the reserved ones.
     fn take_unreferenced(&self) -> Vec<Range<u64>> {
-        let tables = self.shared();
+        let tables = sync::read(&self.tables);
         if tables.unreferenced.is_empty() && tables.reserved.is_empty() {
             return Vec::new();
         }
         drop(tables);
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         let reserved = std::mem::take(&mut tables.reserved);
         self.give_back(&mut tables, reserved.into_iter().map(|cluster| cluster.offset));
         tables.reserve = 0;
@@ -333,7 +332,7 @@ impl Image {
 
     /// [Flushes](Self::flush) if many clusters wait to be freed.
     pub(super) fn flush_if_many_wait(&self) -> io::Result<()> {
-        let waiting = self.shared().unreferenced.len();
+        let waiting = sync::read(&self.tables).unreferenced.len();
         if waiting > UNREFERENCED_MAX { self.flush() } else { Ok(()) }
     }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use ferry_vfs::Errno;
+use ferry_vfs::sync;
 
 use super::image::{Image, Tables};
 use super::refcounts::NewCluster;
@@ -32,14 +33,14 @@ struct Change {
 }
 
 /// The allocations for a write of clusters.
-struct Prepared {
+struct Allocation {
     changes: Vec<Change>,
     spare: Vec<NewCluster>,
     are_counted: bool,
 }
 
 /// Clusters that have been written.
-struct Filled {
+struct WrittenClusters {
     entries: Vec<Entry>,
     /// More than the request's data was written, so the data must be durable before the entry.
     has_more_than_data: bool,
@@ -62,7 +63,7 @@ impl Image {
         if self.changed.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         if tables.autoclear != 0 {
             // As the specification requires of programs that do not support these features (such as bitmaps).
             self.file.write_table(&[0; 8], HEADER_AUTOCLEAR)?;
@@ -81,7 +82,7 @@ impl Image {
             return Ok(());
         }
         let held = self.changes.take(clusters.clone());
-        let Prepared { changes, spare, are_counted } = self.prepare(clusters.clone())?;
+        let Allocation { changes, spare, are_counted } = self.prepare(clusters.clone())?;
         let filled = self.fill_all(clusters.start, &changes, data, offset);
         // A cluster must be filled and counted before a table refers to it, even after a power failure.
         let filled = filled.and_then(|filled| {
@@ -90,7 +91,7 @@ impl Image {
             }
             Ok(filled.entries)
         });
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         let moved = changes.iter().filter(|change| change.before.own().is_none());
         match filled {
             Ok(entries) => {
@@ -109,8 +110,8 @@ impl Image {
         self.flush_if_many_wait()
     }
 
-    fn fill_all(&self, first: u64, changes: &[Change], data: &[u8], offset: u64) -> io::Result<Filled> {
-        let mut filled = Filled { entries: Vec::with_capacity(changes.len()), has_more_than_data: false };
+    fn fill_all(&self, first: u64, changes: &[Change], data: &[u8], offset: u64) -> io::Result<WrittenClusters> {
+        let mut filled = WrittenClusters { entries: Vec::with_capacity(changes.len()), has_more_than_data: false };
         for (cluster, change) in (first..).zip(changes) {
             let entry = self.fill(cluster, change, data, offset, &mut filled.has_more_than_data)?;
             filled.entries.push(entry);
@@ -120,7 +121,7 @@ impl Image {
 
     /// Writes to allocated clusters; returns `false` if not all are.
     fn write_in_place(&self, data: &[u8], offset: u64, clusters: Range<u64>) -> io::Result<bool> {
-        let tables = self.shared();
+        let tables = sync::read(&self.tables);
         let entries = self.entries(&tables, clusters.clone())?;
         let mut places: Vec<(u64, usize)> = Vec::new();
         for (cluster, entry) in clusters.zip(&entries) {
@@ -169,8 +170,8 @@ impl Image {
     }
 
     /// Allocates the clusters for data.
-    fn prepare(&self, clusters: Range<u64>) -> io::Result<Prepared> {
-        let mut tables = self.alone();
+    fn prepare(&self, clusters: Range<u64>) -> io::Result<Allocation> {
+        let mut tables = sync::write(&self.tables);
         self.own_l2_tables(&mut tables, clusters.clone())?;
         let entries = self.entries(&tables, clusters)?;
         for host in entries.iter().filter_map(Entry::own) {
@@ -187,7 +188,7 @@ impl Image {
             }
         });
         let changes = changes.collect::<io::Result<_>>()?;
-        Ok(Prepared { changes, spare: new.spare, are_counted: new.are_counted })
+        Ok(Allocation { changes, spare: new.spare, are_counted: new.are_counted })
     }
 
     /// Writes data to a cluster, with the rest of newly allocated subclusters; returns the new entry.
@@ -365,7 +366,7 @@ impl Image {
     fn zero_in_table(&self, range: Range<u64>, how: Zeroing) -> io::Result<Vec<Range<u64>>> {
         let clusters = self.clusters(range.start, range.end - range.start);
         let _held = self.changes.take(clusters.clone());
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         let mut written = Vec::new();
         if self.l2_table(&tables, clusters.start)?.is_none() && self.below.is_none() {
             return Ok(written);
@@ -436,7 +437,7 @@ impl Image {
     }
 
     fn grow_l1(&self, entries: u64) -> io::Result<()> {
-        let mut tables = self.alone();
+        let mut tables = sync::write(&self.tables);
         let old_entries = tables.l1.len() as u64;
         if entries <= old_entries {
             return Ok(());

@@ -1,11 +1,12 @@
-//! Read-around for random readers over a long link: while they wait for a page, the link also carries the bytes around
-//! it.
+//! Read-around for random readers over a long link: while they wait for a page, it also carries the bytes around.
 //!
 //! A random read takes a round trip, whatever its size, and the link is otherwise idle. So additional messages fetch as
 //! many bytes around it as the link carries in another round trip, as long as enough of them are read later.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
+
+use ferry_vfs::sync::lock;
 
 /// The minimum and initial size of a read-around, in bytes.
 const LEAST_BYTES: u64 = 64 << 10;
@@ -49,22 +50,18 @@ impl Link {
     /// Records the duration of a read that a caller waited for.
     pub fn note(&self, bytes: u64, took: Duration) {
         if bytes <= SHORT_BYTES {
-            self.estimate().note(took);
+            lock(&self.0).note(took);
         }
     }
 
     /// Records the duration of a read-around.
     pub fn note_around(&self, bytes: u64, took: Duration) {
-        self.estimate().note_around(bytes, took);
+        lock(&self.0).note_around(bytes, took);
     }
 
     /// Returns the size of a read-around in bytes: a power of two, or 0.
     pub fn around_bytes(&self) -> u64 {
-        self.estimate().around_bytes()
-    }
-
-    fn estimate(&self) -> MutexGuard<'_, Estimate> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).around_bytes()
     }
 }
 

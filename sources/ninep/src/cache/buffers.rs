@@ -1,6 +1,8 @@
 //! Message buffers.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
+
+use ferry_vfs::sync::{self, lock};
 
 use super::limits::Limits;
 
@@ -31,10 +33,6 @@ struct Pool {
     freed: Condvar,
     /// What one holds.
     bytes: usize,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Buffers {
@@ -97,7 +95,7 @@ impl Pool {
                 buffer.clear();
                 return buffer;
             }
-            free = self.freed.wait(free).unwrap_or_else(PoisonError::into_inner);
+            free = sync::wait(&self.freed, free);
         }
     }
 

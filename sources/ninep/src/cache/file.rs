@@ -5,20 +5,20 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use ferry_vfs::{Errno, Result};
+use ferry_vfs::sync::lock;
+use ferry_vfs::{Errno, Result, sync};
 
 use super::around::Link;
 use super::errors::ErrorCursor;
 use super::limits::Limits;
 use super::pages::{PAGE, PAGE_BYTES};
 use super::pool::Shared;
-use super::remote::{Done, Ended, Remote};
+use super::remote::{Completion, OnCompletion, Remote};
 use super::state::{InFlightMessage, Kind, State};
 use super::stream::ReadAheadLimit;
 use super::writing::SIZE_MAX;
 
-/// One inode of a remote file system, with its cached data. All methods may wait for the server unless documented
-/// otherwise.
+/// An inode of a remote file system, with its cached data. Methods may wait for the server unless documented.
 pub struct CachedFile {
     pub(super) cache: Arc<Shared>,
     remote: Arc<dyn Remote>,
@@ -79,8 +79,7 @@ impl CachedFile {
         self.lock().errors.cursor()
     }
 
-    /// Changes the size: drops unwritten data beyond it, and calls `at_server` to truncate; nothing is written
-    /// meanwhile.
+    /// Changes the size: drops unwritten data beyond it, and truncates by `at_server`; nothing is written meanwhile.
     ///
     /// # Errors
     ///
@@ -117,7 +116,7 @@ impl CachedFile {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub(super) fn wait_while<'a>(
@@ -129,7 +128,7 @@ impl CachedFile {
     }
 
     pub(super) fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+        sync::wait(&self.changed, state)
     }
 
     pub(super) fn notify(&self) {
@@ -157,8 +156,8 @@ impl CachedFile {
         ReadAheadLimit { message_bytes: message as u64, window_bytes_max: window as u64 / PAGE * PAGE }
     }
 
-    pub(super) fn done(self: &Arc<Self>, flight: &InFlightMessage) -> Done {
-        Done::new(self.clone(), flight.number)
+    pub(super) fn done(self: &Arc<Self>, flight: &InFlightMessage) -> Completion {
+        Completion::new(self.clone(), flight.number)
     }
 }
 
@@ -172,7 +171,7 @@ impl Drop for TruncateGuard<'_> {
     }
 }
 
-impl Ended for CachedFile {
+impl OnCompletion for CachedFile {
     fn ended(&self, number: u64, buffer: Vec<u8>, moved: Result<usize>) {
         let mut state = self.lock();
         let Some(flight) = state.end(number) else { return };

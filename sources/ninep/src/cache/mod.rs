@@ -4,7 +4,7 @@
 //!
 //! One [`Cache`] per source bounds the memory and owns the write buffers; one [`CachedFile`] per inode holds the pages
 //! under its own lock. Callers that read, write or flush begin messages, as does the cache's thread. The end of a
-//! message ([`Done::end`]) only records its result, so a connection's thread never waits for the connection.
+//! message ([`Completion::end`]) only records its result, so a connection's thread never waits for the connection.
 //!
 //! For users of this module:
 //!
@@ -32,4 +32,4 @@ pub use errors::ErrorCursor;
 pub use file::{CachedFile, SizeMark};
 pub use limits::{Counts, Limits};
 pub use pool::Cache;
-pub use remote::{Done, Ended, Remote};
+pub use remote::{Completion, OnCompletion, Remote};

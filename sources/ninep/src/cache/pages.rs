@@ -77,8 +77,7 @@ pub(super) struct Page {
     pub data: [u8; PAGE_BYTES],
     /// The known bytes, one range: a write that would leave a gap waits for the page.
     pub valid: Span,
-    /// The number of further known bytes at the start of the page, before [`Self::valid`], from a server that returned
-    /// less than a page.
+    /// The number of known bytes at the start of the page, before [`Self::valid`], from a short read of the server.
     pub prefix: usize,
     /// To be written.
     pub dirty: Span,
@@ -421,8 +420,7 @@ impl Pages {
         }
     }
 
-    /// Evicts up to this many pages that were not used since the last pass, from at most `chunks_max` chunks; returns
-    /// how many.
+    /// Evicts up to this many pages not used since the last pass, from up to `chunks_max` chunks; returns how many.
     pub fn evict(&mut self, pages_max: usize, chunks_max: usize) -> usize {
         let mut evicted = 0;
         for _ in 0..chunks_max {

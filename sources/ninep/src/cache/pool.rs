@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Errno, Result};
 
 use super::buffers::Buffers;
@@ -60,10 +61,6 @@ struct Work {
     stopped: bool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Cache {
     /// Creates a cache with these limits, and its thread.
     ///
@@ -90,8 +87,7 @@ impl Cache {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Returns a file with this size from the server, in bytes. Call it once per inode: two instances do not know each
-    /// other.
+    /// Returns a file of this size at the server, in bytes. Call it once per inode: instances do not know each other.
     pub fn file(&self, remote: Arc<dyn Remote>, size: u64) -> Arc<CachedFile> {
         CachedFile::new(self.shared.clone(), remote, size.min(SIZE_MAX))
     }
@@ -106,8 +102,7 @@ impl Cache {
         self.shared.totals.pages.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
-    /// Writes and syncs all data of all files, except [released](CachedFile::release_synced) ones: see
-    /// [`CachedFile::sync`].
+    /// Writes and syncs all data except [released](CachedFile::release_synced) ones: see [`CachedFile::sync`].
     ///
     /// # Errors
     ///
@@ -260,7 +255,7 @@ impl Shared {
             while !work.wanted && !work.stopped {
                 // Without dirty data nothing becomes due.
                 work = if !is_dirty {
-                    self.wanted.wait(work).unwrap_or_else(PoisonError::into_inner)
+                    sync::wait(&self.wanted, work)
                 } else {
                     let waited = self.wanted.wait_timeout(work, self.limits.dirty_age / 2);
                     let (mut work, timeout) = waited.unwrap_or_else(PoisonError::into_inner);

@@ -85,8 +85,7 @@ pub(super) struct State {
     pub added: usize,
     /// Counts data to be sent again, because the server wrote fewer bytes or was restarted.
     pub short_writes: u64,
-    /// The restart count since which data exist that are written but neither durable nor kept; and the part of it that
-    /// is being synced.
+    /// The restart count since which data are written but neither durable nor kept; and the part being synced.
     pub unkept: Option<u64>,
     pub unkept_at_sync: Option<u64>,
     /// When the oldest unwritten data were written.

@@ -25,8 +25,7 @@ struct Run {
 }
 
 impl CachedFile {
-    /// Writes `len` bytes at an offset; returns how many, fewer only if the input ends. Waits while there are too many
-    /// unwritten data.
+    /// Writes `len` bytes at an offset; returns how many, fewer if the input ends. Waits while too many are unwritten.
     ///
     /// # Errors
     ///
@@ -128,8 +127,7 @@ impl CachedFile {
         self.tell(told)
     }
 
-    /// As [`Self::fsync`], without a handle. Open handles and the next [`super::Cache::sync_all`] still report the
-    /// errors.
+    /// As [`Self::fsync`], without a handle. Open handles and [`super::Cache::sync_all`] still report the errors.
     pub fn sync(self: &Arc<Self>) {
         self.write_out_and_sync();
         self.note_lost(&mut self.lock());
@@ -216,7 +214,7 @@ impl CachedFile {
     }
 
     /// The server has removed the file: nothing must become durable.
-    pub fn is_gone(&self) {
+    pub fn mark_removed(&self) {
         let mut state = self.lock();
         (state.unkept, state.unkept_at_sync) = (None, None);
     }
@@ -414,8 +412,7 @@ impl CachedFile {
 }
 
 impl State {
-    /// Returns whether this write would leave a gap of unknown bytes in the page. Beyond the server's end there are
-    /// zeros.
+    /// Returns whether this write leaves a gap of unknown bytes in the page. Beyond the server's end there are zeros.
     fn is_gap(&mut self, page: u64, span: Span) -> bool {
         self.fill_beyond_end(page);
         self.pages.get(page).is_some_and(|content| !content.valid.joins(span))
@@ -454,8 +451,7 @@ impl State {
         took
     }
 
-    /// Returns the run of dirty pages from this one that fits into a message. A message smaller than a page takes a
-    /// part.
+    /// Returns the dirty pages from this one that fit into a message. A message smaller than a page takes a part.
     fn run(&self, first: u64, message_bytes: usize) -> Run {
         let mut run = Run { end: first, bytes: 0, next: first };
         while let Some(content) = self.pages.get(run.end) {

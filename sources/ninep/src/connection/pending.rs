@@ -5,8 +5,7 @@ use std::time::Instant;
 
 use crate::data::SentTransfer;
 
-/// A freed tag is not reused until this many others were used, so that a second reply to one request is not taken for
-/// the reply to the next.
+/// A freed tag is not reused until this many others were used, so that a second reply to a request is not mistaken.
 const RESTING: usize = 64;
 
 /// Receives the reply to a request.

@@ -1,13 +1,14 @@
 //! The two threads of a connection: one reads replies, one sends queued requests.
 
 use std::io::{self, BufReader, Read};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 
+use ferry_vfs::sync::{self, lock};
 use ferry_wire::ninep::{Frame, HEADER_BYTES, READ_HEAD_BYTES, Tag, kind};
 
+use super::Connection;
 use super::pending::{Bytes, Message};
-use super::{Connection, lock};
 
 /// The read buffer in bytes: short replies are read many at a time; longer data are read into their destination.
 const READ_BYTES: usize = 64 << 10;
@@ -16,7 +17,7 @@ pub(super) fn start(connection: &Arc<Connection>, reader: Box<dyn Read + Send>) 
     let (reading, sending) = (Arc::clone(connection), Arc::clone(connection));
     let name = |what: &str| std::thread::Builder::new().name(format!("9p-{what}"));
     let started = name("reader").spawn(move || {
-        let reader = Listening { connection: Arc::clone(&reading), reader };
+        let reader = ActivityReader { connection: Arc::clone(&reading), reader };
         let mut reader = BufReader::with_capacity(READ_BYTES, reader);
         loop {
             if let Err(error) = read_reply(&reading, &mut reader) {
@@ -32,12 +33,12 @@ pub(super) fn start(connection: &Arc<Connection>, reader: Box<dyn Read + Send>) 
 }
 
 /// Records received data, even within a long reply.
-struct Listening {
+struct ActivityReader {
     connection: Arc<Connection>,
     reader: Box<dyn Read + Send>,
 }
 
-impl Read for Listening {
+impl Read for ActivityReader {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         self.reader.read(bytes).inspect(|_| self.connection.heard.note())
     }
@@ -55,7 +56,7 @@ fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<()> {
 }
 
 /// Reads one reply and wakes its waiter.
-fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io::Result<()> {
+fn read_reply(connection: &Connection, reader: &mut BufReader<ActivityReader>) -> io::Result<()> {
     let mut head = [0; HEADER_BYTES];
     fill(reader, &mut head)?;
     let frame = Frame::peek(&head).ok_or_else(|| wrong("a reply without a header"))?;
@@ -96,7 +97,12 @@ fn read_reply(connection: &Connection, reader: &mut BufReader<Listening>) -> io:
 }
 
 /// Reads data into the buffer of its request.
-fn read_data(connection: &Connection, reader: &mut BufReader<Listening>, tag: u16, size: usize) -> io::Result<Message> {
+fn read_data(
+    connection: &Connection,
+    reader: &mut BufReader<ActivityReader>,
+    tag: u16,
+    size: usize,
+) -> io::Result<Message> {
     let mut count = [0; 4];
     fill(reader, &mut count)?;
     let count = usize::try_from(u32::from_le_bytes(count)).unwrap_or(usize::MAX);
@@ -125,7 +131,7 @@ fn send(connection: &Connection) {
             {
                 break next;
             }
-            state = connection.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = sync::wait(&connection.work, state);
         };
         let tag = connection.register(&mut state, &mut request, wake, true);
         drop(state);

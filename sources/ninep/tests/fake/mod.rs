@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferry_9p_client::cache::{Done, Remote};
+use ferry_9p_client::cache::{Completion, Remote};
 use ferry_vfs::Errno;
 
 /// How the server behaves.
@@ -44,7 +44,7 @@ struct Job {
     op: Op,
     offset: u64,
     buffer: Vec<u8>,
-    done: Done,
+    done: Completion,
 }
 
 impl PartialEq for Job {
@@ -162,7 +162,7 @@ impl Fake {
         self.changed.notify_all();
     }
 
-    fn push(&self, op: Op, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn push(&self, op: Op, offset: u64, buffer: Vec<u8>, done: Completion) {
         let jitter = self.manners.jitter.as_nanos() as u64;
         let more = if jitter == 0 { 0 } else { self.random() % jitter };
         let due = Instant::now() + self.manners.delay + Duration::from_nanos(more);
@@ -268,15 +268,15 @@ impl Remote for Fake {
         self.manners.message_bytes
     }
 
-    fn read(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn read(&self, offset: u64, buffer: Vec<u8>, done: Completion) {
         self.push(Op::Read, offset, buffer, done);
     }
 
-    fn write(&self, offset: u64, buffer: Vec<u8>, done: Done) {
+    fn write(&self, offset: u64, buffer: Vec<u8>, done: Completion) {
         self.push(Op::Write, offset, buffer, done);
     }
 
-    fn sync(&self, done: Done) {
+    fn sync(&self, done: Completion) {
         self.push(Op::Sync, 0, Vec::new(), done);
     }
 }

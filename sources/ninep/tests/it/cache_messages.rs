@@ -298,9 +298,9 @@ fn a_server_that_says_nothing_more_ends_with_an_error() {
         fn message_bytes(&self) -> usize {
             4096
         }
-        fn read(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Done) {}
-        fn write(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Done) {}
-        fn sync(&self, _: ferry_9p_client::cache::Done) {}
+        fn read(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Completion) {}
+        fn write(&self, _: u64, _: Vec<u8>, _: ferry_9p_client::cache::Completion) {}
+        fn sync(&self, _: ferry_9p_client::cache::Completion) {}
     }
     let cache = Cache::new(limits()).unwrap();
     let file = cache.file(Arc::new(Silent), 8192);

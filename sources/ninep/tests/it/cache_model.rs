@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use fake::{Fake, Manners};
-use ferry_9p_client::cache::{Cache, CachedFile, Done, Limits, Remote};
+use ferry_9p_client::cache::{Cache, CachedFile, Completion, Limits, Remote};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -289,20 +289,20 @@ fn unkept_data_are_an_error_at_the_next_fsync_after_a_restart() {
 /// Keeps what it is asked for.
 #[derive(Default)]
 struct Slow {
-    writes: Mutex<Vec<(Vec<u8>, Done)>>,
+    writes: Mutex<Vec<(Vec<u8>, Completion)>>,
 }
 
 impl Remote for Slow {
     fn message_bytes(&self) -> usize {
         4096
     }
-    fn read(&self, _: u64, buffer: Vec<u8>, done: Done) {
+    fn read(&self, _: u64, buffer: Vec<u8>, done: Completion) {
         done.end(buffer, Ok(0));
     }
-    fn write(&self, _: u64, buffer: Vec<u8>, done: Done) {
+    fn write(&self, _: u64, buffer: Vec<u8>, done: Completion) {
         self.writes.lock().unwrap().push((buffer, done));
     }
-    fn sync(&self, done: Done) {
+    fn sync(&self, done: Completion) {
         done.end(Vec::new(), Ok(0));
     }
 }
