@@ -11,9 +11,7 @@ use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{
-    Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Status, socket_dir,
-};
+use crate::{Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Status, socket_dir};
 
 /// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;

@@ -38,7 +38,7 @@ impl FrontEnd {
     /// Returns whether one is; `false` once the server has ended.
     pub fn is_connected(&self) -> bool {
         let stop = self.0.upgrade();
-        stop.is_some_and(|stop| stop.stream.lock().unwrap_or_else(PoisonError::into_inner).is_some())
+        stop.is_some_and(|stop| lock(&stop.stream).is_some())
     }
 }
 

@@ -11,7 +11,7 @@ use ferry_tests::{MOUNTPOINT, Place, TIMEOUT, folder, guest_on, run};
 use rustix::process::Signal;
 
 /// Serves an example to a guest that runs a shell script in it.
-fn in_guest(name: &str, flags: &[&str], script: &str, timeout: Duration) -> ferry_tests::Ran {
+fn in_guest(name: &str, flags: &[&str], script: &str, timeout: Duration) -> ferry_tests::GuestResult {
     let folder = folder(Place::Memory);
     let socket = folder.path().join("s");
     let mut server = Server::start(name, "virtiofs", &socket, &[&["--tag", "t"], flags].concat());
