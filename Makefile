@@ -5,12 +5,8 @@ CARGO ?= cargo
 # What the authors of file systems need: the crates that can be published.
 PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
-# What make static builds for, and its compiler of C.
-STATIC_TARGET := $(shell uname -m)-unknown-linux-musl
-STATIC_CC := CC_$(subst -,_,$(STATIC_TARGET))=musl-gcc
-
 .DEFAULT_GOAL := help
-.PHONY: help setup build install uninstall deb rpm static container demo test test-all conformance xfstests bench lint audit fuzz reference
+.PHONY: help setup build install uninstall deb rpm demo test test-all conformance xfstests bench lint audit fuzz reference
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
@@ -19,10 +15,8 @@ help:
 	@echo 'make conformance  rewrites docs/conformance.md from what the last make test-all printed'
 	@echo 'make xfstests XFSTESTS=CHECKOUT  the group generic/quick of xfstests, as root (XFSTESTS_COLUMNS: which sources, and how)'
 	@echo 'make bench     the benchmarks, against the other servers'
-	@echo 'make install   the program, its man pages, completions and descriptors for libvirt (PREFIX, DESTDIR)'
+	@echo 'make install   the program, its man pages, completions, units of systemd and descriptors for libvirt (PREFIX, DESTDIR)'
 	@echo 'make deb, rpm  a package for Debian, and for distributions with RPM, in target/dist'
-	@echo 'make static    the program without shared libraries, target/static/ferry (musl)'
-	@echo 'make container an image with that program, an OCI layout in target/dist/container'
 	@echo 'make uninstall removes them (with the same PREFIX and DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
@@ -42,16 +36,6 @@ install: build
 # Packages, below target/dist (dist/package has the rest).
 deb rpm: build
 	@dist/package $@
-
-# musl, because a static glibc still loads libraries to look up users and hosts.
-static:
-	@rustup target list --installed 2>/dev/null | grep -q '^$(STATIC_TARGET)$$' || { echo 'static: run rustup target add $(STATIC_TARGET)' >&2; exit 1; }
-	$(STATIC_CC) $(CARGO) build --release --locked -p ferry --target $(STATIC_TARGET)
-	@mkdir -p target/static
-	@install -s -m 755 target/$(STATIC_TARGET)/release/ferry target/static/ferry
-
-container: static
-	@dist/package container
 
 uninstall:
 	@scripts/install --remove
