@@ -191,7 +191,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
-        Command::Status(args) => status_cmd::run(&args).map(|()| 0),
+        Command::Status(args) => status_cmd::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),

@@ -10,6 +10,7 @@ use ferry_control::{ExportKind, ExportReport, ServerReport, ShareReport, printab
 use serde::Serialize;
 
 use crate::control::{Target, reports};
+use crate::status;
 
 /// The version of the JSON. It grows when a field changes its meaning or is removed.
 const VERSION: u32 = 1;
@@ -48,13 +49,24 @@ struct Server {
     shares: Vec<ShareReport>,
 }
 
-/// Shows what runs.
-pub fn run(args: &Args) -> Result<()> {
+/// Shows what runs. Returns the status to end with: not 0 if a server that runs does not report.
+pub fn run(args: &Args) -> Result<u8> {
+    let mut outcome = status::DONE;
     let found = match &args.target {
         None => {
-            let found = reports();
-            if found.is_empty() {
+            let all = reports();
+            if all.is_empty() {
                 eprintln!("ferry: no ferry share or mount of yours is running");
+            }
+            let mut found = Vec::new();
+            for (user, report) in all {
+                match report {
+                    Ok(report) => found.push((user, report)),
+                    Err(error) => {
+                        eprintln!("ferry: {}", printable(&format!("{error:#}")));
+                        outcome = status::FAILED;
+                    }
+                }
             }
             found
         }
@@ -75,8 +87,8 @@ pub fn run(args: &Args) -> Result<()> {
     };
     match std::io::stdout().write_all(text.as_bytes()) {
         // A pager that was left early.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        result => result.context("cannot write to standard output"),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(outcome),
+        result => result.context("cannot write to standard output").map(|()| outcome),
     }
 }
 

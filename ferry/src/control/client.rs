@@ -104,27 +104,42 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
 
 /// Returns the running servers with their shares.
 fn running() -> Vec<(Client, Status)> {
-    ask_all(Client::status)
+    // Sockets of killed servers do not answer.
+    let answered = ask_all(Client::status).into_iter();
+    answered.filter_map(|(client, reply)| reply.ok().map(|status| (client, status))).collect()
 }
 
-/// Returns the running servers with their replies.
-fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, T)> {
+/// Returns the servers with their replies.
+fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, Result<T>)> {
     let clients = sockets().into_iter().map(|endpoint| Client { endpoint });
     std::thread::scope(|scope| {
         // In parallel: a stopped server takes the whole timeout.
-        let asking: Vec<_> =
-            clients.map(|client| scope.spawn(move || ask(&client).ok().map(|reply| (client, reply)))).collect();
-        // Sockets of killed servers do not answer.
-        asking.into_iter().filter_map(|asked| asked.join().ok().flatten()).collect()
+        let asking: Vec<_> = clients
+            .map(|client| {
+                scope.spawn(move || {
+                    let reply = ask(&client);
+                    (client, reply)
+                })
+            })
+            .collect();
+        asking.into_iter().filter_map(|asked| asked.join().ok()).collect()
     })
 }
 
-/// Returns the reports of the running servers, with their users, in the order of their process ids.
-pub fn reports() -> Vec<(u32, ServerReport)> {
-    let mut all: Vec<_> =
-        ask_all(Client::report).into_iter().map(|(client, report)| (client.owner(), report)).collect();
-    all.sort_by_key(|(_, report)| report.pid);
-    all
+/// Returns the reports of the running servers, or why there is none, with their users, in the order of their process ids.
+pub fn reports() -> Vec<(u32, Result<ServerReport>)> {
+    let mut all = ask_all(Client::report);
+    all.sort_by_key(|(client, _)| client.endpoint.pid);
+    let reports = all.into_iter().map(|(client, report)| (client.owner(), report));
+    reports.filter(|(_, report)| report.as_ref().err().is_none_or(|error| !has_ended(error))).collect()
+}
+
+/// Returns whether no process listens, because the server was killed or is ending.
+fn has_ended(error: &anyhow::Error) -> bool {
+    let is_gone = |error: &std::io::Error| {
+        matches!(error.kind(), std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::NotFound)
+    };
+    error.chain().any(|cause| cause.downcast_ref().is_some_and(is_gone))
 }
 
 /// Returns the status of the running servers, in the order of their process ids.

@@ -163,6 +163,30 @@ fn garbage_on_the_control_socket_gets_an_error_and_harms_nobody() {
 }
 
 #[test]
+fn a_server_that_runs_and_does_not_answer_is_named() {
+    if !rustix::process::geteuid().is_root() {
+        ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let server = shared(folder.path());
+    // This process in the place of a server: it accepts and hangs up.
+    let pid = std::process::id();
+    let path = Path::new("/run/ferry").join(pid.to_string());
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    std::thread::spawn(move || listener.incoming().for_each(drop));
+    let output = run(ferry().args(["status", "--json"]));
+    fs::remove_file(&path).unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.lines().any(|line| line.starts_with(&format!("ferry: process {pid} "))), "{said}");
+    // The others are shown.
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let own = i64::from(server.pid().as_raw_nonzero().get());
+    assert!(json["servers"].as_array().unwrap().iter().any(|server| server["pid"] == own), "{json}");
+}
+
+#[test]
 fn names_do_nothing_to_a_terminal() {
     let folder = tempfile::tempdir().unwrap();
     let hostile = folder.path().join("\x1b]0;title\x07\nprocess 1 of user 0");
