@@ -268,7 +268,7 @@ impl Args {
                 path.display()
             );
         }
-        let source = ferry_image::Source::at_rest(image, store)?;
+        let source = ferry_image::Source::open_idle(image, store)?;
         let disk = Arc::new(ferry_image::Disk::new(source, self.serial.clone()));
         Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk), None))
     }

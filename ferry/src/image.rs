@@ -386,7 +386,7 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
         Err(error @ ferry_image::Error::Pack { .. }) => return Ok(vec![error.to_string()]),
         objects => objects?,
     };
-    if let Err(error) = objects.prove_tree(image) {
+    if let Err(error) = objects.verify_tree(image) {
         return Ok(vec![error.to_string()]);
     }
     let bar = bar("inodes");
@@ -395,7 +395,7 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     walk(image, image.root(), b"/", |step, inode| -> Result<()> {
         bar.inc(1);
         if inode.kind() == FileType::RegularFile
-            && let Err(bad) = objects.prove_file(image.data(inode)?, inode.bytes)
+            && let Err(bad) = objects.verify_file(image.data(inode)?, inode.bytes)
         {
             findings.push(format!("{}: {bad}", step.text()));
         }
@@ -404,7 +404,7 @@ fn verify(image: &Image, store: &Path) -> Result<Vec<String>> {
     bar.finish_and_clear();
     if findings.is_empty() {
         // Unused data in packs counts as well: the kernel verifies whole packs.
-        findings.extend(objects.prove_packs().err().map(|bad| bad.to_string()));
+        findings.extend(objects.verify_packs().err().map(|bad| bad.to_string()));
     }
     Ok(findings)
 }

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::sync::OnceLock;
 
-use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, Place, Source, Store, check, diff, places};
+use ferry_image::{ChangeKind, Data, Digests, Flaw, Image, ObjectLocation, Source, Store, check, diff, object_locations};
 use ferry_vfs::{
     Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, IoRange, Mappable, Name,
     OFlags, SessionId,
@@ -22,10 +22,10 @@ fuzz_target!(|bytes: &[u8]| {
     let is_clean = report.findings.is_empty();
     let whole = look(&image, is_clean);
     assert!(!is_clean || whole.is_ok(), "clean, but {whole:?}");
-    match places(&image) {
+    match object_locations(&image) {
         Ok(places) => assert!(places.keys().all(|place| match place {
-            Place::Packed(name, _) => image.packs().iter().any(|pack| pack.name == *name),
-            Place::Object(_) => image.is_composefs(),
+            ObjectLocation::Packed(name, _) => image.packs().iter().any(|pack| pack.name == *name),
+            ObjectLocation::Object(_) => image.is_composefs(),
         })),
         Err(flaw) => assert!(!is_clean, "clean, but {flaw}"),
     }
@@ -62,7 +62,7 @@ impl DirOutput for Names {
 
 /// Asks a source for everything, by the requests that clients have. Of an image that names packs there is none: they are not here.
 fn ask(image: Image, is_clean: bool) {
-    let Ok(source) = Source::at_rest(image, store().path()) else { return };
+    let Ok(source) = Source::open_idle(image, store().path()) else { return };
     let caller = Caller { session: SessionId::unique(), uid: 0, gid: 0, pid: 1, groups: &[] };
     let (mut seen, mut left) = (HashSet::new(), vec![Ino::ROOT]);
     while let Some(ino) = left.pop().filter(|_| seen.len() < LOOKS_MAX) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use ferry_image::{Algorithm, Digest, Image, Missing, Objects, repair_packs, seal, seal_image, told};
+use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, repair_packs, seal, seal_image, told};
 use sha2::Digest as _;
 
 use crate::error::{Error, Result};
@@ -91,9 +91,9 @@ fn fetch(
     options: &PullOptions,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<u64> {
-    let missing = Missing { from: Arc::<Packs>::clone(packs), ahead_bytes: 0, cache_bytes: None };
+    let missing = FetchOptions { from: Arc::<Packs>::clone(packs), ahead_bytes: 0, cache_bytes: None };
     let objects = Objects::open_repaired(image, store, Some(missing))?;
-    objects.prove_tree(image)?;
+    objects.verify_tree(image)?;
     if !options.metadata_only {
         let fetched = objects.fetch_all(options.jobs, &AtomicBool::new(false), progress).map_err(Error::from);
         let outcome = fetched.and_then(|()| Ok(objects.complete()?));
@@ -119,8 +119,8 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
     }
     let LocalImage { image, new, packs, .. } = open(remote, output, digest)?;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
-        let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
-        Objects::open_repaired(&image, store, Some(missing))?.prove_tree(&image)?;
+        let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
+        Objects::open_repaired(&image, store, Some(missing))?.verify_tree(&image)?;
     }
     if let Some(new) = new {
         publish(new, output)?;

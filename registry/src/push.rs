@@ -80,8 +80,8 @@ pub fn push(
 ) -> Result<PushOutcome> {
     let opened = Image::open(image, digest)?;
     let objects = Objects::open(&opened, folder)?;
-    objects.prove_all()?;
-    objects.prove_tree(&opened)?;
+    objects.verify_all()?;
+    objects.verify_tree(&opened)?;
     let metadata = std::fs::read(image).map_err(|source| io_error("read", image, source))?;
     if opened.digest().algorithm().of(&metadata) != opened.digest() {
         return Err(io_error("read", image, io::Error::other("it changed meanwhile")));
@@ -106,7 +106,7 @@ pub fn push(
     if opened.is_composefs() {
         let list = file_objects(&opened)?;
         // This also verifies their lengths.
-        objects.prove_objects(&list)?;
+        objects.verify_objects(&list)?;
         let (parts, mut from) = (parts::split(&list), 0);
         counts.push((false, parts.len()));
         for bytes in parts {

@@ -36,7 +36,7 @@ impl ImageArg {
     pub fn open(&self, store: Option<&Path>) -> Result<Image> {
         let image = Image::open(&self.image, self.digest())?;
         match (self.digest().is_some_and(|digest| digest.algorithm() == Algorithm::Tree), store) {
-            (true, Some(store)) => image.prove_tree(store)?,
+            (true, Some(store)) => image.verify_tree(store)?,
             (true, None) => bail!(
                 "verifying the digest of a tree needs the store: add --store DIR, or use the digest of the image \
                  (ferry image info shows it)"

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use ferry_image::{
-    BuildOptions, Built, COMPOSEFS_VERSION_MAX, Digest, Filter, Layout, Pattern, Store, Trace, Whiteouts,
+    BuildOptions, BuildReport, COMPOSEFS_VERSION_MAX, Digest, Filter, Layout, Pattern, Store, Trace, Whiteouts,
 };
 use serde_json::json;
 
@@ -184,7 +184,7 @@ pub fn build(args: &BuildArgs) -> Result<()> {
     }
     let built = ferry_image::build(source, output, Store::create(store)?, &options, &progress)?;
     bar.finish_and_clear();
-    let Built { digest, tree, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
+    let BuildReport { digest, tree, image_bytes, inodes, data_bytes, new_bytes, packs } = built;
     if *json {
         let packs: Vec<String> = packs.iter().map(Digest::hex).collect();
         let answer = json!({"digest": tree.to_string(), "image_digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,

@@ -150,7 +150,7 @@ mod with {
     use std::time::Duration;
 
     use anyhow::{Context, bail};
-    use ferry_image::{Image, Missing, Objects, RepairCounts, Store, repair_packs, told};
+    use ferry_image::{Image, FetchOptions, Objects, RepairCounts, Store, repair_packs, told};
     use ferry_registry::{Client, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote};
     use serde_json::json;
 
@@ -265,7 +265,7 @@ mod with {
 
     /// If data is missing, reports now that the server is unreachable, instead of to a reader; a complete image needs no server.
     fn reach(objects: &Objects, packs: &Packs) -> Result<()> {
-        if objects.seems_whole() { Ok(()) } else { Ok(packs.fetch_manifest()?) }
+        if objects.looks_complete() { Ok(()) } else { Ok(packs.fetch_manifest()?) }
     }
 
     /// An image whose metadata is present.
@@ -273,7 +273,7 @@ mod with {
         store: PathBuf,
         packs: Arc<Packs>,
         /// Fetches data when it is read.
-        missing: Missing,
+        missing: FetchOptions,
         /// Fetches the rest in the background.
         background: Option<Background>,
     }
@@ -286,7 +286,7 @@ mod with {
         let store = store.canonicalize().with_context(|| format!("cannot find {}", store.display()))?;
         let packs = ferry_registry::pull_metadata(&remote, path, &store, digest)?;
         let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
-        let missing = Missing { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
+        let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);
         let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use ferry_image::{Image, RepairCounts, Sealed, note_damage, repair_packs, seal_image};
+use ferry_image::{Image, RepairCounts, SealReport, note_damage, repair_packs, seal_image};
 
 use super::args::ImageArg;
 use super::registry::{self, Origin};
@@ -61,7 +61,7 @@ impl RepairArgs {
 /// Enables fs-verity on packs that were built for it, and on the image.
 pub fn seal(arg: &ImageArg, image: &Image, store: &Path) -> Result<()> {
     // The data was verified just now.
-    let Sealed { on, left, .. } = ferry_image::seal(image, store, None)?;
+    let SealReport { on, left, .. } = ferry_image::seal(image, store, None)?;
     if on > 0 && seal_image(&arg.image)? {
         eprintln!("ferry: the kernel verifies reads of the image and of {on} packs");
     }

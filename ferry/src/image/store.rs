@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_image::{
-    ChangeKind, Collected, CollectedObjects, Digests, ExclusiveStore, Image, Needed, Share, Store, Usage, places,
+    ChangeKind, Digests, ExclusiveStore, GcObjects, GcReport, Image, LiveSet, Share, Store, Usage, object_locations,
 };
 use serde_json::json;
 
@@ -99,13 +99,13 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     let waiting = || eprintln!("ferry: waiting for other processes that use {}", store.display());
     let exclusive = ExclusiveStore::lock(store, &waiting)?;
     // Listed after the wait, which other builds may have ended in.
-    let mut needed = Needed::default();
+    let mut needed = LiveSet::default();
     for file in args.images.files()? {
         needed.add(&Image::open(&file, None)?).with_context(|| format!("{} is damaged", file.display()))?;
     }
     let collected = exclusive.collect(&needed, Duration::from_secs(args.grace_s), args.dry_run)?;
     drop(exclusive);
-    let Collected { removed, leftovers, bytes, young, kept, missing, objects } = &collected;
+    let GcReport { removed, leftovers, bytes, young, kept, missing, objects } = &collected;
     if args.json {
         let names = |packs: &[ferry_image::Digest]| packs.iter().map(ferry_image::Digest::hex).collect::<Vec<_>>();
         let answer = json!({"dry_run": args.dry_run, "removed": names(removed), "leftovers": leftovers, "bytes": bytes,
@@ -117,7 +117,7 @@ pub fn gc(args: &GcArgs) -> Result<()> {
     let done = if args.dry_run { "would remove" } else { "removed" };
     let mut text =
         format!("{done} {} packs and {leftovers} leftovers, {bytes} bytes; {kept} packs are needed\n", removed.len());
-    if objects != &CollectedObjects::default() {
+    if objects != &GcObjects::default() {
         text += &format!("{done} {} objects; {} objects are needed\n", objects.removed, objects.kept);
     }
     if objects.young > 0 {
@@ -146,7 +146,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
     let mut images = Vec::new();
     for file in args.images.files()? {
         let image = Image::open(&file, None)?;
-        let found = places(&image).with_context(|| format!("{} is damaged", file.display()))?;
+        let found = object_locations(&image).with_context(|| format!("{} is damaged", file.display()))?;
         usage.add(&found);
         images.push((file, image.bytes(), found));
     }

@@ -295,7 +295,7 @@ impl PackState {
         if self.last().as_ref().is_some_and(|last| last.covers(key, range)) {
             return Some(DENY);
         }
-        self.objects.prove_here(pack.number, range.0, range.1).then_some(ALLOW)
+        self.objects.verify_here(pack.number, range.0, range.1).then_some(ALLOW)
     }
 
     /// Fetches and verifies the range, and returns the response.
@@ -307,7 +307,7 @@ impl PackState {
         let (key, range) = (event.key(), event.range);
         let Ok(key) = key else { return DENY };
         let Some(pack) = self.packs.iter().find(|pack| pack.key == key) else { return ALLOW };
-        match self.objects.prove_range(pack.number, range.0, range.1) {
+        match self.objects.verify_range(pack.number, range.0, range.1) {
             Ok(()) => ALLOW,
             Err(bad) => {
                 let range = self.objects.whole_range(pack.number, range.0, range.1);
@@ -432,7 +432,7 @@ mod tests {
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
     use ferry_image::ByteSink;
-    use ferry_image::{BuildOptions, Digest, Fetch, Image, Missing, Store, build};
+    use ferry_image::{BuildOptions, Digest, Fetch, FetchOptions, Image, Store, build};
 
     use super::*;
 
@@ -494,7 +494,7 @@ mod tests {
         let pack = built.expect("it can be built").packs[0];
         drop(Store::create(&at("here")).expect("folders can be made"));
         let from = Arc::new(Elsewhere { packs: at("store/packs"), silence: RwLock::default() });
-        let missing = Missing { from: Arc::clone(&from) as Arc<dyn Fetch>, ahead_bytes: 0, cache_bytes: None };
+        let missing = FetchOptions { from: Arc::clone(&from) as Arc<dyn Fetch>, ahead_bytes: 0, cache_bytes: None };
         let image = Image::open(&at("image"), None).expect("it was built");
         let objects = Objects::open_with(&image, &at("here"), Some(missing)).expect("it was built");
         (from, objects, at("here/packs").join(format!("{}.part", pack.hex())))
@@ -509,7 +509,7 @@ mod tests {
             Ok(watch) => watch,
             Err(error) => return ferry_skip::skip!("{error:#}"),
         };
-        objects.prove_range(0, 4096, 4096).expect("it can be had");
+        objects.verify_range(0, 4096, 4096).expect("it can be had");
         watch.serve(&Arc::new(objects), 2).expect("threads can be had");
         let read = |block: u64| {
             let (sender, outcome) = channel();

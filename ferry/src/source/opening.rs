@@ -51,7 +51,7 @@ enum Stage {
     /// An image that opens no further files.
     Image(ferry_image::Source),
     /// A persistent memory file system that opens no further files, and whether it is new.
-    Pmem(pmem::Opened, bool),
+    Pmem(pmem::OpenedImage, bool),
     /// A server that is not connected yet.
     Server(PreparedServer),
     /// A server that is not connected yet, and the thread that will connect.
@@ -177,7 +177,7 @@ impl Source {
             Kind::Pmem(path) => {
                 let is_new = is_new(path);
                 let mut opened = pmem::open_files(path, &self.options.pmem())?;
-                new_files.add(opened.take_made());
+                new_files.add(opened.take_created());
                 Stage::Pmem(opened, is_new)
             }
             Kind::Ninep(address) => {
@@ -219,7 +219,7 @@ impl Source {
             },
             Stage::Composefs(image, folder) => {
                 let seen = place.unwrap_or(&folder);
-                Stage::Image(ferry_image::Source::at_rest_seen(image, &folder, seen)?)
+                Stage::Image(ferry_image::Source::open_idle_at(image, &folder, seen)?)
             }
             Stage::Server(server) => {
                 let begin = || Connector::begin(|| ()).context("cannot start a thread");
@@ -265,6 +265,6 @@ impl Options {
             drop(Objects::open(&image, store)?);
             return Ok(Stage::Composefs(image, objects_folder(store)));
         }
-        Ok(Stage::Image(ferry_image::Source::at_rest(image, store)?))
+        Ok(Stage::Image(ferry_image::Source::open_idle(image, store)?))
     }
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use ferry_image::{Algorithm, BuildOptions, Built, Digest, Layout, Store, build};
+use ferry_image::{Algorithm, BuildOptions, BuildReport, Digest, Layout, Store, build};
 use ferry_registry::{Client, Options, PullOptions, PullOutcome, Remote, Result, pull, push};
 use sha2::Digest as _;
 
@@ -281,11 +281,11 @@ fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> st
 pub struct Place {
     folder: tempfile::TempDir,
     pub fake: Fake,
-    pub built: Built,
+    pub built: BuildReport,
     layout: Layout,
 }
 
-fn build_and_push(folder: &Path, layout: Layout, fake: &Fake) -> Built {
+fn build_and_push(folder: &Path, layout: Layout, fake: &Fake) -> BuildReport {
     let (image, store) = (folder.join("image"), folder.join("store"));
     let open = || Store::create(&store).unwrap();
     let options = BuildOptions { layout, ..BuildOptions::default() };
@@ -377,7 +377,7 @@ impl Place {
 
     pub fn is_whole(&self, store: &str) {
         let image = ferry_image::Image::open(&self.at(&format!("{store}.img")), Some(self.built.digest)).unwrap();
-        ferry_image::Objects::open(&image, &self.at(store)).unwrap().prove_all().unwrap();
+        ferry_image::Objects::open(&image, &self.at(store)).unwrap().verify_all().unwrap();
     }
 
     /// The pack of the image, as it is in the store that it was built in, and where a file is in it.

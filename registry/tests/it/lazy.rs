@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Disk, FILES, Place, Reply, content};
-use ferry_image::{BuildOptions, Layout, Missing, Source, Store, Trace};
+use ferry_image::{BuildOptions, FetchOptions, Layout, Source, Store, Trace};
 use ferry_registry::pull_metadata;
 use ferry_vfs::{Errno, Name};
 
@@ -18,7 +18,7 @@ fn open(place: &Place, store: &str, ahead_bytes: u64, cache_bytes: Option<u64>) 
     let image = place.at(&format!("{store}.img"));
     drop(Store::create(&place.at(store)).unwrap());
     let from = pull_metadata(&place.fake.remote(), &image, &place.at(store), Some(place.built.digest)).unwrap();
-    let missing = Missing { from, ahead_bytes, cache_bytes };
+    let missing = FetchOptions { from, ahead_bytes, cache_bytes };
     Source::open_with(&image, &place.at(store), None, Some(missing))
 }
 
@@ -108,7 +108,7 @@ fn objects_are_fetched_in_the_order_of_the_workload() {
     ferry_registry::push(&remote, &image, None, &store(), &place.at("store"), 2, &|_, _| {}).unwrap();
     drop(Store::create(&place.at("lazy")).unwrap());
     let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), Some(built.digest)).unwrap();
-    let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+    let missing = FetchOptions { from, ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
     place.fake.requests();
     source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap();
@@ -263,7 +263,7 @@ fn readers_and_the_background_fetch_share_the_limit_of_requests() {
         let (remote, digest) = (place.fake.remote_of(requests_max), Some(place.built.digest));
         let from = pull_metadata(&remote, &image, &place.at(&store), digest).unwrap();
         drop(Store::create(&place.at(&store)).unwrap());
-        let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+        let missing = FetchOptions { from, ahead_bytes: 0, cache_bytes: None };
         let source = Arc::new(Source::open_with(&image, &place.at(&store), None, Some(missing)).unwrap());
         // Long enough for all that want something to be there at the same time.
         place.fake.fault(|request, reply| {
@@ -302,9 +302,9 @@ fn pulled() -> (Place, Arc<ferry_registry::Remote>) {
 fn a_complete_image_needs_no_server() {
     let (place, remote) = pulled();
     let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), Some(place.built.digest)).unwrap();
-    let missing = Missing { from: from.clone(), ahead_bytes: 0, cache_bytes: None };
+    let missing = FetchOptions { from: from.clone(), ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
-    assert!(source.shared_objects().seems_whole());
+    assert!(source.shared_objects().looks_complete());
     assert_eq!(read(&source, "07").unwrap(), content(7));
     source.shared_objects().fetch_all(2, &AtomicBool::new(false), &|_, _| {}).unwrap();
     assert_eq!(place.fake.requests().len(), 0);
@@ -330,7 +330,7 @@ fn objects_recorded_as_damaged_are_fetched_and_verified() {
     let error = place.pull(&remote, "lazy").unwrap_err().to_string();
     assert!(error.contains("403"), "{error}");
     let from = pull_metadata(&remote, &place.at("lazy.img"), &place.at("lazy"), None).unwrap();
-    let missing = Missing { from, ahead_bytes: 0, cache_bytes: None };
+    let missing = FetchOptions { from, ahead_bytes: 0, cache_bytes: None };
     let source = Source::open_with(&place.at("lazy.img"), &place.at("lazy"), None, Some(missing)).unwrap();
     assert_eq!(read(&source, "00").unwrap_err(), Errno::IO);
     assert_eq!(read(&source, "07").unwrap(), content(7));

@@ -44,7 +44,7 @@ fn each_byte_is_fetched_once(layout: Layout) {
     assert!(asked as u64 >= data && asked as u64 <= data + (1 << 20), "{layout:?}: {asked} of {data}");
     for number in 0..PULLS {
         let image = Image::open(&place.at(&format!("image-{number}")), Some(place.built.digest)).unwrap();
-        Objects::open(&image, &store).unwrap().prove_all().unwrap();
+        Objects::open(&image, &store).unwrap().verify_all().unwrap();
     }
     let folder = if layout == Layout::Flat { "packs" } else { "objects" };
     assert_eq!(files(&store.join(folder)), files(&place.at("store").join(folder)), "{layout:?}");
@@ -111,6 +111,6 @@ fn parallel_pulls_of_images_that_share_a_pack_fetch_it_once() {
     assert!(asked as u64 <= most, "{asked} bytes, of which {most} would be enough");
     for number in 0..2 {
         let image = Image::open(&place.at(&format!("image-{number}")), None).unwrap();
-        Objects::open(&image, &place.at("copy")).unwrap().prove_all().unwrap();
+        Objects::open(&image, &place.at("copy")).unwrap().verify_all().unwrap();
     }
 }

@@ -1,9 +1,9 @@
-//! Verified file system images: a tree's metadata as EROFS, which the kernel mounts, and the bytes of its files in packs, which
-//! images share.
+//! Verified file system images: a tree's metadata as EROFS, which the kernel mounts, and the bytes of its files in
+//! packs, which images share.
 //!
-//! One digest (BLAKE3's, 32 bytes) names a tree, whatever the store holds; another one names an image, with the places of its files'
-//! bytes in packs. Either proves all of it: the image names its packs by the digests of their indexes, and an index has the digest of each
-//! object in its pack.
+//! A BLAKE3 digest names a tree, independently of the store; another one names an image, including the locations of its
+//! files' bytes in packs. Either verifies everything: the image names its packs by the digests of their indexes, and an
+//! index has the digest of each object in its pack.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -23,14 +23,14 @@ mod read;
 mod store;
 
 pub use build::filter::{Filter, Pattern, Whiteouts};
-pub use build::options::{Built, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
+pub use build::options::{BuildReport, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
 pub use build::run::build;
 pub use build::trace::Trace;
 pub use format::check::{Report, check};
 pub use format::composefs::COMPOSEFS_VERSION_MAX;
 pub use format::data::{ChunkIndex, Data, PackRef, Run, Runs};
 pub use format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
-pub use format::error::{Checked, Error, Flaw, Result, told};
+pub use format::error::{Error, Flaw, ImageResult, Result, told};
 pub use format::image::{Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, Xattr};
 pub use format::index::{Index, Object};
 pub use format::walk::{Step, walk};
@@ -40,13 +40,13 @@ pub use read::disk::Disk;
 pub use read::dump::{DumpError, write as dump};
 pub use read::objects::Objects;
 pub use read::source::Source;
-pub use store::fetch::{ByteSink, Fetch, Missing};
+pub use store::fetch::{ByteSink, Fetch, FetchOptions};
 pub use store::file_objects::{FileObject, file_objects};
 pub use store::fsverity::{Verity, verity_of};
-pub use store::garbage::{Collected, ExclusiveStore, Needed, Objects as CollectedObjects};
+pub use store::garbage::{ExclusiveStore, GcReport, LiveSet, Objects as GcObjects};
 pub use store::object_error::ObjectError;
 pub use store::object_list::objects_folder;
 pub use store::packs::Store;
 pub use store::repair::{RepairCounts, note_damage, repair_packs};
-pub use store::seal::{PackProof, Sealed, seal, seal_image};
-pub use store::usage::{Place, Share, Total, Usage, places};
+pub use store::seal::{PackProof, SealReport, seal, seal_image};
+pub use store::usage::{ObjectLocation, Share, Total, Usage, object_locations};

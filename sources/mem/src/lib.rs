@@ -53,8 +53,7 @@ pub type Mem = Tree<Tmpfs>;
 /// Options of a memory file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The maximum size of all file data in bytes, rounded up to whole pages; `None` for half of the machine's memory,
-    /// as tmpfs does.
+    /// The maximum size of all file data in bytes, rounded up to pages; `None`: half of the memory, as in tmpfs.
     pub size_bytes: Option<u64>,
     /// The maximum number of inodes. `None` for one per two pages of memory, as in tmpfs, but at most one per KiB of
     /// the size. Further names, long targets of symbolic links and extended attributes count as one inode per 1024

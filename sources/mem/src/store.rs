@@ -17,8 +17,7 @@
 //! needs the whole tree at rest, so it is done in [`Store::admit`], which is called before every change while the
 //! thread holds no lock: it may call [`Tree::checkpoint`](crate::Tree::checkpoint).
 //!
-//! The tree does not order data and records. Times changed by a write are logged when a handle is flushed, synced or
-//! released.
+//! The tree does not order data and records. Times of a write are logged when a handle is flushed, synced or released.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -218,8 +217,7 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// `NOSPC`, `NFILE`, `IO`.
     fn open(&self, ino: Ino, times: (Timespec, Timespec)) -> Result<Self::File>;
 
-    /// Called when the last handle of an inode is closed, before its file is dropped. The inode's lock is held
-    /// exclusively.
+    /// Called at the last close of an inode, before its file is dropped. The inode's lock is held exclusively.
     fn closing(&self, _file: &Self::File) {}
 
     /// Returns size and blocks of an inode's data, all zero if it has none. `file` is given when it is open.
@@ -280,8 +278,7 @@ pub trait Store: Sized + Send + Sync + Debug + 'static {
     /// `INVAL` when the ranges of one file overlap, `NOSPC`, `IO`.
     fn copy(&self, from: (&Self::File, u64), to: (&Self::File, u64), len: u64) -> Result<u64>;
 
-    /// Sets access and modification time; only called if [`Usage::times`] are the store's. `file` is given when it is
-    /// open.
+    /// Sets access and modification time, if [`Usage::times`] are the store's. `file` is given when it is open.
     ///
     /// # Errors
     /// `IO`.

@@ -7,16 +7,16 @@ use crate::format::digest::Digest;
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 
-/// A written image.
-pub(crate) struct Written {
+/// What a finished writer returns.
+pub(crate) struct WriterOutput {
     pub bytes: Vec<u8>,
-    /// The digest of the tree, if the image has another one.
+    /// The digest of the tree, if it differs from the image's.
     pub tree: Option<Digest>,
     /// The packs that the image needs.
     pub packs: Vec<Digest>,
 }
 
-/// Why a thread stops to read.
+/// Why a thread stops reading.
 pub(crate) enum Stop {
     /// The build has failed elsewhere.
     Cancelled,
@@ -31,29 +31,29 @@ impl From<Error> for Stop {
 
 /// Memory that a thread reads files into.
 pub(crate) trait Buffer: Send {
-    /// Reads a file. `flush` hands a full buffer over, and puts an empty one in its place.
+    /// Reads a file. `flush` takes a full buffer and replaces it with an empty one.
     fn read(&mut self, file: &FoundFile, flush: &mut dyn FnMut(&mut Self) -> Result<(), Stop>) -> Result<(), Stop>;
 }
 
 /// Stores the bytes of files of one image, and writes it.
 pub(crate) trait ContentWriter {
-    /// Whether the image has the layout of composefs.
+    /// Whether the image has the composefs layout.
     const IS_COMPOSEFS: bool;
-    /// The most files that a thread reads before the next thread's turn.
+    /// The maximum number of files that a thread reads before the next thread's turn.
     const GROUP_FILES_MAX: usize;
-    /// Memory of the threads that read a directory.
+    /// The buffer of the threads that read a directory.
     type Buffer: Buffer;
 
-    /// An empty buffer.
+    /// Returns an empty buffer.
     fn new_buffer(&self) -> Self::Buffer;
 
-    /// How many buffers each of so many threads has. This bounds the memory of a build.
+    /// Returns how many buffers each of `threads` threads has, which bounds the memory of a build.
     fn buffers_per_thread(threads: usize) -> usize;
 
-    /// Stores what was read into a buffer, and empties it. Returns the contents of the files that begin in it.
+    /// Stores the contents of a buffer, and empties it. Returns the contents of the files that begin in it.
     fn add_buffer(&mut self, buffer: &mut Self::Buffer) -> Result<Vec<(NodeId, Content)>>;
 
-    /// Stores a file of so many bytes, which `fill` reads in order.
+    /// Stores a file of this length, which `fill` reads in order.
     fn add_file(&mut self, bytes: u64, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Content>;
 
     /// Bytes of all files that were added.
@@ -63,10 +63,10 @@ pub(crate) trait ContentWriter {
     fn new_bytes(&mut self) -> Result<u64>;
 
     /// Makes everything durable, and writes the image.
-    fn finish(self, tree: Tree, order: Option<&Trace>) -> Result<Written>;
+    fn finish(self, tree: Tree, order: Option<&Trace>) -> Result<WriterOutput>;
 }
 
-/// The oldest item of a pool that has more than `left` of them.
+/// Takes the oldest item of a pool with more than `left` items.
 pub(super) fn take_hashed<T: Send + 'static>(hashers: &mut Option<Hashers<T>>, left: usize) -> Option<T> {
     hashers.as_mut().filter(|hashers| hashers.len() > left)?.take()
 }

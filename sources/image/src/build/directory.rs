@@ -24,7 +24,7 @@ struct Lane<B> {
     empty: Sender<B>,
 }
 
-/// The tree of a directory, whose files' bytes go to `writer`. Files are read while others are still being found.
+/// Reads the tree of a directory; `writer` stores the files' bytes. Files are read while the walk continues.
 pub(crate) fn read<W: ContentWriter>(
     source: &Path,
     writer: &mut W,
@@ -72,7 +72,7 @@ pub(crate) fn read<W: ContentWriter>(
     })
 }
 
-/// Walks the tree, and gives groups of files to the threads in turn. A group has about as many bytes as a batch.
+/// Walks the tree, and assigns groups of files to the threads in turn. A group has about as many bytes as a batch.
 fn find<W: ContentWriter>(
     source: &Path,
     filter: &Filter,

@@ -1,6 +1,4 @@
-//! Dump files: a tree as text, a line for each name.
-//!
-//! Source: composefs-dump(5). What is written is what `composefs-info dump` writes, which leaves out more of overlayfs's attributes.
+//! Reads dump files: a tree as text, with a line per name (composefs-dump(5)).
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
@@ -15,17 +13,17 @@ use crate::format::digest::{Algorithm, Digest};
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, Node, Tree, set_xattr};
 
-/// The longest line, in bytes: a path, 32 KiB of attributes and 5000 bytes of a file, all of them escaped, fit.
+/// The maximum line length in bytes: an escaped path, 32 KiB of attributes and 5000 bytes of a file fit.
 const LINE_BYTES_MAX: u64 = 1 << 20;
-/// The longest path and link (`PATH_MAX` without the zero).
+/// The maximum length of a path or link (`PATH_MAX` without the zero).
 const PATH_BYTES_MAX: usize = 4095;
-/// How many hard links may lead to each other before a file comes.
+/// The maximum length of a chain of hard links.
 const LINKS_MAX: usize = 40;
 
 /// Reads a dump file.
 pub(crate) fn read(input: impl Read, source: &Path) -> Result<Tree> {
     let mut input = BufReader::new(input);
-    let mut reading = Reading::default();
+    let mut reading = DumpReader::default();
     let mut line = Vec::new();
     let refused = |at: String, reason: Refusal| Error::Input { path: source.into(), at, reason };
     for number in 1.. {
@@ -47,7 +45,7 @@ pub(crate) fn read(input: impl Read, source: &Path) -> Result<Tree> {
     })
 }
 
-/// A hard link that is made when all inodes are there: its line, its path, the target's path.
+/// A hard link, created after all inodes: its line, its path, and the target's path.
 struct Link {
     number: usize,
     path: Vec<u8>,
@@ -55,12 +53,12 @@ struct Link {
 }
 
 #[derive(Default)]
-struct Reading {
+struct DumpReader {
     builder: TreeBuilder,
     links: Vec<Link>,
 }
 
-impl Reading {
+impl DumpReader {
     fn line(&mut self, line: &[u8], number: usize) -> Result<(), Refusal> {
         let mut fields = line.split(|byte| *byte == b' ');
         let mut field = |what: &str| fields.next().ok_or_else(|| format!("the field {what} is missing"));
@@ -76,7 +74,7 @@ impl Reading {
             .into_iter()
             .map(&mut field)
             .collect::<Result<_, _>>()?;
-        // A line may end before these; they are empty then, as for mkcomposefs.
+        // A line may omit these; then they are empty, as for mkcomposefs.
         fixed.extend(["PAYLOAD", "CONTENT", "DIGEST"].into_iter().map(|what| field(what).unwrap_or_default()));
         if fixed[1].starts_with(b"@") {
             let target = optional(fixed[7])?.ok_or("a hard link without a target")?;
@@ -117,7 +115,7 @@ impl Reading {
                     return Err(refused("hard links that lead to each other"));
                 }
             }
-            // Both were taken apart before.
+            // Both were parsed before.
             let names = |path| names_of(path).map_err(|reason| (Some(link.number), reason));
             let found =
                 self.builder.find(&names(target)?).ok_or_else(|| refused("the hard link's target is not there"))?;
@@ -189,7 +187,7 @@ fn number<T: std::str::FromStr>(field: &[u8], what: &str) -> Result<T, Refusal> 
     text.and_then(|text| text.parse().ok()).ok_or_else(|| format!("{} is no {what}", field.escape_ascii()))
 }
 
-/// Seconds and nanoseconds. The latter are a number, no fraction.
+/// Parses seconds and nanoseconds. The latter are a number, not a fraction.
 fn time(field: &[u8]) -> Result<Timespec, Refusal> {
     let wrong = || format!("{} is no time in seconds and nanoseconds", field.escape_ascii());
     let at = field.iter().position(|byte| *byte == b'.').ok_or_else(wrong)?;
@@ -197,7 +195,7 @@ fn time(field: &[u8]) -> Result<Timespec, Refusal> {
     if nsec < 1_000_000_000 { Ok(Timespec { sec, nsec }) } else { Err(wrong()) }
 }
 
-/// A field that may be absent.
+/// Parses a field that may be absent.
 fn optional(field: &[u8]) -> Result<Option<Vec<u8>>, Refusal> {
     if field == b"-" { Ok(None) } else { unescape(field).map(Some) }
 }

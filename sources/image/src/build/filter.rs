@@ -1,44 +1,43 @@
-//! What of a source goes into an image, and as what.
+//! Selects what a source contributes to an image, and normalizes it.
 
 use ferry_vfs::Timespec;
 
 use crate::format::composefs::view::OPAQUE;
 use crate::format::tree::Tree;
 
-/// The longest pattern, in bytes: no path is longer.
+/// The maximum length of a pattern in bytes: no path is longer.
 const PATTERN_BYTES_MAX: usize = 4096;
 
-/// How a layer that is built as an image of its own shows what it removes from the layers below.
+/// How an image of a single layer represents what the layer removes from lower layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whiteouts {
     /// Whiteouts are left out.
     Drop,
-    /// As overlayfs does: a device 0:0, and the attribute of opaque directories.
+    /// As in overlayfs: a device 0:0, and an attribute of opaque directories.
     Overlay,
-    /// Files of whiteouts are kept like all others.
+    /// Whiteout files are kept like all others.
     Keep,
 }
 
-/// What is left out of an image, and what is the same for all that is in it.
+/// What an image excludes, and which attributes all inodes share.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
-    /// What is left out, directories with all that is in them. Of directories only.
+    /// Excluded paths, with everything below them. Only for directories.
     pub exclude: Vec<Pattern>,
-    /// The user and the group that everything belongs to, instead of whom it belongs to.
+    /// User and group of all inodes, instead of their own.
     pub owner: Option<(u32, u32)>,
     /// The time of everything, in seconds since 1970.
     pub mtime: Option<i64>,
-    /// Leave out extended attributes: labels, ACLs and capabilities, too.
+    /// Omit extended attributes, including labels, ACLs and capabilities.
     pub skip_xattrs: bool,
 }
 
 impl Filter {
-    /// Whether something is left out of what is found.
     pub(crate) fn excludes(&self, path: &[u8]) -> bool {
         self.exclude.iter().any(|pattern| pattern.matches(path))
     }
 
-    /// Makes everything what it is to be.
+    /// Applies the common attributes to a tree.
     pub(crate) fn apply(&self, tree: &mut Tree, whiteouts: Option<Whiteouts>) {
         for node in &mut tree.nodes {
             if let Some((uid, gid)) = self.owner {
@@ -48,7 +47,7 @@ impl Filter {
                 node.mtime = Timespec { sec, nsec: 0 };
             }
             if self.skip_xattrs {
-                // What was asked for, and is nobody's attribute.
+                // Requested by the caller, and not an attribute of the source.
                 let is_mark = |name: &[u8]| whiteouts == Some(Whiteouts::Overlay) && name == OPAQUE;
                 node.xattrs.retain(|(name, _)| is_mark(name));
             }
@@ -61,14 +60,15 @@ enum Token {
     Byte(u8),
     /// `?`: any byte but `/`.
     One,
-    /// `*`: any number of them.
+    /// `*`: any number of bytes but `/`.
     Some,
-    /// `**`: the same, and `/`.
+    /// `**`: any number of bytes.
     All,
 }
 
-/// Names of files as shells have them: `?` is any byte and `*` any number of bytes but `/`, `**` any number of bytes, and `\` takes the meaning of
-/// what follows. With a `/` in it or before it, it is a path from the top of the tree, without one a name in any directory.
+/// A pattern for names, as in shells: `?` is any byte and `*` any number of bytes but `/`, `**` is any number of bytes,
+/// and `\` escapes the next byte. With a `/` in it or before it, it matches a path from the top of the tree, otherwise
+/// a name in any directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pattern {
     tokens: Vec<Token>,
@@ -76,9 +76,10 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// Reads one.
+    /// Parses a pattern.
     ///
     /// # Errors
+    ///
     /// What is wrong with it.
     pub fn new(text: &[u8]) -> Result<Self, &'static str> {
         if text.len() > PATTERN_BYTES_MAX {
@@ -116,12 +117,13 @@ impl Pattern {
         Ok(Self { tokens, is_path })
     }
 
-    /// Whether a path from the top of the tree, without a `/` before it, is meant. Takes time by the product of both lengths at most.
+    /// Returns whether a path from the top of the tree, without a leading `/`, matches. It takes at most time
+    /// proportional to the product of both lengths.
     #[must_use]
     pub fn matches(&self, path: &[u8]) -> bool {
         let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
         let text = if self.is_path { path } else { name };
-        // Which tokens may be the next.
+        // The tokens that may come next.
         let mut now = vec![false; self.tokens.len() + 1];
         self.reach(&mut now, 0);
         for byte in text {
@@ -140,7 +142,7 @@ impl Pattern {
         now[self.tokens.len()]
     }
 
-    /// Marks a token as the next one, and those that follow what may be nothing.
+    /// Marks a token as possible, and those after it if it may match nothing.
     fn reach(&self, next: &mut [bool], at: usize) {
         let mut at = at;
         next[at] = true;

@@ -1,11 +1,11 @@
-//! Threads that hash what one thread reads, such as an archive. What was given first comes back first.
+//! Threads that hash what one thread reads, such as an archive. Items return in the order in which they were given.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use crate::format::error::{IoContext, Result};
 
-/// Threads, and what they have.
+/// A pool of threads with their queues.
 pub(crate) struct Hashers<T> {
     lanes: Vec<(Sender<T>, Receiver<T>)>,
     given: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Hashers<T> {
 }
 
 impl<T: Send + 'static> Hashers<T> {
-    /// Begins so many threads, which end with this.
+    /// Starts this many threads, which end when the pool is dropped.
     pub(crate) fn begin(threads: usize, work: fn(&mut T)) -> Result<Self> {
         let lane = |_| {
             let (wanted, given) = channel::<T>();
@@ -21,7 +21,7 @@ impl<T: Send + 'static> Hashers<T> {
             let hash = move || {
                 for mut item in given {
                     work(&mut item);
-                    // Nobody listens any more once something else has failed.
+                    // The pool is gone after another failure.
                     if done.send(item).is_err() {
                         return;
                     }
@@ -33,24 +33,24 @@ impl<T: Send + 'static> Hashers<T> {
         Ok(Self { lanes: lanes.doing("begin", "a thread that hashes")?, given: 0, taken: 0 })
     }
 
-    /// How many it can have so that all threads are busy while more is read.
+    /// Returns the number of items that keeps all threads busy during reads.
     pub(crate) fn room(&self) -> usize {
         2 * self.lanes.len()
     }
 
-    /// How many were given and not taken back.
+    /// Returns the number of items that were given and not taken back.
     pub(crate) fn len(&self) -> usize {
         self.given - self.taken
     }
 
     pub(crate) fn give(&mut self, item: T) {
         let (wanted, _) = &self.lanes[self.given % self.lanes.len()];
-        // A thread ends before us only by a panic, which the next one to take finds out.
+        // A thread ends early only by a panic, which `take` reports.
         let _ = wanted.send(item);
         self.given += 1;
     }
 
-    /// Waits for the one that was given first; `None` if there is none.
+    /// Waits for the oldest item; `None` if there is none.
     pub(crate) fn take(&mut self) -> Option<T> {
         if self.len() == 0 {
             return None;

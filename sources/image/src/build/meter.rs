@@ -1,11 +1,11 @@
-//! How much of a source was read, told while an image is built.
+//! Reports the progress of reading a source.
 
 use std::cell::Cell;
 use std::io::{self, Read};
 
 use crate::build::options::Progress;
 
-/// Counts bytes of a source.
+/// Counts the bytes of a source.
 pub(crate) struct Meter<'a> {
     done: Cell<u64>,
     all: Cell<u64>,
@@ -17,12 +17,12 @@ impl<'a> Meter<'a> {
         Self { done: Cell::new(0), all: Cell::new(0), progress }
     }
 
-    /// So many there will be; of a pipe nobody knows.
+    /// Sets the expected total. A pipe has no known total.
     pub(crate) fn expect(&self, bytes: u64) {
         self.all.set(bytes);
     }
 
-    /// So many more are done.
+    /// Adds to the bytes that were read.
     pub(crate) fn add(&self, bytes: u64) {
         let done = self.done.get().saturating_add(bytes);
         self.done.set(done);
@@ -30,19 +30,19 @@ impl<'a> Meter<'a> {
         (self.progress)(number(done), number(self.all.get().max(done)));
     }
 
-    /// Counts what is read of this.
-    pub(crate) fn over<R>(&'a self, inner: R) -> Metered<'a, R> {
-        Metered { inner, meter: self }
+    /// Returns a reader that counts what is read from `inner`.
+    pub(crate) fn over<R>(&'a self, inner: R) -> MeteredReader<'a, R> {
+        MeteredReader { inner, meter: self }
     }
 }
 
-/// A source that is counted.
-pub(crate) struct Metered<'a, R> {
+/// See [`Meter::over`].
+pub(crate) struct MeteredReader<'a, R> {
     inner: R,
     meter: &'a Meter<'a>,
 }
 
-impl<R: Read> Read for Metered<'_, R> {
+impl<R: Read> Read for MeteredReader<'_, R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(bytes)?;
         self.meter.add(count as u64);

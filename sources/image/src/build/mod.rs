@@ -1,4 +1,4 @@
-//! Building an image of a directory, a tar archive, an OCI image directory or a dump file.
+//! Builds an image from a directory, a tar archive, an OCI image directory or a dump file.
 
 pub(crate) mod content_writer;
 pub(crate) mod directory;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use rustix::fs::{CWD, Mode, openat};
 
-use crate::build::content_writer::{Buffer, ContentWriter, Stop, Written, take_hashed};
+use crate::build::content_writer::{Buffer, ContentWriter, Stop, WriterOutput, take_hashed};
 use crate::build::hash_pool::Hashers;
 use crate::build::options::KEPT_BYTES_MAX;
 use crate::build::scan::{FoundFile, unreadable};
@@ -20,9 +20,9 @@ use crate::store::new_objects::NewObjects;
 use crate::store::packs::Store;
 use crate::store::parallel;
 
-/// How many files may be read before they are stored; with [`KEPT_BYTES_MAX`] this bounds the memory.
+/// The maximum number of files that are read before they are stored; with [`KEPT_BYTES_MAX`] it bounds the memory.
 const AHEAD_FILES_MAX: usize = 32;
-/// The size of the parts in which larger files are copied, in bytes.
+/// The size of the parts in which large files are copied, in bytes.
 const COPY_BYTES: u64 = 1 << 20;
 
 /// Stores files as objects.
@@ -33,7 +33,7 @@ pub(crate) struct ObjectWriter {
     threads: usize,
     /// Started with the first file.
     hashers: Option<Hashers<(Vec<u8>, Option<Digest>)>>,
-    /// How many files were given to the hashers.
+    /// The number of files given to the hashers.
     given: usize,
     /// Their digests, in the same order.
     digests: Vec<Digest>,
@@ -41,7 +41,7 @@ pub(crate) struct ObjectWriter {
 }
 
 impl ObjectWriter {
-    /// `threads` hash what [`ContentWriter::add_file`] takes. `version` is the image's.
+    /// Creates a writer whose `threads` hash the files of [`ContentWriter::add_file`]. `version` is the image's.
     pub(crate) fn begin(store: &Store, version: Option<u32>, threads: usize) -> Result<Self> {
         let (objects, folder) = (NewObjects::begin(store.folder())?, store.folder().join("objects"));
         let (hashers, digests) = (None, Vec::new());
@@ -82,7 +82,7 @@ impl ContentWriter for ObjectWriter {
         Ok(vec![(node, Content::Object { bytes, digest })])
     }
 
-    /// Small files are hashed by other threads, and have their digests at the end; large ones go to a file first.
+    /// Threads hash small files, whose digests are known at the end; large files are written to a file first.
     fn add_file(&mut self, bytes: u64, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Content> {
         self.data_bytes += bytes;
         if bytes <= KEPT_BYTES_MAX {
@@ -129,17 +129,17 @@ impl ContentWriter for ObjectWriter {
         Ok(self.objects.new_bytes)
     }
 
-    fn finish(mut self, mut tree: Tree, _: Option<&Trace>) -> Result<Written> {
+    fn finish(mut self, mut tree: Tree, _: Option<&Trace>) -> Result<WriterOutput> {
         self.store_hashed(0)?;
         for node in &mut tree.nodes {
             if let Content::Packed { bytes, first } = node.content {
                 node.content = Content::Object { bytes, digest: self.digests[first] };
             }
         }
-        // A tree that does not fit into the layout leaves nothing in the store.
+        // A tree that does not fit the layout must leave nothing in the store.
         let bytes = composefs::write(tree, self.version)?;
         self.objects.finish()?;
-        Ok(Written { bytes, tree: None, packs: Vec::new() })
+        Ok(WriterOutput { bytes, tree: None, packs: Vec::new() })
     }
 }
 
@@ -149,7 +149,7 @@ struct HashedFile {
     path: PathBuf,
     bytes: u64,
     digest: Digest,
-    /// The bytes of a file that is not too large; others are read again.
+    /// The bytes of a small file; others are read again.
     kept: Option<Vec<u8>>,
 }
 

@@ -6,18 +6,18 @@ use crate::build::filter::{Filter, Whiteouts};
 use crate::build::trace::Trace;
 use crate::format::digest::Digest;
 
-/// Files up to this size are read once, hashed and kept in memory until their turn comes; larger ones are read again.
+/// Files up to this size are read once, hashed and kept in memory until they are stored; larger ones are read again.
 pub(crate) const KEPT_BYTES_MAX: u64 = 4 << 20;
 
-/// How the metadata is laid out, and the bytes of files are kept.
+/// The layout of the metadata, and the storage of files' bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// In the order of a walk, with data in packs: what the kernel mounts alone, and fastest.
+    /// In the order of a walk, with data in packs: mountable by the kernel alone, and fastest.
     #[default]
     Flat,
-    /// As mkcomposefs does it, with a file for each object: what the kernel mounts below overlayfs.
+    /// As mkcomposefs does it, with a file per object: mounted by the kernel below overlayfs.
     Composefs {
-        /// The version of the layout: 0 or 1 as mkcomposefs has them, 2 as composefs-rs; without one 1 if there are whiteouts, 0 otherwise.
+        /// The layout's version: 0 and 1 are mkcomposefs's, 2 is composefs-rs's; by default 1 with whiteouts, else 0.
         version: Option<u32>,
     },
 }
@@ -25,21 +25,22 @@ pub enum Layout {
 /// How an image is built.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How many threads read and hash.
+    /// The number of threads that read and hash.
     pub threads: usize,
     /// The layout.
     pub layout: Layout,
-    /// Which image of an index to take, as `os/architecture`, with a variant or without; without one Linux's for this machine.
+    /// Which image of an index to use, as `os/architecture`, optionally with a variant; by default Linux on this
+    /// machine's architecture.
     pub platform: Option<String>,
-    /// What a workload needs first: these files are put into a pack of their own, in this order, which is read at once by whoever
-    /// mounts the image. Of [`Layout::Flat`] only.
+    /// The files that a workload needs first: they go into a pack of their own, in this order, which a mount reads at
+    /// once. Only for [`Layout::Flat`].
     pub order: Option<Trace>,
-    /// What an archive that is a layer has for what is gone; without this it is refused. Of archives only.
+    /// What whiteouts of a single-layer archive become; without this such an archive is refused. Only for archives.
     pub whiteouts: Option<Whiteouts>,
-    /// Name the fs-verity digests of packs, and turn fs-verity on for what is written where the file system has it, so that the kernel can
-    /// prove what it reads of them. Packs without such digests are not used then. Of [`Layout::Flat`] only: composefs's objects have it always.
+    /// Store packs with fs-verity digests, and enable fs-verity where supported, so that the kernel can verify reads.
+    /// Packs without digests are not reused. Only for [`Layout::Flat`]: composefs's objects always have fs-verity.
     pub verity: bool,
-    /// What is left out, and what is the same for everything.
+    /// What is excluded or normalized.
     pub filter: Filter,
 }
 
@@ -57,29 +58,28 @@ impl Default for Options {
     }
 }
 
-/// What was built.
+/// The result of a build.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Built {
-    /// The digest of the image, with the places of files' bytes in packs: it depends on what the store held.
+pub struct BuildReport {
+    /// The digest of the image, including the locations of files' bytes in packs: it depends on the store.
     pub digest: Digest,
-    /// The digest of the tree alone. It is the image's in the layout composefs.
+    /// The digest of the tree alone. In the composefs layout it is the image's.
     pub tree: Digest,
-    /// Size of the image, in bytes.
+    /// Size of the image in bytes.
     pub image_bytes: u64,
-    /// How many inodes there are.
+    /// The number of inodes.
     pub inodes: usize,
-    /// Bytes of all files that are kept in packs, each file counted once.
+    /// Bytes of all files in packs, each file counted once.
     pub data_bytes: u64,
-    /// Bytes that were not in the store before.
+    /// Bytes that the store did not have before.
     pub new_bytes: u64,
     /// The packs that the image needs.
     pub packs: Vec<Digest>,
 }
 
-/// What is told while an image is built: how much is done, and of how much. Of a directory these are files, of anything else bytes; of a
-/// pipe nobody knows how many there will be, and both are the same.
+/// Receives the progress of a build: done, and total. The unit is files for a directory and bytes otherwise; for a pipe
+/// the total equals what is done.
 pub type Progress<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Files up to this size are kept with their inodes, where whoever looks at the inode has them already. More would make
-/// walks of the metadata slower; composefs keeps as many.
+/// Files up to this size are stored with their inodes, as in composefs. More would slow down walks of the metadata.
 pub const INLINE_BYTES_MAX: u64 = 64;

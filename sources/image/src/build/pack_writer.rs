@@ -1,4 +1,4 @@
-//! Stores the bytes of files in packs, and writes an image of the layout flat.
+//! Stores the bytes of files in packs, and writes an image of the flat layout.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-use crate::build::content_writer::{Buffer, ContentWriter, Stop, Written, take_hashed};
+use crate::build::content_writer::{Buffer, ContentWriter, Stop, WriterOutput, take_hashed};
 use crate::build::hash_pool::Hashers;
 use crate::build::scan::{FoundFile, unreadable};
 use crate::build::trace::Trace;
@@ -22,51 +22,52 @@ use crate::format::error::{Error, IoContext, Result, told};
 use crate::format::flat::{self, Pack};
 use crate::format::index::Places;
 use crate::format::tree::{Content, NodeId, Tree};
-use crate::store::batch::{Batch, Leaves};
+use crate::store::batch::Batch;
 use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 use crate::store::new_pack::NewPack;
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 
-/// How many buffers each reading thread has; with their size this bounds the memory.
+/// The number of buffers per reading thread; with their size it bounds the memory.
 const BUFFERS_PER_THREAD: usize = 4;
 
-/// Stores the chunks of files that the store does not have in a new pack.
+/// Stores the chunks that the store does not have in a new pack.
 pub(crate) struct PackWriter {
     store: Arc<Store>,
     has_verity: bool,
-    /// Where the store has objects.
+    /// The locations of the store's objects.
     places: Arc<StorePlaces>,
     pack: NewPack,
-    found: HashMap<Digest, Found>,
-    /// The chunks of all files, each file's in order.
+    found: HashMap<Digest, ObjectSource>,
+    /// The chunks of all files, in order.
     chunks: Vec<Digest>,
     input: Input,
     data_bytes: u64,
     new_bytes: u64,
 }
 
-/// Chunks of [`ContentWriter::add_file`] that are not stored yet.
+/// Chunks of [`ContentWriter::add_file`] that are not yet stored.
 struct Input {
     threads: usize,
     /// Started with the first batch.
     hashers: Option<Hashers<Batch>>,
-    /// Which chunks batches hash for fs-verity.
-    leaves: Leaves,
+    /// The chunks that batches also hash for fs-verity.
+    hashes_unless_in: Option<Arc<StorePlaces>>,
     batch: Batch,
     /// Empty batches.
     free: Vec<Batch>,
-    /// How many chunks were added before those in the batch.
+    /// The number of chunks added before those in the batch.
     chunks: usize,
 }
 
 impl PackWriter {
-    /// `threads` hash what [`ContentWriter::add_file`] takes. With `has_verity`, all packs of the image have fs-verity digests.
+    /// Creates a writer with `threads` threads that hash the files of [`ContentWriter::add_file`]. With `has_verity`,
+    /// all packs of the image have fs-verity digests.
     pub(crate) fn begin(store: &Arc<Store>, threads: usize, has_verity: bool) -> Result<Self> {
-        let places = Arc::new(if has_verity { store.places_with_verity()? } else { store.places()? });
-        let leaves = if has_verity { Leaves::OfNew(Arc::clone(&places)) } else { Leaves::No };
-        let (batch, pack) = (Batch::new(leaves.clone()), NewPack::begin(store, has_verity)?);
-        let input = Input { threads, hashers: None, leaves, batch, free: Vec::new(), chunks: 0 };
+        let places = Arc::new(store.places(has_verity)?);
+        let hashes_unless_in = has_verity.then(|| Arc::clone(&places));
+        let (batch, pack) = (Batch::new(hashes_unless_in.clone()), NewPack::begin(store, has_verity)?);
+        let input = Input { threads, hashers: None, hashes_unless_in, batch, free: Vec::new(), chunks: 0 };
         let (store, found, chunks) = (Arc::clone(store), HashMap::new(), Vec::new());
         Ok(Self { store, has_verity, places, pack, found, chunks, input, data_bytes: 0, new_bytes: 0 })
     }
@@ -78,19 +79,19 @@ impl PackWriter {
         self.pack.add(batch, |digest, bytes, block| {
             let Entry::Vacant(new) = self.found.entry(digest) else { return false };
             if let Some(place) = self.places.get(&digest) {
-                new.insert(Found::Known(place));
+                new.insert(ObjectSource::Known(place));
                 return false;
             }
-            new.insert(Found::New(block));
+            new.insert(ObjectSource::New(block));
             self.new_bytes += bytes as u64;
             true
         })?;
         Ok(first)
     }
 
-    /// Gives the current batch to the hashers, and stores batches that are hashed.
+    /// Passes the current batch to the hashers, and stores hashed batches.
     fn flush(&mut self) -> Result<()> {
-        let Input { threads, hashers, leaves, batch, free, chunks } = &mut self.input;
+        let Input { threads, hashers, hashes_unless_in, batch, free, chunks } = &mut self.input;
         if batch.len() == 0 {
             return Ok(());
         }
@@ -99,7 +100,7 @@ impl PackWriter {
             None => hashers.insert(Hashers::begin(*threads, Batch::hash)?),
         };
         *chunks += batch.len();
-        let next = free.pop().unwrap_or_else(|| Batch::new(leaves.clone()));
+        let next = free.pop().unwrap_or_else(|| Batch::new(hashes_unless_in.clone()));
         hashers.give(std::mem::replace(batch, next));
         let room = hashers.room();
         self.store_hashed(room)
@@ -122,7 +123,7 @@ impl ContentWriter for PackWriter {
     type Buffer = PackBuffer;
 
     fn new_buffer(&self) -> PackBuffer {
-        PackBuffer { batch: Batch::new(self.input.leaves.clone()), begun: Vec::new(), folder: None }
+        PackBuffer { batch: Batch::new(self.input.hashes_unless_in.clone()), begun: Vec::new(), folder: None }
     }
 
     fn buffers_per_thread(_: usize) -> usize {
@@ -166,19 +167,19 @@ impl ContentWriter for PackWriter {
         Ok(self.new_bytes)
     }
 
-    fn finish(mut self, tree: Tree, order: Option<&Trace>) -> Result<Written> {
+    fn finish(mut self, tree: Tree, order: Option<&Trace>) -> Result<WriterOutput> {
         self.flush()?;
         self.store_hashed(0)?;
         let Self { store, has_verity, places: known, pack, found, chunks, .. } = self;
         let new = pack.finish()?;
         let place = |(digest, at)| match (at, new) {
-            (Found::Known(place), _) => Some((digest, place)),
-            (Found::New(block), Some(pack)) => Some((digest, (pack, block))),
+            (ObjectSource::Known(place), _) => Some((digest, place)),
+            (ObjectSource::New(block), Some(pack)) => Some((digest, (pack, block))),
             // A pack with an object is not empty.
-            (Found::New(_), None) => None,
+            (ObjectSource::New(_), None) => None,
         };
         let mut places: Places = found.into_iter().filter_map(place).collect();
-        // The new pack may have objects that are damaged in other packs.
+        // The new pack may contain objects that are damaged in other packs.
         let noted = known.noted().to_vec();
         if !noted.is_empty()
             && let Err(error) = store.repair_each(noted, None)
@@ -199,16 +200,16 @@ impl ContentWriter for PackWriter {
             })
             .collect::<Result<Vec<_>>>()?;
         let (bytes, tree) = flat::write(&tree, &used, &chunks, &places)?;
-        Ok(Written { bytes, tree: Some(tree), packs: used.iter().map(|pack| pack.name).collect() })
+        Ok(WriterOutput { bytes, tree: Some(tree), packs: used.iter().map(|pack| pack.name).collect() })
     }
 }
 
 /// Chunks of files, and the files that begin in it.
 pub(crate) struct PackBuffer {
     batch: Batch,
-    /// Of each file that begins here its node and length, and the number of its first chunk in the batch.
+    /// Node and length of each file that begins here, and the number of its first chunk in the batch.
     begun: Vec<(NodeId, u64, usize)>,
-    /// The directory of the last file: the next file is most often in it, too, and resolving its path again costs more than the rest.
+    /// The directory of the last file: the next one is often in it, too, and resolving its path again is expensive.
     folder: Option<(PathBuf, OwnedFd)>,
 }
 
@@ -249,7 +250,7 @@ impl Buffer for PackBuffer {
     }
 }
 
-/// Forgets the places of chunks that no file has: those of members that later ones of an archive have replaced.
+/// Removes the locations of chunks without a file: those of archive members that later members replaced.
 fn keep_used(tree: &Tree, chunks: &[Digest], places: &mut Places) {
     let files = || {
         tree.nodes.iter().filter_map(|node| match node.content {
@@ -266,8 +267,8 @@ fn keep_used(tree: &Tree, chunks: &[Digest], places: &mut Places) {
     places.retain(|digest, _| used.contains(digest));
 }
 
-/// Copies the objects that a workload needs first into a pack of their own, in its order, and has the image take them from there.
-/// The same objects in the same order are the same pack, so images that begin alike share it.
+/// Copies the objects that a workload needs first into a pack of their own, in its order, and uses their locations
+/// there. The same objects in the same order produce the same pack, so images with the same beginning share it.
 fn gather(
     store: &Arc<Store>,
     mut pack: NewPack,
@@ -277,7 +278,7 @@ fn gather(
 ) -> Result<Option<Digest>> {
     let mut gathered = HashMap::new();
     let mut files: HashMap<Digest, File> = HashMap::new();
-    let mut batch = Batch::new(Leaves::No);
+    let mut batch = Batch::new(None);
     for id in order.nodes(tree) {
         let Content::Packed { bytes, first } = tree.nodes[id].content else { continue };
         let chunks = &chunks[first..][..usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)];
@@ -294,7 +295,7 @@ fn gather(
                 append(&mut pack, &mut batch, &mut gathered)?;
             }
             let found = batch.add(count, |bytes| file.read_exact_at(bytes, block * BLOCK_BYTES as u64));
-            // Somebody may have changed what is in the store.
+            // The store may have changed meanwhile.
             if found.doing("read", &path)? != *wanted {
                 let reason = format!("the object {wanted} in it is damaged");
                 return Err(Error::Pack { store: store.folder().into(), pack: from, reason });
@@ -309,7 +310,7 @@ fn gather(
     Ok(name)
 }
 
-/// Appends those chunks of a batch to a pack that are not in it yet, and notes where they are.
+/// Appends the chunks of a batch that a pack does not yet have, and records their locations.
 fn append(pack: &mut NewPack, batch: &mut Batch, gathered: &mut HashMap<Digest, u64>) -> Result<()> {
     pack.add(batch, |digest, _, block| match gathered.entry(digest) {
         Entry::Occupied(_) => false,
@@ -322,11 +323,11 @@ fn append(pack: &mut NewPack, batch: &mut Batch, gathered: &mut HashMap<Digest, 
     Ok(())
 }
 
-/// Where an object of this image is.
+/// The location of an object of this image.
 #[derive(Clone, Copy)]
-enum Found {
-    /// In the store already: in this pack, at this block.
+enum ObjectSource {
+    /// In this existing pack, at this block.
     Known((Digest, u64)),
-    /// In the new pack, from this block on.
+    /// In the new pack, at this block.
     New(u64),
 }

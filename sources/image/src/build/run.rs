@@ -1,4 +1,4 @@
-//! Builds an image: scans, hashes, puts what is new into a pack, lays the metadata out, and gives it its name.
+//! Builds an image: scans, hashes, stores new data in a pack, lays out the metadata, and names the image.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
@@ -6,24 +6,31 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{directory, dump, oci, tar};
-use crate::build::content_writer::{ContentWriter, Written};
+use crate::build::content_writer::{ContentWriter, WriterOutput};
 use crate::build::meter::Meter;
 use crate::build::object_writer::ObjectWriter;
-use crate::build::options::{Built, Layout, Options, Progress};
+use crate::build::options::{BuildReport, Layout, Options, Progress};
 use crate::build::pack_writer::PackWriter;
 use crate::format::digest::Algorithm;
 use crate::format::error::{Error, IoContext, Result};
 use crate::store::new_file::{NewFile, folder_of};
 use crate::store::packs::Store;
 
-/// Builds an image of a directory, of a tar archive, packed or not, of an image directory as OCI has it (`oci:DIRECTORY[:TAG]`), or
-/// of a dump file (composefs-dump(5)). What is not in the store yet is added;
-/// an image that was at `image` is replaced, at once and at the end. A build that is killed leaves nothing but files that begin
-/// with `.new-`. A dump file tells where files' bytes are; nothing is added to the store.
+/// Builds an image from a directory, a tar archive (optionally compressed), an OCI image directory
+/// (`oci:DIRECTORY[:TAG]`), or a dump file (composefs-dump(5)). Adds what the store lacks; a dump file already locates
+/// files' bytes, so it adds nothing. An existing image is replaced atomically at the end. A build that is killed leaves
+/// only files whose names begin with `.new-`.
 ///
 /// # Errors
-/// Something cannot be read, changes meanwhile, or is nothing that EROFS can hold; the store or the image cannot be written.
-pub fn build(source: &Path, image: &Path, store: Store, options: &Options, progress: &Progress<'_>) -> Result<Built> {
+///
+/// Something cannot be read, changes meanwhile, or does not fit EROFS; the store or the image cannot be written.
+pub fn build(
+    source: &Path,
+    image: &Path,
+    store: Store,
+    options: &Options,
+    progress: &Progress<'_>,
+) -> Result<BuildReport> {
     let store = Arc::new(store);
     match options.layout {
         Layout::Flat => {
@@ -43,7 +50,7 @@ fn build_with<W: ContentWriter>(
     image: &Path,
     options: &Options,
     progress: &Progress<'_>,
-) -> Result<Built> {
+) -> Result<BuildReport> {
     let meter = Meter::new(progress);
     let refused = |at: &str, reason: &str| Error::Input { path: source.into(), at: at.into(), reason: reason.into() };
     let mut tree = match Input::of(source, &meter)? {
@@ -70,11 +77,11 @@ fn build_with<W: ContentWriter>(
     };
     options.filter.apply(&mut tree, options.whiteouts);
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), writer.data_bytes(), writer.new_bytes()?);
-    let Written { bytes, tree, packs } = writer.finish(tree, options.order.as_ref())?;
+    let WriterOutput { bytes, tree, packs } = writer.finish(tree, options.order.as_ref())?;
     let algorithm = if W::IS_COMPOSEFS { Algorithm::Verity } else { Algorithm::Blake3 };
     let digest = algorithm.of(&bytes);
     save(image, &bytes, options.verity)?;
-    Ok(Built {
+    Ok(BuildReport {
         digest,
         tree: tree.unwrap_or(digest),
         image_bytes: bytes.len() as u64,
@@ -85,7 +92,7 @@ fn build_with<W: ContentWriter>(
     })
 }
 
-/// What an image is built of.
+/// The source of an image.
 enum Input<'a> {
     Directory,
     Dump(Box<dyn Read + 'a>),
@@ -94,7 +101,7 @@ enum Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// An archive has the sum of its first header, and a dump file begins with the path of the root.
+    /// An archive has the checksum of its first header, and a dump file begins with the root's path.
     fn of(source: &Path, meter: &'a Meter<'a>) -> Result<Self> {
         if let Some(reference) = oci::Reference::parse(source) {
             return Ok(Self::Oci(reference));

@@ -1,4 +1,4 @@
-//! The tree of a directory of this host.
+//! Reads the tree of a host directory.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -22,10 +22,10 @@ use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::store::new_file::UNTRUSTED_OPEN_FLAGS;
 
-/// The longest list of names of attributes, and the longest value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
+/// The maximum length of a list of attribute names, and of a value (`XATTR_LIST_MAX`, `XATTR_SIZE_MAX`).
 const XATTR_BYTES_MAX: usize = 65536;
 
-/// What a file or directory was when it was found.
+/// The identity of a file or directory when it was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileIdentity {
     /// Device and inode.
@@ -33,7 +33,7 @@ pub(crate) struct FileIdentity {
     kind: u16,
     pub bytes: u64,
     mtime: (i64, u32),
-    /// Nobody can set it, so that it tells of what was written within the same length and time, too.
+    /// Cannot be set, so it also shows writes within the same length and time.
     ctime: (i64, u32),
 }
 
@@ -48,7 +48,7 @@ impl FileIdentity {
         }
     }
 
-    /// The file that was opened with [`UNTRUSTED_OPEN_FLAGS`], if it is still the one that was found.
+    /// Returns the file that was opened with [`UNTRUSTED_OPEN_FLAGS`], if it is still the one that was found.
     pub(crate) fn file(&self, opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<File> {
         let file = match opened {
             // A link, or a socket.
@@ -58,7 +58,7 @@ impl FileIdentity {
         if Self::of(&look(&file, path)?) == *self { Ok(file.into()) } else { Err(Error::Changed(path.into())) }
     }
 
-    /// Looks whether a file that was read is what it was when it was found, and ends where it should.
+    /// Verifies that a file that was read is unchanged, and ends where it should.
     pub(crate) fn check(&self, file: &File, path: &Path) -> Result<()> {
         let more = retry_on_intr(|| pread(file, &mut [0], self.bytes)).doing("read", path)?;
         let is_same = more == 0 && Self::of(&look(file, path)?) == *self;
@@ -73,7 +73,7 @@ pub(crate) struct FoundFile {
     pub path: PathBuf,
 }
 
-/// The bits of the mode that tell what kind of file it is.
+/// Returns the type bits of the mode.
 fn kind(found: &Statx) -> u16 {
     found.stx_mode & 0o170_000
 }
@@ -82,12 +82,12 @@ fn is_dir(found: &Statx) -> bool {
     FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory
 }
 
-/// What stands behind a descriptor.
+/// Returns the metadata of a descriptor.
 fn look(file: impl AsFd, path: &Path) -> Result<Statx> {
     statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS).doing("look at", path)
 }
 
-/// Opens a directory for listing, if it is still the one that was found. What is in it may be another by now.
+/// Opens a directory for listing, if it is still the one that was found.
 fn directory(seen: &FileIdentity, path: &Path) -> Result<Dir> {
     let changed = || Error::Changed(path.into());
     let folder = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS | OFlags::DIRECTORY, Mode::empty()) {
@@ -101,30 +101,28 @@ fn directory(seen: &FileIdentity, path: &Path) -> Result<Dir> {
     }
 }
 
-/// Where the descriptors of this process are names.
+/// The directory with this process's descriptors.
 const DESCRIPTORS: &str = "/proc/self/fd";
 
-/// A name in a directory that is open, whose own path may lead elsewhere by now.
+/// A name in an open directory, whose own path may have changed.
 #[derive(Clone, Copy)]
 struct At<'a> {
     folder: BorrowedFd<'a>,
     name: &'a OsStr,
-    /// What people know it by.
+    /// The path for messages.
     path: &'a Path,
 }
 
 impl At<'_> {
-    /// The way to it for calls that take no directory: of attributes there are none before Linux 6.13. The root's path is absolute, and stays
-    /// what it is.
-    fn way(&self) -> PathBuf {
+    /// Returns a path for attribute calls, which take no directory before Linux 6.13. The root's path is absolute.
+    fn host_path(&self) -> PathBuf {
         Path::new(DESCRIPTORS).join(self.folder.as_raw_fd().to_string()).join(self.name)
     }
 }
 
-/// Walks a directory, without crossing into other file systems' mounts being any different from directories. For composefs
-/// each name is an inode of its own, and attributes of all kinds are taken: so does mkcomposefs.
+/// Walks a directory and crosses mounts. For composefs each name is an inode, and all attributes are read.
 ///
-/// What is left out is not looked at. Larger files are still to be read: each is told to `found`, with what it was then, in the order of the walk.
+/// Excluded paths are not visited. Large files are passed to `found` with their identity, in the order of the walk.
 pub(crate) fn scan(
     root: &Path,
     for_composefs: bool,
@@ -135,7 +133,7 @@ pub(crate) fn scan(
     if !is_dir(&found_root) {
         return Err(Error::CannotHold { path: root.into(), reason: "is no directory".into() });
     }
-    // The root may be named by a symbolic link, whatever is in it may not.
+    // The root may be a symbolic link; nothing below it may be.
     let root = fs::canonicalize(root).doing("look at", root)?;
     let mut walk =
         Walk { tree: Tree::default(), found, known: HashMap::new(), for_composefs, filter, root: root.clone() };
@@ -151,16 +149,16 @@ pub(crate) fn scan(
 struct Walk<'a> {
     tree: Tree,
     found: &'a mut dyn FnMut(FoundFile),
-    /// Inodes with several names that have been met.
+    /// Inodes with several names, by device and number.
     known: HashMap<(u32, u32, u64), NodeId>,
     for_composefs: bool,
     filter: &'a Filter,
-    /// Where paths in the tree begin.
+    /// The prefix of all paths of the tree.
     root: PathBuf,
 }
 
 impl Walk<'_> {
-    /// Lists a directory and adds what is in it; returns the directories among them, in order.
+    /// Lists a directory and adds its entries; returns its subdirectories in order.
     fn list(&mut self, node: NodeId, seen: &FileIdentity, path: &Path) -> Result<Vec<(NodeId, FileIdentity, PathBuf)>> {
         let mut folder = directory(seen, path)?;
         let mut names: Vec<OsString> = Vec::new();
@@ -178,7 +176,7 @@ impl Walk<'_> {
             if !self.filter.exclude.is_empty() && self.filter.excludes(below.as_os_str().as_bytes()) {
                 continue;
             }
-            // In the directory that was listed: another one may stand at the path by now.
+            // Relative to the listed directory: another one may be at the path by now.
             let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
             let found = statx(folder, &name, flags, StatxFlags::BASIC_STATS).doing("look at", &path)?;
             let child = self.add(At { folder, name: &name, path: &path }, &found)?;
@@ -202,7 +200,7 @@ impl Walk<'_> {
         Ok(name.to_buf())
     }
 
-    /// The node of an inode, which is made at its first name.
+    /// Returns the node of an inode, created at its first name.
     fn add(&mut self, at: At<'_>, found: &Statx) -> Result<NodeId> {
         let path = at.path;
         let nodes = &mut self.tree.nodes;
@@ -259,7 +257,7 @@ fn content(at: At<'_>, found: &Statx) -> Result<Content> {
     })
 }
 
-/// The bytes of a small file.
+/// Reads a small file.
 fn read(seen: &FileIdentity, at: At<'_>) -> Result<Vec<u8>> {
     let path = at.path;
     let mut file = seen.file(openat(at.folder, at.name, UNTRUSTED_OPEN_FLAGS, Mode::empty()), path)?;
@@ -269,7 +267,7 @@ fn read(seen: &FileIdentity, at: At<'_>) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A file that ends before its end was found to be is another one by now.
+/// A file that ends early has changed.
 pub(crate) fn unreadable(error: io::Error, path: &Path) -> Error {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Error::Changed(path.into()),
@@ -277,7 +275,7 @@ pub(crate) fn unreadable(error: io::Error, path: &Path) -> Error {
     }
 }
 
-/// The kernel's form of a device number in 32 bits: the lower 8 bits of the minor number, 12 of the major, the other 12.
+/// Returns the kernel's 32-bit device number: the lower 8 bits of the minor number, 12 of the major, the other 12.
 fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
     if major >= 1 << 12 || minor >= 1 << 20 {
         let reason = format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
@@ -286,10 +284,10 @@ fn rdev(major: u32, minor: u32, path: &Path) -> Result<u32> {
     Ok(minor & 0xff | major << 8 | (minor & !0xff) << 12)
 }
 
-/// The attributes that EROFS has prefixes for, by name. Others are of the file system below (`system.nfs4_acl`) and mean nothing
-/// elsewhere.
+/// Returns the attributes for which EROFS has prefixes, by name. Others belong to the host's file system
+/// (`system.nfs4_acl`) and mean nothing elsewhere.
 fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
-    let (way, path) = (at.way(), at.path);
+    let (way, path) = (at.host_path(), at.path);
     let mut names = Vec::with_capacity(XATTR_BYTES_MAX);
     match llistxattr(&way, rustix::buffer::spare_capacity(&mut names)) {
         Ok(_) => {}
@@ -308,7 +306,7 @@ fn xattrs(at: At<'_>, all: bool) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
         let mut value = Vec::with_capacity(XATTR_BYTES_MAX);
         match lgetxattr(&way, name, rustix::buffer::spare_capacity(&mut value)) {
             Ok(_) => found.push((name.to_vec(), value.as_slice().to_vec())),
-            // It went away meanwhile.
+            // It was removed meanwhile.
             Err(Errno::NODATA) => {}
             Err(error) => return Err(error).doing("read the attributes of", path),
         }

@@ -1,12 +1,12 @@
-//! What a workload opens, and in which order: a list of paths.
+//! The files that a workload opens, in order: a list of paths.
 //!
 //! ```text
-//! # whatever a person wants to say
+//! # a comment
 //! /usr/bin/sh
 //! /usr/lib/a name\nin two lines
 //! ```
 //!
-//! A path begins with the slash of the tree's root. In it `\n` stands for the end of a line, and `\\` for a backslash.
+//! A path begins with the slash of the tree's root. In it `\n` stands for a line feed, and `\\` for a backslash.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -19,10 +19,10 @@ use crate::build::tree_builder::names_of;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 
-/// The longest list that is read, in bytes: paths of a few million files.
+/// The maximum size of a list in bytes: the paths of a few million files.
 const TRACE_BYTES_MAX: u64 = 1 << 30;
 
-/// Paths of files, each once, in the order in which they were first opened.
+/// Paths of files, each once, in the order of their first open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trace {
     paths: Vec<Vec<u8>>,
@@ -30,7 +30,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Adds a path, which begins with a slash; returns whether it is a new one.
+    /// Adds a path, which begins with a slash; returns whether it is new.
     pub fn add(&mut self, path: &[u8]) -> bool {
         let is_new = self.known.insert(path.to_vec());
         if is_new {
@@ -39,12 +39,12 @@ impl Trace {
         is_new
     }
 
-    /// How many files there are.
+    /// Returns the number of files.
     pub fn len(&self) -> usize {
         self.paths.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.paths.is_empty()
     }
@@ -57,7 +57,8 @@ impl Trace {
     /// Reads a list.
     ///
     /// # Errors
-    /// It cannot be read, or has something else in it than paths.
+    ///
+    /// It cannot be read, or contains something other than paths.
     pub fn read(path: &Path) -> Result<Self> {
         let file = File::open(path).doing("open", path)?;
         let mut trace = Self::default();
@@ -90,7 +91,8 @@ impl Trace {
     /// Writes the list.
     ///
     /// # Errors
-    /// What the writer says.
+    ///
+    /// The writer's.
     pub fn write(&self, mut out: impl Write) -> io::Result<()> {
         for path in &self.paths {
             for byte in path {
@@ -105,7 +107,7 @@ impl Trace {
         Ok(())
     }
 
-    /// The files of a tree that are in the list, each once, in its order. What the tree does not have is left out.
+    /// Returns the files of a tree that are in the list, each once, in its order. Missing files are skipped.
     pub(crate) fn nodes(&self, tree: &Tree) -> Vec<NodeId> {
         let mut seen = HashSet::new();
         let nodes = self.paths().filter_map(|path| find(tree, &names_of(path).ok()?));

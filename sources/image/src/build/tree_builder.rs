@@ -1,4 +1,4 @@
-//! A tree that grows by paths: what dump files and archives are read into.
+//! Builds a tree by paths, for dump files and archives.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -6,27 +6,26 @@ use ferry_vfs::{FileType, Name, NameBuf};
 
 use crate::format::tree::{Content, Node, NodeId, Tree};
 
-/// The deepest tree; Linux's paths end at 2048 names (`PATH_MAX`).
+/// The maximum depth of a tree; Linux's paths end at 2048 names (`PATH_MAX`).
 pub(crate) const DEPTH_MAX: usize = 2048;
-/// The most symbolic links that a path may lead through; containerd and umoci have the same limit.
+/// The maximum number of symbolic links on a path, as in containerd and umoci.
 const LINKS_MAX: usize = 255;
-/// The most memory that names, links and attributes of a tree may take, in bytes: archives are compressed, and little of them can
-/// stand for much.
+/// The maximum memory for names, links and attributes, in bytes: a small compressed archive can expand to much.
 const TREE_BYTES_MAX: usize = 4 << 30;
-/// What an inode takes beside its attributes, in bytes.
+/// The memory of an inode besides its attributes, in bytes.
 const NODE_BYTES: usize = 192;
-/// What a name takes beside its own bytes.
+/// The memory of a name besides its own bytes.
 const NAME_BYTES: usize = 64;
 
-/// Why a path cannot be added; a sentence's end.
+/// Why a path cannot be added, as the end of a sentence.
 pub(crate) type Refusal = String;
 
-/// A tree that is being made. Directories keep their names apart until the end.
+/// A tree under construction. Directories keep their names in maps until the end.
 pub(crate) struct TreeBuilder {
     nodes: Vec<Node>,
     names: HashMap<NodeId, Names>,
     links: HashSet<(NodeId, NameBuf)>,
-    /// The layer that is being added.
+    /// The layer being added.
     layer: usize,
     bytes_left: usize,
 }
@@ -38,33 +37,33 @@ impl Default for TreeBuilder {
 }
 
 /// The names in a directory.
-type Names = BTreeMap<Vec<u8>, Named>;
+type Names = BTreeMap<Vec<u8>, NameEntry>;
 
 /// What a name stands for.
 #[derive(Clone, Copy)]
-struct Named {
+struct NameEntry {
     id: NodeId,
-    /// The layer that has last said so.
+    /// The last layer that contained it.
     layer: usize,
 }
 
-/// Where a path leads.
-struct Walked {
-    /// The inodes on the way, from the root on.
+/// The result of a walk.
+struct WalkResult {
+    /// The inodes on the path, from the root.
     found: Vec<NodeId>,
-    /// The names below the last of them that are not there.
+    /// The missing names below the last of them.
     missing: Vec<NameBuf>,
 }
 
-/// Which names [`TreeBuilder::remove`] removes.
+/// The names that [`TreeBuilder::remove`] removes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Removed {
+enum RemoveScope {
     All,
-    /// Those that only lower layers have.
+    /// Those that only lower layers contain.
     Lower,
 }
 
-/// The names of a path. Slashes may be several; `.` and `..` are refused.
+/// Splits a path into names. Slashes may be repeated; `.` and `..` are refused.
 pub(crate) fn names_of(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
     let mut names = Vec::new();
     for part in path.split(|byte| *byte == b'/').filter(|part| !part.is_empty()) {
@@ -96,7 +95,7 @@ impl TreeBuilder {
         Some(self.names.get(&directory)?.get(name.as_bytes())?.id)
     }
 
-    /// What was added.
+    /// Returns an added inode.
     pub(crate) fn node(&mut self, id: NodeId) -> &mut Node {
         &mut self.nodes[id]
     }
@@ -132,11 +131,11 @@ impl TreeBuilder {
 
     fn insert(&mut self, directory: NodeId, name: &[u8], id: NodeId) -> Result<(), Refusal> {
         self.charge(NAME_BYTES + name.len())?;
-        self.names.entry(directory).or_default().insert(name.to_vec(), Named { id, layer: self.layer });
+        self.names.entry(directory).or_default().insert(name.to_vec(), NameEntry { id, layer: self.layer });
         Ok(())
     }
 
-    /// Adds an inode under a name that is free, without following symbolic links.
+    /// Adds an inode under a free name, without following symbolic links.
     pub(crate) fn add(&mut self, names: &[Name<'_>], node: Node) -> Result<NodeId, Refusal> {
         let (directory, name) = self.vacant(names)?;
         let id = self.push(node)?;
@@ -144,7 +143,7 @@ impl TreeBuilder {
         Ok(id)
     }
 
-    /// Adds a further name of an inode, which is free, without following symbolic links.
+    /// Adds another name, which is free, for an inode, without following symbolic links.
     pub(crate) fn link(&mut self, names: &[Name<'_>], target: NodeId) -> Result<(), Refusal> {
         let (directory, name) = self.vacant(names)?;
         self.insert_link(directory, name, target)
@@ -169,15 +168,15 @@ impl TreeBuilder {
         Ok((directory, *name))
     }
 
-    /// Adds an inode under a name of a directory, instead of whatever has that name, and all below it.
+    /// Adds an inode under a name in a directory, and removes the name's previous inode with everything below it.
     pub(crate) fn replace(&mut self, directory: NodeId, name: Name<'_>, node: Node) -> Result<NodeId, Refusal> {
-        self.remove(directory, name.as_bytes(), Removed::All);
+        self.remove(directory, name.as_bytes(), RemoveScope::All);
         let id = self.push(node)?;
         self.insert(directory, name.as_bytes(), id)?;
         Ok(id)
     }
 
-    /// Gives a name's inode a further name, instead of whatever has that name, and all below it. Names are told with their directories.
+    /// Adds another name for an inode, and removes the name's previous inode with everything below it.
     pub(crate) fn replace_by_link(
         &mut self,
         (directory, name): (NodeId, Name<'_>),
@@ -187,7 +186,7 @@ impl TreeBuilder {
         if self.nodes[id].kind() == FileType::Directory {
             return Err("a hard link to a directory".into());
         }
-        self.remove(directory, name.as_bytes(), Removed::All);
+        self.remove(directory, name.as_bytes(), RemoveScope::All);
         if self.child(from, target).is_none() {
             return Err("a hard link to itself, or to what it replaces".into());
         }
@@ -195,11 +194,11 @@ impl TreeBuilder {
         Ok(id)
     }
 
-    /// Walks a path, and follows symbolic links on it: absolute ones begin at the root, and `..` leads no higher than that. So
-    /// containerd (`fs.RootPath`) and umoci (`SecureJoin`) do it; what is not there is taken for a directory.
-    fn walk(&self, path: &[Name<'_>]) -> Result<Walked, Refusal> {
-        let mut walked = Walked { found: vec![0], missing: Vec::new() };
-        // The next one is the last.
+    /// Walks a path and follows symbolic links on it: absolute ones begin at the root, and `..` stops there, as in
+    /// containerd (`fs.RootPath`) and umoci (`SecureJoin`). A missing name counts as a directory.
+    fn walk(&self, path: &[Name<'_>]) -> Result<WalkResult, Refusal> {
+        let mut walked = WalkResult { found: vec![0], missing: Vec::new() };
+        // The next name is the last.
         let mut left: Vec<&[u8]> = path.iter().rev().map(|name| name.as_bytes()).collect();
         let mut links = 0;
         while let Some(part) = left.pop() {
@@ -239,21 +238,21 @@ impl TreeBuilder {
         Ok(walked)
     }
 
-    /// Finds the directory that a path leads to, if it is there and is one. Symbolic links are followed within the tree.
+    /// Returns the directory that a path leads to, if there is one. Symbolic links are followed within the tree.
     pub(crate) fn directory(&self, path: &[Name<'_>]) -> Result<Option<NodeId>, Refusal> {
         if self.nodes.is_empty() {
             return Ok(None);
         }
-        let Walked { found, missing } = self.walk(path)?;
+        let WalkResult { found, missing } = self.walk(path)?;
         Ok(found.last().copied().filter(|id| missing.is_empty() && self.names.contains_key(id)))
     }
 
-    /// Finds the directory that a path leads to, and makes those that are not there. Symbolic links are followed within the tree.
+    /// Returns the directory at a path, and creates missing ones. Symbolic links are followed within the tree.
     pub(crate) fn enter(&mut self, path: &[Name<'_>], new: impl Fn() -> Node) -> Result<NodeId, Refusal> {
         if self.nodes.is_empty() {
             self.root(new())?;
         }
-        let Walked { found, missing } = self.walk(path)?;
+        let WalkResult { found, missing } = self.walk(path)?;
         let mut directory = found.last().copied().unwrap_or_default();
         if !self.names.contains_key(&directory) {
             return Err("what it is in is no directory".into());
@@ -264,12 +263,12 @@ impl TreeBuilder {
         Ok(directory)
     }
 
-    /// Goes on with the next layer, which may replace what the ones before it have.
+    /// Begins the next layer, which may replace what earlier ones contain.
     pub(crate) fn next_layer(&mut self) {
         self.layer += 1;
     }
 
-    /// Notes that the layer has a directory that was there before.
+    /// Records that the layer contains an existing directory.
     pub(crate) fn touch(&mut self, directory: NodeId, name: Name<'_>) {
         let layer = self.layer;
         if let Some(named) = self.names.get_mut(&directory).and_then(|known| known.get_mut(name.as_bytes())) {
@@ -277,32 +276,32 @@ impl TreeBuilder {
         }
     }
 
-    /// Removes a name with all below it, as far as lower layers have it. What is not there is nothing to remove.
+    /// Removes a name with everything below it, as far as lower layers contain it. A missing name is ignored.
     pub(crate) fn whiteout(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
         if let Some((name, parents)) = names.split_last()
             && let Some(directory) = self.directory(parents)?
         {
-            self.remove(directory, name.as_bytes(), Removed::Lower);
+            self.remove(directory, name.as_bytes(), RemoveScope::Lower);
         }
         Ok(())
     }
 
-    /// Removes everything in a directory that lower layers have.
+    /// Removes everything in a directory that lower layers contain.
     pub(crate) fn make_opaque(&mut self, names: &[Name<'_>]) -> Result<(), Refusal> {
         let Some(directory) = self.directory(names)? else { return Ok(()) };
         let Some(known) = self.names.get(&directory) else { return Ok(()) };
         for name in known.keys().cloned().collect::<Vec<_>>() {
-            self.remove(directory, &name, Removed::Lower);
+            self.remove(directory, &name, RemoveScope::Lower);
         }
         Ok(())
     }
 
-    /// Removes a name and what is below it, or what of that only lower layers have.
-    fn remove(&mut self, directory: NodeId, name: &[u8], which: Removed) {
+    /// Removes a name and what is below it, or only those parts that lower layers contain.
+    fn remove(&mut self, directory: NodeId, name: &[u8], which: RemoveScope) {
         let named = |builder: &Self, (directory, name): &(NodeId, Vec<u8>)| {
             builder.names.get(directory).and_then(|known| known.get(name)).copied()
         };
-        // Directories come before what is in them, and are looked at again, from the last on, when that is gone.
+        // Directories come before their entries, and are checked again, from the last one, when those are gone.
         let mut found = vec![(directory, name.to_vec())];
         let mut at = 0;
         while let Some(place) = found.get(at) {
@@ -313,9 +312,9 @@ impl TreeBuilder {
             at += 1;
         }
         for place in found.into_iter().rev() {
-            let Some(Named { id, layer }) = named(self, &place) else { continue };
+            let Some(NameEntry { id, layer }) = named(self, &place) else { continue };
             let is_empty = self.names.get(&id).is_none_or(BTreeMap::is_empty);
-            if (which == Removed::Lower && layer == self.layer) || !is_empty {
+            if (which == RemoveScope::Lower && layer == self.layer) || !is_empty {
                 continue;
             }
             let (directory, name) = place;
@@ -331,7 +330,7 @@ impl TreeBuilder {
         }
     }
 
-    /// The tree, without what was removed or replaced, and for each inode that was added its place there.
+    /// Returns the tree without removed or replaced inodes, and for each added inode its number there.
     pub(crate) fn finish_compact(self) -> Result<(Tree, Vec<Option<NodeId>>), Refusal> {
         let mut tree = self.finish()?;
         let mut places = vec![None; tree.nodes.len()];
@@ -352,7 +351,7 @@ impl TreeBuilder {
         let place = |id: NodeId| places[id].unwrap_or_default();
         let mut nodes: Vec<Option<Node>> = tree.nodes.into_iter().map(Some).collect();
         tree.nodes = order.iter().filter_map(|id| nodes[*id].take()).collect();
-        // A link whose first name was removed is the first name now.
+        // If the first name of a link was removed, another one becomes the first.
         let mut firsts = HashSet::new();
         let mut links = HashSet::new();
         for (at, old) in order.iter().enumerate() {
@@ -373,15 +372,16 @@ impl TreeBuilder {
         Ok((tree, places))
     }
 
-    /// The tree. Directories get their numbers of links.
+    /// Returns the tree, with link counts of directories.
     pub(crate) fn finish(mut self) -> Result<Tree, Refusal> {
         if self.nodes.is_empty() {
             return Err("there is no root directory".into());
         }
         for (id, names) in self.names {
-            let is_dir = |child: &&Named| self.nodes[child.id].kind() == FileType::Directory;
+            let is_dir = |child: &&NameEntry| self.nodes[child.id].kind() == FileType::Directory;
             let nlink = 2 + u32::try_from(names.values().filter(is_dir).count()).unwrap_or(u32::MAX - 2);
-            let named = |(name, child): (Vec<u8>, Named)| Name::new(&name).ok().map(|name| (name.to_buf(), child.id));
+            let named =
+                |(name, child): (Vec<u8>, NameEntry)| Name::new(&name).ok().map(|name| (name.to_buf(), child.id));
             let node = &mut self.nodes[id];
             node.nlink = nlink;
             node.content = Content::Directory(names.into_iter().filter_map(named).collect());

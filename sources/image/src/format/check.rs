@@ -1,4 +1,4 @@
-//! `ferry image fsck`: everything an image says, looked at once.
+//! `ferry image fsck`: checks everything in an image.
 
 mod overlap;
 
@@ -10,31 +10,32 @@ use ferry_vfs::FileType;
 use crate::format::chunk;
 use crate::format::data::{Data, ENTRY_BYTES, Run};
 use crate::format::erofs::{BLOCK_BYTES, kind};
-use crate::format::error::{Checked, Flaw};
+use crate::format::error::{Flaw, ImageResult};
 use crate::format::image::{Entry, Image, Inode, Nid};
 use crate::format::walk::{DEPTH_MAX, Step};
 
 use overlap::{Claims, Overlap};
 
-/// How many findings are kept. Who has more knows enough.
+/// The maximum number of findings that are kept.
 const FINDINGS_MAX: usize = 1000;
 
-/// What was found.
+/// The result of a check.
 #[derive(Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Report {
-    /// What is wrong, each with the path.
+    /// What is wrong, each with its path.
     pub findings: Vec<String>,
-    /// How many inodes were met.
+    /// The number of inodes found.
     pub inodes: u64,
 }
 
-/// Looks at every inode, name, attribute and place of data. Files' bytes are not read.
+/// Checks every inode, name, attribute and location of data. Files' bytes are not read.
 pub fn check(image: &Image) -> Report {
     let entries_left = image.bytes() / ENTRY_BYTES as u64;
     let (directories, links) = (HashSet::new(), HashMap::new());
     let (claims, shared) = (Claims::default(), HashSet::new());
     let mut walk = Walk { image, report: Report::default(), directories, entries_left, links, claims, shared };
-    walk.claim_head();
+    walk.claims.owner(&Step::top(b"the superblock and the table of packs"));
+    image.head().into_iter().for_each(|bytes| walk.claims.claim_image(bytes, false));
     let root = image.root();
     walk.directories.insert(root);
     let mut left = vec![(root, root, Step::top(b"/"))];
@@ -51,11 +52,14 @@ pub fn check(image: &Image) -> Report {
         left.extend(directories.into_iter().rev().map(|(child, path)| (child, nid, path)));
     }
     walk.count_links();
-    walk.compare_claims();
+    let left = FINDINGS_MAX.saturating_sub(walk.report.findings.len());
+    for Overlap { of, with, place } in std::mem::take(&mut walk.claims).overlaps(image, left) {
+        walk.say(&of, &format!("overlaps {} at {place}", with.text()));
+    }
     let found = walk.report.inodes;
-    // Also where only blocks without anything in them are missing: other readers, and the kernel, go by whole blocks.
-    if image.bytes() < image.bytes_said() {
-        let (is, said) = (image.bytes(), image.bytes_said());
+    // Also if only empty blocks are missing: other readers, and the kernel, read whole blocks.
+    if image.bytes() < image.declared_bytes() {
+        let (is, said) = (image.bytes(), image.declared_bytes());
         walk.say(&Step::top(b"/"), &format!("the image ends after {is} bytes, but the superblock says {said}"));
     }
     if found != image.inodes() && walk.report.findings.is_empty() {
@@ -68,13 +72,13 @@ struct Walk<'a> {
     image: &'a Image,
     report: Report,
     directories: HashSet<Nid>,
-    /// How many entries of indexes of pieces there may still be.
+    /// How many more chunk index entries there may be.
     entries_left: u64,
-    /// For each inode that is no directory: how many names it says it has, how many were met, and one of them.
+    /// For each inode except directories: its link count, the number of names found, and one of them.
     links: HashMap<Nid, (u32, u32, Rc<Step<'a>>)>,
-    /// Who has what of the image and of packs.
+    /// The owners of parts of the image and of packs.
     claims: Claims<'a>,
-    /// Attributes that are claimed already, by where they begin.
+    /// Offsets of attributes that are already claimed.
     shared: HashSet<usize>,
 }
 
@@ -83,7 +87,7 @@ impl<'a> Walk<'a> {
         self.report.findings.push(format!("{}: {what}", path.text()));
     }
 
-    /// Looks at a directory and what is in it; returns the directories among that.
+    /// Checks a directory and its entries; returns its subdirectories.
     fn directory(&mut self, nid: Nid, parent: Nid, path: &Rc<Step<'a>>) -> Vec<(Nid, Rc<Step<'a>>)> {
         let mut directories = Vec::new();
         self.report.inodes += 1;
@@ -142,7 +146,7 @@ impl<'a> Walk<'a> {
         directories
     }
 
-    /// Looks at what a name leads to; returns it if it is a directory.
+    /// Checks the inode of a name; returns it if it is a directory.
     fn entry(&mut self, entry: &Entry<'_>, path: Rc<Step<'a>>) -> Option<(Nid, Rc<Step<'a>>)> {
         if let Some((_, met, _)) = self.links.get_mut(&entry.nid) {
             *met += 1;
@@ -180,51 +184,39 @@ impl<'a> Walk<'a> {
         None
     }
 
-    /// Looks at where a file's bytes are. Indexes of pieces do not overlap, so that all of them together are no longer than the image.
-    fn data(&mut self, inode: &Inode) -> Checked<()> {
+    /// Checks the locations of a file's bytes. Chunk indexes are disjoint, so together no longer than the image.
+    fn data(&mut self, inode: &Inode) -> ImageResult<()> {
         let data = self.image.data(inode)?;
         match data {
             Data::Near(..) | Data::Object { .. } => {}
             Data::Far { pack, block } => {
                 let run = Run { pack, at: block * BLOCK_BYTES as u64, bytes: inode.bytes };
-                self.claims.far(self.image.packs(), &run);
+                self.claims.claim_pack(self.image.packs(), &run);
             }
             Data::Chunks(_) => {
                 let crowded = Flaw { what: "more pieces than there is room for", offset: inode.nid.0 };
                 self.entries_left = self.entries_left.checked_sub(chunk::count(inode.bytes)).ok_or(crowded)?;
                 for run in data.runs(inode.bytes, 0..inode.bytes) {
-                    self.claims.far(self.image.packs(), &run?);
+                    self.claims.claim_pack(self.image.packs(), &run?);
                 }
             }
         }
         Ok(())
     }
 
-    fn claim_head(&mut self) {
-        self.claims.owner(&Step::top(b"the superblock and the table of packs"));
-        self.image.head().into_iter().for_each(|bytes| self.claims.near(bytes, false));
-    }
-
-    /// Notes what an inode has of the image.
+    /// Claims the parts of the image that an inode uses.
     fn claim(&mut self, inode: &Inode, path: &Rc<Step<'a>>) {
         self.claims.owner(path);
-        // What is outside of the image is told elsewhere.
+        // Parts outside of the image are reported elsewhere.
         if let Ok((itself, blocks)) = self.image.own_bytes(inode) {
-            self.claims.near(itself, false);
-            self.claims.near(blocks, inode.kind() == FileType::RegularFile);
+            self.claims.claim_image(itself, false);
+            self.claims.claim_image(blocks, inode.kind() == FileType::RegularFile);
         }
         let (shared, _) = self.image.shared_xattrs(inode).unwrap_or_default();
         for (_, bytes) in shared {
             if self.shared.insert(bytes.start) {
-                self.claims.near(bytes, false);
+                self.claims.claim_image(bytes, false);
             }
-        }
-    }
-
-    fn compare_claims(&mut self) {
-        let left = FINDINGS_MAX.saturating_sub(self.report.findings.len());
-        for Overlap { of, with, place } in std::mem::take(&mut self.claims).overlaps(self.image, left) {
-            self.say(&of, &format!("overlaps {} at {place}", with.text()));
         }
     }
 
@@ -242,10 +234,10 @@ impl<'a> Walk<'a> {
 
     fn count_links(&mut self) {
         if self.image.is_composefs() {
-            // Numbers of links are what its dump file said.
+            // Link counts are those of its dump file.
             return;
         }
-        // In the order of inodes: that of paths would take all of their texts.
+        // In the order of inodes: sorting by path would need all paths in memory.
         let mut wrong: Vec<_> = self.links.iter().filter(|(_, (says, met, _))| says != met).collect();
         wrong.sort_unstable_by_key(|(nid, _)| **nid);
         let wrong: Vec<_> = wrong.into_iter().take(FINDINGS_MAX).map(|(_, links)| links.clone()).collect();

@@ -1,28 +1,28 @@
-//! Where the bytes of a file are in packs, run by run.
+//! The locations of a file's bytes in packs, as runs.
 
 use std::ops::Range;
 
 use crate::format::chunk::CHUNK_BYTES;
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Checked, Flaw};
+use crate::format::error::{Flaw, ImageResult};
 
-/// What one piece's entry takes, in bytes: its first block's number in the address space of the image.
+/// The size of a chunk's index entry in bytes: the number of its first block in the address space of the image.
 pub(crate) const ENTRY_BYTES: usize = 4;
 
-/// The places of the pieces of a file that are not all in one run. Nothing of them was looked at yet.
+/// The unverified locations of the chunks of a file that is not a single run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkIndex<'a> {
     pub(crate) packs: &'a [PackRef],
-    /// For each piece its first block's number.
+    /// The number of the first block of each chunk.
     pub(crate) index: &'a [u8],
-    /// Where that is in the image.
+    /// Its offset in the image.
     pub(crate) at: u64,
 }
 
 impl ChunkIndex<'_> {
-    /// The pack of a piece, and where it begins there, in bytes.
-    fn place(&self, piece: u64, bytes: u64) -> Checked<(usize, u64)> {
+    /// Returns the pack of a chunk, and its offset there.
+    fn place(&self, piece: u64, bytes: u64) -> ImageResult<(usize, u64)> {
         let flaw = |what| Flaw { what, offset: self.at + piece * ENTRY_BYTES as u64 };
         let from = usize::try_from(piece).ok().and_then(|piece| piece.checked_mul(ENTRY_BYTES));
         let entry = from.and_then(|from| self.index.get(from..)?.first_chunk());
@@ -36,43 +36,43 @@ impl ChunkIndex<'_> {
     }
 }
 
-/// A part of a file that is in one place.
+/// A contiguous part of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Which of [`crate::Image::packs`].
+    /// Index in [`crate::Image::packs`].
     pub pack: usize,
-    /// Where it begins there, in bytes.
+    /// The offset there.
     pub at: u64,
     /// Its length in bytes.
     pub bytes: u64,
 }
 
-/// The runs of a part of a file.
+/// Iterates over the runs of a part of a file.
 #[derive(Clone, Debug)]
 pub struct Runs<'a> {
     data: Data<'a>,
     /// The file's length, in bytes.
     bytes: u64,
-    /// What is left of the part.
+    /// The rest of the part.
     left: Range<u64>,
-    /// Whether neighbouring pieces are one run.
+    /// Whether adjacent chunks form one run.
     merges: bool,
 }
 
 impl<'a> Data<'a> {
-    /// The runs in which a part of a file is that has so many bytes; none of what is not in packs. A flaw is the last thing that comes.
+    /// Returns the runs of a part of a file of this length; none for bytes outside of packs. A flaw ends the iteration.
     pub fn runs(self, bytes: u64, part: Range<u64>) -> Runs<'a> {
         Runs { data: self, bytes, left: part.start..part.end.min(bytes), merges: true }
     }
 
-    /// The pieces of a file that has so many bytes, one by one.
+    /// Returns the chunks of a file of this length, one by one.
     pub(crate) fn pieces(self, bytes: u64) -> Runs<'a> {
         Runs { merges: false, ..self.runs(bytes, 0..bytes) }
     }
 }
 
 impl Runs<'_> {
-    fn place(&self, piece: u64, bytes: u64) -> Option<Checked<(usize, u64)>> {
+    fn place(&self, piece: u64, bytes: u64) -> Option<ImageResult<(usize, u64)>> {
         match self.data {
             Data::Near(..) | Data::Object { .. } => None,
             Data::Far { pack, block } => Some(Ok((pack, block * BLOCK_BYTES as u64 + piece * CHUNK_BYTES as u64))),
@@ -80,14 +80,14 @@ impl Runs<'_> {
         }
     }
 
-    /// How long a piece is.
+    /// Returns the length of a chunk.
     fn length(&self, piece: u64) -> u64 {
         (self.bytes - piece * CHUNK_BYTES as u64).min(CHUNK_BYTES as u64)
     }
 }
 
 impl Iterator for Runs<'_> {
-    type Item = Checked<Run>;
+    type Item = ImageResult<Run>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.left.is_empty() {
@@ -109,7 +109,7 @@ impl Iterator for Runs<'_> {
         }
         while self.merges && end < self.left.end {
             let next = end / whole;
-            // What is wrong with it is told when its turn comes.
+            // A flaw is reported by the next iteration.
             if !matches!(self.place(next, self.length(next)), Some(Ok(place)) if place == (pack, at + end - piece * whole))
             {
                 break;
@@ -122,38 +122,38 @@ impl Iterator for Runs<'_> {
     }
 }
 
-/// A pack that an image names.
+/// A pack of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackRef {
     /// Its name.
     pub name: Digest,
-    /// How many blocks it has.
+    /// The number of its blocks.
     pub blocks: u64,
-    /// Whether a workload needs all of it first, in the order in which it is there.
+    /// Whether a workload needs all of it first, in its order.
     pub ahead: bool,
-    /// The first one's number in the address space of the image.
+    /// The number of its first block in the address space of the image.
     pub(crate) first_block: u64,
 }
 
 /// Where the bytes of a file are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data<'a> {
-    /// In the image: whole blocks, and what is left behind the inode.
+    /// In the image: whole blocks, and the rest after the inode.
     Near(&'a [u8], &'a [u8]),
     /// In a pack.
     Far {
-        /// Which of `Image::packs`.
+        /// Index in `Image::packs`.
         pack: usize,
         /// The first block there.
         block: u64,
     },
-    /// In packs, piece by piece.
+    /// In packs, chunk by chunk.
     Chunks(ChunkIndex<'a>),
-    /// In an object store, as composefs has one.
+    /// In composefs's object store.
     Object {
-        /// Where, below its folder `objects`.
+        /// The path below its folder `objects`.
         path: Option<&'a [u8]>,
-        /// What they are.
+        /// The digest of the bytes.
         digest: Option<Digest>,
     },
 }

@@ -1,26 +1,26 @@
-//! What names and proves bytes.
+//! Digests.
 //!
-//! The layout flat has BLAKE3's digests, of trees, of images, of packs (of their indexes) and of the pieces in packs. The layout composefs has those of
-//! fs-verity, made of SHA-256, as mkcomposefs and the kernel make them.
+//! The flat layout uses BLAKE3 for trees, images, packs (of their indexes) and chunks. The composefs layout uses
+//! fs-verity with SHA-256, as mkcomposefs and the kernel do.
 
 use std::fmt;
 
 /// The size of a digest, in bytes.
 pub const DIGEST_BYTES: usize = 32;
 
-/// How a digest is made.
+/// The algorithm of a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Algorithm {
     /// BLAKE3.
     Blake3,
     /// fs-verity, by SHA-256 over blocks of 4 KiB.
     Verity,
-    /// BLAKE3 of what a tree holds, see `tree_digest.rs`.
+    /// BLAKE3 of a tree's contents, see `tree_digest.rs`.
     Tree,
 }
 
 impl Algorithm {
-    /// What stands before the digits.
+    /// Returns the prefix of the digits.
     fn name(self) -> &'static str {
         match self {
             Self::Blake3 => "blake3",
@@ -31,7 +31,7 @@ impl Algorithm {
     }
 }
 
-/// What names and proves the bytes of a file, or of an image, or a tree. It is written `blake3:`, `sha256:` or `tree:`, and 64 hexadecimal digits.
+/// The digest of a file, an image or a tree. As text it is `blake3:`, `sha256:` or `tree:`, and 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest {
     algorithm: Algorithm,
@@ -39,27 +39,27 @@ pub struct Digest {
 }
 
 impl Digest {
-    /// A digest that was made elsewhere.
+    /// Creates a digest from its bytes.
     pub const fn new(algorithm: Algorithm, bytes: [u8; DIGEST_BYTES]) -> Self {
         Self { algorithm, bytes }
     }
 
-    /// How it was made.
+    /// Returns its algorithm.
     pub fn algorithm(&self) -> Algorithm {
         self.algorithm
     }
 
-    /// The digest itself.
+    /// Returns its bytes.
     pub fn bytes(&self) -> &[u8; DIGEST_BYTES] {
         &self.bytes
     }
 
-    /// Its digits alone: names of files, and what composefs's programs take.
+    /// Returns its digits, as in file names and for composefs's programs.
     pub fn hex(&self) -> String {
         hex(&self.bytes)
     }
 
-    /// Reads a digest as it is written. Digits alone are composefs's.
+    /// Parses the text form. Digits without a prefix are composefs's.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let prefixed = |algorithm: Algorithm| text.strip_prefix(algorithm.name().as_bytes())?.strip_prefix(b":");
         for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
@@ -70,24 +70,24 @@ impl Digest {
         Self::from_hex(Algorithm::Verity, text)
     }
 
-    /// Reads 64 hexadecimal digits.
+    /// Parses 64 hexadecimal digits.
     pub fn from_hex(algorithm: Algorithm, digits: &[u8]) -> Option<Self> {
         Some(Self::new(algorithm, bytes_of_hex(digits)?))
     }
 }
 
-/// Digits of bytes.
+/// Returns the digits of bytes.
 pub fn hex(bytes: &[u8; DIGEST_BYTES]) -> String {
     use fmt::Write;
     let mut text = String::with_capacity(2 * bytes.len());
     for byte in bytes {
-        // Strings take everything.
+        // A string accepts all output.
         let _ = write!(text, "{byte:02x}");
     }
     text
 }
 
-/// The bytes that 64 hexadecimal digits stand for, none of them a capital.
+/// Parses 64 lower-case hexadecimal digits.
 pub fn bytes_of_hex(digits: &[u8]) -> Option<[u8; DIGEST_BYTES]> {
     let mut bytes = [0; DIGEST_BYTES];
     if digits.len() != 2 * DIGEST_BYTES {

@@ -1,37 +1,37 @@
-//! EROFS as it lies on disk: the parts that Ferry writes and reads.
+//! The on-disk structures of EROFS that Ferry writes and reads.
 //!
-//! Source: fs/erofs/erofs_fs.h of Linux and the document "EROFS - Enhanced Read-Only File System". All numbers are little
-//! endian.
+//! Source: fs/erofs/erofs_fs.h of Linux and the document "EROFS - Enhanced Read-Only File System". All numbers are
+//! little-endian.
 
 use ferry_vfs::FileType;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Where the superblock is, in bytes.
+/// The offset of the superblock.
 pub const SUPER_OFFSET: usize = 1024;
-/// Where images of the layout flat have the digest of their tree, in bytes: what is before the superblock is nobody's.
+/// The offset of the tree's digest in images of the flat layout: EROFS does not use what precedes the superblock.
 pub const TREE_OFFSET: usize = SUPER_OFFSET - crate::format::digest::DIGEST_BYTES;
-/// What a superblock begins with.
+/// The first bytes of a superblock.
 pub const SUPER_MAGIC: u32 = 0xE0F5_E1E2;
-/// The size of a block that Ferry uses, in bytes. It is the page size of nearly all machines, which every kernel takes.
+/// The block size that Ferry uses, in bytes: the page size of nearly all machines, which every kernel supports.
 pub const BLOCK_BYTES: usize = 4096;
 /// The same as a power of two.
 pub const BLOCK_BITS: u8 = 12;
-/// The unit of inode numbers, in bytes: an inode begins at its number times this.
+/// The unit of inode numbers in bytes: an inode begins at its number times this.
 pub const SLOT_BYTES: usize = 32;
-/// Feature that old kernels must know: data in other devices.
+/// Incompatible feature: data in other devices.
 pub const INCOMPAT_DEVICE_TABLE: u32 = 0x8;
-/// Feature that old kernels must know: files in chunks.
+/// Incompatible feature: files in chunks.
 pub const INCOMPAT_CHUNKS: u32 = 0x4;
-/// Feature that old kernels need not know: the times in inodes are of the data.
+/// Compatible feature: the times in inodes are modification times.
 pub const COMPAT_MTIME: u32 = 0x2;
-/// Feature that old kernels need not know: [`XattrHeader::name_filter`] tells something.
+/// Compatible feature: [`XattrHeader::name_filter`] is valid.
 pub const COMPAT_XATTR_FILTER: u32 = 0x4;
-/// Largest share of a `name_len` in [`XattrEntry`] (`XATTR_NAME_MAX`).
+/// The maximum `name_len` in [`XattrEntry`] (`XATTR_NAME_MAX`).
 pub const XATTR_NAME_MAX: usize = 255;
-/// How the volume's name begins in images of the layout `flat`; the last byte tells what there is.
+/// The prefix of the volume name in images of the layout `flat`; the last byte has flags.
 pub const FLAT_VOLUME: &[u8] = b"ferry flat2\0";
-/// How it began in images of the first version, whose digests were others.
+/// The prefix in images of the first version, which used other digests.
 pub const FLAT_VOLUME_1: &[u8] = b"ferry flat\0";
 /// No inode has extended attributes.
 pub const FLAT_NO_XATTRS: u8 = 0x1;
@@ -42,7 +42,7 @@ pub const FLAT_NO_LABELS: u8 = 0x4;
 /// All of these.
 pub const FLAT_NO_KIND: u8 = FLAT_NO_XATTRS | FLAT_NO_ACLS | FLAT_NO_LABELS;
 
-/// Which of `FLAT_NO_*` are not so where an inode has this attribute.
+/// Returns the flags of `FLAT_NO_*` that do not hold if an inode has this attribute.
 pub fn denied_by(xattr: &[u8]) -> u8 {
     let mut denied = FLAT_NO_XATTRS;
     if xattr.starts_with(XATTR_ACL) {
@@ -60,49 +60,49 @@ pub fn denied_by(xattr: &[u8]) -> u8 {
 pub struct Super {
     /// [`SUPER_MAGIC`].
     pub magic: U32,
-    /// crc32c of the block, if a feature says so. Ferry's images are proved by their digest.
+    /// crc32c of the block, if a feature says so. Ferry's images are verified by their digest.
     pub checksum: U32,
-    /// Features that old kernels need not know.
+    /// Compatible features.
     pub feature_compat: U32,
     /// Size of a block, as a power of two.
     pub block_bits: u8,
-    /// Sixteen-byte pieces that follow the superblock.
+    /// The number of sixteen-byte extensions after the superblock.
     pub extra_slots: u8,
     /// Number of the root directory's inode.
     pub root_nid: U16,
-    /// How many inodes there are.
+    /// The number of inodes.
     pub inodes: U64,
-    /// What the times of compact inodes are added to, in seconds since 1970.
+    /// The base of the times of compact inodes, in seconds since 1970.
     pub epoch: U64,
     /// Nanoseconds of the times of compact inodes.
     pub fixed_nsec: U32,
     /// Blocks of the metadata.
     pub blocks: U32,
-    /// Block that inode numbers are counted from.
+    /// The block from which inode numbers count.
     pub meta_block: U32,
-    /// Block that shared extended attributes are counted from.
+    /// The block from which shared extended attributes count.
     pub xattr_block: U32,
     /// Identifier of the image.
     pub uuid: [u8; 16],
     /// Name of the image.
     pub volume: [u8; 16],
-    /// Features that old kernels must know.
+    /// Incompatible features.
     pub feature_incompat: U32,
-    /// Of compressed images.
+    /// For compressed images.
     pub compression: U16,
     /// Number of entries of the device table.
     pub extra_devices: U16,
-    /// Where the device table is, in units of its entries.
+    /// The offset of the device table, in units of its entries.
     pub device_table: U16,
     /// Size of a directory's block relative to a block, as a power of two.
     pub dir_block_bits: u8,
-    /// Of long prefixes of attributes' names.
+    /// For long prefixes of attribute names.
     pub xattr_prefix_count: u8,
-    /// Of long prefixes of attributes' names.
+    /// For long prefixes of attribute names.
     pub xattr_prefix_start: U32,
-    /// Of fragments.
+    /// For fragments.
     pub packed_nid: U64,
-    /// Of filters for attributes.
+    /// For attribute filters.
     pub xattr_filter: u8,
     /// Not used here.
     pub reserved: [u8; 3],
@@ -114,7 +114,7 @@ pub struct Super {
     pub reserved2: [u8; 8],
 }
 
-/// The shorter inode.
+/// The compact inode.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Compact {
@@ -142,7 +142,7 @@ pub struct Compact {
     pub reserved: U32,
 }
 
-/// The longer inode.
+/// The extended inode.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Extended {
@@ -174,37 +174,37 @@ pub struct Extended {
     pub reserved2: [u8; 16],
 }
 
-/// One line of a directory's block; the names follow the last one.
+/// An entry of a directory block; the names follow the last one.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Dirent {
     /// Number of the inode.
     pub nid: U64,
-    /// Where in the block the name begins. The first one's tells how many entries there are.
+    /// The offset of the name in the block. The first one's implies the number of entries.
     pub name_offset: U16,
-    /// What kind of file, as in `readdir(3)` of a file system (`FT_*`).
+    /// The file type (`FT_*`).
     pub kind: u8,
     /// Not used here.
     pub reserved: u8,
 }
 
-/// One more device.
+/// An additional device.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DeviceSlot {
-    /// What it is: in Ferry's images the name of the pack, 64 hexadecimal digits.
+    /// Its tag: in Ferry's images the name of the pack, 64 hexadecimal digits.
     pub tag: [u8; 64],
-    /// How many blocks it has.
+    /// The number of its blocks.
     pub blocks: U32,
-    /// Which block of the image's address space its first one is.
+    /// The number of its first block in the image's address space.
     pub first_block: U32,
     /// Not used here.
     pub reserved: [u8; 55],
-    /// In Ferry's images: [`SLOT_AHEAD`] or 0. Others do not use it.
+    /// In Ferry's images [`SLOT_AHEAD`] or 0. Unused by others.
     pub flags: u8,
 }
 
-/// [`DeviceSlot::flags`]: what a workload needs first, in its order, is in this pack: it is to be read at once.
+/// [`DeviceSlot::flags`]: the pack contains what a workload needs first, in order, and is to be read at once.
 pub const SLOT_AHEAD: u8 = 1;
 
 impl Default for DeviceSlot {
@@ -213,25 +213,25 @@ impl Default for DeviceSlot {
     }
 }
 
-/// What the extended attributes of an inode begin with; the numbers of the shared ones follow.
+/// The header of an inode's extended attributes; the numbers of shared ones follow.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct XattrHeader {
     /// Which names are surely absent, if a feature says so.
     pub name_filter: U32,
-    /// How many shared ones there are.
+    /// The number of shared ones.
     pub shared_count: u8,
     /// Not used here.
     pub reserved: [u8; 7],
 }
 
-/// One extended attribute; name and value follow, padded to four bytes.
+/// An extended attribute; name and value follow, padded to four bytes.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct XattrEntry {
     /// Length of the name without its prefix.
     pub name_len: u8,
-    /// Which prefix ([`XATTR_PREFIXES`]).
+    /// The number of the prefix ([`XATTR_PREFIXES`]).
     pub prefix: u8,
     /// Length of the value.
     pub value_len: U16,
@@ -246,12 +246,11 @@ const _: () = assert!(size_of::<XattrHeader>() == 12);
 const _: () = assert!(size_of::<XattrEntry>() == 4);
 const _: () = assert!(std::mem::offset_of!(Super, feature_incompat) == 80);
 const _: () = assert!(std::mem::offset_of!(Super, packed_nid) == 96);
-/// What the names of ACLs begin with.
+/// The prefix of ACL names.
 pub const XATTR_ACL: &[u8] = b"system.posix_acl_";
-/// The name of a label of SELinux.
+/// The name of an SELinux label.
 pub const XATTR_LABEL: &[u8] = b"security.selinux";
-/// The prefixes that are told by a number, and their numbers. The ACLs' are whole names; none may be the beginning of one that
-/// comes after it.
+/// The prefixes with numbers. Those of ACLs are whole names; none may be a prefix of a later one.
 pub const XATTR_PREFIXES: [(u8, &[u8]); 5] = [
     (1, b"user."),
     (2, b"system.posix_acl_access"),
@@ -260,13 +259,13 @@ pub const XATTR_PREFIXES: [(u8, &[u8]); 5] = [
     (6, b"security."),
 ];
 
-/// The number of a name's prefix, and the rest of the name. Names without a known prefix have the number 0, which Linux leaves out.
+/// Returns the number of a name's prefix, and the rest. A name without a known prefix has 0, which Linux ignores.
 pub fn split_xattr(name: &[u8]) -> (u8, &[u8]) {
     let known = XATTR_PREFIXES.iter().find_map(|(number, prefix)| Some((*number, name.strip_prefix(*prefix)?)));
     known.unwrap_or((0, name))
 }
 
-/// The size of an attribute that is not shared, in bytes.
+/// Returns the size of an attribute that is not shared, in bytes.
 pub fn xattr_size(name: &[u8], value: &[u8]) -> usize {
     (size_of::<XattrEntry>() + split_xattr(name).1.len() + value.len()).next_multiple_of(4)
 }
@@ -285,7 +284,7 @@ pub fn append_xattr(bytes: &mut Vec<u8>, name: &[u8], value: &[u8]) {
     bytes.resize(bytes.len().next_multiple_of(4), 0);
 }
 
-/// How an inode tells the size of what its attributes take behind it.
+/// Returns the encoded size of an inode's attributes.
 pub fn xattr_count(bytes: usize) -> u16 {
     match bytes.checked_sub(size_of::<XattrHeader>()) {
         None => 0,
@@ -293,7 +292,7 @@ pub fn xattr_count(bytes: usize) -> u16 {
     }
 }
 
-/// Where the bytes of an inode are (bits 1 to 3 of its format).
+/// The layout of an inode's data (bits 1 to 3 of its format).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// In consecutive blocks.
@@ -305,7 +304,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// The format of an inode.
+    /// Returns the format of an inode.
     pub fn format(self, extended: bool) -> u16 {
         let layout = match self {
             Self::Plain => 0,
@@ -315,7 +314,7 @@ impl Layout {
         layout << 1 | u16::from(extended)
     }
 
-    /// The layout in a format, and whether the inode is the longer one; `None` if Ferry does not know it.
+    /// Returns the layout of a format, and whether the inode is extended; `None` if it is unknown.
     pub fn of(format: u16) -> Option<(Self, bool)> {
         let layout = match format >> 1 {
             0 => Self::Plain,
@@ -341,7 +340,7 @@ pub(crate) fn kind(kind: FileType) -> u8 {
     }
 }
 
-/// Writes a structure at a place.
+/// Writes a structure at an offset.
 pub(crate) fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
     bytes[at..at + what.len()].copy_from_slice(what);
 }

@@ -1,4 +1,4 @@
-//! What can go wrong when images are made, opened and read.
+//! Errors of building, opening and reading images.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,92 +12,92 @@ pub enum Error {
     /// A file or directory could not be used.
     #[error("cannot {what} {}", path.display())]
     Io {
-        /// What was to be done with it.
+        /// The operation.
         what: &'static str,
-        /// Which one.
+        /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
     /// A file changed while it was read.
     #[error("{} changed while the image was built: build it again", .0.display())]
     Changed(PathBuf),
-    /// The tree has something that EROFS cannot hold.
+    /// The tree contains something that EROFS cannot represent.
     #[error("{}: {reason}", path.display())]
     CannotHold {
-        /// Where in the tree.
+        /// The path in the tree.
         path: PathBuf,
-        /// What it is.
+        /// The reason.
         reason: String,
     },
-    /// A dump file or an archive is not what it should be.
+    /// A dump file or an archive is invalid.
     #[error("{}, {at}: {reason}", path.display())]
     Input {
         /// The file.
         path: PathBuf,
-        /// Where in it.
+        /// The position in it.
         at: String,
         /// What is wrong.
         reason: String,
     },
-    /// The image is larger than its format can say.
+    /// The image is larger than its format allows.
     #[error("the image would have more than {0} blocks of 4 KiB, which EROFS cannot number: split the tree")]
     TooLarge(u32),
-    /// The image would name more packs than its format can.
+    /// The image would need more packs than its format allows.
     #[error(
         "the bytes of the tree's files are in {0} packs, more than an image can name: build it into a store of its own"
     )]
     TooManyPacks(usize),
-    /// It is no image of Ferry's, or a damaged one.
+    /// The file is no image of Ferry's, or is damaged.
     #[error("{} is no valid image: {reason}", path.display())]
     Invalid {
-        /// Which file.
+        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         reason: Flaw,
     },
-    /// The image is not the one that was asked for.
+    /// The image is not the requested one.
     #[error("{} has the digest {found}, not {wanted}: it is damaged, or another image", path.display())]
     OtherDigest {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What was asked for.
+        /// The requested digest.
         wanted: Digest,
-        /// What it has.
+        /// Its digest.
         found: Digest,
     },
-    /// The image is not what others would read alike, so it proves no tree.
+    /// Other readers may read the image differently, so it proves no tree.
     #[error("{} is damaged, so it proves no tree: {finding} (ferry image fsck tells more)", path.display())]
     Unsound {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// What is wrong first.
+        /// The first finding.
         finding: String,
     },
-    /// What was written is not what was to be written.
+    /// The written file has a wrong digest.
     #[error("what was written for {} has the fs-verity digest {found}, not {wanted}: disk or memory are faulty, or the index names another one's", path.display())]
     Unlike {
-        /// Which file it was to be.
+        /// The file.
         path: PathBuf,
-        /// What it should have.
+        /// The expected digest.
         wanted: Digest,
-        /// What it has.
+        /// Its digest.
         found: Digest,
     },
-    /// Something that is not in the store cannot be fetched.
+    /// Something that the store lacks cannot be fetched.
     #[error("cannot fetch {what}")]
     Fetch {
         /// What it is.
         what: String,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// A bound on what is kept of an image whose objects are files of their own.
+    /// A cache limit for an image whose objects are separate files.
     #[error(
         "what is kept of images of the layout composefs is not bounded: their objects are files that others may use, too"
     )]
     NoLimit,
-    /// A pack that the image needs is not in the store, or damaged.
+    /// A pack of the image is missing from the store, or damaged.
     #[error("the pack {pack} in {}: {reason}", store.display())]
     Pack {
         /// The store.
@@ -107,19 +107,19 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// Several things went wrong, each for a reason of its own.
+    /// Several independent errors.
     #[error("{}", all_told(.0))]
     Several(Vec<Error>),
 }
 
 impl Error {
-    /// All that went wrong with things that do not depend on each other, if anything did.
+    /// Combines errors of independent operations; `None` without any.
     pub(crate) fn of_all(mut failures: Vec<Self>) -> Option<Self> {
         if failures.len() > 1 { Some(Self::Several(failures)) } else { failures.pop() }
     }
 }
 
-/// An error and what it comes from, in one line.
+/// Formats an error and its sources on one line.
 pub fn told(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -134,22 +134,22 @@ fn all_told(errors: &[Error]) -> String {
     errors.iter().map(|error| told(error)).collect::<Vec<_>>().join("; ")
 }
 
-/// What is wrong with the bytes of an image.
+/// Damage in the bytes of an image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} at byte {offset}")]
 pub struct Flaw {
     /// What is wrong.
     pub what: &'static str,
-    /// Where, in bytes from the image's beginning.
+    /// The offset in the image.
     pub offset: u64,
 }
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Names what was being done when an error of the system came.
+/// Adds the operation and the file to an error.
 pub(crate) trait IoContext<T> {
-    /// Adds what and where.
+    /// Adds the operation and the file.
     fn doing(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T>;
 }
 
@@ -160,4 +160,4 @@ impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
 }
 
 /// The result of reading bytes of an image.
-pub type Checked<T> = Result<T, Flaw>;
+pub type ImageResult<T> = Result<T, Flaw>;

@@ -1,4 +1,4 @@
-//! An image that is open for reading. Whatever it says is checked where it is used: images come from anywhere.
+//! An image that is open for reading. Images are untrusted: everything is checked where it is used.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -8,14 +8,14 @@ use ferry_vfs::{FileType, Timespec};
 use zerocopy::FromBytes;
 
 use crate::format::chunk::{self, CHUNK_FORMAT};
-use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, shown};
+use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, visible_name};
 use crate::format::data::{ChunkIndex, Data, ENTRY_BYTES, PackRef};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
     BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES,
     XattrEntry, XattrHeader, split_xattr,
 };
-use crate::format::error::{Checked, Flaw};
+use crate::format::error::{Flaw, ImageResult};
 
 mod directory;
 mod kinds;
@@ -23,24 +23,24 @@ mod open;
 
 pub use directory::{Entries, Entry};
 
-/// The largest image that is opened. Metadata of a hundred million files would fit.
+/// The maximum size of an image. The metadata of a hundred million files fits.
 pub const IMAGE_BYTES_MAX: u64 = 16 << 30;
-/// How much tells whether it is an image, before all of it is read.
+/// The number of bytes that identify an image, before the rest is read.
 const HEAD_BYTES: usize = SUPER_OFFSET + size_of::<Super>();
 
 /// An extended attribute: its full name, and its value.
 pub type Xattr<'a> = (Vec<u8>, &'a [u8]);
 
-/// One with its place in the image.
-type Placed<'a> = (Xattr<'a>, Range<usize>);
+/// An attribute with its location in the image.
+type XattrRange<'a> = (Xattr<'a>, Range<usize>);
 
-/// Number of an inode.
+/// The number of an inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Nid(pub u64);
 
 /// An open image.
 ///
-/// It is a copy of the file, made once: what was proved by the digest cannot change any more.
+/// It is a copy of the file, made once: what the digest has verified cannot change any more.
 #[derive(Debug)]
 pub struct Image {
     bytes: Vec<u8>,
@@ -48,10 +48,10 @@ pub struct Image {
     header: Super,
     packs: Vec<PackRef>,
     is_composefs: bool,
-    /// Which kinds of attributes no inode has (`FLAT_NO_*`), since somebody wanted to know.
+    /// Which kinds of attributes no inode has (`FLAT_NO_*`), once determined.
     absent: OnceLock<u8>,
-    /// The tree that it was opened for; whoever opens the packs proves it.
-    expected: Option<Expected>,
+    /// The tree for which it was opened; verified when the packs are opened.
+    expected: Option<ExpectedTree>,
 }
 
 /// An inode.
@@ -71,100 +71,100 @@ pub struct Inode {
     pub bytes: u64,
     /// Time of the data.
     pub mtime: Timespec,
-    /// Device number of a device, first block of everything else.
+    /// Device number of a device, first block of anything else.
     place: u32,
     layout: Layout,
-    /// Where the attributes are, and what follows them.
+    /// The range of the attributes.
     xattrs: (usize, usize),
 }
 
 impl Inode {
-    /// What kind of file.
+    /// Returns the file type.
     pub fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.mode)
     }
 
-    /// The number of a device, in the kernel's 32-bit form; 0 for everything else.
+    /// Returns the number of a device in the kernel's 32-bit form; 0 for anything else.
     pub fn rdev(&self) -> u32 {
         if matches!(self.kind(), FileType::BlockDevice | FileType::CharacterDevice) { self.place } else { 0 }
     }
 }
 
 impl Image {
-    /// What names and proves the image.
+    /// Returns the digest of the image.
     pub fn digest(&self) -> Digest {
         self.digest
     }
 
-    /// The digest of the tree that an image of the layout flat has in it.
-    pub(crate) fn tree_said(&self) -> Option<Digest> {
+    /// Returns the digest of the tree in an image of the flat layout.
+    pub(crate) fn declared_tree(&self) -> Option<Digest> {
         let bytes: [u8; DIGEST_BYTES] = read_at(&self.bytes, TREE_OFFSET).ok()?;
         (bytes != [0; DIGEST_BYTES]).then(|| Digest::new(Algorithm::Tree, bytes))
     }
 
-    /// Features that old kernels need not know.
+    /// Returns the compatible features.
     pub(crate) fn features(&self) -> u32 {
         self.header.feature_compat.get()
     }
 
-    pub(crate) fn expected_tree(&self) -> Option<&Expected> {
+    pub(crate) fn expected_tree(&self) -> Option<&ExpectedTree> {
         self.expected.as_ref()
     }
 
-    /// Size of the image in bytes.
+    /// Returns the size of the image in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes.len() as u64
     }
 
-    /// The same, as its superblock says.
-    pub(crate) fn bytes_said(&self) -> u64 {
+    /// Returns the size in its superblock.
+    pub(crate) fn declared_bytes(&self) -> u64 {
         u64::from(self.header.blocks.get()) * BLOCK_BYTES as u64
     }
 
-    /// The superblock and what is before it, and the device table.
+    /// Returns the ranges of the superblock, with what precedes it, and of the device table.
     pub(crate) fn head(&self) -> [Range<usize>; 2] {
         let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
         [0..HEAD_BYTES, table..table + self.packs.len() * size_of::<DeviceSlot>()]
     }
 
-    /// All of it.
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Whether it has the layout of composefs: files' bytes are in an object store.
+    /// Returns whether it has the composefs layout: files' bytes are in an object store.
     pub fn is_composefs(&self) -> bool {
         self.is_composefs
     }
 
-    /// How many inodes it says that there are.
+    /// Returns the number of inodes in its superblock.
     pub fn inodes(&self) -> u64 {
         self.header.inodes.get()
     }
 
-    /// The packs that it needs, in the order in which a mount wants them.
+    /// Returns its packs, in the order in which a mount needs them.
     pub fn packs(&self) -> &[PackRef] {
         &self.packs
     }
 
-    /// The root directory.
+    /// Returns the root directory.
     pub fn root(&self) -> Nid {
         Nid(self.header.root_nid.get().into())
     }
 
-    /// Where an inode begins, in bytes.
-    fn offset(&self, nid: Nid) -> Checked<usize> {
+    /// Returns the offset of an inode.
+    fn offset(&self, nid: Nid) -> ImageResult<usize> {
         let meta = u64::from(self.header.meta_block.get()) * BLOCK_BYTES as u64;
         let at = nid.0.checked_mul(SLOT_BYTES as u64).and_then(|at| at.checked_add(meta));
         let outside = || Flaw { what: "an inode number outside of the image", offset: nid.0 };
         at.and_then(|at| usize::try_from(at).ok()).ok_or_else(outside)
     }
 
-    /// An inode.
+    /// Returns an inode.
     ///
     /// # Errors
-    /// There is none there.
-    pub fn inode(&self, nid: Nid) -> Checked<Inode> {
+    ///
+    /// It does not exist.
+    pub fn inode(&self, nid: Nid) -> ImageResult<Inode> {
         let at = self.offset(nid)?;
         let flaw = |what| Flaw { what, offset: at as u64 };
         let compact: Compact = read_at(&self.bytes, at)?;
@@ -218,11 +218,12 @@ impl Image {
         Ok(inode)
     }
 
-    /// Where the bytes of a file, link or directory are. All of them are there.
+    /// Returns the location of the bytes of a file, link or directory, which is checked.
     ///
     /// # Errors
-    /// They would be outside of the image and its packs.
-    pub fn data(&self, inode: &Inode) -> Checked<Data<'_>> {
+    ///
+    /// It is outside of the image and its packs.
+    pub fn data(&self, inode: &Inode) -> ImageResult<Data<'_>> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         let outside = || flaw("data outside of the image");
         if inode.layout == Layout::Chunks {
@@ -255,11 +256,12 @@ impl Image {
         Ok(Data::Near(whole, rest))
     }
 
-    /// What an inode has of the image: itself, with its attributes and what follows them, and whole blocks with its data.
+    /// Returns the ranges of the image that an inode uses: its head, attributes and tail, and whole blocks of data.
     ///
     /// # Errors
-    /// They would be outside of the image.
-    pub(crate) fn own_bytes(&self, inode: &Inode) -> Checked<(Range<usize>, Range<usize>)> {
+    ///
+    /// They are outside of the image.
+    pub(crate) fn own_bytes(&self, inode: &Inode) -> ImageResult<(Range<usize>, Range<usize>)> {
         let begin = self.offset(inode.nid)?;
         let mut blocks = 0..0;
         let tail = match inode.kind() {
@@ -278,12 +280,12 @@ impl Image {
         Ok((begin..inode.xattrs.1 + tail, blocks))
     }
 
-    /// The index of the chunks of a file of composefs's; nothing if it would cross a block, for mkcomposefs does not put it there then.
-    fn holes(&self, inode: &Inode) -> Checked<&[u8]> {
+    /// Returns the chunk index of a composefs file; empty if it would cross a block: mkcomposefs stores it elsewhere.
+    fn holes(&self, inode: &Inode) -> ImageResult<&[u8]> {
         let outside = || Flaw { what: "chunks outside of the image", offset: inode.xattrs.0 as u64 };
         let chunk = (BLOCK_BYTES as u64) << (inode.place & 31);
         let index = usize::try_from(inode.bytes.div_ceil(chunk)).ok().and_then(|count| count.checked_mul(4));
-        // It never takes more than a block: files of composefs's have up to 2^53 bytes, in the largest chunks that there are.
+        // It never exceeds a block: composefs files have up to 2^53 bytes, in chunks of maximum size.
         let index = index.filter(|index| *index <= BLOCK_BYTES).ok_or_else(outside)?;
         if inode.xattrs.1 % BLOCK_BYTES + index > BLOCK_BYTES {
             return Ok(&[]);
@@ -292,11 +294,11 @@ impl Image {
         end.and_then(|end| self.bytes.get(inode.xattrs.1..end)).ok_or_else(outside)
     }
 
-    /// Where composefs has the bytes of a file: all its chunks are holes, and attributes tell.
-    fn object(&self, inode: &Inode) -> Checked<Data<'_>> {
+    /// Returns the object of a composefs file: all its chunks are holes, and attributes locate the bytes.
+    fn object(&self, inode: &Inode) -> ImageResult<Data<'_>> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         let index = self.holes(inode)?;
-        // Where the index is elsewhere, a part of its block's number is left.
+        // If the index is elsewhere, a part of its block's number remains.
         let format = if index.is_empty() { inode.place & 0xffff } else { inode.place };
         if inode.kind() != FileType::RegularFile || format > 31 || index.iter().any(|byte| *byte != 0xff) {
             return Err(flaw("chunks that are no holes"));
@@ -312,8 +314,8 @@ impl Image {
         Ok(Data::Object { path, digest })
     }
 
-    /// The pieces of a file, whose index follows the inode. They are looked at when they are wanted.
-    fn pieces(&self, inode: &Inode) -> Checked<Data<'_>> {
+    /// Returns the chunks of a file, whose index follows the inode. They are checked on use.
+    fn pieces(&self, inode: &Inode) -> ImageResult<Data<'_>> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         if inode.kind() != FileType::RegularFile || inode.place != CHUNK_FORMAT {
             return Err(flaw("chunks that are not of 64 KiB"));
@@ -325,11 +327,12 @@ impl Image {
         Ok(Data::Chunks(ChunkIndex { packs: &self.packs, index, at: inode.xattrs.1 as u64 }))
     }
 
-    /// The target of a symbolic link.
+    /// Returns the target of a symbolic link.
     ///
     /// # Errors
-    /// It is none, or not in the image.
-    pub fn link(&self, inode: &Inode) -> Checked<Vec<u8>> {
+    ///
+    /// It is not a link, or not in the image.
+    pub fn link(&self, inode: &Inode) -> ImageResult<Vec<u8>> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         match self.data(inode)? {
             Data::Near(whole, rest) if inode.kind() == FileType::Symlink && (1..=4095).contains(&inode.bytes) => {
@@ -340,20 +343,21 @@ impl Image {
         }
     }
 
-    /// The extended attributes of an inode: full names, and values; of a composefs image what overlayfs shows of them.
+    /// Returns the extended attributes of an inode; for a composefs image those that overlayfs shows.
     ///
     /// # Errors
+    ///
     /// They are damaged.
-    pub fn xattrs(&self, inode: &Inode) -> Checked<Vec<Xattr<'_>>> {
+    pub fn xattrs(&self, inode: &Inode) -> ImageResult<Vec<Xattr<'_>>> {
         let raw = self.raw_xattrs(inode)?;
         if !self.is_composefs {
             return Ok(raw);
         }
-        Ok(raw.into_iter().filter_map(|(name, value)| Some((shown(name)?, value))).collect())
+        Ok(raw.into_iter().filter_map(|(name, value)| Some((visible_name(name)?, value))).collect())
     }
 
-    /// The extended attributes as they are in the image, shared ones last.
-    pub(crate) fn raw_xattrs(&self, inode: &Inode) -> Checked<Vec<Xattr<'_>>> {
+    /// Returns the extended attributes as stored, shared ones last.
+    pub(crate) fn raw_xattrs(&self, inode: &Inode) -> ImageResult<Vec<Xattr<'_>>> {
         let (shared, mut at) = self.shared_xattrs(inode)?;
         let mut found = Vec::new();
         while at < inode.xattrs.1 {
@@ -365,8 +369,8 @@ impl Image {
         Ok(found)
     }
 
-    /// Those of an inode's attributes that others may have, too, each with its place, and where the inode's own begin.
-    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> Checked<(Vec<Placed<'_>>, usize)> {
+    /// Returns an inode's shared attributes with their locations, and the offset of its own ones.
+    pub(crate) fn shared_xattrs(&self, inode: &Inode) -> ImageResult<(Vec<XattrRange<'_>>, usize)> {
         let (from, to) = inode.xattrs;
         let mut found = Vec::new();
         if from == to {
@@ -385,8 +389,8 @@ impl Image {
         Ok((found, at))
     }
 
-    /// The attribute at a place, and where the next one is.
-    fn xattr(&self, at: usize, end: usize) -> Checked<(Xattr<'_>, usize)> {
+    /// Returns the attribute at an offset, and the offset of the next one.
+    fn xattr(&self, at: usize, end: usize) -> ImageResult<(Xattr<'_>, usize)> {
         let flaw = |what| Flaw { what, offset: at as u64 };
         let bytes = self.bytes.get(..end).unwrap_or_default();
         let entry: XattrEntry = read_at(bytes, at)?;
@@ -412,16 +416,16 @@ impl Image {
     }
 }
 
-/// A structure at a place that may be anywhere.
-fn read_at<T: FromBytes>(bytes: &[u8], at: usize) -> Checked<T> {
+/// Reads a structure at any offset.
+fn read_at<T: FromBytes>(bytes: &[u8], at: usize) -> ImageResult<T> {
     let flaw = || Flaw { what: "the end of the image in the middle of a structure", offset: at as u64 };
     let from = bytes.get(at..).ok_or_else(flaw)?;
     T::read_from_prefix(from).map(|(value, _)| value).map_err(|_| flaw())
 }
 
-/// The tree that an image was opened for.
+/// The tree for which an image was opened.
 #[derive(Clone, Debug)]
-pub(crate) struct Expected {
+pub(crate) struct ExpectedTree {
     pub tree: Digest,
     /// The image's file.
     pub path: PathBuf,

@@ -1,8 +1,8 @@
-//! The index of a pack: for each object its length and digest.
+//! The index of a pack: length and digest of each object.
 //!
 //! ```text
-//! NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes);
-//!              then, in packs for fs-verity, 64 ones and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
+//! NAME.index   for each object its length (8 bytes, little-endian) and its BLAKE3 digest (32 bytes);
+//!              then, in packs for fs-verity, 64 one bits and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
 //! ```
 //!
 //! NAME is the BLAKE3 digest of the index.
@@ -13,42 +13,42 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::format::chunk::{self, CHUNK_BYTES, Found};
+use crate::format::chunk::{self, CHUNK_BYTES, ChunkState};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Result};
 
-/// The size of one entry of an index, in bytes.
+/// The size of an entry in bytes.
 pub(crate) const RECORD_BYTES: usize = 40;
-/// What stands for a length in the last entry, which is not an object but the digest of the whole pack. No object is so long.
+/// The length in the last entry, which is the digest of the whole pack. No object is that long.
 pub(crate) const WHOLE_PACK: u64 = u64::MAX;
 
-/// What is in a pack.
+/// A parsed index.
 #[derive(Debug)]
 pub struct Index {
     /// The pack's name.
     pub pack: Digest,
-    /// For each object its first block, length in bytes, and digest; by block.
+    /// First block, length and digest of each object, by block.
     pub objects: Vec<Object>,
-    /// How many blocks the pack has.
+    /// The number of the pack's blocks.
     pub blocks: u64,
-    /// The digest of all of the pack, as fs-verity makes it; packs of before have none.
+    /// The fs-verity digest of the pack; older packs have none.
     pub verity: Option<Digest>,
 }
 
-/// Bytes in a pack: a file's, or a piece's of one.
+/// An object: a file or a chunk in a pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Object {
     /// The first block in the pack.
     pub block: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// What they are.
+    /// The digest of its bytes.
     pub digest: Digest,
 }
 
 impl Index {
-    /// What the bytes of a pack's index in a store say, once they are proved by the pack's name.
+    /// Parses the index of a pack, and verifies it by the pack's name.
     pub(crate) fn of(store: &Path, pack: Digest, bytes: &[u8]) -> Result<Self> {
         let flawed = |reason: &str| Error::Pack { store: store.into(), pack, reason: reason.into() };
         if pack.algorithm().of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
@@ -81,25 +81,20 @@ impl Index {
         Ok(Self { pack, objects, blocks: block, verity })
     }
 
-    /// The objects that begin at a block: one without bytes begins where the next one does.
+    /// Returns the objects that begin at a block: an empty one begins where the next one does.
     pub(crate) fn objects_at(&self, block: u64) -> impl Iterator<Item = &Object> {
         let from = self.objects.partition_point(|object| object.block < block);
         self.objects[from..].iter().take_while(move |object| object.block == block)
     }
 
-    /// The object that begins at a block and has so many bytes.
-    pub(crate) fn object_at(&self, block: u64, bytes: u64) -> Option<&Object> {
-        self.objects_at(block).find(|object| object.bytes == bytes)
-    }
-
-    /// The bytes that say the same.
+    /// Encodes the index.
     pub fn to_bytes(&self) -> Vec<u8> {
         let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));
         objects.chain(self.verity.map(|digest| record(WHOLE_PACK, digest))).flatten().collect()
     }
 }
 
-/// An entry of an index.
+/// Encodes an entry of an index.
 pub(crate) fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
     let mut record = [0; RECORD_BYTES];
     record[..8].copy_from_slice(&bytes.to_le_bytes());
@@ -108,32 +103,32 @@ pub(crate) fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
 }
 
 impl Object {
-    /// How many blocks it takes.
+    /// Returns the number of its blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.bytes.div_ceil(BLOCK_BYTES as u64)
     }
 
-    /// How many bytes these have.
+    /// Returns the length of its blocks in bytes.
     pub(crate) fn padded(&self) -> u64 {
         self.blocks() * BLOCK_BYTES as u64
     }
 }
 
-/// Which pack and which block an object is at.
+/// The pack and the block of objects.
 pub(crate) type Places = HashMap<Digest, (Digest, u64)>;
 
-/// The pack that a file's name is of.
+/// Parses the file name of a pack.
 pub(crate) fn pack_name(hex: &[u8]) -> Option<Digest> {
     Digest::from_hex(Algorithm::Blake3, hex)
 }
 
-/// Reads an object from a block of a file on, with what fills its last block; returns whether both are as they should be.
+/// Reads an object with its padding at a block of a file; returns whether both are correct.
 pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
-    look_at_object(file, block, object, memory).map(|found| found == Found::Sound)
+    look_at_object(file, block, object, memory).map(|found| found == ChunkState::Sound)
 }
 
-/// The same; returns what there is.
-pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<Found> {
+/// Reads an object at a block of a file; returns its state.
+pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<ChunkState> {
     let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
     chunk::look(read, object.bytes, object.digest, memory)
 }

@@ -1,6 +1,4 @@
-//! What images and packs are made of: the bytes on disk, their digests, and code that reads and writes them in memory.
-//!
-//! Nothing here knows a store.
+//! The formats of images and packs: bytes on disk, digests, and code that reads and writes them in memory.
 
 pub(crate) mod check;
 pub(crate) mod chunk;

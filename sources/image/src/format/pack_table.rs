@@ -1,16 +1,16 @@
-//! The table of all objects of a store's packs: where builds look for what is in the store, without reading the index of each pack.
+//! The table of all objects in a store's packs, so that builds find objects without reading the index of each pack.
 //!
 //! ```text
 //! STORE/packs/table
 //!   head      magic number 8, number of packs 4, number of entries 4, BLAKE3 digest of the rest of the head 32;
 //!             of each pack, by name: name 32, whether its index could be used 4;
-//!             of each bucket: number of entries up to its end 4, the first 8 bytes of the BLAKE3 digest of its entries
+//!             of each bucket: number of entries up to its end 4, first 8 bytes of the BLAKE3 digest of its entries
 //!   entries   by digest, then by pack: digest of the object 32, number of the pack 4, its first block 4
 //! ```
 //!
-//! Numbers are little endian. The first bits of a digest tell its bucket, so that a lookup reads one bucket and no more. The table is a hint: it
-//! is made of the packs' indexes whenever it is missing, damaged or far behind, and what it says counts once the index of the pack, proved
-//! by the pack's name, says so, too (`store/places.rs`).
+//! Numbers are little-endian. The first bits of a digest select its bucket, so a lookup reads a single bucket. The
+//! table is a hint: it is rebuilt from the packs' indexes when it is missing, damaged or outdated, and each entry is
+//! verified against the index of its pack (`store/places.rs`).
 
 use std::fs::File;
 use std::io;
@@ -20,52 +20,52 @@ use std::sync::OnceLock;
 
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 
-/// The file's name beside the packs.
+/// The file name beside the packs.
 pub(crate) const FILE: &str = "table";
 const MAGIC: &[u8; 8] = b"FERRYPT1";
 /// Magic number, numbers, digest.
 const FIXED_BYTES: usize = 8 + 4 + 4 + DIGEST_BYTES;
 const PACK_BYTES: usize = DIGEST_BYTES + 4;
 const ENTRY_BYTES: usize = DIGEST_BYTES + 4 + 4;
-/// How many buckets there are, as a power of two: a thousand packs of a hundred objects have a hundred entries in each.
+/// The number of buckets as a power of two: a thousand packs of a hundred objects have a hundred entries per bucket.
 const BUCKET_BITS: u32 = 10;
 const BUCKETS: usize = 1 << BUCKET_BITS;
 const SUM_BYTES: usize = 8;
 const BUCKET_BYTES: usize = 4 + SUM_BYTES;
-/// More packs than an image can name are not read from a table, for the head is read into memory.
+/// The maximum number of packs: the head is read into memory, and no image names more.
 const PACKS_MAX: usize = 1 << 20;
 
-/// A pack of the table.
+/// A pack in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TablePack {
     /// Its name.
     pub name: Digest,
-    /// Whether its index could be used; the others have no entries.
+    /// Whether its index could be used; otherwise it has no entries.
     pub is_usable: bool,
 }
 
-/// Where an object is.
+/// The location of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct TableEntry {
     /// The object.
     pub digest: [u8; DIGEST_BYTES],
-    /// Which of the packs of the table.
+    /// The number of the pack in the table.
     pub pack: u32,
-    /// The first block there.
+    /// Its first block there.
     pub block: u32,
 }
 
-/// What is wrong with a table: it is made again.
+/// The table is damaged and must be rebuilt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damaged;
 
-/// The beginning of a table.
+/// The head of a table.
 #[derive(Debug, PartialEq, Eq)]
 struct Head {
     packs: Vec<TablePack>,
-    /// Of each bucket where it ends, in entries, and its sum.
+    /// The end of each bucket, in entries, and its checksum.
     buckets: Vec<(usize, [u8; SUM_BYTES])>,
-    /// Where the entries begin, in bytes.
+    /// The offset of the entries.
     bytes: usize,
 }
 
@@ -96,14 +96,14 @@ fn bucket_of(digest: &[u8; DIGEST_BYTES]) -> usize {
     usize::from(u16::from_be_bytes([digest[0], digest[1]]) >> (u16::BITS - BUCKET_BITS))
 }
 
-/// How long a head is, by its first bytes.
+/// Returns the length of a head by its first bytes.
 fn head_bytes(fixed: &[u8]) -> Option<usize> {
     let packs = fixed.strip_prefix(MAGIC).and_then(number).filter(|packs| *packs <= PACKS_MAX)?;
     Some(FIXED_BYTES + packs * PACK_BYTES + BUCKETS * BUCKET_BYTES)
 }
 
 impl Head {
-    /// What a head says, of a table of so many bytes.
+    /// Parses the head of a table of this size.
     fn of(bytes: &[u8], table_bytes: u64) -> Option<Self> {
         if head_bytes(bytes)? != bytes.len() {
             return None;
@@ -133,13 +133,12 @@ impl Head {
         (are_sorted && is_whole).then_some(Self { packs, buckets, bytes: bytes.len() })
     }
 
-    /// The entries of a bucket, as numbers.
     fn entries(&self, bucket: usize) -> std::ops::Range<usize> {
         let end = |bucket: usize| self.buckets.get(bucket).map_or(0, |(end, _)| *end);
         bucket.checked_sub(1).map_or(0, end)..end(bucket)
     }
 
-    /// What the bytes of a bucket say.
+    /// Parses a bucket.
     fn bucket(&self, bucket: usize, bytes: &[u8]) -> Result<Vec<TableEntry>, Damaged> {
         if self.buckets.get(bucket).is_none_or(|(_, wanted)| *wanted != sum(bytes)) {
             return Err(Damaged);
@@ -156,7 +155,7 @@ impl Head {
     }
 }
 
-/// The bytes of a table; `None` if there is more than it has room for.
+/// Encodes a table; `None` if it would exceed the format.
 pub fn write(packs: &[TablePack], mut entries: Vec<TableEntry>) -> Option<Vec<u8>> {
     if packs.len() > PACKS_MAX {
         return None;
@@ -189,10 +188,11 @@ pub fn write(packs: &[TablePack], mut entries: Vec<TableEntry>) -> Option<Vec<u8
     Some([bytes, rest, body].concat())
 }
 
-/// What the bytes of a whole table say.
+/// Parses a whole table.
 ///
 /// # Errors
-/// They are none.
+///
+/// It is damaged.
 pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), Damaged> {
     let end = head_bytes(bytes).filter(|end| *end <= bytes.len()).ok_or(Damaged)?;
     let (head, body) = bytes.split_at(end);
@@ -207,7 +207,7 @@ pub fn read(bytes: &[u8]) -> Result<(Vec<TablePack>, Vec<TableEntry>), Damaged> 
 }
 
 impl Table {
-    /// Opens the table of a folder of packs, if there is one that is sound as far as its head tells.
+    /// Opens the table in a folder of packs; `None` if it is missing or its head is damaged.
     pub(crate) fn open(packs: &Path) -> io::Result<Option<Self>> {
         let file = match File::open(packs.join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -226,15 +226,16 @@ impl Table {
         Ok(Head::of(&bytes, length).map(|head| Self { file, head, buckets }))
     }
 
-    /// Its packs, by name.
+    /// Returns its packs, by name.
     pub(crate) fn packs(&self) -> &[TablePack] {
         &self.head.packs
     }
 
-    /// Where it says that an object is.
+    /// Returns the locations of an object in the table.
     ///
     /// # Errors
-    /// It is damaged there.
+    ///
+    /// The bucket is damaged.
     pub(crate) fn find(&self, digest: &Digest) -> Result<&[TableEntry], Damaged> {
         let bucket = bucket_of(digest.bytes());
         let entries = self.buckets[bucket].get_or_init(|| {

@@ -1,4 +1,4 @@
-//! What goes into an image: inodes, names, and where each file's bytes come from.
+//! The contents of an image: inodes, names, and the origin of each file's bytes.
 
 use std::collections::HashSet;
 
@@ -6,27 +6,26 @@ use ferry_vfs::{FileType, NameBuf, Timespec};
 
 use crate::format::digest::Digest;
 
-/// An inode, by its place in [`Tree::nodes`].
+/// The index of an inode in [`Tree::nodes`].
 pub type NodeId = usize;
 
-/// A whole tree. The root is the first node, and a directory is the content of one name only.
+/// A tree. The root is the first node, and a directory has only one name.
 #[derive(Debug, Default)]
 pub struct Tree {
     /// All inodes.
     pub nodes: Vec<Node>,
-    /// The names that are further hard links of an inode whose first name is elsewhere, each with its directory. Only layouts
-    /// that order inodes by their first names want to know.
+    /// Further hard links of inodes, each with its directory, for layouts that order inodes by their first names.
     pub links: HashSet<(NodeId, NameBuf)>,
 }
 
 impl Tree {
-    /// Whether a name is a further hard link.
+    /// Returns whether a name is a further hard link.
     pub fn is_link(&self, directory: NodeId, name: &NameBuf) -> bool {
         !self.links.is_empty() && self.links.contains(&(directory, name.clone()))
     }
 }
 
-/// One inode.
+/// An inode.
 #[derive(Debug)]
 pub struct Node {
     /// Type and permissions.
@@ -39,61 +38,61 @@ pub struct Node {
     pub rdev: u32,
     /// Time of the data.
     pub mtime: Timespec,
-    /// Number of names; for a directory the number of directories in it, and two.
+    /// Link count; for a directory the number of its subdirectories plus two.
     pub nlink: u32,
     /// Full names and values, by name.
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
-    /// What it holds.
+    /// Its contents.
     pub content: Content,
 }
 
-/// What an inode holds.
+/// The contents of an inode.
 #[derive(Debug)]
 pub enum Content {
     /// Nothing: devices, FIFOs, sockets.
     None,
     /// Names, in the order of their bytes.
     Directory(Vec<(NameBuf, NodeId)>),
-    /// The target of a symbolic link, or the bytes of a file that is kept with its inode.
+    /// The target of a symbolic link, or the bytes of a file that is stored with its inode.
     Inline(Vec<u8>),
-    /// The bytes of a file that are still to be read.
+    /// The bytes of a file that is not yet read.
     Unread {
         /// Length in bytes, never 0.
         bytes: u64,
     },
-    /// The bytes of a file that are kept in packs.
+    /// The bytes of a file in packs.
     Packed {
         /// Length in bytes, never 0.
         bytes: u64,
-        /// The first of its pieces among those of all files (in the order of the build).
+        /// The index of its first chunk among those of all files (in the order of the build).
         first: usize,
     },
-    /// The bytes of a file that are kept in an object store.
+    /// The bytes of a file in an object store.
     Object {
         /// Length in bytes, never 0.
         bytes: u64,
-        /// What they are.
+        /// Their digest.
         digest: Digest,
     },
-    /// The bytes of a file that the build does not see.
+    /// The bytes of a file that the build does not read.
     Elsewhere {
         /// Length in bytes.
         bytes: u64,
-        /// Where they are, below an object store.
+        /// Their path in an object store.
         path: Option<Vec<u8>>,
-        /// What they are.
+        /// Their digest.
         digest: Option<Digest>,
     },
 }
 
 impl Node {
-    /// The file type in the mode.
+    /// Returns the file type in the mode.
     pub fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.mode.into())
     }
 }
 
-/// Sets an attribute in a list that is sorted by name.
+/// Sets an attribute in a list sorted by name.
 pub(crate) fn set_xattr(xattrs: &mut Vec<(Vec<u8>, Vec<u8>)>, name: &[u8], value: &[u8]) {
     match xattrs.binary_search_by(|(known, _)| known.as_slice().cmp(name)) {
         Ok(at) => xattrs[at].1 = value.to_vec(),

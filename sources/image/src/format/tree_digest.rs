@@ -28,24 +28,24 @@ use crate::format::chunk::{self, CHUNK_BYTES};
 use crate::format::data::Data;
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{BLOCK_BYTES, COMPAT_MTIME};
-use crate::format::error::{Checked, Error, Flaw, Result};
+use crate::format::error::{Error, Flaw, ImageResult, Result};
 use crate::format::image::{Image, Inode, Nid};
 use crate::format::index::Index;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 use crate::format::walk::walk;
 
-/// What keeps these digests apart from all others that BLAKE3 makes.
+/// The BLAKE3 context that separates these digests from others.
 const CONTEXT: &str = "ferry 2026-11 tree digest 1";
-/// What stands for kind and permissions where an inode has an earlier name.
+/// The value in place of kind and permissions if an inode has an earlier name.
 const LINK: u32 = u32::MAX;
 
-/// Hashes records in their order.
+/// Hashes records in order.
 struct Records {
     hasher: blake3::Hasher,
     count: u64,
 }
 
-/// What a record has of every inode.
+/// The fields that all inodes have.
 struct Head<'a> {
     mode: u32,
     owner: (u32, u32),
@@ -53,7 +53,7 @@ struct Head<'a> {
     xattrs: Vec<(&'a [u8], &'a [u8])>,
 }
 
-/// A number of things; images that could have more are not read.
+/// Encodes a count; images that could exceed it are not read.
 fn count(length: usize) -> [u8; 4] {
     u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes()
 }
@@ -89,7 +89,7 @@ impl Records {
         self.hasher.update(&record.to_le_bytes());
     }
 
-    /// How many names a directory has; they follow.
+    /// Begins a directory with this number of names.
     fn names(&mut self, names: usize) {
         self.hasher.update(&count(names));
     }
@@ -98,7 +98,7 @@ impl Records {
         self.hasher.update(&number.to_le_bytes());
     }
 
-    /// The length of a file; the digests of its pieces follow.
+    /// Begins a file of this length; the digests of its chunks follow.
     fn file(&mut self, bytes: u64) {
         self.hasher.update(&bytes.to_le_bytes());
     }
@@ -107,7 +107,7 @@ impl Records {
         self.hasher.update(digest.bytes());
     }
 
-    /// A file whose bytes are in memory.
+    /// Adds a file whose bytes are in memory.
     fn inline(&mut self, bytes: &[u8]) {
         self.file(bytes.len() as u64);
         bytes.chunks(CHUNK_BYTES).for_each(|bytes| self.piece(&chunk::digest(bytes)));
@@ -118,7 +118,7 @@ impl Records {
     }
 }
 
-/// The digest of a tree that is to be written; `pieces` are those of all its files.
+/// Returns the digest of a tree that is to be written; `pieces` are the chunks of all its files.
 pub(crate) fn of_tree(tree: &Tree, pieces: &[Digest]) -> Digest {
     let mut records = Records::new();
     let mut met: HashMap<NodeId, u64> = HashMap::new();
@@ -166,19 +166,20 @@ fn of_node(records: &mut Records, node: &Node, pieces: &[Digest]) {
     }
 }
 
-/// The digest of the tree that an image holds, by the indexes of its packs, in their order.
+/// Returns the digest of an image's tree, by the indexes of its packs, in order.
 ///
 /// # Errors
-/// The image is damaged: only what [`check`] finds nothing in is read alike by all.
-fn of_image(image: &Image, indexes: &[&Index]) -> Checked<Result<Digest, String>> {
-    // The kernel may read an image with other features otherwise than we do.
+///
+/// The image is damaged: readers agree only on an image without findings ([`check`]).
+fn of_image(image: &Image, indexes: &[&Index]) -> ImageResult<Result<Digest, String>> {
+    // The kernel may read an image with other features differently.
     let other = (image.features() != COMPAT_MTIME).then(|| "features that Ferry does not write".into());
     if let Some(finding) = other.or_else(|| check(image).findings.into_iter().next()) {
         return Ok(Err(finding));
     }
     let mut records = Records::new();
     let mut met: HashMap<Nid, u64> = HashMap::new();
-    walk(image, image.root(), b"/", |step, inode| -> Checked<()> {
+    walk(image, image.root(), b"/", |step, inode| -> ImageResult<()> {
         if step.depth > 0 {
             records.bytes(step.name());
         }
@@ -194,7 +195,7 @@ fn of_image(image: &Image, indexes: &[&Index]) -> Checked<Result<Digest, String>
     Ok(Ok(records.finish()))
 }
 
-fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &Inode) -> Checked<()> {
+fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &Inode) -> ImageResult<()> {
     let xattrs = image.xattrs(inode)?;
     records.head(Head {
         mode: inode.mode,
@@ -219,7 +220,8 @@ fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &In
                 for run in data.pieces(inode.bytes) {
                     let run = run?;
                     let (index, block) = (indexes.get(run.pack), run.at / BLOCK_BYTES as u64);
-                    let object = index.and_then(|index| index.object_at(block, run.bytes));
+                    let object =
+                        index.and_then(|index| index.objects_at(block).find(|object| object.bytes == run.bytes));
                     let flaw = Flaw { what: "a file whose bytes are no object of its pack", offset: inode.nid.0 };
                     records.piece(&object.ok_or(flaw)?.digest);
                 }
@@ -231,19 +233,19 @@ fn of_inode(records: &mut Records, image: &Image, indexes: &[&Index], inode: &In
 }
 
 impl Image {
-    /// The digest of the tree, as the image says: who relies on it has it proved ([`Self::prove_tree`]). Images of before have none.
+    /// Returns the digest of the tree in the image, which [`Self::verify_tree`] verifies. Older images have none.
     pub fn tree(&self) -> Option<Digest> {
-        if self.is_composefs() { Some(self.digest()) } else { self.tree_said() }
+        if self.is_composefs() { Some(self.digest()) } else { self.declared_tree() }
     }
 
-    /// What names the image for people: the digest of its tree, or, where it has none, its own.
+    /// Returns the digest to display: that of the tree, or of the image if it has none.
     pub fn shown_digest(&self) -> Digest {
         self.tree().unwrap_or(self.digest())
     }
 
-    /// Proves the digest of the tree by the indexes of the packs, in their order.
-    pub(crate) fn prove_tree_by(&self, indexes: &[&Index]) -> Result<()> {
-        let said = || Some((self.tree_said()?, Path::new("the image")));
+    /// Verifies the digest of the tree by the indexes of the packs, in order.
+    pub(crate) fn verify_tree_by(&self, indexes: &[&Index]) -> Result<()> {
+        let said = || Some((self.declared_tree()?, Path::new("the image")));
         let expected = self.expected_tree().map(|expected| (expected.tree, &*expected.path));
         let Some((wanted, path)) = expected.or_else(said).filter(|_| !self.is_composefs()) else { return Ok(()) };
         let invalid = |reason| Error::Invalid { path: path.into(), reason };

@@ -1,7 +1,7 @@
-//! Digests as fs-verity makes them: the root of a Merkle tree over blocks of 4 KiB, and the length.
+//! fs-verity digests: the root of a Merkle tree over blocks of 4 KiB, and the length.
 //!
-//! Source: Documentation/filesystems/fsverity.rst of Linux ("Merkle tree", "fs-verity descriptor"). composefs names its objects
-//! in the same way, so one digest serves both.
+//! Source: Documentation/filesystems/fsverity.rst of Linux ("Merkle tree", "fs-verity descriptor"). composefs names its
+//! objects by the same digests.
 
 use std::io::{self, Read};
 
@@ -9,15 +9,16 @@ use sha2::{Digest as _, Sha256};
 
 use crate::format::digest::{Algorithm, DIGEST_BYTES as HASH_BYTES, Digest};
 
-/// The blocks that are hashed, in bytes.
+/// The size of hashed blocks in bytes.
 const BLOCK_BYTES: usize = 4096;
 /// `FS_VERITY_HASH_ALG_SHA256`.
 const SHA256: u8 = 1;
 
-/// The digest of everything that a reader has, and its length.
+/// Returns the digest and the length of a reader's bytes.
 ///
 /// # Errors
-/// What the reader says.
+///
+/// The reader's.
 pub(crate) fn of_reader(mut reader: impl Read) -> io::Result<(Digest, u64)> {
     let mut hasher = Hasher::default();
     let mut buffer = vec![0; 64 * BLOCK_BYTES];
@@ -31,7 +32,7 @@ pub(crate) fn of_reader(mut reader: impl Read) -> io::Result<(Digest, u64)> {
     }
 }
 
-/// What a hash of the second level stands for, in bytes: as many blocks as a block has room for hashes.
+/// The bytes below a hash of the second level: as many blocks as hashes fit into a block.
 pub(crate) const CHUNK_BYTES: usize = BLOCK_BYTES / HASH_BYTES * BLOCK_BYTES;
 
 /// A hash of the second level.
@@ -40,24 +41,24 @@ pub(crate) type ChunkHash = [u8; HASH_BYTES];
 /// A hash of the first level.
 pub(crate) type BlockHash = [u8; HASH_BYTES];
 
-/// The hash of the first level for a whole block.
+/// Hashes a whole block for the first level.
 pub(crate) fn hash_block(block: &[u8]) -> BlockHash {
     Sha256::digest(block).into()
 }
 
-/// The hash of the second level for a whole chunk.
+/// Hashes a whole chunk for the second level.
 pub(crate) fn hash_chunk(chunk: &[u8]) -> ChunkHash {
     let mut hashes = Sha256::new();
     chunk.chunks(BLOCK_BYTES).for_each(|block| hashes.update(Sha256::digest(block)));
     hashes.finalize().into()
 }
 
-/// Hashes bytes as they come.
+/// Hashes bytes incrementally.
 #[derive(Debug, Default)]
 pub struct Hasher {
-    /// The block that is not full yet.
+    /// The incomplete block.
     block: Vec<u8>,
-    /// For each level of the tree the hashes that do not fill a block yet, and how many there were in all.
+    /// For each level of the tree the hashes of the incomplete block, and the number of all hashes.
     levels: Vec<(Vec<u8>, u64)>,
     bytes: u64,
 }
@@ -86,7 +87,7 @@ impl Hasher {
         self.block.extend_from_slice(blocks.remainder());
     }
 
-    /// Adds a whole chunk that [`hash_chunk`] has hashed, before any other bytes; more bytes have to follow.
+    /// Adds a whole chunk hashed by [`hash_chunk`], before any other bytes; more bytes must follow.
     pub(crate) fn add_chunk(&mut self, hash: &ChunkHash) {
         if self.levels.is_empty() {
             self.levels.push((Vec::with_capacity(BLOCK_BYTES), 0));
@@ -96,14 +97,14 @@ impl Hasher {
         self.add(1, hash);
     }
 
-    /// Adds a whole block that [`hash_block`] has hashed, behind whole blocks.
+    /// Adds a whole block hashed by [`hash_block`], after whole blocks.
     pub(crate) fn add_block(&mut self, hash: &BlockHash) {
         debug_assert!(self.block.is_empty(), "only whole blocks come before it");
         self.bytes += BLOCK_BYTES as u64;
         self.add(0, hash);
     }
 
-    /// Adds a hash to a level; a block that is full goes up.
+    /// Adds a hash to a level; a complete block is hashed for the next level.
     fn add(&mut self, level: usize, hash: &[u8]) {
         if self.levels.len() == level {
             self.levels.push((Vec::with_capacity(BLOCK_BYTES), 0));
@@ -121,7 +122,7 @@ impl Hasher {
         }
     }
 
-    /// The digest of what was added.
+    /// Returns the digest of what was added.
     pub fn finish(&mut self) -> Digest {
         if !self.block.is_empty() {
             self.block.resize(BLOCK_BYTES, 0);
@@ -146,7 +147,7 @@ impl Hasher {
     }
 }
 
-/// The hash of `struct fsverity_descriptor`.
+/// Returns the hash of `struct fsverity_descriptor`.
 fn descriptor_digest(bytes: u64, root: &[u8; HASH_BYTES]) -> Digest {
     let mut descriptor = [0; 256];
     // Version, algorithm, size of a block as a power of two.
@@ -157,7 +158,7 @@ fn descriptor_digest(bytes: u64, root: &[u8; HASH_BYTES]) -> Digest {
 }
 
 impl Algorithm {
-    /// The digest of bytes that are in memory.
+    /// Returns the digest of bytes in memory.
     pub fn of(self, bytes: &[u8]) -> Digest {
         match self {
             Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),

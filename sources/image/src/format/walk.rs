@@ -1,7 +1,7 @@
-//! Every name of an image, once.
+//! Visits every name of an image once.
 //!
-//! Whole paths of all that is left to look at would be too long for memory: 2048 names of 255 bytes are half a megabyte, and an image
-//! may have many files there. So a path is kept by its last name and what is above that, and its text made when it is wanted.
+//! Whole paths of all pending names would take too much memory: 2048 names of 255 bytes are half a megabyte, and an
+//! image may have many files there. So a path is a linked list of names, and its text is created on demand.
 
 use std::collections::HashSet;
 use std::rc::Rc;
@@ -9,17 +9,17 @@ use std::rc::Rc;
 use ferry_vfs::FileType;
 
 use crate::format::data::Data;
-use crate::format::error::{Checked, Flaw};
+use crate::format::error::{Flaw, ImageResult};
 use crate::format::image::{Image, Inode, Nid};
 
-/// The deepest tree that is walked; Linux's paths end at 2048 names (`PATH_MAX`).
+/// The maximum depth of a walk; Linux's paths end at 2048 names (`PATH_MAX`).
 pub(crate) const DEPTH_MAX: usize = 2048;
-/// What a name takes of an image at least, in bytes. A damaged image may name its directories more than once.
+/// The minimum size of a name in an image, in bytes. A damaged image may reference its directories more than once.
 pub(crate) const NAME_BYTES_MIN: u64 = 13;
-/// How much of a path a finding has, in bytes before they are escaped: Linux's longest.
+/// The maximum length of a path in a finding, in bytes before escaping: Linux's limit.
 const SHOWN_BYTES_MAX: usize = 4096;
 
-/// A path, by its last name.
+/// A path, as its last name and the path above.
 #[derive(Debug)]
 pub struct Step<'a> {
     above: Option<Rc<Step<'a>>>,
@@ -28,32 +28,32 @@ pub struct Step<'a> {
 }
 
 impl<'a> Step<'a> {
-    /// Where a walk begins, by its whole path.
+    /// Returns the start of a walk, with its whole path.
     pub(crate) fn top(path: &'a [u8]) -> Rc<Self> {
         Rc::new(Self { above: None, name: path, depth: 0 })
     }
 
-    /// A name in a directory.
+    /// Returns the path of a name in this directory.
     pub(crate) fn below(self: &Rc<Self>, name: &'a [u8]) -> Rc<Self> {
         Rc::new(Self { above: Some(Rc::clone(self)), name, depth: self.depth + 1 })
     }
 
-    /// The last name.
+    /// Returns the last name.
     pub(crate) fn name(&self) -> &'a [u8] {
         self.name
     }
 
-    /// The path.
+    /// Returns the path.
     pub fn path(&self) -> Vec<u8> {
         self.end(usize::MAX)
     }
 
-    /// The path as findings show it; of one that is too long for Linux only the end.
+    /// Returns the path for findings; only the end of one that is too long for Linux.
     pub fn text(&self) -> String {
         self.end(SHOWN_BYTES_MAX).escape_ascii().to_string()
     }
 
-    /// The last names of the path, so many bytes at most; all of them, if they are no more.
+    /// Returns the last names of the path, up to this many bytes, or all of them.
     fn end(&self, bytes_max: usize) -> Vec<u8> {
         let (mut names, mut bytes) = (Vec::new(), 0);
         let mut step = Some(self);
@@ -73,11 +73,12 @@ impl<'a> Step<'a> {
     }
 }
 
-/// Calls with each path from a place on, whose path is `top`: directories before what is in them. Directories are entered once each, so
-/// that a damaged image ends.
+/// Calls `each` with every path below a directory whose path is `top`: directories before their entries. Each directory
+/// is entered once, so that the walk of a damaged image ends.
 ///
 /// # Errors
-/// The image is damaged, or what `each` returns.
+///
+/// The image is damaged, or the error of `each`.
 pub fn walk<'a, E: From<Flaw>>(
     image: &'a Image,
     from: Nid,
@@ -111,8 +112,11 @@ pub fn walk<'a, E: From<Flaw>>(
     Ok(())
 }
 
-/// Calls with each regular file of an image once: a directory's files, then those of its directories, depth first.
-pub(crate) fn each_file<'a>(image: &'a Image, call: &mut dyn FnMut(&Inode, Data<'a>) -> Checked<()>) -> Checked<()> {
+/// Calls `call` with each regular file once: a directory's files, then those of its subdirectories, depth first.
+pub(crate) fn each_file<'a>(
+    image: &'a Image,
+    call: &mut dyn FnMut(&Inode, Data<'a>) -> ImageResult<()>,
+) -> ImageResult<()> {
     let mut seen = HashSet::from([image.root()]);
     let mut left = vec![image.root()];
     let mut names_left = image.bytes() / NAME_BYTES_MIN;

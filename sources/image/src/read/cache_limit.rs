@@ -1,12 +1,14 @@
-//! What is kept of packs that are not all here, when that is bounded: the objects that were used last.
+//! Limits the cache of incomplete packs to the objects that were used last.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
-/// Which of the image's packs, and which object of it.
+use ferry_vfs::sync::lock;
+
+/// Index of the image's pack, and of the object in it.
 pub(crate) type Key = (usize, usize);
 
-/// The objects that are kept, and who holds them.
+/// The cached objects, and their readers.
 #[derive(Debug)]
 pub(crate) struct CacheLimit {
     bytes_max: u64,
@@ -20,7 +22,7 @@ struct CacheState {
     /// By the time of the last use.
     by_use: BTreeMap<u64, Key>,
     objects: HashMap<Key, (u64, u64)>,
-    /// How many readers hold an object.
+    /// The number of readers that hold an object.
     holds: HashMap<Key, usize>,
 }
 
@@ -40,18 +42,14 @@ impl CacheLimit {
         Self { bytes_max, kept: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, CacheState> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether so many bytes more push nothing out.
+    /// Returns whether this many more bytes evict nothing.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
-        self.lock().bytes.saturating_add(bytes) <= self.bytes_max
+        lock(&self.kept).bytes.saturating_add(bytes) <= self.bytes_max
     }
 
-    /// Counts an object, and has `then` done before anybody can drop it.
+    /// Counts an object, and calls `then` before the object can be evicted.
     pub(crate) fn keep(&self, key: Key, bytes: u64, then: impl FnOnce()) {
-        let mut kept = self.lock();
+        let mut kept = lock(&self.kept);
         if kept.objects.insert(key, (0, bytes)).is_some_and(|(tick, _)| kept.by_use.remove(&tick).is_some()) {
             kept.bytes -= bytes;
         }
@@ -60,9 +58,9 @@ impl CacheLimit {
         then();
     }
 
-    /// Has `forget` drop what was not used for longest, until the rest fits. What is held stays.
+    /// Evicts the least recently used objects by `forget`, until the rest fits. Objects that are held stay.
     pub(crate) fn shrink(&self, mut forget: impl FnMut(Key)) {
-        let mut kept = self.lock();
+        let mut kept = lock(&self.kept);
         while kept.bytes > self.bytes_max {
             let oldest = kept.by_use.iter().find(|(_, key)| !kept.holds.contains_key(key));
             let Some((tick, key)) = oldest.map(|(tick, key)| (*tick, *key)) else { return };
@@ -74,9 +72,9 @@ impl CacheLimit {
         }
     }
 
-    /// Keeps an object from being dropped as long as the answer lives.
+    /// Protects an object from eviction while the guard exists.
     pub(crate) fn hold(&self, key: Key) -> Hold<'_> {
-        let mut kept = self.lock();
+        let mut kept = lock(&self.kept);
         *kept.holds.entry(key).or_default() += 1;
         kept.touch(key);
         Hold { limit: self, key }
@@ -92,7 +90,7 @@ pub(crate) struct Hold<'a> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        let mut kept = self.limit.lock();
+        let mut kept = lock(&self.limit.kept);
         if let Some(count) = kept.holds.get_mut(&self.key) {
             *count -= 1;
             if *count == 0 {

@@ -1,4 +1,4 @@
-//! What is another in one image than in another.
+//! Compares two images.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,12 +7,12 @@ use ferry_vfs::FileType;
 use crate::format::data::{Data, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Checked, Flaw, Result};
+use crate::format::error::{Flaw, ImageResult, Result};
 use crate::format::image::{Image, Inode, Nid};
 use crate::format::walk::{DEPTH_MAX, NAME_BYTES_MIN, Step};
 use crate::store::packs::Store;
 
-/// What became of a path.
+/// The kind of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// It is in the newer image only.
@@ -23,25 +23,26 @@ pub enum Kind {
     Changed,
 }
 
-/// A path that is not the same in both images.
+/// A path that differs between two images.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// The path, from `/`.
     pub path: Vec<u8>,
     /// What became of it.
     pub kind: Kind,
-    /// Of one that changed, what: `type`, `content`, `mode`, `owner`, `time`, `attributes`.
+    /// What changed: `type`, `content`, `mode`, `owner`, `time`, `attributes`.
     pub what: Vec<&'static str>,
 }
 
-/// The digests of objects, by place.
+/// The digests of objects, by location.
 #[derive(Debug, Default)]
 pub struct Digests(HashMap<(Digest, u64), (u64, Digest)>);
 
 impl Digests {
-    /// Those of an image's packs.
+    /// Adds those of an image's packs.
     ///
     /// # Errors
+    ///
     /// A pack's index is missing or damaged.
     pub fn add(&mut self, image: &Image, store: &Store) -> Result<()> {
         for pack in image.packs() {
@@ -52,11 +53,12 @@ impl Digests {
     }
 }
 
-/// Compares two images; calls with each change, in the order of paths. Of a directory that came or went, all that is in it is
-/// told, too.
+/// Compares two images; calls `each` with every change, in the order of paths. If a directory was added or removed,
+/// everything in it is a change, too.
 ///
 /// # Errors
-/// An image is damaged, or what `each` returns.
+///
+/// An image is damaged, or the error of `each`.
 pub fn diff<E: From<Flaw>>(
     old: &Image,
     new: &Image,
@@ -91,7 +93,7 @@ pub fn diff<E: From<Flaw>>(
     Ok(())
 }
 
-fn children<'a>(image: &'a Image, dir: Option<&Inode>, each: &mut dyn FnMut(&'a [u8], Nid)) -> Checked<()> {
+fn children<'a>(image: &'a Image, dir: Option<&Inode>, each: &mut dyn FnMut(&'a [u8], Nid)) -> ImageResult<()> {
     let Some(dir) = dir.filter(|dir| dir.kind() == FileType::Directory) else { return Ok(()) };
     for entry in image.entries(dir, 0)? {
         let entry = entry?;
@@ -102,8 +104,12 @@ fn children<'a>(image: &'a Image, dir: Option<&Inode>, each: &mut dyn FnMut(&'a 
     Ok(())
 }
 
-/// What is not the same of two inodes; the numbers of links follow from names.
-fn compare(a: (&Image, &Inode), b: (&Image, &Inode), digests: &Digests) -> Checked<Option<(Kind, Vec<&'static str>)>> {
+/// Returns what differs between two inodes, except link counts, which follow from names.
+fn compare(
+    a: (&Image, &Inode),
+    b: (&Image, &Inode),
+    digests: &Digests,
+) -> ImageResult<Option<(Kind, Vec<&'static str>)>> {
     let ((old, x), (new, y)) = (a, b);
     let mut what = Vec::new();
     if x.kind() != y.kind() {
@@ -120,7 +126,7 @@ fn compare(a: (&Image, &Inode), b: (&Image, &Inode), digests: &Digests) -> Check
     if x.mtime != y.mtime {
         what.push("time");
     }
-    let sorted = |image: &Image, inode: &Inode| -> Checked<BTreeMap<Vec<u8>, Vec<u8>>> {
+    let sorted = |image: &Image, inode: &Inode| -> ImageResult<BTreeMap<Vec<u8>, Vec<u8>>> {
         Ok(image.xattrs(inode)?.into_iter().map(|(name, value)| (name, value.to_vec())).collect())
     };
     if sorted(old, x)? != sorted(new, y)? {
@@ -129,7 +135,7 @@ fn compare(a: (&Image, &Inode), b: (&Image, &Inode), digests: &Digests) -> Check
     Ok((!what.is_empty()).then_some((Kind::Changed, what)))
 }
 
-fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests: &Digests) -> Checked<bool> {
+fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests: &Digests) -> ImageResult<bool> {
     if x.kind() != FileType::RegularFile {
         let target = |image: &Image, inode: &Inode| match inode.kind() {
             FileType::Symlink => image.link(inode),
@@ -144,7 +150,7 @@ fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests:
         (Data::Near(a, b), Data::Near(c, d)) => [a, b].concat() == [c, d].concat(),
         (Data::Object { path: a, digest: c }, Data::Object { path: b, digest: d }) => c == d && (c.is_some() || a == b),
         (Data::Near(..) | Data::Object { .. }, _) | (_, Data::Near(..) | Data::Object { .. }) => false,
-        // Where a file is kept follows from its length.
+        // Where a file is stored follows from its length.
         (Data::Far { pack: a, block: m }, Data::Far { pack: b, block: n })
             if (old.packs()[a].name, m) == (new.packs()[b].name, n) =>
         {
@@ -157,7 +163,7 @@ fn same_content((old, x): (&Image, &Inode), (new, y): (&Image, &Inode), digests:
                 let (old, new) = (place(old, a), place(new, b));
                 let digest =
                     |place| digests.0.get(&place).filter(|(bytes, _)| *bytes == a.bytes).map(|(_, digest)| *digest);
-                // The same place is the same bytes; another one may be, too.
+                // The same location has the same bytes; another one may have them, too.
                 if old != new && !matches!((digest(old), digest(new)), (Some(a), Some(b)) if a == b) {
                     return Ok(false);
                 }

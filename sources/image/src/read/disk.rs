@@ -1,5 +1,5 @@
-//! An image as a disk: its metadata and then its packs, where the device table says that each has its place in the address space
-//! of all devices. Linux mounts such a disk without being told of other devices (`flatdev` in its EROFS).
+//! An image as a disk: its metadata, then its packs at their locations in the address space of all devices. Linux
+//! mounts such a disk without separate devices (`flatdev` in its EROFS).
 
 use ferry_vfs::{BlockRange, Data, Disk as Contract, DiskFeatures, Errno, Extent, Geometry, Output, Result};
 
@@ -8,34 +8,34 @@ use crate::format::image::Image;
 use crate::read::objects::read_exact;
 use crate::read::source::Source;
 
-/// What reads as zeros, in pieces.
+/// Gaps are read in pieces of this.
 const ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
-/// An image that is offered as a disk, read-only.
+/// An image as a read-only disk.
 #[derive(Debug)]
 pub struct Disk {
     source: Source,
     serial: String,
 }
 
-/// Where the byte at an offset of the disk is, and how many bytes from there on are in one place.
+/// The location of a byte of the disk.
 enum Place {
-    /// In the image, from this byte on.
+    /// At this offset in the image.
     Image(usize),
-    /// In a pack, from this byte on.
+    /// At this offset in a pack.
     Pack(usize, u64),
-    /// Nowhere: between packs, or behind them.
+    /// Between packs, or after them.
     Gap,
 }
 
 impl Disk {
-    /// Without a serial number, the beginning of the digest is one.
+    /// Creates a disk. The default serial number is the beginning of the digest.
     pub fn new(source: Source, serial: Option<String>) -> Self {
         let serial = serial.unwrap_or_else(|| source.image().digest().to_string());
         Self { source, serial }
     }
 
-    /// As [`Source::begin`], for a source that was at rest.
+    /// As [`Source::begin`].
     pub fn begin(&self) {
         self.source.begin();
     }
@@ -61,12 +61,12 @@ impl Disk {
         (Place::Gap, next.unwrap_or(u64::MAX) - offset)
     }
 
-    /// The backing file of a range of a pack, proved.
+    /// Returns the verified bytes of a range of a pack.
     fn proved(&self, pack: usize, offset: u64, bytes: u64) -> Result<Extent> {
         match self.source.objects().range(pack, offset, bytes) {
             Ok(file) => Ok(Extent { file: file.clone(), offset }),
             Err(bad) => {
-                self.source.complaints().error(format_args!("{bad}; its readers get I/O errors"));
+                self.source.damage_log().error(format_args!("{bad}; its readers get I/O errors"));
                 Err(Errno::IO)
             }
         }
@@ -87,7 +87,7 @@ impl Contract for Disk {
     }
 
     fn features(&self) -> DiskFeatures {
-        // What was never read is proved first, which takes as long as reading it.
+        // Bytes that were never read are verified first, which takes as long as reading them.
         DiskFeatures { read_only: true, slow: true, ..DiskFeatures::default() }
     }
 
@@ -114,7 +114,7 @@ impl Contract for Disk {
                     let file = self.proved(pack, from, count)?.file;
                     let mut block = [0; BLOCK_BYTES];
                     read_exact(&file, from, &mut block[..bytes]).map_err(|error| {
-                        self.source.complaints().error(format_args!("cannot read a pack: {error}"));
+                        self.source.damage_log().error(format_args!("cannot read a pack: {error}"));
                         Errno::IO
                     })?;
                     out.put(&block[..bytes])

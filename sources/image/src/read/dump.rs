@@ -1,6 +1,5 @@
-//! Writes the tree of an image as a dump file.
-//!
-//! Source: composefs-dump(5). What is written is what `composefs-info dump` writes, which leaves out more of overlayfs's attributes.
+//! Writes the tree of an image as a dump file (composefs-dump(5)). The output is that of `composefs-info dump`, except
+//! that the latter omits more of overlayfs's attributes.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
@@ -13,7 +12,7 @@ use crate::format::composefs::view::{
 };
 use crate::format::data::Data;
 use crate::format::digest::Digest;
-use crate::format::error::{Checked, Flaw};
+use crate::format::error::{Flaw, ImageResult};
 use crate::format::image::{Image, Inode, Nid};
 use crate::format::walk::{Step, walk};
 
@@ -25,15 +24,16 @@ pub enum DumpError {
     /// The image is damaged.
     #[error(transparent)]
     Flaw(#[from] Flaw),
-    /// The output does not take it.
+    /// The output failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Writes what is in a composefs image as a dump file.
+/// Writes a composefs image as a dump file.
 ///
 /// # Errors
-/// The image is damaged, or the output does not take it.
+///
+/// The image is damaged, or the output failed.
 pub fn write(image: &Image, out: &mut dyn Write) -> Result<(), DumpError> {
     let mut known: HashMap<Nid, Rc<Step<'_>>> = HashMap::new();
     let mut entered = HashSet::new();
@@ -49,7 +49,7 @@ pub fn write(image: &Image, out: &mut dyn Write) -> Result<(), DumpError> {
     })
 }
 
-/// Writes the line of one name; `first` is the first name of an inode that has had one.
+/// Writes the line of a name; `first` is the first name of an inode that already had one.
 fn line(
     image: &Image,
     inode: &Inode,
@@ -65,7 +65,9 @@ fn line(
     let is_again = first.is_some();
     let payload = first.or(payload);
     let field = |bytes: Option<Vec<u8>>| {
-        bytes.filter(|bytes| !bytes.is_empty()).map_or("-".into(), |bytes| optional_text(&bytes))
+        bytes
+            .filter(|bytes| !bytes.is_empty())
+            .map_or("-".into(), |bytes| if bytes == b"-" { "\\x2d".into() } else { text(&bytes, false) })
     };
     write!(
         out,
@@ -83,12 +85,12 @@ fn line(
         field(content),
         digest.map_or("-".into(), |digest| digest.hex()),
     )?;
-    // What an image has because of its whiteouts comes of itself when the dump is built.
+    // A build from the dump adds what whiteouts require.
     let is_marked = has(&escape(WHITEOUTS));
     for (name, value) in raw {
         let own = (is_whiteout && (name == escape(WHITEOUT) || name == USER_WHITEOUT))
             || (is_marked && (name == escape(WHITEOUTS) || name == USER_WHITEOUTS));
-        if let (false, Some(name)) = (own, view::shown(name)) {
+        if let (false, Some(name)) = (own, view::visible_name(name)) {
             write!(out, " {}={}", text(&name, true), text(value, true))?;
         }
     }
@@ -98,8 +100,8 @@ fn line(
 
 type Contents = (Option<Vec<u8>>, Option<Vec<u8>>, Option<Digest>);
 
-/// Payload, content and digest.
-fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
+/// Returns payload, content and digest.
+fn contents(image: &Image, inode: &Inode) -> ImageResult<Contents> {
     Ok(match inode.kind() {
         FileType::Symlink => (Some(image.link(inode)?), None, None),
         FileType::RegularFile => match image.data(inode)? {
@@ -114,10 +116,6 @@ fn contents(image: &Image, inode: &Inode) -> Checked<Contents> {
         },
         _ => (None, None, None),
     })
-}
-
-fn optional_text(bytes: &[u8]) -> String {
-    if bytes == b"-" { "\\x2d".into() } else { text(bytes, false) }
 }
 
 fn text(bytes: &[u8], is_xattr: bool) -> String {

@@ -1,12 +1,12 @@
-//! Packs that are not all here yet: objects are fetched when they are wanted, each proved before it is kept.
+//! Incomplete packs: objects are fetched on demand, and verified before they are stored.
 //!
 //! ```text
-//! STORE/packs/NAME.part         the pack with holes, and in it only objects that were proved
+//! STORE/packs/NAME.part         the pack with holes, and in it only verified objects
 //! STORE/packs/NAME.part.index   its index
 //! ```
 //!
-//! What was fetched before is found by its place in the file and proved again, so nothing has to be written down about it: whoever is
-//! killed leaves what the next one uses. When all is there, the files get the names of a pack.
+//! Earlier objects are found by their location in the file and verified again, so no record of them is needed, and the
+//! next process continues after a crash. A complete file gets the name of a pack.
 
 use std::fs::File;
 use std::io;
@@ -25,11 +25,11 @@ use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
 use crate::read::partial::PartialPack;
-use crate::read::singleflight::{Claim, ObjectSet, Turn};
+use crate::read::singleflight::{Claim, FetchAction, ObjectSet};
 use crate::store::layout;
 use crate::store::object_error::ObjectError;
 
-/// How much is asked for together where a large file is read in order, in bytes: each request costs a way to the server and back.
+/// The size of requests while a large file is read in order, in bytes: each request costs a round trip.
 const ONWARD_BYTES: u64 = 1 << 20;
 
 impl ObjectSet for Pack {
@@ -43,39 +43,39 @@ impl ObjectSet for Pack {
 }
 
 impl Pack {
-    /// Gets the first of some neighbouring objects, or waits for whoever is at it. What follows it is asked for together with it: the other
-    /// ones, and what may be asked for ahead.
+    /// Gets the first of some adjacent objects, or waits for the thread that does. Fetches it together with the others
+    /// and with the configured read-ahead.
     pub(crate) fn obtain(&self, absent: &PartialPack, objects: Range<usize>) -> Result<(), ObjectError> {
         let at = objects.start;
         if self.is_here(at) {
             return Ok(());
         }
         let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
-        let onward = if self.goes_on(absent, at) { ONWARD_BYTES } else { 0 };
+        let onward = if self.is_sequential(absent, at) { ONWARD_BYTES } else { 0 };
         let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
-        match absent.flights.turn(self, at..self.index.objects.len(), bytes) {
-            Turn::Here => Ok(()),
-            Turn::Ours(claim) => {
+        match absent.flights.next_action(self, at..self.index.objects.len(), bytes) {
+            FetchAction::Here => Ok(()),
+            FetchAction::Ours(claim) => {
                 let outcome = self.get(absent, &claim);
                 if self.is_here(at) { Ok(()) } else { outcome.and_then(|()| self.lost(at)) }
             }
-            // Whoever was at it has said why in the log.
-            Turn::Failed => self.lost(at),
+            // The thread that fetched it has logged why.
+            FetchAction::Failed => self.lost(at),
         }
     }
 
-    /// Whether a large file is read in order, and may be kept.
-    fn goes_on(&self, absent: &PartialPack, at: usize) -> bool {
+    /// Returns whether a large file is read in order, and may be cached.
+    fn is_sequential(&self, absent: &PartialPack, at: usize) -> bool {
         let before = at.checked_sub(1).filter(|before| self.index.objects[*before].bytes == CHUNK_BYTES as u64);
         absent.common.limit.is_none() && before.is_some_and(|before| self.is_here(before))
     }
 
-    /// With a limit, an object may go again before anybody has held it.
+    /// With a limit, an object may be evicted before it is held.
     fn lost(&self, at: usize) -> Result<(), ObjectError> {
         Err(ObjectError::Other { pack: self.index.pack, digest: self.index.objects[at].digest })
     }
 
-    /// Gets what was claimed: what is in the file already, what other packs have, and what has to be fetched.
+    /// Gets claimed objects: from the file, from other packs, or by fetching.
     pub(crate) fn get(&self, absent: &PartialPack, claim: &Claim<'_>) -> Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
@@ -85,7 +85,7 @@ impl Pack {
     }
 
     fn get_each(&self, absent: &PartialPack, claim: &Claim<'_>) -> Result<(), ObjectError> {
-        // With a limit, nobody drops what is being looked at or written.
+        // With a limit, objects in use must not be evicted.
         let limit = absent.common.limit.as_ref();
         let _holds: Option<Vec<_>> =
             limit.map(|limit| claim.objects.clone().map(|at| limit.hold((absent.number, at))).collect());
@@ -97,7 +97,7 @@ impl Pack {
                 continue;
             }
             claim.tell();
-            // In their order: what is not here behind one that is damaged was not tried.
+            // In order: the objects after a damaged one were not tried.
             if let Some(run) = run.take() {
                 self.receive(absent, claim, run)?;
             }
@@ -106,7 +106,7 @@ impl Pack {
         run.map_or(Ok(()), |run| self.receive(absent, claim, run))
     }
 
-    /// Fetches neighbouring objects by one request.
+    /// Fetches adjacent objects with one request.
     fn receive(&self, absent: &PartialPack, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let objects = &self.index.objects[run.clone()];
@@ -140,7 +140,7 @@ impl Pack {
         outcome.inspect_err(|bad| tracing::debug!("{bad}"))
     }
 
-    /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
+    /// Waits for another process that fetches some of these objects; `None` if it fetched all, else the rest's lock.
     fn lock<'a>(
         &self,
         absent: &'a PartialPack,
@@ -162,7 +162,7 @@ impl Pack {
         Some((Some(lock), run))
     }
 
-    /// Notes that an object is here and proved.
+    /// Records that an object is stored and verified.
     fn keep(&self, absent: &PartialPack, at: usize) {
         let state = &self.states[at];
         match &absent.common.limit {
@@ -173,7 +173,7 @@ impl Pack {
         }
     }
 
-    /// Forgets an object and gives its blocks back.
+    /// Evicts an object and frees its blocks.
     pub(crate) fn forget(&self, at: usize) -> io::Result<()> {
         let object = &self.index.objects[at];
         self.states[at].store(UNKNOWN, Ordering::Release);
@@ -182,7 +182,7 @@ impl Pack {
         Ok(rustix::fs::fallocate(&self.file, flags, from, bytes)?)
     }
 
-    /// Whether an object was fetched before, or is in another pack.
+    /// Returns whether an object was fetched before, or could be copied from another pack.
     fn find_nearby(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
@@ -201,24 +201,24 @@ impl Pack {
         Ok(false)
     }
 
-    /// Whether an object was fetched before.
+    /// Returns whether an object was fetched before.
     fn is_in_file(&self, object: &Object) -> io::Result<bool> {
         let from = object.block * BLOCK_BYTES as u64;
         match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
             Ok(data) if data >= from + object.bytes => Ok(false),
             Err(Errno::NXIO) => Ok(false),
-            // Or a file system that cannot tell.
+            // Or the file system does not report holes.
             Ok(_) | Err(_) => self.is_sound(object),
         }
     }
 
-    /// Proves an object that was fetched before; returns whether it is here. Asks nobody and waits for nobody.
-    pub(crate) fn prove_here(&self, at: usize) -> bool {
-        let Some(absent) = &self.absent else { return self.prove(at).is_ok() };
+    /// Verifies an object that was fetched before; returns whether it is available. Neither fetches nor waits.
+    pub(crate) fn verify_here(&self, at: usize) -> bool {
+        let Some(absent) = &self.absent else { return self.verify(at).is_ok() };
         if self.is_here(at) {
             return true;
         }
-        // What may be dropped again is for those who hold it.
+        // Without a hold, an object with a limit may be evicted again.
         let found = absent.common.limit.is_none() && self.is_in_file(&self.index.objects[at]).unwrap_or(false);
         if found {
             self.keep(absent, at);
@@ -226,7 +226,7 @@ impl Pack {
         found
     }
 
-    /// Copies an object that another pack of the store has; returns whether there is one.
+    /// Copies an object from another pack of the store; returns whether there was one.
     fn copy(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
         let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
@@ -240,7 +240,7 @@ impl Pack {
         copied.map(|()| true).map_err(|source| ObjectError::Keep { pack: self.index.pack, source })
     }
 
-    /// Puts bytes that were proved into their place, with the zeros that fill their last block: something else may be there already.
+    /// Writes verified bytes at their location, with zero padding, because other bytes may be there.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, self.index.objects[at].block * BLOCK_BYTES as u64)
     }

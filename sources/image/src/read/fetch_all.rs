@@ -1,9 +1,11 @@
-//! Fetches everything that is missing.
+//! Fetches all missing objects.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
+
+use ferry_vfs::sync::lock;
 
 use crate::format::error::Result;
 use crate::read::objects::Objects;
@@ -14,8 +16,8 @@ use crate::read::singleflight::{FetchableSet, ObjectSet};
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
-/// What [`Objects::fetch_all`] tells: bytes that are here, and bytes in all.
-pub type Fetched<'a> = dyn Fn(u64, u64) + Sync + 'a;
+/// Receives the progress of [`Objects::fetch_all`]: available bytes, and total.
+pub type FetchProgress<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
 impl FetchableSet for (&Pack, &PartialPack) {
     fn count(&self) -> usize {
@@ -28,7 +30,7 @@ impl FetchableSet for (&Pack, &PartialPack) {
 
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError> {
         let (pack, absent) = *self;
-        // What does not fit would push out what was read.
+        // Objects beyond the limit would evict those in use.
         let room = pack.index.objects[range.clone()].iter().map(|object| object.padded());
         if absent.common.limit.as_ref().is_some_and(|limit| !limit.has_room(room.sum())) {
             return Ok(false);
@@ -44,24 +46,25 @@ impl FetchableSet for (&Pack, &PartialPack) {
 }
 
 impl Objects {
-    /// Whether nothing is missing, as far as names and lengths tell.
-    pub fn seems_whole(&self) -> bool {
+    /// Returns whether nothing is missing, judged by names and lengths.
+    pub fn looks_complete(&self) -> bool {
         match self.absent_files() {
-            Some((files, absent)) => files.seems_whole(absent),
+            Some((files, absent)) => files.looks_complete(absent),
             None => self.incomplete().next().is_none(),
         }
     }
 
-    /// Fetches all that is missing, so many requests at a time, until that is done or `stop` is set: first the pack that is wanted
-    /// soon. What fits no more under the limit is left.
+    /// Fetches all missing objects with `jobs` concurrent requests, until done or until `stop` is set, beginning with
+    /// the pack that is needed first. Objects beyond the cache limit are skipped.
     ///
     /// # Errors
-    /// The first thing that could not be had; what was had before stays.
-    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &Fetched<'_>) -> Result<(), ObjectError> {
+    ///
+    /// The first object that could not be fetched; fetched ones stay.
+    pub fn fetch_all(&self, jobs: usize, stop: &AtomicBool, progress: &FetchProgress<'_>) -> Result<(), ObjectError> {
         if let Some((files, absent)) = self.absent_files() {
             fetch_each(&[&(files, absent)], jobs, stop, progress)?;
-            // What others were fetching, too.
-            return if stop.load(Ordering::Relaxed) { Ok(()) } else { files.prove_absent(absent) };
+            // Including objects that others were fetching.
+            return if stop.load(Ordering::Relaxed) { Ok(()) } else { files.verify_absent(absent) };
         }
         let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
         absent.sort_by_key(|(pack, _)| !pack.ahead);
@@ -72,13 +75,14 @@ impl Objects {
         if stop.load(Ordering::Relaxed) || limit.is_some() {
             return Ok(());
         }
-        absent.iter().try_for_each(|(pack, _)| (0..pack.len()).try_for_each(|at| pack.prove(at)))
+        absent.iter().try_for_each(|(pack, _)| (0..pack.len()).try_for_each(|at| pack.verify(at)))
     }
 
-    /// Gives the packs that are whole now their places in the store; composefs's objects have theirs, which are made durable.
+    /// Moves complete packs to their place in the store, and makes composefs's objects durable.
     ///
     /// # Errors
-    /// They cannot be made durable. Then nobody knows what of a pack came to the disk: all of it is proved again when it is read.
+    ///
+    /// They cannot be made durable. Then a pack may be incomplete on disk, and all of it is verified again on use.
     pub fn complete(&self) -> Result<()> {
         if let Some((files, _)) = self.absent_files() {
             return files.complete();
@@ -93,7 +97,7 @@ impl Objects {
         Ok(())
     }
 
-    /// How many bytes of objects were fetched.
+    /// Returns the bytes of objects that were fetched.
     pub fn fetched_bytes(&self) -> u64 {
         if let Some((_, absent)) = self.absent_files() {
             return absent.fetched_bytes();
@@ -103,12 +107,12 @@ impl Objects {
     }
 }
 
-/// Fetches objects of all parts, in order, so many requests at a time, until one fails or has no room.
+/// Fetches objects of all parts, in order, with this many concurrent requests, until one fails or does not fit.
 fn fetch_each(
     parts: &[&dyn FetchableSet],
     jobs: usize,
     stop: &AtomicBool,
-    progress: &Fetched<'_>,
+    progress: &FetchProgress<'_>,
 ) -> Result<(), ObjectError> {
     let bytes_of = |number: usize, range: Range<usize>| range.map(|at| parts[number].objects().bytes(at)).sum::<u64>();
     let all = parts.iter().enumerate().map(|(number, part)| bytes_of(number, 0..part.count())).sum();
@@ -133,11 +137,7 @@ fn fetch_each(
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The next objects that are worth a request, from a place on.
+/// Returns the next objects for a request, from a position on.
 fn next(parts: &[&dyn FetchableSet], cursor: &mut (usize, usize)) -> Option<(usize, Range<usize>)> {
     loop {
         let (number, from) = *cursor;

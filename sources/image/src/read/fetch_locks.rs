@@ -1,11 +1,12 @@
-//! Who fetches what, among all that use a store: other processes, too. One fetches, the others wait and find it in the store.
+//! Locks among all processes that fetch into a store: one fetches, the others wait and find the object in the store.
 //!
 //! ```text
-//! STORE/fetching     empty; whoever fetches has a range of it locked
+//! STORE/fetching     empty; a fetching process locks a range of it
 //! ```
 //!
-//! The lock is the kernel's (of the open file description), so it goes with whoever dies, and the next one goes on. It is a hint: who
-//! cannot lock, or waits for somebody who gets no further, fetches by itself. All that comes is proved, so twice does no harm.
+//! The locks belong to an open file description, so the kernel releases them when a process ends. They are hints: a
+//! process without a lock, or one that waits without progress, fetches on its own. All objects are verified, so
+//! fetching twice is harmless.
 
 use std::fs::File;
 use std::ops::Range;
@@ -18,39 +19,39 @@ use nix::libc;
 
 use crate::format::digest::Digest;
 
-/// The file's name in the store.
+/// The file name in the store.
 pub(crate) const FILE: &str = "fetching";
-/// How many numbers each pack has: as many as an image has blocks.
+/// The number of lock offsets per pack as a power of two: as many as an image has blocks.
 const NUMBERS_BITS: u32 = 32;
-/// What is left of the offsets of a file tells packs apart. Where two have the same, one waits for the other without need.
+/// The rest of the offsets distinguishes packs. A collision causes needless waiting.
 const PACK_BITS: u32 = 62 - NUMBERS_BITS;
-/// How often it is looked whether something has come: first, and at most. FetchableSet takes longer.
+/// The interval of checks for progress: initial, and maximum.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const LOOK_INTERVAL_MAX: Duration = Duration::from_millis(20);
-/// How long is waited for somebody who gets no further: a server may say nothing for as long, and a process may have been stopped.
+/// The maximum wait without progress: a server may be silent that long, and a process may have been stopped.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The locks of one who fetches.
+/// The locks of a fetching process.
 #[derive(Debug)]
 pub(crate) struct FetchLocks(Option<File>);
 
-/// A range that is locked, or nobody can lock.
+/// A locked range, or one that nobody can lock.
 #[derive(Debug)]
 pub(crate) struct FetchLock<'a> {
     file: Option<&'a File>,
     range: (i64, i64),
 }
 
-/// How far somebody else has got with what is wanted.
+/// The progress of another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
-    /// All of it is here.
+    /// Everything is available.
     Done,
-    /// Any number, another one when there is more.
+    /// A counter that changes with progress.
     Of(u64),
 }
 
-/// The lock of a kind for a range of the file.
+/// Returns a lock request of this type for a range of the file.
 fn request(kind: libc::c_int, (from, bytes): (i64, i64)) -> libc::flock {
     libc::flock {
         l_type: libc::c_short::try_from(kind).unwrap_or_default(),
@@ -62,7 +63,7 @@ fn request(kind: libc::c_int, (from, bytes): (i64, i64)) -> libc::flock {
 }
 
 impl FetchLocks {
-    /// Of those who use a store. Where the file cannot be made, nobody waits.
+    /// Opens the locks of a store. Without the file, nobody waits.
     pub(crate) fn of(store: &Path) -> Self {
         let file = File::options().read(true).write(true).create(true).truncate(false).open(store.join(FILE));
         if let Err(error) = &file {
@@ -71,8 +72,8 @@ impl FetchLocks {
         Self(file.ok())
     }
 
-    /// Waits until nobody else fetches some numbers of a pack, and has them then. `look` tells how far somebody else has got; `None` when
-    /// it has got to the end.
+    /// Waits until no other process fetches some numbers of a pack, and locks them. `look` returns the other process's
+    /// progress; `None` when it is done.
     pub(crate) fn take(
         &self,
         pack: Digest,
@@ -109,7 +110,7 @@ impl FetchLocks {
             interval = (2 * interval).min(LOOK_INTERVAL_MAX);
         }
         let lock = FetchLock { file: Some(file), range };
-        // Whoever had it before may have just ended.
+        // The previous owner may have just finished.
         (look() != Progress::Done).then_some(lock)
     }
 }

@@ -1,4 +1,4 @@
-//! Fetches composefs's objects.
+//! Fetches missing objects of composefs.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -18,17 +18,17 @@ use crate::format::verity::Hasher;
 use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::missing_objects::MissingObjects;
 use crate::read::object_files::Files;
-use crate::read::singleflight::{Claim, FetchableSet, ObjectSet, Turn};
+use crate::read::singleflight::{Claim, FetchAction, FetchableSet, ObjectSet};
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::file_objects::FileObject;
 use crate::store::new_file::{NEW_PREFIX, NewFile};
 use crate::store::new_objects::{NewObjects, freshen};
 use crate::store::object_error::ObjectError;
 
-/// A store and what an image lacks of it.
-pub(crate) type Partial<'a> = (&'a Files, &'a MissingObjects);
+/// A store, and what it lacks of an image.
+pub(crate) type PartialStore<'a> = (&'a Files, &'a MissingObjects);
 
-impl FetchableSet for Partial<'_> {
+impl FetchableSet for PartialStore<'_> {
     fn count(&self) -> usize {
         self.1.objects.len()
     }
@@ -50,32 +50,32 @@ impl FetchableSet for Partial<'_> {
 }
 
 impl Files {
-    /// Gets an object that is not here, or is damaged, or waits for whoever is at it. What follows it is asked for together with it.
+    /// Gets a missing or damaged object with the configured read-ahead, or waits for the thread that does.
     pub(super) fn obtain(&self, absent: &MissingObjects, digest: Digest) -> Result<(), ObjectError> {
         let Some(at) = absent.places.get(&digest).copied() else {
             return Err(ObjectError::Other { pack: absent.image, digest });
         };
-        // Somebody has removed it, or changed it.
+        // It was removed or changed.
         absent.here[at].store(false, Ordering::Release);
-        match absent.flights.turn(absent, at..absent.objects.len(), absent.missing.ahead_bytes) {
-            Turn::Here => Ok(()),
-            Turn::Ours(claim) => {
+        match absent.flights.next_action(absent, at..absent.objects.len(), absent.missing.ahead_bytes) {
+            FetchAction::Here => Ok(()),
+            FetchAction::Ours(claim) => {
                 let outcome = self.get(absent, &claim);
                 if absent.is_here(at) { Ok(()) } else { outcome }
             }
-            // Whoever was at it has said why in the log.
-            Turn::Failed => Err(ObjectError::Other { pack: absent.image, digest }),
+            // The thread that fetched it has logged why.
+            FetchAction::Failed => Err(ObjectError::Other { pack: absent.image, digest }),
         }
     }
 
-    /// Proves all objects of the image; gets what is not here.
-    pub(crate) fn prove_absent(&self, absent: &MissingObjects) -> Result<(), ObjectError> {
+    /// Verifies all objects of the image; fetches missing ones.
+    pub(crate) fn verify_absent(&self, absent: &MissingObjects) -> Result<(), ObjectError> {
         let is_there = |at: usize| absent.is_here(at).then_some(()).ok_or(absent.objects[at].digest);
         (0..absent.objects.len()).try_for_each(|at| is_there(at).or_else(|digest| self.obtain(absent, digest)))
     }
 
-    /// Whether a file is there for each object, of its length. That is not to say that it is sound.
-    pub(crate) fn seems_whole(&self, absent: &MissingObjects) -> bool {
+    /// Returns whether every object has a file of its length, which may still be damaged.
+    pub(crate) fn looks_complete(&self, absent: &MissingObjects) -> bool {
         let is_there = |object: &FileObject| {
             fs::symlink_metadata(self.path(object.digest))
                 .is_ok_and(|found| found.is_file() && found.len() == object.bytes)
@@ -83,13 +83,13 @@ impl Files {
         absent.objects.iter().all(is_there)
     }
 
-    /// Makes the names of all objects that came durable.
+    /// Makes the names of all fetched objects durable.
     pub(crate) fn complete(&self) -> Result<()> {
         let folder = File::open(self.folder()).doing("open", self.folder())?;
         rustix::fs::syncfs(&folder).doing("sync", self.folder())
     }
 
-    /// Gets what was claimed: what is here already, and what has to be fetched; a large object by itself.
+    /// Gets claimed objects: those in the store, and by fetching; a large object separately.
     fn get(&self, absent: &MissingObjects, claim: &Claim<'_>) -> Result<(), ObjectError> {
         self.get_each(absent, claim).inspect_err(|bad| {
             if bad.is_of_object() {
@@ -101,7 +101,7 @@ impl Files {
     fn get_each(&self, absent: &MissingObjects, claim: &Claim<'_>) -> Result<(), ObjectError> {
         let mut run: Option<Range<usize>> = None;
         for at in claim.objects.clone() {
-            let is_here = self.find_here(absent, at);
+            let is_here = self.has_valid(absent, at);
             if is_here {
                 absent.here[at].store(true, Ordering::Release);
                 claim.tell();
@@ -120,16 +120,16 @@ impl Files {
         run.map_or(Ok(()), |run| self.receive(absent, claim, run))
     }
 
-    /// Whether the store has an object, sound. That it is used is noted, so that it is not removed before the image is known.
-    fn find_here(&self, absent: &MissingObjects, at: usize) -> bool {
+    /// Returns whether the store has a valid object, and marks it as used until the image is known.
+    fn has_valid(&self, absent: &MissingObjects, at: usize) -> bool {
         let FileObject { digest, bytes } = absent.objects[at];
         let path = self.path(digest);
         let Ok(found) = fs::symlink_metadata(&path) else { return false };
         match self.here(&path_of(digest), digest, bytes) {
             Ok(_) => {
                 freshen(&path, &found);
-                // That has changed the time of its last change.
-                self.note_again(digest, &path, &found);
+                // This changed its change time.
+                self.note_own_change(digest, &path, &found);
             }
             Err(bad) => {
                 tracing::warn!("{bad}; it is fetched again");
@@ -139,7 +139,7 @@ impl Files {
         true
     }
 
-    /// Waits for another process that fetches some of these objects; `None` if all of them came by it, else those that are left.
+    /// Waits for another process that fetches some of these objects; `None` if it fetched all, else the rest's lock.
     fn lock<'a>(
         &self,
         absent: &'a MissingObjects,
@@ -148,12 +148,12 @@ impl Files {
     ) -> Option<(FetchLock<'a>, Range<usize>)> {
         let number =
             |at: usize| fs::symlink_metadata(self.path(absent.objects[at].digest)).ok().map(|found| found.ino());
-        // What is here already was found not to be sound.
+        // Existing files were found to be damaged.
         let before: Vec<_> = run.clone().map(number).collect();
         let first = run.start;
         let numbers = run.start as u64..run.end as u64;
         let lock = absent.locks.take(absent.image, numbers, || {
-            while !run.is_empty() && number(run.start) != before[run.start - first] && self.find_here(absent, run.start)
+            while !run.is_empty() && number(run.start) != before[run.start - first] && self.has_valid(absent, run.start)
             {
                 absent.here[run.start].store(true, Ordering::Release);
                 claim.tell();
@@ -162,7 +162,7 @@ impl Files {
             if run.is_empty() {
                 return Progress::Done;
             }
-            // Of a large object the file tells what has come.
+            // The file of a large object shows its progress.
             let coming = self.folder().join(format!("{NEW_PREFIX}{}", absent.objects[run.start].digest.hex()));
             let bytes = fs::metadata(coming).map_or(0, |found| found.len());
             Progress::Of(bytes.wrapping_add((run.start as u64) << 40))
@@ -170,7 +170,7 @@ impl Files {
         Some((lock, run))
     }
 
-    /// Fetches neighbouring objects by one request.
+    /// Fetches adjacent objects with one request.
     fn receive(&self, absent: &MissingObjects, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
         let keep = |error: Error| ObjectError::Keep { pack: absent.image, source: of_store(error) };
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
@@ -199,7 +199,7 @@ impl Files {
             }
             (None, Ok(())) => of_empty,
         };
-        // What came whole is kept, whatever became of the rest.
+        // Complete objects are kept, whatever became of the rest.
         let fetched_bytes = new.new_bytes;
         let published = new.publish(|digest, path| self.note(digest, path)).map_err(keep);
         let published = published.map(|()| {
@@ -211,7 +211,7 @@ impl Files {
     }
 }
 
-/// What went wrong with the store, as an error of the system.
+/// Returns an error of the store as a system error.
 fn of_store(error: Error) -> io::Error {
     match error {
         Error::Io { what, path, source } => {
@@ -221,27 +221,27 @@ fn of_store(error: Error) -> io::Error {
     }
 }
 
-/// What becomes of what has come when the rest does not.
-enum Where {
-    /// It goes.
-    Passing(TempPath),
-    /// It is gone on with.
-    Staying(PathBuf),
+/// What becomes of an incomplete object.
+enum PartFile {
+    /// It is removed.
+    Temporary(TempPath),
+    /// It is resumed later.
+    Resumable(PathBuf),
 }
 
-/// An object that is coming.
+/// An object that is being received.
 struct Incoming {
     file: File,
-    place: Where,
+    place: PartFile,
     hasher: Hasher,
     got: u64,
 }
 
-/// Takes the bytes of neighbouring objects as they come, and keeps each when it is proved.
+/// Receives the bytes of adjacent objects, and stores each when it is verified.
 struct Receiver<'a> {
     files: &'a Files,
     absent: &'a MissingObjects,
-    /// The object whose bytes come now, and those after it.
+    /// The current object, and those after it.
     left: Range<usize>,
     current: Option<Incoming>,
     new: NewObjects,
@@ -257,17 +257,17 @@ impl<'a> Receiver<'a> {
         Ok(receiver)
     }
 
-    /// How much of the first object was here.
+    /// Returns how much of the first object was already available.
     fn had_bytes(&self) -> u64 {
         self.current.as_ref().map_or(0, |incoming| incoming.got)
     }
 
-    /// The object whose turn it is.
+    /// Returns the current object.
     fn current(&self) -> Digest {
         self.absent.objects[self.left.start.min(self.absent.objects.len() - 1)].digest
     }
 
-    /// What there is of a large object; `None` if another process is at it.
+    /// Opens the received part of a large object; `None` if another process is fetching it.
     fn resume(&self, at: usize) -> Result<Option<Incoming>> {
         let FileObject { digest, bytes } = self.absent.objects[at];
         let path = self.files.folder().join(format!("{NEW_PREFIX}{}", digest.hex()));
@@ -277,12 +277,12 @@ impl<'a> Receiver<'a> {
             return Ok(None);
         }
         let ours = file.metadata().doing("look at", &path)?;
-        // Whoever had it before us may just have given it its name.
+        // Its previous owner may just have renamed it.
         if !fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
             return Ok(None);
         }
         let length = ours.len();
-        // The last block may not have come to the disk as it was; nothing is lost by asking again.
+        // The last block may be incomplete after a crash; requesting it again is harmless.
         let got = length.min(bytes).saturating_sub(1) / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         file.set_len(got).doing("write to", &path)?;
         let mut hasher = Hasher::default();
@@ -295,7 +295,7 @@ impl<'a> Receiver<'a> {
             left -= count as u64;
         }
         file.seek(SeekFrom::Start(got)).doing("read", &path)?;
-        Ok(Some(Incoming { file, place: Where::Staying(path), hasher, got }))
+        Ok(Some(Incoming { file, place: PartFile::Resumable(path), hasher, got }))
     }
 
     fn take(&mut self, mut bytes: &[u8]) -> Result<(), ObjectError> {
@@ -327,27 +327,27 @@ impl<'a> Receiver<'a> {
         if self.current.is_none() {
             let NewFile { file, path } = NewFile::begin(self.files.folder()).map_err(of_store)?;
             let hasher = Hasher::default();
-            self.current = Some(Incoming { file, place: Where::Passing(path), hasher, got: 0 });
+            self.current = Some(Incoming { file, place: PartFile::Temporary(path), hasher, got: 0 });
         }
         self.current.as_mut().ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// All bytes of an object have come.
+    /// Completes an object.
     fn end(&mut self, digest: Digest, bytes: u64) -> Result<(), ObjectError> {
         let pack = self.absent.image;
         let keep = |source| ObjectError::Keep { pack, source };
         self.incoming().map_err(keep)?;
         let Some(Incoming { file, place, mut hasher, .. }) = self.current.take() else { return Ok(()) };
-        // From here on it goes, unless it gets its name.
+        // From here on it is removed, unless it gets its name.
         let path = match place {
-            Where::Passing(path) => path,
-            Where::Staying(path) => {
+            PartFile::Temporary(path) => path,
+            PartFile::Resumable(path) => {
                 let new = NewFile::begin(self.files.folder()).map_err(|error| keep(of_store(error)))?;
                 fs::rename(&path, &new.path).map_err(keep)?;
                 new.path
             }
         };
-        // Until now nobody else could go on with it.
+        // Until now no other process could resume it.
         drop(file);
         if hasher.finish() != digest {
             return Err(ObjectError::Received { pack, digest });
@@ -357,7 +357,7 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// What came whole, up to where, and what went wrong with the objects without bytes behind it, of which nothing could come.
+    /// Returns the complete objects, the index after the last, and the error of empty ones at the end.
     fn finish(mut self) -> (NewObjects, usize, Result<(), ObjectError>) {
         let outcome = self.take(&[]);
         (self.new, self.left.start, outcome)

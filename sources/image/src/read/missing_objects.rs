@@ -1,8 +1,8 @@
-//! composefs's objects that are not all here: fetched when they are wanted, each proved before it has its name.
+//! Missing objects of composefs: fetched on demand, each verified before it gets its name.
 //!
-//! On a server the objects of an image are one behind the other, in the order of [`file_objects`]. The image itself says what they are
-//! called, how long they are and where they begin, so nothing else has to be fetched, and nothing has to be written down about what is here:
-//! an object has its name when all of it is. What has come of a large one when the process ends is gone on with.
+//! On a server the objects of an image are concatenated in the order of [`file_objects`]. The image has their names,
+//! lengths and so their offsets; no index is needed, nor a record of what is available: a complete object has its name.
+//! The received part of a large object is resumed.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,29 +13,29 @@ use crate::format::digest::Digest;
 use crate::format::image::Image;
 use crate::read::fetch_locks::FetchLocks;
 use crate::read::singleflight::{ObjectSet, Singleflight};
-use crate::store::fetch::Missing;
+use crate::store::fetch::FetchOptions;
 use crate::store::file_objects::{FileObject, LARGE_BYTES, file_objects};
 use crate::store::object_error::ObjectError;
 
-/// The objects of an image, and how those that are not here are had.
+/// The objects of an image, and how missing ones are fetched.
 #[derive(Debug)]
 pub(crate) struct MissingObjects {
-    pub missing: Missing,
-    /// The image: the name that its objects have on the server.
+    pub missing: FetchOptions,
+    /// The image: the name of its objects on the server.
     pub image: Digest,
     pub objects: Vec<FileObject>,
-    /// Where each begins there, in bytes.
+    /// The offset of each object there.
     pub begins: Vec<u64>,
     pub places: HashMap<Digest, usize>,
     pub here: Vec<AtomicBool>,
     pub flights: Singleflight,
-    /// What other processes fetch.
+    /// Fetches of other processes.
     pub locks: FetchLocks,
     pub fetched_bytes: AtomicU64,
 }
 
 impl MissingObjects {
-    pub(crate) fn new(image: &Image, store: &Path, missing: Missing) -> Result<Self, ObjectError> {
+    pub(crate) fn new(image: &Image, store: &Path, missing: FetchOptions) -> Result<Self, ObjectError> {
         let objects = file_objects(image)?;
         let mut begins = Vec::with_capacity(objects.len());
         let mut end = 0_u64;
@@ -50,7 +50,7 @@ impl MissingObjects {
         Ok(Self { missing, image: image.digest(), objects, begins, places, here, flights, locks, fetched_bytes })
     }
 
-    /// Bytes of objects that were fetched.
+    /// Returns the bytes of objects that were fetched.
     pub(crate) fn fetched_bytes(&self) -> u64 {
         self.fetched_bytes.load(Ordering::Relaxed)
     }

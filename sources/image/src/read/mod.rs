@@ -1,4 +1,4 @@
-//! Reading the files of an image: proof, fetching of missing objects, and the image as a file system and as a disk.
+//! Reads the files of an image: verification, fetching, and the image as a file system and as a disk.
 
 pub(crate) mod cache_limit;
 pub(crate) mod diff;

@@ -1,4 +1,4 @@
-//! composefs's object store: a file for each object, `objects/xx/yyyy...` by its fs-verity digest.
+//! composefs's object store: a file per object, `objects/xx/yyyy...` by its fs-verity digest.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -7,9 +7,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Backing;
+use ferry_vfs::sync::lock;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 
 use super::missing_objects::MissingObjects;
@@ -20,26 +21,25 @@ use crate::store::fsverity;
 use crate::store::object_error::ObjectError;
 use crate::store::object_list::{self, object_path, objects_folder};
 
-/// An object of so few bytes is proved when it is opened, which then takes a fraction of a millisecond longer: most that are opened are
-/// read.
+/// Objects up to this size are verified on open, in a fraction of a millisecond: most opened files are read.
 const SMALL_BYTES: u64 = 128 << 10;
-/// How many objects are kept open. More are opened again when they are wanted.
+/// The maximum number of objects that are kept open.
 const OPEN_MAX: usize = 256;
 
-/// What a file was when its bytes were proved: device, inode, seconds and nanoseconds of its last change.
+/// The identity of a verified file: device, inode, seconds and nanoseconds of its last change.
 type Identity = (u64, u64, i64, i64);
 
 fn identity(found: &fs::Metadata) -> Identity {
     (found.dev(), found.ino(), found.ctime(), found.ctime_nsec())
 }
 
-/// The objects of a store, opened as they are wanted, each proved before its bytes are seen.
+/// The objects of a store, opened on demand, each verified before its bytes are used.
 #[derive(Debug)]
 pub(crate) struct Files {
     folder: PathBuf,
     root: OwnedFd,
     state: Mutex<State>,
-    /// How what is not here is had, if that can be.
+    /// How missing objects are fetched, if they can be.
     pub absent: Option<MissingObjects>,
 }
 
@@ -50,10 +50,10 @@ struct State {
 }
 
 impl Files {
-    /// The objects of a store, which is seen at a place from here: mostly its own.
+    /// Opens the objects of a store, which this process sees at the path `seen`.
     pub(crate) fn open(store: &Path, seen: &Path, absent: Option<MissingObjects>) -> Result<Self> {
         let folder = match objects_folder(seen) {
-            // A store without any, yet.
+            // A store without objects yet.
             none if none == *seen && absent.is_some() && !object_list::is_store(seen) => {
                 let folder = seen.join("objects");
                 fs::create_dir_all(&folder).doing("make", &folder)?;
@@ -63,13 +63,9 @@ impl Files {
         };
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
-        // What is said of it is said to who knows its own.
+        // Error messages use the store's own path.
         let folder = folder.strip_prefix(seen).map_or(folder.clone(), |below| store.join(below));
         Ok(Self { folder, root, state: Mutex::default(), absent })
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -80,17 +76,16 @@ impl Files {
         object_path(&self.folder, digest)
     }
 
-    /// Notes that the bytes of an object that has just got its name are proved.
+    /// Records that the bytes of a new object are verified.
     pub(super) fn note(&self, digest: Digest, path: &Path) {
         if let Ok(found) = fs::symlink_metadata(path) {
-            self.state().proved.insert(digest, identity(&found));
+            lock(&self.state).proved.insert(digest, identity(&found));
         }
     }
 
-    /// Notes that we have changed the times of a file whose bytes are proved. What has its name by now may be another one, which
-    /// is not noted.
-    pub(super) fn note_again(&self, digest: Digest, path: &Path, before: &fs::Metadata) {
-        let mut state = self.state();
+    /// Records that this process changed a verified file's times, unless another file has the name by now.
+    pub(super) fn note_own_change(&self, digest: Digest, path: &Path, before: &fs::Metadata) {
+        let mut state = lock(&self.state);
         if state.proved.get(&digest) == Some(&identity(before))
             && let Ok(now) = fs::symlink_metadata(path)
             && (now.dev(), now.ino()) == (before.dev(), before.ino())
@@ -99,7 +94,7 @@ impl Files {
         }
     }
 
-    /// The descriptor with a file's bytes, once they are proved; what is not here is got, if it can be.
+    /// Returns the descriptor of a file, once its bytes are verified; fetches a missing one if possible.
     pub(crate) fn find(
         &self,
         path: Option<&[u8]>,
@@ -111,7 +106,7 @@ impl Files {
         match (self.here(path, digest, bytes), &self.absent) {
             (Err(_), Some(absent)) => {
                 let outcome = self.obtain(absent, digest);
-                // Who looked just before it came may have been told that it did not.
+                // Before it arrived, waiters may have been told that it failed.
                 self.here(path, digest, bytes).map_err(|bad| outcome.err().unwrap_or(bad))
             }
             (found, _) => found,
@@ -122,7 +117,7 @@ impl Files {
         self.folder.join(std::ffi::OsStr::from_bytes(path))
     }
 
-    /// The same, if it is in the store.
+    /// As [`Self::find`], if it is in the store.
     pub(super) fn here(&self, path: &[u8], digest: Digest, bytes: u64) -> Result<Arc<Backing>, ObjectError> {
         if let Some(known) = self.known(path, digest) {
             return Ok(known);
@@ -138,8 +133,8 @@ impl Files {
         Ok(self.keep(path, digest, file, &found))
     }
 
-    /// The same if that costs next to nothing: the object is small, was proved before, or has fs-verity, with which the kernel proves
-    /// what is read whenever it is. Nothing is said of one that is damaged, for nobody may have a use for its bytes.
+    /// As [`Self::here`] if that is cheap: the object is small, was verified before, or has fs-verity, with which the
+    /// kernel verifies reads. Damage is not reported, because the bytes may never be read.
     pub(crate) fn ready(&self, path: &[u8], digest: Digest, bytes: u64) -> Option<Arc<Backing>> {
         if bytes <= SMALL_BYTES {
             return self.here(path, digest, bytes).ok();
@@ -153,10 +148,10 @@ impl Files {
     }
 
     fn known(&self, path: &[u8], digest: Digest) -> Option<Arc<Backing>> {
-        self.state().open.get(&(path.to_vec(), digest)).cloned()
+        lock(&self.state).open.get(&(path.to_vec(), digest)).cloned()
     }
 
-    /// Opens an object of this length, and tells what file it is.
+    /// Opens an object of this length, and returns its identity.
     fn open_object(&self, path: &[u8], bytes: u64) -> Result<(File, fs::Metadata), ObjectError> {
         let unreadable = |source: io::Error| ObjectError::Object { path: self.name(path), source };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -170,15 +165,15 @@ impl Files {
         Ok((file, found))
     }
 
-    /// Whether a file's bytes were proved, and it has not changed since.
+    /// Returns whether a file's bytes were verified, and it has not changed since.
     fn was_proved(&self, found: &fs::Metadata, digest: Digest) -> bool {
-        self.state().proved.get(&digest) == Some(&identity(found))
+        lock(&self.state).proved.get(&digest) == Some(&identity(found))
     }
 
-    /// Keeps an object open whose bytes are proved.
+    /// Keeps a verified object open.
     fn keep(&self, path: &[u8], digest: Digest, file: File, found: &fs::Metadata) -> Arc<Backing> {
         let backing = Arc::new(Backing::new(file.into()));
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.proved.insert(digest, identity(found));
         if state.open.len() >= OPEN_MAX {
             state.open.clear();

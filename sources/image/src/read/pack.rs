@@ -1,7 +1,7 @@
-//! An open pack: nobody sees bytes of it before they are proved, by us, or, where the pack has fs-verity, by the kernel when it reads them.
+//! An open pack: its bytes are verified before use, by this process or, with fs-verity, by the kernel on every read.
 //!
-//! Objects are no longer than a piece (64 KiB), and are proved one by one, as they are read. What a pack has that may have holes is got
-//! before it is seen ([`crate::read::fetch`]).
+//! Objects are at most one chunk (64 KiB), and are verified one by one, on use. Missing objects of an incomplete pack
+//! are fetched before use ([`crate::read::fetch`]).
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -10,9 +10,10 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 
 use ferry_vfs::Backing;
+use ferry_vfs::sync::{self, lock};
 use rustix::fs::{Advice, FlockOperation};
 
 use crate::format::erofs::BLOCK_BYTES;
@@ -22,50 +23,50 @@ use crate::read::partial::PartialPack;
 use crate::store::fsverity;
 use crate::store::object_error::ObjectError;
 
-/// What is known of an object.
+/// States of an object.
 pub(crate) const UNKNOWN: u8 = 0;
 pub(crate) const SOUND: u8 = 1;
 const DAMAGED: u8 = 2;
-/// Somebody is just finding out.
+/// A thread is verifying it.
 const BUSY: u8 = 3;
-/// How many objects behind one that is read in order are proved before they are wanted, and how many bytes the disk is asked for before
+/// How many objects are verified ahead of a sequential read, and how many bytes are requested from the disk before
 /// that: enough to keep both busy.
 pub(crate) const AHEAD_OBJECTS: usize = 64;
 const AHEAD_BYTES: u64 = 8 << 20;
-/// In which steps: the usual read-ahead of a disk, of which the kernel does not take more at once.
+/// The step of disk read-ahead: the usual maximum per request to the kernel.
 const AHEAD_STEP_BYTES: u64 = 128 << 10;
-/// Who would wait for an object looks at so many behind it for one to prove meanwhile.
+/// A thread that would wait for an object verifies one of this many following ones instead.
 const HELP_OBJECTS: usize = 16;
 
 thread_local! {
-    /// What objects are read into.
+    /// The buffer for objects.
     static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 pub(crate) type Proof = Result<(), ObjectError>;
 
-/// A pack, open.
+/// An open pack.
 #[derive(Debug)]
 pub(crate) struct Pack {
     pub file: File,
     pub backing: Arc<Backing>,
     pub index: Index,
-    /// Whether all of it is wanted soon, in its order.
+    /// Whether all of it is needed soon, in order.
     pub ahead: bool,
-    /// Whether the kernel proves each block that is read, by the digest that the index names: readers then get that, or EIO.
+    /// Whether the kernel verifies each block on read by the digest in the index: readers get those bytes, or EIO.
     pub is_sealed: bool,
-    /// For each object what is known of it. Nobody is ever busy with one of a pack that may have holes: that is told apart there.
+    /// The state of each object. In an incomplete pack none is ever busy: [`PartialPack`] tracks that.
     pub states: Vec<AtomicU8>,
-    /// How what is not here is got, if the pack may have holes.
+    /// How missing objects are fetched, if the pack is incomplete.
     pub absent: Option<PartialPack>,
-    /// Who waits for what somebody else finds out.
+    /// Waits for other threads' verifications.
     waiting: (Mutex<()>, Condvar),
 }
 
 impl Drop for Pack {
     fn drop(&mut self) {
         if self.absent.is_some() {
-            // Closing alone keeps the lock for as long as a child process has a copy of the descriptor, which it has until its exec.
+            // A child process has a copy of the descriptor until its exec, so closing does not release the lock.
             let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
         }
     }
@@ -79,25 +80,26 @@ impl Pack {
         Self { file, backing: Arc::new(Backing::new(fd)), index, ahead, is_sealed, states, absent: None, waiting }
     }
 
-    /// The same pack where it may have holes.
+    /// Makes the pack incomplete.
     pub(crate) fn with_holes(mut self, absent: PartialPack) -> Self {
         self.absent = Some(absent);
         self.is_sealed = false;
         self
     }
 
-    /// That its objects are not dropped again.
+    /// Returns an error unless the pack's objects are permanent.
     ///
     /// # Errors
-    /// What is kept of it is bounded.
-    pub(crate) fn long_lived(&self) -> Proof {
+    ///
+    /// The pack has a cache limit.
+    pub(crate) fn check_permanent(&self) -> Proof {
         match &self.absent {
             Some(absent) if absent.common.limit.is_some() => Err(ObjectError::Passing { pack: self.index.pack }),
             _ => Ok(()),
         }
     }
 
-    /// How many objects there are.
+    /// Returns the number of objects.
     pub(crate) fn len(&self) -> usize {
         self.states.len()
     }
@@ -106,67 +108,65 @@ impl Pack {
         self.states.get(at).is_some_and(|state| state.load(Ordering::Acquire) == UNKNOWN)
     }
 
-    /// Proves neighbouring objects; returns from which one on more are likely to be wanted next.
-    pub(crate) fn prove_all(&self, objects: Range<usize>) -> Result<Option<usize>, ObjectError> {
+    /// Verifies adjacent objects; returns the index from which more are likely to be read next.
+    pub(crate) fn verify_all(&self, objects: Range<usize>) -> Result<Option<usize>, ObjectError> {
         let Some(last) = objects.clone().last() else { return Ok(None) };
         if let Some(absent) = &self.absent {
             return objects.clone().try_for_each(|at| self.obtain(absent, at..objects.end)).map(|()| None);
         }
-        // Who goes on where somebody was reads in order.
+        // A read that continues an earlier one is sequential.
         let is_next = objects.start > 0 && !self.is_unknown(objects.start - 1);
         for at in objects {
-            // Whoever would wait for an object helps with the ones behind it.
+            // Instead of waiting for an object, this thread verifies following ones.
             if self.states[at].load(Ordering::Acquire) == BUSY
                 && let Some(later) = (at + 1..at + HELP_OBJECTS).find(|later| self.is_unknown(*later))
             {
-                let _ = self.prove(later);
+                let _ = self.verify(later);
             }
-            self.prove(at)?;
+            self.verify(at)?;
         }
         let is_short = self.is_unknown((last + AHEAD_OBJECTS / 2).min(self.len() - 1));
         Ok((is_next && is_short).then_some(last + 1).filter(|next| *next < self.len()))
     }
 
-    /// Proves objects that are wanted soon.
-    pub(crate) fn prove_soon(&self, from: usize) {
+    /// Verifies objects that are read soon.
+    pub(crate) fn verify_soon(&self, from: usize) {
         let objects = &self.index.objects;
         let Some(first) = (from..objects.len().min(from + AHEAD_OBJECTS)).find(|at| self.is_unknown(*at)) else {
             return;
         };
-        // Only an advice: without it, the disk waits while we hash.
+        // Only advice: without it, the disk is idle while objects are hashed.
         let begin = objects[first].block * BLOCK_BYTES as u64;
         for step in (begin..begin + AHEAD_BYTES).step_by(usize::try_from(AHEAD_STEP_BYTES).unwrap_or(usize::MAX)) {
             let _ = rustix::fs::fadvise(&self.file, step, NonZeroU64::new(AHEAD_STEP_BYTES), Advice::WillNeed);
         }
         for at in first..objects.len().min(first + AHEAD_OBJECTS) {
-            // Who reads a damaged one is told.
-            let _ = self.prove(at);
+            // Readers get the error.
+            let _ = self.verify(at);
         }
     }
 
-    /// Looks once whether an object's bytes are what its digest says, and its last block ends with zeros: with them it is
-    /// mapped. What is not here is got.
-    pub(crate) fn prove(&self, at: usize) -> Proof {
+    /// Verifies an object once, with the padding of its last block, which may be mapped. Fetches a missing one.
+    pub(crate) fn verify(&self, at: usize) -> Proof {
         if let Some(absent) = &self.absent {
             return self.obtain(absent, at..at + 1);
         }
         let object = &self.index.objects[at];
-        self.once(&self.states[at], object, || self.is_sound(object))
+        self.verify_once(&self.states[at], object, || self.is_sound(object))
     }
 
-    /// Has one of all who ask at once find out, and keeps the answer; what cannot be read may be asked again.
-    fn once(&self, state: &AtomicU8, object: &Object, find_out: impl FnOnce() -> io::Result<bool>) -> Proof {
+    /// Lets one of several concurrent callers find out, and stores the result; a failed read may be retried.
+    fn verify_once(&self, state: &AtomicU8, object: &Object, find_out: impl FnOnce() -> io::Result<bool>) -> Proof {
         let (pack, digest) = (self.index.pack, object.digest);
         loop {
             match state.compare_exchange(UNKNOWN, BUSY, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => break,
                 Err(SOUND) => return Ok(()),
                 Err(BUSY) => {
-                    let (lock, done) = &self.waiting;
-                    let held = lock.lock().unwrap_or_else(PoisonError::into_inner);
-                    // Looked at under the lock, or the word that it is done may come in between.
+                    let guard = lock(&self.waiting.0);
+                    // Checked under the lock, so that the notification cannot be missed.
                     if state.load(Ordering::Acquire) == BUSY {
-                        drop(done.wait(held).unwrap_or_else(PoisonError::into_inner));
+                        drop(sync::wait(&self.waiting.1, guard));
                     }
                 }
                 Err(_) => return Err(ObjectError::Damaged { pack, digest }),
@@ -179,9 +179,8 @@ impl Pack {
             Err(_) => UNKNOWN,
         };
         state.store(known, Ordering::Release);
-        let (lock, done) = &self.waiting;
-        drop(lock.lock().unwrap_or_else(PoisonError::into_inner));
-        done.notify_all();
+        drop(lock(&self.waiting.0));
+        self.waiting.1.notify_all();
         match outcome {
             Ok(true) => Ok(()),
             Ok(false) => Err(ObjectError::Damaged { pack, digest }),
@@ -189,7 +188,7 @@ impl Pack {
         }
     }
 
-    /// Whether an object is what its digest says, in memory that each thread keeps.
+    /// Verifies an object with a buffer per thread.
     pub(crate) fn is_sound(&self, object: &Object) -> io::Result<bool> {
         PIECE.with_borrow_mut(|memory| read_object(&self.file, object.block, object, memory))
     }
@@ -224,14 +223,14 @@ mod tests {
     fn who_reads_in_order_has_more_proved_and_who_does_not_has_not() {
         let pack = pack();
         for at in [300, 900, 20, 640, 0] {
-            assert_eq!(pack.prove_all(at..at + 2).expect("it is sound"), None, "{at}");
+            assert_eq!(pack.verify_all(at..at + 2).expect("it is sound"), None, "{at}");
         }
-        assert_eq!(pack.prove_all(302..318).expect("it is sound"), Some(318));
-        pack.prove_soon(318);
+        assert_eq!(pack.verify_all(302..318).expect("it is sound"), Some(318));
+        pack.verify_soon(318);
         let known = |range: Range<usize>| range.filter(|at| !pack.is_unknown(*at)).count();
         assert_eq!((known(300..382), known(382..900)), (82, 2), "what follows, and two of 640");
         // What is known is enough for a while.
-        assert_eq!(pack.prove_all(318..334).expect("it is sound"), None);
-        assert_eq!(pack.prove_all(350..366).expect("it is sound"), Some(366));
+        assert_eq!(pack.verify_all(318..334).expect("it is sound"), None);
+        assert_eq!(pack.verify_all(350..366).expect("it is sound"), Some(366));
     }
 }

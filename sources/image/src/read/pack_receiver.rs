@@ -1,4 +1,4 @@
-//! Bytes of neighbouring objects as they come in: each object is kept when it is proved, and not before.
+//! Receives the bytes of adjacent objects: each object is stored once it is verified.
 
 use std::ops::Range;
 
@@ -8,16 +8,16 @@ use crate::format::index::Object;
 use crate::read::pack::Pack;
 use crate::store::object_error::ObjectError;
 
-/// Takes the bytes of a run of objects.
+/// Receives a run of objects.
 pub(crate) struct Receiver<'a> {
     pack: &'a Pack,
-    /// The object whose bytes come now, and those after it.
+    /// The current object, and those after it.
     left: Range<usize>,
-    /// How many bytes of it have come, and of what fills its last block.
+    /// The received bytes of the current object and its padding.
     got: u64,
-    /// What has come of it.
+    /// The received bytes of the current object.
     memory: Vec<u8>,
-    /// Is told of each object that is in its place.
+    /// Called with each stored object.
     kept: &'a mut dyn FnMut(usize),
 }
 
@@ -26,22 +26,22 @@ impl<'a> Receiver<'a> {
         Self { pack, left: run, got: 0, memory: Vec::new(), kept }
     }
 
-    /// Whether all objects have come.
+    /// Returns whether all objects were received.
     pub(crate) fn is_complete(&self) -> bool {
         self.left.is_empty()
     }
 
-    /// The object whose turn it is.
+    /// Returns the current object.
     pub(crate) fn current(&self) -> Digest {
         let last = self.pack.index.objects.len().saturating_sub(1);
         self.pack.index.objects[self.left.start.min(last)].digest
     }
 
-    /// Takes the next bytes.
+    /// Receives the next bytes.
     pub(crate) fn take(&mut self, mut bytes: &[u8]) -> Result<(), ObjectError> {
         while !bytes.is_empty() && !self.left.is_empty() {
             let object = self.pack.index.objects[self.left.start];
-            // What follows an object up to its block's end is not kept: zeros are written there.
+            // Received padding is not kept: zeros are written.
             let padded = object.padded();
             let end = if self.got < object.bytes { object.bytes } else { padded };
             let count = usize::try_from(end - self.got).unwrap_or(usize::MAX).min(bytes.len());
@@ -54,7 +54,7 @@ impl<'a> Receiver<'a> {
             if self.got == object.bytes {
                 self.end(&object)?;
             }
-            // The last object's block need not come to its end.
+            // The padding of the last object may be missing.
             if self.got == padded || (self.got >= object.bytes && self.left.len() == 1) {
                 self.left.start += 1;
                 self.got = 0;
@@ -63,14 +63,14 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// All bytes of an object are there.
+    /// Completes an object.
     fn end(&mut self, object: &Object) -> Result<(), ObjectError> {
         let (pack, digest) = (self.pack.index.pack, object.digest);
         if chunk::digest(&self.memory) != digest {
             return Err(ObjectError::Received { pack, digest });
         }
         let at = self.left.start;
-        // No longer than a piece, as all objects of an index are.
+        // At most a chunk, as all objects of an index.
         self.memory.resize(usize::try_from(object.padded()).unwrap_or(chunk::CHUNK_BYTES), 0);
         self.pack.put(at, &self.memory).map_err(|source| ObjectError::Keep { pack, source })?;
         self.memory.clear();

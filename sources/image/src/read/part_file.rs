@@ -1,4 +1,4 @@
-//! The files of packs that are not all here: opened, counted, made whole.
+//! The files of incomplete packs: opens, counts and completes them.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -22,15 +22,15 @@ use crate::store::layout::{self, INDEX_SUFFIX, PART_SUFFIX};
 use crate::store::new_file::{self, NewFile};
 use crate::store::packs::Store;
 
-/// The largest index that is fetched: six million objects. Memory is to be bounded.
+/// The maximum size of a fetched index: six million objects. It limits memory.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
-/// How often a file may be renamed under our hands while it is opened.
+/// How often a file may be renamed concurrently while it is opened.
 const OPEN_TRIES_MAX: usize = 8;
 
-/// The number of a pack's lock that stands for all of it: who makes it whole has it, and who opens what is here of it.
+/// The lock number for all of a pack: held to complete it, and to open it.
 const WHOLE: Range<u64> = u32::MAX as u64..u32::MAX as u64 + 1;
 
-/// Opens a pack that the store has not got, or has got a part of; `None` if another process has just made it whole.
+/// Opens a pack that is missing or incomplete in the store; `None` if another process has just completed it.
 pub(crate) fn open(common: &Arc<PartialPacks>, store: &Store, number: usize, wanted: &PackRef) -> Result<Option<Pack>> {
     let pack = wanted.name;
     let is_whole = || if store.index_of_whole(pack).is_some() { Progress::Done } else { Progress::Of(0) };
@@ -45,7 +45,7 @@ pub(crate) fn open(common: &Arc<PartialPacks>, store: &Store, number: usize, wan
     let (file, reader) = lock_part(&path, common.limit.is_some())?.ok_or_else(|| {
         flawed("another ferry uses what is here of it, with or without a limit (--cache-size): wait for its end")
     })?;
-    // Holes: what the index claims takes no room.
+    // A hole: what the index claims takes no space.
     file.set_len(wanted.blocks * BLOCK_BYTES as u64).doing("write to", &path)?;
     if let Some(limit) = &common.limit {
         adopt(&file, &index, number, limit).doing("look at", &path)?;
@@ -53,7 +53,7 @@ pub(crate) fn open(common: &Arc<PartialPacks>, store: &Store, number: usize, wan
     Ok(Some(Pack::new(file, reader.into(), index, wanted.ahead).with_holes(PartialPack::new(common, number))))
 }
 
-/// Counts what is here already of a pack that is bounded.
+/// Counts the available objects of a pack with a cache limit.
 fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::Result<()> {
     let mut at = 0;
     loop {
@@ -74,7 +74,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::R
     }
 }
 
-/// The index of a pack, from the store or fetched, proved.
+/// Returns the verified index of a pack, from the store or fetched.
 fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     let pack = wanted.name;
     let path = layout::packs_folder(&common.store).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
@@ -83,7 +83,7 @@ fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     {
         return Ok(index);
     }
-    // Each object has a block at least, and the pack as a whole has an entry.
+    // Each object has at least one block, and the whole pack has an entry.
     let entries_max = wanted.blocks.saturating_add(1);
     let bytes_max = entries_max.saturating_mul(RECORD_BYTES as u64).min(INDEX_BYTES_MAX);
     let fetched = common.missing.from.index(pack, bytes_max);
@@ -95,8 +95,8 @@ fn index(common: &PartialPacks, wanted: &PackRef) -> Result<Index> {
     Ok(index)
 }
 
-/// Opens the part of a pack that is here, and once more for those who only read it: alone if it has a limit, for then objects go away
-/// under others' hands. `None` if another process has it so, or we would want it so.
+/// Opens the file of an incomplete pack twice, the second time for readers: exclusively with a cache limit, because
+/// objects are evicted. `None` if it is used in the other way, here or elsewhere.
 fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     for _ in 0..OPEN_TRIES_MAX {
         let file =
@@ -106,7 +106,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
             Err(Errno::WOULDBLOCK) => return Ok(None),
             outcome => outcome.doing("lock", path)?,
         }
-        // It may have become a whole pack in between, or have been removed.
+        // It may have been completed or removed meanwhile.
         let same = |found: fs::Metadata, ours: fs::Metadata| (found.dev(), found.ino()) == (ours.dev(), ours.ino());
         let ours = file.metadata().doing("look at", path)?;
         if let Ok(reader) = File::open(path)
@@ -118,7 +118,7 @@ fn lock_part(path: &Path, alone: bool) -> Result<Option<(File, File)>> {
     Ok(None)
 }
 
-/// As a build ends: durable first, the index last. Of several processes one does it.
+/// Completes a pack as a build does: durable first, the index last. One of several processes does it.
 pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     let folder = layout::packs_folder(&common.store);
     let at = |suffix: &str| folder.join(format!("{}{suffix}", pack.index.pack.hex()));
@@ -131,7 +131,7 @@ pub(crate) fn complete(pack: &Pack, common: &PartialPacks) -> Result<()> {
     let Some(_lock) = common.locks.take(pack.index.pack, WHOLE, is_whole) else { return Ok(()) };
     pack.file.sync_all().doing("sync", &part)?;
     pack.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &part)?;
-    // What has the name may be another one's, who begins with nothing: then ours is whole under its name already.
+    // The name may belong to another process's new file: then this one is already complete under its final name.
     if is_ours(&part) || !name.exists() {
         fs::rename(&part, &name).doing("make", &name)?;
     }

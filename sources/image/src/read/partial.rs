@@ -1,4 +1,4 @@
-//! State of the packs that are not complete.
+//! The state of incomplete packs.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -8,25 +8,25 @@ use crate::format::index::Places;
 use crate::read::cache_limit::CacheLimit;
 use crate::read::fetch_locks::FetchLocks;
 use crate::read::singleflight::Singleflight;
-use crate::store::fetch::Missing;
+use crate::store::fetch::FetchOptions;
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 
-/// What the packs of an image that are not all here have in common.
+/// What the incomplete packs of an image share.
 #[derive(Debug)]
 pub(crate) struct PartialPacks {
     pub store: PathBuf,
-    pub missing: Missing,
+    pub missing: FetchOptions,
     pub limit: Option<Arc<CacheLimit>>,
-    /// What other processes fetch.
+    /// Fetches of other processes.
     pub locks: FetchLocks,
-    /// Where other packs of the store have objects.
+    /// The locations of objects in other packs of the store.
     elsewhere: OnceLock<StorePlaces>,
     pub fetched_bytes: AtomicU64,
 }
 
 impl PartialPacks {
-    pub(crate) fn new(store: &Path, missing: Missing) -> Arc<Self> {
+    pub(crate) fn new(store: &Path, missing: FetchOptions) -> Arc<Self> {
         let limit = missing.cache_bytes.map(|bytes| Arc::new(CacheLimit::new(bytes)));
         Arc::new(Self {
             store: store.into(),
@@ -40,7 +40,7 @@ impl PartialPacks {
 
     pub(crate) fn elsewhere(&self) -> &StorePlaces {
         self.elsewhere.get_or_init(|| {
-            let found = Store::open(&self.store).and_then(|store| store.places());
+            let found = Store::open(&self.store).and_then(|store| store.places(false));
             found.unwrap_or_else(|error| {
                 tracing::warn!("{error}: objects are fetched even where other packs have them");
                 StorePlaces::known(Places::new())
@@ -49,13 +49,13 @@ impl PartialPacks {
     }
 }
 
-/// What a pack that is not all here has beside the others.
+/// The state of an incomplete pack.
 #[derive(Debug)]
 pub(crate) struct PartialPack {
     pub common: Arc<PartialPacks>,
-    /// Which of the image's packs.
+    /// The index of the image's pack.
     pub number: usize,
-    /// Whether others that fetch the same are not waited for.
+    /// Whether concurrent fetches of other processes are ignored.
     pub alone: bool,
     pub flights: Singleflight,
 }

@@ -1,17 +1,19 @@
-//! Who fetches which objects: one thread gets an object, all others that want it wait and share its fate. An object that was only
-//! claimed together with one that is damaged has none: who waited for it asks for it.
+//! Lets one thread fetch an object while others that need it wait and share the outcome. Objects that were only claimed
+//! together with a damaged one have no outcome: their waiters fetch them.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
+
+use ferry_vfs::sync::{self, lock};
 
 use crate::store::object_error::ObjectError;
 
-/// Objects, by their numbers, that somebody is fetching.
+/// The objects being fetched, by number.
 #[derive(Debug, Default)]
 pub(crate) struct Singleflight(Mutex<HashMap<usize, Arc<Flight>>>);
 
-/// Objects that one thread is fetching, and others wait for.
+/// Objects that one thread fetches, and others wait for.
 #[derive(Debug, Default)]
 struct Flight {
     state: Mutex<State>,
@@ -21,73 +23,69 @@ struct Flight {
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
     ended: bool,
-    /// From which object on nothing was tried.
+    /// The first object that was not tried.
     untried: Option<usize>,
 }
 
-/// Objects that this thread is to fetch. However that ends, others can go on.
+/// The objects that this thread is to fetch. Dropping it releases the waiters.
 pub(crate) struct Claim<'a> {
     flights: &'a Singleflight,
     flight: Arc<Flight>,
-    /// Neighbours, in their order.
+    /// Adjacent objects, in order.
     pub objects: Range<usize>,
 }
 
-/// What there is to be done for an object.
-pub(crate) enum Turn<'a> {
-    /// Nothing: it is here.
+/// What a caller must do for an object.
+pub(crate) enum FetchAction<'a> {
+    /// Nothing: it is available.
     Here,
-    /// To fetch these.
+    /// Fetch these.
     Ours(Claim<'a>),
-    /// Nothing: somebody has just tried without success. All who waited share that instead of asking again, each in turn: the server
-    /// may be one that says nothing for minutes.
+    /// Nothing: another thread has just failed. All waiters share the failure instead of retrying in turn, because the
+    /// server may be silent for minutes.
     Failed,
 }
 
-/// Objects as those see them who fetch them.
+/// Objects as their fetchers see them.
 pub(crate) trait ObjectSet {
-    /// Whether an object is here, and proved.
+    /// Returns whether an object is available and verified.
     fn is_here(&self, at: usize) -> bool;
-    /// The length of an object in bytes.
+    /// Returns the length of an object in bytes.
     fn bytes(&self, at: usize) -> u64;
 }
 
 impl Flight {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn tell(&self, ended: bool) {
-        self.lock().ended |= ended;
+        lock(&self.state).ended |= ended;
         self.news.notify_all();
     }
 
-    /// Waits until the flight has ended, or something is so; returns whether an object was tried.
+    /// Waits until the flight has ended, or a condition holds; returns whether an object was tried.
     fn wait(&self, at: usize, is_so: impl Fn() -> bool) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while !state.ended && !is_so() {
-            state = self.news.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = sync::wait(&self.news, state);
         }
         state.untried.is_none_or(|untried| at < untried)
     }
 }
 
 impl Claim<'_> {
-    /// Says that something more is here.
+    /// Notifies waiters that more is available.
     pub(crate) fn tell(&self) {
         self.flight.tell(false);
     }
 
-    /// Says that the first of the objects that is not here is damaged, so that those behind it were not tried.
+    /// Records that the first missing object is damaged, so those after it were not tried.
     pub(crate) fn damaged(&self, objects: &dyn ObjectSet) {
         let damaged = self.objects.clone().find(|at| !objects.is_here(*at));
-        self.flight.lock().untried = damaged.map(|at| at + 1);
+        lock(&self.flight.state).untried = damaged.map(|at| at + 1);
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let mut flights = self.flights.lock();
+        let mut flights = lock(&self.flights.0);
         self.objects.clone().for_each(|at| drop(flights.remove(&at)));
         drop(flights);
         self.flight.tell(true);
@@ -95,34 +93,30 @@ impl Drop for Claim<'_> {
 }
 
 impl Singleflight {
-    fn lock(&self) -> MutexGuard<'_, HashMap<usize, Arc<Flight>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits for whoever is at the first object of a range; if nobody is, claims it and those behind it that are not here, up to so
-    /// many bytes.
-    pub(crate) fn turn(&self, objects: &dyn ObjectSet, range: Range<usize>, bytes_max: u64) -> Turn<'_> {
+    /// Waits for the thread that fetches the first object of a range; if there is none, claims it and the missing ones
+    /// after it, up to this many bytes.
+    pub(crate) fn next_action(&self, objects: &dyn ObjectSet, range: Range<usize>, bytes_max: u64) -> FetchAction<'_> {
         let at = range.start;
         let mut failed = false;
         loop {
-            let mut flights = self.lock();
+            let mut flights = lock(&self.0);
             if objects.is_here(at) {
-                return Turn::Here;
+                return FetchAction::Here;
             }
             let Some(flight) = flights.get(&at).cloned() else {
                 if failed {
-                    return Turn::Failed;
+                    return FetchAction::Failed;
                 }
-                return Turn::Ours(self.claim_in(&mut flights, objects, range, bytes_max));
+                return FetchAction::Ours(self.claim_in(&mut flights, objects, range, bytes_max));
             };
             drop(flights);
             failed = flight.wait(at, || objects.is_here(at));
         }
     }
 
-    /// Claims the objects of a range that are neither here nor claimed, up to the first that is, and up to so many bytes.
+    /// Claims the missing and unclaimed objects at the beginning of a range, up to this many bytes.
     pub(crate) fn claim(&self, objects: &dyn ObjectSet, range: Range<usize>, bytes_max: u64) -> Claim<'_> {
-        self.claim_in(&mut self.lock(), objects, range, bytes_max)
+        self.claim_in(&mut lock(&self.0), objects, range, bytes_max)
     }
 
     fn claim_in(
@@ -147,12 +141,11 @@ impl Singleflight {
     }
 }
 
-/// Objects that are fetched in their order, whatever they are kept in.
+/// Objects that are fetched in order, in either layout.
 pub(crate) trait FetchableSet: Sync {
-    /// How many there are.
+    /// Returns the number of objects.
     fn count(&self) -> usize;
-    /// The objects.
     fn objects(&self) -> &dyn ObjectSet;
-    /// Gets those of a range that nobody has or is getting; returns whether there was room for them.
+    /// Gets the missing and unclaimed objects of a range; returns whether there was room for them.
     fn fetch(&self, range: Range<usize>) -> Result<bool, ObjectError>;
 }

@@ -1,4 +1,4 @@
-//! The source "image": an image and its packs, as a file system that any export can offer.
+//! The source "image": an image and its packs, as a file system for any export.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,76 +12,80 @@ use ferry_vfs::{
 use crate::format::data::Data;
 use crate::format::digest::Digest;
 use crate::format::erofs::{BLOCK_BYTES, XATTR_ACL, XATTR_LABEL};
-use crate::format::error::{self, Checked};
+use crate::format::error::{self, ImageResult};
 use crate::format::image::{Image, Inode, Nid};
 use crate::read::objects::{Objects, read_exact};
-use crate::store::fetch::Missing;
+use crate::store::fetch::FetchOptions;
 use crate::store::object_error::ObjectError;
 
-/// An image that is offered.
+/// An image as a file system.
 #[derive(Debug)]
 pub struct Source {
     image: Image,
     objects: Arc<Objects>,
-    complaints: RatelimitedLog,
+    damage_log: RatelimitedLog,
 }
 
 impl Source {
-    /// Opens an image and the packs that it names.
+    /// Opens an image and its packs.
     ///
     /// # Errors
-    /// It is not the image that was asked for, or something of it is missing or damaged.
+    ///
+    /// It is not the requested image, or something is missing or damaged.
     pub fn open(image: &Path, store: &Path, digest: Option<Digest>) -> error::Result<Self> {
         Self::open_with(image, store, digest, None)
     }
 
-    /// The same; with `missing`, what is not in the store is fetched when it is read.
+    /// As [`Self::open`]; with `missing`, missing objects are fetched on read.
     ///
     /// # Errors
-    /// It is not the image that was asked for, or something of it cannot be had or is damaged.
+    ///
+    /// It is not the requested image, or something cannot be fetched or is damaged.
     pub fn open_with(
         image: &Path,
         store: &Path,
         digest: Option<Digest>,
-        missing: Option<Missing>,
+        missing: Option<FetchOptions>,
     ) -> error::Result<Self> {
         let image = Image::open(image, digest)?;
         let objects = Objects::open_with(&image, store, missing)?;
-        let source = Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() };
+        let source = Self { image, objects: Arc::new(objects), damage_log: RatelimitedLog::default() };
         source.begin();
         Ok(source)
     }
 
-    /// The same at rest, for a process that is still to become another one: no thread is begun before [`Self::begin`]. Of the layout
-    /// flat, all that is read later is open then; of composefs's, a directory is.
+    /// Opens an image without starting a thread, for a process that forks afterwards; see [`Self::begin`]. In the flat
+    /// layout everything that is read later is open then, in the composefs layout a directory.
     ///
     /// # Errors
-    /// Something of it is missing or damaged.
-    pub fn at_rest(image: Image, store: &Path) -> error::Result<Self> {
+    ///
+    /// Something is missing or damaged.
+    pub fn open_idle(image: Image, store: &Path) -> error::Result<Self> {
         let objects = Objects::open(&image, store)?;
-        Ok(Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() })
+        Ok(Self { image, objects: Arc::new(objects), damage_log: RatelimitedLog::default() })
     }
 
-    /// The same for an image of composefs's, whose store is seen at another place from here.
+    /// As [`Self::open_idle`], for a composefs image whose store this process sees at another path.
     ///
     /// # Errors
+    ///
     /// The store cannot be opened.
-    pub fn at_rest_seen(image: Image, store: &Path, seen: &Path) -> error::Result<Self> {
-        let objects = Objects::seen_at(&image, store, seen)?;
-        Ok(Self { image, objects: Arc::new(objects), complaints: RatelimitedLog::default() })
+    pub fn open_idle_at(image: Image, store: &Path, seen: &Path) -> error::Result<Self> {
+        let objects = Objects::open_at(&image, store, seen)?;
+        Ok(Self { image, objects: Arc::new(objects), damage_log: RatelimitedLog::default() })
     }
 
-    /// Begins what is done beside the readers, once.
+    /// Starts background threads; further calls have no effect.
     pub fn begin(&self) {
-        self.objects.prove_ahead();
+        self.objects.verify_ahead();
     }
 
-    /// What files' bytes are read from, to fetch what is missing of it beside the readers.
+    /// Returns the objects, so that missing ones can be fetched in the background.
     pub fn shared_objects(&self) -> Arc<Objects> {
         Arc::clone(&self.objects)
     }
 
-    /// The image.
+    /// Returns the image.
     pub fn image(&self) -> &Image {
         &self.image
     }
@@ -93,6 +97,7 @@ impl Source {
     /// Reads bytes of a file.
     ///
     /// # Errors
+    ///
     /// `IO` if the image or the object is damaged.
     pub fn read_at(&self, nid: Nid, offset: u64, bytes: &mut [u8]) -> Result<usize> {
         let inode = self.flawed(self.image.inode(nid))?;
@@ -113,7 +118,7 @@ impl Source {
                 let extent =
                     self.objects.extent(data, inode.bytes, part).map_err(|bad| self.refused(&bad))?.ok_or(Errno::IO)?;
                 read_exact(&extent.file, extent.offset, bytes).map_err(|error| {
-                    self.complaints.error(format_args!("cannot read what is in the store: {error}"));
+                    self.damage_log.error(format_args!("cannot read what is in the store: {error}"));
                     Errno::IO
                 })?;
             }
@@ -122,21 +127,21 @@ impl Source {
         Ok(count)
     }
 
-    /// What readers can cause by an image that is damaged is logged here.
-    pub(crate) fn complaints(&self) -> &RatelimitedLog {
-        &self.complaints
+    /// Returns the log for errors that readers of a damaged image can cause.
+    pub(crate) fn damage_log(&self) -> &RatelimitedLog {
+        &self.damage_log
     }
 
-    /// Bytes that cannot be had are `IO` to who reads them, and a line in the log.
+    /// Logs unavailable bytes, and returns `IO` for their readers.
     fn refused(&self, bad: &ObjectError) -> Errno {
-        self.complaints.error(format_args!("{bad}; its readers get EIO"));
+        self.damage_log.error(format_args!("{bad}; its readers get EIO"));
         Errno::IO
     }
 
-    /// A damaged image is `IO` to its users, and a line in the log.
-    fn flawed<T>(&self, checked: Checked<T>) -> Result<T> {
+    /// Logs damage of the image, and returns `IO` for its readers.
+    fn flawed<T>(&self, checked: ImageResult<T>) -> Result<T> {
         checked.map_err(|flaw| {
-            self.complaints.error(format_args!("the image is damaged: {flaw}"));
+            self.damage_log.error(format_args!("the image is damaged: {flaw}"));
             Errno::IO
         })
     }
@@ -151,7 +156,7 @@ impl Source {
 
     fn directory(&self, ino: Ino) -> Result<Inode> {
         let inode = self.inode(ino)?;
-        // Who asks another file for names is wrong, not the image.
+        // Listing another type of file is the caller's error, not damage.
         if inode.kind() == FileType::Directory { Ok(inode) } else { Err(Errno::NOTDIR) }
     }
 
@@ -190,7 +195,7 @@ impl FileSystem for Source {
         Features {
             read_only: true,
             posix_acl: self.image.may_have_acls(),
-            // What is in packs has no file of its own.
+            // Bytes in packs have no file of their own.
             backing: self.image.is_composefs(),
             by_number: ByNumber::Any,
             constant: true,
@@ -246,7 +251,7 @@ impl FileSystem for Source {
         {
             return Ok(Moved::Extent(extent));
         }
-        // What follows in the pack is another file's.
+        // The following bytes in the pack belong to other files.
         let left = inode.bytes.saturating_sub(at.offset).min(len);
         let mut bytes = vec![0; usize::try_from(left).unwrap_or_default()];
         let count = self.read_at(inode.nid, at.offset, &mut bytes)?;
@@ -296,10 +301,10 @@ impl FileSystem for Source {
 
     fn getxattr(&self, _: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         if !self.image.may_have_xattrs() {
-            // Clients then do not ask again: what they ask for is nowhere.
+            // Clients then stop asking.
             return Err(Errno::NOSYS);
         }
-        // ls(1) asks each file for both, unless it is told once that there is no such thing.
+        // ls(1) requests both for each file, unless it is told once that there are none.
         let no_acl = name.starts_with(XATTR_ACL) && !self.image.may_have_acls();
         if no_acl || (name == XATTR_LABEL && !self.image.may_have_labels()) {
             return Err(Errno::OPNOTSUPP);
@@ -309,8 +314,8 @@ impl FileSystem for Source {
     }
 
     fn listxattr(&self, _: &Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        // Where there are none the list is empty, as of the kernel's EROFS; "not supported" would be kept for all files, and is an error
-        // to programs that copy attributes.
+        // Without attributes the list is empty, as in the kernel's EROFS: programs that copy attributes treat "not
+        // supported" as an error, and clients apply it to all files.
         let xattrs = self.flawed(self.image.xattrs(&self.inode(ino)?))?;
         Ok(xattrs.into_iter().flat_map(|(name, _)| [name, vec![0]].concat()).collect())
     }

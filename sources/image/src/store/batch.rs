@@ -8,20 +8,20 @@ use crate::format::erofs::BLOCK_BYTES;
 use crate::format::verity::{BlockHash, hash_block};
 use crate::store::places::StorePlaces;
 
-/// How many bytes of chunks are hashed and written together.
+/// The maximum size of a batch in bytes.
 pub(crate) const BATCH_BYTES: usize = 1 << 20;
 const _: () = assert!(BATCH_BYTES.is_multiple_of(CHUNK_BYTES));
-/// What stands for a digest that is still to be made.
+/// A placeholder for a digest that is not yet computed.
 const UNHASHED: Digest = Digest::new(Algorithm::Blake3, [0; DIGEST_BYTES]);
 
-/// Chunks one after the other, each from a block's beginning on, as they are in a pack.
+/// Consecutive block-aligned chunks, as in a pack.
 #[derive(Debug)]
 pub(crate) struct Batch {
-    /// Which chunks are hashed for fs-verity, too.
-    wanted: Leaves,
-    /// Those hashes, of each block of chunks that have them, in their order.
+    /// Chunks that these packs do not have are also hashed for fs-verity, which takes longer than BLAKE3.
+    hashes_unless_in: Option<Arc<StorePlaces>>,
+    /// These hashes, of each block of the selected chunks, in order.
     leaves: Vec<BlockHash>,
-    /// Memory, and where a block begins in it that a disk can be given.
+    /// The buffer, and the offset of its first block that is aligned for direct I/O.
     memory: Vec<u8>,
     skew: usize,
     used: usize,
@@ -31,49 +31,49 @@ pub(crate) struct Batch {
 /// A chunk in a batch.
 #[derive(Debug)]
 struct Place {
-    /// Where it begins, in bytes.
+    /// Its offset in bytes.
     at: usize,
-    /// How long it is.
+    /// Its length in bytes.
     bytes: usize,
-    /// How it is named.
+    /// Its digest.
     digest: Digest,
-    /// Which of the hashes is that of its first block, if it has any.
+    /// The index of the hash of its first block, if it is hashed.
     leaf: Option<usize>,
 }
 
-/// A chunk as it is put into a pack.
+/// A chunk for a pack.
 #[derive(Debug)]
 pub(crate) struct Chunk<'a> {
-    /// Its bytes, and what fills the last block.
+    /// Its bytes with padding.
     pub padded: &'a [u8],
-    /// How many of them count.
+    /// Its length without padding.
     pub bytes: usize,
     pub digest: Digest,
-    /// The hash of each block for fs-verity, if it was wanted.
+    /// The hash of each block for fs-verity, if selected.
     pub leaves: Option<&'a [BlockHash]>,
 }
 
 impl Batch {
-    /// Without any. Chunks are hashed for fs-verity, too, where that is wanted.
-    pub(crate) fn new(wanted: Leaves) -> Self {
+    /// Creates an empty batch.
+    pub(crate) fn new(hashes_unless_in: Option<Arc<StorePlaces>>) -> Self {
         let memory = vec![0; BATCH_BYTES + BLOCK_BYTES];
         let skew = memory.as_ptr().align_offset(BLOCK_BYTES).min(BLOCK_BYTES);
-        Self { wanted, leaves: Vec::new(), memory, skew, used: 0, chunks: Vec::new() }
+        Self { hashes_unless_in, leaves: Vec::new(), memory, skew, used: 0, chunks: Vec::new() }
     }
 
-    /// Whether a chunk of so many bytes finds room.
+    /// Returns whether a chunk of this length fits.
     pub(crate) fn has_room(&self, bytes: usize) -> bool {
         self.used + bytes.next_multiple_of(BLOCK_BYTES) <= BATCH_BYTES
     }
 
-    /// Adds a chunk, which has room and is read by `fill`, into as many bytes as it has; returns its digest.
+    /// Adds a chunk, which must fit, by `fill`; returns its digest.
     pub(crate) fn add<E>(&mut self, bytes: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Digest, E> {
         self.add_unhashed(bytes, fill)?;
         self.hash_from(self.chunks.len() - 1);
         Ok(self.chunks.last().map_or(UNHASHED, |chunk| chunk.digest))
     }
 
-    /// The same without its digest: [`Self::hash`] is to be called before anybody asks for it.
+    /// As [`Self::add`], without the digest: call [`Self::hash`] before it is used.
     pub(crate) fn add_unhashed<E>(
         &mut self,
         bytes: usize,
@@ -89,7 +89,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Makes the digests of all chunks.
+    /// Computes the digests of all chunks.
     pub(crate) fn hash(&mut self) {
         self.hash_from(0);
     }
@@ -98,14 +98,13 @@ impl Batch {
         for chunk in &mut self.chunks[first..] {
             let padded = &self.memory[self.skew + chunk.at..][..chunk.bytes.next_multiple_of(BLOCK_BYTES)];
             chunk.digest = chunk::digest(&padded[..chunk.bytes]);
-            if self.wanted.are_wanted(&chunk.digest) {
+            if self.hashes_unless_in.as_ref().is_some_and(|packs| !packs.contains(&chunk.digest)) {
                 chunk.leaf = Some(self.leaves.len());
                 self.leaves.extend(padded.chunks(BLOCK_BYTES).map(hash_block));
             }
         }
     }
 
-    /// The chunks.
     pub(crate) fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> {
         self.chunks.iter().map(move |place| {
             let padded = &self.memory[self.skew + place.at..][..place.bytes.next_multiple_of(BLOCK_BYTES)];
@@ -114,39 +113,21 @@ impl Batch {
         })
     }
 
-    /// All of them as they are in a pack.
+    /// Returns the bytes of all chunks, as in a pack.
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.memory[self.skew..self.skew + self.used]
     }
 
-    /// How many there are.
+    /// Returns the number of chunks.
     pub(crate) fn len(&self) -> usize {
         self.chunks.len()
     }
 
-    /// Begins anew.
+    /// Removes all chunks.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
         self.leaves.clear();
         self.chunks.clear();
-    }
-}
-
-/// Which chunks are hashed for fs-verity, too, when they are read: that takes longer than hashing them by BLAKE3.
-#[derive(Clone, Debug)]
-pub(crate) enum Leaves {
-    /// None.
-    No,
-    /// Those that are not in these packs already.
-    OfNew(Arc<StorePlaces>),
-}
-
-impl Leaves {
-    pub(crate) fn are_wanted(&self, digest: &Digest) -> bool {
-        match self {
-            Self::No => false,
-            Self::OfNew(places) => !places.contains(digest),
-        }
     }
 }
 
@@ -160,7 +141,7 @@ mod tests {
     #[test]
     fn pieces_begin_at_blocks_and_end_with_zeros() {
         let known = chunk::digest(&[3; 4097]);
-        let mut batch = Batch::new(Leaves::OfNew(Arc::new(StorePlaces::known(Places::from([(known, (known, 0))])))));
+        let mut batch = Batch::new(Some(Arc::new(StorePlaces::known(Places::from([(known, (known, 0))])))));
         for round in 0..2 {
             for (byte, length) in [(1_u8, 1), (2, 4096), (3, 4097), (4, CHUNK_BYTES), (5, 0)] {
                 let fill = |chunk: &mut [u8]| -> Result<(), ()> {

@@ -1,4 +1,4 @@
-//! Where missing packs and objects come from.
+//! The source of missing packs and objects.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,37 +6,39 @@ use std::{fmt, io};
 
 use crate::format::digest::Digest;
 
-/// What takes bytes as they come. With an error it wants no more.
+/// Receives bytes in order. After an error it receives no more.
 pub type ByteSink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
-/// Where the bytes of packs come from that a store has not got. What comes is proved afterwards.
+/// Fetches the bytes of missing packs, which are verified afterwards.
 ///
-/// Of composefs's objects those of an image are such a pack, without an index: one behind the other, in the order of
-/// [`crate::file_objects`], and its name is the image's digest.
+/// The objects of a composefs image form such a pack without an index: concatenated in the order of
+/// [`crate::file_objects`], and named by the image's digest.
 pub trait Fetch: fmt::Debug + Send + Sync {
-    /// All bytes of a pack's index.
+    /// Returns the index of a pack.
     ///
     /// # Errors
-    /// It cannot be had, or is longer than `bytes_max`.
+    ///
+    /// It is not available, or longer than `bytes_max`.
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>>;
 
-    /// Hands over a range of a pack, in order and each byte once.
+    /// Passes a range of a pack to `sink`, in order and each byte once.
     ///
     /// # Errors
-    /// It cannot be had, or what `sink` said.
+    ///
+    /// It is not available, or the error of `sink`.
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()>;
 }
 
-/// How a store gets what it has not got.
+/// How a store obtains missing objects.
 #[derive(Clone, Debug)]
-pub struct Missing {
-    /// Where from.
+pub struct FetchOptions {
+    /// Their source.
     pub from: Arc<dyn Fetch>,
-    /// How many bytes may be asked for together with an object that is read: what follows it in its pack.
+    /// How many bytes after a read object may be fetched together with it.
     pub ahead_bytes: u64,
-    /// The most that is kept of the image's incomplete packs, in bytes; what was not used for longest goes first.
+    /// The maximum size of the image's incomplete packs in bytes; the least recently used objects are evicted first.
     pub cache_bytes: Option<u64>,
 }
 
-/// The most that one request of [`Objects::fetch_all`] asks for, in bytes; a larger object is asked for alone.
+/// The maximum size of a request of [`Objects::fetch_all`] in bytes; a larger object is fetched alone.
 pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;

@@ -1,4 +1,4 @@
-//! composefs's objects that an image needs.
+//! The objects of a composefs image.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -26,22 +26,23 @@ use crate::store::object_error::ObjectError;
 use crate::store::object_list::objects_folder;
 use crate::store::parallel;
 
-/// From this length on, in bytes, what has come of an object is kept for the next try.
+/// From this length on, in bytes, the received part of an object is kept for the next attempt.
 pub(crate) const LARGE_BYTES: u64 = RUN_BYTES_MAX;
 
 /// An object of a composefs image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileObject {
-    /// What it is; its name, too.
+    /// Its digest, which is also its name.
     pub digest: Digest,
     /// Its length.
     pub bytes: u64,
 }
 
-/// The objects of a composefs image, each once, in the order in which the tree is walked.
+/// Returns the objects of a composefs image, each once, in the order of a walk.
 ///
 /// # Errors
-/// The image is damaged, or does not say what an object is.
+///
+/// The image is damaged, or lacks the digest of an object.
 pub fn file_objects(image: &Image) -> Result<Vec<FileObject>, ObjectError> {
     let (mut found, mut known) = (Vec::new(), HashMap::new());
     let mut wrong = None;
@@ -74,9 +75,9 @@ fn object(path: Option<&[u8]>, digest: Option<Digest>, bytes: u64) -> Result<Fil
     Ok(FileObject { digest, bytes })
 }
 
-/// Removes those objects of an image that are not what their names say, so that builds and pulls put them there again; returns how many
-/// there were. Their length alone would not do: it is the image's word. One that cannot be read may be sound and stays, and is an error
-/// once the others have been looked at.
+/// Removes damaged objects of an image, so that builds and pulls replace them; returns how many. It hashes them,
+/// because the length alone is only the image's claim. An unreadable object may be intact and stays; it is an error
+/// after the others were checked.
 pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
     let folder = objects_folder(store);
     let objects = file_objects(image).map_err(io::Error::other).doing("look for the image's objects in", &folder)?;
@@ -92,7 +93,7 @@ pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
         match measure(&file, bytes) {
             Ok(found) if found == digest => return Ok(()),
             Err(error) if !is_damage(&file, &error) => {
-                // The first one is answered.
+                // Only the first one is returned.
                 let _ = unread.set(Err(error).doing("read", &path));
                 return Ok(());
             }
@@ -106,14 +107,14 @@ pub(crate) fn remove_damaged(image: &Image, store: &Path) -> Result<usize> {
     Ok(removed.into_inner())
 }
 
-/// Whether that an object cannot be read tells that it is damaged: so the kernel says it of a file with fs-verity.
+/// Returns whether a read error means damage: the kernel reports it this way for a file with fs-verity.
 fn is_damage(file: &File, error: &io::Error) -> bool {
     let found = || statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
     Errno::from_io_error(error) == Some(Errno::IO)
         && found().is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::VERITY))
 }
 
-/// The digest of an object in a file, by several threads if that is worth it.
+/// Returns the digest of a file, computed by several threads if it is large.
 pub(crate) fn measure(file: &File, bytes: u64) -> io::Result<Digest> {
     if bytes >= LARGE_BYTES { parallel::digest(file, 0, bytes) } else { Ok(verity::of_reader(file)?.0) }
 }

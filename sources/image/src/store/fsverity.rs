@@ -1,4 +1,4 @@
-//! Two calls of Linux that have no safe names elsewhere: fs-verity is turned on for a file, and asked for its digest.
+//! Enables and queries fs-verity, for which no crate has safe functions.
 #![allow(unsafe_code, reason = "ioctls")]
 
 use std::fs::{File, Permissions};
@@ -27,17 +27,18 @@ struct Enable {
 
 const _: () = assert!(size_of::<Enable>() == 128);
 
-/// The right of a file's owner to write to it, in its mode.
+/// The owner's write permission.
 const OWNER_WRITES: u32 = 0o200;
 
 /// `FS_IOC_ENABLE_VERITY`.
 const FS_IOC_ENABLE_VERITY: rustix::ioctl::Opcode = opcode::write::<Enable>(b'f', 133);
 
-/// Turns fs-verity on for a file that is open for reading, and for writing nowhere: from then on it cannot be changed, and the
-/// kernel checks each block. Returns whether the file system can do that.
+/// Enables fs-verity for a file that is open for reading, and nowhere for writing: it cannot be changed any more, and
+/// the kernel verifies each block. Returns whether the file system supports it.
 ///
 /// # Errors
-/// What the system says.
+///
+/// The system's.
 pub(crate) fn enable(file: &File) -> io::Result<bool> {
     // SHA-256 over blocks of 4 KiB.
     let argument = Enable { version: 1, hash_algorithm: 1, block_bytes: 4096, ..Enable::default() };
@@ -46,7 +47,7 @@ pub(crate) fn enable(file: &File) -> io::Result<bool> {
     let outcome = unsafe { ioctl(file, Setter::<FS_IOC_ENABLE_VERITY, Enable>::new(argument)) };
     match outcome {
         Ok(()) | Err(Errno::EXIST) => Ok(true),
-        // The last: blocks of 4 KiB are not known to it (before Linux 6.3, where pages are longer).
+        // The last one: blocks of 4 KiB are not supported (before Linux 6.3, with larger pages).
         Err(Errno::NOTTY | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(false),
         Err(error) => Err(error.into()),
     }
@@ -57,38 +58,38 @@ const SHA256: u16 = 1;
 
 /// `struct fsverity_digest`, with room for a digest.
 #[repr(C)]
-struct Measured {
+struct VerityDigest {
     algorithm: u16,
-    /// The room for the digest, and then its length.
+    /// The room for the digest; after the call its length.
     bytes: u16,
     digest: [u8; DIGEST_BYTES],
 }
 
-const _: () = assert!(size_of::<Measured>() == 4 + DIGEST_BYTES);
+const _: () = assert!(size_of::<VerityDigest>() == 4 + DIGEST_BYTES);
 
-/// The room for a digest, in the type that the kernel has for it.
+/// The room for a digest, in the kernel's type.
 const ROOM_BYTES: u16 = 32;
 
 const _: () = assert!(ROOM_BYTES as usize == DIGEST_BYTES);
 
-/// `FS_IOC_MEASURE_VERITY`: its number has the length of the head only.
+/// `FS_IOC_MEASURE_VERITY`: its number contains the size of the header only.
 const FS_IOC_MEASURE_VERITY: rustix::ioctl::Opcode = opcode::read_write::<[u16; 2]>(b'f', 134);
 
-/// The type of a mount by FUSE (`FUSE_SUPER_MAGIC`): there a program answers what is asked of fs-verity, not the kernel.
+/// The type of a FUSE mount (`FUSE_SUPER_MAGIC`), where a program answers such calls, not the kernel.
 const FUSE_SUPER_MAGIC: u32 = 0x6573_5546;
 
-/// What the kernel's fs-verity does for a file.
+/// The state of a file's fs-verity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verity {
-    /// Each block is checked when it is read: whoever reads the file sees bytes of this digest, or EIO.
+    /// The kernel verifies each block on read: readers get bytes of this digest, or EIO.
     On(Digest),
-    /// It is not on, or makes digests of another kind than ours, though the file system has it.
+    /// Not enabled, or enabled with another type of digest.
     Off,
     /// The file system or the kernel has no fs-verity.
     Unavailable,
 }
 
-/// Asks the kernel what fs-verity does for a file.
+/// Queries the kernel for a file's fs-verity.
 pub fn verity_of(file: &File) -> Verity {
     let is_fuse = rustix::fs::fstatfs(file)
         .is_ok_and(|found| u32::try_from(found.f_type).is_ok_and(|kind| kind == FUSE_SUPER_MAGIC));
@@ -96,30 +97,31 @@ pub fn verity_of(file: &File) -> Verity {
         return Verity::Unavailable;
     }
     let room = ROOM_BYTES;
-    let mut measured = Measured { algorithm: 0, bytes: room, digest: [0; DIGEST_BYTES] };
+    let mut measured = VerityDigest { algorithm: 0, bytes: room, digest: [0; DIGEST_BYTES] };
     // SAFETY: the opcode is the one of FS_IOC_MEASURE_VERITY, which reads a `struct fsverity_digest` and writes it with as many bytes
     // behind it as `bytes` says that there is room for: those of `digest`. `measured` lives until the call returns.
-    let outcome = unsafe { ioctl(file, Updater::<FS_IOC_MEASURE_VERITY, Measured>::new(&mut measured)) };
+    let outcome = unsafe { ioctl(file, Updater::<FS_IOC_MEASURE_VERITY, VerityDigest>::new(&mut measured)) };
     let is_ours = measured.algorithm == SHA256 && measured.bytes == room;
     match outcome {
         Ok(()) if is_ours => Verity::On(Digest::new(Algorithm::Verity, measured.digest)),
-        // A longer digest than ours has no room.
+        // A longer digest does not fit.
         Ok(()) | Err(Errno::NODATA | Errno::OVERFLOW) => Verity::Off,
         Err(_) => Verity::Unavailable,
     }
 }
 
-/// Turns fs-verity on for a file, if it can be; returns what it does for it then.
+/// Enables fs-verity for a file if supported; returns its state.
 ///
 /// # Errors
-/// It cannot be turned on: the file is open for writing (`ETXTBSY`), cannot be read, or is not ours.
-pub(crate) fn turn_on(file: &File) -> io::Result<Verity> {
+///
+/// It cannot be enabled: the file is open for writing (`ETXTBSY`), cannot be read, or has another owner.
+pub(crate) fn enable_if_supported(file: &File) -> io::Result<Verity> {
     let found = verity_of(file);
     if found != Verity::Off {
         return Ok(found);
     }
     match enable(file) {
-        // Files of a store may not be written to, which others than root have to be allowed here.
+        // Files of a store are read-only, but users other than root need write permission for this call.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             let before = file.metadata()?.permissions();
             file.set_permissions(Permissions::from_mode(before.mode() | OWNER_WRITES))?;
@@ -132,7 +134,7 @@ pub(crate) fn turn_on(file: &File) -> io::Result<Verity> {
     Ok(verity_of(file))
 }
 
-/// The digest by which the kernel checks each block of a file, if it does.
+/// Returns the digest by which the kernel verifies a file, if it does.
 pub(crate) fn measure(file: &File) -> Option<Digest> {
     match verity_of(file) {
         Verity::On(digest) => Some(digest),

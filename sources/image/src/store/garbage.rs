@@ -1,4 +1,4 @@
-//! What nobody needs in a store, and how it goes.
+//! Garbage collection of a store.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsString;
@@ -13,86 +13,88 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::format::digest::Digest;
-use crate::format::error::{Checked, IoContext, Result};
+use crate::format::error::{ImageResult, IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::pack_name;
 use crate::store::layout::{self, DAMAGED_SUFFIX, INDEX_SUFFIX, PART_SUFFIX};
 use crate::store::new_file::NEW_PREFIX;
-use crate::store::object_list::{self, Stored};
+use crate::store::object_list::{self, StoredFile};
 use crate::store::packs;
-use crate::store::usage::{Place, places};
+use crate::store::usage::{ObjectLocation, object_locations};
 
-/// A store that nobody builds into, as long as this lives: builds wait.
+/// A store into which nobody builds while this exists: builds wait.
 #[derive(Debug)]
 pub struct ExclusiveStore {
     folder: PathBuf,
     _lock: File,
 }
 
-/// What images need of a store.
+/// What images reference in a store.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Needed {
+pub struct LiveSet {
     /// Packs.
     pub packs: BTreeSet<Digest>,
-    /// Files below composefs's folder of objects.
+    /// Files in composefs's folder of objects.
     pub objects: BTreeSet<Vec<u8>>,
 }
 
-impl Needed {
-    /// Adds what an image needs.
+impl LiveSet {
+    /// Adds what an image references.
     ///
     /// # Errors
+    ///
     /// The image is damaged.
-    pub fn add(&mut self, image: &Image) -> Checked<()> {
+    pub fn add(&mut self, image: &Image) -> ImageResult<()> {
         self.packs.extend(image.packs().iter().map(|pack| pack.name));
         if image.is_composefs() {
             let object = |place| match place {
-                Place::Object(path) => Some(path),
-                Place::Packed(..) => None,
+                ObjectLocation::Object(path) => Some(path),
+                ObjectLocation::Packed(..) => None,
             };
-            self.objects.extend(places(image)?.into_keys().filter_map(object));
+            self.objects.extend(object_locations(image)?.into_keys().filter_map(object));
         }
         Ok(())
     }
 }
 
-/// What was removed of a store, or would be.
+/// What was removed from a store, or would be.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Collected {
-    /// Packs that no image needs.
+pub struct GcReport {
+    /// Unreferenced packs.
     pub removed: Vec<Digest>,
-    /// Other files: what killed builds and killed collections have left.
+    /// Other files, left by killed builds and collections.
     pub leftovers: usize,
-    /// What all of these take on the disk, in bytes.
+    /// The disk space of all of these in bytes.
     pub bytes: u64,
-    /// Packs that no image needs, but that were made or used too short a time ago.
+    /// Unreferenced packs within the grace period.
     pub young: Vec<Digest>,
-    /// Packs that images need.
+    /// Referenced packs.
     pub kept: usize,
-    /// Packs that images need and that are not there.
+    /// Referenced packs that are missing.
     pub missing: Vec<Digest>,
-    /// What became of files of composefs's folder of objects.
+    /// The files in composefs's folder of objects.
     pub objects: Objects,
 }
 
 /// What was removed of the files of an object store, or would be.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Objects {
-    /// How many no image needs.
+    /// The number of unreferenced objects.
     pub removed: usize,
-    /// How many no image needs that were made or used too short a time ago.
+    /// The number of unreferenced objects within the grace period.
     pub young: usize,
-    /// How many images need.
+    /// The number of referenced objects.
     pub kept: usize,
-    /// Those that images need and that are not there.
+    /// Referenced objects that are missing.
     pub missing: Vec<Vec<u8>>,
 }
 
 impl ExclusiveStore {
-    /// Waits until nobody builds into a store, which must be there; `waiting` is called if that is not at once.
+    /// Waits until nobody builds into an existing store; calls `waiting` if it is busy.
     ///
     /// # Errors
-    /// There is none, or it may not be written to.
+    ///
+    /// There is none, or it is read-only.
     pub fn lock(folder: &Path, waiting: &dyn Fn()) -> Result<Self> {
         packs::is_store(folder)?;
         let path = layout::lock_path(folder);
@@ -107,29 +109,30 @@ impl ExclusiveStore {
         Ok(Self { folder: folder.into(), _lock: lock })
     }
 
-    /// Removes everything but the packs and objects that are needed and what was made or used within the time of grace: somebody may
-    /// have built an image that they have not told us of yet. With `dry`, only tells.
+    /// Removes everything except referenced packs and objects, and those made or used within the grace period: their
+    /// image may not be known yet. With `dry`, only reports.
     ///
-    /// A pack's index goes first, so that a collection that is killed leaves no index without its pack.
+    /// A pack's index is removed first, so that a killed collection leaves no index without its pack.
     ///
     /// # Errors
+    ///
     /// The folder cannot be read, or something cannot be removed.
-    pub fn collect(&self, needed: &Needed, grace: Duration, dry: bool) -> Result<Collected> {
+    pub fn collect(&self, needed: &LiveSet, grace: Duration, dry: bool) -> Result<GcReport> {
         let mut collected = self.collect_packs(&needed.packs, grace, dry)?;
         self.collect_objects(&needed.objects, grace, dry, &mut collected)?;
         Ok(collected)
     }
 
-    /// Objects that other programs have just put there are protected by the time of grace only: they know no lock.
+    /// Only the grace period protects new objects of other programs, which do not use the lock.
     fn collect_objects(
         &self,
         needed: &BTreeSet<Vec<u8>>,
         grace: Duration,
         dry: bool,
-        collected: &mut Collected,
+        collected: &mut GcReport,
     ) -> Result<()> {
         let mut missing = needed.clone();
-        for Stored { name, path, metadata } in object_list::list(&self.folder)? {
+        for StoredFile { name, path, metadata } in object_list::list(&self.folder)? {
             let objects = &mut collected.objects;
             if name.as_ref().is_some_and(|name| missing.remove(name)) {
                 objects.kept += 1;
@@ -139,7 +142,7 @@ impl ExclusiveStore {
                 objects.young += usize::from(name.is_some());
                 continue;
             }
-            // A server goes on with what has come of a large object, whatever its age.
+            // A server resumes a large object, whatever its age.
             if name.is_none() && is_locked(&path) {
                 continue;
             }
@@ -156,9 +159,9 @@ impl ExclusiveStore {
         Ok(())
     }
 
-    fn collect_packs(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<Collected> {
+    fn collect_packs(&self, needed: &BTreeSet<Digest>, grace: Duration, dry: bool) -> Result<GcReport> {
         let folder = layout::packs_folder(&self.folder);
-        let mut collected = Collected::default();
+        let mut collected = GcReport::default();
         if !folder.is_dir() {
             collected.missing = needed.iter().copied().collect();
             return Ok(collected);
@@ -170,7 +173,7 @@ impl ExclusiveStore {
             let Some(kind) = Kind::of(&name) else { continue };
             let path = folder.join(&name);
             let metadata = match fs::symlink_metadata(&path) {
-                // Somebody else has removed or renamed it: not everybody knows the lock.
+                // Removed or renamed by a program without the lock.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 metadata => metadata.doing("look at", &path)?,
             };
@@ -190,14 +193,14 @@ impl ExclusiveStore {
         collected.missing = needed.iter().filter(|pack| !indexes.contains(pack)).copied().collect();
         collected.young =
             young.iter().filter(|pack| indexes.contains(pack) && !needed.contains(pack)).copied().collect();
-        // Of those that servers use, the file alone is locked; its index is needed with it.
+        // Only the file of a pack in use is locked; its index is needed, too.
         let used: HashSet<Digest> = old.iter().filter_map(|(kind, path, _)| kind.used_part(path)).collect();
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if used.contains(pack)));
         let spared = |pack: &Digest| needed.contains(pack) || young.contains(pack);
         old.retain(
             |(kind, ..)| !matches!(kind, Kind::Index(pack) | Kind::Pack(pack) | Kind::Note(pack) if spared(pack)),
         );
-        // What is left of fetching a pack that is whole goes.
+        // The fetched part of a complete pack is not needed.
         old.retain(|(kind, ..)| !matches!(kind, Kind::Part(pack) if spared(pack) && !indexes.contains(pack)));
         // Indexes come first in this order.
         old.sort_unstable_by_key(|(kind, ..)| *kind);
@@ -219,7 +222,7 @@ impl ExclusiveStore {
     }
 }
 
-/// Removes a file; returns whether it was still there.
+/// Removes a file; returns whether it existed.
 fn remove(path: &Path) -> Result<bool> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
@@ -227,21 +230,21 @@ fn remove(path: &Path) -> Result<bool> {
     }
 }
 
-/// What a file in the folder of packs is; in the order in which they are removed.
+/// The type of a file in the folder of packs; in the order of removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Index(Digest),
     Pack(Digest),
-    /// What is damaged in a pack.
+    /// The record of damage in a pack.
     Note(Digest),
-    /// What was fetched of a pack, or its index.
+    /// The fetched part of a pack, or its index.
     Part(Digest),
-    /// What a build had begun.
+    /// An unfinished file of a build.
     New,
 }
 
 impl Kind {
-    /// By its name; nothing of a file that is none of ours.
+    /// Returns the type by the name; `None` for other files.
     fn of(name: &OsString) -> Option<Self> {
         let name = name.as_bytes();
         let part = name.strip_suffix(INDEX_SUFFIX.as_bytes()).unwrap_or(name).strip_suffix(PART_SUFFIX.as_bytes());
@@ -258,20 +261,20 @@ impl Kind {
         }
     }
 
-    /// The pack whose part this is, if a server uses it. Nobody begins to while nobody else has the store.
+    /// Returns the pack whose part this is, if a server uses it. With the store locked, no server begins to.
     fn used_part(self, path: &Path) -> Option<Digest> {
         let Self::Part(pack) = self else { return None };
         is_locked(path).then_some(pack)
     }
 }
 
-/// Whether somebody has a lock on a file. What cannot be opened is used by nobody that we could see.
+/// Returns whether a file is locked. A file that cannot be opened counts as unlocked.
 fn is_locked(path: &Path) -> bool {
     let Ok(file) = File::open(path) else { return false };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
 }
 
 fn is_within(time: SystemTime, grace: Duration) -> bool {
-    // What lies in the future is young, too.
+    // A time in the future counts as recent.
     !grace.is_zero() && time.elapsed().map_or(true, |age| age < grace)
 }

@@ -1,4 +1,4 @@
-//! Files that have no name until they are complete, and files of others that are opened with care.
+//! Files that get their name when they are complete, and careful opening of untrusted files.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -10,24 +10,24 @@ use crate::format::digest::Digest;
 use crate::format::error::{Error, IoContext, Result};
 use crate::store::fsverity::{self, Verity};
 
-/// What begins the name of a file that is not complete.
+/// The name prefix of an incomplete file.
 pub(crate) const NEW_PREFIX: &str = ".new-";
 
-/// A file that is not there until it is complete. If that never happens, it goes.
+/// A file without its final name. It is removed when dropped.
 pub(crate) struct NewFile {
     pub file: File,
     pub path: TempPath,
 }
 
 impl NewFile {
-    /// Begins a file in this folder.
+    /// Creates a file in this folder.
     pub(crate) fn begin(folder: &Path) -> Result<Self> {
         let file = tempfile::Builder::new().prefix(NEW_PREFIX).tempfile_in(folder).doing("make a file in", folder)?;
         let (file, path) = file.into_parts();
         Ok(Self { file, path })
     }
 
-    /// Makes it durable under its name, readable by everybody, with what stood there before replaced.
+    /// Makes it durable under its name, readable by everybody, and replaces an earlier file.
     pub(crate) fn keep(self, name: &Path) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
         self.file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*self.path)?;
@@ -35,17 +35,17 @@ impl NewFile {
         Self::name(self.path, name)
     }
 
-    /// The same; with its fs-verity digest, fs-verity is on for the file where the file system has it: nobody can change it any more then,
-    /// and the kernel proves what is read of it.
+    /// As [`Self::keep`]. With its fs-verity digest, also enables fs-verity where supported: the file cannot change any
+    /// more, and the kernel verifies reads.
     pub(crate) fn keep_sealed(self, name: &Path, verity: Option<Digest>) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
         let Some(verity) = verity else { return self.keep(name) };
         let Self { file, path } = self;
         file.set_permissions(fs::Permissions::from_mode(0o444)).doing("change", &*path)?;
-        // Nobody may have it open for writing when fs-verity is turned on.
+        // It must not be open for writing when fs-verity is enabled.
         drop(file);
         let file = File::open(&path).doing("open", &*path)?;
-        if let Verity::On(found) = fsverity::turn_on(&file).doing("turn fs-verity on for", &*path)?
+        if let Verity::On(found) = fsverity::enable_if_supported(&file).doing("turn fs-verity on for", &*path)?
             && found != verity
         {
             return Err(Error::Unlike { path: name.into(), wanted: verity, found });
@@ -54,7 +54,7 @@ impl NewFile {
         Self::name(path, name)
     }
 
-    /// Gives a file that is durable its name.
+    /// Gives a durable file its name.
     fn name(path: TempPath, name: &Path) -> Result<()> {
         path.persist(name).map_err(|error| error.error).doing("make", name)?;
         let folder = folder_of(name);
@@ -62,12 +62,12 @@ impl NewFile {
     }
 }
 
-/// The folder that a file is in.
+/// Returns the folder of a file.
 pub(crate) fn folder_of(name: &Path) -> &Path {
     name.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// How a file is opened that was found: what has taken its place must not lead elsewhere, and opening it must neither wait nor do
-/// anything. Who owns the tree may put anything there at any time.
+/// The flags for opening an untrusted path: the open must not follow a link, wait or have an effect, whatever the owner
+/// of the tree puts there meanwhile.
 pub(crate) const UNTRUSTED_OPEN_FLAGS: OFlags =
     OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);

@@ -18,16 +18,14 @@ use crate::store::fsverity;
 use crate::store::new_file::{NewFile, UNTRUSTED_OPEN_FLAGS};
 use crate::store::object_list::object_path;
 
-/// An object that was used so short a time ago need not be noted again; any time of grace that makes sense is longer.
+/// An object used this recently is not marked as used again; useful grace periods are longer.
 const FRESH: Duration = Duration::from_secs(60);
-/// So few objects are made durable one by one; with more of them, all that the file system has not written yet is. Readers of an
-/// object that is being fetched wait for that, too.
+/// Up to this many objects are synced one by one, more by syncfs. Readers of a fetched object wait for it.
 const FEW: usize = 8;
-/// The parts that files are copied in, in bytes.
+/// The size of copied pieces in bytes.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Objects that are being added. None has its name before all are durable, so that a build that is killed leaves nothing but
-/// files that begin with `.new-`.
+/// Objects that are being added. They get names when all are durable, so a killed build leaves only `.new-` files.
 pub(crate) struct NewObjects {
     folder: PathBuf,
     known: HashSet<Digest>,
@@ -41,14 +39,14 @@ impl NewObjects {
         Self::within(&store.join("objects"))
     }
 
-    /// The same, in the folder of objects itself.
+    /// As [`Self::begin`], with the folder of objects itself.
     pub(crate) fn within(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder).doing("make", folder)?;
         Ok(Self { folder: folder.into(), known: HashSet::new(), added: Vec::new(), new_bytes: 0 })
     }
 
-    /// Whether this object is still to be added. One that is there with another length is damaged and is replaced; of one that is
-    /// sound it is noted that it is used now, so that it is not removed before its new image is known.
+    /// Returns whether an object is to be added. One with another length is damaged and is replaced; a valid one is
+    /// marked as used, so that it is not removed before its new image is known.
     fn wants(&mut self, digest: Digest, bytes: u64) -> bool {
         if !self.known.insert(digest) {
             return false;
@@ -63,7 +61,7 @@ impl NewObjects {
         }
     }
 
-    /// Adds an object that is in memory.
+    /// Adds an object in memory.
     pub(crate) fn add(&mut self, digest: Digest, bytes: &[u8]) -> Result<()> {
         if !self.wants(digest, bytes.len() as u64) {
             return Ok(());
@@ -74,13 +72,13 @@ impl NewObjects {
         Ok(())
     }
 
-    /// Adds a file that was hashed: its blocks are shared where the file system can, and copied elsewhere. What was taken is
-    /// hashed again, for the file may have changed in between.
+    /// Adds a file that was hashed: shares its blocks if the file system can, otherwise copies it. The result is hashed
+    /// again, because the file may have changed.
     pub(crate) fn add_file(&mut self, digest: Digest, bytes: u64, path: &Path) -> Result<()> {
         if !self.wants(digest, bytes) {
             return Ok(());
         }
-        // What stands there by now may be anything.
+        // By now it may be any file.
         let mut source = match openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty()) {
             Err(Errno::LOOP | Errno::NXIO) => return Err(Error::Changed(path.into())),
             opened => File::from(opened.doing("open", path)?),
@@ -105,13 +103,13 @@ impl NewObjects {
         self.put(digest, bytes, new.path);
     }
 
-    /// Adds an object that was proved, whatever is there under its name.
+    /// Adds a verified object, even if its name exists.
     pub(crate) fn put(&mut self, digest: Digest, bytes: u64, path: TempPath) {
         self.new_bytes += bytes;
         self.added.push((digest, path));
     }
 
-    /// Makes all durable and gives them their names, which are durable, too.
+    /// Makes all durable, then their names.
     pub(crate) fn finish(self) -> Result<()> {
         let path = self.folder.clone();
         let folder = File::open(&path).doing("open", &path)?;
@@ -119,14 +117,14 @@ impl NewObjects {
         rustix::fs::syncfs(&folder).doing("sync", &path)
     }
 
-    /// Makes all durable and gives them their names; `named` is told of each.
+    /// Makes all durable and gives them their names; `named` is called for each.
     pub(crate) fn publish(self, mut named: impl FnMut(Digest, &Path)) -> Result<()> {
         let folder = File::open(&self.folder).doing("open", &self.folder)?;
         let few = self.added.len() <= FEW;
         let mut has_verity = true;
         for (_, path) in &self.added {
             let path: &Path = path;
-            // What stands there by now may be anything.
+            // By now it may be any file.
             let file = File::from(openat(CWD, path, UNTRUSTED_OPEN_FLAGS, Mode::empty()).doing("open", path)?);
             file.set_permissions(fs::Permissions::from_mode(0o644)).doing("change", path)?;
             if few {
@@ -150,7 +148,7 @@ impl NewObjects {
     }
 }
 
-/// Notes that an object is used. Who may not do that uses what others look after.
+/// Marks an object as used. Without permission the owner must do so.
 pub(crate) fn freshen(path: &Path, found: &fs::Metadata) {
     let age = found.modified().ok().and_then(|time| time.elapsed().ok());
     if age.is_some_and(|age| age < FRESH) {
@@ -162,7 +160,7 @@ pub(crate) fn freshen(path: &Path, found: &fs::Metadata) {
     }
 }
 
-/// Copies so many bytes; blocks of zeros become holes.
+/// Copies this many bytes; blocks of zeros become holes.
 fn copy(from: &mut File, to: &mut File, bytes: u64) -> io::Result<()> {
     let mut piece = Vec::with_capacity(PIECE_BYTES);
     let mut left = bytes;

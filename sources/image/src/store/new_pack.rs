@@ -1,4 +1,4 @@
-//! A pack that is written.
+//! Writes a pack.
 
 use std::fs::File;
 use std::io::Write;
@@ -19,29 +19,28 @@ use crate::store::layout::packs_folder;
 use crate::store::new_file::NewFile;
 use crate::store::packs::Store;
 
-/// Has a file written past the kernel's cache, or not; returns whether that is so.
+/// Switches a file to direct I/O or back; returns whether it is direct.
 fn set_direct(file: &File, is_direct: bool) -> bool {
     let flags = if is_direct { OFlags::DIRECT } else { OFlags::empty() };
     rustix::fs::fcntl_setfl(file, flags).is_ok() && is_direct
 }
 
-/// A pack that is being made. It is nowhere to be seen until it is finished.
+/// A pack that is being written. It has no name until it is finished.
 ///
-/// It is written past the kernel's cache where the file system can do that: copying it there and having it written out at the end takes
-/// longer than all else.
+/// It is written with direct I/O if possible: writing back the page cache would take longer than everything else.
 pub(crate) struct NewPack {
     store: Arc<Store>,
     file: File,
     path: TempPath,
     index: Vec<u8>,
     blocks: u64,
-    /// Makes the digest of all blocks, if that is to be in the index.
+    /// Computes the digest of all blocks, if the index is to contain it.
     verity: Option<Hasher>,
     is_direct: bool,
 }
 
 impl NewPack {
-    /// Begins a new pack, in whose index its fs-verity digest is to be, or not.
+    /// Begins a pack, with its fs-verity digest in the index or not.
     pub(crate) fn begin(store: &Arc<Store>, has_verity: bool) -> Result<Self> {
         let folder = packs_folder(store.folder());
         let NewFile { file, path } = NewFile::begin(&folder)?;
@@ -50,9 +49,9 @@ impl NewPack {
         Ok(Self { store, file, path, index, blocks: 0, verity, is_direct })
     }
 
-    /// Appends those chunks of a batch that `wants` takes, which is told where they go. What is all zeros becomes a hole.
+    /// Appends the chunks of a batch that `wants` accepts; `wants` gets their location. Zeros become a hole.
     pub(crate) fn add(&mut self, batch: &Batch, mut wants: impl FnMut(Digest, usize, u64) -> bool) -> Result<()> {
-        // Neighbours are written together.
+        // Adjacent chunks are written together.
         let mut run = Run { at: self.blocks, from: 0, to: 0 };
         let bytes = batch.as_bytes();
         let mut from = 0;
@@ -87,7 +86,7 @@ impl NewPack {
     fn write(&mut self, bytes: &[u8], block: u64) -> Result<()> {
         let at = block * BLOCK_BYTES as u64;
         match self.file.write_all_at(bytes, at) {
-            // File systems may take the flag and then not like what comes.
+            // Some file systems accept the flag and then refuse the writes.
             Err(error) if self.is_direct && error.kind() == std::io::ErrorKind::InvalidInput => {
                 self.is_direct = set_direct(&self.file, false);
                 self.file.write_all_at(bytes, at).doing("write to", &*self.path)
@@ -96,7 +95,7 @@ impl NewPack {
         }
     }
 
-    /// Makes it durable and gives it its name; `None` if it holds nothing. The index comes last: with it, all of the pack is there.
+    /// Makes it durable and gives it its name; `None` if it is empty. The index is last: with it, the pack is complete.
     pub(crate) fn finish(mut self) -> Result<Option<Digest>> {
         if self.blocks == 0 {
             return Ok(None);
@@ -114,7 +113,7 @@ impl NewPack {
     }
 }
 
-/// Neighbouring chunks of a batch, and the block that they go to.
+/// Adjacent chunks of a batch, and their block in the pack.
 struct Run {
     at: u64,
     from: usize,

@@ -1,14 +1,14 @@
-//! Why an object's bytes cannot be had.
+//! Why an object is unavailable.
 
 use std::path::PathBuf;
 
 use crate::format::digest::Digest;
 use crate::format::error::Flaw;
 
-/// Why an object's bytes cannot be had.
+/// Why an object is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum ObjectError {
-    /// The image names a place where no object of this length begins.
+    /// The image names a location where no object of this length begins.
     #[error("no object of {bytes} bytes begins at block {block} of the pack {pack}")]
     NoObject {
         /// The pack's name.
@@ -18,7 +18,7 @@ pub enum ObjectError {
         /// The length.
         bytes: u64,
     },
-    /// The bytes are not what the digest says.
+    /// The bytes do not have the digest.
     #[error("the object {digest} in the pack {pack} is damaged")]
     Damaged {
         /// The pack's name.
@@ -26,29 +26,29 @@ pub enum ObjectError {
         /// The object.
         digest: Digest,
     },
-    /// The image is damaged where it tells of them.
+    /// The image is damaged.
     #[error("the image is damaged: {0}")]
     Image(#[from] Flaw),
-    /// The image does not tell where they are.
+    /// The image does not locate the object.
     #[error("the image does not say which object has its bytes")]
     NoPath,
-    /// The image does not tell what they are.
+    /// The image has no digest of the object.
     #[error("the image has no digest for the object {}, so nothing proves its bytes", path.display())]
     NoDigest {
         /// The object.
         path: PathBuf,
     },
-    /// A pack is not what its index says.
+    /// A pack does not match its index.
     #[error("the pack {pack} has the fs-verity digest {found}, but its index names {wanted}: one of both is wrong")]
     Sum {
         /// The pack's name.
         pack: Digest,
-        /// What the index names.
+        /// The digest in the index.
         wanted: Digest,
-        /// What it has.
+        /// Its digest.
         found: Digest,
     },
-    /// An object has another name than the one that others would find it by.
+    /// An object has another name than that of its digest.
     #[error("the image has the object {digest} as {}, which is not its name", path.display())]
     Elsewhere {
         /// The name.
@@ -56,7 +56,7 @@ pub enum ObjectError {
         /// The object.
         digest: Digest,
     },
-    /// An object has another length than the file.
+    /// An object and its file in the image differ in length.
     #[error("the object {} is damaged: it has {found} bytes, not {bytes}", path.display())]
     Length {
         /// The object.
@@ -66,12 +66,12 @@ pub enum ObjectError {
         /// The file's.
         bytes: u64,
     },
-    /// An object's bytes are not what the image says.
+    /// An object's bytes have another digest than in the image.
     #[error("the object {} is damaged: its bytes have the digest {digest}", path.display())]
     Changed {
         /// The object.
         path: PathBuf,
-        /// What was found.
+        /// Its digest.
         digest: Digest,
     },
     /// An object cannot be read.
@@ -79,20 +79,20 @@ pub enum ObjectError {
     Object {
         /// The object.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// An object that is not here cannot be fetched.
+    /// A missing object cannot be fetched.
     #[error("cannot fetch the object {digest} of {pack}: {source}")]
     Fetch {
         /// The pack's name, or the digest of composefs's image.
         pack: Digest,
         /// The object.
         digest: Digest,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// What was fetched is not what the digest says.
+    /// A fetched object does not have its digest.
     #[error("the object {digest} of {pack} came damaged, and was not kept")]
     Received {
         /// The pack's name, or the digest of composefs's image.
@@ -100,7 +100,7 @@ pub enum ObjectError {
         /// The object.
         digest: Digest,
     },
-    /// An object that somebody else was fetching, without success.
+    /// Another thread failed to fetch the object.
     #[error("the object {digest} of {pack} could not be fetched just now")]
     Other {
         /// The pack's name, or the digest of composefs's image.
@@ -108,34 +108,34 @@ pub enum ObjectError {
         /// The object.
         digest: Digest,
     },
-    /// What was fetched cannot be kept.
+    /// A fetched object cannot be stored.
     #[error("cannot keep what was fetched of {pack}: {source}")]
     Keep {
         /// The pack's name, or the digest of composefs's image.
         pack: Digest,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// What is kept of a pack is bounded, so it has no lasting place.
+    /// A pack with a cache limit has no permanent location.
     #[error("what is kept of the pack {pack} is bounded, so its objects have no place that lasts")]
     Passing {
         /// The pack's name.
         pack: Digest,
     },
-    /// They cannot be read.
+    /// An object in a pack cannot be read.
     #[error("cannot read the object {digest} in the pack {pack}: {source}")]
     Unreadable {
         /// The pack's name.
         pack: Digest,
         /// The object.
         digest: Digest,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
 }
 
 impl ObjectError {
-    /// Whether it says nothing of other objects: neither the server nor the store is to blame.
+    /// Returns whether it concerns this object only: neither the server nor the store is at fault.
     pub(crate) fn is_of_object(&self) -> bool {
         matches!(self, Self::Damaged { .. } | Self::Received { .. } | Self::Unreadable { .. })
     }

@@ -1,4 +1,4 @@
-//! The objects that are in a store, whoever put them there.
+//! Lists the objects in a store.
 
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
@@ -11,8 +11,8 @@ use crate::format::error::{IoContext, Result};
 use crate::store::new_file::NEW_PREFIX;
 
 /// A file of an object store.
-pub(crate) struct Stored {
-    /// Its name below the store's folder of objects, `xx/yyyy...`; nothing if it is one that a build has not completed.
+pub(crate) struct StoredFile {
+    /// Its name in the store's folder of objects, `xx/yyyy...`; `None` for an incomplete file.
     pub name: Option<Vec<u8>>,
     pub path: PathBuf,
     pub metadata: Metadata,
@@ -22,7 +22,7 @@ fn is_hex(name: &[u8], digits: usize) -> bool {
     name.len() == digits && name.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Whether a folder is a store of objects.
+/// Returns whether a folder is an object store.
 pub(crate) fn is_store(store: &Path) -> bool {
     store.join("objects").is_dir()
         || fs::read_dir(store).is_ok_and(|mut entries| {
@@ -30,8 +30,8 @@ pub(crate) fn is_store(store: &Path) -> bool {
         })
 }
 
-/// All objects, and what builds have begun. Other files are somebody else's. What goes away meanwhile is left out.
-pub(crate) fn list(store: &Path) -> Result<Vec<Stored>> {
+/// Returns all objects, and incomplete files of builds. Other files, and files removed meanwhile, are omitted.
+pub(crate) fn list(store: &Path) -> Result<Vec<StoredFile>> {
     let folder = objects_folder(store);
     let mut found = Vec::new();
     each(&folder, &mut |name, path| {
@@ -49,7 +49,7 @@ pub(crate) fn list(store: &Path) -> Result<Vec<Stored>> {
     Ok(found)
 }
 
-/// Calls with each name in a folder; one that is none, or not there, has none.
+/// Calls `call` with each name in a folder; a missing folder has none.
 fn each(folder: &Path, call: &mut dyn FnMut(&[u8], PathBuf) -> Result<()>) -> Result<()> {
     let entries = match fs::read_dir(folder) {
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
@@ -62,20 +62,20 @@ fn each(folder: &Path, call: &mut dyn FnMut(&[u8], PathBuf) -> Result<()>) -> Re
     Ok(())
 }
 
-fn add(found: &mut Vec<Stored>, name: Option<Vec<u8>>, path: PathBuf) -> Result<()> {
+fn add(found: &mut Vec<StoredFile>, name: Option<Vec<u8>>, path: PathBuf) -> Result<()> {
     match fs::symlink_metadata(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         metadata => {
             let metadata = metadata.doing("look at", &path)?;
             if metadata.is_file() {
-                found.push(Stored { name, path, metadata });
+                found.push(StoredFile { name, path, metadata });
             }
         }
     }
     Ok(())
 }
 
-/// The folder with the objects of a store: `objects` in it, or the store itself, as `mkcomposefs --digest-store` fills it.
+/// Returns the folder of a store's objects: `objects`, or the store itself, as of `mkcomposefs --digest-store`.
 pub fn objects_folder(store: &Path) -> PathBuf {
     let objects = store.join("objects");
     if objects.is_dir() { objects } else { store.into() }

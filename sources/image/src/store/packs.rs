@@ -1,21 +1,20 @@
-//! Where images keep their files' bytes: packs, which images share.
+//! Packs: the bytes of files, which images share.
 //!
 //! ```text
-//! STORE/lock               held shared by builds, alone by what removes packs
-//! STORE/packs/NAME         objects, each from a block's beginning on, in the order of the index
-//! STORE/packs/NAME.index   for each object its length (8 bytes, little endian) and its BLAKE3 digest (32 bytes);
-//!                          then, in packs for fs-verity, 64 ones and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
-//! STORE/packs/NAME.damaged what is known to be damaged in the pack, see [`crate::store::repair`]
-//! STORE/packs/table        where to look for objects, see [`crate::format::pack_table`]
+//! STORE/lock               locked shared by builds, exclusively by what removes packs
+//! STORE/packs/NAME         block-aligned objects in the order of the index
+//! STORE/packs/NAME.index   see [`crate::format::index`]
+//! STORE/packs/NAME.damaged recorded damage of the pack, see [`crate::store::repair`]
+//! STORE/packs/table        the locations of objects, see [`crate::format::pack_table`]
 //! ```
 //!
-//! NAME is the BLAKE3 digest of the index. So whoever knows the name can prove the index by it, and each object by the index. Objects
-//! are files, and pieces of 64 KiB of larger files ([`crate::format::chunk`]).
+//! NAME is the BLAKE3 digest of the index, so the name verifies the index, and the index verifies each object. Objects
+//! are files, and chunks of 64 KiB of larger files ([`crate::format::chunk`]).
 //!
-//! A build is told whether it makes packs for fs-verity. Their digest is known whatever the file system can do, so their names do not
-//! depend on that; where the file system has fs-verity, it is on for them ([`crate::seal()`]).
+//! A build can add the fs-verity digests of packs to their indexes. Names do not depend on whether the file system
+//! supports fs-verity; where it does, fs-verity is enabled for such packs ([`crate::seal()`]).
 //!
-//! Packs that are being fetched have names that end otherwise: [`crate::read::fetch`].
+//! Incomplete packs have other suffixes: [`crate::read::fetch`].
 
 use std::fs::{self, File};
 use std::num::NonZeroU64;
@@ -34,12 +33,12 @@ use crate::store::layout::{
 use crate::store::object_list;
 use crate::store::places::StorePlaces;
 
-/// How much of a pack is read before it is wanted, in bytes: more would push out of memory what is needed now.
+/// The maximum read-ahead of a pack in bytes: more would evict what is needed now.
 const AHEAD_BYTES_MAX: u64 = 1 << 30;
-/// In which pieces, in bytes: the usual read-ahead of a disk, of which the kernel does not take more at once.
+/// The step of read-ahead in bytes: the usual maximum per request to the kernel.
 const AHEAD_STEP_BYTES: usize = 128 << 10;
 
-/// Whether a folder has packs or objects in it.
+/// Returns an error unless a folder contains packs or objects.
 pub(crate) fn is_store(folder: &Path) -> Result<()> {
     match fs::metadata(packs_folder(folder)) {
         Err(_) if object_list::is_store(folder) => Ok(()),
@@ -51,15 +50,16 @@ pub(crate) fn is_store(folder: &Path) -> Result<()> {
 #[derive(Debug)]
 pub struct Store {
     pub(crate) folder: PathBuf,
-    /// Keeps others from removing packs.
+    /// Prevents others from removing packs.
     _lock: File,
 }
 
 impl Store {
-    /// Opens a store, or makes one where there is none.
+    /// Opens a store, or creates it.
     ///
     /// # Errors
-    /// The folder cannot be made or used.
+    ///
+    /// The folder cannot be created or used.
     pub fn create(folder: &Path) -> Result<Self> {
         fs::create_dir_all(packs_folder(folder)).doing("make", packs_folder(folder))?;
         Self::open(folder)
@@ -72,7 +72,7 @@ impl Store {
     pub fn open(folder: &Path) -> Result<Self> {
         let path = lock_path(folder);
         is_store(folder)?;
-        // A store that may not be written to is read all the same; one that never was has no lock, and nobody removes its packs.
+        // A read-only store is usable; one without a lock file never was writable, so nobody removes its packs.
         let lock = match File::options().create(true).append(true).open(&path).or_else(|_| File::open(&path)) {
             Ok(file) => file,
             Err(_) => File::open(folder).doing("open", folder)?,
@@ -81,22 +81,21 @@ impl Store {
         Ok(Self { folder: folder.into(), _lock: lock })
     }
 
-    /// Where it is.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Where a pack's bytes are.
+    /// Returns the path of a pack.
     pub fn pack_path(&self, pack: Digest) -> PathBuf {
         packs_folder(&self.folder).join(pack.hex())
     }
 
-    /// Whether a pack is all here.
+    /// Returns whether a pack is complete.
     pub fn has(&self, pack: Digest) -> bool {
         self.index_path(pack).exists() && self.pack_path(pack).exists()
     }
 
-    /// The index of a pack that is all here, if it is sound, and the pack is as long as it tells.
+    /// Returns the index of a complete pack, if both the index and the pack's length are valid.
     pub(crate) fn index_of_whole(&self, pack: Digest) -> Option<Index> {
         self.index(pack).ok().filter(|index| self.is_whole(index))
     }
@@ -105,23 +104,21 @@ impl Store {
         index_path(&self.folder, pack)
     }
 
-    /// Reads a pack's index, and proves it by the pack's name.
+    /// Reads a pack's index, and verifies it by the pack's name.
     ///
     /// # Errors
-    /// It is missing, or not what the name says.
+    ///
+    /// It is missing or damaged.
     pub fn index(&self, pack: Digest) -> Result<Index> {
         read_index(&self.folder, pack)
     }
 
-    /// All packs there are, by name. A pack whose index is missing is one that is just being made or removed.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
+    /// Returns all packs by name. A pack without an index is being written or removed.
     pub fn packs(&self) -> Result<Vec<Digest>> {
         self.list().map(|listing| listing.packs)
     }
 
-    /// What there is, by the names of files.
+    /// Returns what it contains, by file names.
     pub(crate) fn list(&self) -> Result<Listing> {
         let folder = packs_folder(&self.folder);
         let mut listing = Listing::default();
@@ -140,39 +137,34 @@ impl Store {
         Ok(listing)
     }
 
-    /// Where each object of the store is. Of one that is in several packs, the place in the first pack by name. What is noted as damaged
-    /// is left out.
-    pub(crate) fn places(&self) -> Result<StorePlaces> {
-        Ok(StorePlaces::open(&self.folder, self.list()?, false))
+    /// Returns the locations of all undamaged objects, or of those in packs with an fs-verity digest; for one in several
+    /// packs that in the first pack by name.
+    pub(crate) fn places(&self, with_verity: bool) -> Result<StorePlaces> {
+        Ok(StorePlaces::open(&self.folder, self.list()?, with_verity))
     }
 
-    /// The same in those packs whose indexes have their fs-verity digests.
-    pub(crate) fn places_with_verity(&self) -> Result<StorePlaces> {
-        Ok(StorePlaces::open(&self.folder, self.list()?, true))
-    }
-
-    /// Whether a pack has the length that its index tells of.
+    /// Returns whether a pack has the length in its index.
     pub(crate) fn is_whole(&self, index: &Index) -> bool {
         is_whole(&self.folder, index)
     }
 
-    /// Asks the kernel to read a pack from its beginning to its end, so much of it at most, before anybody wants it.
+    /// Requests the kernel to read a pack ahead, up to a maximum.
     ///
     /// # Errors
+    ///
     /// The pack cannot be opened.
     pub fn read_ahead(&self, pack: Digest) -> Result<()> {
         let path = self.pack_path(pack);
         let file = File::open(&path).doing("open", &path)?;
         let bytes = file.metadata().doing("look at", &path)?.len().min(AHEAD_BYTES_MAX);
         for offset in (0..bytes).step_by(AHEAD_STEP_BYTES) {
-            // Only an advice. The kernel takes no more than this at once.
+            // Only advice, in steps of the kernel's maximum.
             let _ = rustix::fs::fadvise(&file, offset, NonZeroU64::new(AHEAD_STEP_BYTES as u64), Advice::WillNeed);
         }
         Ok(())
     }
 
-    /// Notes that a pack is used now, so that it is not removed before its new image is known. Who may not write that
-    /// uses what others look after.
+    /// Marks a pack as used, if permitted, so that it is not removed before its new image is known.
     pub(crate) fn freshen(&self, pack: Digest) {
         let touched = File::open(self.index_path(pack)).and_then(|index| index.set_modified(SystemTime::now()));
         if let Err(error) = touched {
@@ -182,17 +174,17 @@ impl Store {
 }
 
 impl Image {
-    /// Proves the digest of the tree: the one that the image was opened for, or, without one, what the image says. The indexes of its packs
-    /// are read from a store.
+    /// Verifies the requested digest of the tree, or that in the image, by the indexes of its packs in a store.
     ///
     /// # Errors
+    ///
     /// The image has another tree, or a pack's index is missing or damaged.
-    pub fn prove_tree(&self, folder: &Path) -> Result<()> {
+    pub fn verify_tree(&self, folder: &Path) -> Result<()> {
         if self.is_composefs() || (self.expected_tree().is_none() && self.tree().is_none()) {
             return Ok(());
         }
         let store = Store::open(folder)?;
         let indexes = self.packs().iter().map(|pack| store.index(pack.name)).collect::<Result<Vec<_>>>()?;
-        self.prove_tree_by(&indexes.iter().collect::<Vec<_>>())
+        self.verify_tree_by(&indexes.iter().collect::<Vec<_>>())
     }
 }

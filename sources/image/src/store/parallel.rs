@@ -1,4 +1,4 @@
-//! Digests of fs-verity of large files, by several threads, with the disk kept busy.
+//! Computes fs-verity digests of large files with several threads, while the disk stays busy.
 
 use std::fs::File;
 use std::io;
@@ -12,23 +12,24 @@ use rustix::fs::Advice;
 use crate::format::digest::Digest;
 use crate::format::verity::{CHUNK_BYTES, ChunkHash, Hasher, hash_chunk};
 
-/// Parts below this size are not worth a thread, in bytes.
+/// The minimum size for several threads, in bytes.
 const PARALLEL_BYTES_MIN: u64 = 8 * CHUNK_BYTES as u64;
-/// The most threads for one file: a disk does not fill more, and others want to run, too.
+/// The maximum number of threads per file: a disk is busy with them, and other programs need CPUs.
 const THREADS_MAX: usize = 4;
-/// How many chunks of each thread are asked for before they are needed.
+/// The read-ahead of each thread in chunks.
 const AHEAD: u64 = 4;
 
-/// The digest of a part of a file.
+/// Returns the digest of a part of a file.
 ///
 /// # Errors
-/// It cannot be read, or ends before.
+///
+/// It cannot be read, or ends early.
 pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<Digest> {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let mut hasher = Hasher::default();
     let mut done = 0;
     if bytes >= PARALLEL_BYTES_MIN && threads > 1 {
-        // Bytes have to be left for the hasher itself.
+        // The hasher itself needs some bytes.
         let chunks = (bytes - 1) / CHUNK_BYTES as u64;
         let lanes: Vec<Vec<_>> = thread::scope(|scope| {
             let lane = |first: u64| scope.spawn(move || lane(file, offset, first..chunks, threads));
@@ -50,10 +51,11 @@ pub(crate) fn digest(file: &File, offset: u64, bytes: u64) -> io::Result<Digest>
     Ok(hasher.finish())
 }
 
-/// Does something for each number below `count`, by several threads in turn, until one fails.
+/// Calls `work` for each number below `count`, on several threads, until one call fails.
 ///
 /// # Errors
-/// One of those that failed.
+///
+/// One of the failures.
 pub(crate) fn each<E: Send>(count: usize, work: impl Fn(usize) -> Result<(), E> + Sync) -> Result<(), E> {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let next = AtomicUsize::new(0);
@@ -81,7 +83,7 @@ fn lane(file: &File, offset: u64, chunks: std::ops::Range<u64>, threads: usize) 
     let mut chunk = vec![0; CHUNK_BYTES];
     let mut hashes = Vec::new();
     for number in chunks.step_by(threads) {
-        // Only an advice: without it, the disk waits while we hash.
+        // Only advice: without it, the disk is idle while chunks are hashed.
         let _ = rustix::fs::fadvise(
             file,
             place(number + AHEAD * threads as u64),

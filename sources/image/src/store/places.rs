@@ -1,9 +1,12 @@
-//! Where the objects of a store are: found in the table of all packs ([`crate::format::pack_table`]), and believed when the pack's own index says so.
+//! The locations of a store's objects: looked up in the table of all packs ([`crate::format::pack_table`]), and
+//! verified by the pack's own index.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use ferry_vfs::sync::lock;
 
 use crate::format::digest::Digest;
 use crate::format::error::{IoContext, Result};
@@ -12,37 +15,37 @@ use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
 use crate::store::layout::{self, Listing};
 use crate::store::new_file::NewFile;
 
-/// How many packs may be missing in the table before it is made again: the index of each is read by everybody who opens the store.
+/// How many packs may be missing in the table before it is rebuilt: each open of the store reads their indexes.
 const BEHIND_MAX: usize = 16;
 
 /// The packs and blocks of objects that are not in the table.
-type Beside = HashMap<Digest, Vec<(Digest, u64)>>;
+type ExtraLocations = HashMap<Digest, Vec<(Digest, u64)>>;
 
-/// Where the objects of a store's packs are, of one that is in several packs the place in the first usable one by name.
+/// The locations of objects in a store's packs; for one in several packs that in the first usable one by name.
 #[derive(Debug)]
 pub(crate) struct StorePlaces {
     store: PathBuf,
-    /// Only packs with the fs-verity digest in their index are used.
+    /// Use only packs with an fs-verity digest in their index.
     with_verity: bool,
     table: Option<Table>,
     listing: Listing,
-    /// What is in packs that the table does not have.
-    beside: Beside,
-    /// Packs in which something was found: `None` of those that cannot be used.
-    opened: Mutex<HashMap<Digest, Option<Arc<Usable>>>>,
-    /// All places, where the table turns out to be damaged.
+    /// Objects in packs that the table lacks.
+    extra: ExtraLocations,
+    /// The packs in which objects were found; `None` for unusable ones.
+    opened: Mutex<HashMap<Digest, Option<Arc<UsablePack>>>>,
+    /// All locations, if the table is damaged.
     all: OnceLock<Places>,
 }
 
-/// A pack that is whole, its index proved.
+/// A complete pack with its verified index.
 #[derive(Debug)]
-struct Usable {
+struct UsablePack {
     index: Index,
     damaged: HashSet<Digest>,
 }
 
 impl StorePlaces {
-    /// Those of a store in which there is so much. The table is made again if it is missing, damaged or too far behind.
+    /// Opens the locations of a store with these files. Rebuilds the table if it is missing, damaged or outdated.
     pub(crate) fn open(store: &Path, listing: Listing, with_verity: bool) -> Self {
         let folder = layout::packs_folder(store);
         let table = Table::open(&folder).unwrap_or_else(|error| {
@@ -50,33 +53,33 @@ impl StorePlaces {
             None
         });
         let known = table.as_ref().map_or(&[][..], Table::packs);
-        let left = left(&listing.packs, known);
-        // Those that could not be used may have been replaced: they count as known.
-        let same = listing.packs.len() - left.iter().filter(|(_, is_known)| !is_known).count();
+        let unlisted = unlisted(&listing.packs, known);
+        // Unusable packs may have been replaced: they count as known.
+        let same = listing.packs.len() - unlisted.iter().filter(|(_, is_known)| !is_known).count();
         let is_near = (listing.packs.len() - same).max(known.len() - same) <= BEHIND_MAX;
-        let (table, beside) = if is_near {
-            let indexes: Vec<Index> = left.into_iter().filter_map(|(pack, _)| index_of(store, pack)).collect();
-            (table, beside(&indexes))
+        let (table, extra) = if is_near {
+            let indexes: Vec<Index> = unlisted.into_iter().filter_map(|(pack, _)| index_of(store, pack)).collect();
+            (table, collect_locations(&indexes))
         } else {
             make_table(store, &listing.packs)
         };
         let (opened, all) = (Mutex::default(), OnceLock::new());
-        Self { store: store.into(), with_verity, table, listing, beside, opened, all }
+        Self { store: store.into(), with_verity, table, listing, extra, opened, all }
     }
 
-    /// Places that are known already.
+    /// Creates a list of known locations.
     pub(crate) fn known(places: Places) -> Self {
-        let (beside, opened, all) = (Beside::new(), Mutex::default(), OnceLock::from(places));
+        let (extra, opened, all) = (ExtraLocations::new(), Mutex::default(), OnceLock::from(places));
         let listing = Listing::default();
-        Self { store: PathBuf::new(), with_verity: false, table: None, listing, beside, opened, all }
+        Self { store: PathBuf::new(), with_verity: false, table: None, listing, extra, opened, all }
     }
 
-    /// Packs of which something is noted as damaged.
+    /// Returns the packs with a record of damage.
     pub(crate) fn noted(&self) -> &[Digest] {
         &self.listing.noted
     }
 
-    /// The pack and the block that an object is at.
+    /// Returns the pack and the block of an object.
     pub(crate) fn get(&self, digest: &Digest) -> Option<(Digest, u64)> {
         if let Some(all) = self.all.get() {
             return all.get(digest).copied();
@@ -87,14 +90,14 @@ impl StorePlaces {
         }
     }
 
-    /// Whether there is one.
+    /// Returns whether there is a location of an object.
     pub(crate) fn contains(&self, digest: &Digest) -> bool {
         self.get(digest).is_some()
     }
 
-    /// Where an object may be, by the names of packs.
+    /// Returns the possible locations of an object, by the names of packs.
     fn candidates(&self, digest: &Digest) -> Result<Vec<(Digest, u64)>, Damaged> {
-        let mut found = self.beside.get(digest).cloned().unwrap_or_default();
+        let mut found = self.extra.get(digest).cloned().unwrap_or_default();
         if let Some(table) = &self.table {
             let place = |entry: &TableEntry| {
                 let pack = usize::try_from(entry.pack).ok().and_then(|pack| table.packs().get(pack))?;
@@ -107,10 +110,10 @@ impl StorePlaces {
         Ok(found)
     }
 
-    /// Whether a pack can be used and has an object at a block.
+    /// Returns whether a pack is usable and has an object at a block.
     fn is_there(&self, digest: &Digest, pack: Digest, block: u64) -> bool {
         let usable = {
-            let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut opened = lock(&self.opened);
             opened.entry(pack).or_insert_with(|| self.usable(pack).map(Arc::new)).clone()
         };
         let has = |object: &&index::Object| object.digest == *digest;
@@ -119,8 +122,8 @@ impl StorePlaces {
         })
     }
 
-    /// A pack whose objects can be taken from it.
-    fn usable(&self, pack: Digest) -> Option<Usable> {
+    /// Opens a pack if its objects are usable.
+    fn usable(&self, pack: Digest) -> Option<UsablePack> {
         let index = index_of(&self.store, pack)?;
         if self.with_verity && index.verity.is_none() {
             return None;
@@ -129,13 +132,13 @@ impl StorePlaces {
             tracing::warn!("{}: the pack {pack} is truncated and not used", self.store.display());
             return None;
         }
-        Some(Usable { damaged: layout::noted(&self.store, pack), index })
+        Some(UsablePack { damaged: layout::noted(&self.store, pack), index })
     }
 
-    /// All places, by the packs' indexes.
+    /// Returns all locations, from the packs' indexes.
     fn read_all(&self) -> Places {
         tracing::warn!("{}: the table of packs is damaged and is rebuilt", self.store.display());
-        // Whoever opens the store next makes another one.
+        // The next process that opens the store rebuilds it.
         let table = layout::packs_folder(&self.store).join(pack_table::FILE);
         if let Err(error) = std::fs::remove_file(&table) {
             tracing::warn!("cannot remove {}: {error}", table.display());
@@ -150,8 +153,8 @@ impl StorePlaces {
     }
 }
 
-/// Those of some packs whose objects are not in the table, and whether the table knows of them; both are by name.
-fn left(packs: &[Digest], known: &[TablePack]) -> Vec<(Digest, bool)> {
+/// Returns the packs whose objects the table lacks, and whether it lists the pack; both inputs are sorted by name.
+fn unlisted(packs: &[Digest], known: &[TablePack]) -> Vec<(Digest, bool)> {
     let mut known = known.iter().peekable();
     let look = |pack: &Digest| {
         while known.next_if(|known| known.name < *pack).is_some() {}
@@ -163,35 +166,35 @@ fn left(packs: &[Digest], known: &[TablePack]) -> Vec<(Digest, bool)> {
     packs.iter().filter_map(look).collect()
 }
 
-/// A pack's index, if it is sound.
+/// Returns a pack's index, if it is valid.
 fn index_of(store: &Path, pack: Digest) -> Option<Index> {
     layout::read_index(store, pack).map_err(|error| tracing::warn!("{error}: not used")).ok()
 }
 
-/// Makes the table of a store's packs; what there is of them without it, if the store may not be written to.
-fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, Beside) {
+/// Rebuilds the table of a store's packs; returns the locations without a table if the store is read-only.
+fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, ExtraLocations) {
     let folder = layout::packs_folder(store);
     let indexes: Vec<Index> = packs.iter().filter_map(|pack| index_of(store, *pack)).collect();
     match write_table(&folder, packs, &indexes).map(|()| Table::open(&folder)) {
-        Ok(Ok(Some(table))) => (Some(table), Beside::new()),
+        Ok(Ok(Some(table))) => (Some(table), ExtraLocations::new()),
         written => {
             tracing::debug!("{}: there is no table of packs: {written:?}", store.display());
-            (None, beside(&indexes))
+            (None, collect_locations(&indexes))
         }
     }
 }
 
-fn beside(indexes: &[Index]) -> Beside {
-    let mut beside = Beside::new();
+fn collect_locations(indexes: &[Index]) -> ExtraLocations {
+    let mut extra = ExtraLocations::new();
     for index in indexes {
         for object in &index.objects {
-            beside.entry(object.digest).or_default().push((index.pack, object.block));
+            extra.entry(object.digest).or_default().push((index.pack, object.block));
         }
     }
-    beside
+    extra
 }
 
-/// Makes the table of packs, some of which have indexes that can be used. It is durable before it has its name.
+/// Writes the table of packs, whose indexes are given where usable. It is durable before it gets its name.
 fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()> {
     let usable: HashSet<Digest> = indexes.iter().map(|index| index.pack).collect();
     let packs: Vec<_> = packs.iter().map(|name| TablePack { name: *name, is_usable: usable.contains(name) }).collect();

@@ -1,17 +1,15 @@
-//! Packs of which something is damaged, and how they become whole again.
+//! Records and repairs damage in packs.
 //!
 //! ```text
-//! STORE/packs/NAME.damaged   the digests of the objects that are damaged in the pack, a line for each
+//! STORE/packs/NAME.damaged   the digests of damaged objects in the pack, one per line
 //! ```
 //!
-//! Whoever has looked at every byte notes there what is damaged. Builds do not take that from the pack, so what they have of it is
-//! stored again; and when it can be had, from another pack or from a server, a copy of the pack that has it takes the pack's place.
-//! Who has the old one open keeps that.
+//! A full check writes this record. Builds do not reuse recorded objects, so they store them again. When another pack
+//! or a server has the objects, a repaired copy replaces the pack; processes that have the old one open keep it.
 //!
-//! Objects, and zeros up to the ends of their last blocks, are all that is in a pack, and its index tells how long it is. So a pack
-//! whose objects are sound has the fs-verity digest that its index names, unless the index is wrong; and where only the zeros are something
-//! else, nobody has to be asked. A pack of which the kernel has another fs-verity digest cannot be written to any more, and fs-verity cannot
-//! be turned off: of it, too, a copy takes the place.
+//! A pack consists of objects and their zero padding, and its index has their lengths. So a pack of valid objects has
+//! the fs-verity digest in its index, unless the index is wrong, and wrong padding is repaired without fetching. A pack
+//! with another fs-verity digest cannot be modified, so it is replaced by a copy, too.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -20,9 +18,10 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use ferry_vfs::sync::lock;
 use rustix::fs::FlockOperation;
 
-use crate::format::chunk::{self, Found};
+use crate::format::chunk::{self, ChunkState};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result};
@@ -37,20 +36,21 @@ use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
 use crate::store::{fsverity, layout, parallel};
 
-/// What became of damaged objects.
+/// The outcome of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RepairCounts {
-    /// How many have their right bytes again.
+    /// The number of repaired objects.
     pub repaired: usize,
-    /// How many have not.
+    /// The number of objects that are still damaged.
     pub left: usize,
 }
 
-/// Reads all of an image's packs or objects, and notes what is damaged, so that builds and pulls replace it; returns how much that
-/// is. Damaged objects of a composefs image are files of their own, and are removed. What is not there is no damage.
+/// Reads all packs or objects of an image, and records damage, so that builds and pulls replace it; returns the number
+/// of damaged objects. Damaged objects of a composefs image are removed. Missing ones are not counted.
 ///
 /// # Errors
-/// The store cannot be read or written to, or the image is damaged.
+///
+/// The store cannot be read or written, or the image is damaged.
 pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
     if image.is_composefs() {
         return remove_damaged(image, folder);
@@ -58,20 +58,21 @@ pub fn note_damage(image: &Image, folder: &Path) -> Result<usize> {
     let store = Store::open(folder)?;
     let mut found = 0;
     for pack in image.packs().iter().filter(|pack| store.has(pack.name)) {
-        // Of a pack whose index is damaged nothing can be told: a pull replaces it.
+        // A pack with a damaged index is replaced by a pull.
         let Ok(index) = store.index(pack.name) else { continue };
         found += store.look_for_damage(&index)?;
     }
     Ok(found)
 }
 
-/// Replaces what is noted as damaged in the packs of an image by what other packs have, or `from` hands over.
+/// Replaces recorded damage in an image's packs by objects of other packs, or of `from`.
 ///
 /// # Errors
-/// The store cannot be read or written to, or `from` has not got it, or nothing sound: all that is repaired which can be, and all packs are
-/// named of which something cannot be had.
+///
+/// The store cannot be read or written, or an object is not available or damaged in `from`, too. Everything else is
+/// repaired first, and the error names all packs that are not.
 pub fn repair_packs(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
-    // Most stores need not be looked at any further.
+    // Most stores have no record.
     let is_noted = |pack: &&crate::format::data::PackRef| layout::damage_path(folder, pack.name).exists();
     let noted: Vec<Digest> = image.packs().iter().filter(is_noted).map(|pack| pack.name).collect();
     if noted.is_empty() {
@@ -80,29 +81,29 @@ pub fn repair_packs(image: &Image, folder: &Path, from: Option<&dyn Fetch>) -> R
     Store::open(folder)?.repair_each(noted, from)
 }
 
-/// Where the right bytes of objects of one pack come from.
+/// The sources of valid objects for a pack.
 struct Sources<'a> {
     places: &'a StorePlaces,
-    /// `None` once it had no answer: the next one would be waited for as long. Who refuses one object may have others.
+    /// `None` after it failed to respond: the next request would wait as long. Refusing an object does not count.
     from: Option<&'a dyn Fetch>,
-    /// The first object that could not be fetched, and why not.
+    /// The first object that could not be fetched, and why.
     failed: Option<(Digest, io::Error)>,
 }
 
 impl Store {
-    /// What is noted as damaged in a pack.
+    /// Returns the recorded damage of a pack.
     pub(crate) fn noted(&self, pack: Digest) -> HashSet<Digest> {
         noted(self.folder(), pack)
     }
 
-    /// Looks at all bytes of a pack, and notes what is damaged; returns how many objects are.
+    /// Reads a pack, and records damage; returns the number of damaged objects.
     pub(crate) fn look_for_damage(&self, index: &Index) -> Result<usize> {
         let path = self.pack_path(index.pack);
         let file = File::open(&path).doing("open", &path)?;
         let damaged = Mutex::new(Vec::new());
         let look = |at: usize| -> Result<(), ()> {
-            if look(&file, &index.objects[at]) != Some(Found::Sound) {
-                damaged.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(at);
+            if look(&file, &index.objects[at]) != Some(ChunkState::Sound) {
+                lock(&damaged).push(at);
             }
             Ok(())
         };
@@ -113,7 +114,7 @@ impl Store {
         Ok(damaged.len())
     }
 
-    /// Notes which objects of a pack are damaged. A pack of a wrong length, or with a wrong fs-verity digest, has a note without any.
+    /// Records the damaged objects of a pack. One with a wrong length or fs-verity digest gets an empty record.
     fn note(&self, index: &Index, damaged: &[usize]) -> Result<()> {
         let path = layout::damage_path(self.folder(), index.pack);
         let is_of_use = || File::open(self.pack_path(index.pack)).is_ok_and(|file| !has_other_digest(&file, index));
@@ -129,9 +130,9 @@ impl Store {
         new.keep(&path)
     }
 
-    /// Mends packs that have a note, also when that fails with one.
+    /// Repairs packs with a record; one failure does not stop the others.
     pub(crate) fn repair_each(&self, packs: Vec<Digest>, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
-        let places = self.places()?;
+        let places = self.places(false)?;
         let (mut all, mut failures) = (RepairCounts::default(), Vec::new());
         for pack in packs {
             match self.repair_pack(pack, &places, from) {
@@ -144,25 +145,24 @@ impl Store {
         Error::of_all(failures).map_or(Ok(all), Err)
     }
 
-    /// Puts a copy in the place of a pack, with the right bytes of what is damaged in it as far as they can be had. `places` tells
-    /// where other packs have them.
+    /// Replaces a pack by a copy with repaired objects, as far as possible. `places` has those of other packs.
     fn repair_pack(&self, pack: Digest, places: &StorePlaces, from: Option<&dyn Fetch>) -> Result<RepairCounts> {
-        // Of two who repair a pack the later one would undo what the first one did.
+        // Of two concurrent repairs the later one would undo the earlier one.
         let Some(_lock) = lock_note(&layout::damage_path(self.folder(), pack))? else {
             return Ok(RepairCounts::default());
         };
-        // One that is not all here, or whose index is damaged, is fetched as a whole.
+        // An incomplete pack, or one with a damaged index, is fetched as a whole.
         let Some(index) = self.index(pack).ok().filter(|_| self.has(pack)) else { return Ok(RepairCounts::default()) };
         let path = self.pack_path(pack);
         let old = File::open(&path).doing("open", &path)?;
         let noted = self.noted(pack);
         let noted = index.objects.iter().filter(|object| noted.contains(&object.digest));
-        let bad: Vec<(&Object, Option<Found>)> = noted
+        let bad: Vec<(&Object, Option<ChunkState>)> = noted
             .map(|object| (object, look(&old, object)))
-            .filter(|(_, found)| *found != Some(Found::Sound))
+            .filter(|(_, found)| *found != Some(ChunkState::Sound))
             .collect();
-        let can_be_had = |(object, found): &(&Object, Option<Found>)| {
-            *found == Some(Found::Padding) || from.is_some() || places.contains(&object.digest)
+        let can_be_had = |(object, found): &(&Object, Option<ChunkState>)| {
+            *found == Some(ChunkState::Padding) || from.is_some() || places.contains(&object.digest)
         };
         let has_wrong_form = !self.is_whole(&index) || has_other_digest(&old, &index);
         if !has_wrong_form && !bad.iter().any(can_be_had) {
@@ -188,7 +188,7 @@ impl Store {
         }
         let keep = || -> Result<()> {
             new.file.set_len(index.blocks * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
-            // What is still damaged has another digest.
+            // With remaining damage the digest differs.
             new.keep_sealed(&path, index.verity.filter(|_| left.is_empty()))?;
             self.note(&index, &left)
         };
@@ -199,7 +199,7 @@ impl Store {
         failed.map_or(Ok(RepairCounts { repaired, left: left.len() }), Err)
     }
 
-    /// Copies a pack's objects, with the right bytes of those that are damaged; returns how many were put right, and which could not be.
+    /// Copies a pack's objects and replaces damaged ones; returns the number of repaired ones, and those that are not.
     fn copy_repaired(
         &self,
         (old, path): (&File, &Path),
@@ -212,24 +212,24 @@ impl Store {
             let mut memory = Vec::new();
             let found = look_at_object(old, object.block, object, &mut memory);
             match found {
-                Ok(Found::Sound) => {}
-                Ok(Found::Padding) => {
+                Ok(ChunkState::Sound) => {}
+                Ok(ChunkState::Padding) => {
                     let bytes = usize::try_from(object.bytes).unwrap_or(usize::MAX).min(memory.len());
                     memory[bytes..].fill(0);
                     repaired += 1;
                 }
-                Ok(Found::Damaged) | Err(_) => match (sources.get(self, index.pack, object), found) {
+                Ok(ChunkState::Damaged) | Err(_) => match (sources.get(self, index.pack, object), found) {
                     (Some(right), _) => {
                         repaired += 1;
                         memory = right;
                     }
-                    // Nobody is to find less there than before.
+                    // The copy must not have less than the original.
                     (None, Ok(_)) => left.push(at),
                     (None, Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                         left.push(at);
                         continue;
                     }
-                    // It may be sound, and be read another time.
+                    // It may be intact, and readable later.
                     (None, Err(error)) => return Err(error).doing("read", path),
                 },
             }
@@ -242,7 +242,7 @@ impl Store {
 }
 
 impl Sources<'_> {
-    /// The bytes of an object, from another pack or from elsewhere, proved.
+    /// Returns the verified bytes of an object, from another pack or a server.
     fn get(&mut self, store: &Store, pack: Digest, object: &Object) -> Option<Vec<u8>> {
         if let Some((other, block)) = self.places.get(&object.digest) {
             let mut memory = Vec::new();
@@ -268,7 +268,7 @@ impl Sources<'_> {
         self.failed.get_or_insert((object.digest, error));
     }
 
-    /// That something could not be fetched; `left` objects have not got their right bytes.
+    /// Returns an error if fetching failed; `left` objects are still damaged.
     fn error(self, pack: Digest, left: usize) -> Option<Error> {
         let (object, source) = self.failed?;
         let others = if left > 1 { format!(" and {} others of it", left - 1) } else { String::new() };
@@ -276,7 +276,7 @@ impl Sources<'_> {
     }
 }
 
-/// Fetches as many bytes as an object has.
+/// Fetches the bytes of an object.
 fn fetch(from: &dyn Fetch, pack: Digest, object: &Object) -> io::Result<Vec<u8>> {
     let begin = object.block * BLOCK_BYTES as u64;
     let mut came = Vec::new();
@@ -290,17 +290,17 @@ fn fetch(from: &dyn Fetch, pack: Digest, object: &Object) -> io::Result<Vec<u8>>
     Ok(came)
 }
 
-/// Whether the kernel proves what is read of a pack by another fs-verity digest than its index names.
+/// Returns whether the kernel verifies a pack by another fs-verity digest than that in its index.
 fn has_other_digest(file: &File, index: &Index) -> bool {
     index.verity.zip(fsverity::measure(file)).is_some_and(|(wanted, found)| wanted != found)
 }
 
-/// What there is of an object, if it can be read.
-fn look(file: &File, object: &Object) -> Option<Found> {
+/// Returns the state of an object, if it is readable.
+fn look(file: &File, object: &Object) -> Option<ChunkState> {
     look_at_object(file, object.block, object, &mut Vec::new()).ok()
 }
 
-/// Waits for whoever else repairs a pack; `None` if nothing is left to repair. The lock ends with the file.
+/// Waits for a concurrent repair of a pack; `None` if nothing is left to repair. The file holds the lock.
 fn lock_note(path: &PathBuf) -> Result<Option<File>> {
     loop {
         let file = match File::open(path) {
@@ -309,7 +309,7 @@ fn lock_note(path: &PathBuf) -> Result<Option<File>> {
         };
         rustix::fs::flock(&file, FlockOperation::LockExclusive).doing("lock", path)?;
         let ours = file.metadata().doing("look at", path)?;
-        // Whoever had it before us may have written another one.
+        // Its previous owner may have replaced it.
         if fs::metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == (ours.dev(), ours.ino())) {
             return Ok(Some(file));
         }

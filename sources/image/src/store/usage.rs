@@ -1,4 +1,4 @@
-//! What images take in a store, and what they share.
+//! The space of images in a store, and what they share.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,36 +6,37 @@ use crate::format::chunk;
 use crate::format::data::{Data, ENTRY_BYTES, Run};
 use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
-use crate::format::error::{Checked, Error, Flaw, Result};
+use crate::format::error::{Error, Flaw, ImageResult, Result};
 use crate::format::image::Image;
 use crate::format::walk::each_file;
-use crate::store::object_list::{self, Stored};
+use crate::store::object_list::{self, StoredFile};
 use crate::store::packs::Store;
 
-/// The most pieces of files in one run that are told apart, 256 GiB: memory is to be bounded. Beyond that a file is one object.
+/// The maximum number of chunks of a file (256 GiB), to limit memory. A larger file counts as one object.
 const PIECES_MAX: u64 = 1 << 22;
 
-/// Where an object is.
+/// The location of an object.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
-    /// In a pack, from this block on.
+pub enum ObjectLocation {
+    /// In a pack, at this block.
     Packed(Digest, u64),
-    /// In a file of its own below composefs's folder of objects.
+    /// In a file of composefs's folder of objects.
     Object(Vec<u8>),
 }
 
-/// The objects of an image, each once, with their lengths in bytes. Of a larger file each piece is one.
+/// Returns the objects of an image, each once, with their lengths in bytes. Each chunk of a large file is one.
 ///
 /// # Errors
+///
 /// The image is damaged.
-pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
+pub fn object_locations(image: &Image) -> ImageResult<BTreeMap<ObjectLocation, u64>> {
     let mut found = BTreeMap::new();
     let (mut entries_left, mut pieces_left) = (image.bytes() / ENTRY_BYTES as u64, PIECES_MAX);
     each_file(image, &mut |inode, data| {
         match data {
-            // What an image claims is bounded by what it has room for, or by memory.
+            // An image's claims are limited by its size, or by memory.
             Data::Far { pack, block } if chunk::count(inode.bytes) > pieces_left => {
-                found.insert(Place::Packed(image.packs()[pack].name, block), inode.bytes);
+                found.insert(ObjectLocation::Packed(image.packs()[pack].name, block), inode.bytes);
             }
             data @ (Data::Far { .. } | Data::Chunks(_)) => {
                 let count = chunk::count(inode.bytes);
@@ -44,11 +45,11 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
                 *left = left.checked_sub(count).ok_or(crowded)?;
                 for piece in data.pieces(inode.bytes) {
                     let Run { pack, at, bytes } = piece?;
-                    found.insert(Place::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
+                    found.insert(ObjectLocation::Packed(image.packs()[pack].name, at / BLOCK_BYTES as u64), bytes);
                 }
             }
             Data::Object { path: Some(path), .. } => {
-                found.insert(Place::Object(path.to_vec()), inode.bytes);
+                found.insert(ObjectLocation::Object(path.to_vec()), inode.bytes);
             }
             Data::Object { path: None, .. } | Data::Near(..) => {}
         }
@@ -57,14 +58,14 @@ pub fn places(image: &Image) -> Checked<BTreeMap<Place, u64>> {
     Ok(found)
 }
 
-/// What a store holds, and for how many images.
+/// The objects of a store, and how many images reference them.
 #[derive(Debug, Default)]
 pub struct Usage {
-    /// For each object how many of the images need it, and its length in bytes.
-    objects: BTreeMap<Place, (usize, u64)>,
+    /// For each object the number of images, and its length in bytes.
+    objects: BTreeMap<ObjectLocation, (usize, u64)>,
 }
 
-/// Bytes of objects, each counted with the blocks that it fills.
+/// Sizes of objects, rounded up to whole blocks.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     /// Of all objects of the image.
@@ -73,25 +74,25 @@ pub struct Share {
     pub own_bytes: u64,
 }
 
-/// All of a store.
+/// The totals of a store.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Total {
     /// Packs.
     pub packs: usize,
-    /// Objects that are files of their own.
+    /// Objects in separate files.
     pub objects: usize,
     /// Bytes in them.
     pub bytes: u64,
-    /// Bytes of objects that images need.
+    /// Bytes of referenced objects.
     pub live_bytes: u64,
-    /// Bytes of packs and files that no image needs: `gc` removes them.
+    /// Bytes of unreferenced packs and files, which `gc` removes.
     pub garbage_bytes: u64,
 }
 
 impl Usage {
     /// Adds an image's objects.
-    pub fn add(&mut self, places: &BTreeMap<Place, u64>) {
-        for (place, bytes) in places {
+    pub fn add(&mut self, object_locations: &BTreeMap<ObjectLocation, u64>) {
+        for (place, bytes) in object_locations {
             let (count, length) = self.objects.entry(place.clone()).or_insert((0, *bytes));
             *count += 1;
             // A damaged image may claim anything.
@@ -99,10 +100,10 @@ impl Usage {
         }
     }
 
-    /// What an image that was added takes.
-    pub fn share(&self, places: &BTreeMap<Place, u64>) -> Share {
+    /// Returns the space of an image that was added.
+    pub fn share(&self, object_locations: &BTreeMap<ObjectLocation, u64>) -> Share {
         let mut share = Share::default();
-        for (place, bytes) in places {
+        for (place, bytes) in object_locations {
             let bytes = padded(*bytes);
             share.bytes = share.bytes.saturating_add(bytes);
             if self.objects.get(place).is_none_or(|(count, _)| *count < 2) {
@@ -112,14 +113,15 @@ impl Usage {
         share
     }
 
-    /// What the store takes.
+    /// Returns the space of the store.
     ///
     /// # Errors
+    ///
     /// It cannot be read.
     pub fn total(&self, store: &Store) -> Result<Total> {
-        let pack_of = |place: &Place| match place {
-            Place::Packed(pack, _) => Some(*pack),
-            Place::Object(_) => None,
+        let pack_of = |place: &ObjectLocation| match place {
+            ObjectLocation::Packed(pack, _) => Some(*pack),
+            ObjectLocation::Object(_) => None,
         };
         let used: BTreeSet<Digest> = self.objects.keys().filter_map(pack_of).collect();
         let mut total = Total::default();
@@ -137,11 +139,11 @@ impl Usage {
                 total.garbage_bytes = total.garbage_bytes.saturating_add(bytes);
             }
         }
-        for Stored { name, metadata, .. } in object_list::list(store.folder())? {
+        for StoredFile { name, metadata, .. } in object_list::list(store.folder())? {
             let Some(name) = name else { continue };
             total.objects += 1;
             total.bytes = total.bytes.saturating_add(padded(metadata.len()));
-            if !self.objects.contains_key(&Place::Object(name)) {
+            if !self.objects.contains_key(&ObjectLocation::Object(name)) {
                 total.garbage_bytes = total.garbage_bytes.saturating_add(padded(metadata.len()));
             }
         }

@@ -11,7 +11,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use ferry_image::{BuildOptions, Built, Flaw, Source, Store, build, walk};
+use ferry_image::{BuildOptions, BuildReport, Flaw, Source, Store, build, walk};
 use rustix::fs::{CWD, FileType, Mode, Timespec, Timestamps, XattrFlags, lsetxattr, mknodat, utimensat};
 
 /// A folder with a tree, a store and images. It goes at the end.
@@ -42,11 +42,11 @@ impl Bench {
     }
 
     /// Builds `name` of the tree.
-    pub fn build(&self, name: &str) -> Built {
+    pub fn build(&self, name: &str) -> BuildReport {
         self.try_build(name).expect("the tree can be built")
     }
 
-    pub fn try_build(&self, name: &str) -> ferry_image::Result<Built> {
+    pub fn try_build(&self, name: &str) -> ferry_image::Result<BuildReport> {
         let store = Store::create(&self.store())?;
         build(
             &self.tree(),

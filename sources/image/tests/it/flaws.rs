@@ -303,7 +303,7 @@ fn readers_of_a_flaw_get_eio_and_the_log_says_why() {
     let of_flat = FLAWS.iter().map(|damage| (flat, damage));
     for (made, (expected, damage)) in of_flat.chain(COMPOSEFS_FLAWS.iter().map(|damage| (composefs, damage))) {
         let image = Image::from_bytes(made.damaged(*damage)).expect("it can be opened all the same");
-        let source = Source::at_rest(image, &made.bench.store()).expect("the store is whole");
+        let source = Source::open_idle(image, &made.bench.store()).expect("the store is whole");
         let (errors, log) = Log::of(|| ask_all(&source));
         let what = expected.split_once(": ").expect("a path and what it is").1;
         let is_told = log.iter().any(|line| line.starts_with(&format!("the image is damaged: {what} at byte ")));
@@ -319,7 +319,7 @@ fn readers_of_a_flaw_get_eio_and_the_log_says_why() {
 fn nothing_is_refused_in_a_sound_image() {
     for made in [Made::flat(), Made::composefs()] {
         let image = Image::from_bytes(made.image.clone()).expect("it is whole");
-        let source = Source::at_rest(image, &made.bench.store()).expect("the store is whole");
+        let source = Source::open_idle(image, &made.bench.store()).expect("the store is whole");
         let (errors, log) = Log::of(|| ask_all(&source));
         let expected = [Errno::INVAL, Errno::NODATA, Errno::NOTDIR, Errno::NXIO].map(Errno::raw_os_error);
         assert!(errors.is_subset(&expected.into()), "{errors:?} {log:?}");
@@ -344,7 +344,7 @@ proptest! {
             bytes[at] = byte;
         }
         if let Ok(image) = Image::from_bytes(bytes) {
-            let source = Source::at_rest(image, &made.bench.store()).expect("the store is whole");
+            let source = Source::open_idle(image, &made.bench.store()).expect("the store is whole");
             let (errors, _) = Log::of(|| ask_all(&source));
             prop_assert!(errors.is_subset(&expected_errors()), "{errors:?}");
         }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use common::{Bench, bytes};
 use ferry_image::ByteSink;
 use ferry_image::{
-    BuildOptions, Data, Digest, ExclusiveStore, Fetch, Image, Missing, Needed, Nid, Source, Store, Trace, build,
+    BuildOptions, Data, Digest, ExclusiveStore, Fetch, FetchOptions, Image, LiveSet, Nid, Source, Store, Trace, build,
 };
 use ferry_vfs::Errno;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
@@ -63,7 +63,7 @@ fn here(bench: &Bench) -> PathBuf {
 
 fn open(bench: &Bench, image: &str, from: &Arc<Elsewhere>, cache_bytes: Option<u64>) -> Source {
     let from: Arc<dyn Fetch> = from.clone();
-    let missing = Missing { from, ahead_bytes: 0, cache_bytes };
+    let missing = FetchOptions { from, ahead_bytes: 0, cache_bytes };
     Source::open_with(&bench.path(image), &here(bench), None, Some(missing)).expect("it was built")
 }
 
@@ -215,7 +215,7 @@ fn parts_stay_and_go_with_what_they_are_of() {
         names
     };
     let collect = |packs: &[Digest]| {
-        let needed = Needed { packs: packs.iter().copied().collect(), ..Needed::default() };
+        let needed = LiveSet { packs: packs.iter().copied().collect(), ..LiveSet::default() };
         let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
         sole.collect(&needed, Duration::ZERO, false).expect("it can be cleaned")
     };
@@ -247,7 +247,7 @@ fn parts_that_servers_use_stay() {
     let folder = here(&bench);
     let collect = || {
         let sole = ExclusiveStore::lock(&folder, &|| {}).expect("nobody else is here");
-        sole.collect(&Needed::default(), Duration::ZERO, false).expect("it can be cleaned")
+        sole.collect(&LiveSet::default(), Duration::ZERO, false).expect("it can be cleaned")
     };
     assert_eq!(collect().leftovers, 0);
     assert!(packs.iter().all(|pack| folder.join("packs").join(format!("{}.part.index", pack.hex())).exists()));
@@ -305,7 +305,7 @@ fn who_waits_for_what_is_behind_a_damaged_object_gets_it() {
     let (begun, go_on_when) = (Mutex::new(begun), Mutex::new(Some(goes_on)));
     let at = place(&image, "2").1 + 100;
     let from = Arc::new(Damaging { from: Elsewhere::of(&bench), at, begun, go_on: go_on_when });
-    let missing = Missing { from, ahead_bytes: 1 << 20, cache_bytes: None };
+    let missing = FetchOptions { from, ahead_bytes: 1 << 20, cache_bytes: None };
     let source = Source::open_with(&bench.path("image"), &here(&bench), None, Some(missing)).expect("it was built");
     thread::scope(|scope| {
         let source = &source;
@@ -336,18 +336,18 @@ fn what_could_not_be_completed_is_proved_again() {
     objects.fetch_all(2, &AtomicBool::new(false), &|_, _| {}).expect("it can be had");
     let (pack, start) = place(&image, "later");
     let number = image.packs().iter().position(|other| other.name == pack).expect("it is one of them");
-    assert!(objects.prove_here(number, start, 700_000));
+    assert!(objects.verify_here(number, start, 700_000));
     // Its name is taken, and what was written does not come to the disk.
     let name = here(&bench).join("packs").join(pack.hex());
     fs::create_dir(&name).expect("folders can be made");
     objects.complete().expect_err("no file gets the name of a folder");
     let part = File::options().write(true).open(name.with_extension("part")).expect("it is there");
     part.write_all_at(&[0; 100_000], start).expect("it can be written");
-    assert!(!objects.prove_here(number, start, 700_000));
+    assert!(!objects.verify_here(number, start, 700_000));
     let asked = from.asked().len();
     assert!(read(&source, "later", 0, 700_000).expect("it can be had again") == bytes(2, 700_000));
     assert_eq!(from.asked()[asked..].iter().filter(|other| **other == pack).count(), from.asked().len() - asked);
-    assert!(from.asked().len() > asked && objects.prove_here(number, start, 700_000));
+    assert!(from.asked().len() > asked && objects.verify_here(number, start, 700_000));
 }
 
 #[test]
@@ -357,12 +357,12 @@ fn what_was_fetched_before_is_proved_without_asking() {
     let (pack, start) = place(&image, "later");
     let number = image.packs().iter().position(|other| other.name == pack).expect("it is one of them");
     let source = open(&bench, "second", &from, None);
-    assert!(!source.shared_objects().prove_here(number, start, 100));
+    assert!(!source.shared_objects().verify_here(number, start, 100));
     read(&source, "later", 0, 100).expect("it can be had");
     drop(source);
     let asked = from.asked().len();
     let objects = open(&bench, "second", &from, None).shared_objects();
-    assert!(objects.prove_here(number, start, 100));
-    assert!(!objects.prove_here(number, start, 700_000) && !objects.prove_here(number, start + 600_000, 100));
+    assert!(objects.verify_here(number, start, 100));
+    assert!(!objects.verify_here(number, start, 700_000) && !objects.verify_here(number, start + 600_000, 100));
     assert_eq!(from.asked().len(), asked);
 }

@@ -9,13 +9,13 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use common::{Bench, bytes};
-use ferry_image::{BuildOptions, Built, Source, Store, build, pack_table};
+use ferry_image::{BuildOptions, BuildReport, Source, Store, build, pack_table};
 use rustix::fs::inotify;
 
 /// More than are read without a table.
 const PACKS: usize = 40;
 
-fn built(tree: &Path, image: &Path, store: &Path) -> Built {
+fn built(tree: &Path, image: &Path, store: &Path) -> BuildReport {
     let options = BuildOptions { threads: 2, ..BuildOptions::default() };
     build(tree, image, Store::create(store).expect("a store"), &options, &|_, _| {}).expect("it can be built")
 }

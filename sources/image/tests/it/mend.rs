@@ -13,13 +13,13 @@ use std::time::Duration;
 use common::{Bench, bytes};
 use ferry_image::ByteSink;
 use ferry_image::{
-    BuildOptions, Built, Digest, ExclusiveStore, Fetch, Image, Layout, Needed, Objects, RepairCounts, Store, build,
-    file_objects, note_damage, repair_packs, walk,
+    BuildOptions, BuildReport, Digest, ExclusiveStore, Fetch, Image, Layout, LiveSet, Objects, RepairCounts, Store,
+    build, file_objects, note_damage, repair_packs, walk,
 };
 use ferry_vfs::FileType;
 
 /// A store with an image of three files of 9000 bytes, each an object of three blocks.
-fn three() -> (Bench, Built) {
+fn three() -> (Bench, BuildReport) {
     let bench = Bench::new();
     for number in 0..3 {
         fs::write(bench.tree().join(format!("{number}")), bytes(number, 9000)).expect("files can be made");
@@ -48,7 +48,7 @@ fn damaged(bench: &Bench, name: &str) -> BTreeSet<String> {
     let objects = Objects::open(&image, &bench.store()).expect("the packs are there");
     let mut found = BTreeSet::new();
     walk::<ferry_image::Flaw>(&image, image.root(), b"/", |step, inode| {
-        if inode.kind() == FileType::RegularFile && objects.prove_file(image.data(inode)?, inode.bytes).is_err() {
+        if inode.kind() == FileType::RegularFile && objects.verify_file(image.data(inode)?, inode.bytes).is_err() {
             found.insert(step.text());
         }
         Ok(())
@@ -290,15 +290,15 @@ fn notes_go_with_their_packs() {
     let (bench, built) = three();
     write_over(&pack_path(&bench, built.packs[0]), 0, &[0xaa]);
     note(&bench, "image");
-    let collect = |needed: &Needed| {
+    let collect = |needed: &LiveSet| {
         let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
         sole.collect(needed, Duration::ZERO, false).expect("it can be collected")
     };
-    let mut needed = Needed::default();
+    let mut needed = LiveSet::default();
     needed.add(&open(&bench, "image")).expect("the image is sound");
     collect(&needed);
     assert_eq!(notes(&bench), 1);
-    let collected = collect(&Needed::default());
+    let collected = collect(&LiveSet::default());
     assert_eq!((collected.removed.len(), collected.leftovers, notes(&bench)), (1, 0, 0));
 }
 

@@ -12,12 +12,12 @@ use std::process::Command;
 
 use archives::bundle::{Bundle, DIR, FILE, Item, LINK, Packing, SYMLINK, TIME, archive, digest, gzip};
 use common::{Bench, bytes, set_time};
-use ferry_image::{BuildOptions, Built, Image, Layout, Source, Store, build};
+use ferry_image::{BuildOptions, BuildReport, Image, Layout, Source, Store, build};
 use serde_json::json;
 
 const COMPOSEFS: Layout = Layout::Composefs { version: None };
 
-fn try_build(bench: &Bench, source: &str, layout: Layout, platform: Option<&str>) -> ferry_image::Result<Built> {
+fn try_build(bench: &Bench, source: &str, layout: Layout, platform: Option<&str>) -> ferry_image::Result<BuildReport> {
     let platform = platform.map(Into::into);
     let options = BuildOptions { threads: 2, layout, platform, ..BuildOptions::default() };
     build(Path::new(source), &bench.path("image"), Store::create(&bench.store())?, &options, &|_, _| {})

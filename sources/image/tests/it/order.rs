@@ -8,16 +8,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Bench, bytes};
-use ferry_image::{BuildOptions, Built, Data, Image, PackRef, Source, Store, Trace, build};
+use ferry_image::{BuildOptions, BuildReport, Data, Image, PackRef, Source, Store, Trace, build};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
-fn with_order(bench: &Bench, image: &str, paths: &[&str]) -> ferry_image::Result<Built> {
+fn with_order(bench: &Bench, image: &str, paths: &[&str]) -> ferry_image::Result<BuildReport> {
     with_order_of(bench, &bench.tree(), image, paths)
 }
 
 /// The same of another source than the tree itself.
-fn with_order_of(bench: &Bench, source: &Path, image: &str, paths: &[&str]) -> ferry_image::Result<Built> {
+fn with_order_of(bench: &Bench, source: &Path, image: &str, paths: &[&str]) -> ferry_image::Result<BuildReport> {
     let mut order = Trace::default();
     paths.iter().for_each(|path| {
         order.add(path.as_bytes());

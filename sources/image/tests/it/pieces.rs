@@ -120,7 +120,7 @@ fn only_the_damaged_piece_is_not_read() {
     let objects = ferry_image::Objects::open(source.image(), &bench.store()).expect("the packs are there");
     let inode = source.image().inode(find(source.image(), "file-0")).expect("it is there");
     let data = source.image().data(&inode).expect("the image is sound");
-    let error = objects.prove_file(data, inode.bytes).expect_err("it is damaged");
+    let error = objects.verify_file(data, inode.bytes).expect_err("it is damaged");
     assert!(error.to_string().contains("is damaged"), "{error}");
 }
 
@@ -200,14 +200,15 @@ fn what_is_shared_by_pieces_is_compared_counted_and_kept() {
     let found: Vec<_> = found.iter().filter(|(_, what)| what.contains(&"content")).collect();
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!(found[0].0, b"/file-0");
-    let (before, after) = (ferry_image::places(&old).expect("sound"), ferry_image::places(&new).expect("sound"));
+    let (before, after) =
+        (ferry_image::object_locations(&old).expect("sound"), ferry_image::object_locations(&new).expect("sound"));
     let mut usage = ferry_image::Usage::default();
     usage.add(&before);
     usage.add(&after);
     assert_eq!((usage.share(&before).own_bytes, usage.share(&after).own_bytes), (PIECE, PIECE));
     drop(store);
     // Both packs are needed by the new one.
-    let mut needed = ferry_image::Needed::default();
+    let mut needed = ferry_image::LiveSet::default();
     needed.add(&new).expect("the image is sound");
     let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
     let collected = sole.collect(&needed, std::time::Duration::ZERO, false).expect("it can be collected");

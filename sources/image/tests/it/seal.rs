@@ -9,12 +9,12 @@ use std::path::Path;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    Algorithm, BuildOptions, Built, Digest, Image, Objects, PackProof, Sealed, Store, Trace, build, note_damage,
-    repair_packs, seal, seal_image,
+    Algorithm, BuildOptions, BuildReport, Digest, Image, Objects, PackProof, SealReport, Store, Trace, build,
+    note_damage, repair_packs, seal, seal_image,
 };
 
 /// Builds for fs-verity.
-fn build_sealed(source: &Path, bench: &Bench, (image, store): (&str, &str), options: BuildOptions) -> Built {
+fn build_sealed(source: &Path, bench: &Bench, (image, store): (&str, &str), options: BuildOptions) -> BuildReport {
     let options = BuildOptions { verity: true, ..options };
     let store = Store::create(&bench.path(store)).expect("folders can be made");
     build(source, &bench.path(image), store, &options, &|_, _| {}).expect("the tree can be built")
@@ -52,7 +52,7 @@ fn indexes_name_the_digests_of_packs_of_every_kind() {
     let of_tar = build_sealed(&tar, &bench, ("of-tar", "store-t"), with(3, None));
     all_named(&bench, "store-t", &of_tar.packs);
     let objects = Objects::open(&Image::open(&bench.path("one"), None).expect("it was built"), &bench.path("store-1"));
-    objects.expect("all is there").prove_packs().expect("all is right");
+    objects.expect("all is there").verify_packs().expect("all is right");
 }
 
 #[test]
@@ -72,15 +72,15 @@ fn packs_that_name_no_digest_are_not_used_by_builds_for_verity() {
     let elsewhere = build_sealed(&bench.tree(), &bench, ("elsewhere", "other"), BuildOptions::default());
     assert_eq!(elsewhere.digest, sealed.digest, "whatever else is in the store");
     let image = Image::open(&bench.path("plain"), None).expect("it was built");
-    Objects::open(&image, &bench.store()).expect("all is there").prove_packs().expect("there is nothing to prove");
+    Objects::open(&image, &bench.store()).expect("all is there").verify_packs().expect("there is nothing to prove");
     assert_eq!(
         seal(&image, &bench.store(), None).expect("there is nothing to do"),
-        Sealed { unnamed: 1, ..Sealed::default() }
+        SealReport { unnamed: 1, ..SealReport::default() }
     );
 }
 
 /// Has an image, and the index of its only pack, name another digest; answers the pack's new name.
-fn name_another(bench: &Bench, built: &Built) -> Digest {
+fn name_another(bench: &Bench, built: &BuildReport) -> Digest {
     let packs = bench.store().join("packs");
     let at = |pack: Digest, end: &str| packs.join(format!("{}{end}", pack.hex()));
     let old = built.packs[0];
@@ -105,8 +105,8 @@ fn an_index_that_names_another_digest_is_found() {
     let pack = name_another(&bench, &built);
     let image = Image::open(&bench.path("image"), None).expect("it is an image");
     let objects = Objects::open(&image, &bench.store()).expect("all is there");
-    objects.prove_all().expect("each object is sound");
-    let bad = objects.prove_packs().expect_err("the pack is not").to_string();
+    objects.verify_all().expect("each object is sound");
+    let bad = objects.verify_packs().expect_err("the pack is not").to_string();
     assert!(bad.contains(&pack.to_string()) && bad.contains("fs-verity digest"), "{bad}");
 }
 
@@ -126,7 +126,7 @@ fn what_is_sealed_can_be_used_mended_and_sealed_again() {
     assert!(has_verity || proof() == PackProof::Unavailable);
     assert_eq!(Objects::open(&image, &bench.store()).expect("all is there").sealed(), usize::from(has_verity));
     let (on, unavailable) = (usize::from(has_verity), usize::from(!has_verity));
-    let sealed = Sealed { on, unavailable, ..Sealed::default() };
+    let sealed = SealReport { on, unavailable, ..SealReport::default() };
     assert_eq!(seal(&image, &bench.store(), None).expect("nothing fails"), sealed);
     assert_eq!(seal_image(&bench.path("image")).expect("nothing fails"), has_verity);
     assert_eq!(image.verity_digest(), Algorithm::Verity.of(&fs::read(bench.path("image")).expect("it is there")));
@@ -146,5 +146,8 @@ fn what_is_sealed_can_be_used_mended_and_sealed_again() {
     // Of a pack that is not all here nothing is done.
     fs::remove_file(&path).expect("files can be removed");
     fs::File::create(&path).and_then(|file| file.write_all_at(b"x", 0)).expect("files can be written");
-    assert_eq!(seal(&image, &bench.store(), None).expect("nothing fails"), Sealed { left: 1, ..Sealed::default() });
+    assert_eq!(
+        seal(&image, &bench.store(), None).expect("nothing fails"),
+        SealReport { left: 1, ..SealReport::default() }
+    );
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use common::{Bench, bytes, fill};
 use ferry_image::{
-    BuildOptions, Change, ChangeKind, Collected, Digests, ExclusiveStore, Flaw, Image, Layout, Needed, Share, Source,
-    Store, Total, Usage, build, diff, places,
+    BuildOptions, Change, ChangeKind, Digests, ExclusiveStore, Flaw, GcReport, Image, Layout, LiveSet, Share, Source,
+    Store, Total, Usage, build, diff, object_locations,
 };
 use ferry_vfs::FileType;
 
@@ -23,13 +23,13 @@ fn open(bench: &Bench, name: &str) -> Image {
     Image::open(&bench.path(name), None).expect("what was built can be opened")
 }
 
-fn needed(bench: &Bench, names: &[&str]) -> Needed {
-    let mut needed = Needed::default();
+fn needed(bench: &Bench, names: &[&str]) -> LiveSet {
+    let mut needed = LiveSet::default();
     names.iter().for_each(|name| needed.add(&open(bench, name)).expect("the image is sound"));
     needed
 }
 
-fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> Collected {
+fn collect(bench: &Bench, names: &[&str], grace: Duration, dry: bool) -> GcReport {
     let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
     sole.collect(&needed(bench, names), grace, dry).expect("it can be collected")
 }
@@ -49,7 +49,7 @@ fn read_all(bench: &Bench, image: &Path) {
             }
             FileType::RegularFile => {
                 let data = image.data(&inode).expect("the image is sound");
-                objects.prove_file(data, inode.bytes).expect("the object is sound");
+                objects.verify_file(data, inode.bytes).expect("the object is sound");
             }
             _ => {}
         }
@@ -126,7 +126,7 @@ fn a_pack_that_a_new_image_uses_is_young_again() {
 fn usage_counts_what_is_shared_once() {
     let bench = three();
     let mut usage = Usage::default();
-    let all = ["first", "second"].map(|name| places(&open(&bench, name)).expect("the image is sound"));
+    let all = ["first", "second"].map(|name| object_locations(&open(&bench, name)).expect("the image is sound"));
     all.iter().for_each(|image| usage.add(image));
     // Blocks of 4096: three for each of the five, two for the sixth.
     let blocks = |count: u64| count * 4096;
@@ -264,7 +264,7 @@ fn nothing_is_lost(layout: Layout) {
             let mut removed = 0;
             while !done.load(Ordering::Relaxed) {
                 let sole = ExclusiveStore::lock(&bench.store(), &|| {}).expect("the store is there");
-                let mut needed = Needed::default();
+                let mut needed = LiveSet::default();
                 for entry in fs::read_dir(&images).expect("it is there") {
                     let path = entry.expect("a name").path();
                     let image = Image::open(&path, None).expect("images are complete or not there");
@@ -332,7 +332,7 @@ fn objects_that_no_image_needs_go_and_nothing_else() {
         fs::create_dir_all(path.parent().expect("it is in a folder")).expect("folders can be made");
         fs::write(path, "x").expect("files can be made");
     }
-    let found = |done: &Collected| (done.objects.removed, done.objects.young, done.objects.kept, done.leftovers);
+    let found = |done: &GcReport| (done.objects.removed, done.objects.young, done.objects.kept, done.leftovers);
     assert_eq!(found(&collect(&bench, &["one", "two"], Duration::ZERO, true)), (0, 0, 5, 1));
     assert_eq!(found(&collect(&bench, &["one"], HOUR, false)), (0, 2, 3, 0));
     let dry = collect(&bench, &["one"], Duration::ZERO, true);
@@ -340,7 +340,7 @@ fn objects_that_no_image_needs_go_and_nothing_else() {
     assert!(dry.bytes >= 20_000, "{dry:?}");
     let mut usage = Usage::default();
     let (one, two) = (open(&bench, "one"), open(&bench, "two"));
-    let (one, two) = (places(&one).expect("it is sound"), places(&two).expect("it is sound"));
+    let (one, two) = (object_locations(&one).expect("it is sound"), object_locations(&two).expect("it is sound"));
     usage.add(&one);
     let total = usage.total(&Store::open(&bench.store()).expect("a store")).expect("it can be read");
     assert_eq!((total.objects, total.bytes, total.live_bytes, total.garbage_bytes), (5, 61_440, 36_864, 24_576));

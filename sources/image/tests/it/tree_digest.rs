@@ -9,23 +9,23 @@ use std::process::Command;
 
 use common::{Bench, bytes, fill, set_time};
 use ferry_image::{
-    Algorithm, BuildOptions, Built, Digest, Error, Image, Layout, Objects, Source, Store, Trace, build, check,
+    Algorithm, BuildOptions, BuildReport, Digest, Error, Image, Layout, Objects, Source, Store, Trace, build, check,
 };
 
 /// Where an image says of which tree it is.
 const TREE_OFFSET: u64 = 992;
 
-fn built(tree: &Path, folder: &Path, name: &str, options: &BuildOptions) -> Built {
+fn built(tree: &Path, folder: &Path, name: &str, options: &BuildOptions) -> BuildReport {
     let store = Store::create(&folder.join(format!("{name}.store"))).expect("a store");
     build(tree, &folder.join(name), store, options, &|_, _| {}).expect("it can be built")
 }
 
 /// The digest is in the image, and what opens the image and its packs agrees with what built it.
-fn assert_proved(folder: &Path, name: &str, built: &Built) {
+fn assert_proved(folder: &Path, name: &str, built: &BuildReport) {
     let (image, store) = (folder.join(name), folder.join(format!("{name}.store")));
     let opened = Image::open(&image, Some(built.tree)).expect("it is that tree");
     assert_eq!(opened.tree(), Some(built.tree), "{name}");
-    opened.prove_tree(&store).unwrap_or_else(|error| panic!("{name}: {error}"));
+    opened.verify_tree(&store).unwrap_or_else(|error| panic!("{name}: {error}"));
     Source::open(&image, &store, Some(built.tree)).unwrap_or_else(|error| panic!("{name}: {error}"));
 }
 
@@ -185,12 +185,12 @@ fn an_image_that_says_another_tree_than_it_has_is_refused_by_all_that_open_its_p
     // It is sound, and says that it is the other tree.
     let image = Image::open(&path, Some(other)).expect("only its packs can tell");
     assert_eq!((check(&image).findings, image.tree()), (Vec::new(), Some(other)));
-    refused(image.prove_tree(&store).expect_err("it lies"));
+    refused(image.verify_tree(&store).expect_err("it lies"));
     refused(Objects::open(&image, &store).expect_err("it lies"));
     refused(Source::open(&path, &store, Some(other)).expect_err("it lies"));
     // By its own digest it is what it is, and its word for the tree is looked at by who wants to know.
     let image = Image::open(&path, None).expect("it is an image");
-    refused(Objects::open(&image, &store).expect("nobody asked").prove_tree(&image).expect_err("it lies"));
+    refused(Objects::open(&image, &store).expect("nobody asked").verify_tree(&image).expect_err("it lies"));
     // One of before says nothing, and is proved all the same.
     file.write_all_at(&[0; 32], TREE_OFFSET).expect("room");
     let image = Image::open(&path, None).expect("it is an image");

@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+
+use ferry_vfs::sync::lock;
 
 use super::extents::Run;
 
@@ -47,12 +49,10 @@ impl Allocator {
         Self { first, blocks, shard_blocks, shards: (0..wanted).map(shard).collect(), free: AtomicU64::new(blocks) }
     }
 
-    /// Blocks in all.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// Free blocks.
     pub(crate) fn free_blocks(&self) -> u64 {
         self.free.load(Ordering::Relaxed)
     }
@@ -62,8 +62,8 @@ impl Allocator {
         run.block >= self.first && run.block.checked_add(run.count).is_some_and(|end| end <= self.first + self.blocks)
     }
 
-    /// Takes `count` blocks in as few runs as possible, beginning at `goal` if that is free, otherwise in the shard of
-    /// `cpu`. All or nothing.
+    /// Takes `count` blocks or none, in as few runs as possible, from `goal` if that is free, else in the shard of
+    /// `cpu`.
     pub(crate) fn take(&self, count: u64, goal: Option<u64>, cpu: usize) -> Option<Vec<Run>> {
         // Reserving the number first guarantees that the search below succeeds.
         self.free.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |free| free.checked_sub(count)).ok()?;
@@ -145,7 +145,7 @@ impl Allocator {
     }
 
     fn shard(&self, index: usize) -> MutexGuard<'_, Shard> {
-        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[index])
     }
 }
 

@@ -1,5 +1,4 @@
-//! Log payloads: a sequence of items, each a kind (u8) and its fields. Numbers are little-endian, and bytes have a u32
-//! length in front.
+//! Log payloads: items, each a kind (u8) and its fields. Numbers are little-endian; a u32 length precedes bytes.
 //!
 //! | kind | item | fields |
 //! | --- | --- | --- |

@@ -4,6 +4,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
+
 use super::disk::Disk;
 
 /// Stops its thread when dropped.
@@ -38,14 +40,14 @@ impl CommitThread {
 
 /// Waits for this time; returns `true` when the thread must stop.
 fn wait((stop, changed): &(Mutex<bool>, Condvar), every: Duration) -> bool {
-    let guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
+    let guard = lock(stop);
     let waited = changed.wait_timeout_while(guard, every, |stop| !*stop);
     *waited.unwrap_or_else(PoisonError::into_inner).0
 }
 
 impl Drop for CommitThread {
     fn drop(&mut self) {
-        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.stop.0) = true;
         self.stop.1.notify_all();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()

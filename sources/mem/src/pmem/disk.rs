@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Errno, Ino, Result};
 
 use super::alloc::Allocator;
@@ -68,7 +69,7 @@ pub(crate) struct File {
     pub(crate) ino: Ino,
     state: RwLock<State>,
     /// Ranges of the first tier's medium that were overwritten and are not durable.
-    dirty: Mutex<Ranges>,
+    pub(crate) dirty: Mutex<Ranges>,
     /// Held while dirty ranges are synced, so that a thread that finds none waits for the one that took them.
     syncing: Mutex<()>,
     /// Read or written since the last check.
@@ -105,15 +106,11 @@ impl File {
     }
 
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        sync::read(&self.state)
     }
 
     pub(crate) fn write(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn dirty(&self) -> MutexGuard<'_, Ranges> {
-        self.dirty.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::write(&self.state)
     }
 
     /// Marks the file as used.
@@ -165,7 +162,7 @@ impl Disk {
 
     /// Returns the file of an inode, if it has data or was opened.
     pub(crate) fn file(&self, ino: Ino) -> Option<Arc<File>> {
-        self.shard(ino).read().unwrap_or_else(PoisonError::into_inner).get(&ino).cloned()
+        sync::read(self.shard(ino)).get(&ino).cloned()
     }
 
     /// Returns the file of an inode; creates it if necessary.
@@ -173,7 +170,7 @@ impl Disk {
         if let Some(file) = self.file(ino) {
             return file;
         }
-        let mut shard = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = sync::write(self.shard(ino));
         let make = || {
             self.enter(ino);
             Arc::new(File::new(ino, 0, Extents::default()))
@@ -184,7 +181,7 @@ impl Disk {
     /// Adds a file to the table, during a mount.
     pub(crate) fn insert(&self, file: File) {
         self.enter(file.ino);
-        let mut shard = self.shard(file.ino).write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = sync::write(self.shard(file.ino));
         shard.insert(file.ino, Arc::new(file));
     }
 
@@ -196,7 +193,7 @@ impl Disk {
 
     /// Returns all files; each shard is consistent.
     pub(crate) fn files(&self) -> Vec<Arc<File>> {
-        let shards = self.files.iter().map(|shard| shard.read().unwrap_or_else(PoisonError::into_inner));
+        let shards = self.files.iter().map(|shard| sync::read(shard));
         shards.flat_map(|shard| shard.values().cloned().collect::<Vec<_>>()).collect()
     }
 
@@ -216,12 +213,12 @@ impl Disk {
 
     /// Returns the guard to hold while blocks or sizes change.
     pub(crate) fn change(&self) -> RwLockReadGuard<'_, ()> {
-        self.gate.read().unwrap_or_else(PoisonError::into_inner)
+        sync::read(&self.gate)
     }
 
     /// Holds up all changes.
     pub(crate) fn stop(&self) -> RwLockWriteGuard<'_, ()> {
-        self.gate.write().unwrap_or_else(PoisonError::into_inner)
+        sync::write(&self.gate)
     }
 
     /// Allocates blocks of the first tier.
@@ -263,9 +260,9 @@ impl Disk {
 
     /// Syncs a file's bytes and then the log, unless the log is not needed to find the bytes.
     pub(crate) fn sync_file(&self, file: &File, data_only: bool) -> Result<()> {
-        let _syncing = file.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _syncing = lock(&file.syncing);
         self.log.check()?;
-        let dirty = std::mem::take(&mut *file.dirty());
+        let dirty = std::mem::take(&mut *lock(&file.dirty));
         let ticket = file.read().ticket;
         if data_only && self.log.is_durable(ticket) {
             if !dirty.is_empty() {
@@ -288,7 +285,7 @@ impl Disk {
     /// Makes everything durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
         for file in self.files() {
-            let mut dirty = file.dirty();
+            let mut dirty = lock(&file.dirty);
             // Under the lock: a sync of the file finds the ranges either in the file or in the log.
             self.log.flush_along(std::mem::take(&mut *dirty));
         }
@@ -303,7 +300,7 @@ impl Disk {
     /// Removes a file that ended. Its blocks become free when the record of that is durable, or, if there was no room
     /// for a record, the next snapshot.
     pub(crate) fn remove(&self, ino: Ino, by_snapshot: bool) {
-        let file = self.shard(ino).write().unwrap_or_else(PoisonError::into_inner).remove(&ino);
+        let file = sync::write(self.shard(ino)).remove(&ino);
         if let Some(file) = file {
             let mut state = file.write();
             state.removed = true;
@@ -328,19 +325,15 @@ impl Disk {
         }
         let all: Vec<Piece> = state.extents.all().collect();
         let mut from = 0;
-        for pieces in chunks_or_one(&all) {
+        // A file of holes only has a size to log.
+        let empty = all.is_empty().then_some(&*all);
+        for pieces in all.chunks(MAP_PIECES_MAX).chain(empty) {
             let to = pieces.last().map_or(from, Piece::end);
             each(&Map { ino, size: state.size, from, to, pieces: pieces.to_vec() })?;
             from = to;
         }
         Ok(())
     }
-}
-
-/// Returns the pieces in chunks, or one empty chunk: a file of holes only has a size to log.
-fn chunks_or_one(all: &[Piece]) -> impl Iterator<Item = &[Piece]> {
-    let empty = all.is_empty().then_some(all);
-    all.chunks(MAP_PIECES_MAX).chain(empty)
 }
 
 /// Returns the error for a caller after a failure of the medium.

@@ -126,7 +126,6 @@ pub(crate) struct Extents {
 }
 
 impl Extents {
-    /// Blocks in all.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks
     }
@@ -143,7 +142,6 @@ impl Extents {
         pieces.filter(move |piece| piece.end() > range.start)
     }
 
-    /// All pieces.
     pub(crate) fn all(&self) -> impl Iterator<Item = Piece> + '_ {
         self.pieces.all()
     }

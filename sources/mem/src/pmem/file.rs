@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Data, Errno, Extent, FallocateFlags, Input, Output, Result, Seek};
 
 use super::disk::{Disk, File, MAP_PIECES_MAX, State, block_of, io_error, skip_of};
@@ -120,7 +121,7 @@ impl Disk {
         let edit = self.tier1.medium.edit(start, at.len as usize, &mut |to| input.take(to));
         let count = edit.map_err(|error| io_error(&error))?;
         state.version += 1;
-        file.dirty().add(start..start + count as u64);
+        lock(&file.dirty).add(start..start + count as u64);
         Ok(Some(count))
     }
 
@@ -147,8 +148,7 @@ impl Disk {
         }
     }
 
-    /// Writes the bytes, after which the file's size is at least `end`. The `cleared` ranges must be durable before
-    /// that.
+    /// Writes the bytes; then the file's size is at least `end`. The `cleared` ranges must be durable before that.
     fn put(
         &self,
         (file, state): (&File, &mut State),
@@ -260,13 +260,12 @@ impl Disk {
             self.tier1.medium.write(start, part).map_err(|error| io_error(&error))?;
             ranges.add(start..start + part.len() as u64);
         }
-        file.dirty().add_all(ranges.clone());
+        lock(&file.dirty).add_all(ranges.clone());
         state.version += 1;
         Ok(ranges)
     }
 
-    /// Zeroes the rest of the last block before a file grows. Returns the ranges of the medium, which must be durable
-    /// before the new size.
+    /// Zeroes the rest of the last block before a file grows. Returns ranges that must be durable before the new size.
     fn clear_tail(&self, file: &File, state: &mut State, until: u64) -> Result<Ranges> {
         let (size, tail) = (state.size, skip_of(state.size));
         let written = || state.extents.at(block_of(size)).is_some_and(|piece| piece.written);

@@ -7,9 +7,10 @@
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use ferry_vfs::Backing;
+use ferry_vfs::sync::{self, lock};
 
 use super::extents::Run;
 
@@ -58,10 +59,9 @@ impl Grace {
         Self { epoch, waiting: Mutex::default(), blocks: AtomicU64::new(0) }
     }
 
-    /// Returns the descriptor for an extent in a tier. Call it with the inode's lock held under which the block was
-    /// found.
+    /// Returns the descriptor for an extent in a tier. The caller still has the lock under which it found the block.
     pub(crate) fn backing(&self, tier: usize) -> Option<Arc<Backing>> {
-        self.epoch.read().unwrap_or_else(PoisonError::into_inner).0[tier].clone()
+        sync::read(&self.epoch).0[tier].clone()
     }
 
     /// Blocks that wait.
@@ -71,12 +71,12 @@ impl Grace {
 
     /// Adds freed blocks, and calls `free` with those that no reader can use any more.
     pub(crate) fn reclaim(&self, runs: Vec<Run>, mut free: impl FnMut(&[Run])) {
-        let mut guard = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = lock(&self.waiting);
         let PendingFree { epochs, late } = &mut *guard;
         self.blocks.fetch_add(count(&runs), Ordering::Relaxed);
         late.extend(runs);
         if !late.is_empty() {
-            let mut epoch = self.epoch.write().unwrap_or_else(PoisonError::into_inner);
+            let mut epoch = sync::write(&self.epoch);
             if let Some(next) = epoch.next() {
                 epochs.push_back((std::mem::replace(&mut *epoch, next), std::mem::take(late)));
             }

@@ -6,9 +6,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Ino;
+use ferry_vfs::sync::lock;
 
 use super::disk::File;
 
@@ -20,10 +21,6 @@ const WARM_MAX: usize = 4096;
 pub(crate) struct Heat {
     ring: Mutex<VecDeque<Ino>>,
     warm: Mutex<VecDeque<Ino>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Heat {

@@ -142,8 +142,7 @@ impl<'a> LoadedImage<'a> {
         self.records
     }
 
-    /// Calls `each` with every item of every record, in order. An item that does not parse is damage, and the rest of
-    /// its record is skipped.
+    /// Calls `each` with every item of every record, in order. An invalid item is damage; its record's rest is skipped.
     pub(crate) fn for_each(
         &self,
         on_damage: &mut OnDamage<'_>,
@@ -168,8 +167,7 @@ impl<'a> LoadedImage<'a> {
     }
 }
 
-/// Size and blocks of the files in the records, ordered by inode: files created in sequence have their blocks in
-/// sequence.
+/// Size and blocks of the files, ordered by inode: files created in sequence have their blocks in sequence.
 #[derive(Debug, Default)]
 pub(crate) struct Files(BTreeMap<Ino, (u64, Extents)>);
 

@@ -7,8 +7,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Result};
 
 use super::extents::Run;
@@ -21,8 +22,7 @@ const PENDING_BYTES_MAX: usize = 1 << 20;
 /// The approximate length of a snapshot's records: long enough to make their headers negligible.
 const SNAPSHOT_PAYLOAD_BYTES: usize = PAYLOAD_BYTES_MAX / 4;
 
-/// Metadata with less room than this for growth counts as full, in bytes: the record of a large write needs about as
-/// much.
+/// Metadata with less room for growth counts as full, in bytes: the record of a large write needs about as much.
 const FULL_BYTES: u64 = 8 << 10;
 
 /// The number of records appended since the mount, up to and including one of them.
@@ -127,7 +127,7 @@ impl Log {
         }
         self.check()?;
         let bytes = record_bytes(payload_bytes) as u64;
-        let mut pending = self.pending();
+        let mut pending = lock(&self.pending);
         let capacity = pending.superblock.layout.log_bytes();
         let limit = if growth == Growth::Grows { capacity / 4 * 3 } else { capacity };
         if pending.used + bytes > limit {
@@ -139,7 +139,7 @@ impl Log {
 
     /// Appends a record with reserved room.
     pub(crate) fn append(&self, reservation: Reservation, payload: &[u8], effects: Effects) -> Ticket {
-        let mut guard = self.pending();
+        let mut guard = lock(&self.pending);
         let pending = &mut *guard;
         let sequence = pending.superblock.sequence(pending.next_index);
         push_record(&mut pending.bytes, pending.superblock.salt, sequence, payload);
@@ -160,47 +160,47 @@ impl Log {
 
     /// Gives room back.
     pub(crate) fn cancel(&self, reservation: Reservation) {
-        self.pending().used -= reservation.0;
+        lock(&self.pending).used -= reservation.0;
     }
 
     /// Adds blocks that become free once everything appended so far is durable.
     pub(crate) fn free(&self, runs: impl IntoIterator<Item = Run>) {
-        self.pending().freed.extend(runs);
+        lock(&self.pending).freed.extend(runs);
     }
 
     /// Returns the number of blocks that wait for the next flush.
     pub(crate) fn freed_blocks(&self) -> u64 {
-        self.pending().freed.iter().map(|run| run.count).sum()
+        lock(&self.pending).freed.iter().map(|run| run.count).sum()
     }
 
     /// Adds blocks that only the next snapshot frees.
     pub(crate) fn free_by_snapshot(&self, runs: impl IntoIterator<Item = Run>) {
-        self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner).extend(runs);
+        lock(&self.released_by_snapshot).extend(runs);
     }
 
     /// Returns whether records that make metadata grow are refused.
     pub(crate) fn is_full(&self) -> bool {
-        let pending = self.pending();
+        let pending = lock(&self.pending);
         pending.used + FULL_BYTES > pending.superblock.layout.log_bytes() / 4 * 3
     }
 
     /// Adds ranges of the medium to sync with the next flush.
     pub(crate) fn flush_along(&self, ranges: Ranges) {
-        self.pending().along.add_all(ranges);
+        lock(&self.pending).along.add_all(ranges);
     }
 
     /// Syncs all ranges of [`Self::flush_along`], including those that another thread is flushing.
     pub(crate) fn sync_along(&self) -> Result<()> {
         // A flush holds it until all is durable.
-        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let nothing = self.pending().along.is_empty();
+        let writer = lock(&self.writer);
+        let nothing = lock(&self.pending).along.is_empty();
         drop(writer);
         if nothing { self.check() } else { self.sync(self.last()) }
     }
 
     /// Returns the ticket of the last record.
     pub(crate) fn last(&self) -> Ticket {
-        self.pending().appended
+        lock(&self.pending).appended
     }
 
     /// Whether a record is durable.
@@ -210,14 +210,14 @@ impl Log {
 
     /// Returns whether the log is so full that a snapshot is due and would help.
     pub(crate) fn wants_snapshot(&self) -> bool {
-        let pending = self.pending();
+        let pending = lock(&self.pending);
         let capacity = pending.superblock.layout.log_bytes();
         pending.used > capacity / 8 * 5 && pending.used - pending.used_by_snapshot >= capacity / 16
     }
 
     /// Returns the number of records in the active log.
     pub(crate) fn records(&self) -> u64 {
-        self.pending().next_index
+        lock(&self.pending).next_index
     }
 
     /// Returns an error if the log has failed.
@@ -227,14 +227,14 @@ impl Log {
 
     /// Returns the blocks that became free since the last call.
     pub(crate) fn take_released(&self) -> Vec<Run> {
-        std::mem::take(&mut *self.released.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.released))
     }
 
     /// Syncs everything appended up to `ticket`, and all ranges added so far.
     pub(crate) fn sync(&self, ticket: Ticket) -> Result<()> {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.writer);
         self.check()?;
-        let mut pending = self.pending();
+        let mut pending = lock(&self.pending);
         let nothing = pending.along.is_empty() && pending.before.is_empty() && pending.freed.is_empty();
         if pending.is_mounting || nothing && self.is_durable(ticket) {
             return Ok(());
@@ -258,7 +258,7 @@ impl Log {
         flush().map_err(|error| self.fail(&error))?;
         writer.position += bytes.len() as u64;
         self.durable.store(appended, Ordering::Release);
-        self.released.lock().unwrap_or_else(PoisonError::into_inner).extend(freed);
+        lock(&self.released).extend(freed);
         Ok(())
     }
 
@@ -268,12 +268,12 @@ impl Log {
     pub(crate) fn restart(&self, fill: impl FnOnce(&mut SnapshotWriter<'_>) -> Result<()>) -> Result<()> {
         self.check()?;
         // Without a lock: only this call changes the superblock, and the area is not in use.
-        let mut snapshot = SnapshotWriter::new(self, &self.pending().superblock);
+        let mut snapshot = SnapshotWriter::new(self, &lock(&self.pending).superblock);
         fill(&mut snapshot)?;
         let (next, bytes) = snapshot.finish()?;
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.writer);
         self.check()?;
-        let mut guard = self.pending();
+        let mut guard = lock(&self.pending);
         let pending = &mut *guard;
         let mut data = pending.before.clone();
         data.add_all(pending.along.clone());
@@ -291,9 +291,8 @@ impl Log {
         pending.is_mounting = false;
         writer.position = bytes;
         self.durable.store(pending.appended, Ordering::Release);
-        let by_snapshot =
-            std::mem::take(&mut *self.released_by_snapshot.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        let by_snapshot = std::mem::take(&mut *lock(&self.released_by_snapshot));
+        let mut released = lock(&self.released);
         released.extend(by_snapshot);
         released.append(&mut pending.freed);
         Ok(())
@@ -307,10 +306,6 @@ impl Log {
             );
         }
         Errno::IO
-    }
-
-    fn pending(&self) -> MutexGuard<'_, Pending> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

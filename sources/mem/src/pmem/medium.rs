@@ -67,7 +67,6 @@ pub(crate) struct Ranges(Vec<Range<u64>>);
 const RANGES_MAX: usize = 64;
 
 impl Ranges {
-    /// Adds a range.
     pub(crate) fn add(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;

@@ -48,7 +48,7 @@ pub use self::codec::CodecError;
 pub use self::error::{DamageError, OpenError};
 pub use self::fsck::{Finding, Report, Severity, fsck, fsck_medium};
 pub use self::medium::Medium;
-pub use self::open::{COMMIT_INTERVAL, Made, Media, Opened, Options, open, open_files, open_media};
+pub use self::open::{COMMIT_INTERVAL, CreatedFile, Media, OpenedImage, Options, open, open_files, open_media};
 pub use self::store::{PFile, PStore};
 use crate::tree::Tree;
 

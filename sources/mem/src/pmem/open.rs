@@ -55,8 +55,7 @@ pub struct Options {
     pub tier2_bytes: Option<u64>,
     /// Change nothing.
     pub read_only: bool,
-    /// Map an image on persistent memory with huge pages where available. It has no effect on other media, which is
-    /// logged once.
+    /// Map an image on persistent memory with huge pages where available. On other media a warning is logged.
     pub huge: bool,
     /// The interval of commits; `None` for [`COMMIT_INTERVAL`], zero to commit only on request.
     pub commit: Option<Duration>,
@@ -73,14 +72,14 @@ pub struct Media {
 
 /// Opened and locked files and devices of an image, before it is read.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenedImage {
     path: PathBuf,
     media: Media,
-    made: Vec<Made>,
+    made: Vec<CreatedFile>,
 }
 
 /// A created file, and a descriptor that holds its lock.
-pub type Made = (PathBuf, File);
+pub type CreatedFile = (PathBuf, File);
 
 /// Opens the image in a file or device. An empty one gets `size_bytes` and becomes an image.
 ///
@@ -89,7 +88,7 @@ pub type Made = (PathBuf, File);
 /// [`OpenError`]; nothing is changed then, except that a damaged copy of the superblock may have been rewritten.
 pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
     let mut opened = open_files(path, options)?;
-    let made = opened.take_made();
+    let made = opened.take_created();
     let mut new: Vec<_> = made.iter().map(|(path, _)| NewFile(Some(path))).collect();
     let tree = opened.load(options)?;
     new.iter_mut().for_each(NewFile::keep);
@@ -102,7 +101,7 @@ pub fn open(path: &Path, options: &Options) -> Result<PMem, OpenError> {
 /// # Errors
 ///
 /// [`OpenError`]: they cannot be opened, or are in use.
-pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
+pub fn open_files(path: &Path, options: &Options) -> Result<OpenedImage, OpenError> {
     let (image, made_image) = open_image(path, options)?;
     let mut new = NewFile(made_image.as_ref().map(|_| path));
     let (tier2, made_tier2) = match &options.tier2 {
@@ -114,13 +113,13 @@ pub fn open_files(path: &Path, options: &Options) -> Result<Opened, OpenError> {
     new.keep();
     let made_image = made_image.map(|made| (path.into(), made));
     let made = made_image.into_iter().chain(made_tier2.map(|(path, made)| (path.clone(), made))).collect();
-    Ok(Opened { path: path.into(), media: Media { image, tier2 }, made })
+    Ok(OpenedImage { path: path.into(), media: Media { image, tier2 }, made })
 }
 
-impl Opened {
+impl OpenedImage {
     /// Returns the created files, for a caller that removes them if a later step fails. While it holds their
     /// descriptors no other process can open them.
-    pub fn take_made(&mut self) -> Vec<Made> {
+    pub fn take_created(&mut self) -> Vec<CreatedFile> {
         std::mem::take(&mut self.made)
     }
 

@@ -1,9 +1,10 @@
 //! The store of a tree in an image.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Backing, Data, Errno, FallocateFlags, Ino, Input, Output, Result, Seek, Timespec};
 
 use super::codec::{put_map, put_record};
@@ -25,8 +26,7 @@ pub struct PStore {
     pub(crate) disk: Arc<Disk>,
     /// Inodes for whose end the log had no room.
     unfreed: Mutex<HashSet<Ino>>,
-    /// Commits periodically, and moves data between tiers. `None` in a read-only store, and in tests that do it
-    /// themselves.
+    /// Commits periodically, and moves data between tiers. `None` if read-only, and in tests that do it themselves.
     commit_thread: Option<CommitThread>,
 }
 
@@ -74,10 +74,6 @@ impl PStore {
     pub fn bring_back(&self, blocks: u64) -> Result<u64> {
         self.disk.promote(blocks)
     }
-
-    fn unfreed(&self) -> std::sync::MutexGuard<'_, HashSet<Ino>> {
-        self.unfreed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Writes a record of the tree to a snapshot. Attributes may be long, so each is a separate item.
@@ -121,7 +117,7 @@ impl Store for PStore {
         let (growth, more) = growth(record);
         let reserved = self.disk.log.reserve(payload.len(), growth);
         if let (Err(Errno::NOSPC), Record::Free { ino }) = (&reserved, record) {
-            self.unfreed().insert(*ino);
+            lock(&self.unfreed).insert(*ino);
         }
         self.disk.log.append(reserved?, &payload, Effects { more, ..Effects::default() });
         Ok(())
@@ -212,7 +208,7 @@ impl Store for PStore {
     }
 
     fn remove(&self, ino: Ino) {
-        self.disk.remove(ino, self.unfreed().remove(&ino));
+        self.disk.remove(ino, lock(&self.unfreed).remove(&ino));
     }
 
     fn space(&self) -> Result<Space> {

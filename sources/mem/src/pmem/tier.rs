@@ -92,8 +92,7 @@ impl Disk {
         }
     }
 
-    /// Moves up to this many blocks of cold files to the second tier, examining up to `visits_max` files; returns how
-    /// many blocks.
+    /// Moves up to this many blocks of cold files to the second tier; examines `visits_max` files; returns how many.
     pub(crate) fn demote(&self, blocks: u64, visits_max: usize) -> Result<u64> {
         let Some(tier2) = &self.tier2 else { return Ok(0) };
         let mut moved = 0;

@@ -32,7 +32,6 @@ impl File {
         Self { mapped: Some(mapped), ..Self::unmapped(ino, plain) }
     }
 
-    /// A memfd.
     pub(super) fn memfd(ino: Ino, fd: OwnedFd) -> Self {
         Self::unmapped(ino, Backing::new(fd))
     }

@@ -21,8 +21,9 @@
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Mutex, RwLock, RwLockReadGuard};
 
+use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Errno, Memory, Result, Segment, Timespec};
 
 use rustix::fs::Stat;
@@ -39,8 +40,7 @@ const USES_BEFORE: u32 = 8;
 const COPY_BYTES_MAX: usize = 128 << 10;
 /// The minimum mapping in bytes; longer ones double, so that growing files are rarely remapped.
 const MAPPED_BYTES_MIN: u64 = 1 << 20;
-/// The maximum mapping in bytes. It bounds the memory for the set of pages (a bit per page, 2 MiB) after a write at a
-/// large offset.
+/// The maximum mapping in bytes, which bounds the set of pages (a bit per page, 2 MiB) after a write far out.
 const MAPPED_BYTES_MAX: u64 = 64 << 30;
 /// `relatime` updates atime at least once a day.
 const DAY_S: i64 = 24 * 60 * 60;
@@ -63,8 +63,7 @@ pub(super) struct MappedFile {
     is_ahead: AtomicBool,
     /// The mtime that was shown may equal the current time: the next write must advance it.
     was_shown: AtomicBool,
-    /// The mtime that was shown last, in nanoseconds since the epoch. Its lock is taken to show times, and by the first
-    /// write afterwards.
+    /// The mtime that was shown last, in nanoseconds since the epoch. Locked to show times, and by the next write.
     shown_ns: Mutex<i64>,
 }
 
@@ -167,10 +166,6 @@ impl MappedFile {
         }
     }
 
-    fn write_lock(&self) -> RwLockWriteGuard<'_, Map> {
-        self.map.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the map with the lock held, with these bytes mapped.
     fn ready(&self, file: BorrowedFd<'_>, bytes: &Range<u64>) -> Option<RwLockReadGuard<'_, Map>> {
         if bytes.end > MAPPED_BYTES_MAX {
@@ -180,13 +175,13 @@ impl MappedFile {
             self.uses.fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        let lock = || self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let lock = || sync::read(&self.map);
         let map = lock();
         if map.refused || map.covers(bytes) {
             return (!map.refused).then_some(map);
         }
         drop(map);
-        if !self.write_lock().extend(file, bytes.end) {
+        if !sync::write(&self.map).extend(file, bytes.end) {
             return None;
         }
         Some(lock()).filter(|map| map.covers(bytes))
@@ -194,14 +189,14 @@ impl MappedFile {
 
     /// Makes a change that removes pages of these bytes, without concurrent copies.
     pub(super) fn removing<T>(&self, bytes: Range<u64>, change: impl FnOnce() -> Result<T>) -> Result<T> {
-        let mut map = self.write_lock();
+        let mut map = sync::write(&self.map);
         map.pages.remove(&touched(&bytes));
         change()
     }
 
     /// Makes a change of the size, without concurrent copies.
     pub(super) fn resizing<T>(&self, size: u64, change: impl FnOnce() -> Result<T>) -> Result<T> {
-        let mut map = self.write_lock();
+        let mut map = sync::write(&self.map);
         let known = map.size.get_mut();
         *known = size.min(*known);
         map.pages.remove(&(size.div_ceil(PAGE_BYTES)..u64::MAX));
@@ -211,7 +206,7 @@ impl MappedFile {
     /// Sets times, which override all earlier writes.
     pub(super) fn setting_times<T>(&self, set: impl FnOnce() -> Result<T>) -> Result<T> {
         // A concurrent copy records its time before it releases the lock.
-        let _map = self.write_lock();
+        let _map = sync::write(&self.map);
         self.wrote_ns.store(0, Ordering::Relaxed);
         self.read_ns.store(0, Ordering::Relaxed);
         self.was_read.store(false, Ordering::Relaxed);
@@ -221,7 +216,7 @@ impl MappedFile {
 
     /// Returns the attributes to show, from those of the kernel.
     pub(super) fn show(&self, look: impl FnOnce() -> Result<Usage>) -> Result<Usage> {
-        let mut shown_ns = self.shown_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shown_ns = lock(&self.shown_ns);
         self.was_shown.store(true, Ordering::Relaxed);
         // Either a write sees that its time is about to be shown, or its bytes and its time are visible here.
         fence(Ordering::SeqCst);
@@ -245,10 +240,9 @@ impl MappedFile {
         (later(atime, &self.read_ns), later(mtime, &self.wrote_ns))
     }
 
-    /// Ends the mapping: from now on all transfers use the descriptor. `keep` is called first, without concurrent
-    /// copies.
+    /// Ends the mapping: all later transfers use the descriptor. `keep` is called first, without concurrent copies.
     pub(super) fn end(&self, keep: impl FnOnce()) {
-        let mut map = self.write_lock();
+        let mut map = sync::write(&self.map);
         keep();
         *map = Map { refused: true, ..Map::default() };
     }
@@ -331,7 +325,7 @@ impl Memory for MappedFile {
         if !self.was_shown.load(Ordering::Relaxed) {
             return;
         }
-        let shown_ns = self.shown_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        let shown_ns = lock(&self.shown_ns);
         self.note_time(later(nanoseconds(coarse_time()), *shown_ns));
         self.was_shown.store(false, Ordering::Relaxed);
     }

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, FallocateFlags, Ino, Input, Result, Timespec};
 use rustix::fs::{MemfdFlags, SeekFrom};
 
@@ -23,10 +24,6 @@ pub(super) struct Memfds {
     files: Mutex<HashMap<Ino, Arc<File>>>,
     limit: u64,
     used: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn allocated(file: &File) -> Result<u64> {

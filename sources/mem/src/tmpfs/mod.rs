@@ -1,5 +1,4 @@
-//! The volatile store: each file's bytes are in a separate file in memory, which clients' kernels and transfers access
-//! directly.
+//! The volatile store: each file's bytes are in a file in memory, which clients' kernels and transfers use directly.
 //!
 //! * With `CAP_SYS_ADMIN`: a **private, detached tmpfs**, whose root only this process has. Files are named by inode
 //!   number and open only while their inode is. The kernel enforces the size limit, also for writes through passed

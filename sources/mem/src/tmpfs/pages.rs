@@ -8,8 +8,7 @@ pub(super) const PAGE_BYTES: u64 = 4096;
 /// Pages in a word of the set.
 pub(super) const WORD_PAGES: u64 = u64::BITS as u64;
 
-/// A set of pages that are allocated, so that accesses cannot fail. Many threads may add pages; removal requires
-/// exclusive access.
+/// A set of allocated pages, whose access cannot fail. Many threads may add pages; removal requires exclusive access.
 #[derive(Debug, Default)]
 pub(super) struct Pages(Vec<AtomicU64>);
 
@@ -23,7 +22,6 @@ pub(super) fn words(pages: &Range<u64>) -> Range<u64> {
     pages.start / WORD_PAGES..pages.end.div_ceil(WORD_PAGES)
 }
 
-/// Returns the bits of a word for pages of the range.
 pub(super) fn bits(word: u64, pages: &Range<u64>) -> u64 {
     let first = word * WORD_PAGES;
     let start = pages.start.clamp(first, first + WORD_PAGES) - first;

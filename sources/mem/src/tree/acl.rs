@@ -47,8 +47,7 @@ impl Acl {
         if acl.is_valid() { Ok(Some(acl)) } else { Err(Errno::INVAL) }
     }
 
-    /// Checks the order (owner, users, group, groups, mask, others), and that there is a mask if users or groups are
-    /// named.
+    /// Checks the order (owner, users, group, groups, mask, others), and that named users or groups have a mask.
     fn is_valid(&self) -> bool {
         let mut last = 0;
         let mut named = false;

@@ -66,8 +66,7 @@ impl<S: Store> Tree<S> {
         Ok(())
     }
 
-    /// Refreshes the state and logs it, because records with some of the attributes would lose times that are only
-    /// noted.
+    /// Refreshes the state and logs it: records with some of the attributes would lose times that are only noted.
     pub(crate) fn sync_attr(&self, node: &Node<S>, state: &mut State<S>) -> Result<()> {
         let before = state.meta;
         self.refresh(node, state)?;

@@ -18,8 +18,7 @@ pub(crate) const COOKIE_DOTDOT: u64 = 2;
 #[derive(Debug)]
 pub(crate) struct Link<S: Store> {
     pub(crate) name: NameBuf,
-    /// Its position in listings. Cookies only grow and are never reused, so an offset stays valid while names come and
-    /// go.
+    /// Its position in listings. Cookies only grow, so an offset stays valid while names come and go.
     pub(crate) cookie: u64,
     pub(crate) node: Arc<Node<S>>,
 }
@@ -77,8 +76,7 @@ impl<S: Store> Dir<S> {
         debug_assert!(new, "the caller looked the name up under the same lock");
     }
 
-    /// Replaces the inode of a name; returns the previous one. The name keeps its cookie, so that a concurrent listing
-    /// finds it.
+    /// Replaces the inode of a name; returns the previous one. The cookie stays, so concurrent listings find the name.
     pub(crate) fn replace(&mut self, name: Name<'_>, node: Arc<Node<S>>) -> Option<Arc<Node<S>>> {
         let old = self.by_name.take(name.as_bytes())?.0;
         let link = Arc::new(Link { name: name.to_buf(), cookie: old.cookie, node });

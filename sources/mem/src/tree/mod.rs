@@ -1,7 +1,6 @@
 //! The tree: names, inodes and attributes in memory, over a [`Store`] with the bytes and the journal.
 //!
-//! An inode exists while it has a name, a reference of a client or an open handle ([`node`]). [`rename`] documents the
-//! order of locks.
+//! An inode exists while it has a name, a reference or an open handle ([`node`]). [`rename`] has the order of locks.
 
 mod acl;
 mod attrs;
@@ -17,9 +16,9 @@ pub(crate) mod space;
 mod xattr;
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use ferry_vfs::{Caller, Changes, Errno, Handles, Ino, Locks, Result, Statfs};
+use ferry_vfs::{Caller, Changes, Errno, Handles, Ino, Locks, Result, Statfs, sync};
 
 use self::files::Open;
 use self::node::{Body, State, Table};
@@ -109,7 +108,7 @@ impl<S: Store> Tree<S> {
 
     /// Excludes checkpoints until the guard is dropped. A thread must not take it twice.
     fn gate(&self) -> Option<RwLockReadGuard<'_, ()>> {
-        S::JOURNALED.then(|| self.gate.read().unwrap_or_else(PoisonError::into_inner))
+        S::JOURNALED.then(|| sync::read(&self.gate))
     }
 
     /// Begins a change.

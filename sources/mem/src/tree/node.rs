@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
+use ferry_vfs::{Errno, FileType, Ino, Result, Timespec, sync};
 
 use super::attrs::after;
 use super::dir::Dir;
@@ -142,16 +142,15 @@ impl<S: Store> Node<S> {
     /// Locks the state shared. A panic elsewhere does not poison it: each change is logged before it is applied, in
     /// steps that cannot fail.
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, State<S>> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        sync::read(&self.state)
     }
 
     /// The state, exclusively.
     pub(crate) fn write(&self) -> RwLockWriteGuard<'_, State<S>> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        sync::write(&self.state)
     }
 
-    /// Adds a reference or a handle. The caller knows that the inode exists: it has a hold, or the lock of a directory
-    /// with a name of it.
+    /// Adds a reference or a handle. The caller has a hold, or the lock of a directory with a name of the inode.
     pub(crate) fn hold(&self) {
         self.holds.fetch_add(1, Ordering::Relaxed);
     }
@@ -239,17 +238,17 @@ impl<S: Store> Table<S> {
     /// Returns the inode of this number; `STALE` if there is none.
     pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Node<S>>> {
         let (shard, key) = self.shard(ino);
-        shard.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned().ok_or(Errno::STALE)
+        sync::read(shard).get(&key).cloned().ok_or(Errno::STALE)
     }
 
     pub(crate) fn insert(&self, node: Arc<Node<S>>) {
         let (shard, key) = self.shard(node.ino);
-        shard.write().unwrap_or_else(PoisonError::into_inner).insert(key, node);
+        sync::write(shard).insert(key, node);
     }
 
     pub(crate) fn remove(&self, ino: Ino) {
         let (shard, key) = self.shard(ino);
-        let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = sync::write(shard);
         let removed = shard.remove(&key);
         if is_sparse(shard.len(), shard.capacity()) {
             let len = shard.len();
@@ -265,7 +264,7 @@ impl<S: Store> Table<S> {
         let mut found = Vec::new();
         for shard in &self.0 {
             // Without the shard's lock: a thread with an inode's lock may wait for the shard's.
-            let all: Vec<_> = shard.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+            let all: Vec<_> = sync::read(shard).values().cloned().collect();
             found.extend(all.into_iter().filter(|node| wanted(node)));
         }
         found.sort_unstable_by_key(|node| node.ino);

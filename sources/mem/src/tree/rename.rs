@@ -13,8 +13,9 @@
 //! tables come after all of these, and only the store takes locks inside them.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, RwLockWriteGuard};
+use std::sync::{Arc, RwLockWriteGuard};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Name, RenameFlags, Result, Timespec};
 
 use super::attrs::now_after;
@@ -93,7 +94,7 @@ impl<S: Store> Tree<S> {
         let change = self.begin()?;
         let (from_dir, to_dir) = (self.table.get(from.0)?, self.table.get(to.0)?);
         let between = from.0 != to.0;
-        let renames = between.then(|| self.renames.lock().unwrap_or_else(PoisonError::into_inner));
+        let renames = between.then(|| lock(&self.renames));
         let mut dirs = self.lock_dirs(&from_dir, &to_dir);
         let source = Arc::clone(dirs.from.dir()?.get(from.1).ok_or(Errno::NOENT)?);
         let target = dirs.to().dir()?.get(to.1).cloned();
@@ -131,8 +132,7 @@ impl<S: Store> Tree<S> {
         }
     }
 
-    /// Checks, logs and applies the rename. Returns `None` if there is nothing to do, otherwise the inode that lost a
-    /// name.
+    /// Checks, logs and applies the rename. Returns the inode that lost a name; `None` if there was nothing to do.
     #[allow(clippy::type_complexity, reason = "the two questions are not one")]
     fn apply_rename(
         &self,

@@ -1,10 +1,10 @@
 //! Replays records into a tree, and writes a tree as records.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 
-use ferry_vfs::{Errno, FileType, Ino, Name, Result, Timespec};
+use ferry_vfs::{Errno, FileType, Ino, Name, Result, Timespec, sync};
 
 use super::attrs::S_IFMT;
 use super::dir::Dir;
@@ -57,7 +57,7 @@ pub enum ReplayError {
 /// A directory, and the inode of a name in it.
 type Place<S> = (Arc<Node<S>>, Option<Arc<Node<S>>>);
 
-type Replayed<T> = std::result::Result<T, ReplayError>;
+type ReplayResult<T> = std::result::Result<T, ReplayError>;
 
 /// A tree under construction from records.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl<S: Store> Replay<S> {
     /// # Errors
     ///
     /// A [`ReplayError`]; the tree is then unchanged.
-    pub fn apply(&mut self, record: &Record<'_>) -> Replayed<()> {
+    pub fn apply(&mut self, record: &Record<'_>) -> ReplayResult<()> {
         match *record {
             Record::Make { ino: Ino::ROOT, meta, xattrs, at: None, .. } => {
                 self.set_meta(Ino::ROOT, meta)?;
@@ -113,7 +113,7 @@ impl<S: Store> Replay<S> {
     /// # Errors
     ///
     /// [`ReplayError::Store`] if the store refuses the first record of an empty tree.
-    pub fn finish(self) -> Replayed<Tree<S>> {
+    pub fn finish(self) -> ReplayResult<Tree<S>> {
         let tree = self.tree;
         if !self.has_root && !tree.limits.read_only {
             let meta = tree.table.get(Ino::ROOT).map_err(ReplayError::Store)?.read().meta;
@@ -126,12 +126,12 @@ impl<S: Store> Replay<S> {
         Ok(tree)
     }
 
-    fn node(&self, ino: Ino) -> Replayed<Arc<Node<S>>> {
+    fn node(&self, ino: Ino) -> ReplayResult<Arc<Node<S>>> {
         self.tree.table.get(ino).map_err(|_| ReplayError::NoInode(ino.0))
     }
 
     /// Returns the directory of a location, and its inode.
-    fn place(&self, at: At<'_>) -> Replayed<Place<S>> {
+    fn place(&self, at: At<'_>) -> ReplayResult<Place<S>> {
         let dir = self.node(at.dir)?;
         let found = match dir.write().dir_mut() {
             Ok(names) => names.get(at.name).cloned(),
@@ -140,14 +140,13 @@ impl<S: Store> Replay<S> {
         Ok((dir, found))
     }
 
-    fn free_place(&self, at: At<'_>) -> Replayed<Arc<Node<S>>> {
+    fn free_place(&self, at: At<'_>) -> ReplayResult<Arc<Node<S>>> {
         match self.place(at)? {
             (dir, None) => Ok(dir),
             (_, Some(_)) => Err(ReplayError::EntryExists(at.dir.0)),
         }
     }
 
-    /// Adds a new name to a directory.
     fn add_name(dir: &Node<S>, name: Name<'_>, node: &Arc<Node<S>>, time: Timespec) {
         let mut state = dir.write();
         if let Ok(names) = state.dir_mut() {
@@ -170,7 +169,7 @@ impl<S: Store> Replay<S> {
         (state.meta.mtime, state.meta.ctime) = (time, time);
     }
 
-    fn set_meta(&self, ino: Ino, meta: Meta) -> Replayed<()> {
+    fn set_meta(&self, ino: Ino, meta: Meta) -> ReplayResult<()> {
         let node = self.node(ino)?;
         if meta.mode & S_IFMT != node.kind.as_raw_mode() {
             return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode });
@@ -179,7 +178,7 @@ impl<S: Store> Replay<S> {
         Ok(())
     }
 
-    fn put_xattrs(&self, ino: Ino, xattrs: &[Xattr<'_>]) -> Replayed<()> {
+    fn put_xattrs(&self, ino: Ino, xattrs: &[Xattr<'_>]) -> ReplayResult<()> {
         let node = self.node(ino)?;
         let mut state = node.write();
         for xattr in xattrs {
@@ -197,7 +196,7 @@ impl<S: Store> Replay<S> {
     }
 
     /// Puts a new inode into the table.
-    fn add_node(&mut self, ino: Ino, parent: Ino, meta: Meta, nlink: u32, body: Body<S>) -> Replayed<Arc<Node<S>>> {
+    fn add_node(&mut self, ino: Ino, parent: Ino, meta: Meta, nlink: u32, body: Body<S>) -> ReplayResult<Arc<Node<S>>> {
         let tree = &mut self.tree;
         if ino <= Ino::ROOT || ino.0 >= INO_END || tree.table.get(ino).is_ok() {
             return Err(ReplayError::BadNumber(ino.0));
@@ -212,7 +211,14 @@ impl<S: Store> Replay<S> {
         Ok(node)
     }
 
-    fn make(&mut self, ino: Ino, meta: Meta, target: &[u8], xattrs: &[Xattr<'_>], at: Option<At<'_>>) -> Replayed<()> {
+    fn make(
+        &mut self,
+        ino: Ino,
+        meta: Meta,
+        target: &[u8],
+        xattrs: &[Xattr<'_>],
+        at: Option<At<'_>>,
+    ) -> ReplayResult<()> {
         let body = match FileType::from_raw_mode(meta.mode) {
             FileType::Unknown => return Err(ReplayError::BadMode { ino: ino.0, mode: meta.mode }),
             FileType::RegularFile => Body::File(FileBody { unknown: true, ..FileBody::default() }),
@@ -234,7 +240,7 @@ impl<S: Store> Replay<S> {
         self.put_xattrs(ino, xattrs)
     }
 
-    fn link(&self, ino: Ino, at: At<'_>, time: Timespec) -> Replayed<()> {
+    fn link(&self, ino: Ino, at: At<'_>, time: Timespec) -> ReplayResult<()> {
         let (node, dir) = (self.node(ino)?, self.free_place(at)?);
         if node.is_dir() {
             return Err(ReplayError::Impossible(ino.0));
@@ -248,7 +254,7 @@ impl<S: Store> Replay<S> {
         Ok(())
     }
 
-    fn unlink(&self, at: At<'_>, time: Timespec) -> Replayed<()> {
+    fn unlink(&self, at: At<'_>, time: Timespec) -> ReplayResult<()> {
         let (dir, node) = self.place(at)?;
         let node = node.ok_or(ReplayError::NoEntry(at.dir.0))?;
         self.unname(&node, time)?;
@@ -257,7 +263,7 @@ impl<S: Store> Replay<S> {
     }
 
     /// Removes the count of a name from an inode; a directory must be empty.
-    fn unname(&self, node: &Node<S>, time: Timespec) -> Replayed<()> {
+    fn unname(&self, node: &Node<S>, time: Timespec) -> ReplayResult<()> {
         let mut state = node.write();
         if state.dir().is_ok_and(|names| !names.is_empty()) {
             return Err(ReplayError::Impossible(node.ino.0));
@@ -273,7 +279,7 @@ impl<S: Store> Replay<S> {
         exchange: bool,
         whiteout: Option<(Ino, Meta)>,
         time: Timespec,
-    ) -> Replayed<()> {
+    ) -> ReplayResult<()> {
         let ((from_dir, source), (to_dir, target)) = (self.place(from)?, self.place(to)?);
         let source = source.ok_or(ReplayError::NoEntry(from.dir.0))?;
         let impossible = ReplayError::Impossible(source.ino.0);
@@ -323,7 +329,7 @@ impl<S: Store> Replay<S> {
         }
     }
 
-    fn free(&self, ino: Ino) -> Replayed<()> {
+    fn free(&self, ino: Ino) -> ReplayResult<()> {
         if self.node(ino)?.read().nlink > 0 || ino == Ino::ROOT {
             return Err(ReplayError::Impossible(ino.0));
         }
@@ -336,15 +342,8 @@ impl<S: Store> Replay<S> {
 #[derive(Debug)]
 pub struct Snapshot<'a, S: Store>(&'a Tree<S>);
 
-/// Calls `f` with the extended attributes of an inode in the form of a record.
-fn with_xattrs<S: Store, T>(state: &State<S>, f: impl FnOnce(&[Xattr<'_>]) -> T) -> T {
-    let all = state.xattrs.iter().flat_map(|xattrs| xattrs.iter());
-    f(&all.map(|(name, value)| Xattr { name, value }).collect::<Vec<_>>())
-}
-
 impl<S: Store> Snapshot<'_, S> {
-    /// Calls `sink` with records that create this tree from an empty one: about one per name and one more per
-    /// directory.
+    /// Calls `sink` with records that create this tree: about one per name and one more per directory.
     ///
     /// # Errors
     ///
@@ -390,14 +389,16 @@ impl<S: Store> Snapshot<'_, S> {
         let ino = node.ino;
         // Includes unlogged changes.
         let (meta, ..) = self.0.present(node, &state)?;
-        with_xattrs(&state, |xattrs| sink(&Record::Make { ino, meta, target, xattrs, at }))
+        let xattrs = state.xattrs.iter().flat_map(|xattrs| xattrs.iter());
+        let xattrs: Vec<_> = xattrs.map(|(name, value)| Xattr { name, value }).collect();
+        sink(&Record::Make { ino, meta, target, xattrs: &xattrs, at })
     }
 }
 
 impl<S: Store> Tree<S> {
     /// Calls `f` while no change is in progress and none can begin. Must not be called from within a change.
     pub fn checkpoint<T>(&self, f: impl FnOnce(&Snapshot<'_, S>) -> T) -> T {
-        let _gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
+        let _gate = sync::write(&self.gate);
         f(&Snapshot(self))
     }
 }

@@ -1,4 +1,4 @@
-//! Blobs: files that are named by the digest of their bytes.
+//! Blobs: files named by the digest of their bytes.
 
 use std::fmt;
 use std::fs::File;
@@ -12,10 +12,10 @@ use sha2::{Digest as _, Sha256};
 use crate::format::digest::{bytes_of_hex, hex};
 use crate::format::error::{Error, IoContext, Result};
 
-/// The pieces in which what is left of a blob is read, in bytes.
+/// The size of the reads of a blob's rest, in bytes.
 const PIECE_BYTES: usize = 1 << 16;
 
-/// The name of a blob: `sha256:` and 64 hexadecimal digits. Nothing else can be a part of a path.
+/// The name of a blob: `sha256:` and 64 hexadecimal digits, so it is safe as a part of a path.
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub(super) struct Name([u8; 32]);
@@ -43,7 +43,7 @@ impl fmt::Debug for Name {
     }
 }
 
-/// Reads and hashes.
+/// A reader that hashes what it reads.
 pub(super) struct Hashing<R> {
     inner: R,
     hash: Sha256,
@@ -54,7 +54,7 @@ impl<R: Read> Hashing<R> {
         Self { inner, hash: Sha256::new() }
     }
 
-    /// Reads to the end; returns the name of what was read in all.
+    /// Reads to the end; returns the name of all that was read.
     pub(super) fn finish(mut self) -> io::Result<Name> {
         let mut piece = vec![0; PIECE_BYTES];
         loop {
@@ -76,7 +76,7 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
-/// A blob that is being read. What it is shows at the end only.
+/// A blob that is being read. Its digest is known only at the end.
 pub(super) struct Blob {
     pub path: PathBuf,
     what: &'static str,
@@ -85,10 +85,10 @@ pub(super) struct Blob {
 }
 
 impl Blob {
-    /// Opens the blob of an image directory that has this name, and must have this many bytes.
+    /// Opens the blob of an image directory with this name and length.
     pub(super) fn open(directory: &Path, name: Name, bytes: u64, what: &'static str) -> Result<Self> {
         let path = directory.join("blobs/sha256").join(hex(&name.0));
-        // What is there may be anything: opening it must neither wait nor do anything.
+        // The file may be of any type: opening it must neither wait nor have an effect.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let file = File::from(openat(CWD, &path, flags, Mode::empty()).doing("open", &path)?);
         let found = file.metadata().doing("look at", &path)?;
@@ -103,7 +103,7 @@ impl Blob {
         Ok(Self { path, what, name, reader: Hashing::new(file.take(bytes)) })
     }
 
-    /// Reads what is left, and looks whether all of it is what its name says.
+    /// Reads the rest, and compares the digest with the name.
     pub(super) fn finish(self) -> Result<()> {
         let found = self.reader.finish().doing("read", &self.path)?;
         if found == self.name {

@@ -1,4 +1,4 @@
-//! What an image directory says of its images: JSON, with limits.
+//! The JSON documents of an image directory, with limits.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,14 +11,14 @@ use serde::de::DeserializeOwned;
 use super::blob::{Blob, Name};
 use crate::format::error::{Error, IoContext, Result};
 
-/// The largest manifest, index or configuration that is read, in bytes: what the specification has registries take at least.
+/// The maximum size of a manifest, index or configuration in bytes: what every registry must accept.
 const JSON_BYTES_MAX: u64 = 4 << 20;
-/// The most layers: more than any program makes, and overlayfs has no more than 500.
+/// The maximum number of layers; overlayfs allows 500.
 const LAYERS_MAX: usize = 500;
-/// How deep indexes may name indexes.
+/// The maximum nesting of indexes.
 const DEPTH_MAX: usize = 4;
 
-/// What the kinds of layers begin with. Those that are not to be distributed are as others, where they are in the directory.
+/// The prefixes of media types of layers. Non-distributable layers are read like others if they are in the directory.
 const LAYER_TYPES: [&str; 4] = [
     "application/vnd.oci.image.layer.v1.",
     "application/vnd.oci.image.layer.nondistributable.v1.",
@@ -28,7 +28,7 @@ const LAYER_TYPES: [&str; 4] = [
 
 const TAG: &str = "org.opencontainers.image.ref.name";
 
-/// What is said of a blob where it is named.
+/// A reference to a blob.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Descriptor {
@@ -86,7 +86,7 @@ struct Rootfs {
 pub(super) struct Layer {
     pub blob: Name,
     pub bytes: u64,
-    /// The digest of the archive itself.
+    /// The digest of the unpacked archive.
     pub plain: Name,
 }
 
@@ -98,7 +98,7 @@ fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path, at: &str) -> Result<T> 
     serde_json::from_slice(bytes).map_err(|error| flaw(path, at, format!("it is not what it should be ({error})")))
 }
 
-/// A file of the directory that has a name of its own.
+/// Reads a file of the directory with a fixed name.
 fn read_file<T: DeserializeOwned>(path: &Path, at: &str) -> Result<T> {
     let file = File::open(path).doing("open", path)?;
     let mut bytes = Vec::new();
@@ -109,7 +109,7 @@ fn read_file<T: DeserializeOwned>(path: &Path, at: &str) -> Result<T> {
     parse(&bytes, path, at)
 }
 
-/// A blob that is JSON, proved before it is parsed.
+/// Reads a JSON blob, and verifies it before it is parsed.
 fn read_blob<T: DeserializeOwned>(directory: &Path, of: &Descriptor, what: &'static str) -> Result<T> {
     let mut blob = Blob::open(directory, of.digest, of.size, what)?;
     let path = blob.path.clone();
@@ -141,21 +141,21 @@ impl Descriptor {
         )
     }
 
-    /// Whether this may be the image for a platform; one that says nothing may be.
+    /// Returns whether this may be the image for a platform; a descriptor without a platform may be.
     fn is_for(&self, wanted: &str) -> bool {
         let Some(platform) = &self.platform else { return true };
         let mut parts = wanted.split('/');
         let (os, architecture, variant) = (parts.next(), parts.next(), parts.next());
         Some(platform.os.as_str()) == os
             && Some(platform.architecture.as_str()) == architecture
-            && variant.is_none_or(|variant| platform.variant() == usual(&platform.architecture, variant))
+            && variant.is_none_or(|variant| platform.variant() == non_default(&platform.architecture, variant))
     }
 
     fn has_variant(&self) -> bool {
         self.platform.as_ref().is_some_and(|platform| platform.variant().is_some())
     }
 
-    /// Whether this is a layer of a kind that is known here. How it is packed shows at its beginning.
+    /// Returns whether this is a known type of layer. The compression is detected from its first bytes.
     fn is_layer(&self) -> bool {
         let kind = LAYER_TYPES.iter().find_map(|prefix| self.media_type.strip_prefix(prefix));
         matches!(kind, Some("tar" | "tar+gzip" | "tar.gzip" | "tar+zstd" | "tar.zstd"))
@@ -164,18 +164,18 @@ impl Descriptor {
 
 impl Platform {
     fn variant(&self) -> Option<&str> {
-        usual(&self.architecture, self.variant.as_deref()?)
+        non_default(&self.architecture, self.variant.as_deref()?)
     }
 }
 
-/// A variant; nothing if it is the one that is meant where an architecture has none.
-fn usual<'a>(architecture: &str, variant: &'a str) -> Option<&'a str> {
+/// Returns a variant, or an empty string if it is the default of its architecture.
+fn non_default<'a>(architecture: &str, variant: &'a str) -> Option<&'a str> {
     let is_usual = matches!((architecture, variant), (_, "") | ("amd64", "v1") | ("arm64", "v8" | "8"));
     Some(variant).filter(|_| !is_usual)
 }
 
-/// The layers of an image, the lowest first: the one with this tag, or the only one, for this platform (`os/architecture`, with
-/// a variant or without).
+/// Returns the layers of an image, the lowest first: of the image with this tag, or the only one, for this platform
+/// (`os/architecture`, optionally with a variant).
 pub(super) fn layers(directory: &Path, tag: Option<&str>, platform: &str) -> Result<Vec<Layer>> {
     let path = directory.join("oci-layout");
     let layout: Layout = read_file(&path, "the layout")?;
@@ -189,7 +189,7 @@ pub(super) fn layers(directory: &Path, tag: Option<&str>, platform: &str) -> Res
     of_manifest(directory, &manifest(directory, found, platform)?)
 }
 
-/// The manifest that a descriptor leads to.
+/// Follows a descriptor to its manifest.
 fn manifest(directory: &Path, mut found: Descriptor, platform: &str) -> Result<Descriptor> {
     for _ in 0..DEPTH_MAX {
         if !found.is_index() {
@@ -222,7 +222,7 @@ fn pick(mut all: Vec<Descriptor>, tag: Option<&str>, platform: &str) -> Result<D
     all.retain(|found| found.is_index() || found.is_manifest());
     if all.len() > 1 {
         all.retain(|found| found.is_for(platform));
-        // Where nobody asks for a variant, the image without one runs everywhere.
+        // Without a requested variant, the image without one runs everywhere.
         if all.iter().any(|found| !found.has_variant()) {
             let wants_one = platform.split('/').nth(2).is_some();
             all.retain(|found| wants_one || !found.has_variant());

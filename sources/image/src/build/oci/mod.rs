@@ -1,9 +1,10 @@
-//! Trees from OCI image directories: layers, applied in their order, each proved by its digest.
+//! Trees from OCI image directories: layers, applied in order, each verified by its digest.
 //!
-//! Each layer is read twice. The first pass looks at the archives' headers only: it proves all digests, and tells which files are
-//! left in the end. The second one takes the bytes of those, so that nothing that an upper layer removes is stored.
+//! Each layer is read twice. The first pass reads the headers of the archives: it verifies all digests, and finds the
+//! files of the final tree. The second pass reads their bytes, so nothing that an upper layer removes is stored.
 //!
-//! Source: OCI Image Format Specification 1.1, "Image Layout", "Image Manifest", "Filesystem Layers" ("Applying Changesets").
+//! Source: OCI Image Format Specification 1.1, "Image Layout", "Image Manifest", "Filesystem Layers" ("Applying
+//! Changesets").
 
 mod blob;
 mod manifest;
@@ -24,9 +25,9 @@ use crate::format::tree::Tree;
 use blob::{Blob, Hashing};
 use manifest::Layer;
 
-/// What a source begins with that is an image directory.
+/// The prefix of a source that is an image directory.
 const PREFIX: &[u8] = b"oci:";
-/// What is read from a blob at once, in bytes.
+/// The size of the reads of a blob in bytes.
 const BUFFER_BYTES: usize = 1 << 18;
 
 /// An image in an image directory.
@@ -37,22 +38,22 @@ pub(crate) struct Reference {
 }
 
 impl Reference {
-    /// Reads `oci:DIRECTORY[:TAG]`; nothing if it does not begin so. Directories and tags may have colons in them: the longest path
-    /// that is a directory is the directory.
+    /// Parses `oci:DIRECTORY[:TAG]`; `None` without the prefix. Directories and tags may contain colons: the longest
+    /// path that is a directory is used.
     pub(crate) fn parse(source: &Path) -> Option<Self> {
         let rest = source.as_os_str().as_bytes().strip_prefix(PREFIX)?;
         let path = |bytes: &[u8]| PathBuf::from(OsStr::from_bytes(bytes));
         let colons = (0..rest.len()).rev().filter(|at| rest[*at] == b':');
         let ends = std::iter::once(rest.len()).chain(colons);
         let end = ends.clone().find(|end| path(&rest[..*end]).is_dir());
-        // Where there is none, the error names what was most likely meant.
+        // Without one, the error names the most likely directory.
         let end = end.or_else(|| ends.clone().nth(1)).unwrap_or(rest.len());
         let tag = rest.get(end + 1..).map(|tag| String::from_utf8_lossy(tag).into_owned());
         Some(Self { directory: path(&rest[..end]), tag })
     }
 }
 
-/// The platform that images are for if nobody says.
+/// The default platform of images.
 pub(crate) fn platform_here() -> String {
     let architecture = match std::env::consts::ARCH {
         "x86_64" => "amd64",
@@ -65,7 +66,7 @@ pub(crate) fn platform_here() -> String {
     format!("linux/{architecture}")
 }
 
-/// The tree that an image's layers make; the bytes of its files go where `writer` stores them.
+/// Reads the tree of an image's layers; `writer` stores the files' bytes.
 pub(crate) fn read<W: ContentWriter>(
     reference: &Reference,
     platform: &str,
@@ -74,7 +75,7 @@ pub(crate) fn read<W: ContentWriter>(
 ) -> Result<Tree> {
     let directory = &reference.directory;
     let found = manifest::layers(directory, reference.tag.as_deref(), platform)?;
-    // Both passes.
+    // For both passes.
     meter.expect(found.iter().map(|layer| layer.bytes).fold(0, u64::saturating_add).saturating_mul(2));
     let mut layers = Layers::begin(W::IS_COMPOSEFS);
     for layer in &found {
@@ -91,7 +92,7 @@ pub(crate) fn read<W: ContentWriter>(
     Ok(tree)
 }
 
-/// Has the archive of a layer read. That it is damaged is told before what was seen of it then.
+/// Reads the archive of a layer. Damage of the blob takes precedence over errors that it caused.
 fn with(
     directory: &Path,
     layer: &Layer,
@@ -116,7 +117,7 @@ fn with(
     Err(Error::Input { path, at: "a layer".into(), reason })
 }
 
-/// What an archive that is packed begins with is unpacked; any other input is left as it is.
+/// Decompresses input if it is compressed; returns other input unchanged.
 pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let head = input.fill_buf()?;
     Ok(if head.starts_with(&[0x1f, 0x8b]) {
@@ -128,14 +129,14 @@ pub(crate) fn unpacked<'a>(mut input: impl BufRead + 'a) -> io::Result<Box<dyn R
     })
 }
 
-/// Whether a frame of zstd's begins here that holds something beside the archive (`0x184d2a50` to `5f`, RFC 8878, 3.1.2).
+/// Returns whether a skippable zstd frame begins here (`0x184d2a50` to `5f`, RFC 8878, 3.1.2).
 fn is_skippable(head: &[u8]) -> bool {
     matches!(head, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..])
 }
 
-/// What gzip has packed, in one part or several. Zeros may follow: tapes have whole records, and gzip(1) takes them, too.
+/// Decompresses gzip with one or more members. Trailing zeros are accepted, as by gzip(1): tapes have whole records.
 struct Gunzip<R> {
-    /// There is none once that is over.
+    /// `None` at the end.
     part: Option<GzDecoder<R>>,
 }
 
@@ -160,7 +161,7 @@ impl<R: BufRead> Read for Gunzip<R> {
     }
 }
 
-/// Reads to the end, where there must be nothing but zeros.
+/// Reads to the end, which must contain only zeros.
 fn only_zeros(input: &mut impl BufRead) -> io::Result<()> {
     loop {
         let bytes = input.fill_buf()?;

@@ -1,11 +1,11 @@
-//! One header: 512 bytes of text fields.
+//! A header: 512 bytes of text fields.
 
 use crate::build::tree_builder::Refusal;
 
-/// The size of a header, and the unit that everything is padded to, in bytes.
+/// The size of a header, and the unit of padding, in bytes.
 pub(crate) const HEADER_BYTES: usize = 512;
 
-/// Places of fields: first byte, length.
+/// Fields: first byte, length.
 pub(super) const NAME: (usize, usize) = (0, 100);
 pub(super) const MODE: (usize, usize) = (100, 8);
 pub(super) const UID: (usize, usize) = (108, 8);
@@ -19,18 +19,18 @@ const MAGIC: (usize, usize) = (257, 6);
 pub(super) const MAJOR: (usize, usize) = (329, 8);
 pub(super) const MINOR: (usize, usize) = (337, 8);
 const PREFIX: (usize, usize) = (345, 155);
-/// GNU's sparse files: four pieces, whether more follow in a block of their own, the file's length.
+/// GNU sparse files: four pieces, whether more follow in a block of their own, the file's length.
 pub(super) const SPARSE: (usize, usize) = (386, 4);
 pub(super) const SPARSE_MORE: usize = 482;
 pub(super) const SPARSE_BYTES: (usize, usize) = (483, 12);
-/// The same in a block that follows.
+/// The same fields in a following block.
 pub(super) const SPARSE_NEXT: (usize, usize) = (0, 21);
 pub(super) const SPARSE_NEXT_MORE: usize = 504;
 
 /// A block of an archive.
 pub(super) struct Header(pub [u8; HEADER_BYTES]);
 
-/// Whether an archive may begin with this.
+/// Returns whether an archive may begin with these bytes.
 pub(crate) fn is_header(bytes: &[u8]) -> bool {
     bytes.try_into().is_ok_and(|bytes| {
         let header = Header(bytes);
@@ -43,7 +43,7 @@ impl Header {
         &self.0[from..from + length]
     }
 
-    /// A text field, up to its first zero.
+    /// Returns a text field, up to its first zero.
     pub(super) fn text(&self, place: (usize, usize)) -> &[u8] {
         let field = self.field(place);
         &field[..field.iter().position(|byte| *byte == 0).unwrap_or(field.len())]
@@ -54,12 +54,12 @@ impl Header {
         self.0[KIND]
     }
 
-    /// Whether the archive ends here.
+    /// Returns whether this is the end of the archive.
     pub(super) fn is_end(&self) -> bool {
         self.0.iter().all(|byte| *byte == 0)
     }
 
-    /// Whether the sum of all bytes is what the header says; old programs took bytes as signed.
+    /// Returns whether the checksum is right; old programs summed signed bytes.
     pub(super) fn is_sound(&self) -> bool {
         let Ok(sum) = self.number(SUM, "sum") else { return false };
         let in_sum = |at: &usize| (SUM.0..SUM.0 + SUM.1).contains(at);
@@ -69,7 +69,7 @@ impl Header {
         sum == unsigned || sum == signed
     }
 
-    /// The name, with ustar's prefix.
+    /// Returns the name, with ustar's prefix.
     pub(super) fn name(&self) -> Vec<u8> {
         let (prefix, name) = (self.text(PREFIX), self.text(NAME));
         if self.field(MAGIC) == b"ustar\0" && !prefix.is_empty() {
@@ -78,7 +78,7 @@ impl Header {
         name.to_vec()
     }
 
-    /// A number: octal digits, or, where the first bit is set, GNU's binary form.
+    /// Parses a number: octal digits, or, where the first bit is set, GNU's binary form.
     pub(super) fn number(&self, place: (usize, usize), what: &str) -> Result<i64, Refusal> {
         let field = self.field(place);
         let wrong = || format!("its {what} is no number");
@@ -93,7 +93,7 @@ impl Header {
         if digits.is_empty() {
             return Ok(0);
         }
-        // `from_str_radix` would take a sign.
+        // `from_str_radix` would accept a sign.
         let text = std::str::from_utf8(digits).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
         text.and_then(|text| i64::from_str_radix(text, 8).ok()).ok_or_else(wrong)
     }

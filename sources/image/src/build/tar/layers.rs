@@ -1,4 +1,4 @@
-//! Archives that are the layers of an image, each with what is another in it than in the ones below.
+//! Archives as layers of an image, each with its changes to those below.
 //!
 //! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Applying Changesets", "Whiteouts".
 
@@ -15,13 +15,13 @@ use crate::build::tree_builder::{Refusal, TreeBuilder};
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, NodeId, Tree};
 
-/// Files whose bytes an image needs, by the places of their headers in the archive, in bytes.
-pub(crate) type Wanted = HashMap<u64, NodeId>;
+/// The files whose bytes an image needs, by the offsets of their headers in the archive.
+pub(crate) type NeededFiles = HashMap<u64, NodeId>;
 
-/// Layers, whose headers are being read.
+/// Layers while their headers are read.
 pub(crate) struct Layers {
     builder: TreeBuilder,
-    /// For each layer its files.
+    /// The files of each layer.
     files: Vec<Vec<(u64, NodeId)>>,
     for_composefs: bool,
 }
@@ -62,8 +62,8 @@ impl Layers {
         Ok(())
     }
 
-    /// The tree, whose files have no bytes yet, and for each layer those of its files that are left.
-    pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<Wanted>)> {
+    /// Returns the tree, whose files are still unread, and the files of each layer that remain in it.
+    pub(crate) fn finish(mut self, source: &Path) -> Result<(Tree, Vec<NeededFiles>)> {
         let grown = self.builder.enter(&[], directory).and_then(|_| self.builder.finish_compact());
         let (tree, places) = grown.map_err(|reason| at_end(source, reason))?;
         let left = |(offset, id): (u64, NodeId)| Some((offset, places[id]?));
@@ -72,11 +72,11 @@ impl Layers {
     }
 }
 
-/// Takes the bytes of those files of a layer that are left in the end.
+/// Reads the bytes of a layer's files that remain in the tree.
 pub(crate) fn fill(
     input: impl Read,
     source: &Path,
-    wanted: &Wanted,
+    wanted: &NeededFiles,
     tree: &mut Tree,
     writer: &mut impl ContentWriter,
 ) -> Result<()> {
@@ -91,6 +91,6 @@ pub(crate) fn fill(
             _ => members.skip()?,
         }
     }
-    // Between the passes it was changed.
+    // It changed between the passes.
     if found == wanted.len() { Ok(()) } else { Err(Error::Changed(source.into())) }
 }

@@ -1,7 +1,7 @@
-//! Names by which layers say what is gone.
+//! Whiteouts: names by which layers remove files.
 //!
-//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Whiteouts", "Opaque Whiteout". What begins with `.wh..wh.` and is
-//! not the mark of an opaque directory is of AUFS, which made the first such layers, and means nothing.
+//! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Whiteouts", "Opaque Whiteout". Other names that
+//! begin with `.wh..wh.` belong to AUFS, which introduced this form, and are ignored.
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
 
@@ -14,17 +14,17 @@ const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 
-/// What a path with a mark in it says.
+/// The meaning of a path with a whiteout.
 pub(super) enum Mark<'a, 'b> {
-    /// Nothing that matters here.
+    /// Nothing.
     Nothing,
-    /// This directory has nothing of what is below.
+    /// Lower layers contribute nothing to this directory.
     Opaque(&'b [Name<'a>]),
-    /// This is gone.
+    /// This path is removed.
     Gone(Vec<Name<'a>>),
 }
 
-/// Reads a path's mark, if it has one.
+/// Parses the whiteout in a path, if there is one.
 pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>, Refusal> {
     let Some(at) = names.iter().position(|name| name.as_bytes().starts_with(WHITEOUT)) else { return Ok(None) };
     let (parents, name) = (&names[..at], names[at].as_bytes());
@@ -39,19 +39,19 @@ pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>
     Ok(Some(Mark::Gone([parents, &[gone]].concat())))
 }
 
-/// The marks of a layer that is a tree of its own.
-pub(super) struct Alone {
+/// The whiteouts of a layer that is built as a tree of its own.
+pub(super) struct LayerMarks {
     whiteouts: Option<Whiteouts>,
-    /// What is to be said in overlayfs's words when all else is there: the names, and whether they are a directory's that is opaque.
+    /// Whiteouts to add in overlayfs's form at the end: the names, and whether they are those of an opaque directory.
     left: Vec<(Vec<NameBuf>, bool, Timespec)>,
 }
 
-impl Alone {
+impl LayerMarks {
     pub(super) fn new(whiteouts: Option<Whiteouts>) -> Self {
         Self { whiteouts, left: Vec::new() }
     }
 
-    /// Whether a member is a mark, and nothing else.
+    /// Returns whether a member is a whiteout, and only that.
     pub(super) fn takes(&mut self, names: &[Name<'_>], mtime: Timespec) -> Result<bool, Refusal> {
         let whiteouts = match self.whiteouts {
             Some(Whiteouts::Keep) => return Ok(false),
@@ -72,12 +72,12 @@ impl Alone {
         Ok(true)
     }
 
-    /// Adds what overlayfs takes for marks. What the layer has itself hides what is below; a directory only if it is opaque.
+    /// Adds overlayfs's whiteouts. What the layer contains hides what is below, a directory only if it is opaque.
     pub(super) fn finish(self, builder: &mut TreeBuilder) -> Result<(), Refusal> {
         for (names, is_opaque, mtime) in self.left {
             let names: Vec<_> = names.iter().map(NameBuf::as_name).collect();
             if is_opaque {
-                // What the layer has put in the directory's place hides what is below by itself.
+                // Whatever else the layer has in the directory's place already hides what is below.
                 if let Ok(found) = builder.enter(&names, directory) {
                     set_xattr(&mut builder.node(found).xattrs, b"trusted.overlay.opaque", b"y");
                 }
@@ -97,7 +97,7 @@ impl Alone {
     }
 }
 
-/// overlayfs's whiteout.
+/// Returns overlayfs's whiteout.
 fn device(mtime: Timespec) -> Node {
     let (mode, xattrs, content) = (0o020_000, Vec::new(), Content::None);
     Node { mode, uid: 0, gid: 0, rdev: 0, mtime, nlink: 1, xattrs, content }

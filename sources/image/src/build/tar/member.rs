@@ -1,4 +1,4 @@
-//! The members of an archive, with what PAX and GNU headers say of them.
+//! The members of an archive, with their PAX and GNU headers.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use super::sparse::{Pieces, Sparse};
 use crate::build::tree_builder::Refusal;
 use crate::format::error::{Error, IoContext, Result};
 
-/// The longest PAX header, and the longest name: more than paths and attributes can have, and it is kept in memory.
+/// The maximum size of a PAX header or a long name in bytes: it is kept in memory, and no path needs more.
 const EXTRA_BYTES_MAX: u64 = 1 << 20;
 
-/// What a member is.
+/// The type of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     File,
@@ -26,9 +26,9 @@ pub(super) enum Kind {
     Special,
 }
 
-/// One member.
+/// A member.
 pub(super) struct Member {
-    /// Where its header is in the archive, in bytes.
+    /// The offset of its header in the archive.
     pub offset: u64,
     pub path: Vec<u8>,
     pub link: Vec<u8>,
@@ -45,7 +45,7 @@ pub(super) struct Member {
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// What comes before a member and is about it.
+/// Headers before a member that describe it.
 #[derive(Default)]
 struct Extra {
     pax: Option<Pax>,
@@ -53,17 +53,17 @@ struct Extra {
     link: Option<Vec<u8>>,
 }
 
-/// Reads an archive from its beginning to its end.
+/// Reads an archive from beginning to end.
 pub(super) struct Members<R> {
     input: R,
     source: PathBuf,
     offset: u64,
     globals: Globals,
-    /// What is said of all members that follow.
+    /// Global PAX records, for all members that follow.
     of_all: Pax,
-    /// Pieces of the current file that hold data and are still to come, in reverse.
+    /// The remaining data pieces of the current file, in reverse.
     pieces: Pieces,
-    /// How much of the current file has been read.
+    /// The number of bytes read of the current file.
     at: u64,
     /// The zeros that fill its last block.
     padding: u64,
@@ -79,14 +79,14 @@ impl<R: Read> Members<R> {
         Error::Input { path: self.source.clone(), at: format!("at byte {offset}"), reason: reason.into() }
     }
 
-    /// Reads so many bytes, all of which must be there.
+    /// Reads exactly this many bytes.
     fn take(&mut self, bytes: u64, into: &mut Vec<u8>) -> Result<()> {
         let count = self.input.by_ref().take(bytes).read_to_end(into).doing("read", &self.source)? as u64;
         self.offset += count;
         if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
     }
 
-    /// The next block. The archive ends only where there is nothing more: what cannot be read may be anything.
+    /// Returns the next block. The archive may end only after its last block: an unreadable rest may hide members.
     pub(super) fn block(&mut self) -> Result<Option<Header>> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
         self.input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut bytes).doing("read", &self.source)?;
@@ -98,7 +98,7 @@ impl<R: Read> Members<R> {
         header.map(Some).map_err(|_| self.refused(self.offset, "the archive is cut off"))
     }
 
-    /// The next member. Its file is to be read with [`Self::piece`] to its end.
+    /// Returns the next member. Read its file to the end with [`Self::piece`].
     pub(super) fn next(&mut self) -> Result<Option<Member>> {
         let mut extra = Extra::default();
         loop {
@@ -124,7 +124,7 @@ impl<R: Read> Members<R> {
                         self.of_all.add_global(global).map_err(|reason| self.refused(offset, reason))?;
                     }
                 }
-                // The name of a volume: no file, and what stands before it says something of no other.
+                // A volume label: not a file, and what precedes it describes no other member.
                 b'V' => {
                     self.extra(&header, offset)?;
                     extra = Extra::default();
@@ -134,7 +134,7 @@ impl<R: Read> Members<R> {
         }
     }
 
-    /// The data of a header that is about another one.
+    /// Returns the data of a header that describes another one.
     fn extra(&mut self, header: &Header, offset: u64) -> Result<Vec<u8>> {
         let bytes = header.number(SIZE, "size").map_err(|reason| self.refused(offset, reason))?;
         let bytes = u64::try_from(bytes).ok().filter(|bytes| *bytes <= EXTRA_BYTES_MAX);
@@ -183,7 +183,7 @@ impl<R: Read> Members<R> {
         Ok(member)
     }
 
-    /// Passes over what is left of the member's file.
+    /// Skips the rest of the member's file.
     pub(super) fn skip(&mut self) -> Result<()> {
         let stored: u64 = std::mem::take(&mut self.pieces).iter().map(|(_, length)| length).sum();
         let bytes = stored + std::mem::take(&mut self.padding);
@@ -193,12 +193,12 @@ impl<R: Read> Members<R> {
         if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
     }
 
-    /// Reads what follows the last member: the sum of what is packed stands at its end, and is looked at there.
+    /// Reads what follows the last member, so that a decompressor verifies its checksum.
     pub(super) fn finish(mut self) -> Result<()> {
         std::io::copy(&mut self.input, &mut std::io::sink()).doing("read", &self.source).map(drop)
     }
 
-    /// Appends the next bytes of a member's file, no more than so many; returns whether there were any.
+    /// Appends the next bytes of a member's file, up to a maximum; returns whether there were any.
     pub(super) fn piece(&mut self, member: &Member, into: &mut Vec<u8>, bytes_max: u64) -> Result<bool> {
         while self.pieces.last().is_some_and(|(_, length)| *length == 0) {
             self.pieces.pop();
@@ -229,7 +229,7 @@ impl<R: Read> Members<R> {
     }
 }
 
-/// What headers say of a member, and how many bytes of it are in the archive.
+/// Returns the member that headers describe, and the number of its bytes in the archive.
 fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u64) -> Result<(Member, u64), Refusal> {
     let (kind, bits) = match header.kind() {
         b'0' | 0 | b'7' if path.ends_with(b"/") => (Kind::Directory, 0o040_000),
@@ -277,7 +277,7 @@ fn describe(header: &Header, pax: &Pax, path: Vec<u8>, link: Vec<u8>, offset: u6
     Ok((member, stored))
 }
 
-/// Seconds with a fraction, as PAX writes times.
+/// Parses seconds with a fraction, as PAX writes times.
 fn time(text: &[u8]) -> Option<Timespec> {
     let text = std::str::from_utf8(text).ok()?;
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
@@ -294,7 +294,7 @@ fn time(text: &[u8]) -> Option<Timespec> {
     Some(Timespec { sec, nsec })
 }
 
-/// The kernel's form of a device number in 32 bits.
+/// Returns the kernel's 32-bit form of a device number.
 fn device(major: i64, minor: i64) -> Result<u32, Refusal> {
     let wrong = || format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
     let major = u32::try_from(major).ok().filter(|major| *major < 1 << 12).ok_or_else(wrong)?;

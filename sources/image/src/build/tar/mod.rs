@@ -1,10 +1,11 @@
 //! Trees from tar archives: the old format, ustar, PAX and GNU.
 //!
-//! What readers of tar do not agree on is refused rather than guessed: who hides a member from one of them must not find another
-//! one here. Absolute names lose their first slash, as GNU tar has it; `..` is refused. Of members with the same name the last one is
-//! taken, and symbolic links above a member's name are followed within the tree.
+//! Input on which tar readers disagree is refused, so that no other reader sees other members. Absolute names lose
+//! their leading slash, as in GNU tar; `..` is refused. The last member with a name wins, and symbolic links above a
+//! member's name are followed within the tree.
 //!
-//! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar Format").
+//! Source: POSIX.1-2024, pax ("ustar Interchange Format", "pax Header Block"), and GNU tar's manual ("Basic Tar
+//! Format").
 
 mod header;
 mod layers;
@@ -24,7 +25,7 @@ use crate::build::tree_builder::TreeBuilder;
 use crate::format::error::Result;
 use crate::format::tree::Tree;
 
-use marks::Alone;
+use marks::LayerMarks;
 use member::{Kind, Members};
 use pax::Globals;
 use place::{at_end, components, contents, directory, place, refused};
@@ -32,7 +33,7 @@ use place::{at_end, components, contents, directory, place, refused};
 pub(crate) use header::{HEADER_BYTES, is_header};
 pub(crate) use layers::{Layers, fill};
 
-/// Reads an archive; the bytes of its files go where `writer` stores them.
+/// Reads an archive; `writer` stores the files' bytes.
 pub(crate) fn read<W: ContentWriter>(
     input: impl Read,
     source: &Path,
@@ -41,7 +42,7 @@ pub(crate) fn read<W: ContentWriter>(
 ) -> Result<Tree> {
     let mut members = Members::of(input, source, Globals::Apply);
     let mut builder = TreeBuilder::default();
-    let mut marks = Alone::new(whiteouts);
+    let mut marks = LayerMarks::new(whiteouts);
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
         if marks.takes(&names, member.mtime).map_err(|reason| refused(source, &member, reason))? {

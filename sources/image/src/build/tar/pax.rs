@@ -1,35 +1,36 @@
-//! PAX headers: records that say more of a member than its own header can, or of all members that follow.
+//! PAX headers: records that describe the next member, or all members that follow, beyond their own headers.
 //!
-//! Source: POSIX.1-2024, pax ("pax Header Block"), and GNU tar's manual ("Storing Sparse Files") for the records of sparse files.
+//! Source: POSIX.1-2024, pax ("pax Header Block"), and GNU tar's manual ("Storing Sparse Files") for records of sparse
+//! files.
 
 use std::collections::BTreeMap;
 
 use crate::build::tree_builder::Refusal;
 
-/// The offsets and lengths of a sparse file's pieces in the form 0.0, a record for each number.
+/// The offsets and lengths of a sparse file's pieces in form 0.0, a record per number.
 const SPARSE_PIECE: [&[u8]; 2] = [b"GNU.sparse.offset", b"GNU.sparse.numbytes"];
-/// What a header for all members may say: they may differ in the rest only, which nobody means for all.
+/// The keys that a global header may have: others differ between members.
 const GLOBAL: [&[u8]; 3] = [b"mtime", b"uid", b"gid"];
 
-/// What becomes of headers for all members (`g`), of which readers do not agree.
+/// The treatment of global headers (`g`), on which readers disagree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Globals {
-    /// They say it of each member that does not say it of itself, as in GNU tar: so it is in archives.
+    /// They apply to each member without a record of its own, as in GNU tar: for archives.
     Apply,
-    /// Nothing, as in Go's `archive/tar`, by which containerd and others read layers.
+    /// They are ignored, as in Go's `archive/tar`, which containerd and others use to read layers.
     Ignore,
 }
 
-/// The records of a header, the last one of each key.
+/// The records of a header, the last one per key.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pax {
     records: BTreeMap<Vec<u8>, Vec<u8>>,
-    /// The numbers of [`SPARSE_PIECE`], in their order.
+    /// The numbers of [`SPARSE_PIECE`], in order.
     pub(super) pieces: Vec<Vec<u8>>,
 }
 
 impl Pax {
-    /// Reads the records of a header.
+    /// Parses the records of a header.
     pub(super) fn parse(mut data: &[u8]) -> Result<Self, Refusal> {
         let mut pax = Self::default();
         while !data.is_empty() {
@@ -49,28 +50,29 @@ impl Pax {
         Ok(pax)
     }
 
-    /// The value of a record; one that is empty says nothing.
+    /// Returns the value of a record; an empty one counts as absent.
     pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
         self.records.get(key).map(Vec::as_slice).filter(|value| !value.is_empty())
     }
 
-    /// A number in decimal digits.
+    /// Parses a record as a decimal number.
     pub(super) fn number(&self, key: &[u8]) -> Option<Result<i64, Refusal>> {
         let value = self.get(key)?;
-        Some(decimal(value).ok_or_else(|| format!("its {} is no number", key.escape_ascii())))
+        let number = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
+        Some(number.ok_or_else(|| format!("its {} is no number", key.escape_ascii())))
     }
 
-    /// All extended attributes.
+    /// Returns all extended attributes.
     pub(super) fn xattrs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         self.records.iter().filter_map(|(key, value)| Some((key.strip_prefix(b"SCHILY.xattr.")?, value.as_slice())))
     }
 
-    /// Whether something is said of a sparse file.
+    /// Returns whether it describes a sparse file.
     pub(super) fn has_sparse(&self) -> bool {
         !self.pieces.is_empty() || self.records.keys().any(|key| key.starts_with(b"GNU.sparse."))
     }
 
-    /// Takes over what a header for all members says, of those that follow.
+    /// Merges a global header.
     pub(super) fn add_global(&mut self, global: Self) -> Result<(), Refusal> {
         let is_of_one = |key: &[u8]| {
             matches!(key, b"path" | b"linkpath" | b"size")
@@ -87,7 +89,7 @@ impl Pax {
         Ok(())
     }
 
-    /// What is said of a member, and of all where nothing is said of this one.
+    /// Returns the records of a member, completed by the global ones.
     pub(super) fn over(self, globals: &Self) -> Self {
         let mut records = globals.records.clone();
         records.extend(self.records);
@@ -95,15 +97,11 @@ impl Pax {
     }
 }
 
-/// The first record, without its length and its end, and what follows it.
+/// Returns the first record without its length and end, and the rest.
 fn record(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let blank = data.iter().take(20).position(|byte| *byte == b' ')?;
     let digits = std::str::from_utf8(&data[..blank]).ok();
     let digits = digits.filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()))?;
     let length: usize = digits.parse().ok()?;
     Some((data.get(blank + 1..length)?.strip_suffix(b"\n")?, &data[length..]))
-}
-
-fn decimal(text: &[u8]) -> Option<i64> {
-    std::str::from_utf8(text).ok()?.parse().ok()
 }

@@ -1,4 +1,4 @@
-//! Places members of an archive in a tree, and reads their bytes.
+//! Adds members of an archive to a tree, and reads their bytes.
 
 use std::io::Read;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::format::erofs::split_xattr;
 use crate::format::error::{Error, Result};
 use crate::format::tree::{Content, Node, NodeId, set_xattr};
 
-/// The parts that larger files are read in, in bytes.
+/// The size of reads of large files, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
 
 pub(super) fn refused(source: &Path, member: &Member, reason: Refusal) -> Error {
@@ -26,7 +26,7 @@ pub(super) fn at_end(source: &Path, reason: Refusal) -> Error {
     Error::Input { path: source.into(), at: "at its end".into(), reason }
 }
 
-/// Adds a member, a regular file with these contents; returns its inode, if it is a new one.
+/// Adds a member, a regular file with these contents; returns its inode if it is new.
 pub(super) fn place(
     builder: &mut TreeBuilder,
     names: &[Name<'_>],
@@ -44,7 +44,7 @@ pub(super) fn place(
     add(builder, names, node(member, content, for_composefs)?)
 }
 
-/// The names of a member's path, without `.`, which is what archives of a whole directory begin with.
+/// Returns the names of a member's path without `.`, with which archives of a whole directory begin.
 pub(super) fn components(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
     if path.is_empty() {
         return Err("it has no name".into());
@@ -75,8 +75,8 @@ fn link(builder: &mut TreeBuilder, names: &[Name<'_>], member: &Member) -> Resul
     Ok(())
 }
 
-/// Adds an inode instead of what has its name, as GNU tar, containerd and umoci do it; a symbolic link of that name is not followed.
-/// A directory that is there already gets the later member's modes, owners, times and attributes.
+/// Replaces a name by an inode, as GNU tar, containerd and umoci do; a symbolic link of that name is not followed. An
+/// existing directory gets the later member's mode, owner, times and attributes.
 fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Option<NodeId>, Refusal> {
     let Some((name, parents)) = names.split_last() else {
         match builder.find(&[]) {
@@ -97,7 +97,7 @@ fn add(builder: &mut TreeBuilder, names: &[Name<'_>], node: Node) -> Result<Opti
     builder.replace(parent, *name, node).map(Some)
 }
 
-/// A directory of which the archive says nothing.
+/// Returns a directory that the archive does not describe.
 pub(super) fn directory() -> Node {
     let (mtime, xattrs, content) = (Timespec::default(), Vec::new(), Content::Directory(Vec::new()));
     Node { mode: 0o040_755, uid: 0, gid: 0, rdev: 0, mtime, nlink: 2, xattrs, content }
@@ -106,7 +106,7 @@ pub(super) fn directory() -> Node {
 fn node(member: &Member, content: Content, for_composefs: bool) -> Result<Node, Refusal> {
     let mut xattrs = Vec::new();
     for (name, value) in &member.xattrs {
-        // Others are of a file system, and mean nothing in an image.
+        // Others belong to a file system, and mean nothing in an image.
         if for_composefs || split_xattr(name).0 != 0 {
             if !(1..=255).contains(&name.len()) || name.contains(&0) || value.len() > usize::from(u16::MAX) {
                 return Err(format!("it has an attribute {} that cannot be", name.escape_ascii()));
@@ -123,7 +123,7 @@ fn node(member: &Member, content: Content, for_composefs: bool) -> Result<Node, 
     {
         return Err("a symbolic link without a target, or with one that cannot be".into());
     }
-    // Links have all permissions on Linux, whatever the archive says.
+    // On Linux, links have all permissions, whatever the archive says.
     let mode = if member.kind == Kind::Symlink { member.mode | 0o777 } else { member.mode };
     Ok(Node {
         mode,
@@ -137,7 +137,7 @@ fn node(member: &Member, content: Content, for_composefs: bool) -> Result<Node, 
     })
 }
 
-/// Reads a file: a small one stays with its inode, others go to `writer`.
+/// Reads a file: a small one is stored with its inode, others by `writer`.
 pub(super) fn contents(
     members: &mut Members<impl Read>,
     member: &Member,

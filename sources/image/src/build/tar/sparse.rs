@@ -1,4 +1,4 @@
-//! Sparse files: which pieces of a file are in the archive, in GNU's old form and in its three forms of PAX.
+//! Sparse files: the pieces in an archive, in GNU's old form and in the three forms of PAX.
 //!
 //! Source: GNU tar's manual ("Basic Tar Format", "Storing Sparse Files").
 
@@ -6,17 +6,17 @@ use super::header::Header;
 use super::pax::Pax;
 use crate::build::tree_builder::Refusal;
 
-/// The most pieces of a sparse file, which are kept in memory.
+/// The maximum number of pieces of a sparse file, which are kept in memory.
 pub(super) const PIECES_MAX: usize = 1 << 20;
-/// The largest sparse file: its zeros are hashed, and a few bytes of an archive can ask for exabytes of them.
+/// The maximum size of a sparse file: its zeros are hashed, and a few bytes of an archive can claim exabytes.
 const SPARSE_BYTES_MAX: u64 = 64 << 30;
-/// The longest number in a map that stands before the data, with its end.
+/// The maximum length of a number in a map before the data, with its end.
 pub(super) const DIGITS_MAX: usize = 21;
 
-/// Pieces of a file: offset, length.
+/// Pieces of a file: offset and length.
 pub(super) type Pieces = Vec<(u64, u64)>;
 
-/// How a PAX header tells the pieces of a sparse file.
+/// Where a PAX header locates the pieces of a sparse file.
 pub(super) enum Form {
     /// 0.0 and 0.1: in the header.
     InHeader(Pieces),
@@ -24,17 +24,17 @@ pub(super) enum Form {
     BeforeData,
 }
 
-/// What a PAX header says of a sparse file.
+/// A sparse file in a PAX header.
 pub(super) struct Sparse {
     pub(super) form: Form,
     /// The file's length.
     pub(super) bytes: u64,
-    /// The file's name, for the header has another one.
+    /// The file's name, because the header has another one.
     pub(super) name: Option<Vec<u8>>,
 }
 
 impl Sparse {
-    /// Reads what a PAX header says, if it says something of a sparse file.
+    /// Parses the sparse file of a PAX header, if there is one.
     pub(super) fn of(pax: &Pax) -> Result<Option<Self>, Refusal> {
         if !pax.has_sparse() {
             return Ok(None);
@@ -58,7 +58,7 @@ impl Sparse {
     }
 }
 
-/// The pieces of the forms 0.0 and 0.1.
+/// Returns the pieces of forms 0.0 and 0.1.
 fn in_header(pax: &Pax) -> Result<Pieces, Refusal> {
     let numbers: Vec<&[u8]> = match pax.get(b"GNU.sparse.map") {
         Some(_) if !pax.pieces.is_empty() => return Err("a sparse file with two maps".into()),
@@ -73,13 +73,13 @@ fn in_header(pax: &Pax) -> Result<Pieces, Refusal> {
     Ok(numbers.chunks_exact(2).map(|pair| Ok((number(pair[0])?, number(pair[1])?))).collect::<Result<_, &str>>()?)
 }
 
-/// Decimal digits.
+/// Parses decimal digits.
 pub(super) fn number(text: &[u8]) -> Option<u64> {
     let text = std::str::from_utf8(text).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()))?;
     text.parse().ok()
 }
 
-/// Whether the pieces follow each other in the file, and are as long as what is in the archive.
+/// Verifies that the pieces are in order within the file, and that their length is that of the stored bytes.
 pub(super) fn check(pieces: &[(u64, u64)], bytes: u64, stored: u64) -> Result<(), &'static str> {
     if bytes > SPARSE_BYTES_MAX {
         return Err("of more than 64 GiB");
@@ -93,7 +93,7 @@ pub(super) fn check(pieces: &[(u64, u64)], bytes: u64, stored: u64) -> Result<()
     if sum == stored { Ok(()) } else { Err("whose pieces are not as long as its data") }
 }
 
-/// Adds the pieces of a sparse file that a block lists; the list ends with an empty one.
+/// Adds the pieces that a block lists; an empty one ends the list.
 pub(super) fn listed(block: &Header, (from, count): (usize, usize), pieces: &mut Pieces) -> Result<(), Refusal> {
     for at in (0..count).map(|index| from + index * 24) {
         if block.0[at] == 0 {

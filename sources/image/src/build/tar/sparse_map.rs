@@ -1,4 +1,4 @@
-//! Reads the maps of sparse files that are in the data of an archive.
+//! Reads maps of sparse files from the data of an archive.
 
 use std::io::Read;
 
@@ -8,7 +8,7 @@ use super::sparse::{DIGITS_MAX, Form, PIECES_MAX, Pieces, Sparse, check, listed,
 use crate::format::error::Result;
 
 impl<R: Read> Members<R> {
-    /// Reads the map of a sparse file of GNU's old kind, of which so many bytes are in the archive; returns the pieces that are.
+    /// Reads the map of an old GNU sparse file with this many bytes in the archive; returns its pieces.
     pub(super) fn old_sparse(&mut self, header: &Header, member: &mut Member, stored: u64) -> Result<Pieces> {
         let wrong = |members: &Self, reason: &str| members.refused(member.offset, format!("a sparse file {reason}"));
         let mut pieces = Vec::new();
@@ -28,7 +28,7 @@ impl<R: Read> Members<R> {
         Ok(pieces)
     }
 
-    /// The same of one that a PAX header tells of. Returns, too, how many bytes are left behind the map.
+    /// Reads the map of a sparse file in a PAX header. Also returns the number of bytes after the map.
     pub(super) fn pax_sparse(&mut self, sparse: Sparse, member: &mut Member, stored: u64) -> Result<(Pieces, u64)> {
         member.bytes = sparse.bytes;
         let (pieces, left) = match sparse.form {
@@ -40,7 +40,7 @@ impl<R: Read> Members<R> {
         Ok((pieces, left))
     }
 
-    /// Reads a map that fills the first blocks of a file's data: lines with the number of pieces, and each one's offset and length.
+    /// Reads a map in the first blocks of a file's data: lines with the number of pieces, and each offset and length.
     fn map_before_data(&mut self, offset: u64, stored: u64) -> Result<(Pieces, u64)> {
         let wrong = |members: &Self, reason: &str| members.refused(offset, format!("a sparse file {reason}"));
         let (mut left, mut line, mut numbers) = (stored, Vec::new(), Vec::new());

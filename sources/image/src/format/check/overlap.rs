@@ -1,7 +1,7 @@
-//! What two inodes of an image both claim: bytes of the image itself, or of a pack.
+//! Finds parts of the image or of a pack that two inodes both claim.
 //!
-//! Pieces that files share are in both, which is the point of packs; so whole pieces may be claimed as often as one likes, and only what
-//! is a part of another's piece is damage. Of the image itself nothing is shared but attributes and the blocks of the same file's bytes.
+//! Files share chunks in packs on purpose, so whole chunks may be claimed repeatedly; a claim of a part of another
+//! file's chunk is damage. In the image itself, only attributes and the blocks of the same file's bytes may be shared.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -12,35 +12,34 @@ use crate::format::erofs::BLOCK_BYTES;
 use crate::format::image::Image;
 use crate::format::walk::Step;
 
-/// Everything that is claimed, and by whom.
+/// All claims and their owners.
 #[derive(Debug, Default)]
 pub(super) struct Claims<'a> {
     owners: Vec<Rc<Step<'a>>>,
-    near: Vec<Near>,
-    far: Vec<Far>,
+    near: Vec<ImageClaim>,
+    far: Vec<PackClaim>,
 }
 
 /// Bytes of the image.
 #[derive(Debug, Clone, Copy)]
-struct Near {
+struct ImageClaim {
     from: usize,
     to: usize,
     owner: u32,
-    /// Whether others may have the same.
+    /// Whether others may claim the same.
     is_shared: bool,
 }
 
-/// Bytes of a pack: pieces one behind the other, of which only the last may be shorter than others. Small, for an image may tell of
-/// one in four bytes.
+/// Bytes of a pack: consecutive chunks; the last may be shorter. Compact: an image can have a claim per four bytes.
 #[derive(Debug, Clone, Copy)]
-struct Far {
+struct PackClaim {
     /// The first block in the address space of the image.
     block: u32,
     owner: u32,
     bytes: u64,
 }
 
-impl Far {
+impl PackClaim {
     fn begin(&self) -> u64 {
         u64::from(self.block) * BLOCK_BYTES as u64
     }
@@ -49,13 +48,13 @@ impl Far {
         self.begin().saturating_add(self.bytes)
     }
 
-    /// Whether whoever begins with a piece of this, or goes on behind it, does so at a piece's border.
+    /// Returns whether a claim that begins or continues here is aligned with the chunks of this one.
     fn is_cut_at(&self, at: u64) -> bool {
         (at - self.begin()).is_multiple_of(CHUNK_BYTES as u64)
     }
 }
 
-/// Two that claim the same, and where.
+/// Two overlapping claims.
 pub(super) struct Overlap<'a> {
     /// The one that begins later.
     pub of: Rc<Step<'a>>,
@@ -64,7 +63,7 @@ pub(super) struct Overlap<'a> {
 }
 
 impl<'a> Claims<'a> {
-    /// The next claims are of this path.
+    /// Sets the owner of the next claims.
     pub(super) fn owner(&mut self, path: &Rc<Step<'a>>) {
         self.owners.push(Rc::clone(path));
     }
@@ -74,27 +73,26 @@ impl<'a> Claims<'a> {
         u32::try_from(self.owners.len().saturating_sub(1)).unwrap_or(u32::MAX)
     }
 
-    /// Claims bytes of the image.
-    pub(super) fn near(&mut self, bytes: Range<usize>, is_shared: bool) {
+    pub(super) fn claim_image(&mut self, bytes: Range<usize>, is_shared: bool) {
         if !bytes.is_empty() {
-            self.near.push(Near { from: bytes.start, to: bytes.end, owner: self.last(), is_shared });
+            self.near.push(ImageClaim { from: bytes.start, to: bytes.end, owner: self.last(), is_shared });
         }
     }
 
     /// Claims bytes of a pack.
-    pub(super) fn far(&mut self, packs: &[PackRef], run: &Run) {
+    pub(super) fn claim_pack(&mut self, packs: &[PackRef], run: &Run) {
         let block = packs[run.pack].first_block + run.at / BLOCK_BYTES as u64;
         if run.bytes > 0 {
             let block = u32::try_from(block).unwrap_or(u32::MAX);
-            self.far.push(Far { block, owner: self.last(), bytes: run.bytes });
+            self.far.push(PackClaim { block, owner: self.last(), bytes: run.bytes });
         }
     }
 
-    /// What is claimed more than once, as many as are wanted.
+    /// Returns what is claimed more than once, up to `most` overlaps.
     pub(super) fn overlaps(mut self, image: &Image, most: usize) -> Vec<Overlap<'a>> {
         self.near.sort_unstable_by_key(|claim| (claim.from, claim.to, claim.owner));
         self.far.sort_unstable_by_key(|claim| (claim.block, claim.bytes, claim.owner));
-        self.near_overlaps().chain(self.far_overlaps(image)).take(most).collect()
+        self.image_overlaps().chain(self.pack_overlaps(image)).take(most).collect()
     }
 
     fn overlap(&self, of: u32, with: u32, place: String) -> Overlap<'a> {
@@ -102,10 +100,10 @@ impl<'a> Claims<'a> {
         Overlap { of: path(of), with: path(with), place }
     }
 
-    fn near_overlaps(&self) -> impl Iterator<Item = Overlap<'a>> {
-        let mut widest: Option<Near> = None;
+    fn image_overlaps(&self) -> impl Iterator<Item = Overlap<'a>> {
+        let mut widest: Option<ImageClaim> = None;
         self.near.iter().filter_map(move |claim| {
-            // Of those before, the one that ends last; all others end before it.
+            // The earlier claim that ends last.
             let before = widest.replace(widest.filter(|before| before.to >= claim.to).unwrap_or(*claim))?;
             let is_same = before.is_shared && claim.is_shared && (before.from, before.to) == (claim.from, claim.to);
             let is_overlap = claim.from < before.to && !is_same;
@@ -113,11 +111,11 @@ impl<'a> Claims<'a> {
         })
     }
 
-    fn far_overlaps(&self, image: &Image) -> impl Iterator<Item = Overlap<'a>> {
-        let mut widest: Option<Far> = None;
+    fn pack_overlaps(&self, image: &Image) -> impl Iterator<Item = Overlap<'a>> {
+        let mut widest: Option<PackClaim> = None;
         self.far.iter().filter_map(move |claim| {
             let before = widest.replace(widest.filter(|before| before.end() >= claim.end()).unwrap_or(*claim))?;
-            // The end of a piece's last block is nobody else's.
+            // The end of a chunk's last block belongs to no other one.
             if claim.begin() >= before.end().next_multiple_of(BLOCK_BYTES as u64) {
                 return None;
             }

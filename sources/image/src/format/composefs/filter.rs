@@ -1,16 +1,16 @@
-//! Which attributes an inode surely has not: a filter of 32 bits over their names.
+//! A filter of 32 bits over attribute names: which ones an inode surely lacks.
 //!
-//! Source: fs/erofs/xattr.c of Linux (`erofs_init_inode_xattrs`, `EROFS_XATTR_FILTER_SEED`) and the specification of xxHash
-//! ("XXH32 algorithm description").
+//! Source: fs/erofs/xattr.c of Linux (`erofs_init_inode_xattrs`, `EROFS_XATTR_FILTER_SEED`) and the specification of
+//! xxHash ("XXH32 algorithm description").
 
 use crate::format::erofs::split_xattr;
 
-/// What the number of a name's prefix is added to.
+/// The number of a name's prefix is added to this.
 const SEED: u32 = 0x25bb_e08f;
 
 const PRIMES: [u32; 5] = [0x9e37_79b1, 0x85eb_ca77, 0xc2b2_ae3d, 0x27d4_eb2f, 0x1656_67b1];
 
-/// The filter of these full names: a bit is 0 if a name may be there.
+/// Returns the filter of these full names: a bit is 0 if a name may exist.
 pub(super) fn of<'a>(names: impl Iterator<Item = &'a [u8]>) -> u32 {
     names.fold(u32::MAX, |filter, name| {
         let (prefix, rest) = split_xattr(name);

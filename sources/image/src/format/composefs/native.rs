@@ -1,51 +1,48 @@
-//! Version 2 of the layout: what composefs-rs (the crate `composefs`) wrote before it wrote mkcomposefs's, and still does on demand.
+//! Version 2 of the layout: composefs-rs (the crate `composefs`) wrote it before it wrote mkcomposefs's, and still does
+//! on demand.
 //!
-//! All inodes are long ones, depth first, each with its number as `ino`; times have no fractions. There are no stubs in the root, and
-//! whiteouts stay devices. The rest is as in the other versions. (Found from composefs-rs's documentation, and by comparing images.)
-
-use std::collections::{BTreeMap, HashMap};
+//! All inodes are extended, depth first, each with its number as `ino`; times have no nanoseconds. There are no stubs in
+//! the root, and whiteouts stay devices. The rest is as in the other versions. (Found from composefs-rs's documentation,
+//! and by comparing images.)
 
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use super::filter;
 use super::header::{HEADER_VERSION, Header, MAGIC, NATIVE_VERSION};
 use super::prepare::path_of;
+use super::shared_xattrs::Shared;
 use super::view::{METACOPY, OVERLAY_PREFIX, REDIRECT, escape, metacopy};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, COMPAT_XATTR_FILTER, Extended, Layout, SLOT_BYTES, SUPER_MAGIC,
-    SUPER_OFFSET, Super, XattrHeader, append_xattr, put, split_xattr, xattr_count, xattr_size,
+    SUPER_OFFSET, Super, put, split_xattr, xattr_count,
 };
 use crate::format::error::{Error, Result};
 use crate::format::flat::dir;
 use crate::format::tree::{Content, Node, NodeId, Tree};
 
-/// The size of a chunk, as a power of two of blocks: all of a file is in one.
+/// The size of a chunk, as a power of two of blocks: each file is a single chunk.
 const CHUNK_BITS: u32 = 31;
-/// The largest file.
+/// The maximum size of a file.
 const FILE_BYTES_MAX: u64 = (BLOCK_BYTES as u64) << CHUNK_BITS;
-/// The last part of a directory that is longer than this gets a block.
+/// A directory's last part that is longer than this gets a block.
 const TAIL_BYTES_MAX: usize = BLOCK_BYTES / 2;
-
-/// An attribute in the order of those that are shared: number of the prefix, rest of the name, value.
-type Key<'a> = (u8, &'a [u8], &'a [u8]);
 
 /// The attributes of an inode: composefs's own first, others by name.
 type Xattrs = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// What is in an inode's blocks, and then what is behind it.
+/// The bytes in an inode's blocks, followed by those after the inode.
 struct Body {
     layout: Layout,
     tail: Vec<u8>,
-    /// How many blocks there are.
+    /// The number of blocks.
     blocks: usize,
 }
 
-/// Where an inode is.
+/// The location of an inode.
 #[derive(Clone, Copy, Default)]
 struct Place {
     offset: usize,
-    /// The first of its blocks, counted from the first block of all.
+    /// Its first block, counted from the first data block.
     block: usize,
 }
 
@@ -53,21 +50,8 @@ struct Place {
 pub(super) fn write(tree: &Tree) -> Result<Vec<u8>> {
     let (order, parents) = order(tree);
     let xattrs: Vec<Xattrs> = tree.nodes.iter().map(xattrs).collect::<Result<_>>()?;
-    let shared = shared(&order, &xattrs);
-    let (mut shared_bytes, mut shared_at) = (Vec::new(), HashMap::new());
-    for key @ (prefix, rest, value) in &shared {
-        shared_at.insert(*key, shared_bytes.len());
-        let name = [prefix_of(*prefix), *rest].concat();
-        append_xattr(&mut shared_bytes, &name, value);
-    }
-    let head = |id: NodeId| {
-        let one = |(name, value): &(Vec<u8>, Vec<u8>)| {
-            if shared_at.contains_key(&key(name, value)) { size_of::<U32>() } else { xattr_size(name, value) }
-        };
-        let all = &xattrs[id];
-        let bytes = if all.is_empty() { 0 } else { size_of::<XattrHeader>() + all.iter().map(one).sum::<usize>() };
-        (size_of::<Extended>(), bytes)
-    };
+    let shared = Shared::of(order.iter().map(|id| &*xattrs[*id]), |one, other| key(one).cmp(&key(other)))?;
+    let head = |id: NodeId| (size_of::<Extended>(), shared.size(&xattrs[id]));
     let mut places = vec![Place::default(); tree.nodes.len()];
     let (mut end, mut blocks) = (SUPER_OFFSET + size_of::<Super>(), 0);
     for id in &order {
@@ -79,7 +63,7 @@ pub(super) fn write(tree: &Tree) -> Result<Vec<u8>> {
         blocks += body.blocks;
     }
     let xattr_start = end.next_multiple_of(SLOT_BYTES);
-    let first_block = (xattr_start + shared_bytes.len()).div_ceil(BLOCK_BYTES);
+    let first_block = (xattr_start + shared.bytes.len()).div_ceil(BLOCK_BYTES);
     let number = |count: usize| u32::try_from(count).map(U32::new).map_err(|_| Error::TooLarge(u32::MAX));
     let mut bytes = vec![0; (first_block + blocks) * BLOCK_BYTES];
     let header = Header {
@@ -99,7 +83,7 @@ pub(super) fn write(tree: &Tree) -> Result<Vec<u8>> {
     };
     put(&mut bytes, 0, header.as_bytes());
     put(&mut bytes, SUPER_OFFSET, superblock.as_bytes());
-    put(&mut bytes, xattr_start, &shared_bytes);
+    put(&mut bytes, xattr_start, &shared.bytes);
     let links = links(tree);
     let nid = |id: NodeId| (places[id].offset / SLOT_BYTES) as u64;
     for id in &order {
@@ -136,19 +120,19 @@ pub(super) fn write(tree: &Tree) -> Result<Vec<u8>> {
         };
         put(&mut bytes, place.offset, inode.as_bytes());
         let after = place.offset + inode_bytes;
-        put(&mut bytes, after, &behind(&xattrs[*id], |key| Some(xattr_start + shared_at.get(key)?)));
+        put(&mut bytes, after, &shared.encode(&xattrs[*id], xattr_start));
         put(&mut bytes, after + xattr_bytes, &tail);
     }
     Ok(bytes)
 }
 
-/// The inodes, depth first, and for each the directory that it is in.
+/// Returns the inodes, depth first, and the parent directory of each.
 fn order(tree: &Tree) -> (Vec<NodeId>, Vec<NodeId>) {
     let (mut order, mut parents) = (Vec::new(), vec![0; tree.nodes.len()]);
     let mut seen = vec![false; tree.nodes.len()];
     let mut left = vec![0];
     while let Some(id) = left.pop() {
-        // A further hard link of what came before.
+        // Another hard link of an earlier inode.
         if std::mem::replace(&mut seen[id], true) {
             continue;
         }
@@ -164,7 +148,13 @@ fn order(tree: &Tree) -> (Vec<NodeId>, Vec<NodeId>) {
     (order, parents)
 }
 
-/// How many names each inode has; a directory those of its directories, and two.
+/// Returns the sort key of a shared attribute: number of the prefix, rest of the name, value.
+fn key<'a>((name, value): &(&'a [u8], &'a [u8])) -> (u8, &'a [u8], &'a [u8]) {
+    let (prefix, rest) = split_xattr(name);
+    (prefix, rest, value)
+}
+
+/// Returns the link count of each inode.
 fn links(tree: &Tree) -> Vec<u32> {
     let mut links = vec![0_u32; tree.nodes.len()];
     for (id, node) in tree.nodes.iter().enumerate() {
@@ -217,45 +207,6 @@ fn xattrs(node: &Node) -> Result<Xattrs> {
     Ok(all)
 }
 
-fn key<'a>(name: &'a [u8], value: &'a [u8]) -> Key<'a> {
-    let (prefix, rest) = split_xattr(name);
-    (prefix, rest, value)
-}
-
-fn prefix_of(number: u8) -> &'static [u8] {
-    let known = crate::format::erofs::XATTR_PREFIXES.iter().find(|(known, _)| *known == number);
-    known.map_or(b"", |(_, prefix)| prefix)
-}
-
-/// The attributes that several inodes have, in their order.
-fn shared<'a>(order: &[NodeId], xattrs: &'a [Xattrs]) -> Vec<Key<'a>> {
-    let mut counts: BTreeMap<Key<'a>, usize> = BTreeMap::new();
-    for (name, value) in order.iter().flat_map(|id| &xattrs[*id]) {
-        *counts.entry(key(name, value)).or_default() += 1;
-    }
-    counts.into_iter().filter(|(_, count)| *count > 1).map(|(key, _)| key).collect()
-}
-
-/// What an inode's attributes are behind it: header, places of shared ones, own ones.
-fn behind(xattrs: &Xattrs, place: impl Fn(&Key<'_>) -> Option<usize>) -> Vec<u8> {
-    if xattrs.is_empty() {
-        return Vec::new();
-    }
-    let (mut shared, mut own) = (Vec::new(), Vec::new());
-    for (name, value) in xattrs {
-        match place(&key(name, value)) {
-            Some(at) => shared.push(U32::new(u32::try_from(at / size_of::<U32>()).unwrap_or(u32::MAX))),
-            None => append_xattr(&mut own, name, value),
-        }
-    }
-    let header = XattrHeader {
-        name_filter: U32::new(filter::of(xattrs.iter().map(|(name, _)| name.as_slice()))),
-        shared_count: u8::try_from(shared.len()).unwrap_or(u8::MAX),
-        ..XattrHeader::default()
-    };
-    [header.as_bytes(), shared.as_bytes(), &own].concat()
-}
-
 /// An inode's bytes.
 fn body(tree: &Tree, id: NodeId, nid: impl Fn(NodeId) -> u64, parent: NodeId) -> Result<Body> {
     let node = &tree.nodes[id];
@@ -289,7 +240,7 @@ fn body(tree: &Tree, id: NodeId, nid: impl Fn(NodeId) -> u64, parent: NodeId) ->
     })
 }
 
-/// Where an inode goes that may begin at `at`: what is behind its head is not to cross a block.
+/// Returns the offset of an inode from `at` on: its tail must not cross a block.
 fn settle(at: usize, head: usize, body: &Body) -> usize {
     if body.layout != Layout::Inline {
         return at;

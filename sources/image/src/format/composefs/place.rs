@@ -1,4 +1,4 @@
-//! Where each inode goes.
+//! Assigns a location to each inode.
 
 use ferry_vfs::{FileType, Timespec};
 
@@ -8,25 +8,25 @@ use crate::format::error::{Error, Result};
 use crate::format::flat::dir;
 use crate::format::tree::{Content, NodeId, Tree};
 
-/// The last part of a directory or a file that is longer than this gets a block, instead of a place behind the inode.
+/// A last part of a directory or a file that is longer than this gets a block, instead of following the inode.
 const TAIL_BYTES_MAX: usize = BLOCK_BYTES / 2;
-/// The largest chunk, as a power of two of blocks (`EROFS_CHUNK_FORMAT_BLKBITS_MASK`).
+/// The maximum chunk size, as a power of two of blocks (`EROFS_CHUNK_FORMAT_BLKBITS_MASK`).
 const CHUNK_BITS_MAX: u32 = 31;
-/// The most chunks that a file may have, as in mkcomposefs: their index is a block.
+/// The maximum number of chunks of a file, as in mkcomposefs: their index is a block.
 const CHUNKS_MAX: u64 = 1024;
 
 /// Where the bytes of an inode are.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Body {
-    /// In the image: whole blocks, and behind the inode.
+    /// In the image: whole blocks, and the rest after the inode.
     Near { blocks: usize, tail: usize },
-    /// Nowhere: so many chunks that are holes.
+    /// A number of chunks that are holes.
     Chunks { bits: u32, count: usize },
-    /// The same, where the index does not fit behind the inode: mkcomposefs gives it a block that nothing names.
+    /// The same, but the index does not fit after the inode: mkcomposefs gives it an unreferenced block.
     MovedChunks { bits: u32 },
 }
 
-/// Where an inode is.
+/// The location of an inode.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     /// In bytes.
@@ -36,7 +36,7 @@ pub(super) struct Place {
     /// Size of the file.
     pub bytes: u64,
     pub body: Body,
-    /// The first of its blocks, counted from the first block of all.
+    /// Its first block, counted from the first data block.
     pub first_block: usize,
     /// A directory's parent.
     pub parent: NodeId,
@@ -48,15 +48,15 @@ pub(super) struct Places {
     pub of: Vec<Place>,
     /// The order of the inodes.
     pub order: Vec<NodeId>,
-    /// Where the last one ends, in bytes.
+    /// The end of the last inode, in bytes.
     pub end: usize,
-    /// How many whole blocks there are.
+    /// The number of whole blocks.
     pub blocks: usize,
-    /// The earliest time of all, which compact inodes have.
+    /// The earliest time, which compact inodes share.
     pub earliest: Timespec,
 }
 
-/// Gives each inode its place: breadth first, in the order of names.
+/// Assigns locations breadth first, in the order of names.
 pub(super) fn all(tree: &Tree, shared: &Shared<'_>) -> Result<Places> {
     let (order, parents) = order(tree);
     let earliest = tree.nodes.iter().map(|node| node.mtime).min_by_key(|time| (time.sec, time.nsec));
@@ -92,7 +92,7 @@ pub(super) fn all(tree: &Tree, shared: &Shared<'_>) -> Result<Places> {
     Ok(places)
 }
 
-/// The inodes, breadth first, and for each the directory that it is in.
+/// Returns the inodes, breadth first, and the parent directory of each.
 fn order(tree: &Tree) -> (Vec<NodeId>, Vec<NodeId>) {
     let (mut order, mut parents) = (vec![0], vec![0; tree.nodes.len()]);
     let mut next = 0;
@@ -109,7 +109,7 @@ fn order(tree: &Tree) -> (Vec<NodeId>, Vec<NodeId>) {
     (order, parents)
 }
 
-/// Everything about a place but where it is.
+/// Returns a location without offsets.
 fn shape(tree: &Tree, id: NodeId, earliest: Timespec) -> Result<Place> {
     let node = &tree.nodes[id];
     let mut nlink = node.nlink;
@@ -124,7 +124,7 @@ fn shape(tree: &Tree, id: NodeId, earliest: Timespec) -> Result<Place> {
             nlink = 2 + u32::try_from(names.iter().filter(is_dir).count()).unwrap_or(u32::MAX - 2);
             let length = dir::size(tree, id);
             let body = near(length, false);
-            // Blocks that are not full count as full ones.
+            // Partial blocks count as whole ones.
             match body {
                 Body::Near { blocks, tail: 0 } => ((blocks * BLOCK_BYTES) as u64, body),
                 _ => (length as u64, body),
@@ -132,7 +132,7 @@ fn shape(tree: &Tree, id: NodeId, earliest: Timespec) -> Result<Place> {
         }
         Content::Inline(data) => (data.len() as u64, near(data.len(), node.kind() == FileType::Symlink)),
         Content::Object { bytes, .. } | Content::Elsewhere { bytes: bytes @ 1.., .. } => (*bytes, chunks(*bytes)?),
-        // The latter are of the other layout, and nothing is left unread.
+        // The latter belong to the flat layout, and nothing is left unread.
         Content::Elsewhere { .. } | Content::Unread { .. } | Content::Packed { .. } => (0, near(0, false)),
     };
     let short = [node.uid, node.gid, nlink].iter().all(|number| *number <= u16::MAX.into());
@@ -141,7 +141,7 @@ fn shape(tree: &Tree, id: NodeId, earliest: Timespec) -> Result<Place> {
     Ok(Place { offset: 0, compact, nlink, bytes, body, first_block: 0, parent: 0 })
 }
 
-/// The smallest chunks of which one is enough, or the largest there are.
+/// Returns the smallest chunk size with which one chunk suffices, or the maximum size.
 fn chunks(bytes: u64) -> Result<Body> {
     let blocks = bytes.div_ceil(BLOCK_BYTES as u64);
     let bits = blocks.next_power_of_two().ilog2().min(CHUNK_BITS_MAX);
@@ -153,11 +153,11 @@ fn chunks(bytes: u64) -> Result<Body> {
     Ok(Body::Chunks { bits, count: usize::try_from(count).unwrap_or(usize::MAX) })
 }
 
-/// Where an inode goes after what ends at `end`, so that what is behind its head crosses no block.
+/// Returns the offset of an inode after `end`, so that its tail crosses no block.
 fn settle(end: usize, head: usize, place: &Place, kind: FileType) -> (usize, Body) {
     let at = end.next_multiple_of(SLOT_BYTES);
     let index = match place.body {
-        // The kernel wants all of a link in one block, its inode too.
+        // The kernel requires a link and its inode to be in one block.
         Body::Near { .. } if kind == FileType::Symlink => {
             let length = usize::try_from(place.bytes).unwrap_or(usize::MAX);
             let fits = at % BLOCK_BYTES + head + length <= BLOCK_BYTES;

@@ -1,4 +1,4 @@
-//! What is done to a tree before it is laid out: overlayfs must see nothing of its own in it but what tells where files are.
+//! Prepares a tree for its layout: escapes overlayfs's own attributes and adds those that locate files' bytes.
 
 use std::collections::HashSet;
 
@@ -11,14 +11,14 @@ use super::view::{
 use crate::format::digest::Digest;
 use crate::format::tree::{Content, Node, NodeId, Tree, set_xattr};
 
-/// The largest sum of attributes that mkcomposefs takes, in bytes, counted as [`fits`] does it.
+/// The maximum size of an inode's attributes in mkcomposefs, counted as by [`fits`].
 const XATTR_BYTES_MAX: usize = 32767;
 /// The mode of the whiteouts in the root.
 const STUB_MODE: u16 = 0o020_644;
 const TYPE_BITS: u16 = 0o170_000;
 const REGULAR: u16 = 0o100_000;
 
-/// Whether composefs takes as many attributes as these on one inode.
+/// Returns whether composefs accepts these attributes on one inode.
 pub(crate) fn fits(xattrs: &[(Vec<u8>, Vec<u8>)]) -> bool {
     let size: usize = xattrs.iter().map(|(name, value)| 7 + name.len() + value.len()).sum();
     12 + size <= XATTR_BYTES_MAX
@@ -74,7 +74,7 @@ pub(crate) fn path_of(digest: Digest) -> Vec<u8> {
     path
 }
 
-/// All whiteouts (character devices 0, 0), and the directories that they are in. Further hard links of one do not count.
+/// Returns all whiteouts (character devices 0, 0), and their directories. Further hard links do not count.
 fn whiteouts(tree: &Tree) -> (Vec<NodeId>, HashSet<NodeId>) {
     let (mut found, mut marked) = (Vec::new(), HashSet::new());
     for (id, node) in tree.nodes.iter().enumerate() {
@@ -90,7 +90,7 @@ fn whiteouts(tree: &Tree) -> (Vec<NodeId>, HashSet<NodeId>) {
     (found, marked)
 }
 
-/// Puts a whiteout into the root for each name of two hexadecimal digits that is free: the folders of the object store, which
+/// Adds a whiteout to the root for each free name of two hexadecimal digits: those of the object store's folders, which
 /// overlayfs must not show.
 fn add_stubs(tree: &mut Tree) {
     let root = &tree.nodes[0];

@@ -1,61 +1,86 @@
 //! Extended attributes that several inodes have.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 
+use zerocopy::IntoBytes;
 use zerocopy::little_endian::U32;
 
-use crate::format::erofs::{XattrHeader, append_xattr};
+use super::filter;
+use crate::format::erofs::{XattrHeader, append_xattr, xattr_size};
 use crate::format::error::{Error, Result};
-use crate::format::tree::Tree;
+
+/// The attributes of an inode: full names and values.
+pub(super) type Xattrs = [(Vec<u8>, Vec<u8>)];
 
 /// An attribute: full name and value.
 type Pair<'a> = (&'a [u8], &'a [u8]);
 
-/// Attributes that several inodes have, by name, length and bytes of the value, the greatest first.
+/// Attributes that several inodes have.
 pub(super) struct Shared<'a> {
     pub(super) bytes: Vec<u8>,
     offsets: HashMap<Pair<'a>, usize>,
 }
 
 impl<'a> Shared<'a> {
-    pub(super) fn of(tree: &'a Tree) -> Result<Self> {
+    /// Returns the shared attributes of these inodes in an order.
+    pub(super) fn of(
+        mut inodes: impl Iterator<Item = &'a Xattrs> + Clone,
+        order: impl Fn(&Pair<'a>, &Pair<'a>) -> Ordering,
+    ) -> Result<Self> {
         let mut counts: HashMap<Pair<'a>, usize> = HashMap::new();
-        for (name, value) in tree.nodes.iter().flat_map(|node| &node.xattrs) {
+        for (name, value) in inodes.clone().flatten() {
             *counts.entry((name, value)).or_default() += 1;
         }
         let mut several: Vec<Pair<'a>> =
             counts.into_iter().filter(|(_, count)| *count > 1).map(|(pair, _)| pair).collect();
-        several
-            .sort_unstable_by(|(name, value), (other, its)| (other, its.len(), its).cmp(&(name, value.len(), value)));
+        several.sort_unstable_by(order);
         let (mut bytes, mut offsets) = (Vec::new(), HashMap::with_capacity(several.len()));
         for (name, value) in several {
             offsets.insert((name, value), bytes.len());
             append_xattr(&mut bytes, name, value);
         }
-        // An inode counts its shared attributes in a byte.
-        let shared = |node: &crate::format::tree::Node| {
-            node.xattrs
-                .iter()
-                .filter(|(name, value)| offsets.contains_key(&(name.as_slice(), value.as_slice())))
-                .count()
-        };
-        if tree.nodes.iter().any(|node| node.xattrs.len() > 255 && shared(node) > 255) {
+        let shared = Self { bytes, offsets };
+        // The number of an inode's shared attributes is a byte.
+        let count = |xattrs: &Xattrs| xattrs.iter().filter(|xattr| shared.offset(xattr).is_some()).count();
+        if inodes.any(|xattrs| xattrs.len() > 255 && count(xattrs) > 255) {
             let reason = "a file has more than 255 extended attributes that others have too".into();
             return Err(Error::CannotHold { path: "the tree".into(), reason });
         }
-        Ok(Self { bytes, offsets })
+        Ok(shared)
     }
 
-    pub(super) fn offset(&self, name: &[u8], value: &[u8]) -> Option<usize> {
-        self.offsets.get(&(name, value)).copied()
+    fn offset(&self, (name, value): &(Vec<u8>, Vec<u8>)) -> Option<usize> {
+        self.offsets.get(&(name.as_slice(), value.as_slice())).copied()
     }
 
-    /// The size of what follows an inode that has these attributes.
-    pub(super) fn size(&self, xattrs: &[(Vec<u8>, Vec<u8>)]) -> usize {
-        let one = |(name, value): &(Vec<u8>, Vec<u8>)| match self.offset(name, value) {
+    /// Returns the size of the attributes after an inode.
+    pub(super) fn size(&self, xattrs: &Xattrs) -> usize {
+        let one = |xattr: &(Vec<u8>, Vec<u8>)| match self.offset(xattr) {
             Some(_) => size_of::<U32>(),
-            None => crate::format::erofs::xattr_size(name, value),
+            None => xattr_size(&xattr.0, &xattr.1),
         };
         if xattrs.is_empty() { 0 } else { size_of::<XattrHeader>() + xattrs.iter().map(one).sum::<usize>() }
+    }
+
+    /// Returns the attributes after an inode: header, numbers of shared ones, and own ones. The numbers are offsets in
+    /// units of four bytes, where the shared attributes begin at `start`.
+    pub(super) fn encode(&self, xattrs: &Xattrs, start: usize) -> Vec<u8> {
+        if xattrs.is_empty() {
+            return Vec::new();
+        }
+        let (mut shared, mut own) = (Vec::new(), Vec::new());
+        for xattr in xattrs {
+            match self.offset(xattr) {
+                Some(at) => shared.push(U32::new(u32::try_from((start + at) / size_of::<U32>()).unwrap_or(u32::MAX))),
+                None => append_xattr(&mut own, &xattr.0, &xattr.1),
+            }
+        }
+        let header = XattrHeader {
+            name_filter: U32::new(filter::of(xattrs.iter().map(|(name, _)| name.as_slice()))),
+            shared_count: u8::try_from(shared.len()).unwrap_or(u8::MAX),
+            ..XattrHeader::default()
+        };
+        [header.as_bytes(), shared.as_bytes(), &own].concat()
     }
 }

@@ -1,19 +1,19 @@
-//! How composefs uses extended attributes, and what users of an image see of them: what overlayfs would show.
+//! How composefs uses extended attributes, and which ones users of an image see: those that overlayfs would show.
 //!
-//! Source: Documentation/filesystems/overlayfs.rst of Linux ("Metadata only copy up", "fs-verity support", "Nesting overlayfs
-//! mounts").
+//! Source: Documentation/filesystems/overlayfs.rst of Linux ("Metadata only copy up", "fs-verity support", "Nesting
+//! overlayfs mounts").
 
 use crate::format::digest::{Algorithm, Digest};
 
-/// What overlayfs keeps for itself.
+/// The prefix of overlayfs's own attributes.
 pub(crate) const OVERLAY_PREFIX: &[u8] = b"trusted.overlay.";
-/// An attribute of this name is shown as one of overlayfs, which a mount on top of the mount uses.
+/// The prefix of escaped attributes: they appear as overlayfs's own, for a nested mount.
 const ESCAPED_PREFIX: &[u8] = b"trusted.overlay.overlay.";
-/// Where a file's bytes are, below the object store, with a slash first.
+/// The location of a file's bytes in the object store, with a leading slash.
 pub(crate) const REDIRECT: &[u8] = b"trusted.overlay.redirect";
-/// Says that an inode has no bytes of its own, and what digest they have.
+/// Marks an inode without bytes of its own, with their digest.
 pub(crate) const METACOPY: &[u8] = b"trusted.overlay.metacopy";
-/// Nothing of lower layers is to be seen in this directory.
+/// Lower layers are hidden in this directory.
 pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
 pub(crate) const WHITEOUT: &[u8] = b"trusted.overlay.whiteout";
 pub(crate) const WHITEOUTS: &[u8] = b"trusted.overlay.whiteouts";
@@ -23,13 +23,13 @@ pub(crate) const USER_WHITEOUTS: &[u8] = b"user.overlay.whiteouts";
 /// `struct ovl_metacopy` with a digest: version, length, flags, algorithm (`FS_VERITY_HASH_ALG_SHA256`).
 const METACOPY_HEAD: [u8; 4] = [0, 36, 0, 1];
 
-/// The name under which a name of overlayfs is kept.
+/// Returns the escaped form of one of overlayfs's names.
 pub(crate) fn escape(name: &[u8]) -> Vec<u8> {
     [ESCAPED_PREFIX, name.strip_prefix(OVERLAY_PREFIX).unwrap_or(name)].concat()
 }
 
-/// What users see of a name that is in an image; nothing of what is composefs's own.
-pub(crate) fn shown(name: Vec<u8>) -> Option<Vec<u8>> {
+/// Returns the name that users see of an image's attribute; `None` for composefs's own.
+pub(crate) fn visible_name(name: Vec<u8>) -> Option<Vec<u8>> {
     match name.strip_prefix(ESCAPED_PREFIX) {
         Some(rest) => Some([OVERLAY_PREFIX, rest].concat()),
         None if name.starts_with(OVERLAY_PREFIX) => None,
@@ -37,12 +37,12 @@ pub(crate) fn shown(name: Vec<u8>) -> Option<Vec<u8>> {
     }
 }
 
-/// The value of [`METACOPY`].
+/// Returns the value of [`METACOPY`].
 pub(crate) fn metacopy(digest: Option<Digest>) -> Vec<u8> {
     digest.map_or_else(Vec::new, |digest| [&METACOPY_HEAD[..], digest.bytes()].concat())
 }
 
-/// The digest in a value of [`METACOPY`], which may have none; an error is a value that means nothing.
+/// Returns the digest in a value of [`METACOPY`], if it has one; an error for an invalid value.
 pub(crate) fn digest_of(metacopy: &[u8]) -> Result<Option<Digest>, ()> {
     match metacopy.split_first_chunk::<4>() {
         None if metacopy.is_empty() => Ok(None),
@@ -53,5 +53,5 @@ pub(crate) fn digest_of(metacopy: &[u8]) -> Result<Option<Digest>, ()> {
     }
 }
 
-/// The largest file that a line may hold; mkcomposefs's limit.
+/// mkcomposefs's maximum size of a file in a line.
 pub(crate) const CONTENT_BYTES_MAX: usize = 5000;

@@ -6,10 +6,10 @@ use zerocopy::little_endian::{U16, U32, U64};
 use super::header::{HEADER_VERSION, Header, MAGIC, NATIVE_VERSION};
 use super::place::{self, Body, Places};
 use super::shared_xattrs::Shared;
-use super::{filter, native, prepare};
+use super::{native, prepare};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, COMPAT_XATTR_FILTER, Compact, Extended, Layout, SLOT_BYTES, SUPER_MAGIC,
-    SUPER_OFFSET, Super, XattrHeader, append_xattr, put, xattr_count,
+    SUPER_OFFSET, Super, put, xattr_count,
 };
 use crate::format::error::{Error, Result};
 use crate::format::flat::dir;
@@ -18,13 +18,16 @@ use crate::format::tree::{Content, NodeId, Tree};
 /// [`Header::flags`]: some inode has an ACL.
 const FLAG_ACL: u32 = 1;
 
-/// Writes the image. Without a version it has version 0, or 1 if the tree has whiteouts, as `mkcomposefs` does it.
+/// Writes the image. The default version is 0, or 1 if the tree has whiteouts, as in `mkcomposefs`.
 pub(crate) fn write(mut tree: Tree, version: Option<u32>) -> Result<Vec<u8>> {
     if version == Some(NATIVE_VERSION) {
         return native::write(&tree);
     }
     let version = prepare::prepare(&mut tree, version);
-    let shared = Shared::of(&tree)?;
+    // In descending order of name, and of length and bytes of the value.
+    let shared = Shared::of(tree.nodes.iter().map(|node| &*node.xattrs), |(name, value), (other, its)| {
+        (other, its.len(), its).cmp(&(name, value.len(), value))
+    })?;
     let places = place::all(&tree, &shared)?;
     let root = &tree.nodes[0];
     let has_acl =
@@ -45,7 +48,7 @@ pub(crate) fn write(mut tree: Tree, version: Option<u32>) -> Result<Vec<u8>> {
         magic: U32::new(SUPER_MAGIC),
         feature_compat: U32::new(COMPAT_MTIME | COMPAT_XATTR_FILTER),
         block_bits: BLOCK_BITS,
-        // The root is the first inode of all.
+        // The root is the first inode.
         root_nid: U16::new(u16::try_from(places.of[0].offset / SLOT_BYTES).unwrap_or(u16::MAX)),
         inodes: U64::new(places.order.len() as u64),
         epoch: U64::new(places.earliest.sec.cast_unsigned()),
@@ -65,7 +68,7 @@ pub(crate) fn write(mut tree: Tree, version: Option<u32>) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Writes inodes that have their places.
+/// Writes inodes at their locations.
 struct Writer<'a> {
     tree: &'a Tree,
     places: &'a Places,
@@ -80,19 +83,19 @@ impl Writer<'_> {
         let block = self.first_block + place.first_block;
         let (layout, at) = match place.body {
             Body::Chunks { bits, .. } => (Layout::Chunks, bits),
-            // The number of the block, and over its lower half what chunks there are.
+            // The number of the block; its lower half is overwritten by the chunk format.
             Body::MovedChunks { bits } => {
                 (Layout::Chunks, u32::try_from(block).unwrap_or(u32::MAX) & 0xffff_0000 | bits)
             }
             Body::Near { tail: 0, blocks: 0 } => (Layout::Plain, self.tree.nodes[id].rdev),
-            // The image's blocks have numbers of 32 bits.
+            // Block numbers have 32 bits.
             Body::Near { tail, .. } => {
                 let at = if place.blocks() == 0 { 0 } else { u32::try_from(block).unwrap_or(u32::MAX) };
                 (if tail == 0 { Layout::Plain } else { Layout::Inline }, at)
             }
         };
         self.head(bytes, id, number, (layout, at));
-        let xattrs = self.xattrs(id);
+        let xattrs = self.shared.encode(&self.tree.nodes[id].xattrs, self.xattr_start % BLOCK_BYTES);
         let after = place.offset + place.inode_bytes();
         put(bytes, after, &xattrs);
         let after = after + xattrs.len();
@@ -121,7 +124,7 @@ impl Writer<'_> {
         let (node, place) = (&self.tree.nodes[id], &self.places.of[id]);
         let xattr_count = U16::new(xattr_count(self.shared.size(&node.xattrs)));
         let mode = U16::new(node.mode);
-        // What fits was found out when places were given.
+        // It was checked when locations were assigned.
         let short = |number: u32| U16::new(u16::try_from(number).unwrap_or(u16::MAX));
         if place.compact {
             let inode = Compact {
@@ -153,29 +156,5 @@ impl Writer<'_> {
             ..Extended::default()
         };
         put(bytes, place.offset, inode.as_bytes());
-    }
-
-    /// Header, numbers of shared attributes, own ones; both in the order of names.
-    fn xattrs(&self, id: NodeId) -> Vec<u8> {
-        let xattrs = &self.tree.nodes[id].xattrs;
-        if xattrs.is_empty() {
-            return Vec::new();
-        }
-        let (mut shared, mut own) = (Vec::new(), Vec::new());
-        for (name, value) in xattrs {
-            match self.shared.offset(name, value) {
-                // In units of four bytes, from the beginning of the block that the first one is in.
-                Some(at) => shared.push(U32::new(
-                    u32::try_from((self.xattr_start % BLOCK_BYTES + at) / size_of::<U32>()).unwrap_or(u32::MAX),
-                )),
-                None => append_xattr(&mut own, name, value),
-            }
-        }
-        let header = XattrHeader {
-            name_filter: U32::new(filter::of(xattrs.iter().map(|(name, _)| name.as_slice()))),
-            shared_count: u8::try_from(shared.len()).unwrap_or(u8::MAX),
-            ..XattrHeader::default()
-        };
-        [header.as_bytes(), shared.as_bytes(), &own].concat()
     }
 }

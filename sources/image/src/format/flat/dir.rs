@@ -8,7 +8,7 @@ use crate::format::tree::{Content, NodeId, Tree};
 
 const ENTRY_BYTES: usize = size_of::<Dirent>();
 
-/// The names of a directory in the order of their bytes, `.` and `..` among them, with their inodes.
+/// Returns the sorted names of a directory with their inodes, including `.` and `..`.
 fn entries(tree: &Tree, id: NodeId, parent: NodeId) -> Vec<(&[u8], NodeId)> {
     let Content::Directory(names) = &tree.nodes[id].content else { return Vec::new() };
     let mut all: Vec<(&[u8], NodeId)> = Vec::with_capacity(names.len() + 2);
@@ -18,7 +18,7 @@ fn entries(tree: &Tree, id: NodeId, parent: NodeId) -> Vec<(&[u8], NodeId)> {
     all
 }
 
-/// Cuts entries so that each part fills no more than a block.
+/// Splits entries into parts that each fit into a block.
 fn cut<'a, 'n>(mut entries: &'a [(&'n [u8], NodeId)]) -> impl Iterator<Item = &'a [(&'n [u8], NodeId)]> {
     std::iter::from_fn(move || {
         let mut bytes = 0;
@@ -37,7 +37,7 @@ fn bytes_of(part: &[(&[u8], NodeId)]) -> usize {
     part.iter().map(|(name, _)| ENTRY_BYTES + name.len()).sum()
 }
 
-/// The size of a directory, in bytes.
+/// Returns the size of a directory in bytes.
 pub(crate) fn size(tree: &Tree, id: NodeId) -> usize {
     let all = entries(tree, id, id);
     let mut parts = cut(&all).peekable();
@@ -48,7 +48,7 @@ pub(crate) fn size(tree: &Tree, id: NodeId) -> usize {
     size
 }
 
-/// The bytes of a directory.
+/// Returns the bytes of a directory.
 pub(crate) fn write(tree: &Tree, id: NodeId, parent: NodeId, nid: impl Fn(NodeId) -> u64) -> Vec<u8> {
     let all = entries(tree, id, parent);
     let mut bytes = Vec::with_capacity(bytes_of(&all).next_multiple_of(BLOCK_BYTES));

@@ -1,16 +1,17 @@
-//! The layout `flat`: metadata only, in the order in which a walk will want it, with file data in packs.
+//! The layout `flat`: metadata in the order of a walk, with file data in packs.
 //!
-//! Compared with what other tools write: inodes are the short ones wherever they fit; a file's data is one run of blocks in the
-//! address space of all devices, so there is no index of chunks where nothing of it was known before; each directory is followed by the inodes of the files in it, and
-//! directories come depth first, as `ls -lR` asks for them.
+//! Compared with other tools' images: inodes are compact where possible; a new file's data is a single run of blocks in
+//! the address space of all devices, so it needs no chunk index; a directory is followed by the inodes of its files,
+//! and directories are in depth-first order, as `ls -lR` needs them.
 //!
 //! ```text
-//! block 0    zeros, at byte 992 the digest of the tree (32 bytes), superblock, device table (the packs), root directory, its files' inodes, ...
+//! block 0    zeros, at byte 992 the digest of the tree (32 bytes), superblock, device table (the packs), root directory,
+//!            its files' inodes, ...
 //! ...        directories and inodes
 //! aligned    attributes that several inodes share
 //! ```
 //!
-//! The device table is in front because its place is a number of 16 bits: it cannot be behind 8 MiB of metadata.
+//! The device table is at the front because its offset is a 16-bit number, so it cannot be after 8 MiB of metadata.
 
 pub(crate) mod dir;
 mod place;
@@ -36,28 +37,29 @@ use crate::format::tree_digest;
 use place::{Place, Placed, Times};
 use xattr::Xattrs;
 
-/// Where the device table is, in bytes and in units of its entries.
+/// The offset of the device table, in bytes and in units of its entries.
 const TABLE_OFFSET: usize = SUPER_OFFSET + size_of::<Super>();
 const TABLE_SLOT: u16 = 9;
 const _: () = assert!(TABLE_SLOT as usize * size_of::<DeviceSlot>() == TABLE_OFFSET);
 
-/// A pack that the image needs.
+/// A pack of the image.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack {
     /// Its name.
     pub name: Digest,
-    /// How many blocks it has.
+    /// The number of its blocks.
     pub blocks: u64,
     /// Whether it is to be read at once.
     pub ahead: bool,
 }
 
-/// The metadata of a tree, and the tree's digest, which is in it.
+/// Returns the metadata of a tree, which contain the tree's digest, and that digest.
 ///
 /// # Errors
-/// The tree does not fit into what EROFS can number.
+///
+/// The tree exceeds what EROFS can number.
 pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<(Vec<u8>, Digest)> {
-    let packed = Packed::of(tree, pieces, places);
+    let packed = ChunkPlacement::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree);
     let root = TABLE_OFFSET + packs.len() * size_of::<DeviceSlot>();
@@ -94,7 +96,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         feature_compat: U32::new(COMPAT_MTIME),
         feature_incompat: U32::new(incompat(packs, &packed)),
         block_bits: BLOCK_BITS,
-        // The root is the first inode of all.
+        // The root is the first inode.
         root_nid: U16::new(u16::try_from(inodes[0].offset / SLOT_BYTES).map_err(|_| Error::TooManyPacks(packs.len()))?),
         inodes: U64::new(tree.nodes.len() as u64),
         epoch: U64::new(times.epoch.unsigned_abs()),
@@ -111,7 +113,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
     Ok((bytes, digest))
 }
 
-/// Which attributes no inode has.
+/// Returns which attributes no inode has.
 fn absent(tree: &Tree) -> u8 {
     let xattrs = tree.nodes.iter().flat_map(|node| &node.xattrs);
     xattrs.fold(FLAT_NO_KIND, |absent, (name, _)| absent & !denied_by(name))
@@ -121,21 +123,21 @@ fn number(blocks: u64) -> Result<U32> {
     u32::try_from(blocks).map(U32::new).map_err(|_| Error::TooLarge(u32::MAX))
 }
 
-/// Features that kernels must know.
-fn incompat(packs: &[Pack], packed: &Packed<'_>) -> u32 {
+/// Returns the incompatible features.
+fn incompat(packs: &[Pack], packed: &ChunkPlacement<'_>) -> u32 {
     let devices = if packs.is_empty() { 0 } else { INCOMPAT_DEVICE_TABLE };
     devices | if packed.scattered.is_empty() { 0 } else { INCOMPAT_CHUNKS }
 }
 
-/// Where the pieces of files are.
-struct Packed<'a> {
+/// The locations of files' chunks.
+struct ChunkPlacement<'a> {
     pieces: &'a [Digest],
     places: &'a Places,
-    /// Files whose pieces are not one run of blocks: each piece gets an entry in an index.
+    /// Files that are not a single run of blocks and need a chunk index.
     scattered: HashSet<NodeId>,
 }
 
-impl<'a> Packed<'a> {
+impl<'a> ChunkPlacement<'a> {
     fn of(tree: &Tree, pieces: &'a [Digest], places: &'a Places) -> Self {
         let mut packed = Self { pieces, places, scattered: HashSet::new() };
         for (id, node) in tree.nodes.iter().enumerate() {
@@ -154,22 +156,22 @@ impl<'a> Packed<'a> {
         packed
     }
 
-    /// The pack and the block of each piece of a file.
+    /// Returns the pack and block of each chunk of a file.
     fn places(&self, bytes: u64, first: usize) -> impl Iterator<Item = (Digest, u64)> + 'a {
         let count = usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX);
         let places = self.places;
-        // The pieces of all files have their places.
+        // The chunks of all files have locations.
         self.pieces[first..][..count].iter().filter_map(move |digest| places.get(digest).copied())
     }
 }
 
-/// Writes inodes that have their places.
+/// Writes inodes at their locations.
 struct Writer<'a> {
     tree: &'a Tree,
     xattrs: &'a Xattrs,
     inodes: &'a [Place],
     first_blocks: &'a BTreeMap<Digest, u64>,
-    packed: &'a Packed<'a>,
+    packed: &'a ChunkPlacement<'a>,
 }
 
 impl Writer<'_> {
@@ -180,7 +182,7 @@ impl Writer<'_> {
             // A build refuses the latter for this layout.
             Content::None | Content::Elsewhere { .. } => (Layout::Plain, 0, node.rdev),
             Content::Inline(data) => self.near(bytes, place, xattrs.len(), data)?,
-            // Nothing is left unread, and composefs's objects are of the other layout.
+            // Nothing is left unread, and objects belong to the composefs layout.
             Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
             Content::Packed { bytes: length, first } => {
                 let mut blocks = self
@@ -204,7 +206,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes bytes that are kept in the image: whole blocks, and what is left behind the inode.
+    /// Writes bytes in the image: whole blocks, and the rest after the inode.
     fn near(&self, bytes: &mut [u8], place: &Place, xattr_bytes: usize, data: &[u8]) -> Result<(Layout, u64, u32)> {
         let (blocks, tail) = data.split_at((place.blocks * BLOCK_BYTES).min(data.len()));
         put(bytes, place.first_block * BLOCK_BYTES, blocks);
@@ -223,7 +225,7 @@ impl Writer<'_> {
     ) {
         let xattr_count = U16::new(xattr_count(xattrs.len()));
         let mode = U16::new(node.mode);
-        // What fits was found out when places were given.
+        // It was checked when locations were assigned.
         let short = |number: u32| U16::new(u16::try_from(number).unwrap_or(u16::MAX));
         match place.compact {
             Some(since) => {

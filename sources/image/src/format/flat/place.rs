@@ -1,4 +1,4 @@
-//! Where each inode goes.
+//! Assigns a location to each inode.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -9,19 +9,19 @@ use crate::format::data::ENTRY_BYTES;
 use crate::format::erofs::{BLOCK_BYTES, Compact, Extended, SLOT_BYTES};
 use crate::format::tree::{Content, Node, NodeId, Tree};
 
-/// How many gaps are remembered for later, smaller inodes. Only near ones keep the order of the walk.
+/// The maximum number of gaps kept for later, smaller inodes. Only near gaps keep the order of the walk.
 const GAPS_MAX: usize = 16;
 
-/// Where an inode is, and a directory's blocks.
+/// The location of an inode, and of a directory's blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Place {
     /// The inode's offset, in bytes.
     pub offset: usize,
-    /// Seconds since the image's epoch, if the inode is the shorter one.
+    /// Seconds since the image's epoch, for a compact inode.
     pub compact: Option<u32>,
-    /// First of the whole blocks of a directory, or of a very long link.
+    /// The first of the whole blocks of a directory, or of a very long link.
     pub first_block: usize,
-    /// How many there are.
+    /// The number of its blocks.
     pub blocks: usize,
     /// A directory's parent.
     pub parent: NodeId,
@@ -33,13 +33,12 @@ pub(super) struct Placed {
     pub inodes: Vec<Place>,
     /// The order in which the inodes were placed.
     pub order: Vec<NodeId>,
-    /// Where the last one ends, in bytes.
+    /// The end of the last inode, in bytes.
     pub end: usize,
 }
 
-/// Gives each inode its place: a directory, the files in it, then the directories in it. Files that are scattered have the index of
-/// their pieces behind them.
-/// The root's is the first from `first` on.
+/// Assigns locations: a directory, its files, then its subdirectories. Scattered files are followed by their chunk
+/// index. The root's location is the first from `first`.
 pub(super) fn all(tree: &Tree, first: usize, times: &Times, xattrs: &Xattrs, scattered: &HashSet<NodeId>) -> Placed {
     let place = |id, parent, room: &mut Room| place(tree, (id, parent), times, xattrs, scattered, room);
     let mut room = Room { next: first, gaps: Vec::new() };
@@ -103,15 +102,15 @@ fn place(
     place
 }
 
-/// What is free.
+/// The free space.
 struct Room {
     next: usize,
-    /// Pieces at the ends of blocks that were too short for what came next: begin and end.
+    /// The unused ends of blocks that were too short: begin and end.
     gaps: Vec<(usize, usize)>,
 }
 
 impl Room {
-    /// A piece that crosses no block, unless it is longer than one.
+    /// Returns the offset of free bytes within one block, unless there are more than a block.
     fn take(&mut self, bytes: usize) -> usize {
         let bytes = bytes.next_multiple_of(SLOT_BYTES);
         if let Some(gap) = self.gaps.iter_mut().find(|(from, to)| to - from >= bytes) {
@@ -128,7 +127,7 @@ impl Room {
         at
     }
 
-    /// Whole blocks; returns the first one's number.
+    /// Returns the first of this many whole blocks.
     fn take_blocks(&mut self, count: usize) -> usize {
         self.leave();
         let first = self.next / BLOCK_BYTES;
@@ -136,7 +135,7 @@ impl Room {
         first
     }
 
-    /// Goes on with the next block.
+    /// Continues with the next block.
     fn leave(&mut self) {
         let end = self.next.next_multiple_of(BLOCK_BYTES);
         self.gaps.retain(|(from, to)| to - from >= SLOT_BYTES);
@@ -150,7 +149,7 @@ impl Room {
     }
 }
 
-/// What compact inodes of this image share.
+/// The times that compact inodes of this image share.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
     pub(super) epoch: i64,
@@ -158,7 +157,7 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// The earliest second, and the commonest fraction of one (the smallest, where several are as common).
+    /// Returns the earliest second, and the most common nanoseconds (the lowest of equally common ones).
     pub(super) fn of(tree: &Tree) -> Self {
         let epoch = tree.nodes.iter().map(|node| node.mtime.sec).min().unwrap_or(0).max(0);
         let mut counts = BTreeMap::new();
@@ -169,7 +168,7 @@ impl Times {
         Self { epoch, nsec }
     }
 
-    /// Whether the shorter inode can hold all that is known of this one.
+    /// Returns the time of a compact inode for this one, if it can be compact.
     fn fits_compact(&self, node: &Node, bytes: u64) -> Option<u32> {
         let since = u32::try_from(node.mtime.sec.checked_sub(self.epoch)?).ok()?;
         let fits = node.mtime.nsec == self.nsec
@@ -186,7 +185,7 @@ impl Place {
         if self.compact.is_some() { size_of::<Compact>() } else { size_of::<Extended>() }
     }
 
-    /// Where the bytes that follow inode and attributes begin.
+    /// Returns the offset of what follows an inode and its attributes.
     pub(super) fn tail(&self, xattr_bytes: usize) -> usize {
         self.offset + self.inode_bytes() + xattr_bytes
     }

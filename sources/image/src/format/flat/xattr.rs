@@ -1,4 +1,4 @@
-//! Extended attributes: those that several inodes have are written once.
+//! Extended attributes: those that several inodes have are stored once.
 
 use std::collections::HashMap;
 
@@ -8,13 +8,13 @@ use zerocopy::little_endian::U32;
 use crate::format::erofs::{XattrHeader, append_xattr};
 use crate::format::tree::{NodeId, Tree};
 
-/// The most shared attributes that one inode can name.
+/// The maximum number of shared attributes of an inode.
 const SHARED_MAX: usize = u8::MAX as usize;
 
-/// The attributes of all inodes, as they are written.
+/// The encoded attributes of all inodes.
 pub(super) struct Xattrs {
     shared: Vec<u8>,
-    /// For each inode that has any: header, numbers of shared ones, own ones.
+    /// For each inode with attributes: header, numbers of shared ones, own ones.
     of_inodes: HashMap<NodeId, Vec<u8>>,
 }
 
@@ -51,12 +51,12 @@ impl Xattrs {
         Self { shared, of_inodes }
     }
 
-    /// Those that several inodes have.
+    /// Returns the shared attributes.
     pub(super) fn shared(&self) -> &[u8] {
         &self.shared
     }
 
-    /// What follows an inode.
+    /// Returns what follows an inode.
     pub(super) fn of_inode(&self, id: NodeId) -> &[u8] {
         self.of_inodes.get(&id).map_or(&[], Vec::as_slice)
     }

@@ -1,31 +1,31 @@
-//! Directories of an image: names, sorted, in blocks that are sorted.
+//! Directories of an image: sorted blocks of sorted names.
 
 use ferry_vfs::{FileType, Name};
 
-use super::{Checked, Data, Image, Inode, Nid, read_at};
+use super::{Data, Image, ImageResult, Inode, Nid, read_at};
 use crate::format::erofs::{BLOCK_BYTES, Dirent};
 use crate::format::error::Flaw;
 
-/// What a directory says of a character device.
+/// The type of a character device in a directory.
 const STUB_KIND: u8 = 3;
-/// Entries of one block: fewer than this, for each takes 13 bytes.
+/// The upper limit of entries in a block: each takes at least 13 bytes.
 const ENTRIES_MAX: u64 = 1 << 9;
 
-/// One name of a directory.
+/// An entry of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry<'a> {
-    /// The name; `.` and `..` too.
+    /// The name, including `.` and `..`.
     pub name: &'a [u8],
     /// The inode.
     pub nid: Nid,
-    /// What kind of file the directory says it is (`FT_*`).
+    /// The file type in the directory (`FT_*`).
     pub kind: u8,
-    /// Where to go on after it.
+    /// The position after it.
     pub next: u64,
 }
 
 impl Image {
-    /// The block of a directory that a position is in, and how many of its bytes count.
+    /// Returns the block of a directory at a position, and the number of its valid bytes.
     fn dir_block<'a>(&self, (whole, rest): (&'a [u8], &'a [u8]), number: usize) -> Option<&'a [u8]> {
         let at = number.checked_mul(BLOCK_BYTES)?;
         if at < whole.len() {
@@ -34,8 +34,7 @@ impl Image {
         (at == whole.len() && !rest.is_empty()).then_some(rest)
     }
 
-    /// The bytes of a directory, which are in the image.
-    fn dir_bytes(&self, inode: &Inode) -> Checked<(&[u8], &[u8])> {
+    fn dir_bytes(&self, inode: &Inode) -> ImageResult<(&[u8], &[u8])> {
         let flaw = |what| Flaw { what, offset: inode.xattrs.0 as u64 };
         if inode.kind() != FileType::Directory {
             return Err(flaw("a directory that is none"));
@@ -46,17 +45,18 @@ impl Image {
         }
     }
 
-    /// The entries of a directory from a position on: 0, or [`Entry::next`]. An error is the last thing that comes.
+    /// Returns the entries of a directory from a position: 0, or [`Entry::next`]. An error ends the iteration.
     ///
     /// # Errors
-    /// It is no directory.
-    pub fn entries(&self, inode: &Inode, from: u64) -> Checked<Entries<'_>> {
+    ///
+    /// It is not a directory.
+    pub fn entries(&self, inode: &Inode, from: u64) -> ImageResult<Entries<'_>> {
         let entries = self.all_entries(inode, from)?;
         Ok(Entries { hides_stubs: self.is_composefs, ..entries })
     }
 
-    /// The same, with composefs's whiteouts, which overlayfs does not show.
-    pub(crate) fn all_entries(&self, inode: &Inode, from: u64) -> Checked<Entries<'_>> {
+    /// As [`Self::entries`], with composefs's whiteouts, which overlayfs hides.
+    pub(crate) fn all_entries(&self, inode: &Inode, from: u64) -> ImageResult<Entries<'_>> {
         let bytes = self.dir_bytes(inode)?;
         Ok(Entries { image: self, bytes, at: inode.xattrs.0 as u64, next: from, hides_stubs: false })
     }
@@ -69,7 +69,7 @@ impl Image {
     ///
     /// # Errors
     /// The directory is damaged.
-    pub fn lookup(&self, dir: &Inode, name: Name<'_>) -> Checked<Option<Nid>> {
+    pub fn lookup(&self, dir: &Inode, name: Name<'_>) -> ImageResult<Option<Nid>> {
         Ok(self.find(dir, name.as_bytes())?.filter(|nid| !(self.is_composefs && self.is_stub(*nid))))
     }
 
@@ -77,13 +77,13 @@ impl Image {
     ///
     /// # Errors
     /// The directory is damaged.
-    pub fn parent(&self, dir: &Inode) -> Checked<Nid> {
+    pub fn parent(&self, dir: &Inode) -> ImageResult<Nid> {
         let missing = Flaw { what: "a directory without a parent", offset: dir.xattrs.0 as u64 };
         self.find(dir, b"..")?.ok_or(missing)
     }
 
-    /// Blocks are sorted, and so is each of them.
-    fn find(&self, dir: &Inode, name: &[u8]) -> Checked<Option<Nid>> {
+    /// Both the blocks and the names in each of them are sorted.
+    fn find(&self, dir: &Inode, name: &[u8]) -> ImageResult<Option<Nid>> {
         let bytes = self.dir_bytes(dir)?;
         let at = dir.xattrs.0 as u64;
         let (mut low, mut high) = (0, (bytes.0.len() + bytes.1.len()).div_ceil(BLOCK_BYTES));
@@ -114,7 +114,7 @@ impl Image {
     }
 }
 
-/// One block of a directory.
+/// A block of a directory.
 struct Block<'a> {
     bytes: &'a [u8],
     count: usize,
@@ -122,7 +122,7 @@ struct Block<'a> {
 }
 
 impl<'a> Block<'a> {
-    fn of(bytes: &'a [u8], at: u64) -> Checked<Self> {
+    fn of(bytes: &'a [u8], at: u64) -> ImageResult<Self> {
         let flaw = |what| Flaw { what, offset: at };
         let first: Dirent = read_at(bytes, 0).map_err(|_| flaw("a directory's block without entries"))?;
         let names = usize::from(first.name_offset.get());
@@ -132,9 +132,9 @@ impl<'a> Block<'a> {
         Ok(Self { bytes, count: names / size_of::<Dirent>(), at })
     }
 
-    fn entry(&self, index: usize) -> Checked<Entry<'a>> {
+    fn entry(&self, index: usize) -> ImageResult<Entry<'a>> {
         let flaw = |what| Flaw { what, offset: self.at };
-        let offset = |index| -> Checked<(Dirent, usize)> {
+        let offset = |index| -> ImageResult<(Dirent, usize)> {
             let entry: Dirent = read_at(self.bytes, index * size_of::<Dirent>())?;
             Ok((entry, usize::from(entry.name_offset.get())))
         };
@@ -154,19 +154,19 @@ impl<'a> Block<'a> {
     }
 }
 
-/// Lists a directory.
+/// Iterates over the entries of a directory.
 #[derive(Debug)]
 pub struct Entries<'a> {
     image: &'a Image,
     bytes: (&'a [u8], &'a [u8]),
     at: u64,
-    /// Number of the block, and above it of the entry in it.
+    /// The number of the block, and in the upper bits that of the entry in it.
     next: u64,
     hides_stubs: bool,
 }
 
 impl<'a> Iterator for Entries<'a> {
-    type Item = Checked<Entry<'a>>;
+    type Item = ImageResult<Entry<'a>>;
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
@@ -181,7 +181,7 @@ impl<'a> Iterator for Entries<'a> {
 }
 
 impl<'a> Entries<'a> {
-    fn step(&mut self) -> Option<Checked<Entry<'a>>> {
+    fn step(&mut self) -> Option<ImageResult<Entry<'a>>> {
         let (block, index) = (self.next / ENTRIES_MAX, self.next % ENTRIES_MAX);
         let bytes = self.image.dir_block(self.bytes, usize::try_from(block).ok()?)?;
         let entry = Block::of(bytes, self.at).and_then(|block| {

@@ -1,5 +1,5 @@
-//! Which kinds of extended attributes an image has that does not say so: clients that are told once that there are none ask no more, where
-//! `ls -l` asks for two with each file.
+//! Determines which kinds of extended attributes an image lacks. A client that is told so once stops asking, while `ls
+//! -l` asks for two attributes per file.
 
 use std::collections::HashSet;
 
@@ -8,26 +8,26 @@ use ferry_vfs::FileType;
 use super::Image;
 use crate::format::erofs::{FLAT_NO_ACLS, FLAT_NO_KIND, FLAT_NO_LABELS, FLAT_NO_XATTRS, FLAT_VOLUME, denied_by};
 
-/// So many names and attributes are looked at, however many a hostile image has: it is done while a client waits.
+/// The maximum number of names and attributes that are read of an untrusted image while a client waits.
 const LOOKS_MAX: usize = 1 << 20;
 
 impl Image {
-    /// Whether an inode may have extended attributes.
+    /// Returns whether an inode may have extended attributes.
     pub fn may_have_xattrs(&self) -> bool {
         !self.lacks(FLAT_NO_XATTRS)
     }
 
-    /// Whether any inode may have an ACL; if not, mounts are faster when the kernel is told.
+    /// Returns whether an inode may have an ACL; if not, mounts are faster when the kernel is told.
     pub fn may_have_acls(&self) -> bool {
         !self.lacks(FLAT_NO_XATTRS | FLAT_NO_ACLS)
     }
 
-    /// Whether any inode may have a label of SELinux.
+    /// Returns whether an inode may have an SELinux label.
     pub fn may_have_labels(&self) -> bool {
         !self.lacks(FLAT_NO_XATTRS | FLAT_NO_LABELS)
     }
 
-    /// Whether there is nothing of one of these kinds. Images of the layout flat say so; the names of others are looked at, once.
+    /// Returns whether no inode has an attribute of these kinds. Flat images say so; others are searched once.
     fn lacks(&self, kinds: u8) -> bool {
         let volume = &self.header.volume;
         let absent = self.absent.get_or_init(|| match volume.starts_with(FLAT_VOLUME) {
@@ -38,7 +38,7 @@ impl Image {
     }
 }
 
-/// Which kinds no inode has (`FLAT_NO_*`): none that is known of, if the image is damaged or has too many names.
+/// Returns the kinds that no inode has (`FLAT_NO_*`); none if the image is damaged or has too many names.
 fn absent(image: &Image) -> u8 {
     look(image).unwrap_or(0)
 }

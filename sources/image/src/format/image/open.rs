@@ -1,4 +1,4 @@
-//! Opening an image: what tells that it is one, before anything else of it is believed.
+//! Opening an image: identifies it before it uses anything else of it.
 
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -9,7 +9,7 @@ use ferry_vfs::FileType;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::{Checked, HEAD_BYTES, IMAGE_BYTES_MAX, Image, PackRef, read_at};
+use super::{HEAD_BYTES, IMAGE_BYTES_MAX, Image, ImageResult, PackRef, read_at};
 use crate::format::composefs::{self, Header};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{
@@ -17,28 +17,30 @@ use crate::format::erofs::{
     SLOT_AHEAD, SUPER_MAGIC, SUPER_OFFSET, Super,
 };
 use crate::format::error::{Error, Flaw, IoContext, Result};
-use crate::format::image::Expected;
+use crate::format::image::ExpectedTree;
 use crate::format::index::pack_name;
 
-/// Files up to this size may be nothing but holes: so much memory is there.
+/// Files up to this size may consist of holes: this much memory is available.
 const SPARSE_BYTES_MAX: u64 = 1 << 20;
-/// How much longer than its data a larger file may be. Ours have no holes; those of copies can only be where blocks of zeros are.
+/// The maximum ratio of length to data of a larger file. Only copies of images can have holes, for zero blocks.
 const HOLES_PER_DATA: u64 = 8;
 
 impl Image {
-    /// Opens an image; with a digest, only if it has that one. The digest of a tree is proved by whoever opens the packs ([`crate::Objects`]);
-    /// who does not calls [`Self::prove_tree`].
+    /// Opens an image; with a digest, only if it matches. The digest of a tree is verified when the packs are opened
+    /// ([`crate::Objects`]), or by [`Self::verify_tree`].
     ///
     /// # Errors
-    /// It cannot be read, is not the one that was asked for, or is no image of Ferry's.
+    ///
+    /// It cannot be read, is not the requested one, or is no image of Ferry's.
     pub fn open(path: &Path, wanted: Option<Digest>) -> Result<Self> {
         Self::open_with_file(path, wanted).map(|(image, _)| image)
     }
 
-    /// The same, and the file that was read: another one may have its name by now.
+    /// As [`Self::open`]; also returns the file that was read, because its name may lead to another one by now.
     ///
     /// # Errors
-    /// As above.
+    ///
+    /// As [`Self::open`].
     pub fn open_with_file(path: &Path, wanted: Option<Digest>) -> Result<(Self, File)> {
         let invalid = |reason| Error::Invalid { path: path.into(), reason };
         let file = File::open(path).doing("open", path)?;
@@ -51,7 +53,7 @@ impl Image {
         if let Some(flaw) = mostly_holes(&file, length).doing("look at", path)? {
             return Err(invalid(flaw));
         }
-        // Without this, what was read is copied each time that the memory grows.
+        // Without this, each growth of the memory copies what was read.
         let _ = bytes.try_reserve_exact(usize::try_from(length + 1).unwrap_or_default());
         (&file).take(bytes_max + 1 - bytes.len() as u64).read_to_end(&mut bytes).doing("read", path)?;
         check(bytes.len() as u64)?;
@@ -65,21 +67,22 @@ impl Image {
             if let Some(found) = image.tree().filter(|found| *found != wanted) {
                 return Err(Error::OtherDigest { path: PathBuf::from(path), wanted, found });
             }
-            image.expected = Some(Expected { tree: wanted, path: path.into() });
+            image.expected = Some(ExpectedTree { tree: wanted, path: path.into() });
         }
         Ok((image, file))
     }
 
-    /// The image that these bytes are.
+    /// Parses an image.
     ///
     /// # Errors
-    /// They are none.
-    pub fn from_bytes(bytes: Vec<u8>) -> Checked<Self> {
+    ///
+    /// It is not an image.
+    pub fn from_bytes(bytes: Vec<u8>) -> ImageResult<Self> {
         let digest = algorithm(&bytes).of(&bytes);
         Self::of_bytes(bytes, digest)
     }
 
-    fn of_bytes(bytes: Vec<u8>, digest: Digest) -> Checked<Self> {
+    fn of_bytes(bytes: Vec<u8>, digest: Digest) -> ImageResult<Self> {
         let header = superblock(&bytes)?;
         let composefs: Header = read_at(&bytes, 0)?;
         let is_composefs = composefs.magic.get() == composefs::MAGIC;
@@ -94,7 +97,7 @@ impl Image {
         Ok(image)
     }
 
-    fn read_devices(&mut self) -> Checked<()> {
+    fn read_devices(&mut self) -> ImageResult<()> {
         let table = usize::from(self.header.device_table.get()) * size_of::<DeviceSlot>();
         for slot in 0..usize::from(self.header.extra_devices.get()) {
             let at = table + slot * size_of::<DeviceSlot>();
@@ -113,14 +116,14 @@ impl Image {
     }
 }
 
-/// What the digest of an image is made by: BLAKE3 for the layout flat, fs-verity for all others.
+/// Returns the algorithm of an image's digest: BLAKE3 for the flat layout, fs-verity for all others.
 fn algorithm(bytes: &[u8]) -> Algorithm {
     let is_flat = read_at(bytes, SUPER_OFFSET).is_ok_and(|header: Super| header.volume.starts_with(FLAT_VOLUME));
     if is_flat { Algorithm::Blake3 } else { Algorithm::Verity }
 }
 
-/// The superblock, if it is one that is read here.
-fn superblock(bytes: &[u8]) -> Checked<Super> {
+/// Returns the superblock, if it is supported.
+fn superblock(bytes: &[u8]) -> ImageResult<Super> {
     let flaw = |what, at: usize| Flaw { what, offset: (SUPER_OFFSET + at) as u64 };
     let header: Super = read_at(bytes, SUPER_OFFSET)?;
     if header.magic.get() != SUPER_MAGIC {
@@ -141,16 +144,16 @@ fn superblock(bytes: &[u8]) -> Checked<Super> {
     Ok(header)
 }
 
-/// How many bytes an image that begins so has at most, by what it says itself.
-fn bytes_max(head: &[u8]) -> Checked<u64> {
+/// Returns the maximum size of an image by its first bytes.
+fn bytes_max(head: &[u8]) -> ImageResult<u64> {
     let blocks = superblock(head)?.blocks.get();
     let bytes_max = (u64::from(blocks) * BLOCK_BYTES as u64).min(IMAGE_BYTES_MAX);
-    // What was read already must not be too much.
+    // The bytes already read must not exceed it.
     if bytes_max < head.len() as u64 { Err(longer(bytes_max)) } else { Ok(bytes_max) }
 }
 
-/// Whether a file takes so much less of the disk than it is long that no image of ours can be in it: whoever has few bytes could otherwise have
-/// us take gigabytes of memory. Where holes cannot be told, nothing is one.
+/// Returns a flaw if a file has so many holes that it cannot be a built image: otherwise a small file could claim
+/// gigabytes of memory. Files whose holes are unknown are accepted.
 fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
     if length <= SPARSE_BYTES_MAX {
         return Ok(None);
@@ -164,7 +167,7 @@ fn mostly_holes(mut file: &File, length: u64) -> io::Result<Option<Flaw>> {
         };
         let to = seek(file, SeekFrom::Hole(from))?;
         data += to.saturating_sub(from);
-        // A file system that tells nonsense is not asked for ever.
+        // An inconsistent file system must not cause an endless loop.
         at = to.max(at + 1);
     }
     file.seek(io::SeekFrom::Start(HEAD_BYTES as u64))?;
