@@ -1,8 +1,10 @@
 //! Reads shares and disks from a TOML file.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use clap::error::ErrorKind;
 use ferry_control::nearest;
 use serde::Deserialize;
 
@@ -54,19 +56,39 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
              table with file and vhost-user"
         );
     }
+    let tables: toml::Table = toml::from_str(text)?;
     for (number, share) in file.shares.iter_mut().enumerate() {
-        share.check().map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
+        check_numbers::<Share>(&tables["share"][number])
+            .and_then(|()| share.check())
+            .map_err(|why| anyhow::anyhow!("[[share]] number {}: {why}", number + 1))?;
         share.resolve_paths(folder);
         share.resolve_sockets(folder);
     }
     for (number, disk) in file.disks.iter_mut().enumerate() {
-        disk.check().map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
+        check_numbers::<disk::Args>(&tables["disk"][number])
+            .and_then(|()| disk.check())
+            .map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
         disk.file = disk.file_in(folder);
         for path in [&mut disk.vhost_user, &mut disk.backing_dir, &mut disk.store] {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }
     }
     Ok(file)
+}
+
+/// Checks the numbers in a table against the ranges in the table of flags.
+fn check_numbers<T: clap::Args>(table: &toml::Value) -> std::result::Result<(), String> {
+    let command = T::augment_args(clap::Command::new("table"));
+    let numbers = table.as_table().into_iter().flatten().filter_map(|(key, value)| Some((key, value.as_integer()?)));
+    for (key, number) in numbers {
+        let words = ["table", "source", &format!("--{key}={number}")];
+        if let Err(error) = command.clone().try_get_matches_from(words)
+            && let (ErrorKind::ValueValidation, Some(why)) = (error.kind(), error.source())
+        {
+            return Err(format!("{key} = {why}"));
+        }
+    }
+    Ok(())
 }
 
 /// Returns the parser's message, with a suggestion.

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 
 pub use disks::{PATIENCE, bind, inherit, refuse_duplicates, serve};
 
-use crate::flags::{ImageDigest, as_keys};
+use crate::flags::{ImageDigest, as_keys, parsed};
 use crate::sandbox::{self, SandboxFlags};
 use crate::size::Size;
 use crate::status::misuse;
@@ -95,7 +95,7 @@ pub struct Args {
     /// The format of the file: raw or qcow2. It is never guessed: without this flag it is raw, and a file that looks like an
     /// image is refused, because a guest may have written that header.
     #[arg(long, value_name = "FORMAT")]
-    #[serde(deserialize_with = "format")]
+    #[serde(deserialize_with = "parsed")]
     pub format: Option<ferry_disk::Format>,
 
     /// The caching of writes [default: none for raw disks, writeback for images].
@@ -273,7 +273,7 @@ impl Args {
         Ok((Arc::clone(&disk) as Arc<dyn ferry_vfs::Disk>, Some(disk), None))
     }
 
-    /// Checks a disk of a configuration file, whose values the table of flags has not checked.
+    /// Checks that a disk of a configuration file is complete and has no conflicting flags.
     pub fn check(&self) -> Result<(), String> {
         if self.file.is_none() {
             return Err("it needs file = \"FILE\", a file or block device".into());
@@ -283,13 +283,7 @@ impl Args {
             (Some(_), Some(_)) => return Err("it has both vhost-user and fd; keep one".into()),
             _ => {}
         }
-        if let Some(queues) = self.queues.filter(|queues| !(1..=QUEUES_MAX).contains(queues)) {
-            return Err(format!("queues = {queues} is not in 1..={QUEUES_MAX}"));
-        }
-        match self.poll_us.filter(|poll_us| *poll_us > POLL_US_MAX) {
-            Some(poll_us) => Err(format!("poll-us = {poll_us} is not in 0..={POLL_US_MAX}")),
-            None => self.check_image().map_err(|why| as_keys(&why)),
-        }
+        self.check_image().map_err(|why| as_keys(&why))
     }
 
     fn disk_options(&self) -> ferry_disk::Options {
@@ -308,7 +302,8 @@ impl Args {
     }
 
     fn device_options(&self) -> ferry_blk::Options {
-        let mut options = ferry_blk::Options {
+        let default = ferry_blk::Options::default();
+        ferry_blk::Options {
             writeback: self.cache != Some(Cache::Writethrough),
             io: match self.io {
                 IoPath::Auto => ferry_blk::IoMode::Auto,
@@ -317,15 +312,10 @@ impl Args {
             },
             pin_memory: self.pin_memory,
             begun: Some(sandbox::confine_disk_thread),
-            ..ferry_blk::Options::default()
-        };
-        if let Some(queues) = self.queues {
-            options.queues = usize::from(queues);
+            queues: self.queues.map_or(default.queues, usize::from),
+            poll: self.poll_us.map_or(default.poll, Duration::from_micros),
+            ..default
         }
-        if let Some(poll_us) = self.poll_us {
-            options.poll = Duration::from_micros(poll_us);
-        }
-        options
     }
 
     /// Grows a disk without a socket.
@@ -337,8 +327,4 @@ impl Args {
         let size = self.resize.ok_or_else(|| misuse(missing()))?;
         Ok(ferry_disk::grow(path, size.0, &self.disk_options())?)
     }
-}
-
-fn format<'de, D: Deserializer<'de>>(input: D) -> Result<Option<ferry_disk::Format>, D::Error> {
-    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
 }

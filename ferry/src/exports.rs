@@ -114,12 +114,8 @@ impl RunningExports {
         self.end(ferry_virtiofs::Export::stop);
     }
 
-    /// The same without a next server: guests lose their devices.
-    pub fn stop_for_good(&mut self) {
-        self.end(ferry_virtiofs::Export::stop_for_good);
-    }
-
-    fn end(&mut self, end_device: fn(ferry_virtiofs::Export)) {
+    /// Ends everything, and devices with this function.
+    pub fn end(&mut self, end_device: fn(ferry_virtiofs::Export)) {
         for mount in self.mounts.drain(..) {
             mount.stop();
         }
@@ -160,14 +156,15 @@ pub fn names(shares: &[Share]) -> Vec<String> {
 
 /// Returns the options of a share's virtio-fs device.
 pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
-    let mut options = ferry_virtiofs::Options {
+    let default = ferry_virtiofs::Options::default();
+    ferry_virtiofs::Options {
         name: share.name(),
         // Without a default: some versions of QEMU fail with a device that offers its tag.
         tag: share.tag.clone(),
         cache: share.cache.into(),
-        entry_timeout: seconds(share.entry_timeout),
-        attr_timeout: seconds(share.attr_timeout),
-        negative_timeout: seconds(share.negative_timeout),
+        entry_timeout: share.entry_timeout.map(Duration::from_secs),
+        attr_timeout: share.attr_timeout.map(Duration::from_secs),
+        negative_timeout: share.negative_timeout.map(Duration::from_secs),
         writeback: kernel_writeback(share),
         mmap: !share.no_mmap,
         readdirplus: !share.no_readdirplus,
@@ -185,24 +182,18 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
             (MigrationMode::FindPaths, false) => IdentityScope::Paths,
         },
         begun: crate::sandbox::thread_hooks(),
-        ..ferry_virtiofs::Options::default()
-    };
-    if let Some(Window(bytes)) = share.dax {
-        options.dax_bytes = bytes;
+        dax_bytes: share.dax.map_or(default.dax_bytes, |Window(bytes)| bytes),
+        dax_files: share.dax_files.map_or(default.dax_files, |DaxFiles(files)| files),
+        poll: share.poll().unwrap_or(default.poll),
+        ..default
     }
-    if let Some(DaxFiles(files)) = share.dax_files {
-        options.dax_files = files;
-    }
-    if let Some(poll) = share.poll() {
-        options.poll = poll;
-    }
-    options
 }
 
 /// Returns the options of a share's mount. `log_name` is its name in the log, `words` are those of `-o`, and `shared` tells
 /// whether its source has other exports.
 pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bool) -> ferry_fuse::Options {
-    let mut options = ferry_fuse::Options {
+    let default = ferry_fuse::Options::default();
+    ferry_fuse::Options {
         path: match share.path.unwrap_or(Carrier::Auto) {
             Carrier::Auto => ferry_fuse::Path::Auto,
             Carrier::Uring => ferry_fuse::Path::Uring,
@@ -214,9 +205,9 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
             Passthrough::Off => Some(false),
         },
         cache: share.cache.into(),
-        entry_timeout: seconds(share.entry_timeout),
-        attr_timeout: seconds(share.attr_timeout),
-        negative_timeout: seconds(share.negative_timeout),
+        entry_timeout: share.entry_timeout.map(Duration::from_secs),
+        attr_timeout: share.attr_timeout.map(Duration::from_secs),
+        negative_timeout: share.negative_timeout.map(Duration::from_secs),
         writeback: kernel_writeback(share),
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
@@ -228,18 +219,11 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         stacked_source: is_on_overlayfs(share),
         shared,
         mount: MountOptions { nonempty: share.nonempty, ..mount_options::of_mount(words, share.kind().is_foreign()) },
-        ..ferry_fuse::Options::default()
-    };
-    if let Some(seconds) = share.handler_timeout {
-        options.handler_timeout = Duration::from_secs(seconds);
+        handler_timeout: share.handler_timeout.map_or(default.handler_timeout, Duration::from_secs),
+        threads: share.threads.map_or(default.threads, usize::from),
+        ring_depth: share.depth.map_or(default.ring_depth, usize::from),
+        ..default
     }
-    if let Some(threads) = share.threads {
-        options.threads = usize::from(threads);
-    }
-    if let Some(depth) = share.depth {
-        options.ring_depth = usize::from(depth);
-    }
-    options
 }
 
 /// Whether the kernel collects writes. Its write-back cache uses its own length of a file. With `--cache auto`, an open must see
@@ -247,10 +231,6 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
 fn kernel_writeback(share: &Share) -> bool {
     let is_revalidated = matches!(share.kind(), Kind::Ninep(_)) && share.cache != Cache::Always;
     share.writeback && !is_revalidated
-}
-
-fn seconds(count: Option<u64>) -> Option<Duration> {
-    count.map(Duration::from_secs)
 }
 
 /// Whether files are on an overlayfs, for which passthrough has to be enabled explicitly.

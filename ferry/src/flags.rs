@@ -11,5 +11,5 @@ pub use share::{JOBS_MAX, Share};
 pub use source::{Kind, Server};
 pub use values::{
     Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
-    Watch, Window, as_keys, default_tag, memory_mib, tag_from_name,
+    Watch, Window, as_keys, default_tag, memory_mib, parsed, tag_from_name,
 };

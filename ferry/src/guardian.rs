@@ -21,7 +21,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use rustix::process::Signal;
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
@@ -103,17 +103,16 @@ impl Drop for Guardian {
 
 /// Runs on the thread whose exit the guardian watches; it does nothing after the start.
 fn keep(command: Command, told: &Sender<Result<()>>, over: &Receiver<()>) {
-    let started = begin(command);
-    let (outcome, child) = match started {
-        Ok(child) => (Ok(()), Some(child)),
-        Err(error) => (Err(error), None),
-    };
-    // The receiver waits for this.
-    let _ = told.send(outcome);
-    let Some(mut child) = child else { return };
-    // Returns when the sender is dropped.
-    let _ = over.recv();
-    end(&mut child);
+    // The receiver of the outcome waits for it.
+    match begin(command) {
+        Err(error) => drop(told.send(Err(error))),
+        Ok(mut child) => {
+            drop(told.send(Ok(())));
+            // Returns when the sender is dropped.
+            let _ = over.recv();
+            end(&mut child);
+        }
+    }
 }
 
 /// Starts the process, and waits until it is ready.
@@ -125,15 +124,13 @@ fn begin(mut command: Command) -> Result<Child> {
     let stderr = child.stderr.take().expect("it is piped");
     // The guardian closes it when it is ready, or writes an error.
     let read = stderr.take(TEXT_BYTES_MAX).read_to_string(&mut said);
-    if let Err(error) = read.context("cannot read the state of its process") {
-        end(&mut child);
-        return Err(error);
-    }
-    if !said.is_empty() {
-        end(&mut child);
-        bail!("{}", said.trim_end());
-    }
-    Ok(child)
+    let error = match read.context("cannot read the state of its process") {
+        Ok(_) if said.is_empty() => return Ok(child),
+        Ok(_) => anyhow!("{}", said.trim_end()),
+        Err(error) => error,
+    };
+    end(&mut child);
+    Err(error)
 }
 
 /// Longer than any error.

@@ -54,9 +54,9 @@ enum Listener {
 pub struct NinepSocket {
     listener: Listener,
     /// The file of a unix socket, which is removed with this.
-    bound: Option<ListenSocket>,
+    pub bound: Option<ListenSocket>,
     /// The address for clients.
-    address: String,
+    pub address: String,
     /// The users that clients act as, looked up before the sandbox hides the tables of users.
     users: ferry_ninep::Users,
 }
@@ -94,16 +94,6 @@ impl NinepSocket {
             }
         };
         Ok(Some(Self { listener, bound, address, users }))
-    }
-
-    /// Serves in place of the process that created the socket, which removes its file.
-    pub fn take_over(&mut self) -> Result<()> {
-        self.bound.as_mut().map_or(Ok(()), ListenSocket::take_over)
-    }
-
-    /// Returns the address for clients.
-    pub fn address(&self) -> &str {
-        &self.address
     }
 
     /// Serves the socket. Drop the returned socket after the export.

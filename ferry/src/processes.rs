@@ -122,7 +122,7 @@ fn run_all(
         service_manager::close_sockets();
     }
     for (number, disk) in disks.iter().enumerate() {
-        let Some(report) = servers.begin(Some(disk))? else { continue };
+        let Some((report, new_files)) = servers.begin(Some(disk))? else { continue };
         drop(servers);
         service_manager::leave();
         let mut own = sockets.get_mut(number).and_then(Option::take);
@@ -130,7 +130,6 @@ fn run_all(
         control.iter_mut().for_each(Socket::leave_file);
         sockets.iter_mut().flatten().for_each(ListenSocket::leave);
         drop(sockets);
-        let (report, new_files) = report.split()?;
         let only = disks.get(number..=number).unwrap_or_default();
         return disk::serve(only, vec![own], (sandbox_flags, signals), new_files, |opened| {
             let is_announced = report.send(&opened.to_json().into_iter().next().unwrap_or_default())?;
@@ -148,8 +147,12 @@ fn run_all(
 }
 
 /// Serves the shares in a child process beside disks. Returns the exit status.
-fn run_beside_disks(mut start: Start<'_>, signals: BlockedSignals, report: Report, json: bool) -> Result<u8> {
-    let (report, new_files) = report.split()?;
+fn run_beside_disks(
+    mut start: Start<'_>,
+    signals: BlockedSignals,
+    (report, new_files): (ReportSender, NewFiles),
+    json: bool,
+) -> Result<u8> {
     start.control.iter_mut().for_each(Socket::leave_file);
     let shares = start.shares;
     start.run(signals, new_files, |up| {
@@ -159,22 +162,6 @@ fn run_beside_disks(mut start: Start<'_>, signals: BlockedSignals, report: Repor
         }
         Ok(is_announced)
     })
-}
-
-/// A child's report that it is up, and the signal that the start has succeeded.
-struct Report {
-    writer: OwnedFd,
-    success: Success,
-}
-
-impl Report {
-    /// Splits it into the sender of the report and the list of new files.
-    ///
-    /// # Errors
-    /// No descriptor is left.
-    fn split(self) -> Result<(ReportSender, NewFiles)> {
-        Ok((ReportSender(self.writer, self.success.try_clone()?), NewFiles::new(self.success)))
-    }
 }
 
 /// Sends a child's report to the parent.
@@ -192,8 +179,6 @@ impl ReportSender {
         Ok(success.wait())
     }
 }
-
-/// The children.
 struct Servers<'a> {
     all: Vec<Server<'a>>,
     /// The JSON has a list of shares, which may be empty.
@@ -203,11 +188,8 @@ struct Servers<'a> {
     is_announced: bool,
     /// When the first signal to end arrived.
     ending: Option<Instant>,
-    /// The exit status.
     status: u8,
 }
-
-/// A child.
 struct Server<'a> {
     /// `None` for the child that serves the shares.
     disk: Option<&'a disk::Args>,
@@ -221,12 +203,13 @@ struct Server<'a> {
 }
 
 impl<'a> Servers<'a> {
-    /// Starts a child for a disk, or for the shares. Returns its report, in the child only.
-    fn begin(&mut self, disk: Option<&'a disk::Args>) -> Result<Option<Report>> {
+    /// Starts a child for a disk, or for the shares. In the child only, returns the sender of its report, and its new files.
+    fn begin(&mut self, disk: Option<&'a disk::Args>) -> Result<Option<(ReportSender, NewFiles)>> {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).context("cannot create a pipe")?;
         let success = Success::new()?;
         let Some(child) = ferry_isolation::begin_child()? else {
-            return Ok(Some(Report { writer, success: success.of_parent() }));
+            let success = success.of_parent();
+            return Ok(Some((ReportSender(writer, success.try_clone()?), NewFiles::new(success))));
         };
         drop(writer);
         rustix::io::ioctl_fionbio(&reader, true).context("cannot use a pipe")?;

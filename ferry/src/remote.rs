@@ -107,19 +107,11 @@ impl Flags {
     }
 }
 
-/// Caches the root of the tree, so that umount(8), which looks up the mount point first, does not wait for a lost server.
-fn cache_root(client: Client) -> Arc<dyn FileSystem> {
-    if let Err(error) = client.refresh_root() {
-        tracing::debug!("cannot read the root of the 9P server: {error}");
-    }
-    Arc::new(client)
-}
-
 /// A server that can be connected to inside a sandbox.
 pub struct PreparedServer {
     transport: Arc<dyn Transport>,
     options: ferry_9p_client::Options,
-    reach: ServerAccess,
+    pub reach: ServerAccess,
     /// The folder and the name of its socket.
     socket: Option<(PathBuf, OsString)>,
 }
@@ -128,11 +120,6 @@ impl PreparedServer {
     /// Returns the folder of its socket, which must stay visible.
     pub fn folder(&self) -> Option<&Path> {
         self.socket.as_ref().map(|(folder, _)| folder.as_path())
-    }
-
-    /// Returns what connecting to it requires.
-    pub fn reach(&self) -> ServerAccess {
-        self.reach.clone()
     }
 
     /// Moves its socket's folder to `place`, if there is one.
@@ -149,7 +136,12 @@ impl PreparedServer {
 
     /// Connects on this thread.
     pub fn connect(self, connector: Connector) -> Result<Arc<dyn FileSystem>> {
-        Ok(cache_root(Client::connect_by(connector, self.transport, self.options)?))
+        let client = Client::connect_by(connector, self.transport, self.options)?;
+        // umount(8) looks up the mount point first: with a cached root it does not wait for a lost server.
+        if let Err(error) = client.refresh_root() {
+            tracing::debug!("cannot read the root of the 9P server: {error}");
+        }
+        Ok(Arc::new(client))
     }
 }
 

@@ -190,9 +190,7 @@ pub struct Confinement {
     wants_handles: bool,
     /// Memory file systems of root are separate mounts.
     mounts_memory: bool,
-    /// The capabilities that serving these sources needs.
     needed: Capabilities,
-    /// Guest memory will be pinned.
     pins_memory: bool,
 }
 
@@ -212,7 +210,6 @@ pub struct Inside {
     places: Option<Vec<PathBuf>>,
     kept: Capabilities,
     is_fenced: bool,
-    /// The threads that connect, for sources that need one.
     connectors: Vec<Option<Connector>>,
 }
 

@@ -130,7 +130,7 @@ impl Serve for Shares<'_> {
         self.control = (None, None);
         self.up = Arc::default();
         match signal {
-            Some(SIGNAL_DISCARD_STATE) => self.serving.stop_for_good(),
+            Some(SIGNAL_DISCARD_STATE) => self.serving.end(ferry_virtiofs::Export::stop_for_good),
             _ => self.serving.stop(),
         }
     }
@@ -202,7 +202,6 @@ struct Sockets {
 }
 
 impl Sockets {
-    /// Creates all of them.
     fn make(shares: &[Share], mut inherited: HashMap<u16, ListenSocket>) -> Result<Self> {
         let bound = |share: &Share| match (&share.virtiofs, share.fd) {
             (Some(socket), _) => ListenSocket::bind_for(socket, share.socket_group.as_deref()).map(Some),
@@ -217,8 +216,8 @@ impl Sockets {
 
     /// Serves them in place of the process that created them, which removes their files.
     fn take_over(&mut self) -> Result<()> {
-        self.bound.iter_mut().flatten().try_for_each(ListenSocket::take_over)?;
-        self.ninep.iter_mut().flatten().try_for_each(NinepSocket::take_over)
+        let ninep = self.ninep.iter_mut().flatten().filter_map(|socket| socket.bound.as_mut());
+        ninep.chain(self.bound.iter_mut().flatten()).try_for_each(ListenSocket::take_over)
     }
 }
 
@@ -236,7 +235,7 @@ fn start(
         let mut served = control::served_share(share, &name, Arc::clone(opened_source));
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
-            served.listens(listening.address());
+            served.listens(&listening.address);
             let clients = serving
                 .serve_9p(listening, Arc::clone(&source), share, &name)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;

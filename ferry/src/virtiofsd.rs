@@ -235,6 +235,7 @@ impl Args {
         fn parse_value<T: clap::ValueEnum>(name: &str, word: &str) -> Result<T, String> {
             T::from_str(word, false).map_err(|_| format!("-o {name}={word}: there is no such value"))
         }
+        let unknown = || format!("-o {option}: there is no such option");
         match (name, value) {
             ("source", _) => self.shared_dir = Some(needed()?.into()),
             ("cache", _) => self.cache = parse_value(name, &needed()?)?,
@@ -243,29 +244,28 @@ impl Args {
             ("loglevel" | "log_level", _) => self.log_level = parse_value(name, &needed()?)?,
             ("modcaps", _) => self.modcaps = Some(needed()?.parse()?),
             ("xattrmap", _) => self.xattrmap = Some(needed()?),
-            ("announce_submounts", None) => self.no_announce_submounts = false,
-            ("no_announce_submounts", None) => self.no_announce_submounts = true,
-            ("xattr", None) => self.xattr = true,
-            ("no_xattr", None) => self.xattr = false,
-            ("posix_acl", None) => self.posix_acl = Acl::Auto,
-            ("no_posix_acl", None) => self.posix_acl = Acl::Never,
-            ("security_label", None) => self.security_label = Acl::Auto,
-            ("no_security_label", None) => self.security_label = Acl::Never,
-            ("writeback", None) => self.writeback = true,
-            ("no_writeback", None) => self.writeback = false,
-            ("readdirplus", None) => self.no_readdirplus = false,
-            ("no_readdirplus", None) => self.no_readdirplus = true,
-            ("allow_direct_io", None) => self.allow_direct_io = true,
-            ("no_allow_direct_io", None) => self.allow_direct_io = false,
-            ("debug", None) => self.debug = true,
-            ("posix_lock", None) => self.no_posix_lock = false,
-            ("no_posix_lock", None) => self.no_posix_lock = true,
-            ("flock", None) => self.flock = true,
-            ("no_flock", None) => self.flock = false,
             // The default, or never in virtiofsd 1.
-            ("killpriv_v2" | "no_killpriv_v2" | "norace" | "allow_root" | "default_permissions", None)
-            | ("timeout", Some(_)) => {}
-            _ => return Err(format!("-o {option}: there is no such option")),
+            ("norace" | "allow_root" | "default_permissions", None) | ("timeout", Some(_)) => {}
+            ("debug", None) => self.debug = true,
+            (name, None) => {
+                let (name, is_on) = name.strip_prefix("no_").map_or((name, true), |name| (name, false));
+                let acl = if is_on { Acl::Auto } else { Acl::Never };
+                match name {
+                    "announce_submounts" => self.no_announce_submounts = !is_on,
+                    "xattr" => self.xattr = is_on,
+                    "posix_acl" => self.posix_acl = acl,
+                    "security_label" => self.security_label = acl,
+                    "writeback" => self.writeback = is_on,
+                    "readdirplus" => self.no_readdirplus = !is_on,
+                    "allow_direct_io" => self.allow_direct_io = is_on,
+                    "posix_lock" => self.no_posix_lock = !is_on,
+                    "flock" => self.flock = is_on,
+                    // Always on.
+                    "killpriv_v2" => {}
+                    _ => return Err(unknown()),
+                }
+            }
+            _ => return Err(unknown()),
         }
         Ok(())
     }

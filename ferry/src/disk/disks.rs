@@ -133,14 +133,11 @@ pub fn serve(
 /// Open disks, which are served once they are started.
 pub struct Disks<'a> {
     opened: Vec<OpenDisk<'a>>,
-    /// Their sockets, in their order.
     sockets: Vec<ListenSocket>,
     exports: Vec<Export>,
     /// The files that opening them has created.
     new_files: NewFiles,
 }
-
-/// An open disk.
 struct OpenDisk<'a> {
     args: &'a Args,
     /// The options of its device, computed before the sandbox hides the machine.

@@ -13,7 +13,7 @@ use super::address::{Address, Users};
 use super::source::Kind;
 use super::values::{
     Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
-    Watch, Window, as_keys, default_tag, tag_from_name,
+    Watch, Window, as_keys, default_tag, parsed, tag_from_name,
 };
 use crate::size::Size;
 
@@ -479,33 +479,8 @@ impl Share {
         self.poll_us.map(Duration::from_micros)
     }
 
-    /// Checks a share of a configuration file, whose values the table of flags has not checked.
+    /// Checks that a share of a configuration file is complete and has no conflicting flags.
     pub fn check(&self) -> Result<(), String> {
-        /// A value, its key, and its bounds.
-        type Bounded = (Option<u64>, &'static str, u64, u64);
-        let bounded: [Bounded; 16] = [
-            (self.jobs.map(Into::into), "jobs", 0, JOBS_MAX.into()),
-            (self.queues.map(Into::into), "queues", 1, QUEUES_MAX.into()),
-            (self.poll_us, "poll-us", 0, POLL_US_MAX),
-            (self.handler_timeout, "handler-timeout", 0, HANDLER_TIMEOUT_MAX),
-            (self.entry_timeout, "entry-timeout", 0, TIMEOUT_MAX),
-            (self.attr_timeout, "attr-timeout", 0, TIMEOUT_MAX),
-            (self.negative_timeout, "negative-timeout", 0, TIMEOUT_MAX),
-            (self.threads.map(Into::into), "threads", 1, THREADS_MAX.into()),
-            (self.depth.map(Into::into), "depth", 1, DEPTH_MAX.into()),
-            (self.in_flight.map(Into::into), "in-flight", 1, IN_FLIGHT_MAX.into()),
-            (self.connections.map(Into::into), "connections", 1, CONNECTIONS_MAX.into()),
-            (self.ninep_user.map(Into::into), "9p-user", 0, u64::from(u32::MAX) - 1),
-            (self.patience, "patience", 1, PATIENCE_MAX),
-            (self.ninep_connections.map(Into::into), "9p-connections", 1, CLIENTS_MAX.into()),
-            (self.ninep_slow, "9p-slow", 1, CLIENT_SECONDS_MAX),
-            (self.ninep_idle, "9p-idle", 1, CLIENT_SECONDS_MAX),
-        ];
-        for (value, key, min, max) in bounded {
-            if let Some(value) = value.filter(|value| !(min..=max).contains(value)) {
-                return Err(format!("{key} = {value} is not in {min}..={max}"));
-            }
-        }
         match (&self.virtiofs, self.fd) {
             _ if self.source.as_os_str().is_empty() => Err("it needs source = \"SOURCE\"".into()),
             _ if !self.has_export() => {
@@ -524,10 +499,6 @@ impl Share {
         let ids = |rules: &[Rule], flag| Ids::new(rules).map_err(|error| format!("--{flag}: {error}"));
         Ok((ids(&self.translate_uid, "translate-uid")?, ids(&self.translate_gid, "translate-gid")?))
     }
-}
-
-fn parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Option<T>, D::Error> {
-    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
 fn all_parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Vec<T>, D::Error> {

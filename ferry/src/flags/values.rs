@@ -1,11 +1,12 @@
 //! Values of flags.
 
+use std::fmt::Display;
 use std::path::Path;
 use std::str::FromStr;
 
 use ferry_image::Digest;
 use ferry_virtiofs::Tag;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::size::{Size, deserialize_from_str};
 
@@ -205,6 +206,11 @@ pub fn as_keys(sentence: &str) -> String {
 }
 
 deserialize_from_str!(Window, DaxFiles, ImageDigest);
+
+/// Deserializes a value by parsing it.
+pub fn parsed<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(input: D) -> Result<Option<T>, D::Error> {
+    String::deserialize(input)?.parse().map(Some).map_err(serde::de::Error::custom)
+}
 
 /// Returns a tag from the name of a directory, also for `.` and `..`.
 pub fn default_tag(dir: &Path) -> Tag {

@@ -31,8 +31,6 @@ const THREADS_MIN: usize = 4;
 fn origin(LazyArgs { from, jobs, fetch_ahead, plain_http, .. }: &LazyArgs) -> Option<Origin> {
     Some(Origin::new(from.clone()?, *jobs, None, fetch_ahead.map(|Size(bytes)| bytes), *plain_http))
 }
-
-/// Why the process ends.
 enum EndReason {
     /// All data is here and verified.
     Complete,
@@ -59,7 +57,7 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     let (image, mut objects, background) = registry::objects(&args.image.image, &args.store.store, digest, &origin)?;
     if image.is_composefs() {
         // overlayfs needs a file for each object, which exists when the object is complete.
-        let jobs = usize::from(origin.jobs().max(1));
+        let jobs = usize::from(origin.jobs.max(1));
         objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}).map_err(|bad| anyhow!("{bad}"))?;
         objects.complete()?;
         attach(args, &image, &|_| None)?;
@@ -80,7 +78,7 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     // on, even if mounting fails, and holes must not be read as zeros. An unneeded guardian ends on its own.
     let guardian = ManuallyDrop::new(guardian);
     let objects = Arc::new(objects);
-    watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs()))?;
+    watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs))?;
     attach(args, &image, &|number| watch.path(number))?;
     let over = wait(&dir, signals, background, &objects, nulls).inspect_err(|_| {
         let _ = unmount(&dir, UnmountFlags::DETACH);

@@ -2,10 +2,12 @@
 #![allow(unsafe_code, reason = "two ioctls without a safe wrapper")]
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use nix::libc;
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter, ioctl};
 
@@ -38,7 +40,7 @@ const _: () = assert!(size_of::<Config>() == 304);
 /// A read-only loop device. It exists while this or a mount uses it.
 #[derive(Debug)]
 pub struct Loop {
-    path: PathBuf,
+    pub path: PathBuf,
     _device: File,
 }
 
@@ -64,35 +66,13 @@ impl Loop {
         }
         bail!("other processes took every free loop device: try again");
     }
-
-    /// Returns the path of the device.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 /// Returns the number of a device that is free now.
-fn free(control: &File) -> rustix::io::Result<usize> {
-    struct GetFree;
-    // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory; what it returns is the number of a device.
-    unsafe impl rustix::ioctl::Ioctl for GetFree {
-        type Output = usize;
-        const IS_MUTATING: bool = false;
-        fn opcode(&self) -> Opcode {
-            LOOP_CTL_GET_FREE
-        }
-        fn as_ptr(&mut self) -> *mut rustix::ffi::c_void {
-            std::ptr::null_mut()
-        }
-        unsafe fn output_from_ptr(
-            output: rustix::ioctl::IoctlOutput,
-            _: *mut rustix::ffi::c_void,
-        ) -> rustix::io::Result<usize> {
-            usize::try_from(output).map_err(|_| Errno::RANGE)
-        }
-    }
-    // SAFETY: as above; the kernel looks at the descriptor only.
-    unsafe { ioctl(control, GetFree) }
+fn free(control: &File) -> io::Result<i32> {
+    // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory.
+    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE.into()) };
+    if number < 0 { Err(io::Error::last_os_error()) } else { Ok(number) }
 }
 
 fn configure(device: &File, backing: &File) -> rustix::io::Result<()> {

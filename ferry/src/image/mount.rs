@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -191,13 +191,23 @@ fn has_verity(image: &Image, store: &Path) -> Result<bool> {
     Ok(true)
 }
 
+/// A configured mount context, or the context and the error of the kernel.
+type Configured = std::result::Result<OwnedFd, (OwnedFd, Errno)>;
+
+fn finish(outcome: rustix::io::Result<()>, context: OwnedFd) -> Configured {
+    match outcome {
+        Ok(()) => Ok(context),
+        Err(error) => Err((context, error)),
+    }
+}
+
 /// Opens a mount context.
 pub(super) fn context(kind: &str) -> Result<OwnedFd> {
     match fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => Ok(context),
-        Err(Errno::NODEV) => Err(KernelMountError(format!("this kernel has no {kind} (modprobe {kind})")).into()),
-        Err(Errno::NOSYS) => Err(KernelMountError("this kernel is older than Linux 5.2".into()).into()),
-        Err(Errno::PERM) => Err(KernelMountError("only root can mount images with the kernel".into()).into()),
+        Err(Errno::NODEV) => KernelMountError::fail(format!("this kernel has no {kind} (modprobe {kind})")),
+        Err(Errno::NOSYS) => KernelMountError::fail("this kernel is older than Linux 5.2"),
+        Err(Errno::PERM) => KernelMountError::fail("only root can mount images with the kernel"),
         Err(error) => Err(error).with_context(|| format!("cannot begin a mount of type {kind}")),
     }
 }
@@ -213,8 +223,6 @@ fn with_kernel_messages(context: &OwnedFd, error: Errno) -> anyhow::Error {
     let error = anyhow::Error::from(std::io::Error::from(error));
     if words.is_empty() { error } else { error.context(words.join("; ")) }
 }
-
-/// Returns the paths of the packs of an image.
 fn packs(image: &Image, store: &Path, elsewhere: &dyn Fn(usize) -> Option<PathBuf>) -> Result<Vec<PathBuf>> {
     if image.packs().is_empty() {
         return Ok(Vec::new());
@@ -255,8 +263,8 @@ fn erofs(
     let source = proved.map(descriptor_path);
     let source = Loop::attach(source.as_deref().unwrap_or(path))?;
     let loops = packs.iter().map(|pack| Loop::attach(pack)).collect::<Result<Vec<_>>>()?;
-    let devices: Vec<&Path> = loops.iter().map(Loop::path).collect();
-    match configure(image, source.path(), &devices)? {
+    let devices: Vec<&Path> = loops.iter().map(|device| device.path.as_path()).collect();
+    match configure(image, &source.path, &devices)? {
         Ok(context) => detached_mount(&context, path, attributes),
         Err((context, error)) => Err(with_kernel_messages(&context, error)).with_context(refused),
     }
@@ -264,11 +272,7 @@ fn erofs(
 
 /// Calls [`configure`] with the file that was verified. The table of mounts shows its path; if the file was removed, it shows a
 /// descriptor.
-fn configure_proved(
-    image: &Image,
-    (proved, path): (&File, &Path),
-    packs: &[&Path],
-) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+fn configure_proved(image: &Image, (proved, path): (&File, &Path), packs: &[&Path]) -> Result<Configured> {
     let open = |pack: &&Path| File::open(pack).with_context(|| format!("cannot open {}", pack.display()));
     let opened = packs.iter().map(open).collect::<Result<Vec<_>>>()?;
     let places = private_root::placeholder_paths(packs.len());
@@ -280,13 +284,8 @@ fn configure_proved(
     })
 }
 
-/// Returns a configured mount context, or the context and the error of the kernel. Unlike mount(2), which has room for about
-/// forty packs, fsconfig(2) takes any number.
-fn configure(
-    image: &Image,
-    source: &Path,
-    devices: &[&Path],
-) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+/// Configures a mount of the image. Unlike mount(2), which has room for about forty packs, fsconfig(2) takes any number.
+fn configure(image: &Image, source: &Path, devices: &[&Path]) -> Result<Configured> {
     let context = context("erofs")?;
     let configured = || -> rustix::io::Result<()> {
         let fs = context.as_fd();
@@ -301,11 +300,7 @@ fn configure(
         }
         fsconfig_create(fs)
     };
-    let outcome = configured();
-    Ok(match outcome {
-        Ok(()) => Ok(context),
-        Err(error) => Err((context, error)),
-    })
+    Ok(finish(configured(), context))
 }
 
 fn detached_mount(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) -> Result<OwnedFd> {
@@ -315,16 +310,13 @@ fn detached_mount(context: &OwnedFd, path: &Path, attributes: MountAttrFlags) ->
 
 /// The layers of an overlayfs.
 struct Layers<'a> {
-    /// The name of the mount.
     image: &'a Path,
-    /// The detached mount of the image.
     lower: &'a OwnedFd,
     /// The objects of composefs, visible only through redirections of the image.
     objects: Option<&'a PathBuf>,
     upper: Option<&'a Upper>,
     /// Whether the kernel verifies the objects.
     verity: bool,
-    /// The mount attributes.
     attributes: MountAttrFlags,
 }
 
@@ -340,8 +332,7 @@ impl Layers<'_> {
             }
         }
         let folder = Folder::mount(self.lower)?;
-        let outcome = self.configure(Some(folder.0.path()))?;
-        match outcome {
+        match self.configure(Some(folder.0.path()))? {
             Ok(context) => self.detached_mount(&context),
             Err((context, error)) => Err(self.refused(with_kernel_messages(&context, error))),
         }
@@ -362,7 +353,7 @@ impl Layers<'_> {
     }
 
     /// Configures the mount; with `lower`, for kernels that need the image on a folder.
-    fn configure(&self, lower: Option<&Path>) -> Result<std::result::Result<OwnedFd, (OwnedFd, Errno)>> {
+    fn configure(&self, lower: Option<&Path>) -> Result<Configured> {
         let context = context("overlay")?;
         let fs = context.as_fd();
         if self.verity {
@@ -381,7 +372,7 @@ impl Layers<'_> {
                     fsconfig_set_string(fs, "lowerdir", layers)?;
                 }
                 None => {
-                    fsconfig_set_string(fs, "lowerdir+", format!("/proc/self/fd/{}", self.lower.as_raw_fd()))?;
+                    fsconfig_set_string(fs, "lowerdir+", descriptor_path(self.lower))?;
                     if let Some(objects) = self.objects {
                         fsconfig_set_string(fs, "datadir+", objects.as_path())?;
                     }
@@ -397,11 +388,7 @@ impl Layers<'_> {
             }
             fsconfig_create(fs)
         };
-        let outcome = configured();
-        Ok(match outcome {
-            Ok(()) => Ok(context),
-            Err(error) => Err((context, error)),
-        })
+        Ok(finish(configured(), context))
     }
 }
 

@@ -71,7 +71,8 @@ pub struct PullArgs {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
     reference: String,
-    jobs: u16,
+    /// The number of parallel background requests.
+    pub jobs: u16,
     cache_bytes: Option<u64>,
     ahead_bytes: u64,
     plain_http: bool,
@@ -90,11 +91,6 @@ impl Origin {
         Self { reference, jobs, cache_bytes, ahead_bytes, plain_http }
     }
 
-    /// Returns the number of parallel background requests.
-    pub fn jobs(&self) -> u16 {
-        self.jobs
-    }
-
     /// Returns the origin of a share with `--from`.
     pub fn of(share: &Share) -> Option<Self> {
         let bytes = |size: Option<Size>| size.map(|Size(bytes)| bytes);
@@ -104,36 +100,21 @@ impl Origin {
 }
 
 #[cfg(not(feature = "registry"))]
-const WITHOUT: &str = "this ferry was built without registries (cargo's feature registry)";
-
-#[cfg(not(feature = "registry"))]
-pub fn push(_: &PushArgs) -> Result<()> {
-    bail!(WITHOUT)
+macro_rules! unavailable {
+    ($($name:ident($($argument:ty),+) -> $output:ty;)+) => {$(
+        pub fn $name($(_: $argument),+) -> Result<$output> {
+            bail!("this ferry was built without registries (cargo's feature registry)")
+        }
+    )+};
 }
 
 #[cfg(not(feature = "registry"))]
-pub fn pull(_: &PullArgs) -> Result<()> {
-    bail!(WITHOUT)
-}
-
-#[cfg(not(feature = "registry"))]
-pub fn open(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<Source> {
-    bail!(WITHOUT)
-}
-
-#[cfg(not(feature = "registry"))]
-pub fn objects(
-    _: &Path,
-    _: &Path,
-    _: Option<Digest>,
-    _: &Origin,
-) -> Result<(ferry_image::Image, ferry_image::Objects, Option<Background>)> {
-    bail!(WITHOUT)
-}
-
-#[cfg(not(feature = "registry"))]
-pub fn restore(_: &Path, _: &Path, _: Option<Digest>, _: &Origin) -> Result<ferry_image::RepairCounts> {
-    bail!(WITHOUT)
+unavailable! {
+    push(&PushArgs) -> ();
+    pull(&PullArgs) -> ();
+    open(&Path, &Path, Option<Digest>, &Origin) -> Source;
+    objects(&Path, &Path, Option<Digest>, &Origin) -> (ferry_image::Image, ferry_image::Objects, Option<Background>);
+    restore(&Path, &Path, Option<Digest>, &Origin) -> ferry_image::RepairCounts;
 }
 
 /// Fetches all remaining data, however long that takes; returns whether it is complete and synced.
@@ -252,7 +233,7 @@ mod with {
         let bar = bar("bytes");
         let fetch = || -> Result<()> {
             let objects = Objects::open_repaired(&image, &store, Some(missing))?;
-            objects.fetch_all(from.jobs().max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
+            objects.fetch_all(from.jobs.max(1).into(), &AtomicBool::new(false), &progress(&bar))?;
             Ok(objects.complete()?)
         };
         let fetched = fetch();
@@ -277,8 +258,6 @@ mod with {
         /// Fetches the rest in the background.
         background: Option<Background>,
     }
-
-    /// Fetches the metadata.
     fn prepare(path: &Path, store: &Path, digest: Option<Digest>, from: &Origin) -> Result<Prepared> {
         let remote = remote(&from.reference, from.plain_http, from.jobs)?;
         drop(Store::create(store)?);

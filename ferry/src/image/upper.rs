@@ -80,23 +80,21 @@ fn device(path: &Path) -> Result<u64> {
 
 /// Checks that a layer belongs to this image, or records that it does.
 fn check_image(dir: &Path, work: &Path, image: Digest) -> Result<()> {
+    let unsupported = || {
+        let work = work.display();
+        anyhow!("{work} is on a file system without trusted attributes, which overlayfs needs for an upper layer")
+    };
     let mut value = [0; DIGEST_TEXT_BYTES_MAX];
     let found = match getxattr(work, IMAGE, &mut value[..]) {
         Ok(bytes) => Digest::parse(&value[..bytes]),
         Err(Errno::NODATA) => {
             let set = setxattr(work, IMAGE, image.to_string().as_bytes(), XattrFlags::empty());
             return match set {
-                Err(Errno::OPNOTSUPP) => bail!(
-                    "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
-                    work.display()
-                ),
+                Err(Errno::OPNOTSUPP) => Err(unsupported()),
                 outcome => outcome.with_context(|| format!("cannot change {}", work.display())),
             };
         }
-        Err(Errno::OPNOTSUPP) => bail!(
-            "{} is on a file system without trusted attributes, which overlayfs needs for an upper layer",
-            work.display()
-        ),
+        Err(Errno::OPNOTSUPP) => return Err(unsupported()),
         Err(error) => return Err(error).with_context(|| format!("cannot inspect {}", work.display())),
     };
     match found {

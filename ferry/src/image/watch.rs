@@ -60,7 +60,14 @@ const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
 /// Why this kernel cannot mount images at all.
 #[derive(Debug)]
-pub struct KernelMountError(pub String);
+pub struct KernelMountError(String);
+
+impl KernelMountError {
+    /// Returns this error.
+    pub fn fail<T>(why: impl Into<String>) -> Result<T> {
+        Err(Self(why.into()).into())
+    }
+}
 
 impl fmt::Display for KernelMountError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -75,7 +82,6 @@ impl std::error::Error for KernelMountError {}
 struct WatchedPack {
     /// Its device and inode.
     key: (u64, u64),
-    /// Its index in the image.
     number: usize,
     /// The descriptor that holds its locks.
     file: File,
@@ -157,9 +163,9 @@ impl Watch {
             match mark(&group, &path) {
                 Err(nix::errno::Errno::EINVAL) => return Err(too_old()),
                 Err(nix::errno::Errno::EOPNOTSUPP) => {
-                    let why =
-                        "the store's file system cannot make readers of missing data wait (ext4, XFS and btrfs can)";
-                    return Err(KernelMountError(why.into()).into());
+                    return KernelMountError::fail(
+                        "the store's file system cannot make readers of missing data wait (ext4, XFS and btrfs can)",
+                    );
                 }
                 mark => mark.with_context(|| format!("cannot watch a pack; {FALLBACK_ADVICE}"))?,
             }
@@ -248,7 +254,7 @@ fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<Perm
             if !is_there {
                 // The read has ended without an event.
                 drop(reader.join());
-                return Err(KernelMountError("this kernel sends no event before a file is read".into()).into());
+                return KernelMountError::fail("this kernel sends no event before a file is read");
             }
             let event = read_event(group).context("cannot read an event")?;
             if event.pid != give_to_process_user {

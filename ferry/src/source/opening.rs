@@ -56,9 +56,7 @@ enum Stage {
     Server(PreparedServer),
     /// A server that is not connected yet, and the thread that will connect.
     Connecting(PreparedServer, Connector),
-    /// An open directory.
     Dir(Arc<Dir>),
-    /// An open source.
     Open(Arc<dyn FileSystem>),
 }
 
@@ -97,7 +95,7 @@ impl Sources {
     /// Returns what each source needs of the host: its directory, and access to its server.
     pub fn access(&self) -> Vec<(Option<Root>, Option<ServerAccess>)> {
         let server =
-            |source: &Source| if let Stage::Server(server) = &source.stage { Some(server.reach()) } else { None };
+            |source: &Source| if let Stage::Server(server) = &source.stage { Some(server.reach.clone()) } else { None };
         self.all.iter().map(|source| (source.root(), server(source))).collect()
     }
 

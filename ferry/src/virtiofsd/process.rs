@@ -82,8 +82,6 @@ pub fn remove_pid_file() {
         let _ = std::fs::remove_file(&path);
     }
 }
-
-/// Whether a path leads to this file.
 fn is_at(path: &Path, file: &File) -> rustix::io::Result<bool> {
     let (file, named) = (rustix::fs::fstat(file)?, rustix::fs::lstat(path)?);
     Ok((named.st_dev, named.st_ino) == (file.st_dev, file.st_ino))
