@@ -131,7 +131,7 @@ mod with {
     use std::time::Duration;
 
     use anyhow::{Context, bail};
-    use ferry_image::{Image, FetchOptions, Objects, RepairCounts, Store, repair_packs, told};
+    use ferry_image::{FetchOptions, Image, Objects, RepairCounts, Store, repair_packs, told};
     use ferry_registry::{Client, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote};
     use serde_json::json;
 
