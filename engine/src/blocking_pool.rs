@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use crate::lock::lock;
+use ferry_vfs::sync::lock;
 
 /// The maximum number of concurrent slow calls. They mostly wait for a disk, so it may exceed the number of CPUs.
 const THREADS_MAX: usize = 8;

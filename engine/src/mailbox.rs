@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::lock::lock;
+use ferry_vfs::sync::lock;
 
 /// A queue of messages and the descriptor that wakes its reader.
 #[derive(Debug)]

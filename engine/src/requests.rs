@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use ferry_vfs::{Errno, Ino, OFlags, SetAttr};
 
-use crate::lock::lock;
+use ferry_vfs::sync::lock;
 
 /// The maximum number of inodes in a [`Filter`].
 pub const INODES_MAX: usize = 16;

@@ -23,7 +23,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use ferry_vfs::{Errno, Result, SessionId};
 
-use crate::lock::lock;
+use ferry_vfs::sync::lock;
 
 /// How long all windows together may take. A virtual machine monitor that is alive takes milliseconds; one that was stopped
 /// is not to hold up other clients, and then has itself to blame.

@@ -10,8 +10,8 @@ use ferry_vfs::Errno;
 
 use crate::barrier::{barrier, register_barrier};
 use crate::generation::{Generation, GenerationCell, NotEnded};
-use crate::lock::lock;
 use crate::watch::{CallSnapshot, Watch};
+use ferry_vfs::sync::lock;
 
 /// How often workers are checked. A check costs one load per worker.
 const TICK: Duration = Duration::from_millis(5);

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Result, Waiter};
 
 /// INTERRUPTs of requests that are not parked, remembered for when they are: more than ever run at the same time,

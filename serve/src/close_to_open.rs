@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Attr, FileType, Handle, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, Operation};
 

@@ -10,8 +10,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use ferry_engine::lock;
 use ferry_state::{Init, JournalEntry, Slot};
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 

@@ -8,7 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use ferry_engine::{IDLE_THREAD, lock};
+use ferry_engine::IDLE_THREAD;
+use ferry_vfs::sync::lock;
 
 use crate::threads::Threads;
 

@@ -8,7 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use ferry_engine::{RatelimitedLog, lock};
+use ferry_engine::RatelimitedLog;
+use ferry_vfs::sync::lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error};
 

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch, lock};
+use ferry_engine::{CallSnapshot, MonitorHandle, MonitoredWorker, Replacement, Watch};
+use ferry_vfs::sync::lock;
 
 use crate::chain::Chain;
 use crate::pool::Pool;

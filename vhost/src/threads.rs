@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Mutex;
 use std::thread::{Builder, JoinHandle};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 
 /// All threads that serve one connection, for who waits for their end.
 #[derive(Debug, Default)]

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::channel::{self, ConnectionBroken, WaitLimit};

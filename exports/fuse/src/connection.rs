@@ -10,7 +10,8 @@ use ferry_serve::{Server, SessionSlot, Share};
 use crate::device::Device;
 use crate::interrupted::Interrupted;
 use crate::stats::AllCounters;
-use ferry_engine::{MonitorHandle, lock};
+use ferry_engine::MonitorHandle;
+use ferry_vfs::sync::lock;
 
 /// One connection to the kernel.
 pub(crate) struct Connection {

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::Instant;
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::Opcode;
 
 /// A deferred request.

@@ -21,7 +21,8 @@ use crate::notify::Notifier;
 use crate::stats::{AllCounters, Stats};
 use crate::uring::Rings;
 use crate::{Cache, MountError, MountOptions, Options, Path};
-use ferry_engine::{Monitor, MonitorHandle, lock};
+use ferry_engine::{Monitor, MonitorHandle};
+use ferry_vfs::sync::lock;
 
 /// With io_uring, /dev/fuse only carries FORGET and INTERRUPT; another reader is started if this one is blocked.
 const READERS_BESIDE_RINGS: usize = 1;

@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ferry_engine::lock;
 use ferry_serve::{SessionSlot, ShareOptions};
+use ferry_vfs::sync::lock;
 use ferry_vfs::{ByNumber, Features};
 use ferry_wire::fuse::{InitFlags, InitOptions, InitRequest, Negotiated, Operation, Request, decode};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

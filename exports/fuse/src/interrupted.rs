@@ -6,8 +6,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{AbortPolicy, lock};
+use ferry_engine::AbortPolicy;
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 
 /// How long a handler may continue after its caller was interrupted.
 const PATIENCE: Duration = Duration::from_secs(1);

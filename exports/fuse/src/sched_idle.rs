@@ -18,7 +18,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use rustix::thread::{Pid, gettid};
 
 use crate::machine::place_of;

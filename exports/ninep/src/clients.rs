@@ -8,8 +8,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use ferry_engine::lock;
 use ferry_vfs::SessionId;
+use ferry_vfs::sync::lock;
 use socket2::SockRef;
 
 use crate::connection::Connection;

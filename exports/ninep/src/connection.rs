@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Reply, Tag};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;

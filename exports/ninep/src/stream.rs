@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 #[cfg(feature = "tls")]
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 
 #[cfg(feature = "tls")]
 use crate::tls::{Channel, Tls};

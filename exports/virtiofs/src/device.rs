@@ -4,9 +4,9 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::lock;
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::Saved;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Backing, FileSystem};
 use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;

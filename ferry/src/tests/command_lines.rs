@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::path::Path;
 
+use clap::error::ErrorKind;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::book::documents;
@@ -65,10 +66,11 @@ fn lines(text: &str) -> Vec<String> {
     text.replace("\\\n", " ").lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// What clap says about a line, unless that is the help, which sentences name.
+/// Returns the error of clap about a line. The help and the version are no errors.
 fn mistake(line: impl IntoIterator<Item = OsString>) -> Option<String> {
     let error = groups::parse(line).err()?;
-    (error.kind() != clap::error::ErrorKind::DisplayHelp).then(|| error.to_string())
+    let is_output = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    (!is_output).then(|| error.to_string())
 }
 
 /// What the program says about a line that is not one of its own.

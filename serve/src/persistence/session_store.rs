@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::lock;
 use ferry_state::{Init, OpenFile, SavedLock, SessionStore, Slot};
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, FileSystem, Handle, IdentityScope, Ino, LockKind, OFlags, SessionId};
 
 use crate::open_file::Open;

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::machine::{place_of, stay_on};

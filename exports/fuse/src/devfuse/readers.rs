@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{MonitoredWorker, Watch, lock};
+use ferry_engine::{MonitoredWorker, Watch};
+use ferry_vfs::sync::lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, DeliveryGuard, Ino};
 
 use super::pending::{Job, PendingNotifications};

@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use ferry_engine::{
     CallSnapshot, CurrentRequest, Generation, GenerationCell, Mailbox, MonitoredWorker, NotEnded, Replacement, Watch,
-    lock,
 };
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::encode_error;
 
 use super::memory::Chunk;

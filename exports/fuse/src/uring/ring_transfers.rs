@@ -15,9 +15,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{Generation, NotEnded, Transfer, lock};
+use ferry_engine::{Generation, NotEnded, Transfer};
 use ferry_serve::{DetachedTransfer, HEADER_BYTES};
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::encode_error;
 
 use super::carrier::RingCarrier;

@@ -7,9 +7,10 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 
-use ferry_engine::{Ownership, Transfer, lock};
+use ferry_engine::{Ownership, Transfer};
 use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::{Opcode, encode_error};
 
 use super::carrier::RingCarrier;

@@ -3,8 +3,8 @@
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use ferry_engine::lock;
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_vhost::Port;
 use ferry_wire::ninep::{Frame, HEADER_BYTES, MSIZE_MIN, Tag, kind};
 

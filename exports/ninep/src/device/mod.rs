@@ -10,7 +10,8 @@ use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use ferry_engine::{IoMode, lock};
+use ferry_engine::IoMode;
+use ferry_vfs::sync::lock;
 use ferry_vhost::{Device, FrontEnd, Port, Server, WorkerOptions};
 
 use self::guest::Guest;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_engine::{DataInput, DataOutput, TransferRequest, lock};
+use ferry_engine::{DataInput, DataOutput, TransferRequest};
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::ninep::{Fid, READ_HEAD_BYTES, Reply, WRITE_HEAD_BYTES, encode_data_head, kind};
 

@@ -1,6 +1,6 @@
 //! Extended attributes: each value is a fid of its own.
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Result, XattrFlags, checks};
 use ferry_wire::ninep::{Fid, Reply};
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use ferry_engine::lock;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Backing, Errno, Ino, Result};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite, retry_on_intr};

@@ -27,9 +27,10 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use ferry_engine::{Member, Windows, lock};
+use ferry_engine::{Member, Windows};
 use ferry_serve::{Mapping, MappingReply, Mappings};
 use ferry_state::MappedFile;
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, FileSystem, Ino, Mappable, Result, SessionId};
 use ferry_vhost::Window;
 

@@ -11,7 +11,8 @@
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::{Done, FileId, Window, lock};
+use ferry_engine::{Done, FileId, Window};
+use ferry_vfs::sync::lock;
 use rustix::fs::fstat;
 
 use super::PAGE_BYTES;
