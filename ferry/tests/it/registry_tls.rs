@@ -35,7 +35,7 @@ fn registries_are_believed_by_their_certificates() {
 
     // Somebody whom nobody here knows. It is said once: the certificate will not get better.
     let said = refused(1, &mut go("pull", "127.0.0.1", "others.pem"));
-    assert!(said.contains("UnknownIssuer") && said.contains("SSL_CERT_FILE names a file"), "{said}");
+    assert!(said.contains("UnknownIssuer") && said.contains("set SSL_CERT_FILE to a PEM file"), "{said}");
     let output = run(&mut go("push", "127.0.0.1", "others.pem"));
     assert!(!output.status.success() && output.stdout.is_empty());
 

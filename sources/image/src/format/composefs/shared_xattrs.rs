@@ -84,3 +84,25 @@ impl<'a> Shared<'a> {
         [header.as_bytes(), shared.as_bytes(), &own].concat()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_inode_with_more_shared_attributes_than_its_header_counts_is_refused() {
+        for (count, fits) in [(255, true), (256, false)] {
+            let xattrs: Vec<_> =
+                (0..count).map(|number| (format!("user.{number}").into_bytes(), b"v".to_vec())).collect();
+            let inodes = [xattrs.as_slice(), xattrs.as_slice()];
+            let shared = Shared::of(inodes.into_iter(), Pair::cmp);
+            match shared {
+                Ok(shared) => {
+                    assert!(fits, "{count}");
+                    assert_eq!(shared.encode(&xattrs, 0).len(), shared.size(&xattrs));
+                }
+                Err(error) => assert!(!fits && error.to_string().contains("more than 255"), "{count}: {error}"),
+            }
+        }
+    }
+}
