@@ -65,7 +65,9 @@ impl Client {
 
     /// Returns its report of what it serves, and to whom.
     pub fn report(&self) -> Result<ServerReport> {
-        let report: ServerReport = self.ask(&Request::Report { version: REPORT_VERSION })?.0;
+        let request = Request::Report { version: REPORT_VERSION };
+        let reply = self.ask(&request).with_context(|| format!("process {} does not report", self.endpoint.pid));
+        let report: ServerReport = reply?.0;
         // The process id of the endpoint is checked; that in the report is not.
         Ok(ServerReport { pid: self.endpoint.pid, ..report })
     }
