@@ -69,11 +69,10 @@ pub enum Error {
     #[error("invalid request: {0}")]
     InvalidRequest(serde_json::Error),
     /// The client is of another version.
-    #[error(
-        "the server has version {} of reports, not {requested}; use the ferry that it was started with",
-        crate::REPORT_VERSION
-    )]
+    #[error("the server has version {own} of reports, not {requested}; use the ferry that it was started with")]
     ReportVersion {
+        /// The server's version.
+        own: u32,
         /// The client's version.
         requested: u32,
     },

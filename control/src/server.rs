@@ -314,7 +314,7 @@ impl Server {
 
     fn report(&self, version: u32) -> Result<ServerReport, Error> {
         if version != REPORT_VERSION {
-            return Err(Error::ReportVersion { requested: version });
+            return Err(Error::ReportVersion { own: REPORT_VERSION, requested: version });
         }
         Ok(ServerReport {
             version,

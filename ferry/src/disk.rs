@@ -197,6 +197,11 @@ pub fn is_back_end(program: &OsStr) -> bool {
 type Open = (Arc<dyn ferry_vfs::Disk>, Option<Arc<ferry_image::Disk>>, Option<(PathBuf, File)>);
 
 impl Args {
+    /// Returns where it listens: the path of its socket, or the number of its descriptor.
+    pub fn socket(&self) -> (Option<&Path>, Option<u16>) {
+        (self.vhost_user.as_deref(), self.fd)
+    }
+
     /// Returns the file.
     ///
     /// The file is missing from the command line.

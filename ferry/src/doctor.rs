@@ -1,5 +1,6 @@
 //! `ferry doctor`: what this machine offers for each export, and what it lacks.
 
+mod args;
 mod check;
 mod confinement;
 mod files;
@@ -14,6 +15,8 @@ use anyhow::{Context, Result};
 use ferry_control::{printable, printable_json};
 use serde::Serialize;
 
+pub use args::Args;
+
 use crate::status;
 use check::{Check, Export, State};
 
@@ -21,17 +24,6 @@ use check::{Check, Export, State};
 const REPORT_VERSION: u32 = 1;
 /// The width of the longest state.
 const STATE_WIDTH: usize = 8;
-
-#[derive(Debug, clap::Args)]
-pub struct Args {
-    /// Check for these exports only: virtiofs, mount, disk, 9p, image [default: all].
-    #[arg(long = "for", value_name = "EXPORT", value_enum, value_delimiter = ',')]
-    exports: Vec<Export>,
-
-    /// Print one JSON object instead of text.
-    #[arg(long)]
-    json: bool,
-}
 
 /// The report in JSON.
 #[derive(Debug, Serialize)]

@@ -1,6 +1,7 @@
 //! The man pages and the completions, generated from the table of flags.
 
 pub mod configuration;
+mod roff;
 
 use std::fs;
 use std::path::Path;
@@ -9,6 +10,7 @@ use anyhow::{Context, Result};
 use clap::Command;
 use clap::builder::Resettable;
 
+use self::roff::{titled, verbatim};
 use crate::output::print;
 use crate::{cli, virtiofsd};
 
@@ -79,31 +81,6 @@ fn named_page(command: &Command, name: &str) -> Result<Vec<u8>> {
     clap_mangen::Man::new(command).render(&mut page).context("cannot make the page")?;
     page.extend(verbatim("EXAMPLES", &examples).into_bytes());
     Ok(titled(name, "1", &page))
-}
-
-/// The page with its title line, in place of the generator's: that one does not quote the empty date, so that the version is
-/// taken for it.
-fn titled(name: &str, section: &str, page: &[u8]) -> Vec<u8> {
-    let title = format!(".TH \"{name}\" \"{section}\" \"\" \"ferry {}\" \"Ferry\"\n", env!("CARGO_PKG_VERSION"));
-    let text = String::from_utf8_lossy(page);
-    let rest = text.split_inclusive('\n').filter(|line| !line.starts_with(".TH "));
-    std::iter::once(title.as_str()).chain(rest).collect::<String>().into_bytes()
-}
-
-/// Returns a section of a man page whose lines are not filled.
-fn verbatim(title: &str, text: &str) -> String {
-    if text.is_empty() {
-        return String::new();
-    }
-    let mut section = format!(".SH {title}\n.nf\n");
-    for line in text.lines() {
-        // Keeps dashes as typed; a leading dot is not a request.
-        let line = line.replace('\\', "\\e").replace('-', "\\-");
-        section.push_str("\\&");
-        section.push_str(&line);
-        section.push('\n');
-    }
-    section + ".fi\n"
 }
 
 /// Prints a shell's completions.

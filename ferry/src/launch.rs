@@ -56,7 +56,11 @@ pub fn run<S: Serve>(
         Some(SandboxSide::Outside(outside)) => {
             // Closes this process's copies of descriptors that the other process will close.
             drop(ready);
-            return outside.wait(&signals, server.leave());
+            return outside.wait(&signals, server.leave(), |signal| {
+                if SHUTDOWN_SIGNALS.contains(&signal.as_raw()) {
+                    service_manager::stopping();
+                }
+            });
         }
         Some(SandboxSide::Inside(inside)) => Some(inside),
         None => None,

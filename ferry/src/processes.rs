@@ -44,7 +44,7 @@ pub fn run_shares(
 ) -> Result<u8> {
     share::refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = share::inherit(shares)?;
-    service_manager::inherit(shares, disks)?;
+    service_manager::inherit(shares, disks.iter().map(disk::Args::socket))?;
     let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
@@ -80,7 +80,7 @@ pub fn run_disks(disks: &[disk::Args]) -> Result<u8> {
     let signals = BlockedSignals::hold()?;
     // Inherited descriptors first: files that this process opens could have their numbers.
     let inherited = disk::inherit(disks)?;
-    service_manager::inherit(&[], disks)?;
+    service_manager::inherit(&[], disks.iter().map(disk::Args::socket))?;
     let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
     let json = disks.iter().any(|disk| disk.json);
     if disks.len() > 1 {

@@ -26,7 +26,6 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde::Deserialize;
 
 use crate::flags::{FileHandles, Kind, Share, Watch};
-use crate::launch::SHUTDOWN_SIGNALS;
 use crate::new_files::NewFiles;
 use crate::service_manager;
 use crate::size::deserialize_from_str;
@@ -372,13 +371,14 @@ impl Confinement {
 }
 
 impl OutsideProcess {
-    /// Waits for the process inside; returns its status. Holds the new files until that process serves.
-    pub fn wait(self, signals: &BlockedSignals, new_files: &mut NewFiles) -> Result<u8> {
-        let arrived = |signal: Signal| {
-            if SHUTDOWN_SIGNALS.contains(&signal.as_raw()) {
-                service_manager::stopping();
-            }
-        };
+    /// Waits for the process inside; returns its status. Holds the new files until that process serves; calls
+    /// `arrived` with each signal first.
+    pub fn wait(
+        self,
+        signals: &BlockedSignals,
+        new_files: &mut NewFiles,
+        arrived: impl Fn(Signal) + Copy,
+    ) -> Result<u8> {
         let failed = self.0.wait_for(new_files.event(), signals, arrived)?;
         let has_started = new_files.release();
         let end = match failed {

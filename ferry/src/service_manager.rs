@@ -6,8 +6,9 @@
 //! manager. Passed sockets are matched with shares and disks by their addresses, so that one configuration file works with a
 //! socket unit and without.
 
+use std::fs;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
@@ -16,11 +17,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::net::AddressFamily;
 
-use crate::disk;
-use crate::flags::Address;
-use crate::flags::Share;
+use crate::flags::{Address, Share};
 use crate::paths::start_dir;
-use crate::socket;
 use crate::status::misuse;
 
 /// The number of the first passed descriptor (`SD_LISTEN_FDS_START`).
@@ -31,6 +29,9 @@ const SOCKETS_MAX: u16 = 4096;
 
 /// The connected notification socket, in the process that the service manager knows.
 static NOTIFICATIONS: Mutex<Option<UnixDatagram>> = Mutex::new(None);
+
+/// The socket of a disk: its path, or the number of its descriptor.
+pub type DiskSocket<'a> = (Option<&'a Path>, Option<u16>);
 
 /// The passed sockets that no share or disk has taken yet.
 static SOCKETS: Mutex<Vec<Passed>> = Mutex::new(Vec::new());
@@ -99,7 +100,7 @@ pub fn leave() {
 ///
 /// # Errors
 /// A socket is passed that no share or disk listens on, or that is of no use.
-pub fn inherit(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
+pub fn inherit<'a>(shares: &[Share], disks: impl Iterator<Item = DiskSocket<'a>> + Clone) -> Result<()> {
     let variable = |name| std::env::var(name).unwrap_or_default();
     let (pid, count) = (variable("LISTEN_PID"), variable("LISTEN_FDS"));
     // Otherwise these are of another process, which has started this one.
@@ -110,14 +111,30 @@ pub fn inherit(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
     let count = count
         .with_context(|| format!("LISTEN_FDS={}: this is no number up to {SOCKETS_MAX}", variable("LISTEN_FDS")))?;
     let by_number: Vec<u16> =
-        shares.iter().filter_map(|share| share.fd).chain(disks.iter().filter_map(|disk| disk.fd)).collect();
+        shares.iter().filter_map(|share| share.fd).chain(disks.clone().filter_map(|(_, fd)| fd)).collect();
     let wanted = Wanted::of(shares, disks);
     for number in (FIRST_FD..FIRST_FD + count).filter(|number| !by_number.contains(number)) {
-        let passed = Passed::from(number, socket::inherited(number)?)?;
+        let passed = Passed::from(number, inherited(number)?)?;
         ensure_wanted(&wanted, number, &passed).map_err(misuse)?;
         lock(&SOCKETS).push(passed);
     }
     Ok(())
+}
+
+/// Takes over an inherited descriptor, which children of this process do not inherit. The caller takes each number once, before this
+/// process opens descriptors of its own.
+pub fn inherited(number: u16) -> Result<OwnedFd> {
+    let what = format!("descriptor {number}");
+    let taken = format!("/proc/self/fd/{number}");
+    ensure!(
+        number > 2 && fs::symlink_metadata(taken).is_ok(),
+        "{what} is not open; start ferry with a listening unix socket as {what}"
+    );
+    // SAFETY: from_raw_fd needs an open descriptor that nothing else owns. It is open: that was just seen. It was
+    // inherited, and the caller takes each number once, before this process opens descriptors of its own.
+    let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from(number)) };
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).with_context(|| format!("cannot use {what}"))?;
+    Ok(fd)
 }
 
 /// Closes the sockets that no share or disk of this process takes: they are another child's.
@@ -157,7 +174,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn of(shares: &[Share], disks: &[disk::Args]) -> Self {
+    fn of<'a>(shares: &[Share], disks: impl Iterator<Item = DiskSocket<'a>>) -> Self {
         let mut wanted = Self::default();
         for share in shares {
             wanted.paths.extend(share.virtiofs.clone());
@@ -169,7 +186,7 @@ impl Wanted {
                 Some(Address::Vsock(..)) | None => {}
             }
         }
-        wanted.paths.extend(disks.iter().filter_map(|disk| disk.vhost_user.clone()));
+        wanted.paths.extend(disks.filter_map(|(path, _)| path.map(Path::to_owned)));
         wanted
     }
 }

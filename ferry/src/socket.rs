@@ -47,7 +47,7 @@ impl ListenSocket {
 
     /// Takes over a listening socket that this process has inherited.
     pub fn inherit(number: u16) -> Result<Self> {
-        let fd = inherited(number)?;
+        let fd = service_manager::inherited(number)?;
         let what = format!("descriptor {number}");
         let listening = rustix::net::sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX)
             && rustix::net::sockopt::socket_acceptconn(&fd) == Ok(true);
@@ -77,22 +77,6 @@ impl ListenSocket {
             Self::Inherited(listener) => listener.try_clone().context("cannot use the inherited socket"),
         }
     }
-}
-
-/// Takes over an inherited descriptor, which children of this process do not inherit. The caller takes each number once, before this
-/// process opens descriptors of its own.
-pub fn inherited(number: u16) -> Result<OwnedFd> {
-    let what = format!("descriptor {number}");
-    let taken = format!("/proc/self/fd/{number}");
-    ensure!(
-        number > 2 && fs::symlink_metadata(taken).is_ok(),
-        "{what} is not open; start ferry with a listening unix socket as {what}"
-    );
-    // SAFETY: from_raw_fd needs an open descriptor that nothing else owns. It is open: that was just seen. It was
-    // inherited, and the caller takes each number once, before this process opens descriptors of its own.
-    let fd = unsafe { OwnedFd::from_raw_fd(RawFd::from(number)) };
-    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).with_context(|| format!("cannot use {what}"))?;
-    Ok(fd)
 }
 
 /// Retries for a while if a socket is in use: a server may take a moment to end after the process that the user killed.

@@ -6,6 +6,7 @@ use clap::{Arg, ArgAction, Command};
 use clap_mangen::roff::{Roff, bold, italic, roman};
 use serde::de::DeserializeOwned;
 
+use super::roff::verbatim;
 use crate::flags::as_keys;
 use crate::{config, disk, flags};
 
@@ -55,7 +56,7 @@ pub fn page(table: &Command) -> Vec<u8> {
     page.text([roman(
         "The configuration of ferry-share@NAME.service, ferry-disk@NAME.service or ferry-mount@NAME.service.",
     )]);
-    let end = super::verbatim("EXAMPLES", EXAMPLE) + ".SH \"SEE ALSO\"\nferry(1), ferry\\-share(1), ferry\\-disk(1)\n";
+    let end = verbatim("EXAMPLES", EXAMPLE) + ".SH \"SEE ALSO\"\nferry(1), ferry\\-share(1), ferry\\-disk(1)\n";
     [page.render().into_bytes(), end.into_bytes()].concat()
 }
 

@@ -143,7 +143,8 @@ fn every_request_has_a_row() {
     let mut requests: BTreeSet<String> = Opcode::ALL.iter().map(|code| format!("FUSE opcode: {code:?}")).collect();
 
     let numbers = text(&root().join("wire/src/ninep/numbers.rs"));
-    let messages = declared(&numbers, "pub const T", ':');
+    let (_, messages) = numbers.split_once("requests! {\n").expect("the T messages are in a list");
+    let messages = declared(messages, "T", ' ');
     assert_eq!(messages.len(), kind::ALL.len(), "the T messages are declared otherwise: {messages:?}");
     requests.extend(messages.iter().map(|name| format!("9P message: T{name}")));
 

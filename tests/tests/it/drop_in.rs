@@ -371,7 +371,7 @@ fn the_number_of_a_server_that_runs_stays_in_its_file() {
         assert!(!ended.success(), "{}: {said}", program.display());
         assert_eq!(number(), first, "{}", program.display());
         if at == 0 {
-            assert!(said.contains(&format!("s.pid is locked by a server that runs, process {first}")), "{said}");
+            assert!(said.contains(&format!("s.pid is locked by a running server, process {first}")), "{said}");
             // That one continues, and inside its sandbox it has no file of the host.
             let mut driver = Driver::connect(&socket, Config { timeout: SOON, ..Config::default() }).unwrap();
             driver.init().unwrap();

@@ -430,7 +430,7 @@ fn unavailable_features_are_reported() {
     let command = tree.command(&before, &line(""));
     let served = tree.serve_by(command);
     let said = served.said();
-    assert!(said.contains("namespaces are not available") && said.contains("namespace of users"), "{said}");
+    assert!(said.contains("namespaces are not available") && said.contains("user namespace"), "{said}");
     is_used(&served);
     served.inside.all_are("Seccomp", "2");
     served.inside.all_are("CapEff", &format!("{:016x}", 0));
@@ -440,7 +440,7 @@ fn unavailable_features_are_reported() {
     let output = tree.command(&before, &line("--sandbox namespace")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("--sandbox namespace") && said.contains("namespace of users"), "{said}");
+    assert!(said.contains("--sandbox namespace") && said.contains("user namespace"), "{said}");
     assert!(!tree.at("s").exists(), "the socket is left behind");
 }
 

@@ -236,7 +236,7 @@ fn images_as_disks_are_confined() {
     // Data is verified by threads that were started inside the sandbox.
     let names: Vec<_> = served.inside.status("Name");
     if std::thread::available_parallelism().map_or(1, usize::from) > 1 {
-        assert!(names.contains(&"image-prover".to_owned()), "{names:?}");
+        assert!(names.contains(&"image-verifier".to_owned()), "{names:?}");
     }
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
@@ -348,7 +348,7 @@ fn unavailable_features_are_reported() {
     let command = home.command(&before, "disk disk --vhost-user s --json --queues 2");
     let served = home.serve_by(command);
     let said = served.said();
-    assert!(said.contains("namespaces are not available") && said.contains("namespace of users"), "{said}");
+    assert!(said.contains("namespaces are not available") && said.contains("user namespace"), "{said}");
     drop(is_used(&served, "s"));
     served.inside.all_are("Seccomp", "2");
     served.inside.has_capabilities(0);
