@@ -1,7 +1,5 @@
 //! The unix sockets that servers listen on: created here, or inherited.
 
-use std::fs;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};

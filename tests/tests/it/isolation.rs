@@ -378,11 +378,11 @@ fn landlock_stands_around_a_directory() {
     let (files, other) = ("files below 1 directories", "all but files");
     let by_handles = if Capabilities::of_thread().unwrap().can_open_handles() { other } else { files };
     for (user, flags, landlock, rules) in [
-        (0, "", "Some(Wholly)", by_handles),
-        (0, "--inode-file-handles never", "Some(Wholly)", files),
-        (0, "--sandbox chroot --inode-file-handles never", "Some(Wholly)", files),
+        (0, "", "Some(Full)", by_handles),
+        (0, "--inode-file-handles never", "Some(Full)", files),
+        (0, "--sandbox chroot --inode-file-handles never", "Some(Full)", files),
         (0, "--sandbox none", "None", "none"),
-        (USER, "", "Some(Wholly)", files),
+        (USER, "", "Some(Full)", files),
     ] {
         let served = serve(user, &format!("{flags} --log debug"));
         served.says(&format!(" landlock={landlock} "));

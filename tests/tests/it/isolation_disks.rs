@@ -95,7 +95,7 @@ fn disks_of(user: u32) -> Served {
 
 fn disks_are_confined(user: u32) {
     let mut served = disks_of(user);
-    served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
+    served.says("confined namespaces=true landlock=Some(Full) capabilities=none seccomp=Some(Kill)");
     let line = &served.line;
     // Named from where it was started, not from where it is.
     assert_eq!(line["disks"][0]["file"], served.home.at("disk").to_str().unwrap());
@@ -362,7 +362,7 @@ fn unavailable_features_are_reported() {
     };
     let home = home_of(0);
     let output = home.command(&before, "disk disk --vhost-user s --sandbox namespace").output().unwrap();
-    refused(output, &["--sandbox namespace", "namespace of users"], &home);
+    refused(output, &["--sandbox namespace", "user namespace"], &home);
     let output = home.command(&[], "disk disk --vhost-user s --sandbox chroot").output().unwrap();
     refused(output, &["one shared directory"], &home);
     // Without a socket nothing is served, and no process is confined.

@@ -22,7 +22,7 @@ use rustix::process::Signal;
 
 const O_RDWR_CREAT: u32 = 0o102;
 /// The words with which a server that has only connections says what stands around it.
-const ALL: &str = "confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)";
+const ALL: &str = "confined namespaces=true landlock=Some(Full) capabilities=none seccomp=Some(Kill)";
 
 /// A 9P server of a tree, in a home of its user's.
 fn server(user: u32, address: &str) -> Served {
@@ -96,7 +96,7 @@ fn unix_sockets_are_reached(user: u32) {
     let line = format!("share 9p:unix:{} --virtiofs s --json --log debug", socket.display());
     let client = UserHome::of(user).serve(&line);
     client.says(ALL);
-    client.says("a thread that connects is confined landlock=Some(Wholly)");
+    client.says("confined a thread that connects landlock=Some(Full)");
     let connector = if user == 0 { ours(Capabilities::ALL_USERS) } else { 0 };
     let expected = Expected { shares: 1, connector: Some(connector), socket: Some(0), ..Expected::default() };
     let behind = goes_on(&client, &expected, behind, |server| again(server, "unix:n"));

@@ -50,7 +50,7 @@ fn packs(home: &UserHome) -> Vec<String> {
 fn flat_images_are_confined(user: u32) {
     let home = image_of(user, "flat");
     let mut served = home.serve("share image:image --store store --virtiofs s --9p unix:n --json --log debug");
-    served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
+    served.says("confined namespaces=true landlock=Some(Full) capabilities=none seccomp=Some(Kill)");
     let driver = is_read(&served, "one");
     let packs = packs(&served.home);
     assert!(!packs.is_empty());
@@ -95,7 +95,7 @@ fn images_of_composefs_are_confined() {
     let twice = "image:image --store store --virtiofs t";
     let line = format!("share image:image --store store --virtiofs s {twice} --json --log debug");
     let mut served = home.serve(&line);
-    served.says("confined namespaces=true landlock=Some(Wholly) capabilities=DAC_OVERRIDE seccomp=Some(Kill)");
+    served.says("confined namespaces=true landlock=Some(Full) capabilities=DAC_OVERRIDE seccomp=Some(Kill)");
     assert!(served.inside.open_files().iter().all(|path| !path.starts_with(served.home.at("store"))));
     let driver = is_read(&served, "one");
     served.is_confined(1, &[], Capabilities::ALL_USERS.bits() & Capabilities::of_thread().unwrap().bits());
@@ -132,7 +132,7 @@ fn images_of_composefs_are_confined() {
 fn persistent_memory_is_confined(user: u32) {
     const LINE: &str = "share pmem:p --size 8M --tier2 cold --tier2-size 8M --virtiofs s --json --log debug";
     let mut served = UserHome::of(user).serve(LINE);
-    served.says("confined namespaces=true landlock=Some(Wholly) capabilities=none seccomp=Some(Kill)");
+    served.says("confined namespaces=true landlock=Some(Full) capabilities=none seccomp=Some(Kill)");
     let mut guest = served.guest();
     let (file, open) = guest.create(ROOT, "new", O_RDWR_CREAT, 0o100_644).unwrap();
     let data = vec![7; 1 << 20];
