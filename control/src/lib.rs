@@ -32,9 +32,9 @@ use serde::{Deserialize, Serialize};
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};
-pub use report::{ExportKind, ExportReport, PathLack, REPORT_VERSION, ServerReport, ShareReport};
+pub use report::{ExportKind, ExportReport, PathLack, REPORT_VERSION, ServerReport, ShareReport, ShareStatus};
 pub use server::{Control, Owner};
-pub use shares::{HeldInode, ServedShare, ShareStatus};
+pub use shares::{HeldInode, ServedShare};
 pub use socket_dir::{Endpoint, sockets};
 
 /// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.

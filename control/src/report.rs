@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ShareStatus;
-
 /// The version of [`ServerReport`], which a client names in its request. It grows when a field changes its meaning or is
 /// removed; new fields do not change it.
 pub const REPORT_VERSION: u32 = 1;
@@ -19,6 +17,33 @@ pub struct ServerReport {
     pub uptime_s: u64,
     /// What it serves, in the order of [`crate::Status::shares`].
     pub shares: Vec<ShareReport>,
+}
+
+/// The status of a share in `--json` and `ferry log`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ShareStatus {
+    /// The source.
+    pub source: String,
+    /// The tag that a guest mounts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tag: Option<String>,
+    /// The path of the socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub virtiofs: Option<String>,
+    /// The number of the inherited socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fd: Option<u16>,
+    /// The address for 9P clients.
+    #[serde(default, rename = "9p", skip_serializing_if = "Option::is_none")]
+    pub ninep: Option<String>,
+    /// The mount point.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<String>,
+    /// Whether the share is read-only.
+    pub read_only: bool,
+    /// The number of request queues of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<usize>,
 }
 
 /// A share.

@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
-use serde::{Deserialize, Serialize};
 
-use crate::{Error, ExportReport, ShareReport, TransportReport};
+use crate::{Error, ExportReport, ShareReport, ShareStatus, TransportReport};
 
 /// One share that is served.
 pub struct ServedShare {
@@ -32,33 +31,6 @@ impl std::fmt::Debug for ServedShare {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ServedShare").field("start_status", &self.start_status).finish_non_exhaustive()
     }
-}
-
-/// The status of a share in `--json` and `ferry log`.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct ShareStatus {
-    /// The source.
-    pub source: String,
-    /// The tag that a guest mounts.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tag: Option<String>,
-    /// The path of the socket.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub virtiofs: Option<String>,
-    /// The number of the inherited socket.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub fd: Option<u16>,
-    /// The address for 9P clients.
-    #[serde(default, rename = "9p", skip_serializing_if = "Option::is_none")]
-    pub ninep: Option<String>,
-    /// The mount point.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mount: Option<String>,
-    /// Whether the share is read-only.
-    pub read_only: bool,
-    /// The number of request queues of the device.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub queues: Option<usize>,
 }
 
 impl ServedShare {

@@ -56,7 +56,7 @@ umount /mnt/own
 kill $server
 wait $server
 if $ferry share mem --9p vsock:77:5640 2>/tmp/why; then exit 1; fi
-grep -q '77 is no CID of this machine' /tmp/why
+grep -q '77 is not a CID of this machine' /tmp/why
 "#;
 
 #[test]

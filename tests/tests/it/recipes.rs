@@ -40,8 +40,11 @@ const RUN: [(&str, &str); 18] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 10] = [
+const NEEDED: [(&str, &str); 13] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
+    ("make deb", "a release build, and root's package manager; the lines that mount are in other blocks"),
+    ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
+    ("ferry status ", "servers that run: ferry/tests/it/status.rs has its own"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/it/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/it/libvirt.rs runs it"),

@@ -288,7 +288,7 @@ fn a_plain_users_server_keeps_restrictions_of_clients_or_fails() {
             ]),
         ),
         (&[], "--no-xattr", Kept(&[(0, Restriction::Attribute("own"), Err(Errno::OPNOTSUPP))])),
-        (&[], "--map-user 5:6", Refused("--map-user 5:6: what is made would belong to 1234:1234")),
+        (&[], "--map-user 5:6", Refused("--map-user 5:6: new files would belong to 1234:1234")),
         (
             &[],
             "--map-user auto",
