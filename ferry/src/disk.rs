@@ -319,7 +319,6 @@ impl Args {
             begun: Some(sandbox::confine_disk_thread),
             queues: self.queues.map_or(default.queues, usize::from),
             poll: self.poll_us.map_or(default.poll, Duration::from_micros),
-            ..default
         }
     }
 

@@ -21,7 +21,7 @@ const DROP_IN: &str = "ferry-virtiofsd";
 pub fn man(command: &[String]) -> Result<()> {
     let table = built();
     if command == [configuration::NAME] {
-        return print(&titled(configuration::NAME, configuration::SECTION, &configuration::page(&table)));
+        return print(titled(configuration::NAME, configuration::SECTION, &configuration::page(&table)));
     }
     let mut found = &table;
     for name in command {

@@ -359,7 +359,7 @@ fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
             answer
         };
         let packs: Vec<_> = image.packs().iter().enumerate().map(pack).collect();
-        return print(&format!(
+        return print(format!(
             "{}\n",
             json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs})
         ));

@@ -189,10 +189,10 @@ pub fn build(args: &BuildArgs) -> Result<()> {
         let packs: Vec<String> = packs.iter().map(Digest::hex).collect();
         let answer = json!({"digest": tree.to_string(), "image_digest": digest.to_string(), "image_bytes": image_bytes, "inodes": inodes,
             "data_bytes": data_bytes, "new_bytes": new_bytes, "packs": packs});
-        return print(&format!("{answer}\n"));
+        return print(format!("{answer}\n"));
     }
     eprintln!(
         "ferry: {inodes} inodes in {image_bytes} bytes; {data_bytes} bytes of files, {new_bytes} of them new in the store"
     );
-    print(&format!("{tree}\n"))
+    print(format!("{tree}\n"))
 }

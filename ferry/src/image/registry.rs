@@ -168,10 +168,10 @@ mod with {
         if args.json {
             let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
                 "new_bytes": sent_bytes, "requests": requests});
-            return print(&format!("{answer}\n"));
+            return print(format!("{answer}\n"));
         }
         eprintln!("ferry: {sent_bytes} bytes were sent; the manifest is sha256:{manifest}");
-        print(&format!("{digest}\n"))
+        print(format!("{digest}\n"))
     }
 
     pub fn pull(args: &PullArgs) -> Result<()> {
@@ -192,10 +192,10 @@ mod with {
         if args.json {
             let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
                 "new_bytes": fetched_bytes, "requests": requests, "received_bytes": received_bytes});
-            return print(&format!("{answer}\n"));
+            return print(format!("{answer}\n"));
         }
         eprintln!("ferry: {fetched_bytes} bytes of files were missing; {requests} requests, {received_bytes} bytes");
-        print(&format!("{digest}\n"))
+        print(format!("{digest}\n"))
     }
 
     /// Opens an image whose data comes from a server, and fetches all of it in the background.

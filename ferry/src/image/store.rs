@@ -112,7 +112,7 @@ pub fn gc(args: &GcArgs) -> Result<()> {
             "young": names(young), "kept": kept, "missing": names(missing), "objects": {"removed": objects.removed,
             "young": objects.young, "kept": objects.kept,
             "missing": objects.missing.iter().map(|path| path.escape_ascii().to_string()).collect::<Vec<_>>()}});
-        return print(&format!("{answer}\n"));
+        return print(format!("{answer}\n"));
     }
     let done = if args.dry_run { "would remove" } else { "removed" };
     let mut text =
@@ -162,7 +162,7 @@ pub fn du(args: &DuArgs) -> Result<()> {
             .collect();
         let answer = json!({"images": images, "packs": total.packs, "objects": total.objects, "store_bytes": total.bytes,
             "live_bytes": total.live_bytes, "unused_bytes": unused, "garbage_bytes": total.garbage_bytes});
-        return print(&format!("{answer}\n"));
+        return print(format!("{answer}\n"));
     }
     let mut text = format!("{:>12} {:>14} {:>14}  image\n", "metadata", "data", "not shared");
     for (file, bytes, found) in &images {
