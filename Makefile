@@ -66,6 +66,7 @@ bench: setup
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTFLAGS='--cfg fuzzing' $(CARGO) check --manifest-path fuzz/Cargo.toml --target-dir target/fuzz --locked
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked
 	@# Not built from the packages: cargo would take those of the last time for the ones they depend on.
 	$(CARGO) package --no-verify --quiet --offline --locked --allow-dirty $(PUBLISHED:%=-p ferry-%)

@@ -118,7 +118,7 @@ fn look(image: &Image, is_clean: bool) -> Result<(), Flaw> {
                 FileType::RegularFile => match image.data(&inode)? {
                     Data::Near(whole, rest) => assert_eq!((whole.len() + rest.len()) as u64, inode.bytes),
                     Data::Far { pack, block } => assert!(block < image.packs()[pack].blocks),
-                    data @ Data::Pieces(_) => {
+                    data @ Data::Chunks(_) => {
                         let mut bytes = 0;
                         for run in data.runs(inode.bytes, 0..inode.bytes).take(LOOKS_MAX) {
                             let run = run?;
