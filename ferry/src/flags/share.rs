@@ -199,7 +199,7 @@ pub struct Share {
     pub dax: Option<Window>,
 
     /// Which files are mapped if the guest leaves the choice to the server (mounts without dax, or with dax=inode): always,
-    /// never, or size>N [default: size>1M].
+    /// never, or size>N; without this flag, size>1M.
     #[arg(long, value_name = "WHICH", help_heading = "For virtual machines")]
     pub dax_files: Option<DaxFiles>,
 
