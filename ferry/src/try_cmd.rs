@@ -184,7 +184,11 @@ impl ShutdownTarget {
 
     fn set_guest(&mut self, running: &Running) -> Result<()> {
         let pid = i32::try_from(running.pid()).ok().and_then(Pid::from_raw).context("the guest has no process")?;
-        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).context("the guest ended at once")?;
+        let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            // A quick guest has ended before this thread runs again. Its status is that of its command, as always.
+            Err(rustix::io::Errno::SRCH) => return Ok(()),
+            pidfd => pidfd.context("cannot watch the guest")?,
+        };
         let guest = Process { pid, pidfd };
         if self.signal.is_some() {
             // The signal arrived while the guest was booting.
