@@ -12,9 +12,10 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use anyhow::{Context, Result, anyhow, ensure};
+use ferry_vfs::sync::lock;
 use rustix::net::AddressFamily;
 
 use crate::flags::{Address, Share};
@@ -41,11 +42,6 @@ static SOCKETS: Mutex<Vec<Passed>> = Mutex::new(Vec::new());
 enum Passed {
     Unix(PathBuf, UnixListener),
     Tcp(SocketAddr, TcpListener),
-}
-
-/// A static behind a lock, which no code that can panic holds.
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Connects to the service manager, if there is one that wants to be told. A failure is a warning: the variable may have been inherited

@@ -10,6 +10,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use ferry_fs::ShutdownSignals;
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
+use ferry_vfs::sync::lock;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::TryArgs;
@@ -210,10 +211,6 @@ impl Process {
             let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
         }
     }
-}
-
-fn lock(ending: &Mutex<ShutdownTarget>) -> std::sync::MutexGuard<'_, ShutdownTarget> {
-    ending.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -21,13 +21,14 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SendError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ferry_fuse::Mounted;
 use ferry_image::Objects;
+use ferry_vfs::sync::lock;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
@@ -269,7 +270,7 @@ fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<Perm
 
 /// Returns the next event that needs a fetch.
 fn next_queued(waiting: &Mutex<Receiver<PermissionEvent>>) -> Option<PermissionEvent> {
-    waiting.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+    lock(waiting).recv().ok()
 }
 
 /// Denies on a panic: readers must not wait for ever.
@@ -287,7 +288,7 @@ struct PackState {
 
 impl PackState {
     fn last(&self) -> MutexGuard<'_, Option<Refusal>> {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.refused)
     }
 
     /// Returns the response if nothing has to be fetched.
@@ -481,7 +482,7 @@ mod tests {
         }
 
         fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
-            let _answers = self.silence.read().unwrap_or_else(PoisonError::into_inner);
+            let _answers = ferry_vfs::sync::read(&self.silence);
             let mut found = vec![0; usize::try_from(range.end - range.start).expect("it is short")];
             File::open(self.packs.join(pack.hex()))?.read_exact_at(&mut found, range.start)?;
             sink(&found)

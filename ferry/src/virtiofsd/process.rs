@@ -3,8 +3,9 @@
 use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
+use ferry_vfs::sync::lock;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -64,19 +65,19 @@ impl ProcessSetup {
             }
             format!("cannot write {}: {error}", path.display())
         })?;
-        *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = Some((path.clone(), file));
+        *lock(&PID_FILE) = Some((path.clone(), file));
         Ok(())
     }
 }
 
 /// Closes the pid file in the process inside the sandbox: the process outside still locks it.
 pub fn leave_pid_file() {
-    *PID_FILE.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    *lock(&PID_FILE) = None;
 }
 
 /// Removes the pid file of this process, if it has one and the path still leads to it.
 pub fn remove_pid_file() {
-    let Some((path, file)) = PID_FILE.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+    let Some((path, file)) = lock(&PID_FILE).take() else { return };
     if is_at(&path, &file).unwrap_or_default() {
         // A failure leaves the file.
         let _ = std::fs::remove_file(&path);
