@@ -11,11 +11,18 @@ use ferry_tests::{Cache, GuestResult, MOUNTPOINT, Options, Place, Share, TIMEOUT
 const FAILING: &[(&str, &str)] = &[];
 
 /// With a write-back cache the guest's kernel says when a file was changed that the host has made. A guest's clock is behind the
-/// host's, by as much as its boot was held up; so it is set, to a little more than what the host said last.
+/// host's, by as much as its boot was held up; so it is set, to a little more than what the host said last, until it is ahead: on a
+/// busy machine setting it takes longer than that little.
 const WITH_HOSTS_CLOCK: &str = r#"
-    : >"$1/clock"
-    date -s "@$(stat -c %.3Z "$1/clock" | awk '{ printf "%.3f", $1 + 0.1 }')"
-    rm "$1/clock"
+    for ahead in 0.1 0.1 0.2 0.2 0.3 0.3 0.4; do
+        : >"$1/clock"
+        date -s "@$(stat -c %.3Z "$1/clock" | awk -v ahead=$ahead '{ printf "%.3f", $1 + ahead }')"
+        here=$(date +%s.%3N)
+        : >"$1/later"
+        host=$(stat -c %.3Z "$1/later")
+        rm "$1/clock" "$1/later"
+        if awk -v here=$here -v host=$host 'BEGIN { exit !(here >= host) }'; then break; fi
+    done
     shift
     exec "$@"
 "#;
