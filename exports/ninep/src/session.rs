@@ -12,7 +12,7 @@ use ferry_vfs::{
     Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result, SessionId,
     XattrFlags, checks,
 };
-use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION, VERSION_UNKNOWN, VersionReply, agree};
+use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION_UNKNOWN, VersionReply, agree};
 
 use crate::append_tracking::AppendTracking;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
@@ -494,8 +494,8 @@ pub(crate) fn agree_on(
     version: &[u8],
 ) -> (Option<Arc<Session>>, Reply<'static>) {
     match agree(msize, version, share.options.msize_max) {
-        VersionReply::Session { msize } => {
-            (Some(Arc::new(Session::new(share, holder, msize))), Reply::Version { msize, version: VERSION })
+        VersionReply::Session { msize, version } => {
+            (Some(Arc::new(Session::new(share, holder, msize))), Reply::Version { msize, version })
         }
         VersionReply::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
         VersionReply::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
-use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION};
+use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION, VERSION_OF_FERRY};
 
 use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError};
 use crate::options::{Error, Options};
@@ -66,7 +66,7 @@ pub(crate) struct Session {
     pub(crate) root_qid: Qid,
     /// The root, as others.
     users: Mutex<HashMap<u32, Arc<OwnedFid>>>,
-    /// Whether the server has always served a request after the one that it depends on.
+    /// Whether the server is Ferry, and has always served a request after the one that it depends on.
     in_order: AtomicBool,
     /// Whether the server supports Tunlinkat and Trenameat, as far as known; diod does not.
     has_at: AtomicBool,
@@ -88,7 +88,7 @@ impl Session {
         serial: u64,
         counts: &Arc<Counts>,
     ) -> Result<Self, Error> {
-        let (root, root_qid) = connect(transport, options, counts)?;
+        let Root { fid: root, qid: root_qid, is_ferry } = connect(transport, options, counts)?;
         let mut session = Self {
             connection: Arc::clone(&root.connection),
             root,
@@ -96,7 +96,7 @@ impl Session {
             further: Vec::new(),
             root_qid,
             users: Mutex::default(),
-            in_order: AtomicBool::new(true),
+            in_order: AtomicBool::new(is_ferry),
             has_at: AtomicBool::new(true),
         };
         session.connect_further(transport, options, counts);
@@ -107,14 +107,14 @@ impl Session {
     fn connect_further(&mut self, transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) {
         while self.further.len() + 1 < options.connections && !self.is_broken() {
             let reason = match connect(transport, options, counts) {
-                Ok((root, qid))
-                    if qid.path == self.root_qid.path && root.connection.msize() >= self.connection.msize() =>
+                Ok(Root { fid, qid, .. })
+                    if qid.path == self.root_qid.path && fid.connection.msize() >= self.connection.msize() =>
                 {
-                    Connection::bind(&self.connection, &root.connection);
-                    self.further.push(root);
+                    Connection::bind(&self.connection, &fid.connection);
+                    self.further.push(fid);
                     continue;
                 }
-                Ok((root, _)) => {
+                Ok(Root { fid: root, .. }) => {
                     root.connection.fail("it is not used");
                     "it answers there as another server would".to_owned()
                 }
@@ -159,8 +159,8 @@ impl Session {
         Ok(Arc::clone(lock(&self.users).entry(uid).or_insert(root)))
     }
 
-    /// Returns whether a request may be sent before the reply to the one that creates its fid. The protocol allows a
-    /// server to serve it first, so the caller must be ready to retry.
+    /// Returns whether a request may be sent before the reply to the one that creates its fid. The server may still serve
+    /// it first, so the caller must be ready to retry.
     pub(crate) fn is_in_order(&self) -> bool {
         self.in_order.load(Ordering::Relaxed)
     }
@@ -207,15 +207,24 @@ fn user(name: &[u8], uid: u32) -> User<'_> {
     User { name, uid: Some(uid) }
 }
 
-/// Connects, negotiates the version, and attaches; returns the root.
-fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<(Arc<OwnedFid>, Qid), Error> {
+/// What a connection begins with.
+struct Root {
+    fid: Arc<OwnedFid>,
+    qid: Qid,
+    /// Whether the server is Ferry.
+    is_ferry: bool,
+}
+
+/// Connects, negotiates the version, and attaches.
+fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -> Result<Root, Error> {
     let address = transport.address();
     let stream = transport.connect(options.timeout);
     let stream = stream.map_err(|reason| Error::Unreachable { address: address.clone(), reason })?;
     let connection = Connection::start(stream, options, Arc::clone(counts)).map_err(Error::Threads)?;
-    let begun = negotiate(&connection, options, &address).and_then(|()| attach(&connection, options, &address));
+    let begun = negotiate(&connection, options, &address)
+        .and_then(|is_ferry| Ok((is_ferry, attach(&connection, options, &address)?)));
     match begun {
-        Ok((fid, qid)) => Ok((OwnedFid::new(&connection, fid), qid)),
+        Ok((is_ferry, (fid, qid))) => Ok(Root { fid: OwnedFid::new(&connection, fid), qid, is_ferry }),
         Err(error) => {
             connection.fail("it is not used");
             Err(error)
@@ -223,17 +232,28 @@ fn connect(transport: &dyn Transport, options: &Options, counts: &Arc<Counts>) -
     }
 }
 
-/// Negotiates version and message size (version(5)).
-fn negotiate(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(), Error> {
+/// Sends a Tversion; returns the message size and the version of the reply.
+fn ask_version(connection: &Arc<Connection>, msize: u32, version: &[u8]) -> Outcome<(u32, Vec<u8>)> {
+    let message = connection.send_one(Outgoing::new(&Request::Version { msize, version })).wait(connection)?;
+    connection.take(&message, |reply| match reply {
+        Reply::Version { msize, version } => Some((msize, version.to_vec())),
+        _ => None,
+    })
+}
+
+/// Negotiates version and message size (version(5)); returns whether the server is Ferry.
+fn negotiate(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<bool, Error> {
     let silent = |reason: String| Error::NoAnswer { address: address.into(), reason };
-    let request = Outgoing::new(&Request::Version { msize: options.msize, version: VERSION });
-    let message = connection.send_one(request).wait(connection);
-    let answer = message.and_then(|message| {
-        connection.take(&message, |reply| match reply {
-            Reply::Version { msize, version } => Some((msize, version.to_vec())),
-            _ => None,
-        })
-    });
+    let mut answer = ask_version(connection, options.msize, VERSION_OF_FERRY);
+    // Most servers do not strip a suffix that they do not know.
+    let is_refused = match &answer {
+        Ok((_, version)) => version != VERSION_OF_FERRY && version != VERSION,
+        Err(RequestError::Errno(_)) => !connection.is_broken(),
+        Err(RequestError::Lost { .. }) => false,
+    };
+    if is_refused {
+        answer = ask_version(connection, options.msize, VERSION);
+    }
     let (msize, version) = match answer {
         Ok(answer) => answer,
         Err(RequestError::Errno(errno)) if connection.is_broken() => {
@@ -242,7 +262,8 @@ fn negotiate(connection: &Arc<Connection>, options: &Options, address: &str) -> 
         Err(RequestError::Errno(errno)) => return Err(silent(format!("Tversion was answered by the error {errno}"))),
         Err(RequestError::Lost { .. }) => return Err(silent(connection.why_broken().unwrap_or_default())),
     };
-    if version != VERSION {
+    let is_ferry = version == VERSION_OF_FERRY;
+    if !is_ferry && version != VERSION {
         let spoken = String::from_utf8_lossy(&version).into_owned();
         return Err(Error::Version { address: address.into(), spoken });
     }
@@ -250,7 +271,7 @@ fn negotiate(connection: &Arc<Connection>, options: &Options, address: &str) -> 
         return Err(Error::Msize { address: address.into(), msize });
     }
     connection.msize.store(msize, Ordering::Relaxed);
-    Ok(())
+    Ok(is_ferry)
 }
 
 fn attach(connection: &Arc<Connection>, options: &Options, address: &str) -> Result<(Fid, Qid), Error> {

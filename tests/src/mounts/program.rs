@@ -88,8 +88,13 @@ impl RunningProgram {
 }
 
 impl Drop for RunningProgram {
+    /// A test that fails shows what it said.
     fn drop(&mut self) {
         self.kill();
+        if std::thread::panicking() {
+            let (out, err) = self.said();
+            eprintln!("a program of the test said:\n{out}{err}");
+        }
     }
 }
 

@@ -44,7 +44,7 @@ pub use numbers::{
 };
 pub use reply::{Getattr, LockStatus, Qids, Reply, encode_data_head};
 pub use request::{LockRequest, Request, Step, Steps, User, WriteHead, encode_transfer_head};
-pub use version::{VERSION, VERSION_UNKNOWN, VersionReply, agree};
+pub use version::{VERSION, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree};
 
 #[cfg(test)]
 mod tests;

@@ -2,8 +2,11 @@
 
 use super::numbers::MSIZE_MIN;
 
-/// The version that Ferry speaks.
+/// The version that Ferry speaks with others.
 pub const VERSION: &[u8] = b"9P2000.L";
+/// The version that Ferry speaks with itself: [`VERSION`], and a request that uses a fid may be sent before the reply to
+/// the Twalk that makes it. Servers of other projects may lose a reply then: diod does.
+pub const VERSION_OF_FERRY: &[u8] = b"9P2000.L.ferry";
 /// The reply to every other version: "the server does not understand the client's version string" (version(5)).
 pub const VERSION_UNKNOWN: &[u8] = b"unknown";
 
@@ -14,6 +17,8 @@ pub enum VersionReply {
     Session {
         /// The maximum size of a message, in bytes.
         msize: u32,
+        /// [`VERSION_OF_FERRY`] if the client asked for that, or [`VERSION`].
+        version: &'static [u8],
     },
     /// No session: the reply is [`VERSION_UNKNOWN`] with the client's message size.
     Unknown,
@@ -30,7 +35,10 @@ pub fn agree(msize: u32, version: &[u8], msize_max: u32) -> VersionReply {
     let suffix = version.strip_prefix(VERSION);
     match suffix {
         Some([] | [b'.', ..]) if msize < MSIZE_MIN => VersionReply::TooSmall,
-        Some([] | [b'.', ..]) => VersionReply::Session { msize: msize.min(msize_max.max(MSIZE_MIN)) },
+        Some([] | [b'.', ..]) => VersionReply::Session {
+            msize: msize.min(msize_max.max(MSIZE_MIN)),
+            version: if version == VERSION_OF_FERRY { VERSION_OF_FERRY } else { VERSION },
+        },
         _ => VersionReply::Unknown,
     }
 }

@@ -66,11 +66,13 @@ fn read_reply(connection: &Connection, reader: &mut BufReader<ActivityReader>) -
     }
     let asked = {
         let state = lock(&connection.state);
-        // Tversion is the only request in flight, and has the first slot of the table.
-        match frame.tag == Tag::NONE && state.table.kind(0) == Some(kind::TVERSION) {
-            true => Some((0, kind::TVERSION)),
-            false => state.table.kind(frame.tag.0).map(|asked| (frame.tag.0, asked)),
-        }
+        let slot = if frame.tag == Tag::NONE {
+            // A Tversion is the only request in flight, and there are at most two: the first requests of a connection.
+            [0, 1].into_iter().find(|&slot| state.table.kind(slot) == Some(kind::TVERSION))
+        } else {
+            Some(frame.tag.0)
+        };
+        slot.and_then(|slot| state.table.kind(slot).map(|asked| (slot, asked)))
     };
     let Some((tag, asked)) = asked else {
         return Err(wrong(format!("a reply to a request {} that was not sent", frame.tag.0)));

@@ -109,7 +109,7 @@ pub fn file_attr() -> Getattr {
 fn usual(tag: Tag, request: &Request<'_>) -> Act {
     let mut qids = Qids::default();
     let answer = match *request {
-        Request::Version { msize, .. } => Reply::Version { msize, version: VERSION },
+        Request::Version { msize, .. } => Reply::Version { msize, version: VERSION_OF_FERRY },
         Request::Attach { .. } => Reply::Attach(ROOT),
         Request::Walk { steps, .. } => {
             steps.iter().for_each(|_| qids.push(FILE));

@@ -4,13 +4,18 @@
 use crate::common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::fake::{Act, FILE, Fake, file_attr, reply};
 use common::{CX, PATIENCE, name, read, write};
 use ferry_9p_client::{Cache, Client, Options};
+use ferry_vfs::sync::lock;
 use ferry_vfs::*;
-use ferry_wire::ninep::{DirWriter, Fid, Frame, Getattr, LockStatus, Qid, QidKind, Qids, Reply, Request, Tag};
+use ferry_wire::ninep::{
+    DirWriter, Fid, Frame, Getattr, LockStatus, Qid, QidKind, Qids, Reply, Request, Tag, VERSION, VERSION_OF_FERRY,
+    VERSION_UNKNOWN,
+};
 
 /// Not patient, and with nothing between the test and the messages.
 fn hasty() -> Options {
@@ -56,7 +61,7 @@ fn other_servers_are_refused_with_a_sentence() {
         let error = fake.connect(Options { uid: 0, tree: b"/t".to_vec(), ..hasty() }).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
-    let nobody = std::sync::Arc::new(ferry_9p_client::Unix("/nonexistent/s".into()));
+    let nobody = Arc::new(ferry_9p_client::Unix("/nonexistent/s".into()));
     let error = Client::connect(nobody, hasty()).unwrap_err().to_string();
     assert!(error.contains("unix:/nonexistent/s") && error.contains("is the server running?"), "{error}");
 }
@@ -183,6 +188,33 @@ fn endless_listings_and_invalid_names_are_ended() {
     let handle = client.opendir(&CX, Ino::ROOT, OFlags::RDONLY).unwrap();
     let at = DirRange { ino: Ino::ROOT, handle, offset: 0, plus: false };
     assert_eq!(client.readdir(&CX, &at, &mut common::Few::new(9)).unwrap_err(), Errno::IO);
+}
+
+/// Other servers may serve requests in any order, and diod loses a reply when a fid is used that a walk is still making.
+#[test]
+fn fids_are_used_before_the_reply_to_their_walk_with_ferry_only() {
+    let versions = [(VERSION, false), (VERSION_OF_FERRY, true), (VERSION_UNKNOWN, false)];
+    for (first, expected) in versions {
+        let seen: Arc<Mutex<Vec<&str>>> = Arc::default();
+        let writing = Arc::clone(&seen);
+        let fake = Fake::new(move |tag, request| {
+            match request {
+                Request::Version { msize, version } => {
+                    let version = if *version == VERSION { VERSION } else { first };
+                    return Some(reply(tag, &Reply::Version { msize: *msize, version }));
+                }
+                Request::Walk { .. } => lock(&writing).push("walk"),
+                Request::Getattr { .. } => lock(&writing).push("getattr"),
+                _ => return None,
+            }
+            Some(Act::Silence)
+        });
+        let client = fake.connect(hasty()).unwrap();
+        assert_eq!(client.lookup(&CX, Ino::ROOT, name("f")).unwrap_err(), Errno::IO);
+        let seen = lock(&seen);
+        let begin = seen.iter().position(|&kind| kind == "walk").unwrap();
+        assert_eq!(seen.get(begin + 1) == Some(&"getattr"), expected, "{seen:?}");
+    }
 }
 
 #[test]

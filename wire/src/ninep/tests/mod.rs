@@ -177,10 +177,12 @@ fn a_head_equals_the_start_of_the_whole_reply() {
 fn versions_are_negotiated_as_in_the_manual() {
     const MAX: u32 = 1 << 20;
     for (msize, version, agreed) in [
-        (8192, "9P2000.L", VersionReply::Session { msize: 8192 }),
-        (u32::MAX, "9P2000.L", VersionReply::Session { msize: MAX }),
-        (MSIZE_MIN, "9P2000.L", VersionReply::Session { msize: MSIZE_MIN }),
-        (65536, "9P2000.L.Google.12", VersionReply::Session { msize: 65536 }),
+        (8192, "9P2000.L", VersionReply::Session { msize: 8192, version: VERSION }),
+        (u32::MAX, "9P2000.L", VersionReply::Session { msize: MAX, version: VERSION }),
+        (MSIZE_MIN, "9P2000.L", VersionReply::Session { msize: MSIZE_MIN, version: VERSION }),
+        (65536, "9P2000.L.Google.12", VersionReply::Session { msize: 65536, version: VERSION }),
+        (8192, "9P2000.L.ferry", VersionReply::Session { msize: 8192, version: VERSION_OF_FERRY }),
+        (8192, "9P2000.L.ferry2", VersionReply::Session { msize: 8192, version: VERSION }),
         (MSIZE_MIN - 1, "9P2000.L", VersionReply::TooSmall),
         (0, "9P2000.L", VersionReply::TooSmall),
         (8192, "9P2000", VersionReply::Unknown),
