@@ -10,8 +10,9 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Backing, Ino};
 
 use crate::connection::{Commit, LeftConnection};
@@ -134,10 +135,6 @@ pub struct PreviousSession {
     pub mapped: Vec<MappedFile>,
     /// Requests in progress, and the last completed ones.
     pub journal_entries: HashMap<u64, JournalEntry>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl SessionStore {

@@ -7,8 +7,10 @@
 //! A long record continues in further slots. Its state is stored last and cleared first, so a reader finds it
 //! completely or not at all, wherever the writer was killed.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use ferry_vfs::sync::lock;
 
 /// Words of a slot.
 pub(crate) const WORDS: usize = 16;
@@ -63,7 +65,7 @@ fn slot(memory: &[AtomicU64], index: u32) -> &[AtomicU64] {
 
 impl Slots {
     fn free(&self) -> std::sync::MutexGuard<'_, Free> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Returns the number of slots ever used.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
+use crate::sync::{read, write};
 use crate::{Ino, NameBuf, SessionId};
 
 /// One change of a source.
@@ -138,7 +139,7 @@ impl Changes {
     /// Subscribes a listener that delivers changes to its clients.
     pub fn listen(&self, listener: impl Listener + 'static) -> Subscription {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
-        let mut listeners = self.0.listeners.write().unwrap_or_else(PoisonError::into_inner);
+        let mut listeners = write(&self.0.listeners);
         listeners.push((id, Arc::new(listener)));
         self.0.count.store(listeners.len(), Ordering::Release);
         Subscription { id, shared: Arc::downgrade(&self.0) }
@@ -172,7 +173,7 @@ impl Changes {
     }
 
     fn listeners(&self) -> Listeners {
-        self.0.listeners.read().unwrap_or_else(PoisonError::into_inner).clone()
+        read(&self.0.listeners).clone()
     }
 }
 
@@ -198,7 +199,7 @@ impl fmt::Debug for Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.upgrade() {
-            let mut listeners = shared.listeners.write().unwrap_or_else(PoisonError::into_inner);
+            let mut listeners = write(&shared.listeners);
             listeners.retain(|(id, _)| *id != self.id);
             shared.count.store(listeners.len(), Ordering::Release);
         }

@@ -1,8 +1,9 @@
 //! A table of open files and directories by handle.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 
+use crate::sync::{read, write};
 use crate::{Errno, Handle, Ino, Result, SessionId};
 
 /// The number of shards: enough that threads which open and close files rarely contend; a power of two.
@@ -64,7 +65,7 @@ impl<T> Handles<T> {
     /// `NFILE` if the shard has 2^28 files.
     pub fn insert(&self, session: SessionId, ino: Ino, value: T) -> Result<Handle> {
         let shard_index = self.next.fetch_add(1, Ordering::Relaxed) % SHARDS;
-        let mut shard = self.shards[shard_index].write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = write(&self.shards[shard_index]);
         let index = match shard.free.pop() {
             Some(index) => index,
             None if shard.slots.len() < SLOTS_MAX => {
@@ -85,7 +86,7 @@ impl<T> Handles<T> {
     /// `NFILE` for a number that is too large, `EXIST` for one that is in use.
     pub fn adopt(&self, session: SessionId, ino: Ino, handle: Handle, value: T) -> Result<()> {
         let (generation, index, shard) = parts(handle);
-        let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = write(&self.shards[shard]);
         if index >= ADOPTED_SLOTS_MAX {
             return Err(Errno::NFILE);
         }
@@ -116,7 +117,7 @@ impl<T> Handles<T> {
         f: impl FnOnce(&Arc<T>) -> Result<R>,
     ) -> Result<R> {
         let (generation, index, shard) = parts(handle);
-        let shard = self.shards[shard].read().unwrap_or_else(PoisonError::into_inner);
+        let shard = read(&self.shards[shard]);
         let slot = shard.slots.get(index).filter(|slot| slot.generation == generation);
         let open = slot.and_then(|slot| slot.open.as_ref());
         f(&open.filter(|open| open.session == session && open.ino == ino).ok_or(Errno::BADF)?.value)
@@ -136,7 +137,7 @@ impl<T> Handles<T> {
     /// `BADF` if there is none.
     pub fn remove(&self, session: SessionId, ino: Ino, handle: Handle) -> Result<Arc<T>> {
         let (generation, index, shard) = parts(handle);
-        let mut shard = self.shards[shard].write().unwrap_or_else(PoisonError::into_inner);
+        let mut shard = write(&self.shards[shard]);
         let slot = shard.slots.get_mut(index).filter(|slot| slot.generation == generation).ok_or(Errno::BADF)?;
         let open = slot.open.take_if(|open| open.session == session && open.ino == ino).ok_or(Errno::BADF)?;
         slot.generation = slot.generation.wrapping_add(1);
@@ -147,7 +148,7 @@ impl<T> Handles<T> {
     /// Returns the number of open files and directories.
     pub fn len(&self) -> usize {
         let count = |shard: &RwLock<Shard<T>>| {
-            let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
+            let shard = read(shard);
             shard.slots.len() - shard.free.len()
         };
         self.shards.iter().map(count).sum()

@@ -1,7 +1,9 @@
 //! Rate-limited log lines, for messages that outside input can cause.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+use crate::sync::lock;
 
 /// The maximum number of lines per [`WINDOW`]: enough to see the cause, too few to fill a disk.
 const LINES_PER_WINDOW: u32 = 10;
@@ -43,7 +45,7 @@ impl RatelimitedLog {
     /// Returns `None` if the limit is reached; otherwise the number of lines suppressed since the last one.
     pub fn admit(&self) -> Option<u32> {
         let now = Instant::now();
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.0);
         let (start, count, suppressed) = match *state {
             Some((start, count)) if now.duration_since(start) < WINDOW => (start, count.saturating_add(1), 0),
             Some((_, count)) => (now, 1, count.saturating_sub(LINES_PER_WINDOW)),

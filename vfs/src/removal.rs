@@ -8,9 +8,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::sync::lock;
 use crate::{Caller, Errno, FileSystem, Ino, Name, NameBuf, RenameFlags, Result};
 
 const S_ISVTX: u32 = 0o1000;
@@ -95,7 +96,7 @@ impl Removals {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<Recheck>> {
-        self.rechecks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.rechecks)
     }
 }
 

@@ -17,12 +17,13 @@ mod waiting;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use self::index::Query;
 use self::inode::{InodeLocks, Outcomes};
 use self::registry::{LINKS, OWNERS, RANGES, Registry, WAITERS};
 use self::waiting::ParkedRequest;
+use crate::sync::lock;
 use crate::{
     Caller, Errno, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, OFlags, Result, SessionId, Waiter,
 };
@@ -117,11 +118,6 @@ pub struct Locks<T: Lockable> {
     /// locked while it is held.
     deadlock: Mutex<()>,
     next: AtomicU64,
-}
-
-/// Locks a mutex, also after a panic: no critical section here leaves inconsistent data.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn wake_all(outcomes: Outcomes) {
