@@ -5,6 +5,7 @@
 //! returns. The events are then in shared memory, from which this module reads them as libaio does.
 
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -43,12 +44,36 @@ struct Event {
     result2: i64,
 }
 
-const _: () = assert!(size_of::<Header>() == 32 && size_of::<Event>() == 32 && size_of::<libc::iocb>() == 64);
+/// `struct iocb`, which `libc` lacks for musl.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Call {
+    data: u64,
+    /// `aio_key` and `aio_rw_flags`, whose order depends on the byte order: both are zero.
+    key_and_flags: [u32; 2],
+    opcode: u16,
+    priority: i16,
+    descriptor: u32,
+    buffer: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    event_descriptor: u32,
+}
+
+const _: () = {
+    assert!(size_of::<Header>() == 32 && offset_of!(Header, magic) == 16 && offset_of!(Header, bytes) == 28);
+    assert!(size_of::<Event>() == 32 && offset_of!(Event, result) == 16);
+    assert!(size_of::<Call>() == 64 && offset_of!(Call, opcode) == 16 && offset_of!(Call, descriptor) == 20);
+    assert!(offset_of!(Call, buffer) == 24 && offset_of!(Call, bytes) == 32 && offset_of!(Call, offset) == 40);
+    assert!(offset_of!(Call, event_descriptor) == 60);
+};
 
 /// A Linux AIO context with its queued calls.
 pub(crate) struct AioBatch {
     context: libc::c_ulong,
-    calls: Vec<libc::iocb>,
+    calls: Vec<Call>,
     outcomes: Vec<Option<i64>>,
 }
 
@@ -71,15 +96,15 @@ impl AioBatch {
 
     /// Adds a transfer; at most [`CALLS_MAX`] fit.
     pub(crate) fn add(&mut self, is_read: bool, fd: BorrowedFd<'_>, offset: i64, segments: &[Segment]) {
-        // SAFETY: an `iocb` is plain numbers, for which zero is valid.
-        let mut call: libc::iocb = unsafe { std::mem::zeroed() };
-        call.aio_data = self.calls.len() as u64;
-        call.aio_lio_opcode = if is_read { READ_VECTOR } else { WRITE_VECTOR };
-        call.aio_fildes = fd.as_raw_fd().unsigned_abs();
-        call.aio_buf = segments.as_ptr().addr() as u64;
-        call.aio_nbytes = segments.len() as u64;
-        call.aio_offset = offset;
-        self.calls.push(call);
+        self.calls.push(Call {
+            data: self.calls.len() as u64,
+            opcode: if is_read { READ_VECTOR } else { WRITE_VECTOR },
+            descriptor: fd.as_raw_fd().unsigned_abs(),
+            buffer: segments.as_ptr().addr() as u64,
+            bytes: segments.len() as u64,
+            offset,
+            ..Call::default()
+        });
     }
 
     /// Carries out the added calls and returns when all of them have ended.
@@ -88,7 +113,7 @@ impl AioBatch {
     ///
     /// The descriptors are open, and the memory is valid; other code accesses it only by volatile access.
     pub(crate) unsafe fn submit_and_wait(&mut self) {
-        let mut list = [std::ptr::null_mut::<libc::iocb>(); CALLS_MAX];
+        let mut list = [std::ptr::null_mut::<Call>(); CALLS_MAX];
         let count = self.calls.len().min(CALLS_MAX);
         for (pointer, call) in list.iter_mut().zip(&mut self.calls) {
             *pointer = &raw mut *call;

@@ -3,12 +3,21 @@
 
 use libc::c_long;
 
-/// System calls that libc lacks. Those of extended attributes are since Linux 6.13, with the same numbers everywhere.
-pub(super) const SYS_io_pgetevents: c_long = if cfg!(target_arch = "x86_64") { 333 } else { 292 };
-pub(super) const SYS_setxattrat: c_long = 463;
-pub(super) const SYS_getxattrat: c_long = 464;
-pub(super) const SYS_listxattrat: c_long = 465;
-pub(super) const SYS_removexattrat: c_long = 466;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("the numbers of system calls are not checked for this architecture");
+
+/// System calls that libc lacks for some targets. All but the first have the same numbers everywhere.
+pub(super) const IO_PGETEVENTS: c_long = if cfg!(target_arch = "x86_64") { 333 } else { 292 };
+pub(super) const FCHMODAT2: c_long = 452;
+pub(super) const SETXATTRAT: c_long = 463;
+pub(super) const GETXATTRAT: c_long = 464;
+pub(super) const LISTXATTRAT: c_long = 465;
+pub(super) const REMOVEXATTRAT: c_long = 466;
+
+#[cfg(target_env = "musl")]
+const _: () = assert!(IO_PGETEVENTS == libc::SYS_io_pgetevents);
+#[cfg(all(target_env = "gnu", target_arch = "x86_64"))]
+const _: () = assert!(FCHMODAT2 == libc::SYS_fchmodat2);
 
 /// The role of a process or thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,8 +55,8 @@ pub(super) const NOT_OF_WORKER: &[c_long] = calls! {
 /// The server's calls about file names, owners and user ids. Threads that only transfer data of open files lack them.
 pub(super) const NAMES_AND_USERS: &[c_long] = calls! {
     SYS_fchdir SYS_umask SYS_mkdirat SYS_mknodat SYS_symlinkat SYS_linkat SYS_unlinkat SYS_renameat SYS_renameat2
-    SYS_fchmod SYS_fchmodat SYS_fchmodat2 SYS_fchown SYS_fchownat SYS_setxattr SYS_lsetxattr SYS_fsetxattr
-    SYS_removexattr SYS_lremovexattr SYS_fremovexattr SYS_setxattrat SYS_removexattrat SYS_setfsuid SYS_setfsgid
+    SYS_fchmod SYS_fchmodat FCHMODAT2 SYS_fchown SYS_fchownat SYS_setxattr SYS_lsetxattr SYS_fsetxattr
+    SYS_removexattr SYS_lremovexattr SYS_fremovexattr SETXATTRAT REMOVEXATTRAT SYS_setfsuid SYS_setfsgid
     SYS_setgroups SYS_unshare
 };
 
@@ -84,12 +93,19 @@ pub(super) const OF_CONNECTOR: &[c_long] = calls! {
     // Some C libraries open `/etc/hosts` with it.
     #[cfg(target_arch = "x86_64")]
     SYS_open
+    // musl binds the socket of a query to no address, and receives the answer as a message.
+    #[cfg(target_env = "musl")]
+    SYS_bind
+    #[cfg(target_env = "musl")]
+    SYS_recvmsg
 };
 
-/// Legacy forms of calls that no thread with a role of its own may make.
+/// Legacy forms of calls that no thread with a role of its own may make. musl has no other way to open a file.
 #[cfg(target_arch = "x86_64")]
 pub(super) const LEGACY_NOT_OF_THREADS: &[c_long] = calls! {
-    SYS_open SYS_epoll_create SYS_pipe SYS_mkdir SYS_rmdir SYS_unlink SYS_rename SYS_link SYS_symlink SYS_chmod
+    #[cfg(not(target_env = "musl"))]
+    SYS_open
+    SYS_epoll_create SYS_pipe SYS_mkdir SYS_rmdir SYS_unlink SYS_rename SYS_link SYS_symlink SYS_chmod
     SYS_chown SYS_lchown
 };
 #[cfg(not(target_arch = "x86_64"))]
