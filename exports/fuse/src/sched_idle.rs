@@ -204,16 +204,20 @@ fn is_possible() -> bool {
 }
 
 fn can_come_back(thread: libc::pid_t) -> bool {
+    // musl's functions for scheduling policies only fail.
     // SAFETY: takes and touches no memory.
-    let usual = unsafe { libc::sched_getscheduler(thread) } == libc::SCHED_OTHER;
-    usual && set_policy(thread, libc::SCHED_IDLE).is_ok() && set_policy(thread, libc::SCHED_OTHER).is_ok()
+    let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, thread) };
+    policy == libc::c_long::from(libc::SCHED_OTHER)
+        && set_policy(thread, libc::SCHED_IDLE).is_ok()
+        && set_policy(thread, libc::SCHED_OTHER).is_ok()
 }
 
 /// For thread 0, the calling one.
 fn set_policy(thread: libc::pid_t, policy: libc::c_int) -> std::io::Result<()> {
-    let param = libc::sched_param { sched_priority: 0 };
-    // SAFETY: `param` outlives the call, which only reads it.
-    match unsafe { libc::sched_setscheduler(thread, policy, &raw const param) } {
+    // `struct sched_param` of the kernel.
+    let priority: libc::c_int = 0;
+    // SAFETY: `priority` outlives the call, which only reads it.
+    match unsafe { libc::syscall(libc::SYS_sched_setscheduler, thread, policy, &raw const priority) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),
     }

@@ -13,7 +13,7 @@ use rustix::ioctl::{Opcode, Setter, ioctl};
 
 /// `LOOP_CONFIGURE` and `LOOP_CTL_GET_FREE` of include/uapi/linux/loop.h.
 const LOOP_CONFIGURE: Opcode = 0x4c0a;
-const LOOP_CTL_GET_FREE: Opcode = 0x4c82;
+const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4c82;
 /// `LO_FLAGS_READ_ONLY | LO_FLAGS_AUTOCLEAR`: the device is released when it is neither open nor mounted.
 const FLAGS: u32 = 1 | 4;
 /// Another process may take a free device first.
@@ -71,7 +71,7 @@ impl Loop {
 /// Returns the number of a device that is free now.
 fn free(control: &File) -> io::Result<i32> {
     // SAFETY: LOOP_CTL_GET_FREE takes no argument and writes to no memory.
-    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE.into()) };
+    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
     if number < 0 { Err(io::Error::last_os_error()) } else { Ok(number) }
 }
 

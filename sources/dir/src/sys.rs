@@ -206,15 +206,17 @@ pub(crate) fn setgroups(groups: &[u32]) -> Result<()> {
 
 /// Restores normal scheduling of the calling thread if it runs at `SCHED_IDLE`.
 pub(crate) fn compete() -> Result<()> {
-    let param = libc::sched_param { sched_priority: 0 };
-    // SAFETY: the first call touches no memory; `param` outlives the second, which only reads it.
+    // `struct sched_param` of the kernel.
+    let priority: libc::c_int = 0;
+    // musl's functions for scheduling policies only fail.
+    // SAFETY: the first call touches no memory; `priority` outlives the second, which only reads it.
     let result = unsafe {
-        if libc::sched_getscheduler(0) != libc::SCHED_IDLE {
+        if libc::syscall(libc::SYS_sched_getscheduler, 0) != c_long::from(libc::SCHED_IDLE) {
             return Ok(());
         }
-        libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const param)
+        libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const priority)
     };
-    if result == 0 { Ok(()) } else { Err(errno()) }
+    check(result).map(drop)
 }
 
 /// Gives this thread its own umask and working directory.
@@ -285,13 +287,15 @@ pub(crate) fn file_ioctl(
     command: FileIoctl,
     argument: &mut [u64; IOCTL_BYTES_MAX / 8],
 ) -> Result<()> {
-    const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
-    const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
+    // `Ioctl` is signed with musl.
+    #[allow(clippy::cast_possible_wrap, reason = "the kernel reads 32 bits")]
+    const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801c_581f_u32 as libc::Ioctl;
+    const FS_IOC_FSSETXATTR: libc::Ioctl = 0x401c_5820;
     let request = match command {
         FileIoctl::GetFlags => libc::FS_IOC_GETFLAGS,
         FileIoctl::SetFlags => libc::FS_IOC_SETFLAGS,
-        FileIoctl::GetXflags => libc::Ioctl::from(FS_IOC_FSGETXATTR),
-        FileIoctl::SetXflags => libc::Ioctl::from(FS_IOC_FSSETXATTR),
+        FileIoctl::GetXflags => FS_IOC_FSGETXATTR,
+        FileIoctl::SetXflags => FS_IOC_FSSETXATTR,
     };
     // SAFETY: each of these reads or writes at most 28 bytes (a long, or `struct fsxattr`) at the pointer, where
     // there are 32, aligned for both.
