@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::{Context, Error, Guest, Input, Kind, Output, Result};
+use crate::{Arch, Context, Error, Guest, Input, Kind, Output, Result};
 
 /// The script is part of the program, so that an installed `ferry` can fetch its guest.
 const FETCH: &str = include_str!("../fetch");
@@ -67,11 +67,23 @@ impl Cache {
         Ok(Uml { kernel: set.join("linux"), modules: set.join("modules"), busybox: set.join("busybox") })
     }
 
-    /// Returns the parts of a QEMU guest.
+    /// Returns the parts of a QEMU guest of this machine's architecture.
     pub fn qemu(&self) -> Result<Qemu> {
-        let set = self.fetch("qemu")?;
+        self.qemu_of(Arch::HOST)
+    }
+
+    /// Returns the parts of a QEMU guest.
+    pub fn qemu_of(&self, arch: Arch) -> Result<Qemu> {
+        let set = match arch {
+            _ if arch == Arch::HOST => "qemu",
+            Arch::Aarch64 => "qemu-arm64",
+            Arch::X86_64 => {
+                return Err(Error::Invalid("no x86-64 guest on this machine: use its own architecture".into()));
+            }
+        };
+        let set = self.fetch(set)?;
         Ok(Qemu {
-            program: set.join("bin/qemu-system-x86_64"),
+            program: set.join(format!("bin/qemu-system-{}", arch.name())),
             kernel: set.join("vmlinuz"),
             initramfs: set.join("initramfs"),
             modules: set.join("modules"),

@@ -112,6 +112,28 @@ pub enum Kind {
     },
 }
 
+/// The architecture of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arch {
+    /// x86-64, which Debian calls amd64.
+    X86_64,
+    /// AArch64, which Debian calls arm64.
+    Aarch64,
+}
+
+impl Arch {
+    /// The architecture of this machine.
+    pub const HOST: Self = if cfg!(target_arch = "aarch64") { Self::Aarch64 } else { Self::X86_64 };
+
+    /// Returns its name in Linux, QEMU and Rust.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::X86_64 => "x86_64",
+            Self::Aarch64 => "aarch64",
+        }
+    }
+}
+
 /// A vhost-user device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
@@ -218,6 +240,8 @@ pub struct Guest {
     pub cache: Cache,
     /// What carries it.
     pub kind: Kind,
+    /// Its architecture; this machine's at first. QEMU emulates AArch64 on other machines, too.
+    pub arch: Arch,
     /// Its memory; 512 MiB at first.
     pub memory_mib: u32,
     /// The host's CPU for User-mode Linux; `None`: guests alternate. It has one CPU and switches between a process for
@@ -254,6 +278,7 @@ impl Guest {
         Self {
             cache,
             kind: Kind::default(),
+            arch: Arch::HOST,
             memory_mib: 512,
             host_cpu: None,
             devices: Vec::new(),

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::thread::CpuSet;
 
 use crate::script::{self, Machine};
-use crate::{Context, Device, DeviceKind, Error, Guest, Kind, Result};
+use crate::{Arch, Context, Device, DeviceKind, Error, Guest, Kind, Result};
 
 /// The queue size of virtio-fs devices: a request of 256 pages needs 260 descriptors, and several should fit.
 const FS_QUEUE_SIZE: u16 = 1024;
@@ -134,7 +134,7 @@ fn next_cpu() -> usize {
 }
 
 fn qemu(guest: &Guest, setup: &Setup<'_>, cpus: u16) -> Result<Vec<OsString>> {
-    let parts = guest.cache.qemu()?;
+    let parts = guest.cache.qemu_of(guest.arch)?;
     let modules = parts.modules.canonicalize().context(|| format!("find {}", parts.modules.display()))?;
     let text = script::init(
         guest,
@@ -156,9 +156,17 @@ fn qemu(guest: &Guest, setup: &Setup<'_>, cpus: u16) -> Result<Vec<OsString>> {
     let memory = guest.memory_mib;
     let mut args = Args(vec![parts.program.into()]);
     args.add("-nodefaults -no-user-config -no-reboot -display none");
-    args.add("-machine q35,memory-backend=memory");
+    args.add(match guest.arch {
+        Arch::X86_64 => "-machine q35,memory-backend=memory",
+        Arch::Aarch64 => "-machine virt,memory-backend=memory",
+    });
     args.add(&format!("-m {memory} -object memory-backend-memfd,id=memory,share=on,size={memory}M -smp {cpus}"));
-    args.add(if setup.kvm { "-accel kvm -cpu host" } else { "-accel tcg,thread=multi -cpu max" });
+    args.add(match (setup.kvm, guest.arch) {
+        (true, _) => "-accel kvm -cpu host",
+        (false, Arch::X86_64) => "-accel tcg,thread=multi -cpu max",
+        // The architected algorithm of pointer authentication takes most of the time of emulation.
+        (false, Arch::Aarch64) => "-accel tcg,thread=multi -cpu max,pauth-impdef=on",
+    });
     args.add("-chardev file,id=log,path=/dev/stdout,append=on -serial chardev:log");
     args.add("-device virtio-serial-pci,max_ports=8");
     args.add("-chardev socket,id=control,fd=3 -device virtserialport,chardev=control,name=control");
@@ -172,8 +180,12 @@ fn qemu(guest: &Guest, setup: &Setup<'_>, cpus: u16) -> Result<Vec<OsString>> {
     for (number, device) in guest.devices.iter().enumerate() {
         add_device(&mut args, number, device);
     }
-    // On a busy host without KVM, the guest's timer is too slow for the kernel's test, which would panic.
-    let mut kernel_args = "console=ttyS0 loglevel=4 panic=-1 no_timer_check".to_owned();
+    let mut kernel_args = match guest.arch {
+        // On a busy host without KVM, the guest's timer is too slow for the kernel's test, which would panic.
+        Arch::X86_64 => "console=ttyS0 loglevel=4 panic=-1 no_timer_check",
+        Arch::Aarch64 => "console=ttyAMA0 loglevel=4 panic=-1",
+    }
+    .to_owned();
     for word in &guest.kernel_args {
         kernel_args.push(' ');
         kernel_args.push_str(word);

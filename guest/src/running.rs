@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
 
 use crate::stdio::{self, RawTerminal};
-use crate::{Context, Error, Guest, Input, Kind, Output, Result, machine};
+use crate::{Arch, Context, Error, Guest, Input, Kind, Output, Result, machine};
 
 /// How long a guest may take to power off after it has reported its status.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(10);
@@ -85,7 +85,7 @@ impl Running {
         let kvm = match (&guest.kind, kvm) {
             (Kind::Uml, _) => false,
             (Kind::Qemu { .. }, Some(kvm)) => kvm,
-            (Kind::Qemu { .. }, None) => guest.cache.kvm_works()?,
+            (Kind::Qemu { .. }, None) => guest.arch == Arch::HOST && guest.cache.kvm_works()?,
         };
         let inherited = matches!((&guest.stdin, &guest.stdout), (Input::Inherit, Output::Inherit));
         let terminal = if inherited { stdio::terminal_size() } else { None };
