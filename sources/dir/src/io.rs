@@ -124,6 +124,7 @@ impl Dir {
         if !inode.is_dir() {
             return Err(Errno::NOTDIR);
         }
+        self.watch_directory(&inode);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = self.retry_with_room_to_keep(|| rustix::fs::openat(fd.as_fd(), ".", flags, Mode::empty()))?;
         self.add_handle(cx, inode, file, OFlags::RDONLY)

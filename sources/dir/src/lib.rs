@@ -104,11 +104,11 @@ use crate::locks::HostLocks;
 use crate::mount::Mounts;
 use crate::number::HandleNumbers;
 use crate::table::{FoundInode, Inode, Table};
-use crate::watch::Watch;
+use crate::watch::{Directories, Watch};
 
 #[cfg(fuzzing)]
 pub use crate::identity::fuzz as fuzz_identity;
-pub use crate::watch::{OwnChanges, WatchError, can_watch};
+pub use crate::watch::{OwnChanges, WatchError, WatchKind, can_watch};
 
 /// How a directory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -125,6 +125,9 @@ pub struct Options {
     pub file_handles: bool,
     /// The maximum number of descriptors for inodes; `None` derives it from the process's limit.
     pub descriptors_max: Option<usize>,
+    /// The maximum number of directories that [`Dir::watch`] watches where it cannot watch the file system; `None`:
+    /// 65,536. The kernel may allow fewer (`fs.inotify.max_user_watches`).
+    pub watches_max: Option<usize>,
 }
 
 impl Default for Options {
@@ -136,6 +139,7 @@ impl Default for Options {
             writeback: false,
             file_handles: true,
             descriptors_max: None,
+            watches_max: None,
         }
     }
 }
@@ -172,6 +176,8 @@ pub struct Usage {
     pub descriptors: usize,
     /// The maximum number of these, besides unlinked inodes that clients still use.
     pub descriptors_max: usize,
+    /// Watched directories, if directories are watched.
+    pub watches: usize,
 }
 
 /// A host directory. See the crate documentation.
@@ -290,6 +296,7 @@ impl Dir {
             handles: self.handles.len(),
             descriptors: self.cache.open(),
             descriptors_max: self.cache.budget(),
+            watches: self.table.directories().map_or(0, Directories::len),
         }
     }
 }

@@ -255,6 +255,7 @@ impl Dir {
         self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let host = self.host_flags(flags)? - OFlags::TRUNC;
+        self.watch_directory(&dir);
         // An existing file is never opened here: the caller's kernel decides whether it may be.
         let exclusive = host | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         let file = self.as_caller(cx, new, |mode| {

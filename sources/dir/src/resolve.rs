@@ -228,15 +228,40 @@ impl Dir {
     ///
     /// System calls: 1 for an inode with a descriptor, 2 with file handles, 3 for a new inode without them.
     pub(crate) fn find(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<(Arc<Inode>, Statx)> {
+        self.watch_directory(dir);
         for _ in 0..TRIES_MAX {
             let st = statx(dir_fd, name)?;
-            match self.find_at(dir, dir_fd, name, st) {
+            match self.find_at(dir, dir_fd, name, st).and_then(|found| self.watch_found(dir, dir_fd, name, found)) {
                 // The name now refers to another inode, or was missing for a moment.
                 Err(Errno::STALE | Errno::NOENT) => {}
                 other => return other,
             }
         }
         Err(Errno::STALE)
+    }
+
+    /// Makes sure that changes of a found inode are noticed, if directories are watched. Returns it with attributes that
+    /// are as new.
+    fn watch_found(
+        &self,
+        dir: &Arc<Inode>,
+        dir_fd: BorrowedFd<'_>,
+        name: &[u8],
+        (inode, st): (Arc<Inode>, Statx),
+    ) -> Result<(Arc<Inode>, Statx)> {
+        if !self.is_newly_watched(dir, name, &inode) {
+            return Ok((inode, st));
+        }
+        let now = statx(dir_fd, name).and_then(|now| if key(&now) == key(&st) { Ok(now) } else { Err(Errno::STALE) });
+        now.inspect_err(|_| self.table.forget(inode.ino, 1)).map(|now| (Arc::clone(&inode), now))
+    }
+
+    /// Returns whether changes of an inode may have been missed until now.
+    fn is_newly_watched(&self, dir: &Arc<Inode>, name: &[u8], inode: &Arc<Inode>) -> bool {
+        let Some(directories) = self.table.directories() else { return false };
+        let is_new_name = directories.name(dir, name, inode);
+        let is_new_directory = inode.is_dir() && self.watch_directory(inode);
+        is_new_name || is_new_directory
     }
 
     fn find_at(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8], st: Statx) -> Result<(Arc<Inode>, Statx)> {
@@ -303,6 +328,12 @@ impl Dir {
         }
         if let Some(fd) = fd {
             self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
+        }
+        if let At::Name(name) = at
+            && self.is_newly_watched(dir, name, &inode)
+        {
+            let now = statx(file, b"").inspect_err(|_| self.table.forget(inode.ino, 1))?;
+            return Ok((inode, now));
         }
         Ok((inode, st))
     }

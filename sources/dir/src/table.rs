@@ -14,7 +14,7 @@ use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 use crate::mount::Mount;
 use crate::number::{self, HandleNumbers};
 use crate::sys::HostHandle;
-use crate::watch::HandleIndex;
+use crate::watch::{Directories, WatchMark, Watched};
 
 /// Enough that workers on as many CPUs rarely contend; a power of two.
 const SHARDS: usize = 64;
@@ -143,6 +143,8 @@ pub(crate) struct Inode {
     sgid_mark: AtomicBool,
     /// The change time in nanoseconds at which no ACL restricted the mode, or 0.
     plain: AtomicU64,
+    /// Its watch, if it is a directory and directories are watched.
+    pub(crate) watch: WatchMark,
     state: Mutex<State>,
 }
 
@@ -170,8 +172,14 @@ impl Inode {
             credit: AtomicU8::new(0),
             sgid_mark: AtomicBool::new(false),
             plain: AtomicU64::new(0),
+            watch: WatchMark::default(),
             state: Mutex::default(),
         }
+    }
+
+    /// Returns whether a client references the inode.
+    pub(crate) fn has_references(&self) -> bool {
+        self.refs.load(Ordering::Relaxed) > 0
     }
 
     pub(crate) fn is_dir(&self) -> bool {
@@ -340,8 +348,8 @@ pub(crate) struct Table {
     next: AtomicU64,
     /// Assigns numbers to inodes of the root's own mount, if they can be found by number.
     numbers: Option<HandleNumbers>,
-    /// The same inodes by handle, while the host's changes are watched.
-    watched: OnceLock<Arc<HandleIndex>>,
+    /// How changes on the host are noticed, while they are.
+    watched: OnceLock<Arc<Watched>>,
 }
 
 impl Table {
@@ -359,15 +367,23 @@ impl Table {
         (table, root)
     }
 
-    /// Enters all current and future inodes into the index of watched ones. Call it once.
-    pub(crate) fn watch(&self, known: Arc<HandleIndex>) {
-        if self.watched.set(Arc::clone(&known)).is_err() {
+    /// Tells `watched` of all current and future inodes. Call it once.
+    pub(crate) fn watch(&self, watched: Arc<Watched>) {
+        if self.watched.set(Arc::clone(&watched)).is_err() {
             return;
         }
         for shard in &self.by_ino {
-            for inode in sync::read(shard).values() {
-                known.add(inode);
+            for inode in sync::read(shard).values().filter(|inode| inode.ino != Ino::ROOT) {
+                watched.adopt(inode);
             }
+        }
+    }
+
+    /// The watched directories, if changes are noticed by these.
+    pub(crate) fn directories(&self) -> Option<&Directories> {
+        match &**self.watched.get()? {
+            Watched::Directories(directories) => Some(directories),
+            Watched::FileSystems { .. } => None,
         }
     }
 
@@ -455,8 +471,8 @@ impl Table {
         }
         let inode = Arc::new(Inode::new(ino, found));
         by_ino.insert(ino.0, Arc::clone(&inode));
-        if let Some(known) = self.watched.get() {
-            known.add(&inode);
+        if let Some(watched) = self.watched.get() {
+            watched.add(&inode);
         }
         inode
     }
@@ -481,8 +497,8 @@ impl Table {
             return Err(Errno::EXIST);
         }
         by_ino.insert(ino.0, Arc::clone(&inode));
-        if let Some(known) = self.watched.get() {
-            known.add(&inode);
+        if let Some(watched) = self.watched.get() {
+            watched.adopt(&inode);
         }
         drop(by_ino);
         shard.entry(key).or_insert_with(|| Arc::clone(&inode));
@@ -515,8 +531,8 @@ impl Table {
         let mut by_ino = sync::write(self.shard(ino));
         let removed = by_ino.remove(&ino.0);
         shrink_tables(&mut by_ino);
-        if let Some(known) = self.watched.get() {
-            known.remove(&inode);
+        if let Some(watched) = self.watched.get() {
+            watched.remove(&inode);
         }
         drop(by_ino);
         drop(shard);

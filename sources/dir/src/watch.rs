@@ -1,7 +1,6 @@
-//! Watches for changes by other processes of the host with fanotify, and publishes them.
-//!
-//! Events identify inodes by file handles, and the index [`HandleIndex`] finds those that clients reference; all others
-//! are ignored. A group watches whole file systems, because no smaller watch covers everything below a directory.
+//! Watches for changes by other processes of the host, and publishes them: with fanotify where this process may watch
+//! the file system, otherwise with inotify. A fanotify group watches whole file systems, because no smaller watch covers
+//! everything below a directory.
 //!
 //! Each change is published twice: at once, and one to two seconds later. A reply from just before the change may still
 //! be in flight when the client receives the first notification.
@@ -10,27 +9,29 @@
 //! file is closed. Changes on other hosts of a network file system are not noticed.
 
 mod events;
+mod fanotify;
+mod inotify;
 
-use std::collections::{BTreeSet, HashSet};
-use std::fmt;
-use std::hash::{Hash, Hasher};
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Changes, Errno, Ino, NameBuf, SessionId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::Dir;
-use crate::mount::Mount;
 use crate::sys;
-use crate::table::{Inode, IntHasher};
-use events::{Event, events};
+use crate::table::Inode;
+use events::events;
+use fanotify::{HandleIndex, heard};
 
-/// Enough that workers that find inodes rarely contend; a power of two.
-const SHARDS: usize = 64;
+pub(crate) use fanotify::Group;
+pub use fanotify::can_watch;
+pub(crate) use inotify::{Directories, WatchMark};
+
 /// The size of a read in bytes: a few hundred events of at most about 600 bytes.
 const READ_BYTES: usize = 64 << 10;
 /// The maximum number of changes to publish again. Beyond it everything counts as changed.
@@ -40,23 +41,23 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// The pause after an error of the kernel, so that a permanent one takes no CPU.
 const REST: Duration = Duration::from_secs(1);
 
-/// The events: all changes of what clients cache. A file that was open for writing is closed after its mappings.
-const MASK: u64 = libc::FAN_MODIFY
-    | libc::FAN_CLOSE_WRITE
-    | libc::FAN_ATTRIB
-    | libc::FAN_CREATE
-    | libc::FAN_DELETE
-    | libc::FAN_MOVED_FROM
-    | libc::FAN_MOVED_TO
-    | libc::FAN_ONDIR;
-
-/// The handling of changes that this process makes.
+/// The handling of changes that this process makes. Only fanotify tells who made a change: with inotify they are always
+/// published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnChanges {
     /// Ignore them: the code that makes them publishes them, as all operations of one [`Dir`] do.
     Skip,
     /// Publish them, too: other sources of this process change the same files.
     Tell,
+}
+
+/// What is watched for changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WatchKind {
+    /// The whole file system, with fanotify.
+    FileSystem,
+    /// The directories that clients know, with inotify.
+    Directories,
 }
 
 /// Why the host cannot be watched for changes.
@@ -87,84 +88,85 @@ impl From<Errno> for WatchError {
     }
 }
 
-/// Checks that this process may watch the file system of a directory for changes.
-///
-/// # Errors
-/// It may not, or the kernel or the file system does not report them.
-pub fn can_watch(directory: BorrowedFd<'_>) -> std::result::Result<(), WatchError> {
-    // Everybody may have a group; a file system is for root.
-    let group = sys::fanotify_group()?;
-    Ok(sys::fanotify_mark_file_system(group.as_fd(), directory, MASK)?)
-}
-
-/// A fanotify group.
+/// How changes are noticed.
 #[derive(Debug)]
-pub(crate) struct Group(OwnedFd);
+pub(crate) enum Watched {
+    /// Of whole file systems.
+    FileSystems {
+        /// What watches them.
+        group: Arc<Group>,
+        /// The inodes that clients reference.
+        index: HandleIndex,
+        /// Whether changes of this process are published.
+        ours: OwnChanges,
+    },
+    /// In the directories that clients know.
+    Directories(Box<Directories>),
+}
 
-impl Group {
-    /// Watches this mount's file system, too.
-    pub(crate) fn add(&self, mount: &Mount) -> std::result::Result<(), WatchError> {
-        let real = mount.handles().ok_or(WatchError::NoHandles)?;
-        Ok(sys::fanotify_mark_file_system(self.0.as_fd(), real, MASK)?)
+impl AsFd for Watched {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::FileSystems { group, .. } => group.as_fd(),
+            Self::Directories(directories) => directories.as_fd(),
+        }
     }
 }
 
-/// Hashes of handles with the inodes.
-type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
-
-/// The inodes that clients reference, by the hash of their handles.
-///
-/// Handles with equal hashes, as on two file systems, are published together, which costs an unnecessary revalidation.
-pub(crate) struct HandleIndex(Box<[Hashed]>);
-
-impl fmt::Debug for HandleIndex {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("HandleIndex")
-    }
-}
-
-fn hash(kind: i32, bytes: &[u8]) -> u64 {
-    let mut mix = IntHasher::default();
-    (kind, bytes).hash(&mut mix);
-    mix.finish()
-}
-
-impl HandleIndex {
-    fn new() -> Self {
-        Self((0..SHARDS).map(|_| Mutex::default()).collect())
-    }
-
-    #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
-    fn shard(&self, hash: u64) -> &Hashed {
-        &self.0[(hash % SHARDS as u64) as usize]
-    }
-
-    fn add_by(&self, handle: &sys::HostHandle, ino: Ino) {
-        let (kind, bytes) = handle.parts();
-        let hash = hash(kind, bytes);
-        lock(self.shard(hash)).insert((hash, ino));
-    }
-
+impl Watched {
     /// Adds an inode that a client references.
     pub(crate) fn add(&self, inode: &Inode) {
-        if let Some(handle) = &inode.found.handle {
-            self.add_by(handle, inode.ino);
+        if let Self::FileSystems { index, .. } = self {
+            index.add(inode);
+        }
+    }
+
+    /// Adds an inode that a client of a former server references.
+    pub(crate) fn adopt(&self, inode: &Inode) {
+        match self {
+            Self::FileSystems { index, .. } => index.add(inode),
+            Self::Directories(directories) => directories.adopt(),
         }
     }
 
     /// Removes an inode that no client references.
     pub(crate) fn remove(&self, inode: &Inode) {
-        if let Some(handle) = &inode.found.handle {
-            let (kind, bytes) = handle.parts();
-            let hash = hash(kind, bytes);
-            lock(self.shard(hash)).remove(&(hash, inode.ino));
+        match self {
+            Self::FileSystems { index, .. } => index.remove(inode),
+            Self::Directories(directories) => directories.remove(inode),
         }
     }
 
-    /// Returns the inodes with this handle: one per mount through which it was found, usually one or none.
-    fn find(&self, (kind, bytes): (i32, &[u8])) -> Vec<Ino> {
-        let hash = hash(kind, bytes);
-        lock(self.shard(hash)).range((hash, Ino(0))..=(hash, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
+    /// Passes on what a read from the kernel tells.
+    fn read(&self, bytes: &[u8], mut tell: impl FnMut(Change)) {
+        match self {
+            Self::FileSystems { index, ours, .. } => events(bytes, |event| heard(index, *ours, &event, &mut tell)),
+            Self::Directories(directories) => directories.events(bytes, tell),
+        }
+    }
+}
+
+/// Wakes the thread that watches.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    fd: OwnedFd,
+    /// The thread is to end.
+    is_over: AtomicBool,
+}
+
+impl Bell {
+    fn new() -> std::result::Result<Self, Errno> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { fd, is_over: AtomicBool::new(false) })
+    }
+
+    fn ring(&self) {
+        // Fails only if the thread is about to be woken already.
+        let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+    }
+
+    fn answer(&self) {
+        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
     }
 }
 
@@ -222,11 +224,9 @@ impl Republished {
 
 /// What the thread works with.
 struct Watcher {
-    group: Arc<Group>,
-    known: Arc<HandleIndex>,
+    watched: Arc<Watched>,
     changes: Changes,
-    ours: OwnChanges,
-    stop: Arc<OwnedFd>,
+    bell: Arc<Bell>,
     /// The changes published since the last repetition, and those before it.
     republished: [Republished; 2],
 }
@@ -235,6 +235,7 @@ impl Watcher {
     fn run(mut self) {
         let mut buffer = vec![0; READ_BYTES];
         let mut next = Instant::now();
+        let watched = Arc::clone(&self.watched);
         loop {
             let waits = !self.republished.iter().all(Republished::is_empty);
             if waits && Instant::now() >= next {
@@ -245,25 +246,27 @@ impl Watcher {
             }
             let left = waits.then(|| next.saturating_duration_since(Instant::now()));
             let left = left.and_then(|left| Timespec::try_from(left).ok());
-            let mut fds = [PollFd::new(&self.group.0, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)];
+            let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.bell.fd, PollFlags::IN)];
             let polled = poll(&mut fds, left.as_ref());
-            let [is_there, ends] = fds.map(|fd| !fd.revents().is_empty());
-            if ends {
+            let [is_there, rings] = fds.map(|fd| !fd.revents().is_empty());
+            if self.bell.is_over.load(Ordering::Acquire) {
                 return;
             }
+            if !waits && (is_there || rings) {
+                next = Instant::now() + AGAIN;
+            }
+            if let (true, Watched::Directories(directories)) = (rings, &*watched) {
+                self.bell.answer();
+                directories.noticed(|change| self.tell(change));
+            }
             let read = match polled {
-                Ok(_) if is_there => rustix::io::read(&self.group.0, &mut buffer[..]),
+                Ok(_) if is_there => rustix::io::read(&*watched, &mut buffer[..]),
                 Ok(_) | Err(Errno::INTR) => continue,
                 Err(error) => Err(error),
             };
             match read {
-                Ok(len) => {
-                    if !waits {
-                        next = Instant::now() + AGAIN;
-                    }
-                    // `len` never exceeds the buffer.
-                    events(buffer.get(..len).unwrap_or_default(), |event| self.heard(&event));
-                }
+                // `len` never exceeds the buffer.
+                Ok(len) => watched.read(buffer.get(..len).unwrap_or_default(), |change| self.tell(change)),
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => {
                     tracing::warn!(
@@ -280,33 +283,24 @@ impl Watcher {
         self.republished[0].add(&change);
         self.changes.publish(SessionId::default(), || change);
     }
+}
 
-    fn heard(&mut self, event: &Event<'_>) {
-        if event.mask & libc::FAN_Q_OVERFLOW != 0 {
-            tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
-            return self.tell(Change::All);
+/// Passes on the changes of an event: of a name in directories, and of the inodes that it refers to.
+fn changes_of(mask: u64, entry: Option<(&[Ino], &NameBuf)>, targets: &[Ino], tell: &mut impl FnMut(Change)) {
+    let has = |kinds: u64| mask & kinds != 0;
+    if let Some((dirs, name)) = entry
+        && has(libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_MOVED_FROM | libc::FAN_MOVED_TO)
+    {
+        for dir in dirs {
+            names(mask, *dir, name, targets).into_iter().for_each(&mut *tell);
         }
-        if self.ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
-            return;
-        }
-        let targets = event.target.map(|handle| self.known.find(handle)).unwrap_or_default();
-        let has = |mask: u64| event.mask & mask != 0;
-        if let Some((handle, name)) = &event.entry
-            && has(libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_MOVED_FROM | libc::FAN_MOVED_TO)
-        {
-            for dir in self.known.find(*handle) {
-                for change in names(event.mask, dir, name, &targets) {
-                    self.tell(change);
-                }
-            }
-        }
-        for ino in targets {
-            if has(libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE) {
-                self.tell(Change::Data { ino, offset: 0, len: u64::MAX });
-            } else {
-                self.tell(Change::Attr { ino });
-            }
-        }
+    }
+    for ino in targets {
+        tell(if has(libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE) {
+            Change::Data { ino: *ino, offset: 0, len: u64::MAX }
+        } else {
+            Change::Attr { ino: *ino }
+        });
     }
 }
 
@@ -326,14 +320,15 @@ fn names(mask: u64, dir: Ino, name: &NameBuf, targets: &[Ino]) -> Vec<Change> {
 /// Watching, until dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    stop: Arc<OwnedFd>,
+    bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
+    kind: WatchKind,
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // Cannot fail: the value is far below the maximum of an eventfd.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
+        self.bell.is_over.store(true, Ordering::Release);
+        self.bell.ring();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -342,43 +337,66 @@ impl Drop for Watch {
 
 impl Dir {
     /// Watches for changes by other processes of the host until the directory is dropped, and publishes them without a
-    /// session.
+    /// session. Returns what is watched; further calls have no effect.
     ///
-    /// Every change of any file on the file system is examined, inside the directory or not. When the kernel's queue
-    /// overflows (`fs.fanotify.max_queued_events`), [`Change::All`] is published. Further calls have no effect.
+    /// If this process may watch the file system, every change of any file on it is examined, inside the directory or
+    /// not. Otherwise the directories that clients know are watched, up to [`crate::Options::watches_max`] of them. When
+    /// the kernel's queue overflows (`fs.fanotify.max_queued_events`, `fs.inotify.max_queued_events`), [`Change::All`]
+    /// is published.
     ///
     /// # Errors
     ///
     /// [`WatchError`] says in one sentence why the host cannot be watched.
-    pub fn watch(&self, ours: OwnChanges) -> std::result::Result<(), WatchError> {
-        if self.watch.get().is_some() {
-            return Ok(());
+    pub fn watch(&self, ours: OwnChanges) -> std::result::Result<WatchKind, WatchError> {
+        if let Some(watch) = self.watch.get() {
+            return Ok(watch.kind);
         }
-        let mount = &self.root.found.mount;
-        if mount.handles().is_none() {
-            return Err(WatchError::NoHandles);
-        }
-        let group = Arc::new(Group(sys::fanotify_group()?));
-        group.add(mount)?;
-        let known = Arc::new(HandleIndex::new());
-        // The root is found by its descriptor, so the table has no handle for it.
-        let root = self.path_fd(&self.root)?;
-        known.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let bell = Arc::new(Bell::new()?);
+        let (watched, kind) = match self.watch_file_system(ours) {
+            Ok(watched) => (watched, WatchKind::FileSystem),
+            Err(WatchError::Host(errno)) => return Err(WatchError::Host(errno)),
+            Err(why) => {
+                tracing::debug!("watching directories: {why}");
+                let max = self.options.watches_max.unwrap_or(inotify::DIRECTORIES_MAX);
+                (Watched::Directories(Box::new(Directories::new(max, Arc::clone(&bell))?)), WatchKind::Directories)
+            }
+        };
+        let watched = Arc::new(watched);
         let watcher = Watcher {
-            group: Arc::clone(&group),
-            known: Arc::clone(&known),
+            watched: Arc::clone(&watched),
             changes: self.changes.clone(),
-            ours,
-            stop: Arc::clone(&stop),
+            bell: Arc::clone(&bell),
             republished: Default::default(),
         };
         let thread = std::thread::Builder::new().name("dir-watch".into()).spawn(move || watcher.run());
         let thread = thread.map_err(|error| WatchError::Host(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)))?;
-        if self.watch.set(Watch { stop, thread: Some(thread) }).is_ok() {
-            self.mounts.watch(group);
-            self.table.watch(known);
+        if self.watch.set(Watch { bell, thread: Some(thread), kind }).is_ok() {
+            if let Watched::FileSystems { group, .. } = &*watched {
+                self.mounts.watch(Arc::clone(group));
+            }
+            self.table.watch(watched);
+            self.watch_directory(&self.root);
         }
-        Ok(())
+        Ok(kind)
+    }
+
+    fn watch_file_system(&self, ours: OwnChanges) -> std::result::Result<Watched, WatchError> {
+        let mount = &self.root.found.mount;
+        if mount.handles().is_none() {
+            return Err(WatchError::NoHandles);
+        }
+        let group = Arc::new(Group::new()?);
+        group.add(mount)?;
+        let index = HandleIndex::new();
+        // The root is found by its descriptor, so the table has no handle for it.
+        let root = self.path_fd(&self.root)?;
+        index.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
+        Ok(Watched::FileSystems { group, index, ours })
+    }
+
+    /// Watches a directory that a client knows, if directories are watched. Returns true if it was not watched before.
+    pub(crate) fn watch_directory(&self, dir: &Arc<Inode>) -> bool {
+        let Some(directories) = self.table.directories() else { return false };
+        directories.is_new(dir) && self.path_fd(dir).is_ok_and(|fd| directories.watch(dir, fd.as_fd()))
     }
 }

@@ -1,39 +1,56 @@
-//! Changes by other processes of the host are noticed. Needs root and a file system with file handles.
+//! Changes by other processes of the host are noticed: by watching the file system, which needs root and file handles,
+//! and by watching the directories that clients know.
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests")]
 
 use crate::common;
 
-use std::fs;
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use ferry_dir::{Options, OwnChanges, WatchError};
+use ferry_dir::{Options, OwnChanges, WatchKind};
 use ferry_vfs::*;
 
 /// Longer than a change takes to be heard of on a machine that has a lot else to do.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A watched directory and what was heard, or a word why that cannot be had here.
+/// A directory on a watched file system and what was heard, or a word why that cannot be had here.
 fn watched(ours: OwnChanges) -> Option<(Share, Heard)> {
     let share = Share::new(Options::default());
-    match share.dir.watch(ours) {
-        Ok(()) => {}
-        Err(why @ (WatchError::Permission | WatchError::NoHandles | WatchError::Unsupported)) => {
-            assert!(!is_root() || !share.dir.has_file_handles(), "{why}");
-            ferry_skip::skip!("{why}");
-            return None;
-        }
-        Err(error) => panic!("{error:?}"),
+    if share.dir.watch(ours).unwrap() == WatchKind::Directories {
+        assert!(!is_root() || !share.dir.has_file_handles());
+        ferry_skip::skip!("needs root and a file system with file handles");
+        return None;
     }
-    let all = Arc::new((Mutex::new(Vec::new()), Condvar::new()));
-    let heard = Arc::clone(&all);
-    let subscription = share.dir.changes().unwrap().subscribe(move |change, by| {
-        heard.0.lock().unwrap().push((change.clone(), by));
-        heard.1.notify_all();
-    });
-    Some((share, Heard { all, _subscription: subscription }))
+    let heard = Heard::of(&share);
+    Some((share, heard))
+}
+
+/// A share of which at most so many directories are watched, and what was heard.
+fn watched_directories(max: Option<usize>) -> (Share, Heard) {
+    let share = Share::new(Options { file_handles: false, watches_max: max, ..Options::default() });
+    assert_eq!(share.dir.watch(OwnChanges::Skip).unwrap(), WatchKind::Directories);
+    assert_eq!(share.dir.watch(OwnChanges::Skip).unwrap(), WatchKind::Directories, "no effect");
+    let heard = Heard::of(&share);
+    (share, heard)
+}
+
+/// How many watches the kernel has for this process's inotify descriptors on directories of the share.
+fn watches_in_kernel(share: &Share) -> usize {
+    let below = fs::read_dir(share.tmp.path()).unwrap().map(|entry| entry.unwrap().metadata().unwrap().ino());
+    let inos: HashSet<u64> = below.chain([fs::metadata(share.tmp.path()).unwrap().ino()]).collect();
+    let fds = fs::read_dir("/proc/self/fdinfo").unwrap().flatten();
+    let infos = fds.filter_map(|fd| fs::read_to_string(fd.path()).ok());
+    let of_line = |line: &str| {
+        let ino = line.strip_prefix("inotify ")?.split(' ').find_map(|word| word.strip_prefix("ino:"))?;
+        u64::from_str_radix(ino, 16).ok()
+    };
+    infos.map(|info| info.lines().filter_map(of_line).filter(|ino| inos.contains(ino)).count()).sum()
 }
 
 /// What was heard, and a bell.
@@ -45,6 +62,16 @@ struct Heard {
 }
 
 impl Heard {
+    fn of(share: &Share) -> Self {
+        let all = Arc::new((Mutex::new(Vec::new()), Condvar::new()));
+        let heard = Arc::clone(&all);
+        let subscription = share.dir.changes().unwrap().subscribe(move |change, by| {
+            heard.0.lock().unwrap().push((change.clone(), by));
+            heard.1.notify_all();
+        });
+        Self { all, _subscription: subscription }
+    }
+
     /// Waits until this was heard of nobody's doing, and answers how often anything was heard before.
     #[track_caller]
     fn wait_for(&self, change: &Change) -> usize {
@@ -78,7 +105,6 @@ fn changes_by_others_are_published() {
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|path| share.ino(path));
     let [file, folder, inside] = ["file", "folder", "folder/inside"].map(|path| share.ino(path));
     let buf = |text| name(text).to_buf();
-    let data = |ino| Change::Data { ino, offset: 0, len: u64::MAX };
     let root = |text| (Ino::ROOT, buf(text));
     let entry = |(dir, name)| Change::Entry { dir, name };
     for (script, changes) in [
@@ -173,9 +199,171 @@ fn too_many_changes_become_one() {
     heard.wait_for(&Change::All);
 }
 
-/// Handles are what events name files by.
+fn data(ino: Ino) -> Change {
+    Change::Data { ino, offset: 0, len: u64::MAX }
+}
+
 #[test]
-fn watching_requires_file_handles() {
-    let share = Share::new(Options { file_handles: false, ..Options::default() });
-    assert!(matches!(share.dir.watch(OwnChanges::Skip), Err(WatchError::NoHandles)));
+fn changes_in_known_directories_are_published() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "for file in a b c d e file; do echo 1 >$file; done; mkdir folder other; echo 1 >folder/inside");
+    let [a, b, c, d, e] = ["a", "b", "c", "d", "e"].map(|path| share.ino(path));
+    let [file, folder, inside, other] = ["file", "folder", "folder/inside", "other"].map(|path| share.ino(path));
+    let buf = |text| name(text).to_buf();
+    let entry = |dir, text| Change::Entry { dir, name: buf(text) };
+    for (script, changes) in [
+        ("echo 2 >>a", vec![data(a)]),
+        ("truncate -s 1 b", vec![data(b)]),
+        ("chmod 600 c", vec![Change::Attr { ino: c }]),
+        ("chmod 700 folder", vec![Change::Attr { ino: folder }]),
+        ("touch -d @1 d", vec![data(d)]),
+        ("echo 3 >folder/inside", vec![data(inside)]),
+        ("echo 1 >new", vec![Change::Unsure { dir: Ino::ROOT, name: buf("new") }]),
+        // A directory in which no name was looked up yet.
+        ("echo 1 >other/new", vec![Change::Unsure { dir: other, name: buf("new") }]),
+        ("rm e", vec![Change::Removed { dir: Ino::ROOT, name: buf("e"), ino: e }, Change::Attr { ino: e }]),
+        ("mv file folder/moved", vec![entry(Ino::ROOT, "file"), entry(folder, "moved"), Change::Attr { ino: file }]),
+        // By the name that no client has looked up.
+        ("echo 4 >folder/moved", vec![data(file)]),
+        ("mv folder/moved folder/inside", vec![entry(folder, "moved"), entry(folder, "inside")]),
+        ("echo 5 >folder/inside", vec![data(file)]),
+        ("mv folder other/folder", vec![entry(Ino::ROOT, "folder"), entry(other, "folder")]),
+        // The watch moved along.
+        ("echo 6 >other/folder/inside", vec![data(file)]),
+        ("rm -r other/folder", vec![Change::Removed { dir: other, name: buf("folder"), ino: folder }]),
+    ] {
+        sh(&share, script);
+        for change in changes {
+            heard.wait_for(&change);
+        }
+        heard.clear();
+    }
+}
+
+/// A link at a directory's place is not followed, and what it leads to is not watched.
+#[test]
+fn symbolic_links_are_not_watched() {
+    let (share, heard) = watched_directories(None);
+    let outside = tempdir();
+    fs::write(outside.path().join("file"), "one").unwrap();
+    std::os::unix::fs::symlink(outside.path(), share.path("link")).unwrap();
+    share.ino("link");
+    assert_eq!(share.dir.usage().watches, 1, "the root");
+    fs::write(outside.path().join("file"), "two").unwrap();
+    fs::write(share.path("mark"), "").unwrap();
+    let before = heard.wait_for(&Change::Unsure { dir: Ino::ROOT, name: name("mark").to_buf() });
+    let before = heard.all.0.lock().unwrap()[..before].to_vec();
+    assert!(!before.iter().any(|(change, _)| matches!(change, Change::Data { .. })), "{before:?}");
+}
+
+/// A file is written where no client knows the directory, and then found there.
+#[test]
+fn a_file_found_under_another_name_counts_as_changed() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "mkdir -p unknown/folder; echo 1 >file");
+    let file = share.ino("file");
+    sh(&share, "mv file unknown/folder/file; echo 2 >unknown/folder/file");
+    heard.wait_for(&Change::Entry { dir: Ino::ROOT, name: name("file").to_buf() });
+    heard.clear();
+    assert_eq!(share.ino("unknown/folder/file"), file);
+    heard.wait_for(&data(file));
+}
+
+/// More directories than may be watched: clients revalidate everything, and what they use then is watched again.
+#[test]
+fn least_recently_used_directories_are_unwatched_and_everything_revalidated() {
+    const MAX: usize = 8;
+    let (share, heard) = watched_directories(Some(MAX));
+    sh(&share, "for n in $(seq 20); do mkdir $n; echo 1 >$n/file; done");
+    let used = share.ino("1/file");
+    for n in 2..=20 {
+        share.ino(&format!("{n}/file"));
+        // Used all along.
+        share.ino("1/file");
+        assert!(share.dir.usage().watches <= MAX);
+        assert_eq!(watches_in_kernel(&share), share.dir.usage().watches);
+    }
+    heard.wait_for(&Change::All);
+    sh(&share, "echo 2 >1/file");
+    heard.wait_for(&data(used));
+    // The first one that was unwatched is watched as soon as a client looks again.
+    let second = share.ino("2/file");
+    sh(&share, "echo 2 >2/file");
+    heard.wait_for(&data(second));
+}
+
+#[test]
+fn watches_are_given_back_when_clients_forget() {
+    let (share, heard) = watched_directories(None);
+    sh(&share, "for n in $(seq 200); do mkdir $n; echo 1 >$n/file; done");
+    for round in 0..3 {
+        let mut inos = Vec::new();
+        for n in 1..=200 {
+            let dir = share.ino(&n.to_string());
+            inos.extend([dir, share.dir.lookup(&share.cx, dir, name("file")).unwrap().ino]);
+        }
+        assert_eq!((share.dir.usage().watches, watches_in_kernel(&share)), (201, 201), "round {round}");
+        for ino in inos {
+            share.dir.forget(ino, 1);
+        }
+        assert_eq!((share.dir.usage().watches, watches_in_kernel(&share)), (1, 1), "round {round}");
+    }
+    assert_eq!(share.dir.usage().inodes, 1);
+    assert!(share.dir.usage().descriptors <= 1);
+    // A directory that is removed while clients know it, and one that comes after it.
+    let first = share.ino("1");
+    sh(&share, "rm -r 1");
+    share.dir.forget(first, 1);
+    assert_eq!(share.dir.usage().watches, 1);
+    sh(&share, "mkdir 1");
+    let second = share.ino("1");
+    sh(&share, "echo 1 >1/new");
+    heard.wait_for(&Change::Unsure { dir: second, name: name("new").to_buf() });
+}
+
+/// As for the other way to watch: more happens than the kernel keeps.
+#[test]
+fn too_many_changes_in_directories_become_one() {
+    const MANY: usize = 200_000;
+    let limit = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap_or_default();
+    let limit = limit.trim().parse().unwrap_or(usize::MAX);
+    if limit > MANY {
+        ferry_skip::skip!("the kernel keeps {limit} events");
+        return;
+    }
+    let (share, heard) = watched_directories(None);
+    let gate = Arc::new((Mutex::new(false), Condvar::new()));
+    let held = Arc::clone(&gate);
+    let _holds = share.dir.changes().unwrap().subscribe(move |_, _| {
+        let open = held.1.wait_while(held.0.lock().unwrap(), |open| !*open).unwrap();
+        drop(open);
+    });
+    for number in 0..limit / 2 + 1000 {
+        let path = share.path(format!("{number}"));
+        fs::write(&path, "").unwrap();
+        fs::remove_file(path).unwrap();
+    }
+    *gate.0.lock().unwrap() = true;
+    gate.1.notify_all();
+    heard.wait_for(&Change::All);
+}
+
+/// While files change all the time, nobody who looks and listens believes an old state: each change is in the attributes
+/// of a lookup or heard of after it.
+#[test]
+fn no_change_is_missed_between_a_lookup_and_its_watch() {
+    let (share, heard) = watched_directories(None);
+    for round in 0..100_u64 {
+        let folder = share.path(format!("{round}"));
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("file"), "").unwrap();
+        let writer = std::thread::spawn(move || {
+            File::options().append(true).open(folder.join("file")).unwrap().write_all(b"more").unwrap();
+        });
+        let found = share.walk(&format!("{round}/file")).unwrap();
+        writer.join().unwrap();
+        if found.attr.size == 0 {
+            heard.wait_for(&data(found.ino));
+        }
+    }
 }

@@ -1,0 +1,135 @@
+//! Whole file systems, watched with fanotify. Events identify inodes by file handles, and the index [`HandleIndex`]
+//! finds those that clients reference; all others are ignored.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
+
+use ferry_vfs::sync::lock;
+use ferry_vfs::{Change, Ino};
+
+use super::events::Event;
+use super::{OwnChanges, WatchError, changes_of};
+use crate::mount::Mount;
+use crate::sys;
+use crate::table::{Inode, IntHasher};
+
+/// Enough that workers that find inodes rarely contend; a power of two.
+const SHARDS: usize = 64;
+/// The events: all changes of what clients cache. A file that was open for writing is closed after its mappings.
+const MASK: u64 = libc::FAN_MODIFY
+    | libc::FAN_CLOSE_WRITE
+    | libc::FAN_ATTRIB
+    | libc::FAN_CREATE
+    | libc::FAN_DELETE
+    | libc::FAN_MOVED_FROM
+    | libc::FAN_MOVED_TO
+    | libc::FAN_ONDIR;
+
+/// Checks that this process may watch the file system of a directory for changes. Where it may not, [`Dir::watch`]
+/// watches the directories that clients know.
+///
+/// # Errors
+/// It may not, or the kernel or the file system does not report them.
+pub fn can_watch(directory: BorrowedFd<'_>) -> std::result::Result<(), WatchError> {
+    // Everybody may have a group; a file system is for root.
+    let group = Group::new()?;
+    Ok(sys::fanotify_mark_file_system(group.as_fd(), directory, MASK)?)
+}
+
+/// A fanotify group.
+#[derive(Debug)]
+pub(crate) struct Group(OwnedFd);
+
+impl AsFd for Group {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Group {
+    pub(super) fn new() -> std::result::Result<Self, WatchError> {
+        Ok(Self(sys::fanotify_group()?))
+    }
+
+    /// Watches this mount's file system, too.
+    pub(crate) fn add(&self, mount: &Mount) -> std::result::Result<(), WatchError> {
+        let real = mount.handles().ok_or(WatchError::NoHandles)?;
+        Ok(sys::fanotify_mark_file_system(self.0.as_fd(), real, MASK)?)
+    }
+}
+
+/// Hashes of handles with the inodes.
+type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
+
+/// The inodes that clients reference, by the hash of their handles.
+///
+/// Handles with equal hashes, as on two file systems, are published together, which costs an unnecessary revalidation.
+pub(crate) struct HandleIndex(Box<[Hashed]>);
+
+impl fmt::Debug for HandleIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HandleIndex")
+    }
+}
+
+fn hash(kind: i32, bytes: &[u8]) -> u64 {
+    let mut mix = IntHasher::default();
+    (kind, bytes).hash(&mut mix);
+    mix.finish()
+}
+
+impl HandleIndex {
+    pub(super) fn new() -> Self {
+        Self((0..SHARDS).map(|_| Mutex::default()).collect())
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
+    fn shard(&self, hash: u64) -> &Hashed {
+        &self.0[(hash % SHARDS as u64) as usize]
+    }
+
+    pub(super) fn add_by(&self, handle: &sys::HostHandle, ino: Ino) {
+        let (kind, bytes) = handle.parts();
+        let hash = hash(kind, bytes);
+        lock(self.shard(hash)).insert((hash, ino));
+    }
+
+    /// Adds an inode that a client references.
+    pub(crate) fn add(&self, inode: &Inode) {
+        if let Some(handle) = &inode.found.handle {
+            self.add_by(handle, inode.ino);
+        }
+    }
+
+    /// Removes an inode that no client references.
+    pub(crate) fn remove(&self, inode: &Inode) {
+        if let Some(handle) = &inode.found.handle {
+            let (kind, bytes) = handle.parts();
+            let hash = hash(kind, bytes);
+            lock(self.shard(hash)).remove(&(hash, inode.ino));
+        }
+    }
+
+    /// Returns the inodes with this handle: one per mount through which it was found, usually one or none.
+    fn find(&self, (kind, bytes): (i32, &[u8])) -> Vec<Ino> {
+        let hash = hash(kind, bytes);
+        lock(self.shard(hash)).range((hash, Ino(0))..=(hash, Ino(u64::MAX))).map(|(_, ino)| *ino).collect()
+    }
+}
+
+/// Passes on what one event of fanotify tells.
+pub(super) fn heard(index: &HandleIndex, ours: OwnChanges, event: &Event<'_>, tell: &mut impl FnMut(Change)) {
+    if event.mask & libc::FAN_Q_OVERFLOW != 0 {
+        tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
+        return tell(Change::All);
+    }
+    if ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
+        return;
+    }
+    let targets = event.target.map(|handle| index.find(handle)).unwrap_or_default();
+    let entry = event.entry.as_ref().map(|(handle, name)| (index.find(*handle), name));
+    changes_of(event.mask, entry.as_ref().map(|(dirs, name)| (&**dirs, *name)), &targets, tell);
+}
