@@ -68,6 +68,7 @@ impl Options {
                 writeback: share.writeback,
                 submounts: share.announce_submounts,
                 file_handles: share.inode_file_handles != FileHandles::Never,
+                watches_max: None,
                 ..ferry_dir::Options::default()
             },
             remote: remote::Flags::of(share),

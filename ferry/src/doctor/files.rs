@@ -105,7 +105,7 @@ fn watch() -> Check {
         Ok(()) => check.found("changes by other programs can be watched"),
         Err(error) => check.lacks(
             error,
-            "a mount sees changes by other programs of this host when its caches time out",
+            "a mount is notified of changes in the directories that it knows (inotify), also of its own",
             for_root_or("# boot Linux 5.17 or later, built with CONFIG_FANOTIFY=y"),
         ),
     }

@@ -63,9 +63,6 @@ impl Share {
                 "--watch always is for mounts, because only they can be notified: {source} has no mount"
             ));
         }
-        if self.watch == Watch::Always && self.inode_file_handles == FileHandles::Never {
-            return Some("--watch always needs --inode-file-handles, which identify changed files".into());
-        }
         if let Some(why) = self.guest_conflict() {
             return Some(why);
         }

@@ -211,8 +211,8 @@ pub struct Share {
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
     pub inode_file_handles: FileHandles,
 
-    /// Notify mounts at once of changes by other processes of the host. Requires root; adds work to every change on the
-    /// directory's file system.
+    /// Notify mounts at once of changes by other processes of the host. As root it adds work to every change on the
+    /// directory's file system; other users watch the directories that the mount knows, up to 65,536 of them.
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For directories")]
     pub watch: Watch,
 

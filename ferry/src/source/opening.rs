@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use ferry_9p_client::Connector;
-use ferry_dir::{Dir, OwnChanges, WatchError};
+use ferry_dir::{Dir, OwnChanges, WatchError, WatchKind};
 use ferry_image::{Image, Objects, objects_folder};
 use ferry_isolation::{Access, Root};
 use ferry_mem::pmem;
@@ -145,7 +145,10 @@ impl Sources {
         let shown = share.source.display();
         // Sources that overlap do not see each other's changes.
         match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
-            Ok(()) => tracing::info!(source = %shown, "watching for changes by other processes"),
+            Ok(WatchKind::FileSystem) => tracing::info!(source = %shown, "watching for changes by other processes"),
+            Ok(WatchKind::Directories) => {
+                tracing::info!(source = %shown, "watching for changes by other processes in directories that are in use");
+            }
             Err(error) if share.watch == Watch::Always => {
                 return Err(error).with_context(|| format!("--watch always: {shown}"));
             }

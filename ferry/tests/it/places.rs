@@ -4,7 +4,7 @@ use crate::common;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use common::place::{Place, runs, until};
 use common::{Server, ferry, needs_fuse, run};
@@ -136,6 +136,10 @@ const AS_USER: &str = r#"
 mkdir dev && mount -t tmpfs none dev && mknod dev/fuse c 10 229 && chmod 666 dev/fuse && mount --bind dev/fuse /dev/fuse
 trap 'umount -l mnt 2>/dev/null || true' EXIT
 nobody() { setpriv --reuid nobody --regid nogroup --clear-groups --inh-caps=-all "$@"; }
+"#;
+
+/// Mounts a directory and memory.
+const USER_MOUNTS: &str = r#"
 nobody "$PWD/ferry" mount "$PWD/source" "$PWD/mnt" --json
 grep " $PWD/mnt " /proc/self/mountinfo | grep -q 'nosuid,nodev.* - fuse.ferry '
 nobody sh -ec 'test "$(cat mnt/file)" = "from the source" && echo x >mnt/new'
@@ -147,16 +151,26 @@ nobody "$PWD/ferry" mount mem "$PWD/mnt" --size 16M --json
 nobody sh -ec 'echo in memory >mnt/file && test "$(cat mnt/file)" = "in memory"'
 nobody fusermount3 -u "$PWD/mnt""#;
 
+/// Runs a script after [`AS_USER`] and returns its outcome.
+fn as_user(place: &Place, script: &str) -> Output {
+    let mut command = Command::new("timeout");
+    command.args(["-k", "2", "60", "unshare", "--mount", "--propagation", "private", "sh", "-ec"]);
+    command
+        .arg(format!("{AS_USER}{script}"))
+        .env_remove("FERRY_LOG")
+        .env_remove("XDG_RUNTIME_DIR")
+        .stdin(Stdio::null());
+    let output = run(command.current_dir(place.folder.path()));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    output
+}
+
 #[test]
 fn users_mount_in_the_background() {
     needs_fuse!();
     let Some((place, _)) = of_nobody() else { return };
-    let mut command = Command::new("timeout");
-    command.args(["-k", "2", "60", "unshare", "--mount", "--propagation", "private", "sh", "-ec", AS_USER]);
-    command.env_remove("FERRY_LOG").env_remove("XDG_RUNTIME_DIR").stdin(Stdio::null());
-    let output = run(command.current_dir(place.folder.path()));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
+    let output = as_user(&place, USER_MOUNTS);
     let out = String::from_utf8_lossy(&output.stdout);
     let pids = out.lines().map(|line| {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -164,6 +178,45 @@ fn users_mount_in_the_background() {
     });
     assert_eq!(pids.clone().count(), 2, "{out}");
     pids.for_each(|pid| until("its end after fusermount3 -u", || !runs(pid)));
+}
+
+/// A mount that keeps everything for a day is notified of changes by inotify, because its user may not watch the file
+/// system. Each state is read once before it changes, so that the mount keeps it.
+const USER_WATCHES: &str = r#"
+nobody "$PWD/ferry" mount "$PWD/source" "$PWD/mnt" --cache always --watch always
+until_it_is() { for i in $(seq 200); do test "$(nobody sh -c "$1" 2>&1)" != "$2" || return 0; sleep 0.05; done; echo "$1: not $2 but $(nobody sh -c "$1" 2>&1)" >&2; return 1; }
+mkdir -p source/folder/below && echo one >source/folder/file && echo two >source/folder/below/file
+until_it_is 'cat mnt/folder/file mnt/folder/below/file' 'one
+two'
+echo uno >source/folder/file
+until_it_is 'cat mnt/folder/file' uno
+echo due >source/folder/below/new && mv source/folder/below/new source/folder/below/file
+until_it_is 'cat mnt/folder/below/file; ls mnt/folder/below' 'due
+file'
+chmod 604 source/folder/file
+until_it_is 'stat -c %a mnt/folder/file' 604
+until_it_is 'test -e mnt/folder/absent || echo absent' absent
+touch source/folder/absent
+until_it_is 'test -e mnt/folder/absent && echo there' there
+mv source/folder source/moved
+until_it_is 'ls mnt; cat mnt/moved/file' 'file
+moved
+other
+uno'
+echo drei >source/moved/file
+until_it_is 'cat mnt/moved/file' drei
+rm -r source/moved
+until_it_is 'ls mnt' 'file
+other'
+nobody fusermount3 -u "$PWD/mnt""#;
+
+#[test]
+fn users_see_changes_on_the_host_at_once() {
+    needs_fuse!();
+    let Some((place, _)) = of_nobody() else { return };
+    let output = as_user(&place, USER_WATCHES);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("in directories that are in use"), "{said}");
 }
 
 #[test]
