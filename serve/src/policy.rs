@@ -75,7 +75,12 @@ pub(crate) struct Policy {
 impl Policy {
     /// `publishes`: whether the source says what changes.
     pub(crate) fn new(options: &ShareOptions, features: Features, publishes: bool) -> Self {
-        let default = match options.cache {
+        // An open can show no change of what never changes.
+        let cache = match options.cache {
+            Cache::Auto if features.constant => Cache::Always,
+            cache => cache,
+        };
+        let default = match cache {
             Cache::None => Duration::ZERO,
             Cache::Auto => AUTO_TIMEOUT,
             Cache::Metadata | Cache::Always => ALWAYS_TIMEOUT,
@@ -110,6 +115,13 @@ impl Policy {
         if options.readdirplus && !(entry.is_zero() && attr_timeout.is_zero()) {
             flags |= InitFlags::DO_READDIRPLUS;
         }
+        let has_locks = (features.posix_locks || features.flock) && !options.local_locks;
+        let caches_constant = features.constant && cache == Cache::Always;
+        let omits_opens = caches_constant && !has_locks;
+        if omits_opens {
+            // The client opens for writing without a request, and would take the file for empty.
+            flags -= InitFlags::ATOMIC_O_TRUNC;
+        }
         let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
         let optional = [
             (features.posix_locks && !options.local_locks, InitFlags::POSIX_LOCKS),
@@ -120,11 +132,13 @@ impl Policy {
             (acl, InitFlags::POSIX_ACL),
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
-            (options.writeback, InitFlags::WRITEBACK_CACHE),
+            // Without an OPEN nothing refuses a file that is opened for writing, and it would seem to be written.
+            (options.writeback && !omits_opens, InitFlags::WRITEBACK_CACHE),
             (options.allow_idmap, InitFlags::ALLOW_IDMAP),
-            (options.cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
+            (cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
             (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
-            (features.constant && options.cache == Cache::Always, InitFlags::NO_OPENDIR_SUPPORT),
+            (caches_constant, InitFlags::NO_OPENDIR_SUPPORT),
+            (omits_opens, InitFlags::NO_OPEN_SUPPORT),
         ];
         for (_, flag) in optional.into_iter().filter(|(wanted, _)| *wanted) {
             flags |= flag;
@@ -134,10 +148,9 @@ impl Policy {
         let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
         let tries_listings = attr_timeout >= entry;
-        let (cache, direct_opens) = (options.cache, options.direct_opens);
+        let direct_opens = options.direct_opens;
         // A source that waits for somebody else would be asked by each open.
-        let asks = !features.waits && !features.constant;
-        let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && asks;
+        let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && !features.waits;
         let closes_alone = options.local_locks || features.constant && !features.posix_locks;
         Self {
             cache,

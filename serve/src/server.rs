@@ -179,6 +179,10 @@ impl Server {
         if backings.is_none() {
             wanted.flags -= InitFlags::PASSTHROUGH;
         }
+        if wanted.flags.contains(InitFlags::PASSTHROUGH) && init.flags.contains(InitFlags::PASSTHROUGH) {
+            // The backing file is named in the reply to OPEN.
+            wanted.flags -= InitFlags::NO_OPEN_SUPPORT;
+        }
         let mappings = self.slot.mappings.as_ref().filter(|_| self.share.source.mappable().is_some());
         let mappings = mappings.filter(|mappings| mappings.is_open());
         if mappings.is_some() {

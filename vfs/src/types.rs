@@ -441,7 +441,7 @@ pub struct Features {
     pub direct: bool,
     /// Which clients find inodes by number.
     pub by_number: ByNumber,
-    /// Nothing in it ever changes, and [`crate::FileSystem::readdir`] ignores the handle: clients may cache listings
-    /// without an OPENDIR.
+    /// Nothing in it ever changes, and no method needs the handle: clients may cache everything, and open files and
+    /// directories without a call of [`crate::FileSystem::open`] or [`crate::FileSystem::opendir`]. The handle is 0 then.
     pub constant: bool,
 }

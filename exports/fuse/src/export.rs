@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ferry_serve::Share;
-use ferry_vfs::{Errno, FileSystem};
+use ferry_vfs::{Errno, Features, FileSystem};
 use rustix::fs::{AtFlags, StatxFlags};
 use rustix::mount::UnmountFlags;
 
@@ -109,7 +109,7 @@ impl Export {
         ring_payload_bytes: usize,
     ) -> Result<Self, Error> {
         let requested = Arc::new(RequestedOptions::new(options, source.features())?);
-        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options))?;
+        let (fd, mountpoint) = Mountpoint::mount(mountpoint, &mount_options(options, source.features()))?;
         let device = Arc::new(Device::new(fd));
         let connection = Arc::new(Connection {
             share: Arc::new(Share::new(Arc::clone(&source), &share_options(options))),
@@ -315,9 +315,10 @@ fn keeps(options: &Options) -> bool {
         || timeouts.into_iter().flatten().any(|timeout| !timeout.is_zero())
 }
 
-fn mount_options(options: &Options) -> MountOptions {
+fn mount_options(options: &Options, features: Features) -> MountOptions {
     MountOptions {
-        read_only: options.read_only || options.mount.read_only,
+        // On a read-only mount the kernel keeps access times, which it otherwise requests after each listing.
+        read_only: options.read_only || options.mount.read_only || features.read_only,
         allow_other: options.allow_other,
         default_permissions: options.default_permissions,
         fsname: options.fsname.clone(),

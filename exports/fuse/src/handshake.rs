@@ -41,6 +41,8 @@ pub(crate) struct RequestedOptions {
     passthrough: Result<(), String>,
     /// Whether files opened for writing use passthrough.
     pass_writers: bool,
+    /// Whether the kernel checks permissions. If not, only `open` of the source can.
+    default_permissions: bool,
     by_number: ByNumber,
     stack_depth: u32,
     max_write_bytes: u32,
@@ -65,6 +67,7 @@ impl RequestedOptions {
             passthrough,
             // Others that trust their caches are notified of a write only if it goes through this server.
             pass_writers: !(options.shared && options.cache == Cache::Always),
+            default_permissions: options.default_permissions,
             by_number: features.by_number,
             stack_depth: if options.stacked_source { STACK_DEPTH_STACKED } else { STACK_DEPTH },
             max_write_bytes: options.max_write_bytes,
@@ -82,6 +85,9 @@ impl RequestedOptions {
     fn adjust(&self, wanted: &mut InitOptions) {
         if self.by_number == ByNumber::Host {
             wanted.flags = (wanted.flags - InitFlags::NO_EXPORT_SUPPORT) | InitFlags::EXPORT_SUPPORT;
+        }
+        if !self.default_permissions {
+            wanted.flags -= InitFlags::NO_OPEN_SUPPORT;
         }
         if self.uring().is_ok() {
             wanted.flags |= InitFlags::OVER_IO_URING;

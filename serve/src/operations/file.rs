@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use ferry_engine::ReplyBuffer;
-use ferry_vfs::{CopyRange, FallocateFlags, Handle, Result, Seek, checks};
-use ferry_wire::fuse::Reply;
+use ferry_vfs::{CopyRange, Errno, FallocateFlags, Handle, Result, Seek, checks};
+use ferry_wire::fuse::{InitFlags, Reply};
 
 use crate::carrier::{FuseCarrier, Served};
 use crate::mappings::WHOLE;
@@ -15,6 +15,10 @@ const COPY_BYTES_MAX: u64 = 0xffff_f000;
 
 impl Server {
     pub(crate) fn flush(&self, cx: &Context<'_>, handle: Handle, owner: u64) -> Result<()> {
+        // Without locks, a close of a file that was opened without a request tells nothing. Linux then sends no FLUSH.
+        if cx.session.negotiated().has(InitFlags::NO_OPEN_SUPPORT) {
+            return Err(Errno::NOSYS);
+        }
         self.publish_passthrough_writes(cx, handle);
         cx.session.unlocked_all(cx.ino, owner);
         self.share.source.flush(&cx.caller, cx.ino, handle, owner)

@@ -23,6 +23,10 @@ impl Server {
         clear_privileges: bool,
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
+        // Linux then opens files without a request, and sends no RELEASE.
+        if cx.session.negotiated().has(InitFlags::NO_OPEN_SUPPORT) {
+            return Err(Errno::NOSYS);
+        }
         let source = &self.share.source;
         let truncate_apart = clear_privileges && flags.contains(OFlags::TRUNC);
         let open_flags = if truncate_apart { flags - OFlags::TRUNC } else { flags };

@@ -103,10 +103,11 @@ impl FileSystem for One {
     }
 }
 
+/// A client whose kernel sends an OPEN for each file.
 fn client(one: One, options: &ShareOptions, session: SessionSlot) -> (Arc<One>, Client) {
-    let one = Arc::new(one);
-    let client = Client::new(Arc::clone(&one) as Arc<dyn FileSystem>, options, session);
-    (one, client)
+    let (one, offered) = (Arc::new(one), InitFlags::ALL - InitFlags::NO_OPEN_SUPPORT);
+    let client = Client::offering(offered, Arc::clone(&one) as Arc<dyn FileSystem>, options, session);
+    (one, client.unwrap())
 }
 
 fn file() -> Option<Arc<Backing>> {
@@ -530,12 +531,74 @@ fn directories_that_never_change_need_not_be_opened() {
     for (constant, cache, offered, expected) in [
         (true, Cache::Always, InitFlags::ALL, true),
         (true, Cache::Always, without, false),
-        (true, Cache::Auto, InitFlags::ALL, false),
+        (true, Cache::Auto, InitFlags::ALL, true),
+        (true, Cache::Metadata, InitFlags::ALL, false),
         (false, Cache::Always, InitFlags::ALL, false),
     ] {
         let options = ShareOptions { cache, ..ShareOptions::default() };
         let client = Client::offering(offered, Arc::new(Constant(constant)), &options, SessionSlot::default());
         let answer = client.unwrap().ask(Ino::ROOT, Operation::Opendir { flags: OFlags::RDONLY });
         assert_eq!(answer == Answer::Error(Errno::NOSYS), expected, "{constant} {cache:?} {offered:?}: {answer:?}");
+    }
+}
+
+#[test]
+fn files_that_never_change_need_not_be_opened_or_closed() {
+    let (all, without) = (InitFlags::ALL, InitFlags::ALL - InitFlags::NO_OPEN_SUPPORT);
+    let constant = Features { constant: true, ..Features::default() };
+    let locks = Features { posix_locks: true, ..constant };
+    let flock = Features { flock: true, ..constant };
+    let options = |cache| ShareOptions { cache, writeback: true, ..ShareOptions::default() };
+    let local_locks = ShareOptions { local_locks: true, ..options(Cache::Auto) };
+    for (features, options, offered, expected) in [
+        (constant, options(Cache::Auto), all, true),
+        (constant, options(Cache::Always), all, true),
+        (constant, options(Cache::Metadata), all, false),
+        (constant, options(Cache::None), all, false),
+        (constant, options(Cache::Always), without, false),
+        (Features::default(), options(Cache::Always), all, false),
+        // A close gives locks back.
+        (locks, options(Cache::Always), all, false),
+        (flock, options(Cache::Always), all, false),
+        (locks, local_locks, all, true),
+    ] {
+        let case = format!("{features:?} {options:?} {offered:?}");
+        let mut client =
+            Client::offering(offered, Arc::new(Plain(features)), &options, SessionSlot::default()).unwrap();
+        let opened = client.ask(FILE, Operation::Open { flags: OFlags::RDONLY, clear_privileges: false });
+        assert_eq!(opened == Answer::Error(Errno::NOSYS), expected, "{case}: {opened:?}");
+        let flushed = client.ask(FILE, Operation::Flush { handle: Handle(0), owner: 1 });
+        assert_eq!(flushed == Answer::Error(Errno::NOSYS), expected, "{case}: {flushed:?}");
+        // Such a client opens for writing without a request. It must not believe that it has written or truncated the file.
+        for flag in [InitFlags::ATOMIC_O_TRUNC, InitFlags::WRITEBACK_CACHE] {
+            assert!(!(expected && client.negotiated.has(flag)), "{case}: {flag:?}");
+        }
+    }
+}
+
+/// A source with these features, of which every file can be opened.
+struct Plain(Features);
+
+impl FileSystem for Plain {
+    fn features(&self) -> Features {
+        self.0
+    }
+    fn open(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Ok(Handle(3))
+    }
+    fn flush(&self, _: &Caller<'_>, _: Ino, _: Handle, _: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What opens a file for the kernel to read on its own is the reply to OPEN.
+#[test]
+fn files_that_are_passed_through_are_opened() {
+    let features = Features { constant: true, backing: true, ..Features::default() };
+    for (offered, expected) in [(InitFlags::ALL, false), (InitFlags::ALL - InitFlags::PASSTHROUGH, true)] {
+        let kernel = Arc::new(Kernel::default());
+        let passes = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::PASSTHROUGH).with_backings(kernel);
+        let client = Client::offering(offered, Arc::new(Plain(features)), &ShareOptions::default(), passes).unwrap();
+        assert_eq!(client.negotiated.has(InitFlags::NO_OPEN_SUPPORT), expected);
     }
 }

@@ -7,6 +7,7 @@ mod common;
 
 mod calls;
 mod channels;
+mod constant;
 mod durable;
 mod ends;
 mod faults;
