@@ -443,5 +443,6 @@ pub struct Features {
     pub by_number: ByNumber,
     /// Nothing in it ever changes, and no method needs the handle: clients may cache everything, and open files and
     /// directories without a call of [`crate::FileSystem::open`] or [`crate::FileSystem::opendir`]. The handle is 0 then.
+    /// Either all inodes have a birth time ([`Attr::btime`]) or none has.
     pub constant: bool,
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ferry_engine::ReplyBuffer;
-use ferry_vfs::{Attr, Caller, Handle, Ino, Result, SetAttr, checks};
+use ferry_vfs::{Attr, Caller, Errno, Handle, Ino, Result, SetAttr, checks};
 use ferry_wire::fuse::{InitFlags, Reply};
 
 use crate::carrier::Served;
@@ -37,6 +37,10 @@ impl Server {
         buffer: &mut impl ReplyBuffer,
     ) -> Result<Served> {
         let attr = self.share.source.getattr(&cx.caller, cx.ino, handle)?;
+        // Linux sends STATX once per inode for the birth time. Without any it then uses the attributes that it has.
+        if attr.btime.is_none() && self.share.source.features().constant {
+            return Err(Errno::NOSYS);
+        }
         let attr = self.visible_attr(cx, cx.ino, checks::attr(attr)?);
         self.tells_attr(cx, &attr);
         let timeout = self.share.policy.timeouts_of(cx.session, cx.ino, &attr).attr;

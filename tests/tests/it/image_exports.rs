@@ -206,7 +206,12 @@ fn xattrs(driver: &mut Driver, node: u64) -> Vec<(Vec<u8>, Vec<u8>)> {
 
 /// All bytes of a file, read in lengths that are none of its pieces'.
 fn read(driver: &mut Driver, node: u64, size: u64) -> ferry_driver::Result<Vec<u8>> {
-    let handle = driver.open(node, 0)?.fh;
+    let opened = match driver.open(node, 0) {
+        // Files are opened and closed without a request.
+        Err(error) if error.errno() == Some(libc::ENOSYS) => None,
+        opened => Some(opened?.fh),
+    };
+    let handle = opened.unwrap_or(0);
     let mut bytes = Vec::new();
     let outcome = loop {
         match driver.read(node, handle, bytes.len() as u64, 100_000) {
@@ -215,7 +220,9 @@ fn read(driver: &mut Driver, node: u64, size: u64) -> ferry_driver::Result<Vec<u
             Err(error) => break Err(error),
         }
     };
-    driver.release(node, handle)?;
+    if let Some(handle) = opened {
+        driver.release(node, handle)?;
+    }
     outcome?;
     assert_eq!(bytes.len() as u64, size);
     Ok(bytes)
@@ -249,6 +256,30 @@ fn a_driver_reads_the_whole_tree() {
         let refused = driver.open(twin, libc::O_WRONLY.cast_unsigned()).unwrap_err();
         assert_eq!(refused.errno(), Some(libc::EROFS));
         assert_eq!(driver.unlink(ROOT, "twin").unwrap_err().errno(), Some(libc::EROFS));
+    }
+}
+
+/// Linux opens nothing by a request then, and closes nothing.
+#[test]
+fn a_client_that_opens_without_a_request_reads_the_whole_tree() {
+    let _alone = alone();
+    if !ferry_alone::in_own_process() {
+        return;
+    }
+    SourceLog::begin();
+    let offered = INIT_FLAGS | InitFlags::NO_OPEN_SUPPORT | InitFlags::NO_OPENDIR_SUPPORT;
+    for (name, layout) in LAYOUTS {
+        let made = Made::new(layout);
+        let shared = Shared::new(made.source(), "t");
+        let mut driver = Driver::connect(&shared.socket, Config::default()).unwrap();
+        driver.init_with(offered, MINOR_MAX).unwrap();
+        let node = driver.lookup(ROOT, "twin").unwrap().nodeid;
+        let refused = [driver.open(node, 0).map(drop), driver.flush(node, 0, 1), driver.opendir(ROOT).map(drop)];
+        for refused in refused {
+            assert_eq!(refused.unwrap_err().errno(), Some(libc::ENOSYS), "{name}");
+        }
+        assert_same(&seen(&mut driver), &made.facts(layout));
+        assert_eq!(driver.write(node, 0, 0, b"x").unwrap_err().errno(), Some(libc::EROFS), "{name}");
     }
 }
 
@@ -302,6 +333,11 @@ done
 if cat /mnt/bad/$large >/mnt/work/got 2>/mnt/work/said; then exit 1; fi
 grep -q 'Input/output error' /mnt/work/said
 cmp -n $(stat -c %s /mnt/work/got) /mnt/work/got /mnt/virtiofs/$large
+# It is opened without a request, and not changed.
+for line in 'echo x >/mnt/virtiofs/twin' 'echo x >>/mnt/virtiofs/twin'; do
+    if sh -c "$line" 2>/mnt/work/said; then exit 1; fi
+    grep -q 'Read-only file system' /mnt/work/said
+done
 cmp /mnt/bad/twin /mnt/virtiofs/twin
 "#;
 

@@ -36,11 +36,13 @@ fn entry(ino: u64) -> Entry {
 }
 
 fn attr(ino: Ino) -> Attr {
-    match ino.0 {
-        1 => Attr::new(ino, FileType::Directory, 0o755),
-        FIRST_LINK.. => Attr::new(ino, FileType::Symlink, 0o777).with_size(3),
-        _ => Attr::new(ino, FileType::RegularFile, 0o644).with_size(BYTES as u64),
-    }
+    let (kind, size) = match ino.0 {
+        1 => (FileType::Directory, 0),
+        FIRST_LINK.. => (FileType::Symlink, 3),
+        _ => (FileType::RegularFile, BYTES as u64),
+    };
+    let times = Timespec { sec: 1_000_000_000, nsec: 0 };
+    Attr { atime: times, mtime: times, ctime: times, btime: None, size, ..Attr::new(ino, kind, 0o755) }
 }
 
 fn content(ino: Ino) -> Vec<u8> {
@@ -131,8 +133,8 @@ fn nothing_is_requested_twice() {
         for cache in [Cache::Auto, Cache::Always] {
             let source = Arc::new(Constant::default());
             let mounted = mount(Arc::clone(&source) as _, Options { cache, ..plain(path) });
-            // The first OPEN and FLUSH, and of each file a LOOKUP and a READ.
-            assert_eq!(requests(&mounted, read_all), 2 + 2 * FILES, "{path:?} {cache:?}");
+            // The first OPEN, FLUSH and STATX, and of each file a LOOKUP and a READ.
+            assert_eq!(requests(&mounted, read_all), 3 + 2 * FILES, "{path:?} {cache:?}");
             assert_eq!(requests(&mounted, read_all), 0, "{path:?} {cache:?}: opened again");
             // The first OPENDIR, the listing, its end, and each link. The kernel lists the names that it knows, too.
             let listed = requests(&mounted, list);
