@@ -12,6 +12,7 @@
 //! * [`Windows`]: which files are mapped in DAX windows, and how truncation waits for them.
 //! * [`RatelimitedLog`]: a rate limit for log lines that a client can cause.
 //! * [`requests`]: a log of requests and their outcomes.
+//! * [`metrics`]: counters and latencies of requests.
 //!
 //! A worker's round: take all waiting requests, queue their transfers, [`Transfers::flush`], reply to the results of
 //! [`Transfers::next_done`], signal once, poll for a while, sleep.
@@ -45,6 +46,7 @@ mod generation;
 mod heap;
 mod mailbox;
 mod memory;
+pub mod metrics;
 mod privileges;
 mod registered;
 pub mod requests;

@@ -3,15 +3,15 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use ferry_engine::requests::{LoggedRequest, Outcome};
+use ferry_engine::requests::Outcome;
 use ferry_vfs::{Caller, Errno, Ino, OFlags, Result};
 use ferry_wire::fuse::{Operation, Reply};
 
+use crate::active_request::DetachedRequest;
 use crate::carrier::{FuseCarrier, Served};
 use crate::close_to_open::size_changed_by;
 use crate::mappings::WHOLE;
 use crate::reply;
-use crate::request_text::RequestText;
 use crate::server::{Context, Server};
 
 impl Server {
@@ -21,7 +21,7 @@ impl Server {
         operation: &Operation<'_>,
         carrier: &mut impl FuseCarrier,
     ) -> Served {
-        self.watched = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &RequestText(operation));
+        self.begin_request(cx, operation);
         if let Some(file) = size_changed_by(cx.ino, operation).filter(|_| self.checks_size_on_open(cx)) {
             cx.session.set_reported_size(file, None);
         }
@@ -45,8 +45,8 @@ impl Server {
             Err(errno) => Outcome::Error(errno),
         };
         // It is not there any more if somebody else will see the end.
-        if let Some(watched) = self.watched.take() {
-            watched.end(outcome);
+        if let Some(active) = self.active.take() {
+            active.end(&mut self.recorder, operation, outcome);
         }
         match (served, operation.reply_kind()) {
             (Ok(served), _) => served,
@@ -152,15 +152,14 @@ impl Server {
         carrier: &mut impl FuseCarrier,
         call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
     ) -> Served {
-        let (later, unique, watched) = (carrier.later(), cx.unique, self.watched.take());
+        let (later, unique, request) =
+            (carrier.later(), cx.unique, DetachedRequest::new(self.active.take(), &self.share));
         let (session, Caller { session: by, uid, gid, pid, .. }) = (Arc::clone(cx.session), cx.caller);
         self.share.blocking_pool.run(move || {
             let caller = Caller { session: by, uid, gid, pid, groups: &[] };
             let outcome = catch_unwind(AssertUnwindSafe(|| call(&caller))).unwrap_or(Err(Errno::IO));
             later(reply::to_bytes(unique, session.negotiated(), outcome));
-            if let Some(watched) = watched {
-                watched.end(outcome.map(|_| 0).into());
-            }
+            request.end(outcome.map(|_| 0));
         });
         Served::Later
     }

@@ -64,6 +64,7 @@
 //! what one client holds, and `persistence/` what is written down of that, so that the next server resumes it.
 #![forbid(unsafe_code)]
 
+mod active_request;
 mod blocking_locks;
 mod carrier;
 mod close_to_open;

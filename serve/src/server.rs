@@ -11,6 +11,7 @@ use ferry_wire::fuse::{
     Reply, Request, SecurityContexts, decode, negotiate, peek,
 };
 
+use crate::active_request::ActiveRequest;
 use crate::carrier::{FuseCarrier, Served};
 use crate::mappings::MAPPING_FLAGS;
 use crate::operations::{DetachedTransfer, PendingTransfer};
@@ -21,7 +22,7 @@ use crate::session::Session;
 use crate::session::SessionSlot;
 use crate::share::Share;
 use ferry_engine::ReplyBuffer;
-use ferry_engine::requests::LoggedRequest;
+use ferry_engine::metrics::Recorder;
 
 /// Groups of a caller that are looked at; Linux sends one.
 const GROUPS_MAX: usize = 32;
@@ -40,8 +41,9 @@ pub struct Server {
     pub(crate) referenced: Vec<Ino>,
     /// Transfers under way, by the low half of their token.
     pending_transfers: Vec<Option<PendingTransfer>>,
-    /// The request being served, if its outcome is to be logged.
-    pub(crate) watched: Option<Box<LoggedRequest>>,
+    pub(crate) recorder: Recorder,
+    /// The request being served, until another thread or a transfer is to end it.
+    pub(crate) active: Option<ActiveRequest>,
     /// What became of requests that must not be carried out twice.
     pub(crate) journal: Option<Journal>,
     /// A server before this one may have carried out the request being served.
@@ -80,6 +82,7 @@ impl Server {
     /// Makes a server of a client's session.
     pub fn new(share: Arc<Share>, slot: Arc<SessionSlot>) -> Self {
         Self {
+            recorder: Recorder::new(&share.metrics),
             share,
             slot,
             session: None,
@@ -87,7 +90,7 @@ impl Server {
             scratch: Vec::new(),
             referenced: Vec::new(),
             pending_transfers: Vec::new(),
-            watched: None,
+            active: None,
             journal: None,
             is_replay: false,
         }
@@ -235,7 +238,10 @@ impl Server {
     /// The transfer of the request with this token has ended: finishes its reply. Returns the bytes of the reply.
     pub fn transferred(&mut self, token: u64, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
         match self.pending_transfers.get_mut(slot(token)).and_then(Option::take) {
-            Some(transfer) => transfer.finish(&self.share, buffer, outcome),
+            Some(transfer) => {
+                let recorder = &mut self.recorder;
+                transfer.finish(&self.share, buffer, outcome, |timer, outcome| recorder.end_transfer(timer, outcome))
+            }
             None => 0,
         }
     }
@@ -256,8 +262,9 @@ impl Server {
     pub fn failed(&mut self, carrier: &mut impl FuseCarrier) -> Served {
         // The panic may have come while buffers were lent out.
         self.head.resize(REQUEST_HEAD_BYTES_MAX, 0);
-        if let Some(watched) = self.watched.take() {
-            watched.end(Err(Errno::IO).into());
+        if let Some(active) = self.active.take() {
+            let recorder = &mut self.recorder;
+            active.end_transfer(Err(Errno::IO), |timer, outcome| recorder.end(timer, outcome));
         }
         let mut header = [0; IN_HEADER_BYTES];
         carrier.read_at(0, &mut header);
@@ -271,6 +278,7 @@ impl Server {
     /// Lets go of the session, for an ended one to give back what it held. To be called before the worker waits.
     pub fn batch_end(&mut self) {
         self.session = None;
+        self.recorder.batch_end();
     }
 }
 

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferry_engine::metrics::Metrics;
 use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
+use crate::active_request;
 use crate::operations::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy};
 
@@ -84,6 +86,7 @@ pub struct Share {
     pub(crate) waiting_flags: OFlags,
     pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) blocking_pool: BlockingPool,
+    pub(crate) metrics: Metrics,
 }
 
 impl std::fmt::Debug for Share {
@@ -105,6 +108,7 @@ impl Share {
             source,
             ratelimited_log: RatelimitedLog::default(),
             blocking_pool: BlockingPool::default(),
+            metrics: active_request::metrics(),
         }
     }
 
@@ -116,6 +120,11 @@ impl Share {
     /// The log for messages that a client can cause.
     pub fn ratelimited_log(&self) -> &RatelimitedLog {
         &self.ratelimited_log
+    }
+
+    /// Returns the counters of its requests.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 
     /// Threads for what may take long.

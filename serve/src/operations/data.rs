@@ -7,12 +7,13 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, Change, Data, Errno, Ino, IoRange, OFlags, Result, SessionId};
 use ferry_wire::fuse::{Negotiated, Reply, WRITE_HEAD_BYTES};
 
+use crate::active_request::ActiveRequest;
 use crate::carrier::{FuseCarrier, HEADER_BYTES, Served};
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
 use crate::share::Share;
-use ferry_engine::requests::LoggedRequest;
+use ferry_engine::metrics::Timer;
 use ferry_engine::{DataInput, DataOutput, ReplyBuffer, TransferRequest};
 
 /// Writes with one of these are durable when they are answered.
@@ -23,7 +24,7 @@ pub(crate) const DURABLE_FLAGS: OFlags = OFlags::SYNC.union(OFlags::DSYNC);
 pub(crate) struct PendingTransfer {
     unique: u64,
     kind: Kind,
-    watched: Option<Box<LoggedRequest>>,
+    request: Option<ActiveRequest>,
     /// The client, if it has a window that is to show what was written.
     window_of: Option<Arc<Session>>,
 }
@@ -50,9 +51,9 @@ enum Kind {
 
 impl Server {
     fn begin(&mut self, cx: &Context<'_>, carrier: &impl FuseCarrier, kind: Kind) {
-        let watched = self.watched.take();
+        let request = self.active.take();
         let window_of = cx.session.mappings.as_ref().map(|_| Arc::clone(cx.session));
-        self.register_transfer(carrier.token(), PendingTransfer { unique: cx.unique, kind, watched, window_of });
+        self.register_transfer(carrier.token(), PendingTransfer { unique: cx.unique, kind, request, window_of });
     }
 
     pub(crate) fn read(&mut self, cx: &Context<'_>, range: &IoRange, carrier: &mut impl FuseCarrier) -> Result<Served> {
@@ -172,21 +173,28 @@ pub struct DetachedTransfer {
 impl DetachedTransfer {
     /// The transfer has ended: finishes the reply. Returns the bytes of the reply.
     pub fn finish(self, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
-        self.transfer.finish(&self.share, buffer, outcome)
+        self.transfer.finish(&self.share, buffer, outcome, |timer, outcome| self.share.metrics.end(timer, outcome))
     }
 }
 
 impl PendingTransfer {
-    /// Writes the reply of a transfer that has ended; returns its bytes.
-    pub(crate) fn finish(self, share: &Share, buffer: &mut impl ReplyBuffer, outcome: io::Result<usize>) -> usize {
-        let Self { unique, kind, watched, window_of } = self;
+    /// Writes the reply of a transfer that has ended; returns its bytes. `count` counts the request.
+    pub(crate) fn finish(
+        self,
+        share: &Share,
+        buffer: &mut impl ReplyBuffer,
+        outcome: io::Result<usize>,
+        count: impl FnOnce(Timer, Result<usize>),
+    ) -> usize {
+        let Self { unique, kind, request, window_of } = self;
         let outcome = outcome.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error));
         let told = match (&kind, outcome) {
             (Kind::Write { bytes_max, cached, .. }, Ok(bytes)) => is_whole(*cached, bytes, *bytes_max).map(|()| bytes),
+            (Kind::Durable { bytes }, Ok(_)) => Ok(*bytes),
             _ => outcome,
         };
-        if let Some(watched) = watched {
-            watched.end(told.into());
+        if let Some(request) = request {
+            request.end_transfer(told, count);
         }
         let reply = match (kind, outcome) {
             (_, Err(errno)) => return reply::write_error(buffer, unique, errno),

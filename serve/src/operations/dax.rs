@@ -4,6 +4,7 @@ use ferry_vfs::{Errno, Result};
 use ferry_wire::fuse::abi::RemovemappingOne;
 use ferry_wire::fuse::{Records, Reply};
 
+use crate::active_request::DetachedRequest;
 use crate::carrier::{FuseCarrier, Served};
 use crate::mappings::{Mapping, MappingReply};
 use crate::reply;
@@ -52,12 +53,10 @@ impl Server {
     /// How a change of the client's window answers its request.
     pub(super) fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
-        let watched = self.watched.take();
+        let request = DetachedRequest::new(self.active.take(), &self.share);
         Box::new(move |outcome| {
             later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
-            if let Some(watched) = watched {
-                watched.end(outcome.map(|()| 0).into());
-            }
+            request.end(outcome.map(|()| 0));
         })
     }
 }

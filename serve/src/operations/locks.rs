@@ -6,6 +6,7 @@ use ferry_engine::ReplyBuffer;
 use ferry_vfs::{Caller, Errno, Lock, LockKind, LockOutcome, Result, checks};
 use ferry_wire::fuse::{LockRequest, Reply};
 
+use crate::active_request::DetachedRequest;
 use crate::carrier::{FuseCarrier, Served};
 use crate::reply;
 use crate::server::{Context, Server};
@@ -46,7 +47,7 @@ impl Server {
     ) -> Result<Served> {
         let source = &self.share.source;
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.session.negotiated());
-        let (later, watched) = (carrier.later(), self.watched.take());
+        let (later, active) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share));
         let changes = source.changes().cloned();
         let (session, asked, on) = (Arc::downgrade(cx.session), *request, cx.ino);
         let answer = move |outcome: Result<()>| {
@@ -55,9 +56,7 @@ impl Server {
             }
             let answer = move || {
                 later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
-                if let Some(watched) = watched {
-                    watched.end(outcome.map(|()| 0).into());
-                }
+                active.end(outcome.map(|()| 0));
             };
             match changes {
                 Some(changes) if outcome.is_ok() => changes.when_delivered(answer),
@@ -95,13 +94,11 @@ impl Server {
     fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl FuseCarrier) -> Served {
         match self.share.source.changes() {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
-                let (later, watched) = (carrier.later(), self.watched.take());
+                let (later, request) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share));
                 let reply = reply::to_bytes(cx.unique, cx.session.negotiated(), Ok(Reply::Empty));
                 changes.when_delivered(move || {
                     later(reply);
-                    if let Some(watched) = watched {
-                        watched.end(Ok(0).into());
-                    }
+                    request.end(Ok(0));
                 });
                 Served::Later
             }

@@ -1,0 +1,100 @@
+//! A request under way, for the log and the metrics.
+
+use std::sync::Arc;
+
+use ferry_engine::metrics::{Metrics, Recorder, Timer};
+use ferry_engine::requests::{LoggedRequest, Outcome};
+use ferry_vfs::Result;
+use ferry_wire::fuse::{Opcode, Operation};
+
+use crate::carrier::HEADER_BYTES;
+use crate::server::{Context, Server};
+use crate::share::Share;
+
+/// A request under way.
+#[derive(Debug)]
+pub(crate) struct ActiveRequest {
+    timer: Timer,
+    /// If its outcome is to be logged.
+    logged: Option<Box<LoggedRequest>>,
+}
+
+/// A request that another thread ends. If it is dropped, its client is gone or has its reply.
+#[derive(Debug)]
+pub(crate) struct DetachedRequest {
+    request: Option<ActiveRequest>,
+    share: Arc<Share>,
+}
+
+/// Creates the counters of FUSE requests, whose operations are opcodes.
+pub(crate) fn metrics() -> Metrics {
+    Metrics::new(|operation| {
+        let opcode = u32::try_from(operation).ok().and_then(Opcode::from_raw);
+        opcode.map_or_else(|| "other".into(), |opcode| format!("{opcode:?}").to_lowercase())
+    })
+}
+
+impl ActiveRequest {
+    pub(crate) fn begin(
+        recorder: &mut Recorder,
+        operation: &Operation<'_>,
+        logged: Option<Box<LoggedRequest>>,
+    ) -> Self {
+        Self { timer: recorder.begin(operation.opcode().as_raw() as usize), logged }
+    }
+
+    /// Ends a request that was served at once. A log line has the bytes of the whole reply, the metrics those of data.
+    pub(crate) fn end(self, recorder: &mut Recorder, operation: &Operation<'_>, outcome: Outcome) {
+        recorder.end(self.timer, data_bytes(operation, outcome));
+        if let Some(logged) = self.logged {
+            logged.end(outcome);
+        }
+    }
+
+    /// Ends a request whose transfer has ended.
+    pub(crate) fn end_transfer(self, outcome: Result<usize>, count: impl FnOnce(Timer, Result<usize>)) {
+        count(self.timer, outcome);
+        if let Some(logged) = self.logged {
+            logged.end(outcome.into());
+        }
+    }
+}
+
+/// The bytes of data that a request has moved. A source that takes less than a whole write has no room.
+fn data_bytes(operation: &Operation<'_>, outcome: Outcome) -> Result<usize> {
+    match (outcome, operation) {
+        (Outcome::Error(errno), _) => Err(errno),
+        (Outcome::Bytes(reply), Operation::Read(_)) => Ok(reply.saturating_sub(HEADER_BYTES)),
+        (_, Operation::Write { range, .. }) => Ok(range.len as usize),
+        _ => Ok(0),
+    }
+}
+
+impl DetachedRequest {
+    pub(crate) fn new(request: Option<ActiveRequest>, share: &Arc<Share>) -> Self {
+        Self { request, share: Arc::clone(share) }
+    }
+
+    pub(crate) fn end(mut self, outcome: Result<usize>) {
+        if let Some(request) = self.request.take() {
+            request.end_transfer(outcome, |timer, outcome| self.share.metrics.end(timer, outcome));
+        }
+    }
+}
+
+impl Drop for DetachedRequest {
+    fn drop(&mut self) {
+        if let Some(request) = self.request.take() {
+            self.share.metrics.end(request.timer, Ok(0));
+        }
+    }
+}
+
+impl Server {
+    /// A request begins.
+    pub(crate) fn begin_request(&mut self, cx: &Context<'_>, operation: &Operation<'_>) {
+        let text = crate::request_text::RequestText(operation);
+        let logged = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &text);
+        self.active = Some(ActiveRequest::begin(&mut self.recorder, operation, logged));
+    }
+}
