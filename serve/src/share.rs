@@ -86,7 +86,7 @@ pub struct Share {
     pub(crate) waiting_flags: OFlags,
     pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) blocking_pool: BlockingPool,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
 impl std::fmt::Debug for Share {
@@ -108,7 +108,7 @@ impl Share {
             source,
             ratelimited_log: RatelimitedLog::default(),
             blocking_pool: BlockingPool::default(),
-            metrics: active_request::metrics(),
+            metrics: Arc::new(active_request::metrics()),
         }
     }
 
@@ -123,7 +123,7 @@ impl Share {
     }
 
     /// Returns the counters of its requests.
-    pub fn metrics(&self) -> &Metrics {
+    pub fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
     }
 

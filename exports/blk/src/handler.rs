@@ -1,15 +1,18 @@
 //! Handles requests: from descriptor chains to the disk and back.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 
 use ferry_engine::TransferRequest;
+use ferry_engine::metrics::Recorder;
 use ferry_vfs::{BlockRange, Data, Errno, Input, Output};
 use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
 use ferry_wire::blk::{
     HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
 };
 
+use crate::metrics::ActiveRequest;
 use crate::slow::{self, Job, Reply};
 use crate::state::{CopyPermit, State};
 
@@ -31,6 +34,7 @@ struct PendingTransfer {
     /// The number of bytes to transfer for success.
     bytes: usize,
     is_read: bool,
+    active: Option<ActiveRequest>,
 }
 
 /// Serves one worker's queues.
@@ -40,6 +44,11 @@ pub(crate) struct Handler {
     logical_block_bytes: u32,
     /// By the low half of the token.
     under_way: Vec<PendingTransfer>,
+    recorder: Recorder,
+    /// The request being served.
+    active: Option<ActiveRequest>,
+    /// The status of the request that was served last, if it has failed.
+    failed: Cell<Option<Status>>,
 }
 
 /// The part of a chain that a read fills.
@@ -74,7 +83,9 @@ impl Input for WriteBuffer<'_> {
 impl Handler {
     pub(crate) fn new(state: Arc<State>, port: Arc<Port<Reply>>) -> Self {
         let logical_block_bytes = state.geometry().logical_block_bytes;
-        Self { state, port, logical_block_bytes, under_way: Vec::new() }
+        let recorder = Recorder::new(&state.metrics);
+        let (under_way, active, failed) = (Vec::new(), None, Cell::new(None));
+        Self { state, port, logical_block_bytes, under_way, recorder, active, failed }
     }
 
     fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
@@ -92,7 +103,7 @@ impl Handler {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), PendingTransfer { bytes, is_read: true });
+                self.note(io.token(), PendingTransfer { bytes, is_read: true, active: self.active });
                 io.transfer(TransferRequest::read(extent, 0, bytes))
             }
             Err(error) => self.fail(chain, error),
@@ -122,7 +133,7 @@ impl Handler {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), PendingTransfer { bytes, is_read: false });
+                self.note(io.token(), PendingTransfer { bytes, is_read: false, active: self.active });
                 io.transfer(TransferRequest::write(extent, (HEADER_BYTES, bytes), false, durable))
             }
             Err(error) => self.fail(chain, error),
@@ -136,7 +147,7 @@ impl Handler {
         match self.state.disk.flush() {
             Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Some(file)) => {
-                self.note(io.token(), PendingTransfer::default());
+                self.note(io.token(), PendingTransfer { active: self.active, ..PendingTransfer::default() });
                 io.transfer(TransferRequest::fsync(file, true))
             }
             Err(error) => self.fail(chain, error),
@@ -167,8 +178,8 @@ impl Handler {
     }
 
     fn run_on_pool(&self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> Answer {
-        let (port, token) = (Arc::clone(&self.port), io.token());
-        slow::run(&self.state, job, room, move |reply| port.reply(token, reply));
+        let (port, token, active) = (Arc::clone(&self.port), io.token(), self.active);
+        slow::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, ..reply }));
         Answer::Later
     }
 
@@ -185,7 +196,7 @@ impl Handler {
             self.state.ratelimited_log.warn(format_args!(
                 "a request of {bytes} bytes; on a disk that makes the guest wait, {SLOW_BYTES_MAX} are the most"
             ));
-            return Answer::Done(end(chain, Status::IoError, 0));
+            return self.end_failed(chain, Status::IoError);
         }
         let mut pieces = (0..bytes).step_by(PIECE_BYTES).map(|from| {
             let bytes = PIECE_BYTES.min(bytes - from) as u64;
@@ -207,12 +218,17 @@ impl Handler {
 
     fn refuse(&self, chain: &Chain, refusal: Refusal) -> Answer {
         self.state.ratelimited_log.warn(format_args!("the guest sent an invalid request: {refusal}"));
-        Answer::Done(end(chain, refusal.status(), 0))
+        self.end_failed(chain, refusal.status())
     }
 
     fn fail(&self, chain: &Chain, error: Errno) -> Answer {
         self.state.ratelimited_log.warn(format_args!("a request failed: {error}"));
-        Answer::Done(end(chain, Reply::failed(error).status, 0))
+        self.end_failed(chain, Reply::failed(error).status)
+    }
+
+    fn end_failed(&self, chain: &Chain, status: Status) -> Answer {
+        self.failed.set(Some(status));
+        Answer::Done(end(chain, status, 0))
     }
 }
 
@@ -255,23 +271,37 @@ impl QueueHandler for Handler {
         chain.read_at(0, &mut header);
         let sizes = Sizes { readable: chain.readable_bytes(), writable: chain.writable_bytes() };
         let limits = self.state.limits(self.logical_block_bytes);
-        match Request::decode(&header, sizes, &limits) {
-            Ok(Request::Read { offset, bytes }) => self.read(chain, io, offset, bytes),
-            Ok(Request::Write { offset, bytes }) => self.write(chain, io, offset, bytes),
-            Ok(Request::Flush) => self.flush(chain, io),
-            Ok(Request::Id { bytes }) => self.id(chain, bytes),
-            Ok(request @ (Request::Discard { ranges } | Request::WriteZeroes { ranges })) => {
+        let request = match Request::decode(&header, sizes, &limits) {
+            Ok(request) => request,
+            Err(refusal) => return self.refuse(chain, refusal),
+        };
+        let active = ActiveRequest::begin(&mut self.recorder, request);
+        (self.active, self.failed) = (Some(active), Cell::new(None));
+        let answer = match request {
+            Request::Read { offset, bytes } => self.read(chain, io, offset, bytes),
+            Request::Write { offset, bytes } => self.write(chain, io, offset, bytes),
+            Request::Flush => self.flush(chain, io),
+            Request::Id { bytes } => self.id(chain, bytes),
+            Request::Discard { ranges } | Request::WriteZeroes { ranges } => {
                 self.ranges(chain, io, request, ranges, &limits)
             }
-            Err(refusal) => self.refuse(chain, refusal),
+        };
+        self.active = None;
+        if matches!(answer, Answer::Done(_)) {
+            active.end(&mut self.recorder, self.failed.get().unwrap_or(Status::Ok));
         }
+        answer
     }
 
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
         let wanted = self.under_way.get(low_half(token)).copied().unwrap_or_default();
         let what = if wanted.is_read { "read" } else { "write or flush" };
+        let is_done = outcome.as_ref().is_ok_and(|moved| *moved == wanted.bytes);
+        if let Some(active) = wanted.active {
+            active.end_transfer(&mut self.recorder, if is_done { Status::Ok } else { Status::IoError });
+        }
         match outcome {
-            Ok(moved) if moved == wanted.bytes => end(chain, Status::Ok, if wanted.is_read { moved } else { 0 }),
+            Ok(moved) if is_done => end(chain, Status::Ok, if wanted.is_read { moved } else { 0 }),
             Ok(moved) => {
                 let bytes = wanted.bytes;
                 self.state.ratelimited_log.warn(format_args!("a {what} of {bytes} bytes ended after {moved}"));
@@ -285,8 +315,11 @@ impl QueueHandler for Handler {
     }
 
     fn deliver(&mut self, chain: &Chain, reply: Reply) -> u32 {
-        let Reply { status, data, room } = reply;
+        let Reply { status, data, room, active } = reply;
         let is_there = chain.write_at(0, &data) == data.len();
+        if let Some(active) = active {
+            active.end(&mut self.recorder, if is_there { status } else { Status::IoError });
+        }
         let bytes = data.len();
         drop((data, room));
         if !is_there {
@@ -297,6 +330,13 @@ impl QueueHandler for Handler {
     }
 
     fn failed(&mut self, chain: &Chain) -> u32 {
+        if let Some(active) = self.active.take() {
+            active.end(&mut self.recorder, Status::IoError);
+        }
         end(chain, Status::IoError, 0)
+    }
+
+    fn batch_end(&mut self) {
+        self.recorder.batch_end();
     }
 }

@@ -21,6 +21,7 @@
 
 mod device;
 mod handler;
+mod metrics;
 mod options;
 mod slow;
 mod state;
@@ -32,8 +33,9 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 pub use ferry_engine::IoMode;
+use ferry_engine::metrics::Metrics;
 use ferry_vfs::{Disk, Errno};
-use ferry_vhost::{Server, ServerError};
+use ferry_vhost::{FrontEnd, Server, ServerError};
 
 use crate::device::Blk;
 pub use crate::options::{Options, QUEUES_MAX};
@@ -57,6 +59,7 @@ pub enum Error {
 /// A disk that is exported on a socket.
 pub struct Export {
     server: Arc<Server>,
+    metrics: Arc<Metrics>,
     watch: Watch,
     disk: Arc<dyn Disk>,
 }
@@ -77,15 +80,26 @@ impl Export {
             return Err(Error::Queues(options.queues));
         }
         let state = Arc::new(State::new(Arc::clone(&disk), options.writeback));
+        let metrics = Arc::clone(&state.metrics);
         let device = Blk::new(Arc::clone(&state), options);
         let server = Arc::new(Server::start(listener, device, "ferry-blk")?);
         let watch = Watch::start(state, Arc::clone(&server)).map_err(Error::Thread)?;
-        Ok(Self { server, watch, disk })
+        Ok(Self { server, metrics, watch, disk })
+    }
+
+    /// Returns a value that tells whether a front end is connected.
+    pub fn front_end(&self) -> FrontEnd {
+        self.server.front_end()
+    }
+
+    /// Returns the counters of its requests.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.metrics)
     }
 
     /// Stops accepting requests, completes those in flight, and makes everything durable.
     pub fn stop(self) {
-        let Self { server, watch, disk } = self;
+        let Self { server, watch, disk, metrics: _ } = self;
         watch.stop();
         // The watch held the only other reference: the server stops here.
         drop(server);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
+use crate::metrics::ActiveRequest;
 use crate::state::{CopyPermit, State};
 
 /// The outcome of a request served on another thread.
@@ -15,12 +16,14 @@ pub(crate) struct Reply {
     pub(crate) data: Vec<u8>,
     /// The permit for the data's memory.
     pub(crate) room: Option<CopyPermit>,
+    /// The request, until its end is counted.
+    pub(crate) active: Option<ActiveRequest>,
 }
 
 impl Reply {
     pub(crate) fn failed(error: Errno) -> Self {
         let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
-        Self { status, data: Vec::new(), room: None }
+        Self { status, data: Vec::new(), room: None, active: None }
     }
 }
 
@@ -40,7 +43,7 @@ pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<CopyPermit>, tell: 
     state.blocking_pool.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
         let reply = match outcome.unwrap_or(Err(Errno::IO)) {
-            Ok(data) => Reply { status: Status::Ok, data, room },
+            Ok(data) => Reply { status: Status::Ok, data, room, active: None },
             Err(error) => {
                 ratelimited_log.warn(format_args!("a request failed: {error}"));
                 Reply::failed(error)

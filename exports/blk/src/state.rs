@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use ferry_engine::metrics::Metrics;
 use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Disk, DiskFeatures, Geometry};
 use ferry_wire::blk::{DeviceFeatures, Limits, SECTOR_BYTES};
@@ -39,6 +40,7 @@ pub(crate) struct State {
     pub(crate) features: DiskFeatures,
     /// Runs calls that may block.
     pub(crate) blocking_pool: BlockingPool,
+    pub(crate) metrics: Arc<Metrics>,
     pub(crate) ratelimited_log: Arc<RatelimitedLog>,
     /// The budget for copies between the guest and calls that may block.
     pub(crate) budget: CopyBudget,
@@ -59,6 +61,7 @@ impl State {
             disk,
             features,
             blocking_pool: BlockingPool::default(),
+            metrics: Arc::new(crate::metrics::metrics()),
             ratelimited_log: Arc::default(),
             budget: CopyBudget::default(),
             may_cache,

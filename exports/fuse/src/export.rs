@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ferry_engine::metrics::Metrics;
 use ferry_serve::Share;
 use ferry_vfs::{Errno, Features, FileSystem};
 use rustix::fs::{AtFlags, StatxFlags};
@@ -204,7 +205,12 @@ impl Export {
         &self.explanation
     }
 
-    /// What was served so far.
+    /// Returns the counters of its requests.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(self.connection.share.metrics())
+    }
+
+    /// Returns what was served so far.
     pub fn stats(&self) -> Stats {
         self.connection.counters.sum()
     }

@@ -137,10 +137,6 @@ impl Hub {
         Ok(())
     }
 
-    pub(crate) fn connection_count(&self) -> usize {
-        lock(&self.connections).len()
-    }
-
     pub(crate) fn usage(&self) -> Usage {
         let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
         let mut usage = Usage {

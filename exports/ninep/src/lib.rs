@@ -66,6 +66,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ferry_engine::metrics::Metrics;
 use ferry_vfs::{Errno, FileSystem};
 use ferry_vhost::ServerError;
 
@@ -265,19 +266,21 @@ impl Export {
         }
     }
 
-    /// Returns a function that counts the connected clients: 0 once the export has ended.
-    pub fn client_counter(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
+    /// Returns a function that returns [`Self::usage`]: nothing once the export has ended.
+    pub fn usage_reader(&self) -> Box<dyn Fn() -> Usage + Send + Sync> {
         match &self.way {
             Some(Transport::Sockets(hub)) => {
                 let hub = Arc::downgrade(hub);
-                Box::new(move || hub.upgrade().map_or(0, |hub| hub.connection_count()))
+                Box::new(move || hub.upgrade().map_or_else(Usage::default, |hub| hub.usage()))
             }
-            Some(Transport::Device(device)) => {
-                let front_end = device.front_end();
-                Box::new(move || front_end.is_connected().into())
-            }
-            None => Box::new(|| 0),
+            Some(Transport::Device(device)) => device.usage_reader(),
+            None => Box::new(Usage::default),
         }
+    }
+
+    /// Returns the counters of its requests.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.share.metrics)
     }
 
     /// Returns how many bytes the host was asked to read ahead so far.

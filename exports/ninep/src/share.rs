@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 
+use ferry_engine::metrics::Metrics;
 use ferry_engine::{BlockingPool, RatelimitedLog};
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
@@ -17,6 +18,7 @@ pub(crate) struct Share {
     pub(crate) ratelimited_log: RatelimitedLog,
     /// Threads for work that must not be done by the caller.
     pub(crate) blocking_pool: BlockingPool,
+    pub(crate) metrics: Arc<Metrics>,
     /// What the host was asked to read ahead of clients.
     pub(crate) read_ahead_bytes: AtomicU64,
 }
@@ -35,6 +37,7 @@ impl Share {
             options,
             ratelimited_log: RatelimitedLog::default(),
             blocking_pool: BlockingPool::default(),
+            metrics: Arc::new(crate::serve::metrics()),
             read_ahead_bytes: AtomicU64::new(0),
         }
     }

@@ -1,5 +1,6 @@
 //! The main loop of a thread: wait for an event, receive a message, serve it.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -91,7 +92,8 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
                 connection.serve_on(held);
                 hub.ensure_waiter();
                 let client = Arc::clone(connection) as Arc<dyn Client>;
-                let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
+                let timer = Cell::default();
+                let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer };
                 answer(&context, &request, &mut Message::new(&message[..bytes], buffers));
                 connection.served(held);
                 if let Some(ahead) = buffers.ahead.take() {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use ferry_engine::metrics::Metrics;
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::Saved;
 use ferry_vfs::sync::lock;
@@ -99,6 +100,10 @@ fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot,
 }
 
 impl VirtioFs {
+    pub(crate) fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(self.share.metrics())
+    }
+
     fn on_panic(&self, lost: usize, what: &str) -> Result<(), String> {
         let name = &self.options.name;
         match (lost, self.options.on_migration_error) {

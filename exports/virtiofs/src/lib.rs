@@ -31,6 +31,7 @@ use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
 pub use ferry_engine::IoMode;
+use ferry_engine::metrics::Metrics;
 pub use ferry_serve::{Acl, Cache, RestoreError};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
@@ -235,6 +236,7 @@ pub enum Error {
 /// A source that is exported on a socket.
 pub struct Export {
     server: Server,
+    metrics: Arc<Metrics>,
     source: Arc<dyn FileSystem>,
     /// Its file is removed when this is dropped.
     socket: Option<Socket>,
@@ -269,8 +271,9 @@ impl Export {
             return Err(Error::Window(bytes));
         }
         let device = device::VirtioFs::new(Arc::clone(&source), options)?;
+        let metrics = device.metrics();
         let server = Server::start(listener, device, "ferry-virtiofs")?;
-        Ok(Self { server, source, socket: None })
+        Ok(Self { server, metrics, source, socket: None })
     }
 
     /// Returns a value to wait for the end of the only guest, see [`Options::once`].
@@ -281,6 +284,11 @@ impl Export {
     /// Returns a value that tells whether a front end is connected.
     pub fn front_end(&self) -> FrontEnd {
         self.server.front_end()
+    }
+
+    /// Returns the counters of its requests.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.metrics)
     }
 
     /// Stops accepting requests, completes those in flight, syncs everything and removes the socket. The guest's session
@@ -295,7 +303,7 @@ impl Export {
     }
 
     fn end(self, stop: impl FnOnce(Server)) {
-        let Self { server, source, socket } = self;
+        let Self { server, source, socket, metrics: _ } = self;
         stop(server);
         ferry_engine::sync_on_stop(&*source);
         drop(socket);

@@ -1,5 +1,6 @@
 //! Handles requests: from descriptor chains to served requests.
 
+use std::cell::Cell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -135,7 +136,7 @@ impl Handler {
             Err(refused) => return self.refuse(chain, tag, refused),
         };
         let client = Arc::clone(&self.guest) as Arc<dyn Client>;
-        let cx = Context { share: &self.share, client, session: &session, ticket: &ticket };
+        let cx = Context { share: &self.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
         let mut request = Request { reply: Reply { chain, short: &mut self.short }, io, moving: None };
         let served = catch_unwind(AssertUnwindSafe(|| serve(&cx, &mut request))).unwrap_or(Err(Errno::IO));
         if let Some(moving) = request.moving {

@@ -134,16 +134,21 @@ impl Served {
     }
 
     pub(crate) fn usage(&self) -> Usage {
-        let guest = lock(&self.now).upgrade();
-        let (fids, requests) = guest.as_ref().map_or((0, 0), |guest| guest.usage());
-        Usage { connections: guest.is_some().into(), fids, requests, threads: 1, buffered_bytes: 0 }
+        usage(&self.now, &self.server.front_end())
     }
 
-    pub(crate) fn front_end(&self) -> FrontEnd {
-        self.server.front_end()
+    pub(crate) fn usage_reader(&self) -> Box<dyn Fn() -> Usage + Send + Sync> {
+        let (now, front_end) = (Arc::clone(&self.now), self.server.front_end());
+        Box::new(move || usage(&now, &front_end))
     }
 
     pub(crate) fn stop(self) {
         self.server.stop();
     }
+}
+
+fn usage(now: &Mutex<Weak<Guest>>, front_end: &FrontEnd) -> Usage {
+    let guest = lock(now).upgrade();
+    let (fids, requests) = guest.map_or((0, 0), |guest| guest.usage());
+    Usage { connections: front_end.is_connected().into(), fids, requests, threads: 1, buffered_bytes: 0 }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ferry_engine::metrics::Timer;
 use ferry_engine::{DataInput, DataOutput, TransferRequest};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Data, Errno, Extent, Ino, IoRange, OFlags, Result, SessionId};
@@ -27,6 +28,7 @@ pub(crate) struct PendingTransfer {
     pub(crate) ticket: Ticket,
     session: SessionId,
     kind: Kind,
+    timer: Option<Timer>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +51,11 @@ enum Kind {
 impl PendingTransfer {
     /// The transfer has ended: writes the reply.
     pub(crate) fn end(self, share: &Share, buffer: &mut impl NinepReply, outcome: Result<usize>) -> Result<ReplyPlace> {
+        if let Some(timer) = self.timer {
+            share
+                .metrics
+                .end(timer, outcome.map(|moved| if let Kind::Durable { bytes } = self.kind { bytes } else { moved }));
+        }
         let (tag, moved) = (self.ticket.tag, outcome?);
         let reply = match self.kind {
             Kind::Read { bytes_max } => return Ok(read_done(buffer, &self.ticket, moved.min(bytes_max))),
@@ -97,7 +104,9 @@ impl Context<'_> {
         kind: Kind,
         ended: Option<Result<usize>>,
     ) -> Result<ReplyPlace> {
-        let moving = PendingTransfer { ticket: self.ticket.clone(), session: self.session.id, kind };
+        // What has ended is counted where it was begun.
+        let timer = if ended.is_none() { self.timer.take() } else { None };
+        let moving = PendingTransfer { ticket: self.ticket.clone(), session: self.session.id, kind, timer };
         match ended {
             Some(outcome) => moving.end(self.share, carrier, outcome),
             None => {

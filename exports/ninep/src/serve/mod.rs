@@ -2,6 +2,7 @@
 
 mod data;
 mod locks;
+mod metrics;
 mod names;
 mod open;
 mod permission;
@@ -12,12 +13,15 @@ mod watch;
 mod xattr;
 
 pub(crate) use self::data::PendingTransfer;
+pub(crate) use self::metrics::metrics;
 use self::request_text::{RequestText, WriteText};
 
+use std::cell::Cell;
 use std::sync::Arc;
 
+use ferry_engine::metrics::Timer;
 use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, Statfs, checks};
-use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead};
+use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead, kind};
 
 use crate::carrier::{Client, NinepCarrier, NinepReply};
 use crate::request_table::Ticket;
@@ -34,6 +38,8 @@ pub(crate) struct Context<'a> {
     pub(crate) client: Arc<dyn Client>,
     pub(crate) session: &'a Arc<Session>,
     pub(crate) ticket: &'a Ticket,
+    /// Until the end of the request is counted.
+    pub(crate) timer: Cell<Option<Timer>>,
 }
 
 /// Where the reply is.
@@ -111,8 +117,11 @@ pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) 
 
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
 pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
-    watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
-        serve_one(cx, request, carrier)
+    let data_bytes = if let Request::Write { data, .. } = request { data.len() } else { 0 };
+    metrics::counted(cx, (request.kind(), data_bytes), || {
+        watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
+            serve_one(cx, request, carrier)
+        })
     })
 }
 
@@ -156,9 +165,11 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
 pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
-    watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
-        true => Err(Errno::ROFS),
-        false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),
+    metrics::counted(cx, (kind::TWRITE, head.bytes as usize), || {
+        watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
+            true => Err(Errno::ROFS),
+            false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),
+        })
     })
 }
 
