@@ -35,6 +35,8 @@ pub enum Peer {
     Virtiofsd,
     /// Ferry without its sandbox.
     FerryOpen,
+    /// Ferry without metrics.
+    FerryUncounted,
 }
 
 impl Peer {
@@ -44,6 +46,7 @@ impl Peer {
             Self::Ferry => crate::line::FERRY,
             Self::Virtiofsd => "virtiofsd",
             Self::FerryOpen => "without-walls",
+            Self::FerryUncounted => "without-metrics",
         }
     }
 }
@@ -238,7 +241,7 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
     match peer {
-        Peer::Ferry | Peer::FerryOpen => {
+        Peer::Ferry | Peer::FerryOpen | Peer::FerryUncounted => {
             add(&format!("--log warn share --tag {TAG} {}", sharing.config.ferry_flags()));
             if peer == Peer::FerryOpen {
                 add("--sandbox none --seccomp none");
@@ -247,6 +250,9 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
                 add(&format!("--queues {queues}"));
             }
             words.splice(0..0, [programs.ferry.clone().into()]);
+            if peer == Peer::FerryUncounted {
+                words.splice(0..0, ["env".into(), "FERRY_METRICS=off".into()]);
+            }
             words.extend([sharing.dir.into(), "--virtiofs".into(), sharing.socket.clone().into()]);
         }
         Peer::Virtiofsd => {
@@ -300,6 +306,7 @@ mod tests {
             words.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join("|")
         };
         assert_eq!(text(Peer::Ferry), "ferry|--log|warn|share|--tag|share|--cache|none|--queues|4|/a b|--virtiofs|/s");
+        assert!(text(Peer::FerryUncounted).starts_with("env|FERRY_METRICS=off|ferry|--log|warn|share|"));
         assert!(text(Peer::Virtiofsd).contains("|--cache|never|--allow-mmap|--shared-dir|/a b|--socket-path|/s"));
     }
 }

@@ -1,4 +1,4 @@
-//! The costs table: memory, the sandbox, and watching for changes on the host.
+//! The costs table: memory, the sandbox, metrics, and watching for changes on the host.
 
 mod memory;
 mod report;
@@ -23,6 +23,9 @@ use crate::{Cli, place};
 /// The table's name.
 const TABLE: &str = "costs";
 
+/// The load that metrics may cost at most a fiftieth of.
+const METRICS_ROW: &str = "native-read-4k q1 d16";
+
 /// How much is done.
 #[derive(Debug, Clone, Copy)]
 struct Size {
@@ -46,6 +49,7 @@ impl Size {
 enum Step {
     Memory,
     Walls(Row),
+    Metrics(Row),
     Watching,
 }
 
@@ -54,6 +58,7 @@ impl Step {
         match self {
             Self::Memory => "memory".into(),
             Self::Walls(row) => format!("walls: {}", row.name),
+            Self::Metrics(row) => format!("metrics: {}", row.name),
             Self::Watching => "watching".into(),
         }
     }
@@ -80,9 +85,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let place = place(cli, cache, None, &data)?;
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let cpus = format!("{},{}", place.guest_cpu, place.server_cpus);
-    let mut walls = Runner::new(TABLE, place, data, "fio".into(), vec![Peer::Ferry, Peer::FerryOpen], effort);
+    let mut loads = Runner::new(TABLE, place, data, "fio".into(), Vec::new(), effort);
     let lines = progress.measure(&steps, Step::name, &[], |step| match step {
-        Step::Walls(row) => vec![Line { row: step.name(), note: None, ..walls.run(row) }],
+        Step::Walls(row) | Step::Metrics(row) => {
+            let without = if matches!(step, Step::Walls(_)) { Peer::FerryOpen } else { Peer::FerryUncounted };
+            loads.set_peers(&[Peer::Ferry, without]);
+            vec![Line { row: step.name(), note: None, ..loads.run(row) }]
+        }
         Step::Memory => Memory { work: &cli.work, programs: &programs, cpus: &cpus, size }.run(&skipped),
         Step::Watching => Watching { work: &cli.work, ferry: &programs.ferry, size }.run(),
     })?;
@@ -97,8 +106,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
 
 fn steps(cli: &Cli) -> Vec<Step> {
     let native = |row: &Row| matches!(row.work, Work::Native(native) if native.queues == 1);
-    let walls = rows::all().into_iter().filter(native).map(Step::Walls);
-    let all = [Step::Memory].into_iter().chain(walls).chain([Step::Watching]);
+    let native: Vec<_> = rows::all().into_iter().filter(native).collect();
+    let metrics = native.clone().into_iter().filter(|row| row.name == METRICS_ROW).map(Step::Metrics);
+    let walls = native.into_iter().map(Step::Walls);
+    let all = [Step::Memory].into_iter().chain(walls).chain(metrics).chain([Step::Watching]);
     all.filter(|step| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&step.name()))).collect()
 }
 
@@ -111,6 +122,7 @@ mod tests {
     fn rows_can_be_chosen() {
         let count =
             |words: &[&str]| steps(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
-        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (7, 5, 1));
+        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (8, 5, 1));
+        assert_eq!(count(&["--rows", "^metrics"]), 1);
     }
 }

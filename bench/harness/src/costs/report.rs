@@ -14,13 +14,23 @@ use crate::{chart, parts, report};
 
 /// The peer of the rows about memory.
 const PEER: &str = "virtiofsd";
+/// The peer of the row about metrics.
+const UNCOUNTED: &str = "without-metrics";
 
-/// What was to be reached: less memory than virtiofsd takes.
+/// The least that is left of a load's requests with metrics.
+const METRICS_RATIO_MIN: f64 = 0.98;
+
+/// What was to be reached: less memory than virtiofsd takes, and metrics that cost little.
 pub fn targets(lines: &[Line]) -> Vec<Target> {
     let memory = lines.iter().filter(|line| line.row.starts_with("memory: ") && line.unit != "ms");
     let ratio =
         |line: &Line| Some(Target::at_least(format!("{}: {PEER} : ferry", line.row), *line.ratio.get(PEER)?, 1.0));
-    memory.filter_map(ratio).collect()
+    let metrics = lines.iter().filter(|line| line.row.starts_with("metrics: "));
+    let cost = |line: &Line| {
+        let ratio = *line.ratio.get(UNCOUNTED)?;
+        Some(Target::at_least(format!("{}: ferry : {UNCOUNTED}", line.row), ratio, METRICS_RATIO_MIN))
+    };
+    memory.filter_map(ratio).chain(metrics.filter_map(cost)).collect()
 }
 
 /// Writes the report into a folder.
@@ -43,6 +53,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
          the driver, which counts, too.\n\
          * `walls`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
+         * `metrics`: one such load, beside a server that does not count requests (FERRY_METRICS=off).\n\
          * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
          beside one with `--watch never` and beside no server at all. CPU times are the server's, until three seconds later.\n",
         folders * FOLDER_FILES
