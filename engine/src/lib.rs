@@ -10,6 +10,7 @@
 //! * [`Watch`], [`Monitor`]: replace the worker of a queue while a handler is blocked.
 //! * [`Mailbox`]: how other threads and the control plane reach a worker.
 //! * [`Windows`]: which files are mapped in DAX windows, and how truncation waits for them.
+//! * [`TokenBucket`], [`RateLimiter`]: limits of requests and bytes per second.
 //! * [`RatelimitedLog`]: a rate limit for log lines that a client can cause.
 //! * [`requests`]: a log of requests and their outcomes.
 //! * [`metrics`]: counters and latencies of requests.
@@ -48,6 +49,7 @@ mod mailbox;
 mod memory;
 pub mod metrics;
 mod privileges;
+mod rate_limit;
 mod registered;
 pub mod requests;
 mod ring;
@@ -68,6 +70,7 @@ pub use heap::trim_heap;
 pub use mailbox::Mailbox;
 pub use memory::copy_mapped;
 pub use privileges::WithoutFsetid;
+pub use rate_limit::{BURST_MAX, BURST_MIN, BYTES_MAX, REQUESTS_MAX, RateLimiter, Rates, TokenBucket};
 pub use registered::MemoryOwner;
 pub use sync_on_stop::sync_on_stop;
 pub use transfers::{IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints};

@@ -190,11 +190,38 @@ impl Ring {
         }
     }
 
+    /// Sleeps until there is a completion, for at most this time. As [`Self::wait`] otherwise.
+    pub(crate) fn wait_at_most(&mut self, time: Duration) -> io::Result<()> {
+        if !self.uring.params().is_feature_ext_arg() {
+            // Linux before 5.11.
+            self.arm()?;
+            self.submit()?;
+            std::thread::sleep(time.min(PAUSE));
+            return Ok(());
+        }
+        match self.arm().and_then(|()| {
+            let outcome = self.wait_for(1, 0, &time.into());
+            self.waited(outcome)
+        }) {
+            Err(error) if is_passing(&error) => {
+                std::thread::sleep(PAUSE);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
     fn wait_once(&mut self, wanted: usize) -> io::Result<()> {
         let outcome = match u32::try_from(wanted) {
-            Ok(wanted @ 2..) if self.uring.params().is_feature_min_timeout() => self.wait_for(wanted),
+            Ok(wanted @ 2..) if self.uring.params().is_feature_min_timeout() => {
+                self.wait_for(wanted, SEVERAL_US, &SLEEP_MAX)
+            }
             _ => self.uring.submit_and_wait(1),
         };
+        self.waited(outcome)
+    }
+
+    fn waited(&mut self, outcome: io::Result<usize>) -> io::Result<()> {
         match outcome.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) => {
                 self.unsubmitted = self.uring.submission().len();
@@ -205,14 +232,13 @@ impl Ring {
         }
     }
 
-    fn wait_for(&mut self, wanted: u32) -> io::Result<usize> {
+    fn wait_for(&mut self, wanted: u32, several_us: u32, longest: &types::Timespec) -> io::Result<usize> {
         let pending = u32::try_from(self.uring.submission().len()).unwrap_or(u32::MAX);
-        let longest = SLEEP_MAX;
         let argument = WaitArgument {
             signals: 0,
             signals_bytes: 0,
-            several_us: SEVERAL_US,
-            longest: (&raw const longest).addr() as u64,
+            several_us,
+            longest: std::ptr::from_ref(longest).addr() as u64,
         };
         // SAFETY: the argument has the layout that the flag requires, and the data that it points to outlives the call.
         unsafe { self.uring.submitter().enter(pending, wanted, ENTER_GETEVENTS | ENTER_EXT_ARG, Some(&argument)) }

@@ -10,6 +10,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Once};
+use std::time::Duration;
 
 use ferry_vfs::{Backing, Segment};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -360,14 +361,23 @@ impl Transfers {
     ///
     /// [`TransfersError::Wait`]: the ring is broken.
     pub fn sleep(&mut self) -> Result<(), TransfersError> {
+        self.sleep_at_most(None)
+    }
+
+    /// As [`Self::sleep`], for at most this time.
+    ///
+    /// # Errors
+    /// As [`Self::sleep`].
+    pub fn sleep_at_most(&mut self, time: Option<Duration>) -> Result<(), TransfersError> {
         if self.has_done() {
             return Ok(());
         }
         match &mut self.ring {
+            Some(ring) if let Some(time) = time => ring.wait_at_most(time).map_err(TransfersError::Wait)?,
             Some(ring) => ring
                 .wait(if self.in_flight < BUSY_FROM { 1 } else { self.in_flight / 2 })
                 .map_err(TransfersError::Wait)?,
-            None => sleep_in_poll(&self.watched).map_err(TransfersError::Wait)?,
+            None => sleep_in_poll(&self.watched, time).map_err(TransfersError::Wait)?,
         }
         self.reap();
         Ok(())
@@ -510,9 +520,10 @@ impl Drop for Transfers {
     }
 }
 
-fn sleep_in_poll(watched: &[(u64, Arc<OwnedFd>)]) -> io::Result<()> {
+fn sleep_in_poll(watched: &[(u64, Arc<OwnedFd>)], time: Option<Duration>) -> io::Result<()> {
+    let time = time.and_then(|time| time.try_into().ok());
     let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
-    match poll(&mut fds, None) {
+    match poll(&mut fds, time.as_ref()) {
         Ok(_) | Err(Errno::INTR) => {}
         Err(Errno::AGAIN | Errno::NOMEM) => std::thread::sleep(PAUSE),
         Err(error) => return Err(error.into()),

@@ -17,6 +17,7 @@ use crate::mappings::MAPPING_FLAGS;
 use crate::operations::{DetachedTransfer, PendingTransfer};
 use crate::passthrough::Passthrough;
 use crate::persistence::SessionRecord;
+use crate::rate;
 use crate::reply::{self, ReplyOutcome};
 use crate::session::Session;
 use crate::session::SessionSlot;
@@ -154,6 +155,9 @@ impl Server {
                 let agreed = session.negotiated().has(InitFlags::SECURITY_CTX);
                 let security = if agreed { request.extensions.security } else { SecurityContexts::default() };
                 let Request { unique, ino, uid, gid, pid, operation, .. } = request;
+                if let Some(limiter) = self.share.limiter.as_deref().filter(|limiter| limiter.is_on()) {
+                    rate::charge(limiter, &operation);
+                }
                 let caller = Caller { session: session.id(), uid, gid, pid, groups };
                 self.serve_with_replay(&Context { caller, session, ino, unique, security }, &operation, carrier)
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_engine::metrics::Metrics;
-use ferry_engine::{BlockingPool, RatelimitedLog};
+use ferry_engine::{BlockingPool, RateLimiter, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
 use crate::active_request;
@@ -50,6 +50,8 @@ pub struct ShareOptions {
     /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
     /// have changed then keep names for half a minute at most, unless it is chosen how long.
     pub told: bool,
+    /// Charges requests; the carrier waits before it takes the next one. `None`: there is never a limit.
+    pub limiter: Option<Arc<RateLimiter>>,
 }
 
 impl Default for ShareOptions {
@@ -71,6 +73,7 @@ impl Default for ShareOptions {
             direct_opens: false,
             local_locks: false,
             told: false,
+            limiter: None,
         }
     }
 }
@@ -87,6 +90,7 @@ pub struct Share {
     pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) limiter: Option<Arc<RateLimiter>>,
 }
 
 impl std::fmt::Debug for Share {
@@ -109,6 +113,7 @@ impl Share {
             ratelimited_log: RatelimitedLog::default(),
             blocking_pool: BlockingPool::default(),
             metrics: Arc::new(active_request::metrics()),
+            limiter: options.limiter.clone(),
         }
     }
 
@@ -125,6 +130,11 @@ impl Share {
     /// Returns the counters of its requests.
     pub fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
+    }
+
+    /// The limiter, for carriers: they wait as long as it says before they take the next request.
+    pub fn limiter(&self) -> Option<&Arc<RateLimiter>> {
+        self.limiter.as_ref()
     }
 
     /// Threads for what may take long.

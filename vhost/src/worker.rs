@@ -232,7 +232,7 @@ impl<H: QueueHandler> Worker<H> {
                 && let Some(rest) = self.coalescer.delay_after(took)
             {
                 context.busy_poll.sleep_for(rest);
-            } else if took == 0 && !self.quit && !self.poll(context) {
+            } else if took == 0 && !self.quit && (self.delay_left().is_some() || !self.poll(context)) {
                 self.sleep(context)?;
             }
         }
@@ -368,9 +368,15 @@ impl<H: QueueHandler> Worker<H> {
         found
     }
 
+    /// Returns how long to sleep at most, if queues are delayed.
+    fn delay_left(&self) -> Option<Duration> {
+        self.running.iter().filter_map(Running::delay_left).min()
+    }
+
     fn sleep(&mut self, context: &mut WorkerContext<H>) -> Result<(), TransfersError> {
+        let delay = self.delay_left();
         // All of them, without stopping at the first that has work.
-        let wanted = self.running.iter_mut().filter(|running| !running.broken);
+        let wanted = self.running.iter_mut().filter(|running| !running.broken && running.delay_left().is_none());
         if wanted.map(|running| running.want_kicks(true)).fold(false, |one, other| one | other) {
             for running in &mut self.running {
                 running.want_kicks(false);
@@ -379,8 +385,8 @@ impl<H: QueueHandler> Worker<H> {
         }
         // The port's eventfd is watched, so a letter that came since the last look ends the sleep at once.
         let WorkerContext { transfers, busy_poll, .. } = context;
-        busy_poll.sleep(|| transfers.sleep())?;
-        let in_vain = !self.port.0.is_filled() && !transfers.has_done();
+        busy_poll.sleep(|| transfers.sleep_at_most(delay))?;
+        let in_vain = delay.is_none() && !self.port.0.is_filled() && !transfers.has_done();
         let in_vain = in_vain && !self.running.iter().any(Running::has_work);
         for running in &mut self.running {
             running.want_kicks(false);

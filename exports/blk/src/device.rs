@@ -133,6 +133,6 @@ impl Device for Blk {
     }
 
     fn handler(&self, _: &Arc<()>, _: usize, port: Arc<Port<Reply>>) -> Handler {
-        Handler::new(Arc::clone(&self.state), port)
+        Handler::new(Arc::clone(&self.state), port, self.options.limiter.clone())
     }
 }

@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
-use ferry_engine::TransferRequest;
 use ferry_engine::metrics::Recorder;
+use ferry_engine::{RateLimiter, TransferRequest};
 use ferry_vfs::{BlockRange, Data, Errno, Input, Output};
 use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
 use ferry_wire::blk::{
@@ -42,6 +43,7 @@ pub(crate) struct Handler {
     state: Arc<State>,
     port: Arc<Port<Reply>>,
     logical_block_bytes: u32,
+    limiter: Option<Arc<RateLimiter>>,
     /// By the low half of the token.
     under_way: Vec<PendingTransfer>,
     recorder: Recorder,
@@ -81,11 +83,11 @@ impl Input for WriteBuffer<'_> {
 }
 
 impl Handler {
-    pub(crate) fn new(state: Arc<State>, port: Arc<Port<Reply>>) -> Self {
+    pub(crate) fn new(state: Arc<State>, port: Arc<Port<Reply>>, limiter: Option<Arc<RateLimiter>>) -> Self {
         let logical_block_bytes = state.geometry().logical_block_bytes;
         let recorder = Recorder::new(&state.metrics);
         let (under_way, active, failed) = (Vec::new(), None, Cell::new(None));
-        Self { state, port, logical_block_bytes, under_way, recorder, active, failed }
+        Self { state, port, logical_block_bytes, limiter, under_way, recorder, active, failed }
     }
 
     fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
@@ -232,6 +234,15 @@ impl Handler {
     }
 }
 
+/// Charges a request. A flush, which others' data may wait for, is free.
+fn charge(limiter: &RateLimiter, request: &Result<Request, Refusal>) {
+    match request {
+        Ok(Request::Read { bytes, .. } | Request::Write { bytes, .. }) => limiter.charge(*bytes as u64),
+        Ok(Request::Flush) => {}
+        _ => limiter.charge(0),
+    }
+}
+
 /// Returns the low half of a token, a small number.
 fn low_half(token: u64) -> usize {
     usize::try_from(token & u64::from(u32::MAX)).expect("a number of 32 bits")
@@ -271,7 +282,11 @@ impl QueueHandler for Handler {
         chain.read_at(0, &mut header);
         let sizes = Sizes { readable: chain.readable_bytes(), writable: chain.writable_bytes() };
         let limits = self.state.limits(self.logical_block_bytes);
-        let request = match Request::decode(&header, sizes, &limits) {
+        let request = Request::decode(&header, sizes, &limits);
+        if let Some(limiter) = &self.limiter {
+            charge(limiter, &request);
+        }
+        let request = match request {
             Ok(request) => request,
             Err(refusal) => return self.refuse(chain, refusal),
         };
@@ -327,6 +342,10 @@ impl QueueHandler for Handler {
             return end(chain, Status::IoError, 0);
         }
         end(chain, status, bytes)
+    }
+
+    fn delay(&self, _queue: usize) -> Option<Duration> {
+        self.limiter.as_ref()?.wait()
     }
 
     fn failed(&mut self, chain: &Chain) -> u32 {

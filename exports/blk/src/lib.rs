@@ -32,8 +32,8 @@ mod watch;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
-pub use ferry_engine::IoMode;
 use ferry_engine::metrics::Metrics;
+pub use ferry_engine::{IoMode, RateLimiter};
 use ferry_vfs::{Disk, Errno};
 use ferry_vhost::{FrontEnd, Server, ServerError};
 

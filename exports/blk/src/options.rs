@@ -1,8 +1,9 @@
 //! Options of an exported disk.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::IoMode;
+use ferry_engine::{IoMode, RateLimiter};
 
 /// The vhost-user messages that name a queue have 8 bits for it.
 pub const QUEUES_MAX: usize = 256;
@@ -28,6 +29,8 @@ pub struct Options {
     /// Register the guest's memory with io_uring, so that transfers skip the page lookup. It is then allocated and
     /// **pinned**: not for guests that return memory (a balloon, free page reporting, virtio-mem).
     pub pin_memory: bool,
+    /// Limits the rate of the guest's requests. FLUSH is not charged.
+    pub limiter: Option<Arc<RateLimiter>>,
     /// Called by each worker before its first request, as [`ferry_vhost::WorkerOptions::begun`].
     pub begun: Option<fn()>,
 }
@@ -41,6 +44,7 @@ impl Default for Options {
             writeback: true,
             io: IoMode::Auto,
             pin_memory: false,
+            limiter: None,
             begun: None,
         }
     }

@@ -1,7 +1,10 @@
 //! Options of an export.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 use std::time::Duration;
+
+use ferry_engine::RateLimiter;
 
 use crate::read_ahead::WINDOW_BYTES_MAX;
 use crate::users::Users;
@@ -62,6 +65,8 @@ pub struct Options {
     pub read_ahead_bytes_max: u64,
     /// What clients may take up.
     pub limits: Limits,
+    /// Limits the rate of all clients' requests together. Requests that wait take no thread.
+    pub limiter: Option<Arc<RateLimiter>>,
 }
 
 impl Default for Options {
@@ -76,6 +81,7 @@ impl Default for Options {
             msize_max: MSIZE_DEFAULT,
             read_ahead_bytes_max: WINDOW_BYTES_MAX,
             limits: Limits::default(),
+            limiter: None,
         }
     }
 }

@@ -63,6 +63,7 @@ impl VirtioFs {
             direct_opens: false,
             local_locks: options.local_locks,
             told: false,
+            limiter: options.limiter.clone(),
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let share = Arc::new(Share::new(source, &share));
@@ -243,6 +244,6 @@ impl Device for VirtioFs {
 
     fn handler(&self, guest: &Arc<Guest>, index: usize, port: Arc<Port<Vec<u8>>>) -> Handler {
         let server = Server::new(Arc::clone(&self.share), Arc::clone(&guest.session));
-        Handler { server: server.with_journal(index), port }
+        Handler { server: server.with_journal(index), port, limiter: self.options.limiter.clone() }
     }
 }

@@ -2,15 +2,20 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
+use ferry_engine::RateLimiter;
 use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, Served, Server, TransferRequest};
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
+
+use crate::device::HIGH_PRIORITY_QUEUES;
 
 /// Serves the queues of one worker for one guest.
 pub(crate) struct Handler {
     pub(crate) server: Server,
     pub(crate) port: Arc<Port<Vec<u8>>>,
+    pub(crate) limiter: Option<Arc<RateLimiter>>,
 }
 
 /// Where a chain's reply goes.
@@ -134,6 +139,11 @@ impl QueueHandler for Handler {
             }
             Some(_) => Placement::Anywhere,
         }
+    }
+
+    /// FORGET has a queue of its own, which is not delayed.
+    fn delay(&self, queue: usize) -> Option<Duration> {
+        self.limiter.as_ref().filter(|_| queue >= HIGH_PRIORITY_QUEUES)?.wait()
     }
 
     fn detach(&mut self, token: u64) -> Option<DetachedTransfer> {

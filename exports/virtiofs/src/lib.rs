@@ -30,8 +30,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
-pub use ferry_engine::IoMode;
 use ferry_engine::metrics::Metrics;
+pub use ferry_engine::{IoMode, RateLimiter};
 pub use ferry_serve::{Acl, Cache, RestoreError};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
@@ -93,6 +93,9 @@ pub struct Options {
     pub dax_files: DaxFiles,
     /// The store for the guest's session and mappings, for the next server; created with [`geometry`].
     pub kept: Option<Arc<SessionStore>>,
+    /// Limits the rate of the guest's requests, but for those of the queue of FORGET. Data that the guest maps (DAX) is not
+    /// limited: switch the window off.
+    pub limiter: Option<Arc<RateLimiter>>,
     /// How to handle inodes that cannot be migrated, or are not found on the target.
     pub on_migration_error: OnMigrationError,
     /// How the target host finds inodes when a guest is migrated.
@@ -167,6 +170,7 @@ impl Default for Options {
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),
             dax_files: DaxFiles::default(),
             kept: None,
+            limiter: None,
             on_migration_error: OnMigrationError::default(),
             migration: IdentityScope::Paths,
             begun: Begun::default(),

@@ -87,8 +87,12 @@ impl Server {
         carrier: &mut impl FuseCarrier,
     ) -> Served {
         let (source, session) = (Arc::clone(&self.share.source), Arc::clone(cx.session));
+        let limiter = self.share.limiter.clone();
         self.aside(cx, carrier, move |caller| {
             let bytes = checks::at_most(source.copy_file_range(caller, &copy)?, copy.len)?;
+            if let Some(limiter) = limiter {
+                limiter.charge_bytes(bytes);
+            }
             session.sync(copy.to.0, WHOLE)?;
             Ok(reply(bytes))
         })

@@ -88,6 +88,7 @@ impl<H: QueueHandler> Worker<H> {
             broken,
             owes_signal,
             vain_kicks,
+            delayed_until: None,
             dirty,
             touched,
         });
@@ -132,7 +133,7 @@ impl<H: QueueHandler> Worker<H> {
 
     /// Serves a chain that the server before has left, whatever that takes. Returns whether there was one.
     fn serve_resubmitted(&mut self, context: &mut WorkerContext<H>, index: usize) -> bool {
-        if !self.take_one(index) {
+        if !self.take_one(&context.handler, index) {
             return false;
         }
         let (token, chain) = (self.slots.next_token(), std::mem::take(&mut self.chain));

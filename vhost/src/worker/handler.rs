@@ -1,5 +1,7 @@
 //! What a device implements to serve the chains of its queues.
 
+use std::time::Duration;
+
 use crate::chain::Chain;
 use crate::io::Io;
 
@@ -53,6 +55,11 @@ pub trait QueueHandler: 'static {
     /// Where a chain may be served while requests are slow.
     fn placement(&self, _chain: &Chain) -> Placement {
         Placement::Here
+    }
+    /// How long to wait before the next chain of this queue is taken; `None`: it may be taken now. It is asked again after
+    /// that time, and a queue that is stopped meanwhile does not wait.
+    fn delay(&self, _queue: usize) -> Option<Duration> {
+        None
     }
     /// Takes out what is to be done when the transfer with this token has ended, for another handler.
     fn detach(&mut self, _token: u64) -> Option<Self::PendingTransfer> {

@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ferry_engine::RatelimitedLog;
 
@@ -27,6 +28,8 @@ pub(super) struct Running {
     /// The server before may have ended before it signalled its last batch, or this descriptor has replaced another.
     pub(super) owes_signal: bool,
     pub(super) vain_kicks: u32,
+    /// No chain is taken before this time ([`QueueHandler::delay`](super::QueueHandler::delay)).
+    pub(super) delayed_until: Option<Instant>,
     /// Where to note which pages are written to, and whether the ring was since that was noted last.
     pub(super) dirty: Option<Dirty>,
     pub(super) touched: bool,
@@ -58,7 +61,13 @@ impl Running {
     }
 
     pub(super) fn has_work(&self) -> bool {
-        !self.broken && self.ring.has_available()
+        !self.broken && self.ring.has_available() && self.delay_left().is_none()
+    }
+
+    /// Returns how long no chain is taken.
+    pub(super) fn delay_left(&self) -> Option<Duration> {
+        let left = self.delayed_until?.saturating_duration_since(Instant::now());
+        (!left.is_zero()).then_some(left)
     }
 
     pub(super) fn fail_queue(&mut self, name: &str, error: &RingError, ratelimited_log: &RatelimitedLog) {

@@ -31,7 +31,7 @@ impl<H: QueueHandler> Worker<H> {
     /// Serves what waits in one queue; returns how much. `None`: another thread has the queues.
     fn take_from(mut self: Box<Self>, context: &mut WorkerContext<H>, index: usize) -> Option<(Box<Self>, usize)> {
         for took in 0..BATCH_MAX {
-            if !self.take_one(index) {
+            if !self.take_one(&context.handler, index) {
                 return Some((self, took));
             }
             let token = self.slots.next_token();
@@ -59,7 +59,7 @@ impl<H: QueueHandler> Worker<H> {
     }
 
     /// Takes the next chain of a queue. Returns whether there is one.
-    pub(super) fn take_one(&mut self, index: usize) -> bool {
+    pub(super) fn take_one(&mut self, handler: &H, index: usize) -> bool {
         let running = &mut self.running[index];
         for _ in 0..BATCH_MAX {
             // In this order: a chain may lie in memory of which a letter tells that came before it.
@@ -67,6 +67,12 @@ impl<H: QueueHandler> Worker<H> {
             if !is_there || self.port.0.is_filled() && !running.ring.is_recovering() {
                 return false;
             }
+            // Chains that the server before has left are served in any case: stopping waits for them.
+            if let Some(delay) = handler.delay(running.queue).filter(|_| !running.ring.is_recovering()) {
+                running.delayed_until = Some(Instant::now() + delay);
+                return false;
+            }
+            running.delayed_until = None;
             let popped = match running.out < usize::from(QUEUE_SIZE_MAX) {
                 true => running.ring.pop(&mut self.chain),
                 // A driver cannot have more chains out than its ring has entries, unless it lies.

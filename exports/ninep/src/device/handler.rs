@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferry_vfs::{Errno, Result};
 use ferry_vhost::{Answer, Chain, Io, Placement, QueueHandler};
@@ -237,6 +238,10 @@ impl QueueHandler for Handler {
             None | Some(kind::TVERSION | kind::TFLUSH) => Placement::Here,
             Some(_) => Placement::Anywhere,
         }
+    }
+
+    fn delay(&self, _queue: usize) -> Option<Duration> {
+        self.share.options.limiter.as_ref()?.wait()
     }
 
     fn detach(&mut self, token: u64) -> Option<PendingTransfer> {

@@ -1,0 +1,33 @@
+//! What requests are charged for a limit of rates ([`RateLimiter`]).
+
+use ferry_engine::RateLimiter;
+use ferry_wire::fuse::{Opcode, Operation};
+
+/// Returns whether a request waits for a limit. Requests that only release something do not: the client, or others, would
+/// wait for what it holds. Nor do those that begin and end a session, and INTERRUPT, which ends another request's wait.
+pub fn is_limited(opcode: u32) -> bool {
+    !matches!(
+        Opcode::from_raw(opcode),
+        Some(
+            Opcode::Init
+                | Opcode::Destroy
+                | Opcode::Forget
+                | Opcode::BatchForget
+                | Opcode::Interrupt
+                | Opcode::Flush
+                | Opcode::Release
+                | Opcode::Releasedir
+        )
+    )
+}
+
+/// Charges a request. Copies within the file system are charged their bytes when they end.
+pub(crate) fn charge(limiter: &RateLimiter, operation: &Operation<'_>) {
+    if is_limited(operation.opcode() as u32) {
+        let bytes = match operation {
+            Operation::Read(range) | Operation::Write { range, .. } => range.len,
+            _ => 0,
+        };
+        limiter.charge(bytes.into());
+    }
+}
