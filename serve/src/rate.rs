@@ -8,7 +8,7 @@ use ferry_wire::fuse::{Opcode, Operation};
 pub fn is_limited(opcode: u32) -> bool {
     !matches!(
         Opcode::from_raw(opcode),
-        Some(
+        None | Some(
             Opcode::Init
                 | Opcode::Destroy
                 | Opcode::Forget

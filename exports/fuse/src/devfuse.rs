@@ -27,6 +27,7 @@ use crate::stats::Counters;
 use carrier::{DeviceCarrier, Memory};
 use cpu_affinity::AffinityThread;
 pub(crate) use readers::Readers;
+use readers::Turn;
 use splice::{LoadedReply, SplicePipe};
 
 /// A reader thread, as other threads see it.
@@ -163,10 +164,17 @@ impl<'a> Work<'a> {
         let mut owner = reader.watch.first_owner();
         let mut follower = AffinityThread::default();
         loop {
-            let received = receive(reader.channel.as_fd(), self.memory.request_room());
+            let turn = readers.turn(reader.channel.as_fd());
+            let waited = matches!(turn, Turn::Serve(_));
+            let received = match turn {
+                Turn::Serve(message) => Ok(Received::Request(self.memory.load(&message))),
+                Turn::Receive => receive(reader.channel.as_fd(), self.memory.request_room()),
+                Turn::Nothing => Ok(Received::Nothing),
+            };
             readers.has_work();
             self.counters.system_calls.add(1);
             match received {
+                Ok(Received::Request(bytes)) if !waited && self.is_delayed(bytes) => {}
                 Ok(Received::Request(bytes)) => {
                     self.counters.requests.add(1);
                     self.memory.received(bytes);
@@ -198,13 +206,23 @@ impl<'a> Work<'a> {
         self.server.batch_end();
     }
 
-    /// Wakes the monitor for an INTERRUPT.
+    /// Puts a request that was received behind others that wait for a limit, if it must wait. Returns whether it does.
+    fn is_delayed(&mut self, bytes: usize) -> bool {
+        self.memory.received(bytes);
+        self.reader.readers.delay(self.memory.request())
+    }
+
+    /// Wakes the monitor for an INTERRUPT, and ends a request that waits for a limit.
     fn note_interrupt(&self) {
         let Some((header, rest)) = self.memory.request().split_first_chunk::<IN_HEADER_BYTES>() else { return };
         if peek(header).opcode == Opcode::Interrupt.as_raw()
             && let Ok((interrupt, _)) = InterruptIn::read_from_prefix(rest)
         {
-            self.reader.readers.connection.interrupted.note(interrupt.unique);
+            let Reader { readers, channel, .. } = &**self.reader;
+            readers.connection.interrupted.note(interrupt.unique);
+            if readers.interrupt_delayed(interrupt.unique) {
+                answer_error(channel, interrupt.unique, Errno::INTR);
+            }
         }
     }
 

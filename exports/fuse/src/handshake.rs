@@ -150,6 +150,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         // The kernel refuses a connection with idmapped mounts unless it checks permissions itself.
         allow_idmap: options.allow_idmap && options.default_permissions,
         told: true,
+        limiter: options.limiter.clone(),
         ..ShareOptions::default()
     }
 }

@@ -1,8 +1,10 @@
 //! Options of a mount.
 
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
+use ferry_engine::RateLimiter;
 pub use ferry_serve::Cache;
 
 /// How requests travel between the kernel and this process.
@@ -96,6 +98,9 @@ pub struct Options {
     pub threads: usize,
     /// Bytes of the longest READ and WRITE. Default: 1 MiB, the kernel's own limit.
     pub max_write_bytes: u32,
+    /// Limits the rate of requests. Data that the kernel accesses directly (passthrough) is not limited: switch it off.
+    /// Default: none.
+    pub limiter: Option<Arc<RateLimiter>>,
     /// Further options of the mount itself.
     pub mount: crate::MountOptions,
 }
@@ -135,6 +140,7 @@ impl Default for Options {
             handler_timeout: HANDLER_TIMEOUT,
             threads: 0,
             max_write_bytes: MAX_WRITE_BYTES,
+            limiter: None,
             mount: crate::MountOptions::default(),
         }
     }

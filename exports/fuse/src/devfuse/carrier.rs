@@ -57,6 +57,12 @@ impl Memory {
         self.payload_bytes
     }
 
+    /// Takes in a request that was received before; returns its length.
+    pub(super) fn load(&mut self, request: &[u8]) -> usize {
+        self.request_room()[..request.len()].copy_from_slice(request);
+        request.len()
+    }
+
     pub(super) fn received(&mut self, bytes: usize) {
         self.received = bytes;
     }

@@ -6,13 +6,16 @@
 //! needed.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
-use ferry_engine::{MonitoredWorker, Watch};
+use ferry_engine::{MonitoredWorker, RateLimiter, Watch};
+use ferry_serve::is_limited;
+use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
+use ferry_wire::fuse::peek;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{Pid, gettid};
 
@@ -20,6 +23,7 @@ use super::cpu_affinity::CpuAffinity;
 use super::{Reader, Work};
 use crate::connection::{Connection, ServingThread};
 use crate::deferred_replies::DeferredReplies;
+use crate::delayed_requests::DelayedRequests;
 use crate::machine::place_of;
 use crate::sched_idle::SchedIdle;
 
@@ -34,6 +38,21 @@ const PER_CPU: usize = 4;
 
 /// One reader ends after not all readers were busy for this long.
 const CALM: Duration = Duration::from_millis(50);
+
+/// Requests that wait for a limit of rates, and their bytes, at most. Beyond them no more are read: a mount has at most 128
+/// background requests and one of each thread that uses it.
+const DELAYED_MAX: usize = 4096;
+const DELAYED_BYTES_MAX: usize = 32 << 20;
+
+/// What a reader does next.
+pub(super) enum Turn {
+    /// Serve this request, which has waited for a limit.
+    Serve(Vec<u8>),
+    /// Receive a request.
+    Receive,
+    /// Look again.
+    Nothing,
+}
 
 /// The reader threads of one connection.
 pub(crate) struct Readers {
@@ -63,6 +82,10 @@ pub(crate) struct Readers {
     pub(super) cpu_affinity: CpuAffinity,
     /// Requests that other threads will reply to. Shared, because those threads may outlive the mount.
     pub(super) deferred: Arc<DeferredReplies<()>>,
+    /// Requests that wait for a limit. As long as there are any, at least one reader serves them in time: the one that has
+    /// received the last of them does, and the monitor starts another one when its handler is blocked.
+    delayed: DelayedRequests<Vec<u8>>,
+    delayed_bytes: AtomicUsize,
 }
 
 impl Readers {
@@ -100,6 +123,8 @@ impl Readers {
             several: AtomicBool::new(false),
             cpu_affinity: CpuAffinity::default(),
             deferred: Arc::default(),
+            delayed: DelayedRequests::default(),
+            delayed_bytes: AtomicUsize::new(0),
         })
     }
 
@@ -145,6 +170,48 @@ impl Readers {
         })
     }
 
+    /// Puts a request that was received behind others that wait for a limit, if it must wait. Returns whether it does.
+    pub(super) fn delay(&self, request: &[u8]) -> bool {
+        let Some(header) = request.first_chunk().map(peek) else { return false };
+        let must_wait = |limiter: &Arc<RateLimiter>| is_limited(header.opcode) && self.delayed.must_wait(limiter);
+        if !self.connection.share.limiter().is_some_and(must_wait) {
+            return false;
+        }
+        self.delayed_bytes.fetch_add(request.len(), Ordering::Relaxed);
+        self.delayed.push(header.unique, request.to_vec());
+        true
+    }
+
+    /// Ends the requests that wait for a limit and whose caller was interrupted.
+    pub(super) fn interrupt_delayed(&self, interrupted: u64) -> bool {
+        let ended = self.delayed.end_by(|unique| (unique == interrupted).then_some(Errno::INTR));
+        for (_, request, _) in &ended {
+            self.delayed_bytes.fetch_sub(request.len(), Ordering::Relaxed);
+        }
+        !ended.is_empty()
+    }
+
+    /// Returns what a reader does next. While requests wait for a limit, it waits for the next one of them or another request.
+    pub(super) fn turn(&self, channel: BorrowedFd<'_>) -> Turn {
+        if self.delayed.count() == 0 {
+            return Turn::Receive;
+        }
+        let Some(wait) = self.connection.share.limiter().and_then(|limiter| limiter.wait()) else {
+            let Some(request) = self.delayed.pop() else { return Turn::Receive };
+            self.delayed_bytes.fetch_sub(request.len(), Ordering::Relaxed);
+            return Turn::Serve(request);
+        };
+        let is_full =
+            self.delayed.count() >= DELAYED_MAX || self.delayed_bytes.load(Ordering::Relaxed) >= DELAYED_BYTES_MAX;
+        // The end of the connection is always reported.
+        let events = if is_full { PollFlags::empty() } else { PollFlags::IN };
+        let mut fds = [PollFd::from_borrowed_fd(channel, events)];
+        match poll(&mut fds, wait.try_into().ok().as_ref()) {
+            Ok(1..) => Turn::Receive,
+            _ => Turn::Nothing,
+        }
+    }
+
     /// Records the client of a request.
     pub(super) fn note_client(&self, client: u32) {
         // Written at most twice between two checks, so that readers do not contend for the cache line.
@@ -170,6 +237,7 @@ impl Readers {
         }
         let threads = self.threads.load(Ordering::Relaxed);
         let ends = threads > self.base
+            && self.delayed.count() == 0
             && (others >= self.cpus.max(self.base)
                 || self.retire.load(Ordering::Relaxed) && self.retire.swap(false, Ordering::Relaxed));
         if ends {
@@ -180,7 +248,8 @@ impl Readers {
 
     /// Called when a reader is blocked in a handler: ensures that another one reads.
     pub(super) fn replace_blocked(self: &Arc<Self>) {
-        if self.idle.load(Ordering::Relaxed) == 0 && !self.connection.end.is_ended() {
+        let is_needed = self.idle.load(Ordering::Relaxed) == 0 || self.delayed.count() > 0;
+        if is_needed && !self.connection.end.is_ended() {
             self.reinforce();
         }
     }

@@ -18,6 +18,7 @@ use super::ring_transfers::{RingTransfers, RunningTransfer};
 use super::worker::{Order, ParkedWorker, start_worker};
 use crate::connection::Connection;
 use crate::deferred_replies::DeferredReplies;
+use crate::delayed_requests::DelayedRequests;
 use crate::sched_idle::SchedIdle;
 
 /// A request that waits for a lock, or whose handler is blocked, keeps its entry, and without a free entry nothing of that
@@ -100,6 +101,8 @@ pub(super) struct Queue {
     calls: Mutex<Calls>,
     /// Requests that other threads will reply to, and their entries.
     pub(super) deferred: DeferredReplies<(usize, Generation)>,
+    /// Entries of requests that wait for a limit.
+    pub(super) delayed: DelayedRequests<usize>,
     pub(super) watch: Watch,
     /// The entry that is being served.
     pub(super) place: AtomicUsize,
@@ -136,6 +139,7 @@ impl Queue {
             parked: AtomicIsize::new(0),
             calls: Mutex::default(),
             deferred: DeferredReplies::default(),
+            delayed: DelayedRequests::default(),
             watch: Watch::default(),
             place: AtomicUsize::new(0),
             mail: Mailbox::new()?,
@@ -321,7 +325,14 @@ impl MonitoredWorker for Queue {
                 outcome => Some(outcome.is_ok()),
             }
         });
-        self.abort_transfers(verdict) | later
+        // The limit may make them wait for any time, so only an interrupt ends them.
+        for (unique, index, errno) in self.delayed.end_by(|unique| verdict(unique, Instant::now())) {
+            if let Some((block, slot)) = self.entry(index) {
+                let generation = block.states[slot].generation_cell.current();
+                let _ = self.answer(index, generation, &encode_error(unique, errno));
+            }
+        }
+        self.abort_transfers(verdict) | later | (self.delayed.count() > 0)
     }
 
     fn tick(self: Arc<Self>, served: bool) {

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 use ferry_engine::{Segment, WithoutFsetid};
 use ferry_vfs::Errno;
@@ -210,6 +211,18 @@ pub(super) struct Full;
 pub(super) struct RingHandle<'a>(Submitter<'a>);
 
 impl RingHandle<'_> {
+    /// Submits all entries and waits for a completion, for at most this time.
+    pub(super) fn enter_at_most(&self, time: Duration) -> io::Result<()> {
+        let time = types::Timespec::from(time);
+        match self.0.submit_with_args(1, &types::SubmitArgs::new().timespec(&time)) {
+            Ok(_) => Ok(()),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::ETIME | libc::EINTR | libc::EAGAIN | libc::EBUSY) => Ok(()),
+                _ => Err(error),
+            },
+        }
+    }
+
     /// Submits so many entries and, with `wait`, waits for a completion.
     pub(super) fn enter(&self, submit: u32, wait: bool) -> io::Result<()> {
         // SAFETY: no argument goes along, and the entries are valid by the contract of `push`.

@@ -7,8 +7,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
 
-use ferry_engine::{Ownership, Transfer};
-use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
+use ferry_engine::{Ownership, RateLimiter, Transfer};
+use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server, is_limited};
 use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
 use ferry_wire::fuse::{Opcode, encode_error};
@@ -166,7 +166,7 @@ impl<'a> Worker<'a> {
             return Ended::Over;
         }
         for index in early {
-            if !self.serve(index, &mut ownership) {
+            if !self.delay(index) && !self.serve(index, &mut ownership) {
                 return Ended::Replaced;
             }
         }
@@ -177,10 +177,15 @@ impl<'a> Worker<'a> {
     fn own(&mut self, mut ownership: Ownership) -> Ended {
         self.add_entries();
         loop {
+            if let Some(index) = self.next_delayed()
+                && !self.serve(index, &mut ownership)
+            {
+                return Ended::Replaced;
+            }
             // SAFETY: this thread owns the queue.
             match unsafe { self.queue.ring.next() } {
                 Some(Completed::Request(index)) => {
-                    if !self.serve(index, &mut ownership) {
+                    if !self.delay(index) && !self.serve(index, &mut ownership) {
                         return Ended::Replaced;
                     }
                 }
@@ -193,7 +198,7 @@ impl<'a> Worker<'a> {
                         self.drain();
                         return Ended::Over;
                     }
-                    if let Err(error) = self.enter(true) {
+                    if let Err(error) = self.sleep() {
                         tracing::error!("the ring of CPU {} is broken, the mount ends: {error}", self.queue.cpu);
                         self.queue.connection.end.mark_ended();
                     }
@@ -207,6 +212,47 @@ impl<'a> Worker<'a> {
         // SAFETY: this thread owns the queue.
         let unsubmitted = unsafe { self.queue.ring.unsubmitted() };
         self.door.enter(unsubmitted, wait)
+    }
+
+    /// Waits for a completion, or for the limit that requests wait for.
+    fn sleep(&self) -> io::Result<()> {
+        match self.limiter().filter(|_| self.queue.delayed.count() > 0) {
+            Some(limiter) => {
+                self.counters.system_calls.add(1);
+                self.door.enter_at_most(limiter.wait().unwrap_or_default())
+            }
+            None => self.enter(true),
+        }
+    }
+
+    fn limiter(&self) -> Option<&RateLimiter> {
+        self.queue.connection.share.limiter().map(|limiter| &**limiter)
+    }
+
+    /// Puts the request of an entry behind others that wait for a limit, if it must wait. Returns whether it does.
+    fn delay(&self, index: usize) -> bool {
+        if !self.limiter().is_some_and(|limiter| self.queue.delayed.must_wait(limiter)) {
+            return false;
+        }
+        let Some((block, slot)) = self.queue.entry(index) else { return false };
+        // SAFETY: the kernel has just passed the entry to this thread.
+        let (header, ring_entry) = unsafe { block.chunk.request(slot) };
+        if header.opcode == NOTIFY_REPLY || !is_limited(header.opcode) {
+            return false;
+        }
+        // For the reply, if it is interrupted.
+        block.states[slot].commit_id.store(ring_entry.commit_id, Ordering::Relaxed);
+        self.queue.delayed.push(header.unique, index);
+        self.queue.connection.monitor_handle.ring();
+        true
+    }
+
+    /// Returns the entry of the next request that need not wait any longer.
+    fn next_delayed(&self) -> Option<usize> {
+        if self.queue.delayed.count() == 0 || self.limiter()?.wait().is_some() {
+            return None;
+        }
+        self.queue.delayed.pop()
     }
 
     fn submit(&self) -> io::Result<()> {
