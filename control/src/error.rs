@@ -92,6 +92,25 @@ pub enum Error {
     /// Only mounts have a transport.
     #[error("{0} is not mounted, only shared")]
     NotMounted(String),
+    /// A setting is of one share.
+    #[error("this process serves several shares: name one of them by its socket, mount point or directory")]
+    SeveralShares,
+    /// The setting is unknown, or cannot be changed while the share is served.
+    #[error(
+        "{setting:?} cannot be changed while {share} is served{}; start it again with the new value",
+        if settable.is_empty() { String::new() } else { format!(" (what can be: {})", settable.join(", ")) }
+    )]
+    NotSettable {
+        /// The name of the setting.
+        setting: String,
+        /// The source of the share.
+        share: String,
+        /// The settings that can be changed.
+        settable: Vec<&'static str>,
+    },
+    /// The value of a setting is wrong, or it cannot be changed now. Nothing has changed.
+    #[error("{0}")]
+    Setting(String),
     /// Files have no levels.
     #[error("the level of a file is requests, off or default, not {0:?}; other levels apply to whole processes")]
     LevelOfFile(String),

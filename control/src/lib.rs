@@ -58,6 +58,15 @@ pub enum Request {
         /// The index in [`Status::shares`].
         share: usize,
     },
+    /// Changes a setting of a share while it is served; returns a sentence that says what holds now.
+    Set {
+        /// The index in [`Status::shares`]; `None`: the only one.
+        share: Option<usize>,
+        /// Its name.
+        setting: String,
+        /// The new value, as on the command line.
+        value: String,
+    },
     /// Changes the log settings; returns [`Status`].
     Log {
         /// A level, a list, or one of the words of `ferry log`.

@@ -272,6 +272,10 @@ impl Server {
         match request {
             Request::Status => reply(client, Ok(self.status())),
             Request::Report { version } => reply(client, self.report(version)),
+            Request::Set { share, setting, value } => {
+                let share = share.or((self.shares.len() == 1).then_some(0)).ok_or(Error::SeveralShares);
+                reply(client, share.and_then(|share| self.share(share)?.set(&setting, &value)))
+            }
             Request::Explain { share } => reply(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);

@@ -15,10 +15,14 @@ pub struct ServedShare {
     mounted: Option<MountInfo>,
     cache: Option<String>,
     exports: Vec<ExportReporter>,
+    settings: Vec<(&'static str, Setter)>,
 }
 
 /// Reports on an export; `None` if it has ended.
 type ExportReporter = Box<dyn Fn() -> Option<ExportReport> + Send + Sync>;
+
+/// Changes a setting; returns what holds now, or why nothing has changed.
+type Setter = Box<dyn Fn(&str) -> Result<String, String> + Send + Sync>;
 
 /// The transport of a mount, as last known.
 struct MountInfo {
@@ -37,7 +41,7 @@ impl ServedShare {
     /// Creates a share; `name` is the name that its exports use.
     #[must_use]
     pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
-        Self { start_status, name, source, mounted: None, cache: None, exports: Vec::new() }
+        Self { start_status, name, source, mounted: None, cache: None, exports: Vec::new(), settings: Vec::new() }
     }
 
     /// Records an address for 9P clients.
@@ -64,6 +68,27 @@ impl ServedShare {
     /// Adds an export; `report` is called whenever a client asks, and returns `None` once the export has ended.
     pub fn exported(&mut self, report: impl Fn() -> Option<ExportReport> + Send + Sync + 'static) {
         self.exports.push(Box::new(report));
+    }
+
+    /// Adds a setting that clients may change; `change` gets the new value.
+    pub fn settable(
+        &mut self,
+        setting: &'static str,
+        change: impl Fn(&str) -> Result<String, String> + Send + Sync + 'static,
+    ) {
+        self.settings.push((setting, Box::new(change)));
+    }
+
+    /// Changes a setting; returns what holds now.
+    pub(crate) fn set(&self, setting: &str, value: &str) -> Result<String, Error> {
+        let Some((_, change)) = self.settings.iter().find(|(name, _)| *name == setting) else {
+            let settable = self.settings.iter().map(|(name, _)| *name).collect();
+            let (setting, share) = (setting.to_owned(), self.start_status.source.clone());
+            return Err(Error::NotSettable { setting, share, settable });
+        };
+        let outcome = change(value).map_err(Error::Setting)?;
+        tracing::info!(share = self.name, "set by ferry set: {outcome}");
+        Ok(outcome)
     }
 
     /// Returns the current report.

@@ -96,6 +96,13 @@ pub enum Command {
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
+    /// Change a setting of a running share or mount.
+    ///
+    /// The target is a process id, a mount point, the socket of a share, its 9P address (unix:/run/s, tcp:HOST:PORT), or a shared
+    /// directory. Only its user and root may change it. What cannot be changed while it runs is refused, and nothing changes.
+    #[command(after_long_help = recipes::SET)]
+    Set(crate::set_cmd::Args),
+
     /// Show the shares and mounts that run: who uses them, and by which paths.
     ///
     /// Users see their own, and root those of all users. The target is a process id, a mount point, the socket of a share or its

@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use ferry_engine::{RateLimiter, TokenBucket};
 use serde::Deserialize;
 
 pub use disks::{PATIENCE, bind, inherit, refuse_duplicates, serve};
 
-use crate::flags::{ImageDigest, as_keys, parsed};
+use crate::flags::{ImageDigest, Limit, as_keys, parsed};
 use crate::sandbox::{self, SandboxFlags};
 use crate::size::Size;
 use crate::status::misuse;
@@ -130,6 +131,14 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)))]
     pub queues: Option<u16>,
 
+    /// Limit requests per second (iops=N, up to 1000000000), bytes per second (bps=SIZE, up to 1T), or both: iops=2000,bps=100M.
+    ///
+    /// Requests over the limit wait in the guest's queues. A rate that was not used for up to burst=SECONDS (1 to 60) may be used
+    /// at once [default: a twentieth of a second].
+    #[arg(long, value_name = "RATES")]
+    #[serde(deserialize_with = "parsed")]
+    pub limit: Option<Limit>,
+
     /// Poll for the next request for up to this many microseconds before sleeping; 0 disables polling [default:
     /// adaptive].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
@@ -243,6 +252,9 @@ impl Args {
             (self.backing_dir.is_some(), "backing-dir"),
             (self.resize.is_some(), "resize"),
         ];
+        if let Some(limit) = self.limit.as_ref().filter(|limit| limit.group.is_some()) {
+            return Err(format!("--limit {limit}: a disk has no group, because each is served by its own process"));
+        }
         let is_image = self.image().is_some();
         let wrong = if is_image { &of_files[..] } else { &of_images };
         match wrong.iter().find(|(given, _)| *given) {
@@ -319,6 +331,7 @@ impl Args {
             begun: Some(sandbox::confine_disk_thread),
             queues: self.queues.map_or(default.queues, usize::from),
             poll: self.poll_us.map_or(default.poll, Duration::from_micros),
+            limiter: self.limit.as_ref().map(|limit| RateLimiter::new(&TokenBucket::new(Some(limit.rates)))),
         }
     }
 

@@ -2,9 +2,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ferry_engine::RateLimiter;
 use ferry_fs::ShutdownHandle;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{FileSystem, IdentityScope};
@@ -40,7 +42,7 @@ impl RunningExports {
         bound: ListenSocket,
         source: Arc<dyn FileSystem>,
         options: ferry_virtiofs::Options,
-    ) -> Result<ferry_virtiofs::FrontEnd> {
+    ) -> Result<(ferry_virtiofs::FrontEnd, Arc<AtomicBool>)> {
         let once = options.once;
         let kept = options.kept.clone().map(|kept| (options.name.clone(), kept));
         let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
@@ -48,7 +50,7 @@ impl RunningExports {
             self.ends.push(export.ended());
         }
         self.is_open |= !once;
-        let front_end = export.front_end();
+        let front_end = (export.front_end(), export.has_window());
         self.devices.push((export, bound));
         self.kept.extend(kept);
         Ok(front_end)
@@ -60,9 +62,9 @@ impl RunningExports {
         listening: NinepSocket,
         source: Arc<dyn FileSystem>,
         share: &Share,
-        name: &str,
+        (name, limiter): (&str, Arc<RateLimiter>),
     ) -> Result<Box<dyn Fn() -> usize + Send + Sync>> {
-        let (export, bound) = listening.serve(source, share, name)?;
+        let (export, bound) = listening.serve(source, share, (name, limiter))?;
         let counter = export.client_counter();
         self.ninep.push((export, bound));
         self.is_open = true;
@@ -182,7 +184,12 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
             (MigrationMode::FindPaths, false) => IdentityScope::Paths,
         },
         begun: crate::sandbox::thread_hooks(),
-        dax_bytes: share.dax.map_or(default.dax_bytes, |Window(bytes)| bytes),
+        // Mapped data would pass the limit by.
+        dax_bytes: if share.limit.is_some() {
+            None
+        } else {
+            share.dax.map_or(default.dax_bytes, |Window(bytes)| bytes)
+        },
         dax_files: share.dax_files.map_or(default.dax_files, |DaxFiles(files)| files),
         poll: share.poll().unwrap_or(default.poll),
         ..default
@@ -200,6 +207,8 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
             Carrier::Devfuse => ferry_fuse::Path::Devfuse,
         },
         passthrough: match share.passthrough.unwrap_or(Passthrough::Auto) {
+            // Such data would pass the limit by.
+            Passthrough::Auto if share.limit.is_some() => Some(false),
             Passthrough::Auto => None,
             Passthrough::On => Some(true),
             Passthrough::Off => Some(false),

@@ -2,11 +2,13 @@
 
 mod address;
 mod contradictions;
+pub mod limit;
 mod share;
 mod source;
 mod values;
 
 pub use address::{Address, Users};
+pub use limit::Limit;
 pub use share::{JOBS_MAX, Share};
 pub use source::{Kind, Server};
 pub use values::{

@@ -29,6 +29,7 @@ mod recipes;
 mod remote;
 mod sandbox;
 mod service_manager;
+mod set_cmd;
 mod share;
 mod size;
 mod socket;
@@ -191,6 +192,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
+        Command::Set(args) => set_cmd::run(&args).map(|()| 0),
         Command::Status(args) => status_cmd::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Fsck(args) => fsck::run(&args),

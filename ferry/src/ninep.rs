@@ -2,6 +2,7 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -99,11 +100,11 @@ impl NinepSocket {
     /// Serves the socket. Drop the returned socket after the export.
     pub fn serve(
         self,
-        source: std::sync::Arc<dyn ferry_vfs::FileSystem>,
+        source: Arc<dyn ferry_vfs::FileSystem>,
         share: &Share,
-        name: &str,
+        (name, limiter): (&str, Arc<ferry_ninep::RateLimiter>),
     ) -> Result<(ferry_ninep::Export, Option<ListenSocket>)> {
-        let options = ferry_ninep::Options { name: name.into(), ..options(share, self.users) };
+        let options = ferry_ninep::Options { name: name.into(), limiter: Some(limiter), ..options(share, self.users) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
             Listener::Vmm(listener) => {
@@ -140,6 +141,7 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     let default = ferry_ninep::Options::default();
     let seconds = |given: Option<u64>| given.map(Duration::from_secs);
     ferry_ninep::Options {
+        limiter: None,
         name: share.name(),
         read_only: share.read_only,
         xattr: !share.no_xattr,

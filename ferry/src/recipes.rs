@@ -139,6 +139,13 @@ Examples:
   ferry log /run/src.sock debug            a share for virtual machines, at another level
   ferry log /run/src.sock default          as it was started";
 
+/// Shown by `ferry set --help`.
+pub const SET: &str = "\
+Examples:
+  ferry set /run/src.sock limit=iops=2000,bps=100M      from now on, at most this much per second
+  ferry set /run/src.sock limit=none                    as much as the machine gives
+  ferry set /mnt log=debug                              as ferry log /mnt debug";
+
 /// Shown by `ferry status --help`.
 pub const STATUS: &str = "\
 Examples:

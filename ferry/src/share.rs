@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{Control, ExportKind, Logging, ServedShare, ShareStatus};
+use ferry_engine::RateLimiter;
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
@@ -16,12 +17,13 @@ use ferry_virtiofs::SessionStore;
 use crate::control::{self, OWNER};
 use crate::disk;
 use crate::exports::{self, RunningExports};
-use crate::flags::{Kind, Share};
+use crate::flags::{Kind, Share, limit};
 use crate::launch::{self, SIGNAL_DISCARD_STATE, Serve};
 use crate::new_files::NewFiles;
 use crate::ninep::NinepSocket;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
+use crate::set_cmd;
 use crate::socket::ListenSocket;
 use crate::source::{self, Sources};
 use crate::state;
@@ -168,6 +170,9 @@ pub fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             bail!("descriptor {fd} is given for a share and a disk; each needs its own");
         }
     }
+    if let Some(why) = limit::group_conflict(shares) {
+        bail!(why);
+    }
     let mut given = HashSet::new();
     for share in shares {
         let of_path = |what, path: &Option<PathBuf>, how| path.clone().map(|path| (what, path.into_os_string(), how));
@@ -230,31 +235,41 @@ fn start(
     serving: &mut RunningExports,
 ) -> Result<Vec<ServedShare>> {
     let mut up = Vec::new();
-    let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares));
-    for ((share, opened_source), (((bound, listening), kept), name)) in shares.iter().zip(opened).zip(sockets) {
+    let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares)).zip(limit::buckets(shares));
+    for ((share, opened_source), ((((bound, listening), kept), name), bucket)) in shares.iter().zip(opened).zip(sockets)
+    {
+        // Each export is a member of the bucket.
+        let limiter = || RateLimiter::new(&bucket);
+        let mut bypass = set_cmd::Bypass::default();
         let mut served = control::served_share(share, &name, Arc::clone(opened_source));
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(&listening.address);
             let clients = serving
-                .serve_9p(listening, Arc::clone(&source), share, &name)
+                .serve_9p(listening, Arc::clone(&source), share, (&name, limiter()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
             control::offered(&mut served, ExportKind::Ninep, clients);
         }
         if let Some(bound) = bound {
-            let options = ferry_virtiofs::Options { kept, name: name.clone(), ..exports::device_options(share) };
-            let front_end = serving
+            let limiter = Some(limiter());
+            let options =
+                ferry_virtiofs::Options { kept, limiter, name: name.clone(), ..exports::device_options(share) };
+            let (front_end, has_window) = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
             control::offered(&mut served, ExportKind::Virtiofs, move || front_end.is_connected().into());
+            bypass.window = Some(has_window);
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
+            let options = ferry_fuse::Options { limiter: Some(limiter()), ..options };
             // Before the mount covers it, and as the table of mounts has it.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
             control::set_mounted(&mut served, &mountpoint, &export)?;
+            bypass.passthrough = export.explain().passthrough.used;
         }
+        set_cmd::limited(&mut served, share, bucket, bypass);
         up.push(served);
     }
     Ok(up)

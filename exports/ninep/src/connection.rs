@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use crate::carrier::Client;
-use crate::clients::{ConnectionAccount, Resource};
+use crate::clients::{Charge, ConnectionAccount, Resource};
 use crate::hub::Hub;
 use crate::outbox::{Out, Outbox, SendResult, Socket};
 use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
@@ -285,7 +285,19 @@ impl Connection {
     }
 
     pub(crate) fn flush(&self, tag: Tag, old: Tag) -> Result<(), RejectedRequest> {
-        self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old))
+        let flushed = self.with_request_table(|request_table, out| request_table.flush(out, 0, tag, old));
+        self.hub.release_cancelled();
+        flushed
+    }
+
+    /// Called before a request that was parked is served; returns false if it was cancelled.
+    pub(crate) fn unpark(&self, ticket: &Ticket) -> bool {
+        lock(&self.exchange).request_table.unpark(ticket)
+    }
+
+    /// Counts the bytes of a message that waits on the client's account.
+    pub(crate) fn charge(&self, bytes: usize) -> Option<Charge> {
+        self.holder.charge(Resource::Bytes, bytes).ok()
     }
 
     /// Begins a session, and ends the previous one.
@@ -296,6 +308,7 @@ impl Connection {
             request_table::reply(out, 0, tag, &answer);
             before
         });
+        self.hub.release_cancelled();
         self.end_session(before);
     }
 
@@ -363,6 +376,7 @@ impl Connection {
         outbox.give_up(&self.socket(), "");
         let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(exchange);
+        self.hub.release_cancelled();
         let refused = self.stream.close();
         // Waits for the reading thread, which sees the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);

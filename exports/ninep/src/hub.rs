@@ -16,6 +16,7 @@ use rustix::net::SocketFlags;
 
 use crate::clients::{Clients, Peer, Resource};
 use crate::connection::Connection;
+use crate::delayed_requests::DelayedRequests;
 use crate::share::Share;
 use crate::shrink::{HighWater, LOOK, shrink};
 use crate::{Error, Listener, worker};
@@ -37,6 +38,8 @@ const HELD_BYTES: usize = 256;
 
 /// The keys of epoll events: the stop event, then listeners, then connections.
 pub(crate) const KEY_BELL: u64 = 0;
+/// The key of requests that need not wait for a limit any longer.
+pub(crate) const KEY_LIMIT: u64 = KEY_CONNECTIONS - 1;
 const KEY_CONNECTIONS: u64 = 1 << 32;
 
 /// What clients hold.
@@ -79,6 +82,8 @@ pub(crate) struct Hub {
     clients: Arc<Clients>,
     /// A listener pauses until the next tick, for lack of descriptors.
     resting: AtomicBool,
+    /// Requests that wait for a limit, if there may be one.
+    pub(crate) delayed: Option<Arc<DelayedRequests>>,
     /// Runs the ends of timed-out sessions: not on the share's pool, which others wait for.
     ends: BlockingPool,
 }
@@ -100,6 +105,8 @@ impl Hub {
         let bell = bell.map_err(|errno| system("eventfd")(errno.into()))?;
         let limits = &share.options.limits;
         let clients = Clients::new(limits.connections_max, limits.buffered_bytes_max);
+        let delayed = share.options.limiter.as_ref().map(DelayedRequests::new);
+        let delayed = delayed.transpose().map_err(system("eventfd"))?;
         let hub = Arc::new(Self {
             share,
             epoll,
@@ -114,6 +121,7 @@ impl Hub {
             stopping: AtomicBool::new(false),
             clients,
             resting: AtomicBool::new(false),
+            delayed,
             ends: BlockingPool::default(),
         });
         hub.watch().map_err(system("sockets"))?;
@@ -129,6 +137,9 @@ impl Hub {
     /// Registers the stop event and the listeners.
     fn watch(&self) -> io::Result<()> {
         epoll::add(&self.epoll, &self.bell, EventData::new_u64(KEY_BELL), EventFlags::IN)?;
+        if let Some(delayed) = &self.delayed {
+            epoll::add(&self.epoll, delayed, EventData::new_u64(KEY_LIMIT), EventFlags::IN)?;
+        }
         for (index, listener) in self.listeners.iter().enumerate() {
             rustix::io::ioctl_fionbio(listener, true)?;
             let flags = EventFlags::IN | EventFlags::ONESHOT;
@@ -243,6 +254,13 @@ impl Hub {
         self.listen_again(index, listener);
     }
 
+    /// Drops the requests that wait for a limit and were cancelled.
+    pub(crate) fn release_cancelled(&self) {
+        if let Some(delayed) = &self.delayed {
+            delayed.release_cancelled();
+        }
+    }
+
     fn listen_again(&self, index: usize, listener: &Listener) {
         let (key, flags) = (EventData::new_u64(index as u64 + 1), EventFlags::IN | EventFlags::ONESHOT);
         if let Err(error) = epoll::modify(&self.epoll, listener, key, flags) {
@@ -354,5 +372,7 @@ impl Hub {
         drop(threads);
         let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
         connections.iter().for_each(|connection| connection.end(None));
+        // They refer to their connections, and those to the hub.
+        drop(self.delayed.as_ref().map(|delayed| delayed.end()));
     }
 }

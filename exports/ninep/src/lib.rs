@@ -41,11 +41,13 @@ mod append_tracking;
 mod carrier;
 mod clients;
 mod connection;
+mod delayed_requests;
 mod device;
 mod hub;
 mod message;
 mod options;
 mod outbox;
+mod rate;
 mod read_ahead;
 mod request_table;
 mod serve;
@@ -69,6 +71,8 @@ use std::sync::atomic::Ordering;
 use ferry_engine::metrics::Metrics;
 use ferry_vfs::{Errno, FileSystem};
 use ferry_vhost::ServerError;
+
+pub use ferry_engine::RateLimiter;
 
 pub use crate::device::DeviceOptions;
 use crate::hub::Hub;

@@ -144,6 +144,14 @@ impl RequestTable {
         self.parked += 1;
     }
 
+    /// Records that a request does not wait any more and is served; returns false if it was cancelled.
+    pub(crate) fn unpark(&mut self, ticket: &Ticket) -> bool {
+        let asked = self.requests.get_mut(&ticket.tag).filter(|asked| asked.number == ticket.number);
+        let is_there = asked.map(|asked| (asked.gone, asked.charge) = (None, None)).is_some();
+        self.parked -= usize::from(is_there);
+        is_there
+    }
+
     /// Flushes `old`: cancels a request that waits for a lock, without a reply; others' replies come first (flush(5)).
     pub(crate) fn flush(
         &mut self,

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use ferry_engine::IDLE_THREAD;
 use ferry_vfs::Errno;
@@ -10,10 +11,13 @@ use ferry_wire::ninep::{Reply, Request};
 
 use crate::carrier::Client;
 use crate::connection::{Connection, ReceiveResult};
-use crate::hub::{Hub, KEY_BELL};
+use crate::delayed_requests::{DelayedRequest, DelayedRequests};
+use crate::hub::{Hub, KEY_BELL, KEY_LIMIT};
 use crate::message::{Buffers, Message};
-use crate::request_table::RejectedRequest;
+use crate::rate::cost_bytes;
+use crate::request_table::{RejectedRequest, Ticket};
 use crate::serve::{Context, ReplyPlace, encode, serve};
+use crate::session::Session;
 
 /// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
@@ -29,6 +33,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
         }
         match event {
             Ok(Some((KEY_BELL, _))) => {}
+            Ok(Some((KEY_LIMIT, _))) => serve_delayed(hub, &mut buffers),
             Ok(Some((key, flags))) => match hub.connection(key) {
                 Some(connection) => {
                     if connection.happened(flags) {
@@ -89,6 +94,11 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
         _ => match connection.register(tag) {
             Ok((ticket, session)) => {
                 let held = bytes + reply_bytes(&request).min(session.msize as usize);
+                if let (Some(delayed), Some(cost_bytes)) = (&hub.delayed, cost_bytes(&request))
+                    && delayed.must_wait(cost_bytes)
+                {
+                    return delay(delayed, connection, &message[..bytes], (ticket, session), (cost_bytes, held));
+                }
                 connection.serve_on(held);
                 hub.ensure_waiter();
                 let client = Arc::clone(connection) as Arc<dyn Client>;
@@ -111,6 +121,45 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
             connection.read_on();
         }
         Some(RejectedRequest::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
+    }
+}
+
+/// Lets a request wait for a limit, while its connection goes on.
+fn delay(
+    delayed: &Arc<DelayedRequests>,
+    connection: &Arc<Connection>,
+    message: &[u8],
+    (ticket, session): (Ticket, Arc<Session>),
+    (cost_bytes, held_bytes): (u64, usize),
+) {
+    let Some(charge) = connection.charge(message.len()) else {
+        return connection.end(Some("its requests wait for a limit, and others need the memory"));
+    };
+    let gone = Arc::new(AtomicBool::new(false));
+    connection.park(&ticket, &gone);
+    connection.serve_on(held_bytes);
+    let (connection, message) = (Arc::clone(connection), message.to_vec());
+    delayed.push(DelayedRequest { connection, message, ticket, session, gone, cost_bytes, held_bytes, charge });
+    // It may have been cancelled before.
+    delayed.release_cancelled();
+}
+
+/// Serves a request that has waited for a limit, unless it was cancelled.
+fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
+    let Some(delayed) = hub.delayed.as_ref().and_then(|delayed| delayed.take()) else { return };
+    let DelayedRequest { connection, message, ticket, session, held_bytes, charge, .. } = delayed;
+    hub.ensure_waiter();
+    if connection.unpark(&ticket)
+        && let Ok((_, request)) = Request::decode(&message)
+    {
+        let client = Arc::clone(&connection) as Arc<dyn Client>;
+        let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
+        answer(&context, &request, &mut Message::new(&message, buffers));
+    }
+    connection.served(held_bytes);
+    drop((charge, session));
+    if let Some(ahead) = buffers.ahead.take() {
+        ahead.ask();
     }
 }
 

@@ -26,6 +26,8 @@ pub(crate) struct VirtioFs {
     options: Options,
     /// One per request queue, but at most one per CPU: two workers on one CPU are slower than one with both queues.
     request_workers: usize,
+    /// Whether the current front end has requested the window.
+    has_window: Arc<AtomicBool>,
     /// The guest of the previous server, until its front end connects.
     before: Mutex<Option<Guest>>,
 }
@@ -45,7 +47,11 @@ impl Guest {
 }
 
 impl VirtioFs {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Result<Self, Error> {
+    pub(crate) fn new(
+        source: Arc<dyn FileSystem>,
+        options: Options,
+        has_window: Arc<AtomicBool>,
+    ) -> Result<Self, Error> {
         let share = ShareOptions {
             name: options.name.clone(),
             read_only: options.read_only,
@@ -82,7 +88,7 @@ impl VirtioFs {
                 kept.keep_in_flight(&memory)?;
             }
         }
-        Ok(Self { share, request_workers, options, before: Mutex::new(before) })
+        Ok(Self { share, request_workers, has_window, options, before: Mutex::new(before) })
     }
 }
 
@@ -173,6 +179,7 @@ impl Device for VirtioFs {
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
         guest.has_window.store(true, Ordering::Relaxed);
+        self.has_window.store(true, Ordering::Relaxed);
         if let Some(dax) = &guest.dax {
             dax.open(window);
         }
@@ -205,6 +212,7 @@ impl Device for VirtioFs {
     }
 
     fn gone(&self, guest: &Guest) {
+        self.has_window.store(false, Ordering::Relaxed);
         guest.session.end();
     }
 

@@ -27,6 +27,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
@@ -242,6 +243,7 @@ pub struct Export {
     server: Server,
     metrics: Arc<Metrics>,
     source: Arc<dyn FileSystem>,
+    has_window: Arc<AtomicBool>,
     /// Its file is removed when this is dropped.
     socket: Option<Socket>,
 }
@@ -274,10 +276,11 @@ impl Export {
         if let Some(bytes) = options.dax_bytes.filter(|bytes| !dax::is_window(*bytes)) {
             return Err(Error::Window(bytes));
         }
-        let device = device::VirtioFs::new(Arc::clone(&source), options)?;
+        let has_window = Arc::default();
+        let device = device::VirtioFs::new(Arc::clone(&source), options, Arc::clone(&has_window))?;
         let metrics = device.metrics();
         let server = Server::start(listener, device, "ferry-virtiofs")?;
-        Ok(Self { server, metrics, source, socket: None })
+        Ok(Self { server, metrics, source, has_window, socket: None })
     }
 
     /// Returns a value to wait for the end of the only guest, see [`Options::once`].
@@ -295,6 +298,11 @@ impl Export {
         Arc::clone(&self.metrics)
     }
 
+    /// Returns a value that tells whether the guest may map files: its front end has requested the window.
+    pub fn has_window(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.has_window)
+    }
+
     /// Stops accepting requests, completes those in flight, syncs everything and removes the socket. The guest's session
     /// is kept for the next server, see [`Options::kept`].
     pub fn stop(self) {
@@ -307,7 +315,7 @@ impl Export {
     }
 
     fn end(self, stop: impl FnOnce(Server)) {
-        let Self { server, source, socket, metrics: _ } = self;
+        let Self { server, source, socket, .. } = self;
         stop(server);
         ferry_engine::sync_on_stop(&*source);
         drop(socket);

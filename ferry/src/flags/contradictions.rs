@@ -107,6 +107,12 @@ impl Share {
             _ if self.writeback && self.passthrough == Some(Passthrough::On) => {
                 Some("--writeback and --passthrough exclude each other; omit one".into())
             }
+            _ if self.limit.is_some() && self.passthrough == Some(Passthrough::On) => Some(
+                "--limit and --passthrough on exclude each other, because such data are not limited; omit one".into(),
+            ),
+            _ if self.limit.is_some() && self.dax.is_some_and(|window| window.0.is_some()) => {
+                Some("--limit and --dax exclude each other, because mapped data are not limited; omit one".into())
+            }
             _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!(
                     "--local-locks is for virtual machines and mounts, and {source} is shared with neither: 9P clients choose their own locking"

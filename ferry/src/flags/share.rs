@@ -10,6 +10,7 @@ use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
 
 use super::address::{Address, Users};
+use super::limit::Limit;
 use super::source::Kind;
 use super::values::{
     Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
@@ -85,6 +86,16 @@ pub struct Share {
     /// Share read-only: refuse all changes.
     #[arg(long)]
     pub read_only: bool,
+
+    /// Limit requests per second (iops=N, up to 1000000000), bytes per second (bps=SIZE, up to 1T), or both: iops=2000,bps=100M.
+    ///
+    /// Requests over the limit wait. A rate that was not used for up to burst=SECONDS (1 to 60) may be used at once [default: a
+    /// twentieth of a second]. Shares of this process with the same group=NAME use one limit together and get equal parts of
+    /// it. The data of a request are what it asks to read or write; requests that only release something are free. With a
+    /// limit there is no passthrough and no DAX window, because data would pass it by. `ferry set` changes it.
+    #[arg(long, value_name = "RATES")]
+    #[serde(deserialize_with = "parsed")]
+    pub limit: Option<Limit>,
 
     /// Number of request queues [default: the number of CPUs, at least 8].
     #[arg(long, value_name = "N", help_heading = "Sockets and queues")]

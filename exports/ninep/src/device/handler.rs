@@ -15,6 +15,7 @@ use ferry_wire::ninep::{
 use super::chain::{Reply, Request};
 use super::guest::{Arrival, Guest, slot};
 use crate::carrier::Client;
+use crate::rate::cost_bytes;
 use crate::request_table::{RejectedRequest, Ticket};
 use crate::serve::{Context, PendingTransfer, ReplyPlace, encode, serve, serve_write};
 use crate::session::{self, Session};
@@ -78,6 +79,7 @@ impl Handler {
         let answer = if is_write {
             match WriteHead::decode(&message) {
                 Ok((tag, head)) => {
+                    self.charge(Some(head.bytes.into()));
                     self.serve_registered(chain, io, (tag, registered), |cx, request| serve_write(cx, &head, request))
                 }
                 Err(flaw) => self.flawed(chain, tag, &flaw),
@@ -90,6 +92,7 @@ impl Handler {
                     Err(refused) => self.refuse(chain, tag, refused),
                 },
                 Ok((tag, asked)) => {
+                    self.charge(cost_bytes(&asked));
                     self.serve_registered(chain, io, (tag, registered), |cx, request| serve(cx, &asked, request))
                 }
                 Err(flaw) => self.flawed(chain, tag, &flaw),
@@ -97,6 +100,12 @@ impl Handler {
         };
         self.message = message;
         answer
+    }
+
+    fn charge(&self, cost_bytes: Option<u64>) {
+        if let (Some(limiter), Some(bytes)) = (&self.share.options.limiter, cost_bytes) {
+            limiter.charge(bytes);
+        }
     }
 
     fn version(&mut self, chain: &Chain, tag: Tag, msize: u32, version: &[u8]) -> Answer {

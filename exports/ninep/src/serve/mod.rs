@@ -6,7 +6,6 @@ mod metrics;
 mod names;
 mod open;
 mod permission;
-pub(crate) mod rate;
 mod rename;
 mod request_text;
 mod tree;
@@ -118,7 +117,6 @@ pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) 
 
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
 pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
-    rate::charge(cx.share, request);
     let data_bytes = if let Request::Write { data, .. } = request { data.len() } else { 0 };
     metrics::counted(cx, (request.kind(), data_bytes), || {
         watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
@@ -167,7 +165,6 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
 pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
-    rate::charge_write(cx.share, head);
     metrics::counted(cx, (kind::TWRITE, head.bytes as usize), || {
         watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
             true => Err(Errno::ROFS),
