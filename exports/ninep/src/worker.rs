@@ -153,7 +153,7 @@ fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
         && let Ok((_, request)) = Request::decode(&message)
     {
         let client = Arc::clone(&connection) as Arc<dyn Client>;
-        let context = Context { share: &hub.share, client, session: &session, ticket: &ticket };
+        let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
         answer(&context, &request, &mut Message::new(&message, buffers));
     }
     connection.served(held_bytes);
