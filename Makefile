@@ -5,8 +5,11 @@ CARGO ?= cargo
 # What the authors of file systems need: the crates that can be published.
 PUBLISHED := vfs wire engine state serve vhost control fuse virtiofs fs
 
+# The architecture of make static and make container: x86_64 or aarch64.
+ARCH ?= $(shell uname -m)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup build install uninstall deb rpm demo test test-all conformance xfstests bench lint audit fuzz reference
+.PHONY: help setup build install uninstall deb rpm static container demo test test-all conformance xfstests bench lint audit fuzz reference
 
 help:
 	@echo 'make demo      share a real tree with a real guest, check every byte both ways'
@@ -17,6 +20,8 @@ help:
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, its man pages, completions, units of systemd and descriptors for libvirt (PREFIX, DESTDIR)'
 	@echo 'make deb, rpm  a package for Debian, and for distributions with RPM, in target/dist'
+	@echo 'make static    the program without shared libraries, target/static/ARCH/ferry (ARCH=aarch64 for another machine)'
+	@echo 'make container an image with that program (ARCH), an OCI image directory in target/dist'
 	@echo 'make uninstall removes them (with the same PREFIX and DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
 	@echo 'make audit     known vulnerabilities of the dependencies (fetches the list)'
@@ -37,6 +42,12 @@ install: build
 deb rpm: build
 	@dist/package $@
 
+static:
+	@CARGO='$(CARGO)' scripts/static $(ARCH)
+
+container: static
+	@ARCH=$(ARCH) dist/package container
+
 uninstall:
 	@scripts/install --remove
 
@@ -48,8 +59,10 @@ test:
 	@CARGO='$(CARGO)' scripts/test
 
 test-all:
-	@scripts/setup disk xfs diod dbench erofs composefs umoci registry packages
+	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo packages packaging qemu-arm64
 	@mkdir -p target
+	@CARGO='$(CARGO)' scripts/static
+	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-tests/ferry-probe
 	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
 
 conformance:

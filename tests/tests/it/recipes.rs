@@ -40,9 +40,10 @@ const RUN: [(&str, &str); 18] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 15] = [
+const NEEDED: [(&str, &str); 16] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("make deb", "a release build, and root's package manager; the lines that mount are in other blocks"),
+    ("make container", "a container engine; tests/tests/it/packages.rs runs the image in namespaces"),
     ("# /etc/ferry/web.toml", "systemd: ferry/tests/it/units_systemd.rs runs such a file in a guest"),
     ("systemctl enable", "systemd: ferry/tests/it/units_systemd.rs starts the units in a guest"),
     ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
