@@ -18,7 +18,8 @@ export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mount -t proc proc /proc
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /mnt
-mkdir -p /run/systemd/system /run/etc /mnt/a /mnt/tree
+mkdir -p /run/systemd/system /run/systemd/journald.conf.d /run/etc /mnt/a /mnt/c /mnt/tree
+printf '[Journal]\nStorage=volatile\n' >/run/systemd/journald.conf.d/volatile.conf
 echo hello >/mnt/tree/file
 truncate --size 1M /mnt/disk
 cp HERE/units/* /run/systemd/system/
@@ -48,9 +49,11 @@ kill9() {
         [ "$(systemctl show -p NRestarts --value $1) $(systemctl show -p ActiveState --value $1)" = "1 active" ] && break
     done
 }
+systemctl start systemd-journald.socket systemd-journald.service
 cd /run/etc
 printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/a.sock"\n' >a.toml
 printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/b.sock"\n' >b.toml
+printf '[[share]]\nsource = "/mnt/tree"\n9p = "unix:/run/ferry-share/n.sock"\n' >n.toml
 printf '[[share]]\nsource = "mem"\nmount = "/mnt/a"\n' >m.toml
 printf '[[disk]]\nfile = "/mnt/disk"\nvhost-user = "/run/ferry-disk/d.sock"\n' >d.toml
 printf '[[share]]\nsource = "/mnt/tree"\nvirtiof = "x"\n' >bad.toml
@@ -62,6 +65,10 @@ systemctl stop ferry-share@a; show ferry-share@a; [ -e /run/ferry-share/a.sock ]
 systemctl start ferry-share@b.socket; show ferry-share@b; ask /run/ferry-share/b.sock; show ferry-share@b
 kill9 ferry-share@b; ask /run/ferry-share/b.sock; show ferry-share@b
 
+systemctl start ferry-share@n; PROGRAM mount 9p:unix:/run/ferry-share/n.sock /mnt/c; echo >/mnt/c/before; cd /mnt/c
+kill9 ferry-share@n; show ferry-share@n; echo >after; ls | sed 's/^/- client: /'
+cd /run/etc; umount /mnt/c; systemctl stop ferry-share@n
+
 systemctl start ferry-mount@m; show ferry-mount@m; echo >/mnt/a/one; grep -c ' /mnt/a fuse.ferry' /proc/mounts | sed 's/^/- mounts: /'
 kill9 ferry-mount@m; show ferry-mount@m; echo >/mnt/a/two; ls /mnt/a | sed 's/^/- file /'
 systemctl stop ferry-mount@m; show ferry-mount@m; grep -c ' /mnt/a fuse.ferry' /proc/mounts | sed 's/^/- mounts: /'
@@ -70,6 +77,8 @@ systemctl start ferry-disk@d.socket; ask /run/ferry-disk/d.sock; show ferry-disk
 systemctl stop ferry-disk@d.socket ferry-disk@d; systemctl start ferry-disk@d; show ferry-disk@d; ask /run/ferry-disk/d.sock
 
 systemctl start ferry-share@bad; sleep 1; show ferry-share@bad
+journalctl --sync
+journalctl _SYSTEMD_UNIT=ferry-share@bad.service --output verbose | grep -oE '(SYSLOG_IDENTIFIER|MESSAGE)=.*' | sort -u | sed 's/^/- /'
 echo "- end"
 systemctl poweroff --force --force
 "#;
@@ -86,6 +95,10 @@ const EXPECTED: &str = "\
 - ferry-share@b active 0
 - reply of 20 bytes
 - ferry-share@b active 1
+- ferry-share@n active 1
+- client: after
+- client: before
+- client: file
 - ferry-mount@m active 0
 - mounts: 1
 - ferry-mount@m active 1
@@ -97,10 +110,13 @@ const EXPECTED: &str = "\
 - ferry-disk@d active 0
 - reply of 20 bytes
 - ferry-share@bad failed 0
+- MESSAGE=ferry: the configuration file /run/etc/bad.toml is wrong: line 3: unknown field `virtiof`: did you mean `virtiofs`?
+- SYSLOG_IDENTIFIER=ferry
 - end
 ";
 
-/// Start, readiness, the end of a server by SIGKILL, socket activation, and a file with a mistake.
+/// Start, readiness, the end of a server by SIGKILL, also while it has a client, socket activation, a file with a mistake, and the
+/// journal.
 #[test]
 #[ignore = "long: boots systemd"]
 fn systemd_starts_and_restarts_the_units() {
@@ -126,7 +142,7 @@ fn systemd_starts_and_restarts_the_units() {
         text.replace("FUSE", fuse.to_str().unwrap())
     };
     fs::write(path("units/ferry-test.service"), here(UNIT)).unwrap();
-    fs::write(path("test"), TEST).unwrap();
+    fs::write(path("test"), TEST.replace("PROGRAM", env!("CARGO_BIN_EXE_ferry"))).unwrap();
     fs::write(path("init"), here(INIT)).unwrap();
     fs::set_permissions(path("init"), fs::Permissions::from_mode(0o755)).unwrap();
     let log = fs::File::create(path("log")).unwrap();
