@@ -115,7 +115,8 @@ const PRCTL: [libc::c_int; 8] = [
 ];
 
 /// Ioctls that insert input into a terminal.
-const TERMINAL_INPUT: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
+#[allow(clippy::unnecessary_cast, clippy::cast_sign_loss, reason = "`Ioctl` is signed with musl")]
+const TERMINAL_INPUT: [u64; 2] = [libc::TIOCSTI as u64, libc::TIOCLINUX as u64];
 
 /// Flags of clone(2) that create a thread of this process, in its namespaces.
 const THREAD: libc::c_int = libc::CLONE_THREAD;
