@@ -56,6 +56,14 @@ pub enum Error {
         /// The expected user.
         owner: u32,
     },
+    /// The address for metrics cannot be listened on.
+    #[error("cannot listen on {address} for metrics: {reason}; choose another port, or 0 for any")]
+    Metrics {
+        /// The address.
+        address: std::net::SocketAddr,
+        /// The error of the system.
+        reason: io::Error,
+    },
     /// The socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),

@@ -22,6 +22,8 @@
 mod error;
 mod escape;
 mod log;
+mod metrics_server;
+mod openmetrics;
 mod report;
 mod server;
 mod shares;
@@ -32,15 +34,20 @@ use serde::{Deserialize, Serialize};
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};
-pub use report::{ExportKind, ExportReport, PathLack, REPORT_VERSION, ServerReport, ShareReport, ShareStatus};
+pub use metrics_server::{MetricsAddress, MetricsAddressError, MetricsServer, MetricsSocket};
+pub use openmetrics::{MetricsFormat, metrics_text};
+pub use report::{
+    BucketReport, ErrorReport, ExportKind, ExportReport, OperationReport, PathLack, REPORT_VERSION, ServerReport,
+    ShareReport, ShareStatus, UsageReport,
+};
 pub use server::{Control, Owner};
 pub use shares::{HeldInode, ServedShare};
 pub use socket_dir::{Endpoint, sockets};
 
 /// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.
 pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;
-/// The maximum length of a reply in bytes: the status of a thousand shares.
-pub const REPLY_BYTES_MAX: usize = 4 << 20;
+/// The maximum length of a reply in bytes: the report of a thousand shares, each with the latencies of a dozen operations.
+pub const REPLY_BYTES_MAX: usize = 16 << 20;
 
 /// A request; one line.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]

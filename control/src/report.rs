@@ -1,6 +1,11 @@
 //! What a server reports of itself: its shares, the exports of each, and who uses them.
 
+use std::time::Instant;
+
+use ferry_engine::metrics::{OperationSnapshot, Snapshot, bucket_end_ns};
 use serde::{Deserialize, Serialize};
+
+use crate::ServedShare;
 
 /// The version of [`ServerReport`], which a client names in its request. It grows when a field changes its meaning or is
 /// removed; new fields do not change it.
@@ -17,6 +22,13 @@ pub struct ServerReport {
     pub uptime_s: u64,
     /// What it serves, in the order of [`crate::Status::shares`].
     pub shares: Vec<ShareReport>,
+}
+
+impl ServerReport {
+    pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
+        let shares = shares.iter().map(ServedShare::report).collect();
+        Self { version: REPORT_VERSION, pid, uptime_s: started.elapsed().as_secs(), shares }
+    }
 }
 
 /// The status of a share in `--json` and `ferry log`.
@@ -39,6 +51,9 @@ pub struct ShareStatus {
     /// The mount point.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<String>,
+    /// The path of the socket of a disk, whose source is its file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
     /// Whether the share is read-only.
     pub read_only: bool,
     /// The number of request queues of the device.
@@ -60,6 +75,23 @@ pub struct ShareReport {
     pub exports: Vec<ExportReport>,
 }
 
+impl ShareStatus {
+    /// Returns where clients find this export: a socket, an address or a mount point.
+    #[must_use]
+    pub fn place(&self, kind: ExportKind) -> Option<String> {
+        match kind {
+            ExportKind::Virtiofs => self.virtiofs.clone().or_else(|| self.descriptor()),
+            ExportKind::Disk => self.disk.clone().or_else(|| self.descriptor()),
+            ExportKind::Ninep => self.ninep.clone(),
+            ExportKind::Mount => self.mount.clone(),
+        }
+    }
+
+    fn descriptor(&self) -> Option<String> {
+        self.fd.map(|fd| format!("descriptor {fd}"))
+    }
+}
+
 /// How a share is exported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -72,6 +104,24 @@ pub enum ExportKind {
     Ninep,
     /// A mount on this host.
     Mount,
+    /// A disk.
+    Disk,
+}
+
+impl ExportKind {
+    /// All kinds, in the order in which they are shown.
+    pub const ALL: [Self; 4] = [Self::Virtiofs, Self::Ninep, Self::Mount, Self::Disk];
+
+    /// Returns the word for it in text and JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Virtiofs => "virtiofs",
+            Self::Ninep => "9p",
+            Self::Mount => "mount",
+            Self::Disk => "disk",
+        }
+    }
 }
 
 /// An export, and what uses it.
@@ -97,6 +147,107 @@ pub struct ExportReport {
     /// Bytes of files that clients wrote.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written_bytes: Option<u64>,
+    /// Requests that have failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub errors: Option<u64>,
+    /// Requests that have begun and not ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub in_flight: Option<u64>,
+    /// The operations that were requested.
+    #[serde(default)]
+    pub operations: Vec<OperationReport>,
+    /// What it holds and does beside that.
+    #[serde(default)]
+    pub usage: Vec<UsageReport>,
+}
+
+/// The requests of one operation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationReport {
+    /// Its name.
+    pub name: String,
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Requests that have begun and not ended.
+    pub in_flight: u64,
+    /// Bytes of data.
+    pub bytes: u64,
+    /// The sum of the latencies in nanoseconds.
+    pub latency_ns: u64,
+    /// Requests that have failed, by error.
+    pub errors: Vec<ErrorReport>,
+    /// Requests by latency.
+    pub buckets: Vec<BucketReport>,
+}
+
+/// The requests that have failed with one error.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorReport {
+    /// The error, as `ENOENT`.
+    pub errno: String,
+    /// How many.
+    pub requests: u64,
+}
+
+/// The requests with about the same latency.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BucketReport {
+    /// The longest latency in nanoseconds; `None`: there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub end_ns: Option<u64>,
+    /// How many.
+    pub requests: u64,
+}
+
+/// A number that an export reports beside its requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageReport {
+    /// What is counted, as the metric is named without `ferry_`.
+    pub name: String,
+    /// How many.
+    pub value: u64,
+}
+
+impl ExportReport {
+    /// Adds the counters of its requests.
+    #[must_use]
+    pub fn with_requests(self, counted: &Snapshot) -> Self {
+        let bytes =
+            |name: &str| counted.operations.iter().find(|operation| operation.name == name).map_or(0, |one| one.bytes);
+        let operations: Vec<_> = counted.operations.iter().map(OperationReport::of).collect();
+        let errors = operations.iter().flat_map(|operation| &operation.errors).map(|error| error.requests);
+        Self {
+            requests: Some(counted.requests()),
+            read_bytes: Some(bytes("read")),
+            written_bytes: Some(bytes("write")),
+            errors: Some(errors.sum()),
+            in_flight: Some(counted.in_flight()),
+            operations,
+            ..self
+        }
+    }
+}
+
+impl OperationReport {
+    fn of(counted: &OperationSnapshot) -> Self {
+        let errno = |number: i32| match number {
+            0 => "other".into(),
+            number => format!("{:?}", nix::errno::Errno::from_raw(number)),
+        };
+        let errors =
+            counted.errors.iter().map(|(number, requests)| ErrorReport { errno: errno(*number), requests: *requests });
+        let buckets = counted.buckets.iter().enumerate().filter(|(_, requests)| **requests > 0);
+        let buckets = buckets.map(|(at, requests)| BucketReport { end_ns: bucket_end_ns(at), requests: *requests });
+        Self {
+            name: counted.name.clone(),
+            requests: counted.requests(),
+            in_flight: counted.in_flight,
+            bytes: counted.bytes,
+            latency_ns: counted.latency_ns,
+            errors: errors.collect(),
+            buckets: buckets.collect(),
+        }
+    }
 }
 
 /// A better path that an export does not use.

@@ -320,12 +320,7 @@ impl Server {
         if version != REPORT_VERSION {
             return Err(Error::ReportVersion { own: REPORT_VERSION, requested: version });
         }
-        Ok(ServerReport {
-            version,
-            pid: (self.owner.pid)(),
-            uptime_s: self.started.elapsed().as_secs(),
-            shares: self.shares.iter().map(ServedShare::report).collect(),
-        })
+        Ok(ServerReport::of(&self.shares, (self.owner.pid)(), self.started))
     }
 
     /// Interprets the words of `ferry log`.

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use clap::CommandFactory;
 use clap::builder::ArgPredicate;
 
+use ferry_control::MetricsAddress;
+
 use crate::flags::{Cache, Share, memory_mib};
 use crate::help;
 use crate::recipes;
@@ -110,6 +112,19 @@ pub enum Command {
     #[command(after_long_help = recipes::STATUS)]
     Status(crate::status_cmd::Args),
 
+    /// Print the metrics of running shares, mounts and disks: requests, bytes, errors and latencies by operation.
+    ///
+    /// The target is a process id, a mount point, the socket of a share or disk, its address for 9P, or a shared directory or file.
+    /// Without one: all of yours that run, each series with the label pid; for root, those of all users.
+    #[command(after_long_help = recipes::METRICS)]
+    Metrics(crate::metrics_cmd::Args),
+
+    /// Show what running shares, mounts and disks do, live: requests, bytes, latencies and errors of each second.
+    ///
+    /// Ctrl-C ends it. Latencies are those from taking a request to its reply, of all operations together.
+    #[command(after_long_help = recipes::TOP)]
+    Top(crate::top_cmd::Args),
+
     /// Check what this machine offers for each export, and what it lacks.
     ///
     /// Each check says what was found and, if something is lacking, what follows from it and the command that changes it.
@@ -165,6 +180,10 @@ pub struct ShareArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
+    /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<MetricsAddress>,
+
     /// Print one line of JSON on standard output once every share is listening.
     #[arg(long)]
     pub json: bool,
@@ -195,6 +214,10 @@ pub struct MountArgs {
     /// Log to this file once the mount exists [default: no log in the background; see ferry log].
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
+
+    /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<MetricsAddress>,
 
     /// Report the path of requests and data, and why no better one is used.
     ///
@@ -291,6 +314,7 @@ impl Command {
             Self::Mount(args) => {
                 args.share.resolve_paths(folder);
                 args.mountpoint = args.mountpoint.take().map(|path| folder.join(path));
+                args.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
             }
             Self::Image(crate::image::Command::Mount(args)) => args.resolve_paths(folder),
             _ => {}

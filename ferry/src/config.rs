@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::error::ErrorKind;
-use ferry_control::nearest;
+use ferry_control::{MetricsAddress, nearest};
 use serde::Deserialize;
 
 use crate::disk;
-use crate::flags::Share;
+use crate::flags::{Share, parsed};
 use crate::paths::start_dir;
 use crate::sandbox::{Modcaps, Sandbox, SandboxFlags, Seccomp};
 use crate::status::misuse;
@@ -24,6 +24,9 @@ pub struct File {
     /// Its disks.
     #[serde(default, rename = "disk")]
     pub disks: Vec<disk::Args>,
+    /// Where the metrics of the shares can be fetched; each disk has its own.
+    #[serde(default, deserialize_with = "parsed")]
+    pub metrics: Option<MetricsAddress>,
     /// The confinement of their process.
     sandbox: Option<Sandbox>,
     seccomp: Option<Seccomp>,
@@ -57,6 +60,7 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
         );
     }
     let tables: toml::Table = toml::from_str(text)?;
+    file.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
     for (number, share) in file.shares.iter_mut().enumerate() {
         check_numbers::<Share>(&tables["share"][number])
             .and_then(|()| share.check())
@@ -69,6 +73,7 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
             .and_then(|()| disk.check())
             .map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
         disk.file = disk.file_in(folder);
+        disk.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
         for path in [&mut disk.vhost_user, &mut disk.backing_dir, &mut disk.store] {
             *path = path.take().map(|path: PathBuf| folder.join(path));
         }

@@ -7,13 +7,17 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::ValueEnum;
-use ferry_control::{ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport};
+use ferry_control::{
+    ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport, UsageReport,
+};
+use ferry_engine::metrics::Metrics;
 use ferry_vfs::FileSystem;
+use ferry_vhost::FrontEnd;
 
 use crate::flags::{Address, Kind, Share};
 use crate::{paths, sandbox};
 
-pub use client::{Target, is_in_mount, reports, statuses};
+pub use client::{Target, is_in_mount, reports_of, statuses};
 
 /// The owner of this server.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };
@@ -32,6 +36,7 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
         fd: share.fd,
         ninep: None,
         mount: None,
+        disk: None,
         read_only: share.read_only,
         queues: is_device.then(|| share.queue_count()),
     };
@@ -42,10 +47,35 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
     served
 }
 
-/// A share is offered to virtual machines or 9P clients, which `count` counts.
-pub fn offered(served: &mut ServedShare, kind: ExportKind, count: impl Fn() -> usize + Send + Sync + 'static) {
-    let report = move || ExportReport { kind, clients: Some(count() as u64), ..ExportReport::default() };
-    served.exported(move || Some(report()));
+/// A share is offered to virtual machines, or a disk is: to one after another.
+pub fn offered(served: &mut ServedShare, kind: ExportKind, front_end: FrontEnd, metrics: Arc<Metrics>) {
+    served.exported(move || {
+        let clients = Some(front_end.is_connected().into());
+        Some(ExportReport { kind, clients, ..ExportReport::default() }.with_requests(&metrics.snapshot()))
+    });
+}
+
+/// A share is offered to 9P clients.
+pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export) {
+    let (usage, metrics) = (export.usage_reader(), export.metrics());
+    let report = move || {
+        let usage = usage();
+        let counts = [
+            ("fids", usage.fids),
+            ("connections", usage.connections),
+            ("threads", usage.threads),
+            ("buffered_bytes", usage.buffered_bytes),
+        ];
+        let clients = Some(usage.connections as u64);
+        let usage = counts.map(|(name, value)| used(name, value as u64)).into();
+        ExportReport { kind: ExportKind::Ninep, clients, usage, ..ExportReport::default() }
+    };
+    served.exported(move || Some(report().with_requests(&metrics.snapshot())));
+}
+
+/// A number beside those of requests, as the metric is named.
+fn used(name: &str, value: u64) -> UsageReport {
+    UsageReport { name: name.into(), value }
 }
 
 /// What a mount does now; `None` if it has ended.
@@ -65,15 +95,19 @@ fn mount_report(export: &ferry_fuse::Export) -> Option<ExportReport> {
         _ => "/dev/fuse",
     };
     let passthrough = if explanation.passthrough.used { ", data by passthrough" } else { "" };
-    Some(ExportReport {
+    let counts = [
+        ("system_calls_total", stats.system_calls),
+        ("notifications_total", stats.notifications),
+        ("message_bytes_total", stats.message_bytes),
+    ];
+    let report = ExportReport {
         kind: ExportKind::Mount,
-        clients: None,
         path: Some(format!("{requests}{passthrough}")),
         lacks: lacks.collect(),
-        requests: Some(stats.requests),
-        read_bytes: Some(stats.read_bytes),
-        written_bytes: Some(stats.written_bytes),
-    })
+        usage: counts.map(|(name, value)| used(name, value)).into(),
+        ..ExportReport::default()
+    };
+    Some(report.with_requests(&export.metrics().snapshot()))
 }
 
 /// Adds the mount to the status of a share.

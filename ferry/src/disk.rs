@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use ferry_control::MetricsAddress;
 use ferry_engine::{RateLimiter, TokenBucket};
 use serde::Deserialize;
 
@@ -153,6 +154,11 @@ pub struct Args {
     /// the disk.
     #[arg(long, hide_short_help = true)]
     pub pin_memory: bool,
+
+    /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(deserialize_with = "parsed")]
+    pub metrics: Option<MetricsAddress>,
 
     /// Print the capabilities of this vhost-user back end in JSON.
     #[arg(long)]

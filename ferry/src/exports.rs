@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -42,7 +41,7 @@ impl RunningExports {
         bound: ListenSocket,
         source: Arc<dyn FileSystem>,
         options: ferry_virtiofs::Options,
-    ) -> Result<(ferry_virtiofs::FrontEnd, Arc<AtomicBool>)> {
+    ) -> Result<&ferry_virtiofs::Export> {
         let once = options.once;
         let kept = options.kept.clone().map(|kept| (options.name.clone(), kept));
         let export = ferry_virtiofs::Export::from_listener(bound.listener()?, source, options)?;
@@ -50,25 +49,23 @@ impl RunningExports {
             self.ends.push(export.ended());
         }
         self.is_open |= !once;
-        let front_end = (export.front_end(), export.has_window());
-        self.devices.push((export, bound));
         self.kept.extend(kept);
-        Ok(front_end)
+        self.devices.push((export, bound));
+        Ok(self.devices.last().map(|(export, _)| export).expect("it was just added"))
     }
 
-    /// Serves a source to 9P clients. Returns their counter.
+    /// Serves a source to 9P clients.
     pub fn serve_9p(
         &mut self,
         listening: NinepSocket,
         source: Arc<dyn FileSystem>,
         share: &Share,
         (name, limiter): (&str, Arc<RateLimiter>),
-    ) -> Result<Box<dyn Fn() -> usize + Send + Sync>> {
+    ) -> Result<&ferry_ninep::Export> {
         let (export, bound) = listening.serve(source, share, (name, limiter))?;
-        let counter = export.client_counter();
-        self.ninep.push((export, bound));
         self.is_open = true;
-        Ok(counter)
+        self.ninep.push((export, bound));
+        Ok(self.ninep.last().map(|(export, _)| export).expect("it was just added"))
     }
 
     /// Mounts a source on this host.

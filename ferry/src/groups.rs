@@ -227,8 +227,12 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
     let own = command.and_then(|command| command.get_arguments().find(is));
     let found = own.or_else(|| table.get_arguments().find(is));
     let takes_value = found.is_some_and(|arg| arg.get_action().takes_values()) && name.len() == bytes.len();
-    let of_share =
-        own.is_some_and(|arg| !["config", "json", "sandbox", "seccomp", "modcaps"].contains(&arg.get_id().as_str()));
+    // Each disk has its own process, and its own metrics.
+    let has_processes = command.is_some_and(|command| command.get_name() == "disk");
+    let of_share = own.is_some_and(|arg| match arg.get_id().as_str() {
+        "config" | "json" | "sandbox" | "seccomp" | "modcaps" => false,
+        id => id != "metrics" || has_processes,
+    });
     Token::Flag { values: usize::from(takes_value), whole_call: found.is_none() || !of_share }
 }
 

@@ -72,6 +72,7 @@ fn described(status: &Status) -> String {
             ("mounted on", &share.mount),
             ("for virtual machines on", &share.virtiofs),
             ("for 9P clients on", &share.ninep),
+            ("as a disk on", &share.disk),
         ];
         let places =
             places.iter().filter_map(|(how, place)| place.as_ref().map(|place| format!(" {how} {}", printable(place))));

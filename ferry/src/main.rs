@@ -18,6 +18,7 @@ mod helper;
 mod image;
 mod launch;
 mod logcmd;
+mod metrics_cmd;
 mod mount;
 mod mount_options;
 mod new_files;
@@ -39,6 +40,7 @@ mod status;
 mod status_cmd;
 #[cfg(test)]
 mod tests;
+mod top_cmd;
 mod try_cmd;
 mod virtiofsd;
 
@@ -171,6 +173,10 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let level = cli.log.or_else(of_environment).unwrap_or_else(|| default_level.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
+    // For `bench/run costs` only, which measures what counting costs.
+    if std::env::var_os("FERRY_METRICS").is_some_and(|word| word == "off") {
+        ferry_engine::metrics::disable();
+    }
     if matches!(&cli.command, Command::Share(_) | Command::Disk(_) | Command::Mount(_)) {
         service_manager::connect();
     }
@@ -181,19 +187,22 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
                 None => config::File::default(),
             };
             let sandbox_flags = args.sandbox_flags.or(file.sandbox_flags());
-            let config::File { mut shares, disks, .. } = file;
+            let config::File { mut shares, disks, metrics, .. } = file;
+            let metrics = args.metrics.or(metrics);
             shares.extend(args.share.into_iter().chain(more));
-            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), &logging)
+            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), metrics.as_ref(), &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
-            processes::run_disks(&disks)
+            processes::run_disks(&disks, &logging)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Set(args) => set_cmd::run(&args).map(|()| 0),
         Command::Status(args) => status_cmd::run(&args),
+        Command::Metrics(args) => metrics_cmd::run(&args),
+        Command::Top(args) => top_cmd::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),

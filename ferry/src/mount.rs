@@ -43,11 +43,20 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let log = args.log_file.as_deref().map(open_log).transpose()?;
     let words = args.options.clone();
     let (json, detached) = (args.json || args.detached, args.detached);
+    let metrics = args.metrics.clone();
     let share = args.into_share();
     let nulls = detached.then(DevNull::open).transpose()?;
     let new_files = NewFiles::new(Success::new()?);
     let inherited = HashMap::new();
-    let start = Start { shares: &[share], words: &words, inherited, sandbox_flags: None, logging, control: None };
+    let start = Start {
+        shares: &[share],
+        words: &words,
+        inherited,
+        sandbox_flags: None,
+        logging,
+        control: None,
+        metrics: metrics.as_ref(),
+    };
     start.run(BlockedSignals::hold()?, new_files, |up| {
         announce(up, json)?;
         if let Some(nulls) = nulls {

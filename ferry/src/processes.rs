@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ferry_control::{Control, Logging};
+use ferry_control::{Control, Logging, MetricsAddress};
 use ferry_isolation::{BlockedSignals, Child, End};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -40,12 +40,14 @@ pub fn run_shares(
     shares: &[Share],
     disks: &[disk::Args],
     (sandbox_flags, json): (&SandboxFlags, bool),
+    metrics: Option<&MetricsAddress>,
     logging: &Logging,
 ) -> Result<u8> {
     share::refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = share::inherit(shares)?;
     service_manager::inherit(shares, disks.iter().map(disk::Args::socket))?;
-    let start = Start { shares, words: &[], inherited, sandbox_flags: Some(sandbox_flags), logging, control: None };
+    let sandboxed = Some(sandbox_flags);
+    let start = Start { shares, words: &[], inherited, sandbox_flags: sandboxed, logging, control: None, metrics };
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
         // Signals are blocked until they are caught, in either process.
@@ -53,7 +55,7 @@ pub fn run_shares(
         // Clients check that the socket belongs to the process that users know.
         let control = if shares.is_empty() { None } else { Control::bind() };
         let start = Start { control, ..start };
-        return run_all(Some(start), (disks, inherited_disks), (sandbox_flags, json), signals);
+        return run_all(Some(start), (disks, inherited_disks), (sandbox_flags, json), (signals, logging));
     }
     let once = shares.iter().any(|share| share.once);
     let new_files = NewFiles::new(Success::new()?);
@@ -71,7 +73,7 @@ pub fn run_shares(
 }
 
 /// Serves disks until SIGTERM or SIGINT, each in its own process if there are several; returns the exit status.
-pub fn run_disks(disks: &[disk::Args]) -> Result<u8> {
+pub fn run_disks(disks: &[disk::Args], logging: &Logging) -> Result<u8> {
     if disks.iter().any(|disk| disk.print_capabilities) {
         return print_json(&serde_json::json!({ "type": "block", "features": ["read-only", "blk-file"] })).map(|()| 0);
     }
@@ -84,10 +86,10 @@ pub fn run_disks(disks: &[disk::Args]) -> Result<u8> {
     let sandbox_flags = disks.first().map(|disk| disk.sandbox_flags.clone()).unwrap_or_default();
     let json = disks.iter().any(|disk| disk.json);
     if disks.len() > 1 {
-        return run_all(None, (disks, inherited), (&sandbox_flags, json), signals);
+        return run_all(None, (disks, inherited), (&sandbox_flags, json), (signals, logging));
     }
     let new_files = NewFiles::new(Success::new()?);
-    disk::serve(disks, inherited, (&sandbox_flags, signals), new_files, |opened| {
+    disk::serve(disks, inherited, (&sandbox_flags, signals, logging), new_files, |opened| {
         match json {
             true => print_json(&serde_json::json!({ "pid": sandbox::pid(), "disks": opened.to_json() }))?,
             false => opened.announce()?,
@@ -101,7 +103,7 @@ fn run_all(
     shares: Option<Start<'_>>,
     (disks, inherited): (&[disk::Args], Vec<Option<ListenSocket>>),
     (sandbox_flags, json): (&SandboxFlags, bool),
-    signals: BlockedSignals,
+    (signals, logging): (BlockedSignals, &Logging),
 ) -> Result<u8> {
     let bound = disks.iter().zip(inherited).map(|(disk, inherited)| disk::bind(disk, inherited));
     let mut sockets = bound.collect::<Result<Vec<_>>>()?;
@@ -131,7 +133,7 @@ fn run_all(
         sockets.iter_mut().flatten().for_each(ListenSocket::leave);
         drop(sockets);
         let only = disks.get(number..=number).unwrap_or_default();
-        return disk::serve(only, vec![own], (sandbox_flags, signals), new_files, |opened| {
+        return disk::serve(only, vec![own], (sandbox_flags, signals, logging), new_files, |opened| {
             let is_announced = report.send(&opened.to_json().into_iter().next().unwrap_or_default())?;
             if is_announced && !json {
                 opened.announce()?;

@@ -153,6 +153,21 @@ Examples:
   ferry status /mnt                        what serves /mnt, by which path, and why by no better one
   ferry status --json                      for a script";
 
+/// Shown by `ferry metrics --help`.
+pub const METRICS: &str = "\
+Examples:
+  ferry metrics                            all shares, mounts and disks of yours that run, in OpenMetrics text
+  ferry metrics /mnt                       those of the server of /mnt
+  ferry metrics --format prometheus | promtool check metrics
+  ferry share /srv --virtiofs /run/s.sock --metrics 127.0.0.1:9100      curl http://127.0.0.1:9100/metrics";
+
+/// Shown by `ferry top --help`.
+pub const TOP: &str = "\
+Examples:
+  ferry top                                all shares, mounts and disks of yours that run, until Ctrl-C
+  ferry top /mnt --interval 5              what the server of /mnt does in five seconds
+  ferry top --once --json                  one second, for a script";
+
 /// Shown by `ferry doctor --help`.
 pub const DOCTOR: &str = "\
 Examples:

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{Control, ExportKind, Logging, ServedShare, ShareStatus};
+use ferry_control::{
+    Control, ExportKind, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus,
+};
 use ferry_engine::RateLimiter;
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
@@ -43,6 +45,8 @@ pub struct Start<'a> {
     pub logging: &'a Logging,
     /// The control socket, if another process has created it.
     pub control: Option<Socket>,
+    /// Where metrics can be fetched.
+    pub metrics: Option<&'a MetricsAddress>,
 }
 
 impl<'a> Start<'a> {
@@ -76,8 +80,12 @@ impl<'a> Start<'a> {
         // The sandbox forbids this later.
         let is_confined = confinement.is_some();
         let control = (None, self.control.take().or_else(|| is_confined.then(Control::bind).flatten()));
+        let metrics = (None, self.metrics.map(MetricsSocket::bind).transpose()?);
         let (up, serving) = (Arc::default(), RunningExports::default());
-        Ok((Shares { start: self, control, up, serving, sources, sockets: (sockets, stores), new_files }, confinement))
+        Ok((
+            Shares { start: self, control, metrics, up, serving, sources, sockets: (sockets, stores), new_files },
+            confinement,
+        ))
     }
 }
 
@@ -86,6 +94,8 @@ struct Shares<'a> {
     start: Start<'a>,
     /// The control server, and its socket until it is started.
     control: (Option<Control>, Option<Socket>),
+    /// The same for metrics.
+    metrics: (Option<MetricsServer>, Option<MetricsSocket>),
     up: Arc<[ServedShare]>,
     serving: RunningExports,
     sources: Sources,
@@ -106,6 +116,7 @@ impl Serve for Shares<'_> {
         self.new_files.leave();
         virtiofsd::leave_pid_file();
         self.control.1.iter_mut().for_each(Socket::leave_file);
+        self.metrics.1.iter_mut().for_each(MetricsSocket::leave_file);
         Ok(())
     }
 
@@ -119,6 +130,9 @@ impl Serve for Shares<'_> {
         let sockets = std::mem::take(&mut self.sockets);
         self.up = start(self.start.shares, &opened, sockets, self.start.words, &mut self.serving)?.into();
         self.new_files.keep();
+        if let Some(socket) = self.metrics.1.take() {
+            self.metrics.0 = Some(MetricsServer::start(socket, Arc::clone(&self.up), OWNER.pid)?);
+        }
         let (up, logging) = (Arc::clone(&self.up), self.start.logging.clone());
         self.control.0 = Control::start(self.control.1.take().or_else(Control::bind), up, logging, OWNER);
         Ok(())
@@ -129,7 +143,7 @@ impl Serve for Shares<'_> {
     }
 
     fn stop(&mut self, signal: Option<i32>) {
-        self.control = (None, None);
+        (self.control, self.metrics) = ((None, None), (None, None));
         self.up = Arc::default();
         match signal {
             Some(SIGNAL_DISCARD_STATE) => self.serving.end(ferry_virtiofs::Export::stop_for_good),
@@ -245,20 +259,20 @@ fn start(
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(&listening.address);
-            let clients = serving
+            let export = serving
                 .serve_9p(listening, Arc::clone(&source), share, (&name, limiter()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            control::offered(&mut served, ExportKind::Ninep, clients);
+            control::offered_9p(&mut served, export);
         }
         if let Some(bound) = bound {
             let limiter = Some(limiter());
             let options =
                 ferry_virtiofs::Options { kept, limiter, name: name.clone(), ..exports::device_options(share) };
-            let (front_end, has_window) = serving
+            let export = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            control::offered(&mut served, ExportKind::Virtiofs, move || front_end.is_connected().into());
-            bypass.window = Some(has_window);
+            control::offered(&mut served, ExportKind::Virtiofs, export.front_end(), export.metrics());
+            bypass.window = Some(export.has_window());
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use ferry_control::{ExportKind, ExportReport, ServerReport, ShareReport, printable, printable_json};
 use serde::Serialize;
 
-use crate::control::{Target, reports};
+use crate::control::reports_of;
 use crate::status;
 
 /// The version of the JSON. It grows when a field changes its meaning or is removed.
@@ -51,35 +51,10 @@ struct Server {
 
 /// Shows what runs. Returns the status to end with: not 0 if a server that runs does not report.
 pub fn run(args: &Args) -> Result<u8> {
-    let mut outcome = status::DONE;
-    let found = match &args.target {
-        None => {
-            let all = reports();
-            if all.is_empty() {
-                eprintln!("ferry: no ferry share or mount of yours is running");
-            }
-            let mut found = Vec::new();
-            for (user, report) in all {
-                match report {
-                    Ok(report) => found.push((user, report)),
-                    Err(error) => {
-                        eprintln!("ferry: {}", printable(&format!("{error:#}")));
-                        outcome = status::FAILED;
-                    }
-                }
-            }
-            found
-        }
-        Some(target) => {
-            let Target { client, share, .. } = Target::find(target)?;
-            let mut report = client.report()?;
-            if let Some(share) = share {
-                let named = report.shares.into_iter().nth(share);
-                report.shares = vec![named.context("the server has ended this share meanwhile")?];
-            }
-            vec![(client.owner(), report)]
-        }
-    };
+    let (found, outcome) = reports_of(args.target.as_deref())?;
+    if found.is_empty() && outcome == status::DONE {
+        eprintln!("ferry: no ferry share, mount or disk of yours is running");
+    }
     let servers: Vec<_> = found.into_iter().map(|(user, report)| Server::new(user, report)).collect();
     let text = match args.json {
         true => printable_json(&serde_json::to_string(&Report { version: VERSION, servers })?) + "\n",
@@ -139,18 +114,13 @@ fn described_share(report: &ShareReport) -> String {
     let read_only = if share.read_only { ", read-only" } else { "" };
     let cache = report.cache.as_deref().map(|cache| format!(", cache {}", printable(cache))).unwrap_or_default();
     let mut text = format!("  {}{read_only}{cache}\n", printable(&share.source));
-    let socket = share.virtiofs.clone().or_else(|| share.fd.map(|fd| format!("descriptor {fd}")));
-    for (kind, word, place) in [
-        (ExportKind::Virtiofs, "virtiofs", socket),
-        (ExportKind::Ninep, "9p", share.ninep.clone()),
-        (ExportKind::Mount, "mount", share.mount.clone()),
-    ] {
-        let Some(place) = place else { continue };
-        let _ = write!(text, "    {word} {}", printable(&place));
-        match report.exports.iter().find(|export| export.kind == kind) {
-            Some(export) => text += &described_export(export),
-            None => text.push('\n'),
-        }
+    for kind in ExportKind::ALL {
+        let found = report.exports.iter().find(|export| export.kind == kind);
+        // A descriptor is that of a share or of a disk, as its export says.
+        let is_other = share.fd.is_some() && found.is_none() && matches!(kind, ExportKind::Virtiofs | ExportKind::Disk);
+        let Some(place) = share.place(kind).filter(|_| !is_other) else { continue };
+        let _ = write!(text, "    {} {}", kind.name(), printable(&place));
+        text += &found.map_or_else(|| "\n".into(), described_export);
     }
     text
 }
@@ -160,6 +130,7 @@ fn described_export(export: &ExportReport) -> String {
     parts.extend(export.clients.map(|count| format!("{count} {}", if count == 1 { "client" } else { "clients" })));
     parts.extend(export.path.as_deref().map(|path| format!("requests by {}", printable(path))));
     parts.extend(export.requests.map(|count| format!("{count} requests")));
+    parts.extend(export.errors.filter(|count| *count > 0).map(|count| format!("{count} errors")));
     parts.extend(export.read_bytes.map(|bytes| format!("{} read", size(bytes))));
     parts.extend(export.written_bytes.map(|bytes| format!("{} written", size(bytes))));
     let mut text = if parts.is_empty() { "\n".into() } else { format!(": {}\n", parts.join(", ")) };

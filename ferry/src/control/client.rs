@@ -12,8 +12,11 @@ use ferry_fuse::Mountpoint;
 use serde::de::DeserializeOwned;
 
 use ferry_control::{
-    Endpoint, FileName, REPLY_BYTES_MAX, REPORT_VERSION, Reply, Request, ServerReport, ShareStatus, Status, sockets,
+    Endpoint, FileName, REPLY_BYTES_MAX, REPORT_VERSION, Reply, Request, ServerReport, ShareStatus, Status, printable,
+    sockets,
 };
+
+use crate::status;
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -128,8 +131,33 @@ fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, Result<T>)> {
     })
 }
 
+/// Returns the reports of the server of a target, or of all running servers, with their users; and the status to end with: not 0 if
+/// a server that runs does not report, which is then named on standard error.
+pub fn reports_of(target: Option<&Path>) -> Result<(Vec<(u32, ServerReport)>, u8)> {
+    if let Some(target) = target {
+        let Target { client, share, .. } = Target::find(target)?;
+        let mut report = client.report()?;
+        if let Some(share) = share {
+            let named = report.shares.into_iter().nth(share);
+            report.shares = vec![named.context("the server has ended this share meanwhile")?];
+        }
+        return Ok((vec![(client.owner(), report)], status::DONE));
+    }
+    let (mut found, mut outcome) = (Vec::new(), status::DONE);
+    for (user, report) in reports() {
+        match report {
+            Ok(report) => found.push((user, report)),
+            Err(error) => {
+                eprintln!("ferry: {}", printable(&format!("{error:#}")));
+                outcome = status::FAILED;
+            }
+        }
+    }
+    Ok((found, outcome))
+}
+
 /// Returns the reports of the running servers, or why there is none, with their users, in the order of their process ids.
-pub fn reports() -> Vec<(u32, Result<ServerReport>)> {
+fn reports() -> Vec<(u32, Result<ServerReport>)> {
     let mut all = ask_all(Client::report);
     all.sort_by_key(|(client, _)| client.endpoint.pid);
     let reports = all.into_iter().map(|(client, report)| (client.owner(), report));
@@ -220,7 +248,7 @@ impl Target {
                 .ninep
                 .as_deref()
                 .and_then(|address| address.strip_prefix("unix:").or_else(|| address.strip_prefix("vhost-user:")));
-            let mut sockets = shown.virtiofs.as_deref().into_iter().chain(ninep);
+            let mut sockets = shown.virtiofs.as_deref().into_iter().chain(shown.disk.as_deref()).chain(ninep);
             let same = |socket| Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
             sockets.any(same).then_some((client, share, None))
         })
@@ -304,6 +332,7 @@ mod tests {
             fd: None,
             ninep: None,
             mount: Some((*mount).into()),
+            disk: None,
             read_only: false,
             queues: None,
         };

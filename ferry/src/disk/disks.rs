@@ -9,11 +9,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
+use ferry_control::{Control, ExportKind, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
 use ferry_isolation::BlockedSignals;
+use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::Args;
+use crate::control::{self, OWNER};
 use crate::launch::{self, SHUTDOWN_SIGNALS, Serve};
 use crate::new_files::NewFiles;
 use crate::paths::absolute;
@@ -119,12 +122,12 @@ fn probe_storage(disk: &Args) -> ! {
 pub fn serve(
     disks: &[Args],
     sockets: Vec<Option<ListenSocket>>,
-    (sandbox_flags, signals): (&SandboxFlags, BlockedSignals),
+    (sandbox_flags, signals, logging): (&SandboxFlags, BlockedSignals, &Logging),
     new_files: NewFiles,
     ready: impl FnOnce(&Disks<'_>) -> Result<bool>,
 ) -> Result<u8> {
     let confinement = Confinement::of(sandbox_flags, &[], Vec::new(), disks.iter().any(|disk| disk.pin_memory))?;
-    match Disks::open(disks, sockets, &signals, new_files)? {
+    match Disks::open(disks, sockets, (&signals, logging), new_files)? {
         Some(opened) => launch::run(opened, Some(confinement), signals, ready),
         None => Ok(0),
     }
@@ -135,6 +138,11 @@ pub struct Disks<'a> {
     opened: Vec<OpenDisk<'a>>,
     sockets: Vec<ListenSocket>,
     exports: Vec<Export>,
+    /// The control server, and its socket until it is started.
+    control: (Option<Control>, Option<Socket>),
+    /// The same for metrics.
+    metrics: (Option<MetricsServer>, Option<MetricsSocket>),
+    logging: Logging,
     /// The files that opening them has created.
     new_files: NewFiles,
 }
@@ -153,10 +161,18 @@ impl<'a> Disks<'a> {
     pub fn open(
         disks: &'a [Args],
         inherited: Vec<Option<ListenSocket>>,
-        signals: &BlockedSignals,
+        (signals, logging): (&BlockedSignals, &Logging),
         new_files: NewFiles,
     ) -> Result<Option<Self>> {
-        let mut all = Self { opened: Vec::new(), sockets: Vec::new(), exports: Vec::new(), new_files };
+        let mut all = Self {
+            opened: Vec::new(),
+            sockets: Vec::new(),
+            exports: Vec::new(),
+            control: (None, None),
+            metrics: (None, None),
+            logging: logging.clone(),
+            new_files,
+        };
         for (args, inherited) in disks.iter().zip(inherited) {
             let bound = bind(args, inherited)?;
             let is_offered = bound.is_some();
@@ -171,8 +187,16 @@ impl<'a> Disks<'a> {
             let (disk, image, made) = args.open()?;
             all.new_files.add(made);
             all.opened.push(OpenDisk { args, options: args.device_options(), disk, image });
+            // The sandbox forbids this later. A process that serves several disks has one address.
+            if let (Some(address), None) = (&args.metrics, &all.metrics.1) {
+                all.metrics.1 = Some(MetricsSocket::bind(address)?);
+            }
         }
-        Ok(Some(all).filter(|all| !all.opened.is_empty()))
+        if all.opened.is_empty() {
+            return Ok(None);
+        }
+        all.control.1 = Control::bind();
+        Ok(Some(all))
     }
 
     /// Describes the disks, for programs.
@@ -205,21 +229,32 @@ impl Serve for Disks<'_> {
 
     fn take_over(&mut self) -> Result<()> {
         self.new_files.leave();
+        self.control.1.iter_mut().for_each(Socket::leave_file);
+        self.metrics.1.iter_mut().for_each(MetricsSocket::leave_file);
         self.sockets.iter_mut().try_for_each(ListenSocket::take_over)
     }
 
     fn start(&mut self) -> Result<()> {
+        let mut served = Vec::new();
         for (one, socket) in self.opened.iter().zip(&self.sockets) {
             if let Some(image) = &one.image {
                 image.begin();
             }
-            self.exports.push(Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?);
+            let export = Export::start(socket.listener()?, Arc::clone(&one.disk), one.options.clone())?;
+            served.push(one.served(&export));
+            self.exports.push(export);
         }
         self.new_files.keep();
+        let served: Arc<[ServedShare]> = served.into();
+        if let Some(socket) = self.metrics.1.take() {
+            self.metrics.0 = Some(MetricsServer::start(socket, Arc::clone(&served), OWNER.pid)?);
+        }
+        self.control.0 = Control::start(self.control.1.take(), served, self.logging.clone(), OWNER);
         Ok(())
     }
 
     fn stop(&mut self, _signal: Option<i32>) {
+        (self.control, self.metrics) = ((None, None), (None, None));
         self.exports.drain(..).for_each(Export::stop);
     }
 }
@@ -230,7 +265,28 @@ impl Drop for Disks<'_> {
     }
 }
 
+/// A disk has no files for `ferry log` to find.
+struct NoFiles;
+
+impl ferry_vfs::FileSystem for NoFiles {}
+
 impl OpenDisk<'_> {
+    /// What the control socket reports of it.
+    fn served(&self, export: &Export) -> ServedShare {
+        let file = self.args.path().map(absolute).unwrap_or_default();
+        let shown = ShareStatus {
+            source: file.clone(),
+            disk: self.args.vhost_user.as_deref().map(absolute),
+            fd: self.args.fd,
+            read_only: self.disk.features().read_only,
+            queues: Some(self.options.queues),
+            ..ShareStatus::default()
+        };
+        let mut served = ServedShare::new(shown, file, Arc::new(NoFiles));
+        control::offered(&mut served, ExportKind::Disk, export.front_end(), export.metrics());
+        served
+    }
+
     fn to_json(&self) -> serde_json::Value {
         let (geometry, features) = (self.disk.geometry(), self.disk.features());
         serde_json::json!({

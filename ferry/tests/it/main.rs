@@ -19,6 +19,7 @@ mod image_upper;
 mod log_followers;
 mod log_lines;
 mod manual;
+mod metrics;
 mod mount;
 mod mount_ninep;
 mod places;

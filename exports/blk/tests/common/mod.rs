@@ -54,6 +54,13 @@ impl Offered {
     }
 }
 
+impl Offered {
+    /// The counters of its requests.
+    pub fn metrics(&self) -> std::sync::Arc<ferry_engine::metrics::Metrics> {
+        self.export.as_ref().unwrap().metrics()
+    }
+}
+
 impl Drop for Offered {
     fn drop(&mut self) {
         if let Some(export) = self.export.take() {

@@ -6,5 +6,6 @@
 mod common;
 
 mod costs;
+mod counts;
 mod memory;
 mod slow;

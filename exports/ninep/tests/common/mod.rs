@@ -96,6 +96,21 @@ impl Server {
         all
     }
 
+    /// The counters of one operation: requests, bytes and errors.
+    pub fn counted(&self, operation: &str) -> (u64, u64, Vec<(i32, u64)>) {
+        let devices = self.devices.lock().unwrap();
+        let mut sum = (0, 0, Vec::new());
+        for export in self.export.iter().chain(&*devices) {
+            let snapshot = export.metrics().snapshot();
+            for found in snapshot.operations.iter().filter(|found| found.name == operation) {
+                sum.0 += found.requests();
+                sum.1 += found.bytes;
+                sum.2.extend_from_slice(&found.errors);
+            }
+        }
+        sum
+    }
+
     /// What was asked to be read ahead.
     pub fn read_ahead_bytes(&self) -> u64 {
         let devices = self.devices.lock().unwrap();

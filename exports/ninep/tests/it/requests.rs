@@ -53,6 +53,28 @@ fn versions_are_negotiated_and_begin_new_sessions() {
 }
 
 #[test]
+fn requests_are_counted_with_their_bytes_and_errors() {
+    let share = DirServer::new(Options::default());
+    fs::write(share.path.join("f"), "text").unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDWR).unwrap();
+    assert_eq!(client.read(Fid(1), 0, 4096), Ok(b"text".to_vec()));
+    assert_eq!(client.write(Fid(1), 0, b"other!"), Ok(6));
+    assert_eq!(client.walk(ROOT, Fid(2), "missing"), Err(Errno::NOENT));
+    assert_eq!(client.lock(Fid(1), LockKind::Write, 1, false), Ok(LockStatus::Success));
+    // The last reply is counted before it is sent, or a moment later.
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while share.counted("lock").0 < 1 && std::time::Instant::now() < end {
+        std::thread::yield_now();
+    }
+    assert_eq!(share.counted("attach"), (1, 0, vec![]));
+    assert_eq!(share.counted("read"), (1, 4, vec![]));
+    assert_eq!(share.counted("write"), (1, 6, vec![]));
+    assert_eq!(share.counted("walk"), (2, 0, vec![(Errno::NOENT.raw_os_error(), 1)]));
+    assert_eq!(share.counted("lock"), (1, 0, vec![]));
+}
+
+#[test]
 fn files_are_created_written_read_and_found() {
     let share = DirServer::new(Options::default());
     let mut client = share.attached(0);

@@ -1,0 +1,362 @@
+//! The metrics over HTTP, on a loopback address or a unix socket: `GET /metrics`.
+//!
+//! One thread serves all clients. Each has a number of bytes and a time, after which it is dropped, and the oldest is dropped for
+//! a new one: clients that say nothing, garbage, or read nothing cost little, and keep nobody out.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ferry_vhost::Socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::openmetrics::{MetricsFormat, metrics_text};
+use crate::{Error, ServedShare, ServerReport};
+
+/// The maximum number of clients: a few collectors, and people who look.
+const CLIENTS_MAX: usize = 8;
+/// The maximum length of a request in bytes: collectors send some hundred.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+/// How long a client may take for its request and the reply together.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause after a failed accept, so that a permanent failure (no descriptors) does not use a whole CPU.
+const PAUSE: Duration = Duration::from_millis(100);
+/// The prefix of the path of a socket.
+const UNIX: &str = "unix:";
+
+/// Where metrics can be fetched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// An address of this machine only.
+    Loopback(SocketAddr),
+    /// A unix socket.
+    Unix(PathBuf),
+}
+
+/// Why an address cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MetricsAddressError {
+    /// It is neither.
+    #[error("{0:?} is not an address for metrics: choose 127.0.0.1:PORT, [::1]:PORT or unix:PATH")]
+    Unknown(String),
+    /// Other machines could connect.
+    #[error(
+        "{0} can be reached from other machines, and metrics are given to whoever connects: choose 127.0.0.1:PORT, [::1]:PORT or \
+         unix:PATH, and put a proxy that checks its clients before it"
+    )]
+    Remote(SocketAddr),
+}
+
+impl FromStr for MetricsAddress {
+    type Err = MetricsAddressError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let unknown = || MetricsAddressError::Unknown(text.into());
+        if let Some(path) = text.strip_prefix(UNIX) {
+            return if path.is_empty() { Err(unknown()) } else { Ok(Self::Unix(path.into())) };
+        }
+        let local = text.strip_prefix("localhost:").and_then(|port| port.parse().ok());
+        let local = local.map(|port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
+        match local.or_else(|| text.parse().ok()).ok_or_else(unknown)? {
+            address if address.ip().is_loopback() => Ok(Self::Loopback(address)),
+            address => Err(MetricsAddressError::Remote(address)),
+        }
+    }
+}
+
+impl MetricsAddress {
+    /// Makes a path relative to a folder.
+    pub fn resolve(&mut self, folder: &Path) {
+        if let Self::Unix(path) = self {
+            *path = folder.join(&path);
+        }
+    }
+}
+
+/// A listening socket for metrics. Create it before the sandbox hides paths and the network.
+#[derive(Debug)]
+pub struct MetricsSocket {
+    listener: Listener,
+    /// Removes its file when dropped.
+    file: Option<Socket>,
+}
+
+#[derive(Debug)]
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl MetricsSocket {
+    /// Listens; a unix socket is for this user only.
+    ///
+    /// # Errors
+    /// [`Error::Metrics`]: the address is in use, or not this machine's; [`Error::Socket`].
+    pub fn bind(address: &MetricsAddress) -> Result<Self, Error> {
+        match address {
+            MetricsAddress::Loopback(address) => {
+                let failed = |reason| Error::Metrics { address: *address, reason };
+                let listener = TcpListener::bind(address).map_err(failed)?;
+                listener.set_nonblocking(true).map_err(failed)?;
+                tracing::info!("metrics at http://{}/metrics", listener.local_addr().map_err(failed)?);
+                Ok(Self { listener: Listener::Tcp(listener), file: None })
+            }
+            MetricsAddress::Unix(path) => {
+                let socket = Socket::bind(path)?;
+                let listener = socket.listener()?;
+                listener.set_nonblocking(true)?;
+                Ok(Self { listener: Listener::Unix(listener), file: Some(socket) })
+            }
+        }
+    }
+
+    /// Has another process remove its file.
+    pub fn leave_file(&mut self) {
+        self.file.iter_mut().for_each(Socket::leave_file);
+    }
+}
+
+impl Listener {
+    fn accept(&self) -> io::Result<Stream> {
+        let stream = match self {
+            Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
+            Self::Unix(listener) => Stream::Unix(listener.accept()?.0),
+        };
+        match &stream {
+            Stream::Tcp(stream) => stream.set_nonblocking(true)?,
+            Stream::Unix(stream) => stream.set_nonblocking(true)?,
+        }
+        Ok(stream)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener) => listener.as_fd(),
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Stream {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(bytes),
+            Self::Unix(stream) => stream.read(bytes),
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(bytes),
+            Self::Unix(stream) => stream.write(bytes),
+        }
+    }
+}
+
+/// Serves metrics until it is dropped.
+#[derive(Debug)]
+pub struct MetricsServer {
+    socket: Arc<MetricsSocket>,
+    ended: Arc<AtomicBool>,
+}
+
+impl MetricsServer {
+    /// Starts the thread; `pid` is the process id as clients see it.
+    ///
+    /// # Errors
+    /// [`Error`]: there is no thread.
+    pub fn start(socket: MetricsSocket, shares: Arc<[ServedShare]>, pid: fn() -> u32) -> Result<Self, Error> {
+        let (socket, ended, started) = (Arc::new(socket), Arc::<AtomicBool>::default(), Instant::now());
+        let (listening, end) = (Arc::clone(&socket), Arc::clone(&ended));
+        let report = move |format| metrics_text(&[ServerReport::of(&shares, pid(), started)], format, false);
+        let serve = move || serve(&listening.listener, &end, &report);
+        std::thread::Builder::new().name("metrics".into()).spawn(serve)?;
+        Ok(Self { socket, ended })
+    }
+}
+
+impl Drop for MetricsServer {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Release);
+        // Wakes the thread, which then sees that it must end.
+        if let Err(error) = rustix::net::shutdown(&self.socket.listener, rustix::net::Shutdown::Both) {
+            tracing::debug!("the socket for metrics: {error}");
+        }
+    }
+}
+
+/// A client and how far it is.
+struct Client {
+    stream: Stream,
+    /// When it is dropped.
+    end: Instant,
+    request: Vec<u8>,
+    /// The reply once there is one, and how many of its bytes are sent.
+    reply: Option<(Vec<u8>, usize)>,
+}
+
+fn serve(listener: &Listener, ended: &AtomicBool, report: &dyn Fn(MetricsFormat) -> String) {
+    let mut clients: Vec<Client> = Vec::new();
+    while !ended.load(Ordering::Acquire) {
+        let now = Instant::now();
+        clients.retain(|client| client.end > now);
+        let wait = clients.iter().map(|client| client.end - now).min();
+        let wait = wait.and_then(|wait| Timespec::try_from(wait).ok());
+        let mut polled = vec![PollFd::new(listener, PollFlags::IN)];
+        polled.extend(clients.iter().map(Client::polled));
+        if poll(&mut polled, wait.as_ref()).is_err() {
+            continue;
+        }
+        let ready: Vec<_> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
+        let mut ready_clients = ready[1..].iter();
+        clients.retain_mut(|client| !ready_clients.next().is_some_and(|ready| *ready) || client.go_on(report));
+        if ready[0] && !ended.load(Ordering::Acquire) {
+            match listener.accept() {
+                Ok(stream) => {
+                    if clients.len() >= CLIENTS_MAX {
+                        clients.remove(0);
+                    }
+                    clients.push(Client { stream, end: now + TIMEOUT, request: Vec::new(), reply: None });
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+}
+
+impl Client {
+    fn polled(&self) -> PollFd<'_> {
+        let flags = if self.reply.is_some() { PollFlags::OUT } else { PollFlags::IN };
+        PollFd::from_borrowed_fd(self.stream.as_fd(), flags)
+    }
+
+    /// Reads or writes as much as is possible now; returns whether the client is still to be served.
+    fn go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> bool {
+        match self.try_go_on(report) {
+            Ok(goes_on) => goes_on,
+            Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+        }
+    }
+
+    fn try_go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> io::Result<bool> {
+        if let Some((reply, sent)) = &mut self.reply {
+            *sent += self.stream.write(&reply[*sent..])?;
+            return Ok(*sent < reply.len());
+        }
+        let mut bytes = [0; 1024];
+        let count = self.stream.read(&mut bytes)?;
+        self.request.extend_from_slice(&bytes[..count]);
+        let is_whole = self.request.windows(4).any(|end| end == b"\r\n\r\n");
+        if is_whole || self.request.len() > REQUEST_BYTES_MAX {
+            self.reply = Some((reply_to(&self.request, is_whole, report), 0));
+            return Ok(true);
+        }
+        Ok(count > 0)
+    }
+}
+
+/// Returns the whole reply to a request, whose head must be complete.
+fn reply_to(request: &[u8], is_whole: bool, report: &dyn Fn(MetricsFormat) -> String) -> Vec<u8> {
+    let head = String::from_utf8_lossy(request).to_ascii_lowercase();
+    let mut words = head.lines().next().unwrap_or_default().split(' ');
+    let (method, path, version) = (words.next(), words.next(), words.next().unwrap_or_default());
+    let accepts = |kind| head.lines().any(|line| line.starts_with("accept:") && line.contains(kind));
+    let wants_older = accepts("text/plain") && !accepts("application/openmetrics-text");
+    let (status, kind, body) = match (method, path) {
+        _ if !is_whole => {
+            ("431 Request Header Fields Too Large", "text/plain", "The request is too long.\n".to_owned())
+        }
+        _ if !version.starts_with("http/1.") => ("400 Bad Request", "text/plain", "This is not HTTP.\n".into()),
+        (Some("get"), Some("/metrics")) => match wants_older {
+            true => ("200 OK", "text/plain; version=0.0.4; charset=utf-8", report(MetricsFormat::Prometheus)),
+            false => (
+                "200 OK",
+                "application/openmetrics-text; version=1.0.0; charset=utf-8",
+                report(MetricsFormat::OpenMetrics),
+            ),
+        },
+        (Some("get"), _) => ("404 Not Found", "text/plain", "The metrics are at /metrics.\n".into()),
+        _ => ("405 Method Not Allowed", "text/plain", "Only GET is served.\n".into()),
+    };
+    let length = body.len();
+    format!("HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}")
+        .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_machine_is_listened_to() {
+        for (text, address) in [
+            ("127.0.0.1:9100", Some(MetricsAddress::Loopback(([127, 0, 0, 1], 9100).into()))),
+            ("127.8.0.1:1", Some(MetricsAddress::Loopback(([127, 8, 0, 1], 1).into()))),
+            ("localhost:80", Some(MetricsAddress::Loopback(([127, 0, 0, 1], 80).into()))),
+            ("unix:/run/m.sock", Some(MetricsAddress::Unix("/run/m.sock".into()))),
+        ] {
+            assert_eq!(text.parse().ok(), address, "{text}");
+        }
+        assert!("[::1]:9100".parse::<MetricsAddress>().is_ok());
+        for (text, why) in [
+            ("0.0.0.0:9100", "other machines"),
+            ("[::]:9100", "other machines"),
+            ("10.1.2.3:9100", "other machines"),
+            ("9100", "not an address"),
+            (":9100", "not an address"),
+            ("unix:", "not an address"),
+            ("example.org:9100", "not an address"),
+            ("127.0.0.1:99999", "not an address"),
+            ("", "not an address"),
+        ] {
+            let error = text.parse::<MetricsAddress>().expect_err(text).to_string();
+            assert!(error.contains(why) && error.contains("127.0.0.1:PORT"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn requests_get_the_reply_that_they_deserve() {
+        let report = |format: MetricsFormat| format!("{format:?}");
+        for (request, parts) in [
+            (
+                "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n",
+                &["200 OK", "openmetrics-text; version=1.0.0", "\r\n\r\nOpenMetrics"][..],
+            ),
+            ("GET /metrics HTTP/1.0\r\nAccept: text/plain\r\n\r\n", &["200 OK", "version=0.0.4", "\r\n\r\nPrometheus"]),
+            (
+                "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;q=0.6,text/plain;q=0.3\r\n\r\n",
+                &["200 OK", "\r\n\r\nOpenMetrics"],
+            ),
+            ("GET / HTTP/1.1\r\n\r\n", &["404 Not Found"]),
+            ("POST /metrics HTTP/1.1\r\n\r\n", &["405 "]),
+            ("\u{0}\u{1b}[2J\r\n\r\n", &["400 Bad Request"]),
+            ("\r\n\r\n", &["400 Bad Request"]),
+        ] {
+            let reply = String::from_utf8(reply_to(request.as_bytes(), true, &report)).expect("text");
+            assert!(parts.iter().all(|part| reply.contains(part)), "{request:?}: {reply:?}");
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! `ferry metrics`, `--metrics` and `ferry top`.
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::common::place::Place;
+use crate::common::schema::Schema;
+use crate::common::{Server, ferry, needs_fuse, refused, run};
+
+fn printed(args: &[&str]) -> String {
+    let output = run(ferry().args(args));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{args:?}: {said}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The metric families of a text: their types and the names of their samples.
+#[derive(Debug, Default)]
+struct Families(BTreeMap<String, (String, BTreeSet<String>)>);
+
+/// Checks OpenMetrics text (version 1.0.0, "Text Format"), as far as it is used here; returns its families.
+fn families(text: &str) -> Families {
+    let mut families = Families::default();
+    let mut series = BTreeSet::new();
+    let mut family = String::new();
+    let body = text.strip_suffix("# EOF\n").expect("the text ends with # EOF");
+    for line in body.lines() {
+        if let Some(comment) = line.strip_prefix("# ") {
+            let (word, rest) = comment.split_once(' ').unwrap();
+            let (name, value) = rest.split_once(' ').unwrap();
+            match word {
+                "TYPE" => {
+                    assert!(["counter", "gauge", "histogram"].contains(&value), "{line}");
+                    assert!(!name.ends_with("_total") && !name.ends_with("_info") || value == "gauge", "{line}");
+                    let is_new = families.0.insert(name.into(), (value.into(), BTreeSet::new())).is_none();
+                    assert!(is_new, "{name} comes twice");
+                    family = name.into();
+                }
+                "UNIT" => assert!(name == family && name.ends_with(&format!("_{value}")), "{line}"),
+                "HELP" => assert!(name == family && value.ends_with('.') && !value.contains('\\'), "{line}"),
+                _ => panic!("{line}"),
+            }
+            continue;
+        }
+        let (sample, value) = line.rsplit_once(' ').unwrap();
+        assert!(value.parse::<f64>().is_ok_and(|value| value >= 0.0), "{line}");
+        assert!(series.insert(sample.to_owned()), "{sample} comes twice");
+        let name = sample.split('{').next().unwrap();
+        let (kind, names) = families.0.get_mut(&family).unwrap();
+        let suffix = name.strip_prefix(family.as_str()).unwrap_or_else(|| panic!("{line} is not of {family}"));
+        let suffixes: &[&str] = match kind.as_str() {
+            "counter" => &["_total"],
+            "histogram" => &["_bucket", "_count", "_sum"],
+            _ => &[""],
+        };
+        assert!(suffixes.contains(&suffix), "{line} is no sample of a {kind}");
+        names.insert(name.into());
+    }
+    families
+}
+
+/// The value of the only series whose name and labels contain these parts.
+fn value(text: &str, parts: &[&str]) -> f64 {
+    let mut found = text.lines().filter(|line| !line.starts_with('#') && parts.iter().all(|part| line.contains(part)));
+    let line = found.next().unwrap_or_else(|| panic!("no {parts:?} in {text}"));
+    assert_eq!(found.next(), None, "{parts:?}");
+    line.rsplit_once(' ').unwrap().1.parse().unwrap()
+}
+
+/// A request over HTTP; the whole reply.
+fn fetched(mut stream: impl Read + Write, request: &str) -> String {
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).unwrap();
+    reply
+}
+
+const GET: &str = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
+
+/// A port that is free, or was a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn a_mounts_requests_are_in_the_metrics() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off"]);
+    let mnt = place.mnt.to_str().unwrap();
+    assert_eq!(fs::read_to_string(place.mnt.join("file")).unwrap(), "from the source");
+    assert!(fs::metadata(place.mnt.join("missing")).is_err());
+    fs::write(place.mnt.join("new"), [0; 5000]).unwrap();
+    let text = printed(&["metrics", mnt]);
+    families(&text);
+    let at = format!("at=\"{mnt}\"");
+    let of = |parts: &[&str]| value(&text, &[&[at.as_str(), "export=\"mount\""], parts].concat());
+    assert!(of(&["ferry_request_data_bytes_total", "operation=\"read\""]) >= 15.0, "{text}");
+    assert!((of(&["ferry_request_data_bytes_total", "operation=\"write\""]) - 5000.0).abs() < 0.5, "{text}");
+    assert!(of(&["ferry_request_errors_total", "operation=\"lookup\"", "errno=\"ENOENT\""]) >= 1.0, "{text}");
+    let count = of(&["ferry_request_duration_seconds_count", "operation=\"lookup\""]);
+    assert!(count >= 2.0 && of(&["duration_seconds_bucket", "operation=\"lookup\"", "le=\"+Inf\""]) >= count);
+    assert!(of(&["ferry_requests_in_flight", "operation=\"lookup\""]) < 1.0, "{text}");
+    place.unmount(pid);
+}
+
+#[test]
+fn shares_and_disks_are_in_the_metrics_of_all_servers() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir(at("shared \"a\\b\"\n\x1b[2J")).unwrap();
+    fs::write(at("disk"), [0; 8192]).unwrap();
+    let mut share = ferry();
+    share.arg("share").arg(at("shared \"a\\b\"\n\x1b[2J")).arg("--virtiofs").arg(at("s"));
+    let _share = Server::start(share.arg("--9p").arg(format!("unix:{}", at("9p").display())));
+    let mut disk = ferry();
+    let disk = Server::start(disk.arg("disk").arg(at("disk")).arg("--vhost-user").arg(at("d")));
+    let text = printed(&["metrics"]);
+    families(&text);
+    assert!(text.lines().all(|line| !line.chars().any(char::is_control)), "{text:?}");
+    for (export, socket) in [("virtiofs", "s"), ("9p", "9p"), ("disk", "d")] {
+        let (export, place) = (format!("export=\"{export}\""), format!("{}\"", at(socket).display()));
+        assert!(value(&text, &["ferry_clients", "pid=\"", &export, &place]) < 0.5, "{text}");
+    }
+    // A disk is found by its socket and its file, and by ferry status.
+    for target in [at("d"), at("disk")] {
+        let own = printed(&["metrics", target.to_str().unwrap()]);
+        assert!(own.contains("export=\"disk\"") && !own.contains("pid=") && !own.contains("virtiofs"), "{own}");
+    }
+    let pid = disk.pid().as_raw_nonzero().to_string();
+    let status: Value = serde_json::from_str(&printed(&["status", &pid, "--json"])).unwrap();
+    Schema::of("watch.md", "JSON of ferry status").check(&status);
+    assert_eq!(status["servers"][0]["shares"][0]["exports"][0]["kind"], "disk");
+    assert!(printed(&["status", &pid]).contains("disk "), "{status}");
+    // The older format has the suffix of counters in their comments.
+    let older = printed(&["metrics", "--format", "prometheus"]);
+    assert!(older.contains("# TYPE ferry_request_errors_total counter\n") && !older.contains("# EOF"), "{older}");
+    assert!(refused(1, ferry().args(["metrics", "/nonexistent"])).contains("/nonexistent"));
+}
+
+#[test]
+fn metrics_are_served_on_loopback_and_unix_sockets() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let port = free_port();
+    let address = format!("127.0.0.1:{port}");
+    let mut share = ferry();
+    share.arg("share").arg(folder.path()).arg("--virtiofs").arg(at("s")).args(["--metrics", &address]);
+    let mut share = Server::start(&mut share);
+    let reply = fetched(TcpStream::connect(&address).unwrap(), GET);
+    let (head, text) = reply.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("openmetrics-text; version=1.0.0"), "{head}");
+    families(text);
+    assert!(text.contains("export=\"virtiofs\""), "{text}");
+    let old = fetched(TcpStream::connect(&address).unwrap(), "GET /metrics HTTP/1.0\r\nAccept: text/plain\r\n\r\n");
+    assert!(old.contains("version=0.0.4") && !old.contains("# EOF"), "{old}");
+    assert!(fetched(TcpStream::connect(&address).unwrap(), "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+    // A second server cannot have the address, and says so.
+    let mut second = ferry();
+    second.arg("share").arg(folder.path()).arg("--virtiofs").arg(at("t")).args(["--metrics", &address]);
+    assert!(refused(1, &mut second).contains(&address));
+    share.signal(Signal::TERM);
+    assert_eq!(share.status(), Some(0));
+    assert!(TcpStream::connect(&address).is_err());
+    // A disk's, on a unix socket that is this user's only and is removed at the end.
+    fs::write(at("disk"), [0; 8192]).unwrap();
+    let mut disk = ferry();
+    disk.arg("disk").arg(at("disk")).arg("--vhost-user").arg(at("d"));
+    let mut disk = Server::start(disk.arg("--metrics").arg(format!("unix:{}", at("m").display())));
+    assert_eq!(fs::metadata(at("m")).unwrap().permissions().mode() & 0o777, 0o600);
+    let reply = fetched(UnixStream::connect(at("m")).unwrap(), GET);
+    assert!(reply.contains("export=\"disk\""), "{reply}");
+    disk.signal(Signal::TERM);
+    assert_eq!(disk.status(), Some(0));
+    assert!(!at("m").exists());
+    for (address, why) in [("0.0.0.0:9100", "other machines"), ("[::]:1", "other machines"), ("9100", "not an address")]
+    {
+        let output = run(ferry().args(["share", "/srv", "--virtiofs", "/nonexistent/s", "--metrics", address]));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(why) && said.contains("127.0.0.1:PORT"), "{said}");
+    }
+}
+
+#[test]
+fn a_metrics_client_that_never_reads_or_sends_garbage_costs_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = format!("127.0.0.1:{}", free_port());
+    let mut share = ferry();
+    share.arg("share").arg(folder.path()).arg("--virtiofs").arg(folder.path().join("s"));
+    let share = Server::start(share.args(["--metrics", &address]));
+    let connect = || TcpStream::connect(&address).unwrap();
+    // More than are served at once: some say nothing, some never read, some send garbage that never ends.
+    let silent: Vec<_> = (0..20).map(|_| connect()).collect();
+    let deaf: Vec<_> = (0..20)
+        .map(|_| {
+            let mut stream = connect();
+            let _ = stream.write_all(GET.as_bytes());
+            stream
+        })
+        .collect();
+    for _ in 0..20 {
+        let mut stream = connect();
+        stream.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
+        // It is cut off.
+        let _ = (0..1024).try_for_each(|_| stream.write_all(&[0x1b; 1024]));
+    }
+    for request in ["\r\n\r\n", "\u{0}\r\n\r\n", "GET /metrics\r\n\r\n"] {
+        let begin = Instant::now();
+        assert!(fetched(connect(), request).starts_with("HTTP/1.1 400 "), "{request:?}");
+        assert!(begin.elapsed() < Duration::from_secs(4));
+    }
+    let begin = Instant::now();
+    assert!(fetched(connect(), GET).starts_with("HTTP/1.1 200 OK"));
+    assert!(begin.elapsed() < Duration::from_secs(4), "others hold it up");
+    // Half a request and an end of it.
+    let half = connect();
+    half.shutdown(Shutdown::Write).unwrap();
+    let descriptors = || fs::read_dir(format!("/proc/{}/fd", serving(&share))).unwrap().count();
+    drop((silent, deaf, half));
+    let before = descriptors();
+    assert!(before < 60, "{before} descriptors");
+}
+
+/// The process that serves: the child of the one outside of the sandbox, if there is one.
+fn serving(server: &Server) -> String {
+    let pid = server.pid().as_raw_nonzero().to_string();
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    children.split_whitespace().next().map_or(pid, str::to_owned)
+}
+
+#[test]
+fn a_mount_in_the_background_serves_metrics() {
+    needs_fuse!();
+    let place = Place::new();
+    let address = format!("unix:{}", place.at("m").display());
+    let pid = place.mounted(&["--metrics", &address]);
+    let reply = fetched(UnixStream::connect(place.at("m")).unwrap(), GET);
+    assert!(reply.contains("export=\"mount\""), "{reply}");
+    place.unmount(pid);
+    assert!(!place.at("m").exists());
+}
+
+#[test]
+fn top_shows_what_happens_in_an_interval() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off", "--cache", "none"]);
+    let mnt = place.mnt.to_str().unwrap();
+    let file = place.mnt.join("file");
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let load = std::thread::spawn(move || {
+        while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+            fs::read(&file).unwrap();
+            let _ = fs::metadata(file.with_file_name("missing"));
+        }
+    });
+    let json: Value = serde_json::from_str(&printed(&["top", mnt, "--once", "--json"])).unwrap();
+    let text = printed(&["top", mnt, "--once"]);
+    drop(stop);
+    load.join().unwrap();
+    Schema::of("metrics.md", "JSON of ferry top").check(&json);
+    let export = &json["exports"][0];
+    assert_eq!((&export["export"], &export["at"]), (&"mount".into(), &mnt.into()));
+    let number = |field: &str| export[field].as_u64().unwrap();
+    assert!(number("requests_per_s") > 10 && number("errors_per_s") > 1 && number("read_bytes_per_s") > 15, "{export}");
+    assert!(0 < number("p50_ns") && number("p50_ns") <= number("p99_ns"), "{export}");
+    assert_eq!(text.lines().count(), 2, "{text}");
+    assert!(text.lines().nth(1).unwrap().contains(&format!("mount {mnt} ")), "{text}");
+    let said = refused(2, ferry().args(["top", mnt]));
+    assert!(said.contains("--once"), "{said}");
+    place.unmount(pid);
+}
+
+/// In a pseudo-terminal, which script(1) makes.
+#[test]
+fn top_redraws_a_terminal_and_escapes_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let hostile = folder.path().join("a\x1b]0;title\x07\nb");
+    fs::create_dir(&hostile).unwrap();
+    let mut share = ferry();
+    let share = Server::start(share.arg("share").arg(&hostile).arg("--virtiofs").arg(folder.path().join("s")));
+    let pid = share.pid().as_raw_nonzero();
+    let program = ferry().get_program().to_str().unwrap().to_owned();
+    let mut top = Command::new("script");
+    top.args(["--quiet", "--flush", "--return", "--command", &format!("exec {program} top {pid}"), "/dev/null"]);
+    let mut top = top.stdin(Stdio::null()).stdout(Stdio::piped()).env("TERM", "xterm").spawn().unwrap();
+    let mut shown = String::new();
+    let mut out = top.stdout.take().unwrap();
+    let begin = Instant::now();
+    // Two frames, each with the heading.
+    while shown.matches("REQ/S").count() < 2 {
+        assert!(begin.elapsed() < Duration::from_secs(30), "{shown:?}");
+        let mut bytes = [0; 4096];
+        let count = out.read(&mut bytes).unwrap();
+        assert!(count > 0, "it has ended: {shown:?}");
+        shown += &String::from_utf8_lossy(&bytes[..count]);
+    }
+    top.kill().unwrap();
+    top.wait().unwrap();
+    assert!(shown.contains("virtiofs"), "{shown:?}");
+    // The only control sequences are those that clear the screen.
+    let plain = shown.replace("\x1b[2J", "").replace("\x1b[1;1H", "").replace("\x1b[H", "").replace("\r\x1b[2K", "");
+    assert!(!plain.chars().any(|c| c.is_control() && !['\r', '\n'].contains(&c)), "{plain:?}");
+}
+
+/// The names of metrics in the dashboard are those of a server that has everything.
+#[test]
+fn the_dashboard_asks_for_metrics_that_exist() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off"]);
+    let mut share = ferry();
+    share.arg("share").arg(&place.source).arg("--virtiofs").arg(place.at("s"));
+    let _share = Server::start(share.arg("--9p").arg(format!("unix:{}", place.at("9p").display())));
+    assert!(fs::read(place.mnt.join("file")).is_ok() && fs::read(place.mnt.join("missing")).is_err());
+    let known: BTreeSet<String> =
+        families(&printed(&["metrics"])).0.into_values().flat_map(|(_, names)| names).collect();
+    place.unmount(pid);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/grafana.json");
+    let dashboard: Value = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
+    let queries: Vec<_> = targets.map(|target| target["expr"].as_str().unwrap()).collect();
+    assert!(panels.len() >= 6 && queries.len() >= panels.len(), "{queries:?}");
+    let mut asked = BTreeSet::new();
+    let lists = dashboard["templating"]["list"].as_array().unwrap().iter().filter(|list| list["type"] == "query");
+    for query in queries.into_iter().chain(lists.map(|list| list["query"].as_str().unwrap())) {
+        let is_name = |word: &&str| word.starts_with("ferry_");
+        let names: Vec<_> = query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(is_name).collect();
+        assert!(!names.is_empty(), "{query}");
+        for name in names {
+            assert!(known.contains(name), "{name} in {query} is none of {known:?}");
+            asked.insert(name);
+        }
+    }
+    assert!(asked.len() >= 5, "{asked:?}");
+    // What is documented is what is printed.
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/guide/metrics.md")).unwrap();
+    let rows: String = page.lines().filter(|line| line.starts_with("| `ferry_")).collect();
+    for name in &known {
+        let base = ["_bucket", "_count", "_sum"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
+        assert!(rows.contains(&format!("`{base}`")), "{base} is not documented");
+    }
+}
