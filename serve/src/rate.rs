@@ -31,3 +31,19 @@ pub(crate) fn charge(limiter: &RateLimiter, operation: &Operation<'_>) {
         limiter.charge(bytes.into());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_only_release_something_pass() {
+        for opcode in [Opcode::Forget, Opcode::BatchForget, Opcode::Interrupt, Opcode::Flush, Opcode::Release] {
+            assert!(!is_limited(opcode as u32), "{opcode:?}");
+        }
+        for opcode in [Opcode::Read, Opcode::Write, Opcode::Lookup, Opcode::Fsync, Opcode::CopyFileRange] {
+            assert!(is_limited(opcode as u32), "{opcode:?}");
+        }
+        assert!(!is_limited(u32::MAX), "an unknown request is an error at once");
+    }
+}
