@@ -37,6 +37,8 @@ pub enum Peer {
     FerryOpen,
     /// Ferry without metrics.
     FerryUncounted,
+    /// Ferry with a limit that is never reached.
+    FerryLimited,
 }
 
 impl Peer {
@@ -47,6 +49,7 @@ impl Peer {
             Self::Virtiofsd => "virtiofsd",
             Self::FerryOpen => "without-walls",
             Self::FerryUncounted => "without-metrics",
+            Self::FerryLimited => "with-limit",
         }
     }
 }
@@ -241,10 +244,13 @@ fn command(peer: Peer, programs: &Programs, sharing: &Sharing<'_>) -> Result<Vec
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |text: &str| words.extend(text.split(' ').map(OsString::from));
     match peer {
-        Peer::Ferry | Peer::FerryOpen | Peer::FerryUncounted => {
+        Peer::Ferry | Peer::FerryOpen | Peer::FerryUncounted | Peer::FerryLimited => {
             add(&format!("--log warn share --tag {TAG} {}", sharing.config.ferry_flags()));
             if peer == Peer::FerryOpen {
                 add("--sandbox none --seccomp none");
+            }
+            if peer == Peer::FerryLimited {
+                add("--limit iops=1000000000,bps=1T");
             }
             if let Some(queues) = sharing.queues {
                 add(&format!("--queues {queues}"));

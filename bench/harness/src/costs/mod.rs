@@ -1,4 +1,4 @@
-//! The costs table: memory, the sandbox, metrics, and watching for changes on the host.
+//! The costs table: memory, the sandbox, metrics, limits of rates, and watching for changes on the host.
 
 mod memory;
 mod report;
@@ -50,6 +50,7 @@ enum Step {
     Memory,
     Walls(Row),
     Metrics(Row),
+    Limits(Row),
     Watching,
 }
 
@@ -59,6 +60,7 @@ impl Step {
             Self::Memory => "memory".into(),
             Self::Walls(row) => format!("walls: {}", row.name),
             Self::Metrics(row) => format!("metrics: {}", row.name),
+            Self::Limits(row) => format!("limits: {}", row.name),
             Self::Watching => "watching".into(),
         }
     }
@@ -87,9 +89,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let cpus = format!("{},{}", place.guest_cpu, place.server_cpus);
     let mut loads = Runner::new(TABLE, place, data, "fio".into(), Vec::new(), effort);
     let lines = progress.measure(&steps, Step::name, &[], |step| match step {
-        Step::Walls(row) | Step::Metrics(row) => {
-            let without = if matches!(step, Step::Walls(_)) { Peer::FerryOpen } else { Peer::FerryUncounted };
-            loads.set_peers(&[Peer::Ferry, without]);
+        Step::Walls(row) | Step::Metrics(row) | Step::Limits(row) => {
+            let other = match step {
+                Step::Metrics(_) => Peer::FerryUncounted,
+                Step::Limits(_) => Peer::FerryLimited,
+                _ => Peer::FerryOpen,
+            };
+            loads.set_peers(&[Peer::Ferry, other]);
             vec![Line { row: step.name(), note: None, ..loads.run(row) }]
         }
         Step::Memory => Memory { work: &cli.work, programs: &programs, cpus: &cpus, size }.run(&skipped),
@@ -108,8 +114,9 @@ fn steps(cli: &Cli) -> Vec<Step> {
     let native = |row: &Row| matches!(row.work, Work::Native(native) if native.queues == 1);
     let native: Vec<_> = rows::all().into_iter().filter(native).collect();
     let metrics = native.clone().into_iter().filter(|row| row.name == METRICS_ROW).map(Step::Metrics);
+    let limits = native.clone().into_iter().filter(|row| row.name.starts_with("native-read")).map(Step::Limits);
     let walls = native.into_iter().map(Step::Walls);
-    let all = [Step::Memory].into_iter().chain(walls).chain(metrics).chain([Step::Watching]);
+    let all = [Step::Memory].into_iter().chain(walls).chain(metrics).chain(limits).chain([Step::Watching]);
     all.filter(|step| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&step.name()))).collect()
 }
 
@@ -122,7 +129,7 @@ mod tests {
     fn rows_can_be_chosen() {
         let count =
             |words: &[&str]| steps(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
-        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (8, 5, 1));
-        assert_eq!(count(&["--rows", "^metrics"]), 1);
+        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (11, 5, 1));
+        assert_eq!((count(&["--rows", "^metrics"]), count(&["--rows", "^limits"])), (1, 3));
     }
 }

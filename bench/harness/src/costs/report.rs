@@ -39,7 +39,7 @@ pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> String {
-    let mut out = String::from("# What Ferry costs: memory, walls, watching\n\n");
+    let mut out = String::from("# What Ferry costs: memory, walls, limits, watching\n\n");
     let Machine { cpu, cpus, kernel, file_system, virtiofsd, ferry, command, date, .. } = machine;
     let Size { runs, folders, changed } = size;
     let _ = writeln!(
@@ -54,6 +54,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          the driver, which counts, too.\n\
          * `walls`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
          * `metrics`: one such load, beside a server that does not count requests (FERRY_METRICS=off).\n\
+         * `limits`: the native driver's reads without a limit; the peer has `--limit` at its maximum, which is never reached.\n\
          * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
          beside one with `--watch never` and beside no server at all. CPU times are the server's, until three seconds later.\n",
         folders * FOLDER_FILES

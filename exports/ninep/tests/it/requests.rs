@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use common::{Client, DirServer, MSIZE, ROOT, Server, name};
 use ferry_ninep::{Identity, Options, Users};
-use ferry_vfs::{Errno, FileSystem, FileType, OFlags, SetAttr, SetTime, Timespec, XattrFlags};
+use ferry_vfs::{Errno, FileSystem, FileType, LockKind, OFlags, SetAttr, SetTime, Timespec, XattrFlags};
 use ferry_wire::ninep::*;
 
 fn is_root() -> bool {
