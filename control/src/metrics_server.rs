@@ -3,18 +3,19 @@
 //! One thread serves all clients. Each has a number of bytes and a time, after which it is dropped, and the oldest is dropped for
 //! a new one: clients that say nothing, garbage, or read nothing cost little, and keep nobody out.
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, SocketFlags, accept_with, send};
 
 use crate::openmetrics::{MetricsFormat, metrics_text};
 use crate::{Error, ServedShare, ServerReport};
@@ -82,20 +83,9 @@ impl MetricsAddress {
 /// A listening socket for metrics. Create it before the sandbox hides paths and the network.
 #[derive(Debug)]
 pub struct MetricsSocket {
-    listener: Listener,
+    listener: OwnedFd,
     /// Removes its file when dropped.
     file: Option<Socket>,
-}
-
-#[derive(Debug)]
-enum Listener {
-    Tcp(TcpListener),
-    Unix(UnixListener),
-}
-
-enum Stream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
 }
 
 impl MetricsSocket {
@@ -110,13 +100,13 @@ impl MetricsSocket {
                 let listener = TcpListener::bind(address).map_err(failed)?;
                 listener.set_nonblocking(true).map_err(failed)?;
                 tracing::info!("metrics at http://{}/metrics", listener.local_addr().map_err(failed)?);
-                Ok(Self { listener: Listener::Tcp(listener), file: None })
+                Ok(Self { listener: listener.into(), file: None })
             }
             MetricsAddress::Unix(path) => {
                 let socket = Socket::bind(path)?;
                 let listener = socket.listener()?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Unix(listener), file: Some(socket) })
+                Ok(Self { listener: listener.into(), file: Some(socket) })
             }
         }
     }
@@ -127,59 +117,12 @@ impl MetricsSocket {
     }
 }
 
-impl Listener {
-    fn accept(&self) -> io::Result<Stream> {
-        let stream = match self {
-            Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
-            Self::Unix(listener) => Stream::Unix(listener.accept()?.0),
-        };
-        match &stream {
-            Stream::Tcp(stream) => stream.set_nonblocking(true)?,
-            Stream::Unix(stream) => stream.set_nonblocking(true)?,
-        }
-        Ok(stream)
-    }
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix(listener) => listener.as_fd(),
-        }
-    }
-}
-
-impl AsFd for Stream {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(stream) => stream.as_fd(),
-            Self::Unix(stream) => stream.as_fd(),
-        }
-    }
-}
-
-impl Stream {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.read(bytes),
-            Self::Unix(stream) => stream.read(bytes),
-        }
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.write(bytes),
-            Self::Unix(stream) => stream.write(bytes),
-        }
-    }
-}
-
 /// Serves metrics until it is dropped.
 #[derive(Debug)]
 pub struct MetricsServer {
     socket: Arc<MetricsSocket>,
     ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl MetricsServer {
@@ -192,8 +135,8 @@ impl MetricsServer {
         let (listening, end) = (Arc::clone(&socket), Arc::clone(&ended));
         let report = move |format| metrics_text(&[ServerReport::of(&shares, pid(), started)], format, false);
         let serve = move || serve(&listening.listener, &end, &report);
-        std::thread::Builder::new().name("metrics".into()).spawn(serve)?;
-        Ok(Self { socket, ended })
+        let thread = Some(std::thread::Builder::new().name("metrics".into()).spawn(serve)?);
+        Ok(Self { socket, ended, thread })
     }
 }
 
@@ -204,12 +147,14 @@ impl Drop for MetricsServer {
         if let Err(error) = rustix::net::shutdown(&self.socket.listener, rustix::net::Shutdown::Both) {
             tracing::debug!("the socket for metrics: {error}");
         }
+        // It holds the shares, which end next. A panic there was logged.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 /// A client and how far it is.
 struct Client {
-    stream: Stream,
+    stream: OwnedFd,
     /// When it is dropped.
     end: Instant,
     request: Vec<u8>,
@@ -217,7 +162,7 @@ struct Client {
     reply: Option<(Vec<u8>, usize)>,
 }
 
-fn serve(listener: &Listener, ended: &AtomicBool, report: &dyn Fn(MetricsFormat) -> String) {
+fn serve(listener: &OwnedFd, ended: &AtomicBool, report: &dyn Fn(MetricsFormat) -> String) {
     let mut clients: Vec<Client> = Vec::new();
     while !ended.load(Ordering::Acquire) {
         let now = Instant::now();
@@ -233,14 +178,14 @@ fn serve(listener: &Listener, ended: &AtomicBool, report: &dyn Fn(MetricsFormat)
         let mut ready_clients = ready[1..].iter();
         clients.retain_mut(|client| !ready_clients.next().is_some_and(|ready| *ready) || client.go_on(report));
         if ready[0] && !ended.load(Ordering::Acquire) {
-            match listener.accept() {
+            match accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
                 Ok(stream) => {
                     if clients.len() >= CLIENTS_MAX {
                         clients.remove(0);
                     }
                     clients.push(Client { stream, end: now + TIMEOUT, request: Vec::new(), reply: None });
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(Errno::AGAIN) => {}
                 Err(_) => std::thread::sleep(PAUSE),
             }
         }
@@ -250,24 +195,24 @@ fn serve(listener: &Listener, ended: &AtomicBool, report: &dyn Fn(MetricsFormat)
 impl Client {
     fn polled(&self) -> PollFd<'_> {
         let flags = if self.reply.is_some() { PollFlags::OUT } else { PollFlags::IN };
-        PollFd::from_borrowed_fd(self.stream.as_fd(), flags)
+        PollFd::new(&self.stream, flags)
     }
 
     /// Reads or writes as much as is possible now; returns whether the client is still to be served.
     fn go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> bool {
         match self.try_go_on(report) {
             Ok(goes_on) => goes_on,
-            Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+            Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
         }
     }
 
-    fn try_go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> io::Result<bool> {
+    fn try_go_on(&mut self, report: &dyn Fn(MetricsFormat) -> String) -> Result<bool, Errno> {
         if let Some((reply, sent)) = &mut self.reply {
-            *sent += self.stream.write(&reply[*sent..])?;
+            *sent += send(&self.stream, &reply[*sent..], SendFlags::NOSIGNAL)?;
             return Ok(*sent < reply.len());
         }
         let mut bytes = [0; 1024];
-        let count = self.stream.read(&mut bytes)?;
+        let count = rustix::io::read(&self.stream, &mut bytes)?;
         self.request.extend_from_slice(&bytes[..count]);
         let is_whole = self.request.windows(4).any(|end| end == b"\r\n\r\n");
         if is_whole || self.request.len() > REQUEST_BYTES_MAX {

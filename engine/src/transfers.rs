@@ -37,6 +37,12 @@ pub enum IoMode {
     Sync,
 }
 
+/// Returns whether a worker of this process that chose [`IoMode::Auto`] has found no io_uring.
+#[must_use]
+pub fn lacks_io_uring() -> bool {
+    SAID.is_completed()
+}
+
 /// What a transfer does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {

@@ -105,10 +105,10 @@ pub enum Command {
     #[command(after_long_help = recipes::SET)]
     Set(crate::set_cmd::Args),
 
-    /// Show the shares and mounts that run: who uses them, and by which paths.
+    /// Show the shares, mounts and disks that run: who uses them, and by which paths.
     ///
-    /// Users see their own, and root those of all users. The target is a process id, a mount point, the socket of a share or its
-    /// address for 9P (unix:/run/s, tcp:HOST:PORT), or a shared directory.
+    /// Users see their own, and root those of all users. The target is a process id, a mount point, the socket of a share or disk,
+    /// its address for 9P (unix:/run/s, tcp:HOST:PORT), or a shared directory or file.
     #[command(after_long_help = recipes::STATUS)]
     Status(crate::status_cmd::Args),
 

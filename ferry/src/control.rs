@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use ferry_control::{
     ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport, UsageReport,
 };
+use ferry_engine::IoMode;
 use ferry_engine::metrics::Metrics;
 use ferry_vfs::FileSystem;
 use ferry_vhost::FrontEnd;
@@ -48,16 +49,30 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
 }
 
 /// A share is offered to virtual machines, or a disk is: to one after another.
-pub fn offered(served: &mut ServedShare, kind: ExportKind, front_end: FrontEnd, metrics: Arc<Metrics>) {
-    served.exported(move || {
+pub fn offered(served: &mut ServedShare, kind: ExportKind, io: IoMode, (front_end, metrics): (FrontEnd, Arc<Metrics>)) {
+    let report = move || {
+        let (path, lacks) = device_path(io, ferry_engine::lacks_io_uring());
         let clients = Some(front_end.is_connected().into());
-        Some(ExportReport { kind, clients, ..ExportReport::default() }.with_requests(&metrics.snapshot()))
-    });
+        ExportReport { kind, clients, path: Some(path.into()), lacks, ..ExportReport::default() }
+    };
+    served.exported(move || Some(report().with_requests(&metrics.snapshot())));
+}
+
+/// The path of a device's requests and data, and the better one that it does not use.
+fn device_path(io: IoMode, lacks_io_uring: bool) -> (&'static str, Vec<PathLack>) {
+    let reason = match io {
+        IoMode::Sync => "it was turned off",
+        IoMode::Auto if lacks_io_uring => "a worker found none: this process may not use it, or the kernel has none",
+        IoMode::Auto | IoMode::Uring => return ("vhost-user, data by io_uring", Vec::new()),
+    };
+    let lack = PathLack { path: "io_uring".into(), reason: reason.into(), remedy: None };
+    ("vhost-user, data by system calls", vec![lack])
 }
 
 /// A share is offered to 9P clients.
-pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export) {
+pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export, is_device: bool) {
     let (usage, metrics) = (export.usage_reader(), export.metrics());
+    let path = if is_device { "vhost-user" } else { "sockets" };
     let report = move || {
         let usage = usage();
         let counts = [
@@ -68,7 +83,7 @@ pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export) {
         ];
         let clients = Some(usage.connections as u64);
         let usage = counts.map(|(name, value)| used(name, value as u64)).into();
-        ExportReport { kind: ExportKind::Ninep, clients, usage, ..ExportReport::default() }
+        ExportReport { kind: ExportKind::Ninep, clients, path: Some(path.into()), usage, ..ExportReport::default() }
     };
     served.exported(move || Some(report().with_requests(&metrics.snapshot())));
 }
@@ -120,4 +135,25 @@ pub fn set_mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fus
     let is_there = move || export.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(path.to_string_lossy().into_owned(), explained, is_there);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_names_the_better_path_that_it_does_not_use() {
+        for (io, lacks_io_uring, used, why) in [
+            (IoMode::Auto, false, "io_uring", None),
+            (IoMode::Uring, false, "io_uring", None),
+            (IoMode::Auto, true, "system calls", Some("may not use it")),
+            (IoMode::Sync, false, "system calls", Some("turned off")),
+        ] {
+            let (path, lacks) = device_path(io, lacks_io_uring);
+            assert!(path.ends_with(used), "{io:?}: {path}");
+            let reason = lacks.first().map(|lack| lack.reason.as_str());
+            assert_eq!(reason.is_some(), why.is_some(), "{io:?}");
+            assert!(why.is_none_or(|why| reason.is_some_and(|reason| reason.contains(why))), "{io:?}: {reason:?}");
+        }
+    }
 }

@@ -51,7 +51,7 @@ fn next_line(lines: &mut impl BufRead) -> std::io::Result<Option<String>> {
 fn list(json: bool) -> Result<()> {
     let all = statuses();
     if all.is_empty() {
-        eprintln!("ferry: no ferry share or mount of yours is running");
+        eprintln!("ferry: no ferry share, mount or disk of yours is running");
     }
     let text =
         if json { printable_json(&serde_json::to_string(&all)?) + "\n" } else { all.iter().map(described).collect() };

@@ -149,7 +149,7 @@ Examples:
 /// Shown by `ferry status --help`.
 pub const STATUS: &str = "\
 Examples:
-  ferry status                             all shares and mounts of yours that run
+  ferry status                             all shares, mounts and disks of yours that run
   ferry status /mnt                        what serves /mnt, by which path, and why by no better one
   ferry status --json                      for a script";
 

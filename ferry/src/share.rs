@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{
     Control, ExportKind, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus,
 };
-use ferry_engine::RateLimiter;
+use ferry_engine::{IoMode, RateLimiter};
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
@@ -19,7 +19,7 @@ use ferry_virtiofs::SessionStore;
 use crate::control::{self, OWNER};
 use crate::disk;
 use crate::exports::{self, RunningExports};
-use crate::flags::{Kind, Share, limit};
+use crate::flags::{Address, Kind, Share, limit};
 use crate::launch::{self, SIGNAL_DISCARD_STATE, Serve};
 use crate::new_files::NewFiles;
 use crate::ninep::NinepSocket;
@@ -262,7 +262,7 @@ fn start(
             let export = serving
                 .serve_9p(listening, Arc::clone(&source), share, (&name, limiter()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            control::offered_9p(&mut served, export);
+            control::offered_9p(&mut served, export, matches!(share.ninep, Some(Address::VhostUser(_))));
         }
         if let Some(bound) = bound {
             let limiter = Some(limiter());
@@ -271,7 +271,8 @@ fn start(
             let export = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            control::offered(&mut served, ExportKind::Virtiofs, export.front_end(), export.metrics());
+            let counted = (export.front_end(), export.metrics());
+            control::offered(&mut served, ExportKind::Virtiofs, IoMode::Auto, counted);
             bypass.window = Some(export.has_window());
         }
         if let Some(mountpoint) = &share.mount {

@@ -19,8 +19,8 @@ const CHILDREN_MAX: usize = 1024;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A process id, a mount point, the socket of a share or its address for 9P, or a shared directory. Without one: all shares and
-    /// mounts of yours that run; for root, those of all users.
+    /// A process id, a mount point, the socket of a share or disk, its address for 9P, or a shared directory or file. Without one:
+    /// all shares, mounts and disks of yours that run; for root, those of all users.
     #[arg(value_name = "TARGET")]
     target: Option<PathBuf>,
 

@@ -283,7 +283,7 @@ impl OpenDisk<'_> {
             ..ShareStatus::default()
         };
         let mut served = ServedShare::new(shown, file, Arc::new(NoFiles));
-        control::offered(&mut served, ExportKind::Disk, export.front_end(), export.metrics());
+        control::offered(&mut served, ExportKind::Disk, self.options.io, (export.front_end(), export.metrics()));
         served
     }
 
