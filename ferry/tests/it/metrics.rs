@@ -294,7 +294,7 @@ fn top_redraws_a_terminal_and_escapes_names() {
     let pid = share.pid().as_raw_nonzero();
     let program = ferry().get_program().to_str().unwrap().to_owned();
     let mut top = Command::new("script");
-    top.args(["--quiet", "--flush", "--return", "--command", &format!("exec {program} top {pid}"), "/dev/null"]);
+    top.args(["--quiet", "--flush", "--return", "--command", &format!("stty cols 200 && exec {program} top {pid}"), "/dev/null"]);
     let mut top = top.stdin(Stdio::null()).stdout(Stdio::piped()).env("TERM", "xterm").spawn().unwrap();
     let mut shown = String::new();
     let mut out = top.stdout.take().unwrap();
@@ -309,7 +309,7 @@ fn top_redraws_a_terminal_and_escapes_names() {
     }
     top.kill().unwrap();
     top.wait().unwrap();
-    assert!(shown.contains("virtiofs"), "{shown:?}");
+    assert!(shown.contains("virtiofs") && shown.contains("a\\u{1b}]0;title"), "{shown:?}");
     // The only control sequences are those that clear the screen.
     let plain = shown.replace("\x1b[2J", "").replace("\x1b[1;1H", "").replace("\x1b[H", "").replace("\r\x1b[2K", "");
     assert!(!plain.chars().any(|c| c.is_control() && !['\r', '\n'].contains(&c)), "{plain:?}");
