@@ -116,6 +116,26 @@ fn a_mounts_requests_are_in_the_metrics() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
+fn promtool_accepts_the_metrics() {
+    if Command::new("promtool").arg("--version").output().is_err() {
+        ferry_skip::skip!("no promtool: apt-get install prometheus");
+        return;
+    }
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off"]);
+    assert!(fs::read(place.mnt.join("file")).is_ok() && fs::read(place.mnt.join("missing")).is_err());
+    let text = printed(&["metrics", place.mnt.to_str().unwrap(), "--format", "prometheus"]);
+    place.unmount(pid);
+    let mut check = Command::new("promtool");
+    let mut check = check.args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    check.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = check.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}\n{text}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn shares_and_disks_are_in_the_metrics_of_all_servers() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
