@@ -20,16 +20,8 @@ const VERSION: u32 = 1;
 /// A longer interval than an hour is no live view.
 const INTERVAL_MAX: u64 = 3600;
 /// The columns, with their widths. A terminal of 80 columns has some left for the place of an export.
-const COLUMNS: [(&str, usize); 8] = [
-    ("PROCESS", 7),
-    ("REQ/S", 8),
-    ("R MiB/S", 8),
-    ("W MiB/S", 8),
-    ("P50", 9),
-    ("P99", 9),
-    ("FLIGHT", 7),
-    ("ERR/S", 6),
-];
+const COLUMNS: [(&str, usize); 8] =
+    [("PROCESS", 7), ("REQ/S", 8), ("R MiB/S", 8), ("W MiB/S", 8), ("P50", 9), ("P99", 9), ("FLIGHT", 7), ("ERR/S", 6)];
 
 #[derive(Debug, clap::Args)]
 pub struct Args {

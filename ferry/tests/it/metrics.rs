@@ -314,7 +314,14 @@ fn top_redraws_a_terminal_and_escapes_names() {
     let pid = share.pid().as_raw_nonzero();
     let program = ferry().get_program().to_str().unwrap().to_owned();
     let mut top = Command::new("script");
-    top.args(["--quiet", "--flush", "--return", "--command", &format!("stty cols 200 && exec {program} top {pid}"), "/dev/null"]);
+    top.args([
+        "--quiet",
+        "--flush",
+        "--return",
+        "--command",
+        &format!("stty cols 200 && exec {program} top {pid}"),
+        "/dev/null",
+    ]);
     let mut top = top.stdin(Stdio::null()).stdout(Stdio::piped()).env("TERM", "xterm").spawn().unwrap();
     let mut shown = String::new();
     let mut out = top.stdout.take().unwrap();
