@@ -3,6 +3,7 @@
 //! One thread serves all clients. Each has a number of bytes and a time, after which it is dropped, and the oldest is dropped for
 //! a new one: clients that say nothing, garbage, or read nothing cost little, and keep nobody out.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -67,6 +68,15 @@ impl FromStr for MetricsAddress {
         match local.or_else(|| text.parse().ok()).ok_or_else(unknown)? {
             address if address.ip().is_loopback() => Ok(Self::Loopback(address)),
             address => Err(MetricsAddressError::Remote(address)),
+        }
+    }
+}
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Loopback(address) => write!(f, "{address}"),
+            Self::Unix(path) => write!(f, "{UNIX}{}", path.display()),
         }
     }
 }

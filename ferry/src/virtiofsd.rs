@@ -8,6 +8,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
+use ferry_control::MetricsAddress;
 use rustix::process::{getegid, geteuid};
 
 use crate::flags::Acl;
@@ -205,6 +206,9 @@ struct Args {
     /// No effect: paths are always confirmed.
     #[arg(long)]
     migration_confirm_paths: bool,
+    /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics. Only Ferry has this option.
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<MetricsAddress>,
 }
 
 /// Returns the table of virtiofsd's options.
@@ -358,6 +362,9 @@ impl Args {
         if let Some(mode) = self.migration_mode {
             line.extend(["--migration-mode".into(), mode.into()]);
         }
+        if let Some(metrics) = self.metrics {
+            line.extend(["--metrics".into(), metrics.to_string().into()]);
+        }
         Ok(VirtiofsdCommand::Share(setup, line))
     }
 }
@@ -419,6 +426,8 @@ mod tests {
             ("--inode-file-handles=fallback", "--inode-file-handles=prefer"),
             ("--migration-mode=file-handles", "--migration-mode file-handles"),
             ("--migration-verify-handles", "--migration-verify-handles"),
+            ("--metrics=127.0.0.1:9100", "--metrics 127.0.0.1:9100"),
+            ("--metrics unix:/m", "--metrics unix:/m"),
             ("--migration-on-error=guest-error", "--migration-on-error guest-error"),
             ("--socket-group kvm", "--socket-group=kvm"),
             ("--readonly", "--read-only"),
