@@ -16,6 +16,7 @@ mod image;
 mod image_store;
 mod image_trace;
 mod image_upper;
+mod limits;
 mod log_followers;
 mod log_lines;
 mod manual;

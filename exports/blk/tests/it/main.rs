@@ -7,5 +7,6 @@ mod common;
 
 mod costs;
 mod counts;
+mod limits;
 mod memory;
 mod slow;

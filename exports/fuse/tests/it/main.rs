@@ -14,6 +14,7 @@ mod faults;
 mod files;
 mod hand_off;
 mod idle;
+mod limits;
 mod mountpoint;
 mod notices;
 mod shared;

@@ -12,6 +12,7 @@ mod ahead;
 mod device;
 mod hostile;
 mod idle;
+mod limits;
 mod locks;
 mod long_messages;
 mod memory;

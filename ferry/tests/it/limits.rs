@@ -1,0 +1,106 @@
+//! `--limit` and `ferry set`: what they take, and what they refuse.
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::common::{Server, ferry, needs_fuse, refused, run};
+
+/// What `ferry set` says.
+fn set(target: &Path, setting: &str) -> String {
+    let output = run(ferry().arg("set").arg(target).arg(setting));
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Why `ferry set` refuses a setting.
+fn refused_set(target: &Path, setting: &str) -> String {
+    refused(1, ferry().arg("set").arg(target).arg(setting))
+}
+
+#[test]
+fn a_running_share_is_limited_by_ferry_set() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+    let limit = "iops=1000,group=g";
+    let mut command = ferry();
+    command.args(["share", "mem", "--limit", limit, "--virtiofs"]).arg(&a);
+    let mut server = Server::start(command.args(["mem", "--limit", limit, "--virtiofs"]).arg(&b));
+    assert_eq!(set(&a, "limit=iops=5,bps=1M"), "limit iops=5,bps=1048576 of group g\n");
+    assert_eq!(set(&b, "limit=none"), "no limit of group g\n");
+    assert_eq!(set(&b, "log=debug"), "log debug\n");
+    for (setting, words) in [
+        ("limit=iops=0", "cannot set limit=iops=0: iops=0 is not possible: the number is from 1 to 1000000000"),
+        ("limit=iops=18446744073709551616", "iops=18446744073709551616 is not possible"),
+        ("limit=bps=2T", "bps=2T is not possible"),
+        ("limit=", "\"\" is not a limit"),
+        ("limit=iops=1,group=h", "the group is chosen when the share starts"),
+        ("tag=x", "\"tag\" cannot be changed while mem is served (what can be: limit)"),
+        ("log=loud", "cannot log at \"loud\""),
+    ] {
+        let said = refused_set(&a, setting);
+        assert!(said.contains(words), "{setting}: {said}");
+    }
+    let pid = server.pid().as_raw_nonzero().to_string();
+    let said = refused_set(Path::new(&pid), "limit=none");
+    assert!(said.contains("several shares"), "{said}");
+    let said = refused(2, ferry().arg("set").arg(&a).arg("limit"));
+    assert!(said.contains("\"limit\" has no value"), "{said}");
+    server.signal(rustix::process::Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn impossible_limits_are_refused_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    for limit in ["iops=0", "bps=18446744073709551616", "iops=1000000001", "group=a", "x"] {
+        for command in ["share", "disk"] {
+            let socket_flag = if command == "share" { "--virtiofs" } else { "--vhost-user" };
+            let output = run(ferry().args([command, "mem", "--limit", limit, socket_flag]).arg(&socket));
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{said}");
+            assert!(said.contains(limit), "{limit}: {said}");
+            assert!(!socket.exists());
+        }
+    }
+    let disk = run(ferry().args(["disk", "f", "--limit", "iops=1,group=a", "--vhost-user"]).arg(&socket));
+    let said = String::from_utf8_lossy(&disk.stderr);
+    assert!(!disk.status.success() && said.contains("a disk has no group"), "{said}");
+    let mut command = ferry();
+    command.args(["share", "mem", "--limit", "iops=1,group=a", "--virtiofs"]).arg(&socket);
+    let said =
+        refused(1, command.args(["mem", "--limit", "iops=2,group=a", "--virtiofs"]).arg(folder.path().join("t")));
+    assert!(said.contains("are of one group"), "{said}");
+}
+
+#[test]
+fn a_mount_is_limited_while_it_runs() {
+    needs_fuse!();
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path().join("m");
+    std::fs::create_dir(&at).unwrap();
+    let mut command = ferry();
+    command.args(["share", "mem", "--cache", "none", "--mount"]).arg(&at);
+    let server = Server::start(&mut command);
+    let path = at.join("f");
+    std::fs::write(&path, [7; 4096]).unwrap();
+    let file = File::open(&path).unwrap();
+    let reads = |time: Duration| {
+        let (begin, mut done) = (Instant::now(), 0_u32);
+        while begin.elapsed() < time {
+            assert_eq!(file.read_at(&mut [0; 4096], 0).unwrap(), 4096);
+            done += 1;
+        }
+        done
+    };
+    set(&at, "limit=iops=100");
+    let limited = reads(Duration::from_secs(1));
+    set(&at, "limit=none");
+    let unlimited = reads(Duration::from_secs(1));
+    assert!((10..=115).contains(&limited), "{limited} reads");
+    assert!(unlimited > 200, "{unlimited} reads");
+    drop((file, server));
+}
