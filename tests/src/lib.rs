@@ -207,6 +207,18 @@ impl GuestResult {
     }
 }
 
+/// Returns a program of `scripts/static`. `None`, reported as a skipped test, where it is not built.
+pub fn static_program(arch: guest::Arch, name: &str) -> Option<PathBuf> {
+    let target = std::env::var_os("CARGO_TARGET_DIR");
+    let target = target.map_or(Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
+    let path = target.join("static").join(arch.name()).join(name);
+    if !path.exists() {
+        ferry_skip::skip!("no {}: make test-all builds it, by scripts/static", path.display());
+        return None;
+    }
+    Some(path)
+}
+
 /// Runs a guest to its end.
 #[track_caller]
 pub fn run(guest: Guest, timeout: Duration) -> GuestResult {

@@ -7,6 +7,7 @@ mod certificates;
 #[path = "../../../sources/image/tests/common/mod.rs"]
 mod common;
 
+mod aarch64;
 mod architecture;
 mod coherence;
 mod conformance;
@@ -57,6 +58,7 @@ mod ninep_flags;
 mod ninep_links;
 mod ninep_qemu;
 mod ninep_servers;
+mod packages;
 mod pjdfstest;
 mod pmem_dax;
 mod programs;

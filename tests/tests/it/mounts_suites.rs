@@ -16,7 +16,7 @@ use ferry_tests::{Place, folder, on_cells};
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
 /// The number of the probe's checks: fewer lines mean that the program ended early.
-const CHECKS: usize = 72;
+pub(crate) const CHECKS: usize = 72;
 
 /// Longer than any step of these takes with ten times as many busy processes as CPUs; what hangs is ended by it.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -90,7 +90,8 @@ fn known_cases(source: Source) -> BTreeSet<String> {
 /// As mount(8), which would ask the helper for `fuse.ferry` to remount, and that is mount.fuse, which mounts again.
 const MOUNT_WITHOUT_HELPERS: &str = "#!/bin/sh\nexec /bin/mount -i \"$@\"\n";
 
-fn known(source: Source) -> BTreeSet<String> {
+/// Returns the checks that fail on a source.
+pub(crate) fn known(source: Source) -> BTreeSet<String> {
     FAILING.iter().filter(|known| known.0.contains(&source)).map(|known| known.1.to_owned()).collect()
 }
 

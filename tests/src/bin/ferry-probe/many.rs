@@ -114,6 +114,7 @@ pub fn role(args: &[String]) -> ExitCode {
             let error = std::process::Command::new(program).args(words).exec();
             panic!("cannot start {program}: {error}");
         }
+        ["euid"] => println!("{}", rustix::process::geteuid().as_raw()),
         ["forward", path, address] => forward(path, address),
         ["range-free", path, start, len] => {
             let (start, len) = (start.parse().unwrap(), len.parse().unwrap());

@@ -1,0 +1,125 @@
+//! The program on another architecture: AArch64, emulated by QEMU, with a stock Debian kernel.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::fs;
+use std::process::Command;
+use std::time::Duration;
+
+use ferry_tests::guest::Arch;
+use ferry_tests::mounts::{ServerVendor, Source};
+use ferry_tests::{Kind, Options, Place, Share, folder, run, static_program};
+
+use crate::{mounts_suites, ninep};
+
+/// Each suite takes a minute under emulation on a machine with nothing else to do.
+const LIMIT: Duration = Duration::from_secs(1800);
+const BOOT: Duration = Duration::from_secs(240);
+
+/// How the kernel's 9P client mounts: a mode whose failing checks `ninep` knows.
+const NINEP_MODE: &str = "msize=1048576,cache=loose,posixacl";
+
+/// The guest has busybox and the share, which has the programs; its disk is /dev/vda. A line that begins with `==` names the suite
+/// of the lines after it.
+const SCRIPT: &str = r#"
+mkdir -p /programs /disk /mem /dir /9p /client /image
+cp ferry ferry-probe /programs
+export PATH=/programs:/bin:/sbin FERRY_LOG=warn
+mount -t ext4 /dev/vda /disk
+mkdir /disk/tree /disk/shared /disk/source
+echo == machine
+uname -m
+suite() { echo == $1; ferry-probe $2 || true; }
+
+ferry mount mem /mem --allow-other
+suite mem /mem
+umount /mem
+
+ferry mount /disk/tree /dir --allow-other
+suite dir /dir
+umount /dir
+
+ferry share /disk/shared --9p unix:/run/9p.sock --seccomp kill &
+server=$!
+for attempt in $(seq 300); do [ -S /run/9p.sock ] && break; sleep 0.1; done
+mount -t 9p -o version=9p2000.L,trans=unix,access=client,$1 /run/9p.sock /9p
+suite 9p /9p
+umount /9p
+ferry mount 9p:unix:/run/9p.sock /client --allow-other
+suite client /client
+umount /client
+
+echo == image
+cp -r /modules /programs/ferry /disk/source
+ln -s ferry /disk/source/link
+mkdir /disk/source/empty
+ferry image build /disk/source -o /disk/image --store /disk/store >/dev/null
+ferry image verify /disk/image --store /disk/store >/dev/null
+ferry mount image:/disk/image /image --store /disk/store
+diff -r /disk/source /image
+umount /image
+ferry image mount /disk/image /image --store /disk/store
+diff -r /disk/source /image
+umount /image
+echo equal
+
+echo == end
+kill $server
+wait $server
+echo $?
+"#;
+
+/// Returns the failed checks of a suite, all of which came to their end.
+fn failures(lines: &[&str]) -> BTreeSet<String> {
+    assert_eq!(lines.len(), mounts_suites::CHECKS, "not to its end: {lines:?}");
+    lines.iter().filter_map(|line| line.split_once(" FAILED")).map(|(name, _)| name.to_owned()).collect()
+}
+
+#[test]
+#[ignore = "long: emulates another architecture"]
+fn sources_and_exports_pass_the_probe() {
+    let programs = ["ferry", "ferry-probe"].map(|name| static_program(Arch::Aarch64, name));
+    let [Some(ferry), Some(probe)] = programs else { return };
+    let share = Share::with(Place::Disk, Options::default());
+    fs::copy(ferry, share.path.join("ferry")).unwrap();
+    fs::copy(probe, share.path.join("ferry-probe")).unwrap();
+    let scratch = folder(Place::Disk);
+    let disk = scratch.path().join("disk");
+    let mkfs = Command::new("/sbin/mke2fs").args(["-q", "-t", "ext4"]).arg(&disk).arg("1G").status().unwrap();
+    assert!(mkfs.success());
+
+    let mut guest = share.guest(["sh", "-euc", SCRIPT, "sh", NINEP_MODE]);
+    guest.kind = Kind::Qemu { cpus: 2, root: None };
+    guest.arch = Arch::Aarch64;
+    guest.memory_mib = 1024;
+    guest.boot_timeout = BOOT;
+    let drive = format!("file={},format=raw,if=virtio", disk.display());
+    guest.qemu_args = ["-drive", &drive].map(OsString::from).into();
+    let ran = run(guest, LIMIT);
+    println!("{:?}", ran.took);
+    assert_eq!(ran.status, 0, "{}\n{}", ran.out, ran.err);
+
+    let mut suites: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut suite = "";
+    for line in ran.out.lines() {
+        match line.strip_prefix("== ") {
+            Some(name) => suite = name,
+            None => suites.entry(suite).or_default().push(line),
+        }
+    }
+    for (name, known) in [
+        ("mem", mounts_suites::known(Source::Mem)),
+        ("dir", mounts_suites::known(Source::Dir)),
+        ("9p", ninep::known(NINEP_MODE)),
+        ("client", mounts_suites::known(Source::NineP(ServerVendor::Ferry))),
+    ] {
+        assert_eq!(failures(&suites[name]), known, "{name}: {:#?}\n{}", suites[name], ran.err);
+    }
+    assert_eq!(
+        [&suites["machine"], &suites["image"], &suites["end"]],
+        [&["aarch64"], &["equal"], &["0"]],
+        "{}",
+        ran.err
+    );
+    share.assert_released();
+}

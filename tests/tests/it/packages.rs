@@ -1,0 +1,261 @@
+//! The packages that `dist/package` builds: equal in each build, complete, and used as the guide says.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use ferry_tests::guest::Arch;
+use ferry_tests::mounts::program;
+use ferry_tests::{GuestCache, Place, TIMEOUT, folder, guest_on, run, static_program};
+use serde_json::Value;
+
+/// A stripped program is no larger.
+const PROGRAM_BYTES_MAX: u64 = 25 << 20;
+
+/// Linux's standard name for a layer that was packed by gzip.
+const LAYER: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
+
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
+}
+
+fn checked(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let stderr = String::from_utf8_lossy(&stderr);
+    assert!(status.success(), "{command:?}: {}\n{stderr}", String::from_utf8_lossy(&stdout));
+    String::from_utf8(stdout).unwrap()
+}
+
+/// Builds a package with a umask; returns its path.
+fn build(kind: &str, program: &Path, folder: &Path, umask: &str) -> PathBuf {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/package");
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("umask {umask}; exec {script} {kind}")]);
+    command.env("FERRY", program).env("CARGO_TARGET_DIR", folder).env("SOURCE_DATE_EPOCH", "1790000000");
+    PathBuf::from(checked(&mut command).trim_end())
+}
+
+/// Returns the contents of all files below a folder.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let bytes = fs::read(&path).unwrap();
+                files.insert(path, bytes);
+            }
+        }
+    }
+    files
+}
+
+/// From one program, two runs give the same bytes; Debian's checker has nothing to say.
+#[test]
+#[ignore = "long: packs the program four times"]
+fn packages_are_reproducible_and_complete() {
+    let folder = folder(Place::Disk);
+    for (kind, needs) in [("deb", "dpkg-shlibdeps"), ("rpm", "rpmbuild")] {
+        if !is_installed(needs) {
+            ferry_skip::skip!("no {needs}: apt-get install dpkg-dev rpm");
+            continue;
+        }
+        let package = build(kind, program(), folder.path(), "022");
+        let first = fs::read(&package).unwrap();
+        assert_eq!(build(kind, program(), folder.path(), "077"), package);
+        assert!(fs::read(&package).unwrap() == first, "{kind}: two runs differ");
+        let listed = match kind {
+            "deb" => checked(Command::new("dpkg-deb").arg("--contents").arg(&package)),
+            _ => checked(Command::new("rpm").args(["-qlp", "--dbpath"]).arg(folder.path()).arg(&package)),
+        };
+        for file in [
+            "/usr/bin/ferry",
+            "/usr/sbin/mount.ferry",
+            "/usr/share/man/man5/ferry.toml.5.gz",
+            "systemd/system/ferry-mount@.service",
+            "/usr/share/qemu/vhost-user/50-ferry-disk.json",
+        ] {
+            assert!(listed.contains(file), "{kind}: {file}: {listed}");
+        }
+        if kind == "deb" && is_installed("lintian") {
+            assert_eq!(checked(Command::new("lintian").arg("--allow-root").arg(&package)), "");
+        } else if kind == "deb" {
+            ferry_skip::skip!("no lintian: apt-get install lintian");
+        }
+    }
+}
+
+/// What the guide does with the Debian package, in a system of nothing but Debian's essential packages. `$1`: the system, `$2`: the
+/// package.
+const USE_DEB: &str = r#"
+mount --make-rprivate /
+mount --rbind /dev "$1/dev"
+mount -t proc proc "$1/proc"
+cp "$2" "$1/ferry.deb"
+chroot "$1" sh -euc '
+    apt-get -qq install --yes --no-install-recommends ./ferry.deb >/dev/null
+    ferry --version
+    ferry mount mem /mnt
+    echo text >/mnt/file
+    cat /mnt/file
+    umount /mnt
+    mount -t ferry mem /mnt -o size=1M
+    df --output=size /mnt | tail -n 1
+    umount /mnt
+    ls -d /etc/ferry /lib/systemd/system/ferry-share@.socket /usr/share/man/man1/ferry-share.1.gz
+    apt-get -qq purge --yes ferry >/dev/null
+    [ ! -e /usr/bin/ferry ] && [ ! -e /etc/ferry ] && echo removed
+' sh
+"#;
+
+#[test]
+#[ignore = "long: installs a Debian system"]
+fn the_debian_package_is_used_in_a_fresh_system() {
+    if !rustix::process::geteuid().is_root() || !is_installed("debootstrap") || !is_installed("dpkg-shlibdeps") {
+        return ferry_skip::skip!("needs root, debootstrap and dpkg-dev: make test-all installs both");
+    }
+    let release = fs::read_to_string("/etc/os-release").unwrap();
+    let Some(suite) = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")) else {
+        return ferry_skip::skip!("/etc/os-release names no suite of Debian");
+    };
+    let folder = folder(Place::Disk);
+    let package = build("deb", program(), folder.path(), "022");
+    let system = folder.path().join("system");
+    checked(Command::new("debootstrap").args(["--variant=minbase", suite]).arg(&system));
+    let mut script = Command::new("unshare");
+    script.args(["--mount", "--pid", "--fork", "sh", "-euc", USE_DEB, "sh"]).args([&system, &package]);
+    let said = checked(script.env("DEBIAN_FRONTEND", "noninteractive").env_remove("FERRY_LOG"));
+    let said: Vec<_> = said.lines().map(str::trim).collect();
+    let version = concat!("ferry ", env!("CARGO_PKG_VERSION"));
+    let unit = "/lib/systemd/system/ferry-share@.socket";
+    let page = "/usr/share/man/man1/ferry-share.1.gz";
+    assert_eq!(said, [version, "text", "1024", "/etc/ferry", unit, page, "removed"]);
+}
+
+/// Returns the bytes that a descriptor of an OCI image names, after a check of their size and digest.
+fn blob(image: &Path, descriptor: &Value) -> Vec<u8> {
+    let digest = descriptor["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap();
+    let path = image.join("blobs/sha256").join(digest);
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(descriptor["size"], bytes.len());
+    assert_eq!(sha256(&path), digest);
+    bytes
+}
+
+fn sha256(path: &Path) -> String {
+    checked(Command::new("sha256sum").arg(path)).split(' ').next().unwrap().to_owned()
+}
+
+/// Unpacks an image by what its JSON documents say, and returns its configuration.
+fn unpack(image: &Path, root: &Path) -> Value {
+    let json = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+    assert_eq!(json(&fs::read(image.join("oci-layout")).unwrap())["imageLayoutVersion"], "1.0.0");
+    let index = json(&fs::read(image.join("index.json")).unwrap());
+    let manifest = json(&blob(image, &index["manifests"][0]));
+    let config = json(&blob(image, &manifest["config"]));
+    let layer = &manifest["layers"][0];
+    assert_eq!(layer["mediaType"], LAYER);
+    let packed = root.with_extension("tar.gz");
+    fs::write(&packed, blob(image, layer)).unwrap();
+    checked(Command::new("gzip").arg("--decompress").arg(&packed));
+    let archive = root.with_extension("tar");
+    assert_eq!(config["rootfs"]["diff_ids"][0], format!("sha256:{}", sha256(&archive)));
+    fs::create_dir(root).unwrap();
+    checked(Command::new("tar").arg("--extract").arg("--file").arg(&archive).arg("--directory").arg(root));
+    config
+}
+
+/// Runs the image's program as a container would: with namespaces, a /proc and the volumes. `$1`: the root, `$2`: the volume of
+/// files, `$3`: the volume of the socket.
+const RUN_CONTAINER: &str = r#"
+mount --make-rprivate /
+mkdir "$1/proc" "$1/dev"
+mount -t proc proc "$1/proc"
+mount --bind "$2" "$1/srv"
+mount --bind "$3" "$1/run/ferry-share"
+root=$1
+shift 3
+exec chroot "$root" "$@"
+"#;
+
+/// Ends a process and all in its PID namespace.
+struct Container(Child);
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+#[ignore = "long: packs the program and boots a guest"]
+fn the_container_image_is_reproducible_and_shares_its_volume() {
+    let Some(ferry) = static_program(Arch::HOST, "ferry") else { return };
+    if !rustix::process::geteuid().is_root() {
+        return ferry_skip::skip!("needs root for namespaces");
+    }
+    let folder = folder(Place::Disk);
+    let path = |name: &str| folder.path().join(name);
+    let image = build("container", &ferry, folder.path(), "022");
+    let first = files(&image);
+    assert_eq!(build("container", &ferry, folder.path(), "077"), image);
+    assert!(files(&image) == first, "two runs differ");
+
+    let config = unpack(&image, &path("root"));
+    assert_eq!(fs::metadata(path("root/usr/bin/ferry")).unwrap().permissions().mode() & 0o7777, 0o755);
+    // Other programs read it, too.
+    let cache = GuestCache::from_env().unwrap();
+    let layout = format!("oci:{}", image.display());
+    let told = checked(Command::new(cache.skopeo().unwrap()).args(["inspect", "--config", &layout]));
+    assert_eq!(serde_json::from_str::<Value>(&told).unwrap()["config"]["Entrypoint"], config["config"]["Entrypoint"]);
+    let tagged = format!("{}:{}", image.display(), env!("CARGO_PKG_VERSION"));
+    checked(Command::new(cache.umoci().unwrap()).args(["unpack", "--image", &tagged]).arg(path("bundle")));
+    assert!(files(&path("bundle/rootfs")).values().eq(files(&path("root")).values()));
+
+    for volume in ["files", "socket"] {
+        fs::create_dir(path(volume)).unwrap();
+    }
+    fs::write(path("files/from-host"), "hello").unwrap();
+    let words = |name: &str| config["config"][name].as_array().unwrap().clone();
+    let command = [words("Entrypoint"), words("Cmd")].concat();
+    let mut container = Command::new("unshare");
+    container.args(["--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]);
+    container.args(["sh", "-euc", RUN_CONTAINER, "sh"]).args([path("root"), path("files"), path("socket")]);
+    container.args(command.iter().map(|word| word.as_str().unwrap())).env_clear();
+    container.env("PATH", std::env::var_os("PATH").unwrap()).stdin(Stdio::null());
+    let mut container = Container(container.spawn().unwrap());
+    let socket = path("socket/share.sock");
+    let begin = Instant::now();
+    while !socket.exists() {
+        assert!(container.0.try_wait().unwrap().is_none(), "it ended");
+        assert!(begin.elapsed() < TIMEOUT, "no socket");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let ran = run(guest_on(&socket, ["sh", "-euc", "cat from-host; echo text >from-guest"]), TIMEOUT);
+    assert_eq!(ran.ok(), "hello");
+    assert_eq!(fs::read_to_string(path("files/from-guest")).unwrap(), "text\n");
+}
+
+#[test]
+#[ignore = "long: make test-all builds the programs"]
+fn static_programs_need_no_library_and_are_small() {
+    for arch in [Arch::HOST, Arch::Aarch64] {
+        let Some(ferry) = static_program(arch, "ferry") else { return };
+        let bytes = fs::read(&ferry).unwrap();
+        assert!(bytes.len() as u64 <= PROGRAM_BYTES_MAX, "{}: {} bytes", ferry.display(), bytes.len());
+        // `e_phoff`, `e_phentsize` and `e_phnum` of a 64-bit ELF file. PT_INTERP names the program that loads libraries.
+        let number = |at: usize, length: usize| {
+            bytes[at..at + length].iter().rev().fold(0, |number, byte| (number << 8) | usize::from(*byte))
+        };
+        let (at, size, count) = (number(32, 8), number(54, 2), number(56, 2));
+        assert!(count > 0 && (0..count).all(|index| number(at + index * size, 4) != 3), "{}", ferry.display());
+        assert_eq!(number(18, 2), if arch == Arch::Aarch64 { 183 } else { 62 }, "{}", ferry.display());
+    }
+}
