@@ -1,11 +1,7 @@
 //! What a server reports of itself: its shares, the exports of each, and who uses them.
 
-use std::time::Instant;
-
 use ferry_engine::metrics::{OperationSnapshot, Snapshot, bucket_end_ns};
 use serde::{Deserialize, Serialize};
-
-use crate::ServedShare;
 
 /// The version of [`ServerReport`], which a client names in its request. It grows when a field changes its meaning or is
 /// removed; new fields do not change it.
@@ -22,13 +18,6 @@ pub struct ServerReport {
     pub uptime_s: u64,
     /// What it serves, in the order of [`crate::Status::shares`].
     pub shares: Vec<ShareReport>,
-}
-
-impl ServerReport {
-    pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
-        let shares = shares.iter().map(ServedShare::report).collect();
-        Self { version: REPORT_VERSION, pid, uptime_s: started.elapsed().as_secs(), shares }
-    }
 }
 
 /// The status of a share in `--json` and `ferry log`.

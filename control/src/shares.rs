@@ -1,10 +1,18 @@
 //! The shares of a server, and their status.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 
-use crate::{Error, ExportReport, ShareReport, ShareStatus, TransportReport};
+use crate::{Error, ExportReport, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport};
+
+impl ServerReport {
+    pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
+        let shares = shares.iter().map(ServedShare::report).collect();
+        Self { version: REPORT_VERSION, pid, uptime_s: started.elapsed().as_secs(), shares }
+    }
+}
 
 /// One share that is served.
 pub struct ServedShare {

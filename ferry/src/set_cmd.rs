@@ -76,5 +76,5 @@ pub fn run(args: &Args) -> Result<()> {
         client.ask::<String>(&request).with_context(|| format!("cannot set {setting}={value}"))?.0
     };
     // The server may be another user's program.
-    print(&format!("{}\n", printable(&text)))
+    print(format!("{}\n", printable(&text)))
 }

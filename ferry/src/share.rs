@@ -184,7 +184,7 @@ pub fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             bail!("descriptor {fd} is given for a share and a disk; each needs its own");
         }
     }
-    if let Some(why) = limit::group_conflict(shares) {
+    if let Some(why) = limit::group_conflict(shares.iter().filter_map(|share| share.limit.as_ref())) {
         bail!(why);
     }
     let mut given = HashSet::new();
@@ -249,7 +249,12 @@ fn start(
     serving: &mut RunningExports,
 ) -> Result<Vec<ServedShare>> {
     let mut up = Vec::new();
-    let sockets = bound.into_iter().zip(ninep).zip(kept).zip(exports::names(shares)).zip(limit::buckets(shares));
+    let sockets = bound
+        .into_iter()
+        .zip(ninep)
+        .zip(kept)
+        .zip(exports::names(shares))
+        .zip(limit::buckets(shares.iter().map(|share| share.limit.as_ref())));
     for ((share, opened_source), ((((bound, listening), kept), name), bucket)) in shares.iter().zip(opened).zip(sockets)
     {
         // Each export is a member of the bucket.

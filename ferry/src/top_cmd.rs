@@ -238,7 +238,7 @@ fn quantile(latencies: &BTreeMap<u64, u64>, percent: u128) -> Option<u64> {
 
 /// Bytes in MiB with one decimal, cut.
 fn mib(bytes: u64) -> String {
-    let tenths = u128::from(bytes) * 10 >> 20;
+    let tenths = (u128::from(bytes) * 10) >> 20;
     format!("{}.{}", tenths / 10, tenths % 10)
 }
 

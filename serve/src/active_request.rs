@@ -8,8 +8,6 @@ use ferry_vfs::Result;
 use ferry_wire::fuse::{Opcode, Operation};
 
 use crate::carrier::HEADER_BYTES;
-use crate::server::{Context, Server};
-use crate::share::Share;
 
 /// A request under way.
 #[derive(Debug)]
@@ -23,7 +21,7 @@ pub(crate) struct ActiveRequest {
 #[derive(Debug)]
 pub(crate) struct DetachedRequest {
     request: Option<ActiveRequest>,
-    share: Arc<Share>,
+    metrics: Arc<Metrics>,
 }
 
 /// Creates the counters of FUSE requests, whose operations are opcodes.
@@ -71,13 +69,13 @@ fn data_bytes(operation: &Operation<'_>, outcome: Outcome) -> Result<usize> {
 }
 
 impl DetachedRequest {
-    pub(crate) fn new(request: Option<ActiveRequest>, share: &Arc<Share>) -> Self {
-        Self { request, share: Arc::clone(share) }
+    pub(crate) fn new(request: Option<ActiveRequest>, metrics: &Arc<Metrics>) -> Self {
+        Self { request, metrics: Arc::clone(metrics) }
     }
 
     pub(crate) fn end(mut self, outcome: Result<usize>) {
         if let Some(request) = self.request.take() {
-            request.end_transfer(outcome, |timer, outcome| self.share.metrics.end(timer, outcome));
+            request.end_transfer(outcome, |timer, outcome| self.metrics.end(timer, outcome));
         }
     }
 }
@@ -85,16 +83,7 @@ impl DetachedRequest {
 impl Drop for DetachedRequest {
     fn drop(&mut self) {
         if let Some(request) = self.request.take() {
-            self.share.metrics.end(request.timer, Ok(0));
+            self.metrics.end(request.timer, Ok(0));
         }
-    }
-}
-
-impl Server {
-    /// A request begins.
-    pub(crate) fn begin_request(&mut self, cx: &Context<'_>, operation: &Operation<'_>) {
-        let text = crate::request_text::RequestText(operation);
-        let logged = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &text);
-        self.active = Some(ActiveRequest::begin(&mut self.recorder, operation, logged));
     }
 }

@@ -153,7 +153,7 @@ impl Server {
         call: impl FnOnce(&Caller<'_>) -> Result<Reply<'static>> + Send + 'static,
     ) -> Served {
         let (later, unique, request) =
-            (carrier.later(), cx.unique, DetachedRequest::new(self.active.take(), &self.share));
+            (carrier.later(), cx.unique, DetachedRequest::new(self.active.take(), &self.share.metrics));
         let (session, Caller { session: by, uid, gid, pid, .. }) = (Arc::clone(cx.session), cx.caller);
         self.share.blocking_pool.run(move || {
             let caller = Caller { session: by, uid, gid, pid, groups: &[] };

@@ -4,6 +4,9 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use ferry_engine::ReplyBuffer;
+use ferry_engine::metrics::Recorder;
+use ferry_engine::requests::LoggedRequest;
 use ferry_state::{Init, Journal};
 use ferry_vfs::{Caller, Errno, Ino};
 use ferry_wire::fuse::{
@@ -19,11 +22,10 @@ use crate::passthrough::Passthrough;
 use crate::persistence::SessionRecord;
 use crate::rate;
 use crate::reply::{self, ReplyOutcome};
+use crate::request_text::RequestText;
 use crate::session::Session;
 use crate::session::SessionSlot;
 use crate::share::Share;
-use ferry_engine::ReplyBuffer;
-use ferry_engine::metrics::Recorder;
 
 /// Groups of a caller that are looked at; Linux sends one.
 const GROUPS_MAX: usize = 32;
@@ -95,6 +97,13 @@ impl Server {
             journal: None,
             is_replay: false,
         }
+    }
+
+    /// A request begins.
+    pub(crate) fn begin_request(&mut self, cx: &Context<'_>, operation: &Operation<'_>) {
+        let text = RequestText(operation);
+        let logged = LoggedRequest::begin(&self.share.name, cx.ino, Some(cx.caller.pid), &text);
+        self.active = Some(ActiveRequest::begin(&mut self.recorder, operation, logged));
     }
 
     /// Writes down, if anything is, which requests begin and end, as worker number `worker`.

@@ -13,40 +13,27 @@ use ferry_engine::RateLimiter;
 use ferry_vfs::sync::{lock, wait};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::clients::Charge;
-use crate::connection::Connection;
-use crate::request_table::Ticket;
-use crate::session::Session;
-
 /// A request that waits.
-pub(crate) struct DelayedRequest {
-    pub(crate) connection: Arc<Connection>,
-    pub(crate) message: Vec<u8>,
-    pub(crate) ticket: Ticket,
-    pub(crate) session: Arc<Session>,
+pub(crate) struct DelayedRequest<T> {
+    pub(crate) request: T,
     /// Set when the request is cancelled.
     pub(crate) gone: Arc<AtomicBool>,
     /// The bytes that it is charged.
     pub(crate) cost_bytes: u64,
-    /// The bytes of message and reply, for the limit of the connection.
-    pub(crate) held_bytes: usize,
-    /// The message is on its client's account.
-    pub(crate) charge: Charge,
 }
 
-#[derive(Default)]
-struct State {
-    waiting: VecDeque<DelayedRequest>,
+struct State<T> {
+    waiting: VecDeque<DelayedRequest<T>>,
     /// They need not wait any longer, or are cancelled.
-    ready: VecDeque<DelayedRequest>,
+    ready: VecDeque<T>,
     has_thread: bool,
     ended: bool,
 }
 
 /// See the module.
-pub(crate) struct DelayedRequests {
+pub(crate) struct DelayedRequests<T> {
     limiter: Arc<RateLimiter>,
-    state: Mutex<State>,
+    state: Mutex<State<T>>,
     changed: Condvar,
     /// How many wait, for a look without the lock.
     count: AtomicUsize,
@@ -54,16 +41,17 @@ pub(crate) struct DelayedRequests {
     bell: OwnedFd,
 }
 
-impl AsFd for DelayedRequests {
+impl<T> AsFd for DelayedRequests<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
 }
 
-impl DelayedRequests {
+impl<T: Send + 'static> DelayedRequests<T> {
     pub(crate) fn new(limiter: &Arc<RateLimiter>) -> io::Result<Arc<Self>> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE)?;
-        let (state, changed) = (Mutex::default(), Condvar::new());
+        let state = State { waiting: VecDeque::new(), ready: VecDeque::new(), has_thread: false, ended: false };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
         Ok(Arc::new(Self { limiter: Arc::clone(limiter), state, changed, count: AtomicUsize::new(0), bell }))
     }
 
@@ -80,7 +68,7 @@ impl DelayedRequests {
     }
 
     /// Adds a request behind the others. Without a thread to wait with, it is ready at once.
-    pub(crate) fn push(self: &Arc<Self>, request: DelayedRequest) {
+    pub(crate) fn push(self: &Arc<Self>, request: DelayedRequest<T>) {
         let mut state = lock(&self.state);
         if !state.has_thread && !state.ended {
             let delayed = Arc::clone(self);
@@ -98,12 +86,12 @@ impl DelayedRequests {
         }
     }
 
-    fn note_count(&self, state: &State) {
+    fn note_count(&self, state: &State<T>) {
         self.count.store(state.waiting.len(), Ordering::Relaxed);
     }
 
-    fn make_ready(&self, state: &mut MutexGuard<'_, State>, request: DelayedRequest) {
-        state.ready.push_back(request);
+    fn make_ready(&self, state: &mut MutexGuard<'_, State<T>>, request: DelayedRequest<T>) {
+        state.ready.push_back(request.request);
         self.note_count(state);
         // The counter has room for more than there are requests.
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
@@ -139,17 +127,17 @@ impl DelayedRequests {
     }
 
     /// Takes a ready request, after an event. `None`: another thread has taken it.
-    pub(crate) fn take(&self) -> Option<DelayedRequest> {
+    pub(crate) fn take(&self) -> Option<T> {
         rustix::io::read(&self.bell, &mut [0; 8]).ok()?;
         lock(&self.state).ready.pop_front()
     }
 
     /// Ends the thread, and returns the requests that are left.
-    pub(crate) fn end(&self) -> Vec<DelayedRequest> {
+    pub(crate) fn end(&self) -> Vec<T> {
         let mut state = lock(&self.state);
         state.ended = true;
         let State { waiting, ready, .. } = &mut *state;
-        let left = waiting.drain(..).chain(ready.drain(..)).collect();
+        let left = waiting.drain(..).map(|waiting| waiting.request).chain(ready.drain(..)).collect();
         self.note_count(&state);
         self.changed.notify_all();
         left

@@ -83,7 +83,7 @@ pub(crate) struct Hub {
     /// A listener pauses until the next tick, for lack of descriptors.
     resting: AtomicBool,
     /// Requests that wait for a limit, if there may be one.
-    pub(crate) delayed: Option<Arc<DelayedRequests>>,
+    pub(crate) delayed: Option<Arc<DelayedRequests<worker::ParkedRequest>>>,
     /// Runs the ends of timed-out sessions: not on the share's pool, which others wait for.
     ends: BlockingPool,
 }

@@ -10,6 +10,7 @@ use ferry_vfs::Errno;
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::carrier::Client;
+use crate::clients::Charge;
 use crate::connection::{Connection, ReceiveResult};
 use crate::delayed_requests::{DelayedRequest, DelayedRequests};
 use crate::hub::{Hub, KEY_BELL, KEY_LIMIT};
@@ -124,9 +125,21 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
     }
 }
 
+/// A request that waits for a limit.
+pub(crate) struct ParkedRequest {
+    connection: Arc<Connection>,
+    message: Vec<u8>,
+    ticket: Ticket,
+    session: Arc<Session>,
+    /// The bytes of message and reply, for the limit of the connection.
+    held_bytes: usize,
+    /// The message is on its client's account.
+    charge: Charge,
+}
+
 /// Lets a request wait for a limit, while its connection goes on.
 fn delay(
-    delayed: &Arc<DelayedRequests>,
+    delayed: &Arc<DelayedRequests<ParkedRequest>>,
     connection: &Arc<Connection>,
     message: &[u8],
     (ticket, session): (Ticket, Arc<Session>),
@@ -139,7 +152,8 @@ fn delay(
     connection.park(&ticket, &gone);
     connection.serve_on(held_bytes);
     let (connection, message) = (Arc::clone(connection), message.to_vec());
-    delayed.push(DelayedRequest { connection, message, ticket, session, gone, cost_bytes, held_bytes, charge });
+    let request = ParkedRequest { connection, message, ticket, session, held_bytes, charge };
+    delayed.push(DelayedRequest { request, gone, cost_bytes });
     // It may have been cancelled before.
     delayed.release_cancelled();
 }
@@ -147,7 +161,7 @@ fn delay(
 /// Serves a request that has waited for a limit, unless it was cancelled.
 fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
     let Some(delayed) = hub.delayed.as_ref().and_then(|delayed| delayed.take()) else { return };
-    let DelayedRequest { connection, message, ticket, session, held_bytes, charge, .. } = delayed;
+    let ParkedRequest { connection, message, ticket, session, held_bytes, charge } = delayed;
     hub.ensure_waiter();
     if connection.unpark(&ticket)
         && let Ok((_, request)) = Request::decode(&message)

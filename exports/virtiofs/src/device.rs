@@ -14,11 +14,8 @@ use ferry_wire::fuse::InitFlags;
 
 use crate::connection_store::ConnectionStore;
 use crate::dax::Dax;
-use crate::handler::Handler;
+use crate::handler::{HIGH_PRIORITY_QUEUES, Handler};
 use crate::{Error, OnMigrationError, Options, QUEUES_MAX, Tag};
-
-/// The queue for FORGET and INTERRUPT, which is served first; the request queues follow it.
-pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
 
 /// A share as a device.
 pub(crate) struct VirtioFs {

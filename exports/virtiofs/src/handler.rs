@@ -9,7 +9,8 @@ use ferry_serve::{Carrier, DetachedTransfer, FuseCarrier, ReplyBuffer, Served, S
 use ferry_vhost::{Answer, Chain, Io, Placement, Port, QueueHandler};
 use ferry_wire::fuse::{IN_HEADER_BYTES, Opcode, peek};
 
-use crate::device::HIGH_PRIORITY_QUEUES;
+/// The queue for FORGET and INTERRUPT, which is served first; the request queues follow it.
+pub(crate) const HIGH_PRIORITY_QUEUES: usize = 1;
 
 /// Serves the queues of one worker for one guest.
 pub(crate) struct Handler {

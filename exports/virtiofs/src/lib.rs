@@ -128,7 +128,7 @@ pub enum OnMigrationError {
 pub fn geometry(queues: usize) -> Geometry {
     /// A batch of each queue, which the guest may not have seen yet, and as many again, for the server after.
     const ENTRIES_EACH: usize = 2 * 64;
-    let queues = device::HIGH_PRIORITY_QUEUES + queues.min(QUEUES_MAX);
+    let queues = handler::HIGH_PRIORITY_QUEUES + queues.min(QUEUES_MAX);
     Geometry { workers: queues, entries: ENTRIES_EACH * queues }
 }
 

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use ferry_engine::{BURST_MAX, BURST_MIN, BYTES_MAX, REQUESTS_MAX, Rates, TokenBucket};
 
-use super::Share;
 use crate::size::{Size, deserialize_from_str};
 
 /// The maximum length of a group's name in bytes, enough for a machine's name.
@@ -84,23 +83,23 @@ impl fmt::Display for Limit {
 
 deserialize_from_str!(Limit);
 
-/// Returns the bucket of each share; those of a group have the same one.
-pub fn buckets(shares: &[Share]) -> Vec<Arc<TokenBucket>> {
+/// Returns the bucket of each share's limit; those of a group have the same one.
+pub fn buckets<'a>(limits: impl IntoIterator<Item = Option<&'a Limit>>) -> Vec<Arc<TokenBucket>> {
     let mut groups = HashMap::new();
-    let bucket = |share: &Share| {
-        let new = || TokenBucket::new(share.limit.as_ref().map(|limit| limit.rates));
-        match share.limit.as_ref().and_then(|limit| limit.group.clone()) {
+    let bucket = |limit: Option<&Limit>| {
+        let new = || TokenBucket::new(limit.map(|limit| limit.rates));
+        match limit.and_then(|limit| limit.group.clone()) {
             Some(group) => Arc::clone(groups.entry(group).or_insert_with(new)),
             None => new(),
         }
     };
-    shares.iter().map(bucket).collect()
+    limits.into_iter().map(bucket).collect()
 }
 
-/// Returns a conflict between the limits of shares: those of a group must be equal.
-pub fn group_conflict(shares: &[Share]) -> Option<String> {
+/// Returns a conflict between limits: those of a group must be equal.
+pub fn group_conflict<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Option<String> {
     let mut groups: HashMap<&str, &Limit> = HashMap::new();
-    for limit in shares.iter().filter_map(|share| share.limit.as_ref()) {
+    for limit in limits {
         let first = limit.group.as_deref().map(|group| *groups.entry(group).or_insert(limit));
         if let Some(first) = first.filter(|first| *first != limit) {
             return Some(format!("--limit {limit} and --limit {first} are of one group: give both the same rates"));
@@ -198,13 +197,14 @@ mod tests {
 
     #[test]
     fn shares_of_a_group_have_one_bucket_and_one_limit() {
-        let share = |limit: &str| Share { limit: limit.parse().ok(), ..Share::default() };
-        let shares = ["iops=1,group=a", "iops=1", "iops=1,group=a", ""].map(share);
-        let all = buckets(&shares);
+        let read = |text: &str| text.parse::<Limit>().ok();
+        let limits = ["iops=1,group=a", "iops=1", "iops=1,group=a", ""].map(read);
+        let all = buckets(limits.iter().map(Option::as_ref));
         assert!(Arc::ptr_eq(&all[0], &all[2]) && !Arc::ptr_eq(&all[0], &all[1]));
         assert_eq!((all[0].rates().is_some(), all[3].rates()), (true, None));
-        assert_eq!(group_conflict(&shares), None);
-        let error = group_conflict(&["iops=1,group=a", "iops=2,group=a"].map(share)).expect("a conflict");
+        assert_eq!(group_conflict(limits.iter().flatten()), None);
+        let error =
+            group_conflict(["iops=1,group=a", "iops=2,group=a"].map(read).iter().flatten()).expect("a conflict");
         assert!(error.contains("--limit iops=2,group=a and --limit iops=1,group=a"), "{error}");
     }
 }

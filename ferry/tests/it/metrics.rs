@@ -319,7 +319,7 @@ fn top_redraws_a_terminal_and_escapes_names() {
         "--flush",
         "--return",
         "--command",
-        &format!("stty cols 200 && exec {program} top {pid}"),
+        &format!("stty rows 50 cols 200 && exec {program} top {pid}"),
         "/dev/null",
     ]);
     let mut top = top.stdin(Stdio::null()).stdout(Stdio::piped()).env("TERM", "xterm").spawn().unwrap();

@@ -53,7 +53,7 @@ impl Server {
     /// How a change of the client's window answers its request.
     pub(super) fn mapped(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> MappingReply {
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
-        let request = DetachedRequest::new(self.active.take(), &self.share);
+        let request = DetachedRequest::new(self.active.take(), &self.share.metrics);
         Box::new(move |outcome| {
             later(reply::to_bytes(unique, &negotiated, outcome.map(|()| Reply::Empty)));
             request.end(outcome.map(|()| 0));

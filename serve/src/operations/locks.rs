@@ -47,7 +47,7 @@ impl Server {
     ) -> Result<Served> {
         let source = &self.share.source;
         let (lock, unique, negotiated) = (request.lock(cx.caller.session), cx.unique, *cx.session.negotiated());
-        let (later, active) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share));
+        let (later, active) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share.metrics));
         let changes = source.changes().cloned();
         let (session, asked, on) = (Arc::downgrade(cx.session), *request, cx.ino);
         let answer = move |outcome: Result<()>| {
@@ -94,7 +94,7 @@ impl Server {
     fn granted(&mut self, cx: &Context<'_>, kind: LockKind, carrier: &mut impl FuseCarrier) -> Served {
         match self.share.source.changes() {
             Some(changes) if kind != LockKind::Unlock && changes.is_behind() => {
-                let (later, request) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share));
+                let (later, request) = (carrier.later(), DetachedRequest::new(self.active.take(), &self.share.metrics));
                 let reply = reply::to_bytes(cx.unique, cx.session.negotiated(), Ok(Reply::Empty));
                 changes.when_delivered(move || {
                     later(reply);

@@ -40,7 +40,7 @@ const RUN: [(&str, &str); 18] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 16] = [
+const NEEDED: [(&str, &str); 21] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("make deb", "a release build, and root's package manager; the lines that mount are in other blocks"),
     ("make container", "a container engine; tests/tests/it/packages.rs runs the image in namespaces"),
@@ -48,6 +48,11 @@ const NEEDED: [(&str, &str); 16] = [
     ("systemctl enable", "systemd: ferry/tests/it/units_systemd.rs starts the units in a guest"),
     ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
     ("ferry status ", "servers that run: ferry/tests/it/status.rs has its own"),
+    ("ferry metrics ", "servers that run, and a collector: ferry/tests/it/metrics.rs has its own"),
+    ("ferry top ", "servers that run, and a terminal: ferry/tests/it/metrics.rs has both"),
+    ("ferry share /srv/a --limit iops=2000,bps=100M", "clients: ferry/tests/it/limits.rs has servers with such limits"),
+    ("ferry share /srv/a --limit iops=2000,group=g", "two guests: tests/tests/it/limits.rs has them"),
+    ("ferry set ", "servers that run: ferry/tests/it/limits.rs has its own"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/it/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/it/libvirt.rs runs it"),

@@ -1,10 +1,7 @@
 //! The counters of requests. An operation is half of a message's type, because types of requests are even.
 
 use ferry_engine::metrics::Metrics;
-use ferry_vfs::Result;
-use ferry_wire::ninep::{READ_HEAD_BYTES, kind};
-
-use super::{Context, ReplyPlace};
+use ferry_wire::ninep::kind;
 
 pub(crate) fn metrics() -> Metrics {
     Metrics::new(|operation| name(u8::try_from(2 * operation).unwrap_or(0)).into())
@@ -42,25 +39,6 @@ fn name(message: u8) -> &'static str {
         // The connection serves these itself.
         _ => "other",
     }
-}
-
-/// Serves a request with `serve`, and counts it; `data_bytes` are those of a Twrite. Of a transfer that is under way, another
-/// thread counts the end. A lock that has to wait is counted until then.
-pub(super) fn counted(
-    cx: &Context<'_>,
-    (message, data_bytes): (u8, usize),
-    serve: impl FnOnce() -> Result<ReplyPlace>,
-) -> Result<ReplyPlace> {
-    cx.timer.set(Some(cx.share.metrics.begin(usize::from(message) / 2)));
-    let done = serve();
-    if let Some(timer) = cx.timer.take() {
-        let bytes = done.map(|place| match place {
-            ReplyPlace::Long(bytes) if message == kind::TREAD => bytes.saturating_sub(READ_HEAD_BYTES),
-            _ => data_bytes,
-        });
-        cx.share.metrics.end(timer, bytes);
-    }
-    done
 }
 
 #[cfg(test)]

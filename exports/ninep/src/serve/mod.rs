@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use ferry_engine::metrics::Timer;
 use ferry_vfs::{Attr, Caller, Errno, FileType, Name, OFlags, Result, SetAttr, Statfs, checks};
-use ferry_wire::ninep::{Fid, Getattr, Reply, Request, Tag, WriteHead, kind};
+use ferry_wire::ninep::{Fid, Getattr, READ_HEAD_BYTES, Reply, Request, Tag, WriteHead, kind};
 
 use crate::carrier::{Client, NinepCarrier, NinepReply};
 use crate::request_table::Ticket;
@@ -115,10 +115,29 @@ pub(crate) fn encode(buffer: &mut impl NinepReply, tag: Tag, reply: &Reply<'_>) 
     memory.len()
 }
 
+/// Serves a request with `serve`, and counts it; `data_bytes` are those of a Twrite. Of a transfer that is under way, another
+/// thread counts the end. A lock that has to wait is counted until then.
+fn counted(
+    cx: &Context<'_>,
+    (message, data_bytes): (u8, usize),
+    serve: impl FnOnce() -> Result<ReplyPlace>,
+) -> Result<ReplyPlace> {
+    cx.timer.set(Some(cx.share.metrics.begin(usize::from(message) / 2)));
+    let done = serve();
+    if let Some(timer) = cx.timer.take() {
+        let bytes = done.map(|place| match place {
+            ReplyPlace::Long(bytes) if message == kind::TREAD => bytes.saturating_sub(READ_HEAD_BYTES),
+            _ => data_bytes,
+        });
+        cx.share.metrics.end(timer, bytes);
+    }
+    done
+}
+
 /// Serves a request. The data of a Twrite is asked of its carrier, see [`serve_write`].
 pub(crate) fn serve(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
     let data_bytes = if let Request::Write { data, .. } = request { data.len() } else { 0 };
-    metrics::counted(cx, (request.kind(), data_bytes), || {
+    counted(cx, (request.kind(), data_bytes), || {
         watch::watched(cx, (watch::subject(request), &RequestText(request)), carrier, |carrier| {
             serve_one(cx, request, carrier)
         })
@@ -165,7 +184,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
 
 /// Serves a Twrite of which there is only the head; the data is with its carrier.
 pub(crate) fn serve_write(cx: &Context<'_>, head: &WriteHead, carrier: &mut impl NinepCarrier) -> Result<ReplyPlace> {
-    metrics::counted(cx, (kind::TWRITE, head.bytes as usize), || {
+    counted(cx, (kind::TWRITE, head.bytes as usize), || {
         watch::watched(cx, (Some(head.fid), &WriteText(head)), carrier, |carrier| match cx.share.read_only {
             true => Err(Errno::ROFS),
             false => cx.write(carrier, head.fid, head.offset, head.bytes as usize),

@@ -30,7 +30,6 @@ fn limited(bucket: &Arc<TokenBucket>) -> Server {
 /// A client that has a file of a block open.
 fn client(server: &Server) -> Client<Link> {
     let mut client = server.attached(0);
-    client.walk(ROOT, FILE, "").unwrap();
     client.create(FILE, "f", OFlags::RDWR | OFlags::CREATE, 0o644).unwrap();
     client.write(FILE, 0, &[7; BLOCK as usize]).unwrap();
     client
@@ -158,10 +157,11 @@ fn waiting_requests_end_with_their_connection_session_and_server() {
 #[test]
 fn a_connection_has_a_bounded_number_of_waiting_requests() {
     let (server, mut client, all) = exhausted();
-    (2..500).for_each(|tag| send_read(&mut client, tag));
+    // As many as the socket has room for, when nobody receives them.
+    (2..250).for_each(|tag| send_read(&mut client, tag));
     std::thread::sleep(Duration::from_millis(200));
     let usage = server.usage();
     assert!((50..100).contains(&usage.requests) && usage.threads < 10, "{usage:?}");
     all.set(None);
-    (1..500).for_each(|_| assert!(client.receive().0.0 >= 1));
+    (1..250).for_each(|_| assert!(client.receive().0.0 >= 1));
 }
