@@ -8,12 +8,13 @@ mod splice;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use ferry_engine::{CallSnapshot, CurrentRequest, GenerationCell, MonitoredWorker, NotEnded, Replacement, Watch};
 use ferry_serve::{FuseCarrier, HEADER_BYTES, Served, Server};
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::fuse::abi::InterruptIn;
 use ferry_wire::fuse::{IN_HEADER_BYTES, Negotiated, Opcode, encode_error, peek};
 use rustix::thread::Pid;
@@ -34,6 +35,8 @@ use splice::{LoadedReply, SplicePipe};
 struct Reader {
     readers: Arc<Readers>,
     channel: Arc<OwnedFd>,
+    /// The descriptor that the current request was received by: the kernel knows it by no other.
+    reply_channel: Mutex<Arc<OwnedFd>>,
     watch: Watch,
     unique: AtomicU64,
     generation_cell: GenerationCell,
@@ -44,15 +47,21 @@ struct Reader {
 
 impl Reader {
     fn new(readers: &Arc<Readers>, channel: OwnedFd) -> Self {
+        let channel = Arc::new(channel);
         Self {
             readers: Arc::clone(readers),
-            channel: Arc::new(channel),
+            reply_channel: Mutex::new(Arc::clone(&channel)),
+            channel,
             watch: Watch::default(),
             unique: AtomicU64::new(0),
             generation_cell: GenerationCell::default(),
             thread: OnceLock::new(),
             way: OnceLock::new(),
         }
+    }
+
+    fn reply_channel(&self) -> Arc<OwnedFd> {
+        Arc::clone(&lock(&self.reply_channel))
     }
 }
 
@@ -100,15 +109,15 @@ impl MonitoredWorker for Reader {
 
     fn give_up(&self, serving: &CurrentRequest, errno: Errno) -> Result<(), NotEnded> {
         self.readers.lose(self.thread.get().copied(), || self.generation_cell.try_end(serving.generation))?;
-        answer_error(&self.channel, serving.unique, errno);
+        answer_error(&self.reply_channel(), serving.unique, errno);
         self.readers.replace_blocked();
         Ok(())
     }
 
     fn apply_policy(&self, verdict: &dyn Fn(u64, Instant) -> Option<Errno>) -> bool {
-        self.readers.deferred.apply_policy(|unique, (), since| {
+        self.readers.deferred.apply_policy(|unique, channel, since| {
             verdict(unique, since).map(|errno| {
-                answer_error(&self.channel, unique, errno);
+                answer_error(channel, unique, errno);
                 true
             })
         })
@@ -165,9 +174,12 @@ impl<'a> Work<'a> {
         let mut follower = AffinityThread::default();
         loop {
             let turn = readers.turn(reader.channel.as_fd());
-            let waited = matches!(turn, Turn::Serve(_));
+            let waited = matches!(turn, Turn::Serve(..));
             let received = match turn {
-                Turn::Serve(message) => Ok(Received::Request(self.memory.load(&message))),
+                Turn::Serve(message, channel) => {
+                    *lock(&reader.reply_channel) = channel;
+                    Ok(Received::Request(self.memory.load(&message)))
+                }
                 Turn::Receive => receive(reader.channel.as_fd(), self.memory.request_room()),
                 Turn::Nothing => Ok(Received::Nothing),
             };
@@ -191,6 +203,9 @@ impl<'a> Work<'a> {
                     // A reader is assisted, never replaced: its thread has its own buffers.
                     let _ = reader.watch.leave(&mut owner);
                     self.send(reply);
+                    if waited {
+                        *lock(&reader.reply_channel) = Arc::clone(&reader.channel);
+                    }
                 }
                 Ok(Received::Nothing) => {}
                 Ok(Received::Unmounted) => break connection.end.mark_ended(),
@@ -209,7 +224,7 @@ impl<'a> Work<'a> {
     /// Puts a request that was received behind others that wait for a limit, if it must wait. Returns whether it does.
     fn is_delayed(&mut self, bytes: usize) -> bool {
         self.memory.received(bytes);
-        self.reader.readers.delay(self.memory.request())
+        self.reader.readers.delay(self.memory.request(), &self.reader.channel)
     }
 
     /// Wakes the monitor for an INTERRUPT, and ends a request that waits for a limit.
@@ -218,10 +233,10 @@ impl<'a> Work<'a> {
         if peek(header).opcode == Opcode::Interrupt.as_raw()
             && let Ok((interrupt, _)) = InterruptIn::read_from_prefix(rest)
         {
-            let Reader { readers, channel, .. } = &**self.reader;
+            let readers = &self.reader.readers;
             readers.connection.interrupted.note(interrupt.unique);
-            if readers.interrupt_delayed(interrupt.unique) {
-                answer_error(channel, interrupt.unique, Errno::INTR);
+            if let Some(channel) = readers.interrupt_delayed(interrupt.unique) {
+                answer_error(&channel, interrupt.unique, Errno::INTR);
             }
         }
     }
@@ -265,7 +280,8 @@ impl<'a> Work<'a> {
     }
 
     fn send(&mut self, reply: ToSend) {
-        let channel = self.reader.channel.as_fd();
+        let channel = self.reader.reply_channel();
+        let channel = channel.as_fd();
         if reply.bytes() > 0 {
             self.counters.system_calls.add(1);
         }

@@ -189,11 +189,11 @@ impl FuseCarrier for DeviceCarrier<'_> {
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
-        let (channel, unique) = (Arc::clone(&self.reader.channel), self.memory.unique());
+        let (channel, unique) = (self.reader.reply_channel(), self.memory.unique());
         let later = Arc::clone(&self.reader.readers.deferred);
         if self.memory.may_be_abandoned() {
             // Before a reply is possible.
-            later.begin(unique, ());
+            later.begin(unique, Arc::clone(&channel));
             self.is_asked.set(true);
         }
         move |reply| {

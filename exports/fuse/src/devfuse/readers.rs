@@ -46,8 +46,8 @@ const DELAYED_BYTES_MAX: usize = 32 << 20;
 
 /// What a reader does next.
 pub(super) enum Turn {
-    /// Serve this request, which has waited for a limit.
-    Serve(Vec<u8>),
+    /// Serve this request, which has waited for a limit, and reply by the descriptor that it was received by.
+    Serve(Vec<u8>, Arc<OwnedFd>),
     /// Receive a request.
     Receive,
     /// Look again.
@@ -81,10 +81,10 @@ pub(crate) struct Readers {
     several: AtomicBool,
     pub(super) cpu_affinity: CpuAffinity,
     /// Requests that other threads will reply to. Shared, because those threads may outlive the mount.
-    pub(super) deferred: Arc<DeferredReplies<()>>,
+    pub(super) deferred: Arc<DeferredReplies<Arc<OwnedFd>>>,
     /// Requests that wait for a limit. As long as there are any, at least one reader serves them in time: the one that has
     /// received the last of them does, and the monitor starts another one when its handler is blocked.
-    delayed: DelayedRequests<Vec<u8>>,
+    delayed: DelayedRequests<(Vec<u8>, Arc<OwnedFd>)>,
     delayed_bytes: AtomicUsize,
 }
 
@@ -171,24 +171,23 @@ impl Readers {
     }
 
     /// Puts a request that was received behind others that wait for a limit, if it must wait. Returns whether it does.
-    pub(super) fn delay(&self, request: &[u8]) -> bool {
+    pub(super) fn delay(&self, request: &[u8], channel: &Arc<OwnedFd>) -> bool {
         let Some(header) = request.first_chunk().map(peek) else { return false };
         let must_wait = |limiter: &Arc<RateLimiter>| is_limited(header.opcode) && self.delayed.must_wait(limiter);
         if !self.connection.share.limiter().is_some_and(must_wait) {
             return false;
         }
         self.delayed_bytes.fetch_add(request.len(), Ordering::Relaxed);
-        self.delayed.push(header.unique, request.to_vec());
+        self.delayed.push(header.unique, (request.to_vec(), Arc::clone(channel)));
         true
     }
 
-    /// Ends the requests that wait for a limit and whose caller was interrupted.
-    pub(super) fn interrupt_delayed(&self, interrupted: u64) -> bool {
-        let ended = self.delayed.end_by(|unique| (unique == interrupted).then_some(Errno::INTR));
-        for (_, request, _) in &ended {
-            self.delayed_bytes.fetch_sub(request.len(), Ordering::Relaxed);
-        }
-        !ended.is_empty()
+    /// Removes the request that waits for a limit and whose caller was interrupted; returns the descriptor for the reply.
+    pub(super) fn interrupt_delayed(&self, interrupted: u64) -> Option<Arc<OwnedFd>> {
+        let mut ended = self.delayed.end_by(|unique| (unique == interrupted).then_some(Errno::INTR));
+        let (_, (request, channel), _) = ended.pop()?;
+        self.delayed_bytes.fetch_sub(request.len(), Ordering::Relaxed);
+        Some(channel)
     }
 
     /// Returns what a reader does next. While requests wait for a limit, it waits for the next one of them or another request.
@@ -197,9 +196,9 @@ impl Readers {
             return Turn::Receive;
         }
         let Some(wait) = self.connection.share.limiter().and_then(|limiter| limiter.wait()) else {
-            let Some(request) = self.delayed.pop() else { return Turn::Receive };
+            let Some((request, channel)) = self.delayed.pop() else { return Turn::Receive };
             self.delayed_bytes.fetch_sub(request.len(), Ordering::Relaxed);
-            return Turn::Serve(request);
+            return Turn::Serve(request, channel);
         };
         let is_full =
             self.delayed.count() >= DELAYED_MAX || self.delayed_bytes.load(Ordering::Relaxed) >= DELAYED_BYTES_MAX;

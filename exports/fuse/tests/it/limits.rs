@@ -128,7 +128,8 @@ fn requests_that_wait_are_served_when_the_limit_goes() {
     for path in paths() {
         let (mounted, all, file, mut child) = exhausted(path);
         thread::scope(|scope| {
-            let readers: Vec<_> = (0..4).map(|_| scope.spawn(|| file.read_at(&mut [0; BLOCK], 0).unwrap())).collect();
+            let read = || file.read_at(&mut [0; BLOCK], 0).unwrap_or_else(|error| panic!("{path:?}: {error}"));
+            let readers: Vec<_> = (0..4).map(|_| scope.spawn(read)).collect();
             thread::sleep(Duration::from_millis(200));
             assert!(readers.iter().all(|reader| !reader.is_finished()), "{path:?}: they wait");
             let begin = Instant::now();
