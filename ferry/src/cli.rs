@@ -181,6 +181,7 @@ pub struct ShareArgs {
     pub config: Option<PathBuf>,
 
     /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[allow(rustdoc::broken_intra_doc_links, reason = "an address, in the text of the help")]
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
 
@@ -216,6 +217,7 @@ pub struct MountArgs {
     pub log_file: Option<PathBuf>,
 
     /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[allow(rustdoc::broken_intra_doc_links, reason = "an address, in the text of the help")]
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
 

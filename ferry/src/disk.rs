@@ -156,6 +156,7 @@ pub struct Args {
     pub pin_memory: bool,
 
     /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics; see ferry metrics.
+    #[allow(rustdoc::broken_intra_doc_links, reason = "an address, in the text of the help")]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "parsed")]
     pub metrics: Option<MetricsAddress>,

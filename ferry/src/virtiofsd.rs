@@ -207,6 +207,7 @@ struct Args {
     #[arg(long)]
     migration_confirm_paths: bool,
     /// Serve metrics over HTTP at 127.0.0.1:PORT, [::1]:PORT or unix:PATH, as /metrics. Only Ferry has this option.
+    #[allow(rustdoc::broken_intra_doc_links, reason = "an address, in the text of the help")]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
 }

@@ -28,7 +28,7 @@ const MASK: u64 = libc::FAN_MODIFY
     | libc::FAN_MOVED_TO
     | libc::FAN_ONDIR;
 
-/// Checks that this process may watch the file system of a directory for changes. Where it may not, [`Dir::watch`]
+/// Checks that this process may watch the file system of a directory for changes. Where it may not, `Dir::watch`
 /// watches the directories that clients know.
 ///
 /// # Errors
