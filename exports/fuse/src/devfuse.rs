@@ -21,7 +21,7 @@ use rustix::thread::Pid;
 use zerocopy::FromBytes;
 
 use crate::connection::Connection;
-use crate::device::{Received, receive, send};
+use crate::device::{Received, receive, send, try_receive};
 use crate::handshake::await_message;
 use crate::sched_idle::SchedIdle;
 use crate::stats::Counters;
@@ -181,6 +181,7 @@ impl<'a> Work<'a> {
                     Ok(Received::Request(self.memory.load(&message)))
                 }
                 Turn::Receive => receive(reader.channel.as_fd(), self.memory.request_room()),
+                Turn::TryReceive => try_receive(reader.channel.as_fd(), self.memory.request_room()),
                 Turn::Nothing => Ok(Received::Nothing),
             };
             readers.has_work();

@@ -110,6 +110,20 @@ pub(crate) fn receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<
     }
 }
 
+/// As [`receive`], but does not wait: the request that a poll has reported may be another reader's by now, or its caller
+/// was killed. Other readers that share the descriptor may return without a request meanwhile.
+///
+/// # Errors
+///
+/// The connection is unusable.
+pub(crate) fn try_receive(channel: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Received> {
+    let flags = rustix::fs::fcntl_getfl(channel)?;
+    rustix::fs::fcntl_setfl(channel, flags | OFlags::NONBLOCK)?;
+    let received = receive(channel, buffer);
+    rustix::fs::fcntl_setfl(channel, flags)?;
+    received
+}
+
 /// Sends a whole reply or notification in one call. A reply whose caller is gone (`ENOENT`) is not an error.
 pub(crate) fn send(channel: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
     retry_on_intr(|| rustix::io::writev(channel, parts)).map(drop)

@@ -50,6 +50,8 @@ pub(super) enum Turn {
     Serve(Vec<u8>, Arc<OwnedFd>),
     /// Receive a request.
     Receive,
+    /// Receive a request if there is one: others wait for a limit, and must be served in time.
+    TryReceive,
     /// Look again.
     Nothing,
 }
@@ -206,7 +208,7 @@ impl Readers {
         let events = if is_full { PollFlags::empty() } else { PollFlags::IN };
         let mut fds = [PollFd::from_borrowed_fd(channel, events)];
         match poll(&mut fds, wait.try_into().ok().as_ref()) {
-            Ok(1..) => Turn::Receive,
+            Ok(1..) => Turn::TryReceive,
             _ => Turn::Nothing,
         }
     }

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -139,6 +140,38 @@ fn requests_that_wait_are_served_when_the_limit_goes() {
         });
         child.kill().unwrap();
         child.wait().unwrap();
+        drop(file);
+        mounted.stop();
+    }
+}
+
+/// A reader that polls finds no request if its caller was killed meanwhile. It must not wait for the next one.
+#[test]
+fn killed_callers_hold_up_no_requests_that_wait() {
+    for path in paths() {
+        let (mounted, all) = limited(path);
+        let file = File::open(mounted.path("file")).unwrap();
+        all.set(rates(100, 0));
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let killer = scope.spawn(|| {
+                for round in 0..40_u64 {
+                    let mut command = Command::new("dd");
+                    command.arg(format!("if={}", mounted.path("file").display())).args(["of=/dev/null", "bs=4096"]);
+                    let mut child = command.stderr(Stdio::null()).spawn().unwrap();
+                    thread::sleep(Duration::from_micros(500 + round * 100));
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                }
+                over.store(true, Ordering::Relaxed);
+            });
+            while !over.load(Ordering::Relaxed) {
+                let begin = Instant::now();
+                assert_eq!(file.read_at(&mut [0; BLOCK], 0).unwrap(), BLOCK);
+                assert!(begin.elapsed() < Duration::from_secs(5), "{path:?}: {:?}", begin.elapsed());
+            }
+            killer.join().unwrap();
+        });
         drop(file);
         mounted.stop();
     }
