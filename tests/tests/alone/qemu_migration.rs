@@ -21,13 +21,17 @@ const BYTES_PER_S_MAX: u32 = 32 << 20;
 const IN_DOUBT: Duration = Duration::from_secs(10);
 
 /// Writes, and keeps account of what it wrote, with a file open for appending and another for reading, until it is told to
-/// stop. Meanwhile it reads a large file again and again, and looks at what it has of it in its memory, which the device has written
+/// stop. Meanwhile it reads a large file again and again, also while a slow machine computes sums, and looks at what it has of it in its memory, which the device has written
 /// to. Nobody takes its output once it has moved.
 const SCRIPT: &str = r#"
 exec >out 2>&1
 exec 3>>appended 4<host-file
 dd bs=5 count=1 <&4 >head 2>/dev/null
 : >started
+while [ ! -e stop ]; do
+    echo 3 >/proc/sys/vm/drop_caches
+    cat large >/dev/null
+done &
 number=0
 while [ ! -e stop ]; do
     dd if=/dev/urandom of=chunk.$number bs=64k count=8 2>/dev/null
@@ -38,6 +42,7 @@ while [ ! -e stop ]; do
     cat large >/dev/null
     sha256sum -c large.sum >/dev/null || echo $number >>wrong
 done
+wait
 cat <&4 >tail
 sync
 echo 3 >/proc/sys/vm/drop_caches
