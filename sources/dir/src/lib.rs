@@ -71,6 +71,7 @@ mod attrs;
 mod cache;
 mod creds;
 mod identity;
+mod int_hasher;
 mod io;
 mod ioctl;
 mod locks;

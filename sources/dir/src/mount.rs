@@ -6,11 +6,11 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, Weak};
 
 use ferry_vfs::sync::lock;
 use ferry_vfs::{FileType, OFlags, Result};
-use rustix::fs::Mode;
+use rustix::fs::{Mode, major, minor};
 use rustix::path::DecInt;
 
 use crate::sys;
-use crate::watch::Group;
+use crate::watch::{Group, WatchError};
 
 /// A mount: one file system at one mount point of the host.
 #[derive(Debug)]
@@ -114,7 +114,7 @@ impl Mounts {
         known.insert(id, Arc::downgrade(&mount));
         drop(known);
         if let Some(group) = self.watching.get()
-            && let Err(error) = group.add(&mount)
+            && let Err(error) = mount.handles().ok_or(WatchError::NoHandles).and_then(|root| group.add(root))
         {
             // Once per mount.
             tracing::warn!(id, "cannot watch for changes on a file system that is mounted below the share: {error}");
@@ -132,12 +132,12 @@ impl Mounts {
         lock(&self.known).get(&id).and_then(Weak::upgrade)
     }
 
-    /// Returns a mount in use with this device number.
+    /// Returns a mount in use with this device number, as `Key` has it.
     pub(crate) fn of_device(&self, dev: u64) -> Option<Arc<Mount>> {
         let mounts: Vec<_> = lock(&self.known).values().filter_map(Weak::upgrade).collect();
         let is_it = |mount: &Arc<Mount>| {
-            let st = mount.real().and_then(|real| crate::resolve::statx(real, b"").ok());
-            st.is_some_and(|st| crate::resolve::key(&st).dev == dev)
+            let st = mount.real().and_then(|real| rustix::fs::fstat(real).ok());
+            st.is_some_and(|st| (u64::from(major(st.st_dev)) << 32) | u64::from(minor(st.st_dev)) == dev)
         };
         mounts.into_iter().find(is_it)
     }

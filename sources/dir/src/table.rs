@@ -2,7 +2,7 @@
 //! share no single lock.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -11,6 +11,7 @@ use ferry_engine::FileId;
 use ferry_vfs::sync::{self, lock};
 use ferry_vfs::{Errno, FileType, Ino, Result, Timespec};
 
+use crate::int_hasher::{BuildIntHasher, IntHasher};
 use crate::mount::Mount;
 use crate::number::{self, HandleNumbers};
 use crate::sys::HostHandle;
@@ -23,33 +24,6 @@ const SHARDS: usize = 64;
 const ROOM_MIN: usize = 1024;
 /// A shard with this many times the needed capacity shrinks, so a walk over many files leaves no unused memory.
 const ROOM_PART: usize = 8;
-
-/// Hashes integers chosen by the kernel or this crate.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct IntHasher(u64);
-
-impl Hasher for IntHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.write_u64((*byte).into());
-        }
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        let mixed = u128::from(self.0 ^ value ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93;
-        #[allow(clippy::cast_possible_truncation, reason = "folds the upper half onto the lower")]
-        {
-            self.0 = mixed as u64 ^ (mixed >> 64) as u64;
-        }
-    }
-}
-
-/// Builds [`IntHasher`].
-pub(crate) type BuildIntHasher = BuildHasherDefault<IntHasher>;
 
 /// The host's identification of an inode, unique among existing inodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

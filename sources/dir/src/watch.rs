@@ -8,6 +8,7 @@
 //! The kernel has no events for stores to shared mappings and for writes by `io_submit`. Those are published when the
 //! file is closed. Changes on other hosts of a network file system are not noticed.
 
+mod changes;
 mod events;
 mod fanotify;
 mod inotify;
@@ -28,6 +29,7 @@ use crate::table::Inode;
 use events::events;
 use fanotify::{HandleIndex, heard};
 
+pub use changes::{OwnChanges, WatchError};
 pub(crate) use fanotify::Group;
 pub use fanotify::can_watch;
 pub(crate) use inotify::{Directories, WatchMark};
@@ -41,16 +43,6 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// The pause after an error of the kernel, so that a permanent one takes no CPU.
 const REST: Duration = Duration::from_secs(1);
 
-/// The handling of changes that this process makes. Only fanotify tells who made a change: with inotify they are always
-/// published.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OwnChanges {
-    /// Ignore them: the code that makes them publishes them, as all operations of one [`Dir`] do.
-    Skip,
-    /// Publish them, too: other sources of this process change the same files.
-    Tell,
-}
-
 /// What is watched for changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchKind {
@@ -58,34 +50,6 @@ pub enum WatchKind {
     FileSystem,
     /// The directories that clients know, with inotify.
     Directories,
-}
-
-/// Why the host cannot be watched for changes.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum WatchError {
-    /// Watching a file system requires `CAP_SYS_ADMIN`.
-    #[error("only root can watch for changes on the host (CAP_SYS_ADMIN)")]
-    Permission,
-    /// Events name files by handles.
-    #[error("the share does not use file handles, which changes on the host are reported by")]
-    NoHandles,
-    /// The kernel or the file system does not support it.
-    #[error("this kernel or file system does not report changes (fanotify with names and targets: Linux 5.17)")]
-    Unsupported,
-    /// Another error of the host.
-    #[error("cannot watch for changes on the host")]
-    Host(#[source] Errno),
-}
-
-impl From<Errno> for WatchError {
-    fn from(errno: Errno) -> Self {
-        match errno {
-            Errno::PERM | Errno::ACCESS => Self::Permission,
-            Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP | Errno::XDEV | Errno::NODEV => Self::Unsupported,
-            errno => Self::Host(errno),
-        }
-    }
 }
 
 /// How changes are noticed.
@@ -117,14 +81,14 @@ impl Watched {
     /// Adds an inode that a client references.
     pub(crate) fn add(&self, inode: &Inode) {
         if let Self::FileSystems { index, .. } = self {
-            index.add(inode);
+            index.add(inode.found.handle.as_ref(), inode.ino);
         }
     }
 
     /// Adds an inode that a client of a former server references.
     pub(crate) fn adopt(&self, inode: &Inode) {
         match self {
-            Self::FileSystems { index, .. } => index.add(inode),
+            Self::FileSystems { index, .. } => index.add(inode.found.handle.as_ref(), inode.ino),
             Self::Directories(directories) => directories.adopt(),
         }
     }
@@ -132,7 +96,7 @@ impl Watched {
     /// Removes an inode that no client references.
     pub(crate) fn remove(&self, inode: &Inode) {
         match self {
-            Self::FileSystems { index, .. } => index.remove(inode),
+            Self::FileSystems { index, .. } => index.remove(inode.found.handle.as_ref(), inode.ino),
             Self::Directories(directories) => directories.remove(inode),
         }
     }
@@ -285,38 +249,6 @@ impl Watcher {
     }
 }
 
-/// Passes on the changes of an event: of a name in directories, and of the inodes that it refers to.
-fn changes_of(mask: u64, entry: Option<(&[Ino], &NameBuf)>, targets: &[Ino], tell: &mut impl FnMut(Change)) {
-    let has = |kinds: u64| mask & kinds != 0;
-    if let Some((dirs, name)) = entry
-        && has(libc::FAN_CREATE | libc::FAN_DELETE | libc::FAN_MOVED_FROM | libc::FAN_MOVED_TO)
-    {
-        for dir in dirs {
-            names(mask, *dir, name, targets).into_iter().for_each(&mut *tell);
-        }
-    }
-    for ino in targets {
-        tell(if has(libc::FAN_MODIFY | libc::FAN_CLOSE_WRITE) {
-            Change::Data { ino: *ino, offset: 0, len: u64::MAX }
-        } else {
-            Change::Attr { ino: *ino }
-        });
-    }
-}
-
-/// Returns the changes of a name. The kernel merges events of one name, so several may have happened.
-fn names(mask: u64, dir: Ino, name: &NameBuf, targets: &[Ino]) -> Vec<Change> {
-    let [is_new, was_removed, came, went] =
-        [libc::FAN_CREATE, libc::FAN_DELETE, libc::FAN_MOVED_TO, libc::FAN_MOVED_FROM].map(|kind| mask & kind != 0);
-    let name = name.clone();
-    match targets {
-        // Clients that found the new name already need no notification.
-        _ if is_new && !(was_removed || came || went) => vec![Change::Unsure { dir, name }],
-        [ino] if was_removed && !(is_new || came) => vec![Change::Removed { dir, name, ino: *ino }],
-        _ => vec![Change::Entry { dir, name }],
-    }
-}
-
 /// Watching, until dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
@@ -382,15 +314,13 @@ impl Dir {
 
     fn watch_file_system(&self, ours: OwnChanges) -> std::result::Result<Watched, WatchError> {
         let mount = &self.root.found.mount;
-        if mount.handles().is_none() {
-            return Err(WatchError::NoHandles);
-        }
+        let handles = mount.handles().ok_or(WatchError::NoHandles)?;
         let group = Arc::new(Group::new()?);
-        group.add(mount)?;
+        group.add(handles)?;
         let index = HandleIndex::new();
         // The root is found by its descriptor, so the table has no handle for it.
         let root = self.path_fd(&self.root)?;
-        index.add_by(&sys::name_to_handle(root.as_fd(), b"")?, Ino::ROOT);
+        index.add(Some(&sys::name_to_handle(root.as_fd(), b"")?), Ino::ROOT);
         Ok(Watched::FileSystems { group, index, ours })
     }
 

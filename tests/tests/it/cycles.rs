@@ -17,7 +17,7 @@ const KNOWN_FILES: &[(&str, usize)] = &[
     ("exports/virtiofs", 9),
     ("fs", 2),
     ("serve", 7),
-    ("sources/dir", 13),
+    ("sources/dir", 10),
     ("sources/disk", 5),
     ("sources/mem", 10),
     ("sources/ninep", 16),

@@ -10,11 +10,10 @@ use std::sync::Mutex;
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Ino};
 
+use super::changes::{OwnChanges, WatchError, changes_of};
 use super::events::Event;
-use super::{OwnChanges, WatchError, changes_of};
-use crate::mount::Mount;
+use crate::int_hasher::IntHasher;
 use crate::sys;
-use crate::table::{Inode, IntHasher};
 
 /// Enough that workers that find inodes rarely contend; a power of two.
 const SHARDS: usize = 64;
@@ -54,10 +53,9 @@ impl Group {
         Ok(Self(sys::fanotify_group()?))
     }
 
-    /// Watches this mount's file system, too.
-    pub(crate) fn add(&self, mount: &Mount) -> std::result::Result<(), WatchError> {
-        let real = mount.handles().ok_or(WatchError::NoHandles)?;
-        Ok(sys::fanotify_mark_file_system(self.0.as_fd(), real, MASK)?)
+    /// Watches a file system, too; `root` is a descriptor of it that is not `O_PATH`.
+    pub(crate) fn add(&self, root: BorrowedFd<'_>) -> std::result::Result<(), WatchError> {
+        Ok(sys::fanotify_mark_file_system(self.0.as_fd(), root, MASK)?)
     }
 }
 
@@ -91,25 +89,19 @@ impl HandleIndex {
         &self.0[(hash % SHARDS as u64) as usize]
     }
 
-    pub(super) fn add_by(&self, handle: &sys::HostHandle, ino: Ino) {
-        let (kind, bytes) = handle.parts();
-        let hash = hash(kind, bytes);
-        lock(self.shard(hash)).insert((hash, ino));
-    }
-
     /// Adds an inode that a client references.
-    pub(crate) fn add(&self, inode: &Inode) {
-        if let Some(handle) = &inode.found.handle {
-            self.add_by(handle, inode.ino);
+    pub(super) fn add(&self, handle: Option<&sys::HostHandle>, ino: Ino) {
+        if let Some((kind, bytes)) = handle.map(sys::HostHandle::parts) {
+            let hash = hash(kind, bytes);
+            lock(self.shard(hash)).insert((hash, ino));
         }
     }
 
     /// Removes an inode that no client references.
-    pub(crate) fn remove(&self, inode: &Inode) {
-        if let Some(handle) = &inode.found.handle {
-            let (kind, bytes) = handle.parts();
+    pub(super) fn remove(&self, handle: Option<&sys::HostHandle>, ino: Ino) {
+        if let Some((kind, bytes)) = handle.map(sys::HostHandle::parts) {
             let hash = hash(kind, bytes);
-            lock(self.shard(hash)).remove(&(hash, inode.ino));
+            lock(self.shard(hash)).remove(&(hash, ino));
         }
     }
 

@@ -19,8 +19,10 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Errno, Ino, Name, NameBuf, Result};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
-use super::{Bell, changes_of};
-use crate::table::{Inode, IntHasher};
+use super::Bell;
+use super::changes::changes_of;
+use crate::int_hasher::IntHasher;
+use crate::table::Inode;
 
 /// The maximum number of watched directories, unless the kernel allows fewer (`fs.inotify.max_user_watches`). A watch
 /// and the inode that it keeps in memory take the kernel about 2 KiB.
