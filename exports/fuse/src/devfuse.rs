@@ -35,8 +35,8 @@ use splice::{LoadedReply, SplicePipe};
 struct Reader {
     readers: Arc<Readers>,
     channel: Arc<OwnedFd>,
-    /// The descriptor that the current request was received by: the kernel knows it by no other.
-    reply_channel: Mutex<Arc<OwnedFd>>,
+    /// The descriptor that the current request was received by, if it was another reader's: the kernel knows it by no other.
+    other_channel: Mutex<Option<Arc<OwnedFd>>>,
     watch: Watch,
     unique: AtomicU64,
     generation_cell: GenerationCell,
@@ -47,11 +47,10 @@ struct Reader {
 
 impl Reader {
     fn new(readers: &Arc<Readers>, channel: OwnedFd) -> Self {
-        let channel = Arc::new(channel);
         Self {
             readers: Arc::clone(readers),
-            reply_channel: Mutex::new(Arc::clone(&channel)),
-            channel,
+            channel: Arc::new(channel),
+            other_channel: Mutex::default(),
             watch: Watch::default(),
             unique: AtomicU64::new(0),
             generation_cell: GenerationCell::default(),
@@ -60,8 +59,9 @@ impl Reader {
         }
     }
 
+    /// Returns the descriptor for the reply to the current request, to other threads.
     fn reply_channel(&self) -> Arc<OwnedFd> {
-        Arc::clone(&lock(&self.reply_channel))
+        Arc::clone(lock(&self.other_channel).as_ref().unwrap_or(&self.channel))
     }
 }
 
@@ -142,6 +142,8 @@ fn answer_error(channel: &OwnedFd, unique: u64, errno: Errno) {
 /// What a reader's thread needs.
 struct Work<'a> {
     reader: &'a Arc<Reader>,
+    /// The descriptor for the reply to the current request.
+    reply_channel: Arc<OwnedFd>,
     server: Server,
     memory: Memory,
     spliced: SplicePipe,
@@ -159,6 +161,7 @@ impl<'a> Work<'a> {
         let connection = &reader.readers.connection;
         Self {
             reader,
+            reply_channel: Arc::clone(&reader.channel),
             server: connection.server(),
             memory: Memory::new(connection.payload_bytes),
             spliced: SplicePipe::default(),
@@ -177,7 +180,8 @@ impl<'a> Work<'a> {
             let waited = matches!(turn, Turn::Serve(..));
             let received = match turn {
                 Turn::Serve(message, channel) => {
-                    *lock(&reader.reply_channel) = channel;
+                    self.reply_channel = Arc::clone(&channel);
+                    *lock(&reader.other_channel) = Some(channel);
                     Ok(Received::Request(self.memory.load(&message)))
                 }
                 Turn::Receive => receive(reader.channel.as_fd(), self.memory.request_room()),
@@ -205,7 +209,8 @@ impl<'a> Work<'a> {
                     let _ = reader.watch.leave(&mut owner);
                     self.send(reply);
                     if waited {
-                        *lock(&reader.reply_channel) = Arc::clone(&reader.channel);
+                        *lock(&reader.other_channel) = None;
+                        self.reply_channel = Arc::clone(&reader.channel);
                     }
                 }
                 Ok(Received::Nothing) => {}
@@ -244,10 +249,10 @@ impl<'a> Work<'a> {
 
     /// Serves a request and returns the reply to send; none if another thread sends it, or there is no reply.
     fn serve(&mut self) -> ToSend {
-        let Self { reader, server, memory, spliced, counters } = self;
+        let Self { reader, reply_channel, server, memory, spliced, counters } = self;
         let generation = reader.generation_cell.current();
         let (unique, room_bytes) = (memory.unique(), memory.payload_bytes());
-        let mut carrier = DeviceCarrier::new(reader, generation, memory, counters);
+        let mut carrier = DeviceCarrier::new(reader, reply_channel, (generation, memory, counters));
         let mut served = server.serve_caught(&mut carrier);
         let mut loaded = None;
         if let (Served::Transfer, Some(mut transfer)) = (served, carrier.transfer.take()) {
@@ -281,8 +286,7 @@ impl<'a> Work<'a> {
     }
 
     fn send(&mut self, reply: ToSend) {
-        let channel = self.reader.reply_channel();
-        let channel = channel.as_fd();
+        let channel = self.reply_channel.as_fd();
         if reply.bytes() > 0 {
             self.counters.system_calls.add(1);
         }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::io::IoSlice;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_engine::{Carrier, Generation, ReplyBuffer, Transfer, TransferRequest};
@@ -115,6 +115,7 @@ impl Memory {
 /// One request.
 pub(super) struct DeviceCarrier<'a> {
     reader: &'a Reader,
+    reply_channel: &'a Arc<OwnedFd>,
     generation: Generation,
     memory: &'a mut Memory,
     counters: &'a Counters,
@@ -127,11 +128,10 @@ pub(super) struct DeviceCarrier<'a> {
 impl<'a> DeviceCarrier<'a> {
     pub(super) fn new(
         reader: &'a Reader,
-        generation: Generation,
-        memory: &'a mut Memory,
-        counters: &'a Counters,
+        reply_channel: &'a Arc<OwnedFd>,
+        (generation, memory, counters): (Generation, &'a mut Memory, &'a Counters),
     ) -> Self {
-        Self { reader, generation, memory, counters, transfer: None, is_asked: Cell::new(false) }
+        Self { reader, reply_channel, generation, memory, counters, transfer: None, is_asked: Cell::new(false) }
     }
 }
 
@@ -189,7 +189,7 @@ impl FuseCarrier for DeviceCarrier<'_> {
     }
 
     fn later(&self) -> impl FnOnce(Vec<u8>) + Send + 'static {
-        let (channel, unique) = (self.reader.reply_channel(), self.memory.unique());
+        let (channel, unique) = (Arc::clone(self.reply_channel), self.memory.unique());
         let later = Arc::clone(&self.reader.readers.deferred);
         if self.memory.may_be_abandoned() {
             // Before a reply is possible.
