@@ -89,7 +89,7 @@ fn guests_of_one_group_get_the_limit_in_equal_parts() {
 }
 
 #[test]
-#[ignore = "takes 30 seconds"]
+#[ignore = "long: make test-all"]
 fn guests_get_their_limit_within_five_percent() {
     let _alone = alone();
     let time = Duration::from_secs(5);

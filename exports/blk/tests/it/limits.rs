@@ -80,7 +80,7 @@ fn a_disk_gets_what_its_limit_says() {
 }
 
 #[test]
-#[ignore = "takes 20 seconds"]
+#[ignore = "long: make test-all"]
 fn a_disk_gets_its_limit_within_five_percent() {
     let _alone = alone();
     let time = Duration::from_secs(5);

@@ -73,7 +73,7 @@ fn a_mount_gets_what_its_limit_says() {
 }
 
 #[test]
-#[ignore = "takes 40 seconds"]
+#[ignore = "long: make test-all"]
 fn a_mount_gets_its_limit_within_five_percent() {
     for path in paths() {
         for threads in [1, 8] {

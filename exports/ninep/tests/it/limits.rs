@@ -76,7 +76,7 @@ fn clients_get_what_the_limit_says() {
 }
 
 #[test]
-#[ignore = "takes 20 seconds"]
+#[ignore = "long: make test-all"]
 fn clients_get_their_limit_within_five_percent() {
     for depth in [1, 32] {
         assert_rate(&bucket(2000, 0), 2000.0, depth, Duration::from_secs(5), 0.95);
