@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ferry_driver::{Config, Driver, INIT_FLAGS, ROOT, Ticket};
 use ferry_engine::requests::{Filter, watch};
 use ferry_tests::window::{self, answer, next_wish, programs};
-use ferry_tests::{Cache, Guest, Options, Place, Share, alone, run};
+use ferry_tests::{Cache, Guest, Options, Place, Share, run};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
     ATTR_DAX, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
@@ -118,7 +118,6 @@ cd /; umount /mnt/share
 
 #[test]
 fn a_guest_reads_and_writes_through_its_window() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -178,7 +177,6 @@ $window store big 3000000 'the end of the file'
 #[test]
 #[ignore = "long: make test-all"]
 fn only_large_files_are_mapped_where_the_guest_leaves_it_to_us() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -265,7 +263,6 @@ fn map_end(driver: &mut Driver, line: &UnixStream, node: u64) -> (File, u64) {
 
 #[test]
 fn mappings_are_created_and_removed() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -335,7 +332,6 @@ fn mappings_are_created_and_removed() {
 /// told; and programs that map the last page may have stored some behind the end, which are to be lost.
 #[test]
 fn a_write_across_the_end_follows_earlier_stores() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -381,7 +377,6 @@ fn a_write_across_the_end_follows_earlier_stores() {
 /// In whole pages a store is in the file itself. So it is to be in the last one when the guest syncs, and when its virtual machine ends.
 #[test]
 fn the_end_of_a_file_is_not_left_behind() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -420,7 +415,6 @@ fn a_copy_is_not_read_for_every_request() {
         return;
     }
     const REQUESTS: u64 = 50;
-    let _alone = alone();
     MessageLog::begin();
     let options = Options { read_only: true, queues: 1, name: "copied".into(), ..Options::default() };
     let share = Share::with(Place::Disk, options);
@@ -465,7 +459,6 @@ fn a_copy_is_not_read_for_every_request() {
 /// Of what a guest may have stored, others are told when it gives a mapping back.
 #[test]
 fn a_panic_in_a_listener_keeps_the_window() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -497,7 +490,6 @@ fn a_panic_in_a_listener_keeps_the_window() {
 /// What a guest stores into a hole takes room when the host writes it out, which nobody could tell the guest of.
 #[test]
 fn holes_are_filled_before_the_guest_writes() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -524,7 +516,6 @@ fn holes_are_filled_before_the_guest_writes() {
 
 #[test]
 fn a_silent_front_end_blocks_no_request() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -565,7 +556,6 @@ fn a_silent_front_end_blocks_no_request() {
 /// What a guest's front end does with a mapping of which the host took the file away, is its own business; the server goes on.
 #[test]
 fn a_file_truncated_by_the_host_ends_no_process() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }

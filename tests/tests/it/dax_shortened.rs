@@ -12,7 +12,7 @@ use ferry_tests::confined::ConfinedShare;
 use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::missing;
 use ferry_tests::window::{FrontEndRequest, answer, next_wish};
-use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, alone, folder, guest_on, log, run};
+use ferry_tests::{Cache, Device, Guest, Kind, Mount, Options, Place, Share, folder, guest_on, log, run};
 use ferry_vfs::{Caller, FileSystem, Ino, Name, OFlags, SetAttr};
 use ferry_wire::fuse::abi::{
     AttrOut, CopyFileRangeIn, FATTR_SIZE, InitFlags, MINOR_MAX, Opcode, RemovemappingIn, RemovemappingOne,
@@ -172,7 +172,6 @@ fn nothing_past_the_new_end_is_mapped_when_a_file_shrinks() {
     const PART: u64 = CHUNK + 5000;
     const O_TRUNC: u32 = libc::O_TRUNC.cast_unsigned();
     const COLLAPSE: u32 = libc::FALLOC_FL_COLLAPSE_RANGE.cast_unsigned();
-    let _alone = alone();
     let share = share("shortened");
     let file = share.path.join("file");
     let (socket, _beside) = share.beside(Cache::None, 1);
@@ -230,7 +229,6 @@ fn nothing_past_the_new_end_is_mapped_when_a_file_shrinks() {
 #[test]
 fn a_server_that_confines_itself_sees_to_it_too() {
     const PART: u64 = CHUNK + 5000;
-    let _alone = alone();
     let folder = folder(Place::Disk);
     let socket = folder.path().join("9p");
     let address = format!("unix:{}", socket.display());
@@ -250,7 +248,6 @@ fn a_server_that_confines_itself_sees_to_it_too() {
 /// The guest's own virtual machine monitor is its own matter: its kernel keeps away from what it cuts.
 #[test]
 fn a_client_that_shortens_a_file_keeps_its_mappings() {
-    let _alone = alone();
     let share = share("own");
     let mut victim = Victim::new(&share.socket);
     victim.map();
@@ -280,7 +277,6 @@ fn a_client_that_shortens_a_file_keeps_its_mappings() {
 #[test]
 fn holes_and_copies_leave_blocks_under_windows() {
     const PUNCH: u32 = libc::FALLOC_FL_PUNCH_HOLE.cast_unsigned() | libc::FALLOC_FL_KEEP_SIZE.cast_unsigned();
-    let _alone = alone();
     let share = share("punched");
     let (socket, _beside) = share.beside(Cache::None, 1);
     let path = share.path.join("file");
@@ -323,7 +319,6 @@ fn holes_and_copies_leave_blocks_under_windows() {
 /// The front end of a guest with two shares tells both of what it maps, and waits for both: also for the one whose request waits for it.
 #[test]
 fn a_guest_cuts_a_file_that_it_has_mapped_in_another_share() {
-    let _alone = alone();
     let share = share("two");
     let mut victim = Victim::new(&share.socket);
     victim.map();
@@ -356,7 +351,6 @@ fn share_is_released(share: &Share, driver: Driver) {
 
 #[test]
 fn a_front_end_that_does_not_answer_holds_others_up_for_a_bounded_time() {
-    let _alone = alone();
     let share = share("silent");
     let file = share.path.join("file");
     let mut silent = Victim::new(&share.socket);
@@ -424,7 +418,6 @@ cmp other same
 
 #[test]
 fn a_qemu_guest_outlives_the_truncation_of_a_file_that_it_has_mapped() {
-    let _alone = alone();
     log();
     let dir = ferry_dir::Options { read_only: true, ..ferry_dir::Options::default() };
     let options = Options { cache: Cache::Auto, queues: 1, tag: Some("t".parse().unwrap()), ..Options::default() };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferry_tests::suites::fsx::{self, MAPPED, MIXED, PLAIN};
 use ferry_tests::suites::pjdfstest::{self, Results, SKIPPED, names};
 use ferry_tests::window::{guest, programs};
-use ferry_tests::{CACHES, Cache, GuestResult, MOUNTPOINT, Options, Place, Share, alone, cache_name, folder, run};
+use ferry_tests::{CACHES, Cache, GuestResult, MOUNTPOINT, Options, Place, Share, cache_name, folder, run};
 
 /// An emulated guest, with hundreds of cases or thousands of operations.
 const TIMEOUT: Duration = Duration::from_secs(1800);
@@ -38,14 +38,12 @@ fn fsx_in(cache: Cache, writeback: bool, options: &str, (weights, operations, se
 
 #[test]
 fn fsx_through_the_window() {
-    let _alone = alone();
     fsx_in(Cache::None, false, "dax=always", (MIXED, 1500, 1));
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn fsx_in_every_cache_mode() {
-    let _alone = alone();
     for (seed, (_, cache)) in (10..).zip(CACHES) {
         fsx_in(cache, false, "dax=always", (MIXED, 5000, seed));
         fsx_in(cache, true, "dax=always", (MIXED, 5000, seed));
@@ -59,7 +57,6 @@ fn fsx_in_every_cache_mode() {
 #[test]
 #[ignore = "long: make test-all"]
 fn pjdfstest_in_every_cache_mode() {
-    let _alone = alone();
     for (_, cache) in CACHES {
         let (share, config) = (share(cache, false), folder(Place::Disk));
         let path = config.path().join("pjdfstest.toml");

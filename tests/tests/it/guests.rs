@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ferry_tests::{Cache, GuestCache, MOUNTPOINT, Process, Share, TIMEOUT, alone, cache_name, collect, guest_on, run};
+use ferry_tests::{Cache, GuestCache, MOUNTPOINT, Process, Share, TIMEOUT, cache_name, collect, guest_on, run};
 
 const PROBE: &str = env!("CARGO_BIN_EXE_ferry-probe");
 
@@ -32,7 +32,6 @@ fn two(share: &Share, cache: Cache, script: &str, on_host: &str) {
 
 #[test]
 fn counting_under_locks_by_two_guests_and_the_host() {
-    let _alone = alone();
     for cache in [Cache::None, Cache::Auto] {
         let share = Share::new(cache);
         for kind in ["posix", "flock", "ofd"] {
@@ -48,7 +47,6 @@ fn counting_under_locks_by_two_guests_and_the_host() {
 
 #[test]
 fn appending_by_two_guests_and_the_host() {
-    let _alone = alone();
     for cache in [Cache::None, Cache::Auto] {
         let share = Share::new(cache);
         let script = format!("exec {PROBE} --role append file $1 300");
@@ -64,7 +62,6 @@ fn appending_by_two_guests_and_the_host() {
 
 #[test]
 fn each_guest_sees_the_writes_of_the_other() {
-    let _alone = alone();
     let script = r#"
         other=two; [ $1 = one ] || other=one
         for round in $(seq 1 10); do
@@ -83,7 +80,6 @@ fn each_guest_sees_the_writes_of_the_other() {
 /// A lock that a guest holds is handed over to a guest that waits for it, also when the holder dies.
 #[test]
 fn locks_pass_between_guests_and_from_the_dead() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let (second, export) = share.beside(Cache::Auto, 2);
     fs::write(share.path.join("file"), "").unwrap();
@@ -122,7 +118,6 @@ fn wait_for(condition: impl Fn() -> bool) {
 
 #[test]
 fn a_killed_guest_leaves_nothing_and_the_next_one_mounts() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }

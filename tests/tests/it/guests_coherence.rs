@@ -8,7 +8,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::time::{Duration, Instant};
 
-use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, alone, collect, guest_on};
+use ferry_tests::{Cache, Options, Place, Share, TIMEOUT, collect, guest_on};
 
 /// What guests' scripts begin with: `step N` announces, `reached N` waits for that.
 const STEPS: &str = r#"
@@ -92,14 +92,12 @@ fn close_to_open(cache: Cache) {
 
 #[test]
 fn closed_files_are_seen_by_later_opens() {
-    let _alone = alone();
     close_to_open(Cache::Auto);
 }
 
 /// Bytes that neither length nor time of change tell of: only that each open asks for them again shows them.
 #[test]
 fn opened_files_are_read_again() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let file = share.path.join("file");
     fs::write(&file, "round 0").unwrap();
@@ -127,7 +125,6 @@ fn opened_files_are_read_again() {
 /// However long a guest may keep attributes: who opens a file finds where it ends now, by whichever way it is opened.
 #[test]
 fn opened_files_have_their_current_size() {
-    let _alone = alone();
     let kept = Some(Duration::from_secs(1000));
     let options = Options { entry_timeout: kept, attr_timeout: kept, ..options(Cache::Auto, false) };
     let share = Share::with(Place::Disk, options);
@@ -163,7 +160,6 @@ fn opened_files_have_their_current_size() {
 /// Who writes back believes its own length of a file, and is therefore to be the only one that writes to it.
 #[test]
 fn written_back_data_are_seen_after_close_or_sync() {
-    let _alone = alone();
     let share = Share::with(Place::Disk, options(Cache::Auto, true));
     let one = "
         printf one >file; stat -c %y file; step 1
@@ -186,14 +182,12 @@ fn written_back_data_are_seen_after_close_or_sync() {
 
 #[test]
 fn nothing_is_kept_without_a_cache() {
-    let _alone = alone();
     close_to_open(Cache::None);
 }
 
 /// With `O_DIRECT`, bytes are asked for whatever is kept, and whoever writes them.
 #[test]
 fn direct_reads_are_of_now() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     fs::write(share.path.join("file"), [b'0'; 4096]).unwrap();
     let one = "
@@ -215,7 +209,6 @@ fn direct_reads_are_of_now() {
 /// Shared mappings of files that are not kept: by default they work, and can be refused.
 #[test]
 fn shared_mappings_without_a_cache_can_be_had_and_refused() {
-    let _alone = alone();
     let python = "/usr/bin/python3";
     if !std::path::Path::new(python).exists() {
         ferry_skip::skip!("no {python} here");
@@ -254,7 +247,6 @@ const SLACK: f64 = 0.5;
 /// be told. Measured in the guest between a file that is always asked for and what it knows.
 #[test]
 fn cached_data_of_a_guest_expire() {
-    let _alone = alone();
     for (timeout, bound) in [(0, 0), (1, 1), (3, 3)] {
         let timeout = Some(Duration::from_secs(timeout));
         let share = Share::with(

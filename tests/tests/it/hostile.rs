@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use ferry_driver::{Error, ROOT, hostile};
 use ferry_tests::survivor::Survivor;
-use ferry_tests::{Cache, Place, Process, Share, alone};
+use ferry_tests::{Cache, Place, Process, Share};
 
 /// What the first connections allocate for good: thread stacks and allocator arenas.
 const MORE_KIB: u64 = 32 << 10;
 
 fn run_table(race: Duration) {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let options = hostile::Options { drop_after: Duration::from_millis(100), race, ..hostile::Options::default() };
     let mut cases = hostile::cases();
@@ -94,7 +93,6 @@ fn a_state_from_elsewhere_opens_no_file_outside_of_the_share() {
         ferry_skip::skip!("only root opens files by handles");
         return;
     }
-    let _alone = alone();
     let here = Survivor::new(Place::Memory, &["--migration-on-error", "guest-error"]);
     let mut guest = here.connect();
     let secret = here.path.parent().unwrap().join("secret");

@@ -19,7 +19,7 @@ use ferry_tests::guest::DeviceKind;
 use ferry_tests::mounts::program;
 use ferry_tests::ninep::NinePServer;
 use ferry_tests::window::{FrontEndRequest, answer, next_wish};
-use ferry_tests::{Device, Export, Kind, Mount, Options, Share, TIMEOUT, alone, guest_on, run};
+use ferry_tests::{Device, Export, Kind, Mount, Options, Share, TIMEOUT, guest_on, run};
 use ferry_vfs::FileSystem;
 use ferry_wire::fuse::abi::{
     Attr, InitFlags, MINOR_MAX, Opcode, SETUPMAPPING_READ, SETUPMAPPING_WRITE, SetupmappingIn,
@@ -238,7 +238,6 @@ fn assert_same(found: &BTreeMap<PathBuf, Facts>, expected: &BTreeMap<PathBuf, Fa
 
 #[test]
 fn a_driver_reads_the_whole_tree() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -262,7 +261,6 @@ fn a_driver_reads_the_whole_tree() {
 /// Linux opens nothing by a request then, and closes nothing.
 #[test]
 fn a_client_that_opens_without_a_request_reads_the_whole_tree() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -285,7 +283,6 @@ fn a_client_that_opens_without_a_request_reads_the_whole_tree() {
 
 #[test]
 fn a_flipped_bit_is_an_error_and_named() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -343,7 +340,6 @@ cmp /mnt/bad/twin /mnt/virtiofs/twin
 
 #[test]
 fn a_guest_sees_the_whole_tree_by_virtio_fs_and_by_9p() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -376,7 +372,6 @@ fn mounted(source: Arc<dyn FileSystem>, at: &Path, options: ferry_fuse::Options)
 
 #[test]
 fn our_client_sees_the_whole_tree_by_9p() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -414,7 +409,6 @@ fn our_client_sees_the_whole_tree_by_9p() {
 /// composefs's objects are files, which the kernel reads on its own once they are proved.
 #[test]
 fn objects_are_passed_through() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -461,7 +455,6 @@ fn objects_are_passed_through() {
 /// What packs hold has no file of its own.
 #[test]
 fn pieces_of_packs_are_not_passed_through() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -477,7 +470,6 @@ fn pieces_of_packs_are_not_passed_through() {
 /// Programs that copy attributes take "not supported" for an error.
 #[test]
 fn a_file_without_attributes_has_an_empty_list_in_a_mount() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -517,7 +509,6 @@ umount /mnt/flat /mnt/composefs /mnt/bad
 #[test]
 #[ignore = "long: make test-all"]
 fn a_guest_of_qemu_sees_the_whole_tree_in_its_windows() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -635,7 +626,6 @@ fn expected(made: &Made, name: &str, offset: u64) -> Vec<u8> {
 
 #[test]
 fn a_window_has_the_stores_own_pages() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -679,7 +669,6 @@ fn a_window_has_the_stores_own_pages() {
 
 #[test]
 fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -702,7 +691,6 @@ fn a_refusal_of_everything_does_not_end_the_sharing_of_pages() {
 
 #[test]
 fn damaged_bytes_come_into_no_window() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -725,7 +713,6 @@ fn damaged_bytes_come_into_no_window() {
 /// A file of which two images share most pieces.
 #[test]
 fn pieces_that_lie_apart_are_mapped_one_by_one() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }

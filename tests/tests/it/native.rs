@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, Error, ROOT, Ticket};
-use ferry_tests::{Cache, Options, Place, Process, Share, TIMEOUT, alone};
+use ferry_tests::{Cache, Options, Place, Process, Share, TIMEOUT};
 use ferry_wire::fuse::abi::{FATTR_SIZE, FileLock, LK_FLOCK, Opcode, ReadIn, SetattrIn, WriteIn};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -94,7 +94,6 @@ fn cut_in_flight(share: &Share) {
 
 #[test]
 fn a_cut_line_leaves_nothing_behind() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -120,7 +119,6 @@ fn a_cut_line_leaves_nothing_behind() {
 
 #[test]
 fn a_new_connection_knows_nothing_of_the_old_one() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();
@@ -139,7 +137,6 @@ fn a_new_connection_knows_nothing_of_the_old_one() {
 
 #[test]
 fn a_second_init_gives_everything_back() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     for round in 0..20 {
@@ -167,7 +164,6 @@ fn a_second_init_gives_everything_back() {
 
 #[test]
 fn destroy_gives_everything_back() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();
@@ -180,7 +176,6 @@ fn destroy_gives_everything_back() {
 
 #[test]
 fn a_stopped_queue_completes_its_requests_and_continues_later() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     big_file(&share, "file");
     let mut driver = connect(&share);
@@ -211,7 +206,6 @@ fn a_stopped_queue_completes_its_requests_and_continues_later() {
 
 #[test]
 fn a_parked_lock_outlives_a_pause_of_its_queue() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     let (entry, open) = driver.create(ROOT, "file", O_RDWR_CREAT, 0o100_644).unwrap();
@@ -236,7 +230,6 @@ fn a_parked_lock_outlives_a_pause_of_its_queue() {
 
 #[test]
 fn waiting_locks_hold_no_queue() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -277,7 +270,6 @@ fn make_node(path: &Path, kind: rustix::fs::FileType, device: u64) {
 
 #[test]
 fn special_files_are_never_opened() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     make_node(&share.path.join("fifo"), rustix::fs::FileType::Fifo, 0);
     make_node(&share.path.join("null"), rustix::fs::FileType::CharacterDevice, rustix::fs::makedev(1, 3));
@@ -433,7 +425,6 @@ impl Racer {
 }
 
 fn race(time: Duration) {
-    let _alone = alone();
     for file_handles in [true, false] {
         race_with(time / 2, file_handles);
     }
@@ -497,7 +488,6 @@ fn run_race(time: Duration, inside: &Path, driver: Driver) {
 
 /// The same with the program in its whole sandbox.
 fn race_the_program(time: Duration, flags: &[&str]) {
-    let _alone = alone();
     let folder = ferry_tests::folder(Place::Disk);
     let (inside, outside) = race_course(&folder);
     let before = tree(&outside);
@@ -560,7 +550,6 @@ fn swapped_links_never_lead_out_of_the_sandbox_for_a_minute() {
 /// `..` of the root, of a directory that was moved out of the share, and absolute link targets.
 #[test]
 fn dot_dot_stays_inside() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let outside = share.path.parent().unwrap().join("moved-out");
     fs::create_dir_all(share.path.join("dir/deep")).unwrap();
@@ -595,7 +584,6 @@ fn dot_dot_stays_inside() {
 /// All fallocate modes and what the host has of them: a guest's kernel passes on only some.
 #[test]
 fn fallocate_has_the_hosts_modes() {
-    let _alone = alone();
     for place in [Place::Disk, Place::Memory] {
         let share = Share::with(place, Options::default());
         let mut driver = connect(&share);
@@ -622,7 +610,6 @@ fn fallocate_has_the_hosts_modes() {
 /// More open files than descriptors: an error, no lost names, and all is well once some are closed.
 #[test]
 fn names_never_vanish_when_descriptors_run_out() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -665,7 +652,6 @@ fn names_never_vanish_when_descriptors_run_out() {
 /// An absolute target and one with `..` are the guest's to follow: they come back as they are, and lead nowhere here.
 #[test]
 fn links_are_returned_unchanged() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     let mut driver = connect(&share);
     for target in ["/etc/passwd", "../../../../etc/passwd", &"x".repeat(4095)] {
@@ -681,7 +667,6 @@ fn links_are_returned_unchanged() {
 /// Listings bring along the inodes that the guest looks at, and leave out those that it does not.
 #[test]
 fn listings_include_attributes_that_are_used() {
-    let _alone = alone();
     let share = Share::new(Cache::Auto);
     for number in 0..40 {
         let dir = share.path.join(format!("d{number:02}"));

@@ -6,7 +6,7 @@ use std::io::{PipeWriter, pipe};
 use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, Error, ROOT};
-use ferry_tests::{Options, Place, SETTLE, Share, alone};
+use ferry_tests::{Options, Place, SETTLE, Share};
 
 /// Longer than anything takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -41,7 +41,6 @@ fn begin(driver: &Driver) -> Result<PipeWriter, Error> {
 /// Each has a thread of the server's, and up to a gigabyte of its memory.
 #[test]
 fn one_state_is_transferred_at_a_time() {
-    let _alone = alone();
     if !ferry_alone::in_own_process() {
         return;
     }
@@ -65,7 +64,6 @@ fn one_state_is_transferred_at_a_time() {
 /// A window is its guest's, not its server's.
 #[test]
 fn a_guest_without_a_window_migrates_after_one_that_has_had_one() {
-    let _alone = alone();
     let share = Share::with(Place::Memory, Options::default());
     let mut guest = Driver::connect(&share.socket, Config { window: true, ..config() }).unwrap();
     let (bytes, line) = guest.window().unwrap();
