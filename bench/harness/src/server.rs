@@ -47,7 +47,7 @@ impl Peer {
         match self {
             Self::Ferry => crate::line::FERRY,
             Self::Virtiofsd => "virtiofsd",
-            Self::FerryOpen => "without-walls",
+            Self::FerryOpen => "without-sandbox",
             Self::FerryUncounted => "without-metrics",
             Self::FerryLimited => "with-limit",
         }

@@ -48,7 +48,7 @@ impl Size {
 #[derive(Debug, Clone)]
 enum Step {
     Memory,
-    Walls(Row),
+    Sandbox(Row),
     Metrics(Row),
     Limits(Row),
     Watching,
@@ -58,7 +58,7 @@ impl Step {
     fn name(&self) -> String {
         match self {
             Self::Memory => "memory".into(),
-            Self::Walls(row) => format!("walls: {}", row.name),
+            Self::Sandbox(row) => format!("sandbox: {}", row.name),
             Self::Metrics(row) => format!("metrics: {}", row.name),
             Self::Limits(row) => format!("limits: {}", row.name),
             Self::Watching => "watching".into(),
@@ -89,7 +89,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let cpus = format!("{},{}", place.guest_cpu, place.server_cpus);
     let mut loads = Runner::new(TABLE, place, data, "fio".into(), Vec::new(), effort);
     let lines = progress.measure(&steps, Step::name, &[], |step| match step {
-        Step::Walls(row) | Step::Metrics(row) | Step::Limits(row) => {
+        Step::Sandbox(row) | Step::Metrics(row) | Step::Limits(row) => {
             let other = match step {
                 Step::Metrics(_) => Peer::FerryUncounted,
                 Step::Limits(_) => Peer::FerryLimited,
@@ -115,8 +115,8 @@ fn steps(cli: &Cli) -> Vec<Step> {
     let native: Vec<_> = rows::all().into_iter().filter(native).collect();
     let metrics = native.clone().into_iter().filter(|row| row.name == METRICS_ROW).map(Step::Metrics);
     let limits = native.clone().into_iter().filter(|row| row.name.starts_with("native-read")).map(Step::Limits);
-    let walls = native.into_iter().map(Step::Walls);
-    let all = [Step::Memory].into_iter().chain(walls).chain(metrics).chain(limits).chain([Step::Watching]);
+    let sandbox = native.into_iter().map(Step::Sandbox);
+    let all = [Step::Memory].into_iter().chain(sandbox).chain(metrics).chain(limits).chain([Step::Watching]);
     all.filter(|step| cli.rows.as_ref().is_none_or(|regex| regex.is_match(&step.name()))).collect()
 }
 
@@ -129,7 +129,7 @@ mod tests {
     fn rows_can_be_chosen() {
         let count =
             |words: &[&str]| steps(&Cli::parse_from(["bench/run", TABLE, "--work", "/w"].iter().chain(words))).len();
-        assert_eq!((count(&[]), count(&["--rows", "^walls"]), count(&["--rows", "^memory$"])), (11, 5, 1));
+        assert_eq!((count(&[]), count(&["--rows", "^sandbox"]), count(&["--rows", "^memory$"])), (11, 5, 1));
         assert_eq!((count(&["--rows", "^metrics"]), count(&["--rows", "^limits"])), (1, 3));
     }
 }

@@ -39,12 +39,12 @@ pub fn write(folder: &Path, lines: &[Line], machine: &Machine, targets: &[Target
 }
 
 fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -> String {
-    let mut out = String::from("# What Ferry costs: memory, walls, limits, watching\n\n");
+    let mut out = String::from("# What Ferry costs: memory, sandbox, limits, watching\n\n");
     let Machine { cpu, cpus, kernel, file_system, virtiofsd, ferry, command, date, .. } = machine;
     let Size { runs, folders, changed } = size;
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC. {runs} runs of each (walls: as the virtiofs table), in turn; medians, with the least \
+        "`{command}`, begun {date} UTC. {runs} runs of each (sandbox: as the virtiofs table), in turn; medians, with the least \
          and the greatest in brackets. A ratio above 1 means that Ferry as it is by default is better.\n\n\
          | | |\n| --- | --- |\n\
          | machine | {cpu}, {cpus} CPUs, Linux {kernel}, data on {file_system} |\n\
@@ -52,7 +52,7 @@ fn markdown(lines: &[Line], machine: &Machine, targets: &[Target], size: Size) -
          * `memory`: the native driver walks over {} empty files in {folders} directories on a tmpfs by READDIRPLUS, keeps \
          all inodes for half a minute, and gives them back by BATCH_FORGET. Both servers remember files by file handles, and share memory with \
          the driver, which counts, too.\n\
-         * `walls`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
+         * `sandbox`: the native driver's loads, on `--sandbox none --seccomp none` as the peer.\n\
          * `metrics`: one such load, beside a server that does not count requests (FERRY_METRICS=off).\n\
          * `limits`: the native driver's reads without a limit; the peer has `--limit` at its maximum, which is never reached.\n\
          * `watching`: {changed} files are made, written, given a mode, renamed, and removed; a mount with `--watch always` \
