@@ -1,6 +1,6 @@
 //! The client of the control socket, and the search for the server of a target.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
@@ -75,6 +75,17 @@ impl Client {
         Ok(ServerReport { pid: self.endpoint.pid, ..report })
     }
 
+    /// Returns its report. Asks again if the connection is cut: then the server is ending, and soon nobody listens.
+    fn report_unless_ended(&self) -> Result<ServerReport> {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            match self.report() {
+                Err(error) if is_cut(&error) && Instant::now() < end => std::thread::sleep(RETRY_INTERVAL),
+                report => return report,
+            }
+        }
+    }
+
     /// Returns its shares and log levels.
     pub fn status(&self) -> Result<Status> {
         Ok(self.ask(&Request::Status)?.0)
@@ -87,12 +98,12 @@ fn answer(reader: &mut BufReader<UnixStream>, end: Instant) -> std::io::Result<V
     loop {
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(std::io::ErrorKind::TimedOut.into());
+            return Err(ErrorKind::TimedOut.into());
         }
         reader.get_ref().set_read_timeout(Some(left))?;
         let came = reader.fill_buf()?;
         if came.is_empty() {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
+            return Err(ErrorKind::UnexpectedEof.into());
         }
         let found = came.iter().position(|&byte| byte == b'\n');
         let count = found.unwrap_or(came.len());
@@ -158,7 +169,7 @@ pub fn reports_of(target: Option<&Path>) -> Result<(Vec<(u32, ServerReport)>, u8
 
 /// Returns the reports of the running servers, or why there is none, with their users, in the order of their process ids.
 fn reports() -> Vec<(u32, Result<ServerReport>)> {
-    let mut all = ask_all(Client::report);
+    let mut all = ask_all(Client::report_unless_ended);
     all.sort_by_key(|(client, _)| client.endpoint.pid);
     let reports = all.into_iter().map(|(client, report)| (client.owner(), report));
     reports.filter(|(_, report)| report.as_ref().err().is_none_or(|error| !has_ended(error))).collect()
@@ -166,10 +177,17 @@ fn reports() -> Vec<(u32, Result<ServerReport>)> {
 
 /// Returns whether no process listens, because the server was killed or is ending.
 fn has_ended(error: &anyhow::Error) -> bool {
-    let is_gone = |error: &std::io::Error| {
-        matches!(error.kind(), std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::NotFound)
-    };
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(is_gone))
+    is_any_of(error, &[ErrorKind::ConnectionRefused, ErrorKind::NotFound])
+}
+
+/// Returns whether the connection ended before the answer.
+fn is_cut(error: &anyhow::Error) -> bool {
+    is_any_of(error, &[ErrorKind::ConnectionReset, ErrorKind::BrokenPipe, ErrorKind::UnexpectedEof])
+}
+
+fn is_any_of(error: &anyhow::Error, kinds: &[ErrorKind]) -> bool {
+    let is_one = |error: &std::io::Error| kinds.contains(&error.kind());
+    error.chain().any(|cause| cause.downcast_ref().is_some_and(is_one))
 }
 
 /// Returns the status of the running servers, in the order of their process ids.
@@ -354,6 +372,19 @@ mod tests {
         });
         let owner = rustix::process::geteuid().as_raw();
         Client { endpoint: Endpoint { pid: std::process::id(), owner, path } }.status()
+    }
+
+    #[test]
+    fn a_server_that_ends_before_its_answer_has_ended() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).expect("a free path");
+        let server = std::thread::spawn(move || drop(listener.accept().expect("a client")));
+        let owner = rustix::process::geteuid().as_raw();
+        let client = Client { endpoint: Endpoint { pid: std::process::id(), owner, path } };
+        let error = client.report_unless_ended().expect_err("nobody answers");
+        assert!(has_ended(&error), "{error:#}");
+        server.join().expect("a client came");
     }
 
     #[test]

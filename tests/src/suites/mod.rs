@@ -22,8 +22,9 @@ pub fn tool(name: &str, version: &str) -> PathBuf {
     let program = root.join("bin").join(name);
     if !program.is_file() {
         eprintln!("tests: installing {name} {version} into {} (once)", root.display());
+        // Not optimized: they wait for system calls, and take a third of the time to build.
         let status = Command::new("cargo")
-            .args(["install", name, "--locked", "--version", version, "--root"])
+            .args(["install", name, "--debug", "--locked", "--version", version, "--root"])
             .arg(&root)
             .env_remove("CARGO_TARGET_DIR")
             .stdin(Stdio::null())
