@@ -19,6 +19,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod descriptors;
 mod error;
 mod escape;
 mod log;
@@ -31,6 +32,7 @@ mod socket_dir;
 
 use serde::{Deserialize, Serialize};
 
+pub use descriptors::open_descriptor_table;
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};

@@ -118,8 +118,8 @@ const FAMILIES: [Family; 6] = [
     },
 ];
 
-/// What exports report as [`crate::UsageReport`]: the name there, which makes a counter if it ends in `_total`, and what it is.
-const USAGE: [(&str, &str); 7] = [
+/// What exports and their sources report as [`crate::UsageReport`]: the name there, which makes a counter if it ends in `_total`, and what it is.
+const USAGE: [(&str, &str); 18] = [
     ("fids", "Fids of 9P clients."),
     ("connections", "Connections of 9P clients, or virtual machine monitors of a 9P device."),
     ("threads", "Threads that serve 9P clients."),
@@ -130,6 +130,17 @@ const USAGE: [(&str, &str); 7] = [
     ("system_calls_total", "System calls of the workers of a mount, without those inside the source."),
     ("notifications_total", "Notifications that a mount has sent to the kernel."),
     ("message_bytes_total", "Bytes of messages of a mount through /dev/fuse, with their headers."),
+    ("invalid_requests_total", "Requests that could not be decoded, or are of an unknown type."),
+    ("inodes", "Inodes that FUSE clients know."),
+    ("open_files", "Files and directories that FUSE clients have open."),
+    ("parked_locks", "Locks that clients wait for."),
+    ("dax_window_bytes", "The length of the window that the front end has requested; 0: none."),
+    ("dax_window_mapped_bytes", "Bytes of the window that are mapped."),
+    ("ring_fallbacks_total", "Times that io_uring was not available, and a slower path was chosen."),
+    ("restarts_total", "Times that a server has taken over the guests of the one before (--state)."),
+    ("image_fetched_bytes_total", "Bytes of objects of an image that were fetched."),
+    ("image_verified_bytes_total", "Bytes of objects of an image that were verified."),
+    ("image_deduplicated_bytes_total", "Bytes of objects of an image that the store had, and were not fetched."),
 ];
 
 /// Returns the text of reports. With `with_pid` each series has the label `pid`: the series of several servers may be equal.
@@ -154,9 +165,13 @@ pub fn metrics_text(reports: &[ServerReport], format: MetricsFormat, with_pid: b
     let _ = writeln!(text.out, "ferry_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
     text.header("ferry_uptime_seconds", Kind::Gauge, "Seconds since the server began to serve.");
     for report in reports {
-        let labels = pid(report);
-        let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
-        let _ = writeln!(text.out, "ferry_uptime_seconds{labels} {}", report.uptime_s);
+        let _ = writeln!(text.out, "ferry_uptime_seconds{} {}", braced(pid(report)), report.uptime_s);
+    }
+    if reports.iter().any(|report| report.descriptors.is_some()) {
+        text.header("ferry_descriptors", Kind::Gauge, "Descriptors that the server has open.");
+        for (report, count) in reports.iter().filter_map(|report| Some((report, report.descriptors?))) {
+            let _ = writeln!(text.out, "ferry_descriptors{} {count}", braced(pid(report)));
+        }
     }
     for Family { name, kind, help, samples } in FAMILIES {
         text.header(name, kind, help);
@@ -169,6 +184,11 @@ pub fn metrics_text(reports: &[ServerReport], format: MetricsFormat, with_pid: b
         text.out.push_str("# EOF\n");
     }
     text.out
+}
+
+/// Labels of a sample that may have none.
+fn braced(labels: String) -> String {
+    if labels.is_empty() { labels } else { format!("{{{labels}}}") }
 }
 
 fn push_label(labels: &mut String, name: &str, value: &str) {
@@ -279,7 +299,7 @@ mod tests {
         };
         let share = ShareStatus { source: source.into(), ninep: Some("unix:/s".into()), ..ShareStatus::default() };
         let share = ShareReport { share, cache: None, exports: vec![export] };
-        ServerReport { version: 1, pid: 9, uptime_s: 3, shares: vec![share] }
+        ServerReport { version: 1, pid: 9, uptime_s: 3, descriptors: Some(12), shares: vec![share] }
     }
 
     #[test]
@@ -298,6 +318,7 @@ mod tests {
             format!(r#"ferry_request_duration_seconds_sum{{{labels},operation="read"}} 1.5"#),
             format!("ferry_fids{{{labels}}} 7"),
             "ferry_uptime_seconds 3".into(),
+            "ferry_descriptors 12".into(),
             "# TYPE ferry_request_errors counter".into(),
             "# UNIT ferry_request_data_bytes bytes".into(),
         ] {

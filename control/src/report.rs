@@ -16,6 +16,9 @@ pub struct ServerReport {
     pub pid: u32,
     /// Seconds since it began to serve.
     pub uptime_s: u64,
+    /// The descriptors that it has open; `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub descriptors: Option<u64>,
     /// What it serves, in the order of [`crate::Status::shares`].
     pub shares: Vec<ShareReport>,
 }
@@ -205,6 +208,8 @@ impl ExportReport {
             |name: &str| counted.operations.iter().find(|operation| operation.name == name).map_or(0, |one| one.bytes);
         let operations: Vec<_> = counted.operations.iter().map(OperationReport::of).collect();
         let errors = operations.iter().flat_map(|operation| &operation.errors).map(|error| error.requests);
+        let mut usage = self.usage;
+        usage.push(UsageReport { name: "invalid_requests_total".into(), value: counted.invalid });
         Self {
             requests: Some(counted.requests()),
             read_bytes: Some(bytes("read")),
@@ -212,6 +217,7 @@ impl ExportReport {
             errors: Some(errors.sum()),
             in_flight: Some(counted.in_flight()),
             operations,
+            usage,
             ..self
         }
     }

@@ -5,12 +5,14 @@ use std::time::Instant;
 
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 
+use crate::descriptors;
 use crate::{Error, ExportReport, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport};
 
 impl ServerReport {
     pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
         let shares = shares.iter().map(ServedShare::report).collect();
-        Self { version: REPORT_VERSION, pid, uptime_s: started.elapsed().as_secs(), shares }
+        let (uptime_s, descriptors) = (started.elapsed().as_secs(), descriptors::count());
+        Self { version: REPORT_VERSION, pid, uptime_s, descriptors, shares }
     }
 }
 

@@ -73,7 +73,9 @@ pub use privileges::WithoutFsetid;
 pub use rate_limit::{BURST_MAX, BURST_MIN, BYTES_MAX, REQUESTS_MAX, RateLimiter, Rates, TokenBucket};
 pub use registered::MemoryOwner;
 pub use sync_on_stop::sync_on_stop;
-pub use transfers::{IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints, lacks_io_uring};
+pub use transfers::{
+    IoMode, Operation, PoolTransfer, Transfer, Transfers, TransfersError, io_hints, lacks_io_uring, ring_fallbacks,
+};
 pub use watch::{CallSnapshot, Ownership, Watch};
 pub use windows::{Claim, Done, FileId, Member, Shortening, Window, Windows};
 pub use worker_monitor::{AbortPolicy, BLOCKED, CurrentRequest, Monitor, MonitorHandle, MonitoredWorker, Replacement};

@@ -50,6 +50,8 @@ pub struct Metrics {
     shared: Shard,
     /// The counters of workers, also of those that have ended.
     shards: Mutex<Vec<Arc<Shard>>>,
+    /// Requests that could not be decoded.
+    invalid: AtomicU64,
 }
 
 /// The counters of one worker.
@@ -184,7 +186,7 @@ impl Metrics {
     /// Creates counters; `name_of` returns the name of an operation by its number, for people.
     #[must_use]
     pub fn new(name_of: fn(usize) -> String) -> Self {
-        Self { name_of, shared: Shard::default(), shards: Mutex::default() }
+        Self { name_of, shared: Shard::default(), shards: Mutex::default(), invalid: AtomicU64::new(0) }
     }
 
     /// A request begins on a thread without a [`Recorder`].
@@ -198,10 +200,17 @@ impl Metrics {
         self.shared.end(Writers::Many, timer, Instant::now, outcome);
     }
 
+    /// A request cannot be decoded. It has no operation, and so no latency.
+    pub fn invalid(&self) {
+        if ON.load(Ordering::Relaxed) {
+            self.invalid.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// Returns the sums of all threads.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
-        let mut sum = Snapshot::default();
+        let mut sum = Snapshot { invalid: self.invalid.load(Ordering::Relaxed), ..Snapshot::default() };
         let shards = lock(&self.shards);
         let shards = || shards.iter().map(|shard| &**shard).chain([&self.shared]);
         for operation in 0..OPERATIONS_MAX {
@@ -256,6 +265,8 @@ impl Recorder {
 pub struct Snapshot {
     /// The operations that were requested, by their numbers.
     pub operations: Vec<OperationSnapshot>,
+    /// Requests that could not be decoded, which are none of these.
+    pub invalid: u64,
 }
 
 /// The counters of an operation at one time.
@@ -346,6 +357,9 @@ mod tests {
         metrics.end(timers[2], Err(Errno::from_raw_os_error(4000)));
         let seen = metrics.snapshot();
         assert_eq!((seen.in_flight(), &*seen.operations[1].errors), (0, &[(0, 1)][..]));
+        metrics.invalid();
+        let seen = metrics.snapshot();
+        assert_eq!((seen.invalid, seen.requests()), (1, 4), "it is none of the operations");
     }
 
     #[test]

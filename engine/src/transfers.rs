@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
@@ -41,6 +42,12 @@ pub enum IoMode {
 #[must_use]
 pub fn lacks_io_uring() -> bool {
     SAID.is_completed()
+}
+
+/// Returns how many workers of this process chose [`IoMode::Auto`] and found no io_uring.
+#[must_use]
+pub fn ring_fallbacks() -> u64 {
+    FALLBACKS.load(Ordering::Relaxed)
 }
 
 /// What a transfer does.
@@ -79,6 +86,8 @@ const BUSY_FROM: usize = 8;
 
 /// Every worker has the same result; only one logs it.
 static SAID: Once = Once::new();
+/// The workers that have that result.
+static FALLBACKS: AtomicU64 = AtomicU64::new(0);
 
 /// A failure of the transfer engine, not of a transfer.
 #[derive(Debug, thiserror::Error)]
@@ -139,6 +148,7 @@ impl Transfers {
                 Ok(ring) => Some(ring),
                 Err(error) if mode == IoMode::Uring => return Err(TransfersError::Setup(error)),
                 Err(error) => {
+                    FALLBACKS.fetch_add(1, Ordering::Relaxed);
                     SAID.call_once(|| {
                         tracing::warn!(
                             "io_uring is not available ({error}): each transfer is a system call of its own; {ALLOW}"

@@ -11,9 +11,8 @@ use ferry_control::{
     ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport, UsageReport,
 };
 use ferry_engine::IoMode;
-use ferry_engine::metrics::Metrics;
 use ferry_vfs::FileSystem;
-use ferry_vhost::FrontEnd;
+use ferry_virtiofs::SessionStore;
 
 use crate::flags::{Address, Kind, Share};
 use crate::{paths, sandbox};
@@ -48,14 +47,52 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
     served
 }
 
-/// A share is offered to virtual machines, or a disk is: to one after another.
-pub fn offered(served: &mut ServedShare, kind: ExportKind, io: IoMode, (front_end, metrics): (FrontEnd, Arc<Metrics>)) {
-    let report = move || {
-        let (path, lacks) = device_path(io, ferry_engine::lacks_io_uring());
-        let clients = Some(front_end.is_connected().into());
-        ExportReport { kind, clients, path: Some(path.into()), lacks, ..ExportReport::default() }
-    };
-    served.exported(move || Some(report().with_requests(&metrics.snapshot())));
+/// A share is offered to virtual machines, one after another.
+pub fn offered(
+    served: &mut ServedShare,
+    export: &ferry_virtiofs::Export,
+    source: Arc<dyn FileSystem>,
+    store: Option<Arc<SessionStore>>,
+) {
+    let (front_end, share, window) = (export.front_end(), Arc::clone(export.share()), export.window());
+    served.exported(move || {
+        let mut counts = held(&share);
+        counts.extend([("dax_window_bytes", window.bytes()), ("dax_window_mapped_bytes", window.mapped_bytes())]);
+        counts.extend(store.iter().map(|store| ("restarts_total", store.restarts())));
+        counts.extend(source.counts());
+        let report = device_report(ExportKind::Virtiofs, IoMode::Auto, front_end.is_connected(), counts);
+        Some(report.with_requests(&share.metrics().snapshot()))
+    });
+}
+
+/// A disk is offered to virtual machines, one after another. `counts` returns what its source counts.
+pub fn offered_disk(
+    served: &mut ServedShare,
+    export: &ferry_blk::Export,
+    io: IoMode,
+    counts: impl Fn() -> Counts + Send + Sync + 'static,
+) {
+    let (front_end, metrics) = (export.front_end(), export.metrics());
+    served.exported(move || {
+        let report = device_report(ExportKind::Disk, io, front_end.is_connected(), counts());
+        Some(report.with_requests(&metrics.snapshot()))
+    });
+}
+
+/// Numbers beside those of requests, as metrics are named.
+pub type Counts = Vec<(&'static str, u64)>;
+
+/// What clients of a share hold.
+fn held(share: &ferry_serve::Share) -> Counts {
+    let usage = share.usage();
+    vec![("inodes", usage.inodes), ("open_files", usage.open_files), ("parked_locks", usage.parked_locks)]
+}
+
+fn device_report(kind: ExportKind, io: IoMode, is_connected: bool, mut counts: Counts) -> ExportReport {
+    let (path, lacks) = device_path(io, ferry_engine::lacks_io_uring());
+    counts.push(("ring_fallbacks_total", ferry_engine::ring_fallbacks()));
+    let (clients, path) = (Some(is_connected.into()), Some(path.into()));
+    ExportReport { kind, clients, path, lacks, usage: used(counts), ..ExportReport::default() }
 }
 
 /// The path of a device's requests and data, and the better one that it does not use.
@@ -70,7 +107,12 @@ fn device_path(io: IoMode, lacks_io_uring: bool) -> (&'static str, Vec<PathLack>
 }
 
 /// A share is offered to 9P clients.
-pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export, is_device: bool) {
+pub fn offered_9p(
+    served: &mut ServedShare,
+    export: &ferry_ninep::Export,
+    source: Arc<dyn FileSystem>,
+    is_device: bool,
+) {
     let (usage, metrics) = (export.usage_reader(), export.metrics());
     let path = if is_device { "vhost-user" } else { "sockets" };
     let report = move || {
@@ -80,21 +122,22 @@ pub fn offered_9p(served: &mut ServedShare, export: &ferry_ninep::Export, is_dev
             ("connections", usage.connections),
             ("threads", usage.threads),
             ("buffered_bytes", usage.buffered_bytes),
+            ("parked_locks", usage.parked_locks),
         ];
         let clients = Some(usage.connections as u64);
-        let usage = counts.map(|(name, value)| used(name, value as u64)).into();
+        let counts = counts.into_iter().map(|(name, value)| (name, value as u64)).chain(source.counts());
+        let usage = used(counts);
         ExportReport { kind: ExportKind::Ninep, clients, path: Some(path.into()), usage, ..ExportReport::default() }
     };
     served.exported(move || Some(report().with_requests(&metrics.snapshot())));
 }
 
-/// A number beside those of requests, as the metric is named.
-fn used(name: &str, value: u64) -> UsageReport {
-    UsageReport { name: name.into(), value }
+fn used(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Vec<UsageReport> {
+    counts.into_iter().map(|(name, value)| UsageReport { name: name.into(), value }).collect()
 }
 
 /// What a mount does now; `None` if it has ended.
-fn mount_report(export: &ferry_fuse::Export) -> Option<ExportReport> {
+fn mount_report(export: &ferry_fuse::Export, source: &dyn FileSystem) -> Option<ExportReport> {
     if export.has_ended() {
         return None;
     }
@@ -110,27 +153,35 @@ fn mount_report(export: &ferry_fuse::Export) -> Option<ExportReport> {
         _ => "/dev/fuse",
     };
     let passthrough = if explanation.passthrough.used { ", data by passthrough" } else { "" };
-    let counts = [
+    let mut counts = held(export.share());
+    counts.extend([
         ("system_calls_total", stats.system_calls),
         ("notifications_total", stats.notifications),
         ("message_bytes_total", stats.message_bytes),
-    ];
+        ("ring_fallbacks_total", export.ring_fallbacks()),
+    ]);
+    counts.extend(source.counts());
     let report = ExportReport {
         kind: ExportKind::Mount,
         path: Some(format!("{requests}{passthrough}")),
         lacks: lacks.collect(),
-        usage: counts.map(|(name, value)| used(name, value)).into(),
+        usage: used(counts),
         ..ExportReport::default()
     };
-    Some(report.with_requests(&export.metrics().snapshot()))
+    Some(report.with_requests(&export.share().metrics().snapshot()))
 }
 
 /// Adds the mount to the status of a share.
-pub fn set_mounted(served: &mut ServedShare, path: &Path, export: &Arc<ferry_fuse::Export>) -> Result<()> {
+pub fn set_mounted(
+    served: &mut ServedShare,
+    path: &Path,
+    export: &Arc<ferry_fuse::Export>,
+    source: Arc<dyn FileSystem>,
+) -> Result<()> {
     let explanation = export.explain();
     let explained = TransportReport { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
     let seen = Arc::downgrade(export);
-    served.exported(move || mount_report(&*seen.upgrade()?));
+    served.exported(move || mount_report(&*seen.upgrade()?, &*source));
     let export = Arc::downgrade(export);
     let is_there = move || export.upgrade().is_some_and(|export| !export.has_ended());
     served.mounted(path.to_string_lossy().into_owned(), explained, is_there);

@@ -69,6 +69,7 @@ pub fn run<S: Serve>(
         server.take_over()?;
         service_manager::leave();
     }
+    ferry_control::open_descriptor_table();
     let mut endings = ShutdownSignals::catch(&SHUTDOWN_SIGNALS).context("cannot catch signals")?;
     signals.release()?;
     server.open(sandbox.as_deref_mut())?;

@@ -153,8 +153,8 @@ fn try_mount(args: &MountArgs, mountpoint: &Path) -> Result<TransportReport> {
     let mut serving = RunningExports::default();
     let seen = source::client_view(&share, std::sync::Arc::clone(&source))?;
     let export = serving.mount(&mountpoint, seen, options)?;
-    let mut served = control::served_share(&share, &name, source);
-    let told = control::set_mounted(&mut served, &mountpoint, &export);
+    let mut served = control::served_share(&share, &name, std::sync::Arc::clone(&source));
+    let told = control::set_mounted(&mut served, &mountpoint, &export, source);
     let explained = told.and_then(|()| Ok(served.explain()?));
     drop((served, export));
     serving.stop();

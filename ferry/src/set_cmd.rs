@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use ferry_control::{Request, ServedShare, Status, printable};
 use ferry_engine::TokenBucket;
+use ferry_virtiofs::WindowUsage;
 
 use crate::control::Target;
 use crate::flags::{Share, limit};
@@ -30,8 +30,8 @@ pub struct Args {
 pub struct Bypass {
     /// The kernel accesses files directly.
     pub passthrough: bool,
-    /// Whether the guest maps files.
-    pub window: Option<Arc<AtomicBool>>,
+    /// The window in which the guest maps files.
+    pub window: Option<Arc<WindowUsage>>,
 }
 
 impl Bypass {
@@ -42,7 +42,7 @@ impl Bypass {
                 "the mount uses passthrough, which no limit holds up: mount with --limit, or with --passthrough off",
             );
         }
-        let has_window = self.window.as_ref().is_some_and(|window| window.load(Ordering::Relaxed));
+        let has_window = self.window.as_ref().is_some_and(|window| window.bytes() > 0);
         has_window
             .then_some("the guest maps files (DAX), which no limit holds up: share with --limit, or with --dax off")
     }

@@ -6,10 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{
-    Control, ExportKind, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus,
-};
-use ferry_engine::{IoMode, RateLimiter};
+use ferry_control::{Control, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
+use ferry_engine::RateLimiter;
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
 use ferry_vfs::FileSystem;
@@ -267,18 +265,19 @@ fn start(
             let export = serving
                 .serve_9p(listening, Arc::clone(&source), share, (&name, limiter()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            control::offered_9p(&mut served, export, matches!(share.ninep, Some(Address::VhostUser(_))));
+            let is_device = matches!(share.ninep, Some(Address::VhostUser(_)));
+            control::offered_9p(&mut served, export, Arc::clone(opened_source), is_device);
         }
         if let Some(bound) = bound {
             let limiter = Some(limiter());
+            let store = kept.clone();
             let options =
                 ferry_virtiofs::Options { kept, limiter, name: name.clone(), ..exports::device_options(share) };
             let export = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
-            let counted = (export.front_end(), export.metrics());
-            control::offered(&mut served, ExportKind::Virtiofs, IoMode::Auto, counted);
-            bypass.window = Some(export.has_window());
+            control::offered(&mut served, export, Arc::clone(opened_source), store);
+            bypass.window = Some(export.window());
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
@@ -286,7 +285,7 @@ fn start(
             // Before the mount covers it, and as the table of mounts has it.
             let mountpoint = mountpoint.canonicalize().unwrap_or_else(|_| mountpoint.clone());
             let export = serving.mount(&mountpoint, source, options)?;
-            control::set_mounted(&mut served, &mountpoint, &export)?;
+            control::set_mounted(&mut served, &mountpoint, &export, Arc::clone(opened_source))?;
             bypass.passthrough = export.explain().passthrough.used;
         }
         set_cmd::limited(&mut served, share, bucket, bypass);

@@ -125,6 +125,11 @@ impl BlockedLocks {
         parked.iter().for_each(|wait| wait.interrupt());
     }
 
+    /// Returns how many requests wait.
+    pub(crate) fn count(&self) -> usize {
+        lock(&self.0).parked.len()
+    }
+
     /// The client wants no answer to a request any more.
     pub(crate) fn interrupt(&self, unique: u64) {
         let mut state = lock(&self.0);

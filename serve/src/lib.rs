@@ -82,6 +82,7 @@ mod request_text;
 mod server;
 mod session;
 mod share;
+mod usage;
 
 pub use carrier::{FuseCarrier, HEADER_BYTES, Served};
 pub use ferry_engine::{Carrier, RatelimitedLog, ReplyBuffer, TransferRequest};
@@ -94,3 +95,4 @@ pub use rate::is_limited;
 pub use server::Server;
 pub use session::{Session, SessionSlot};
 pub use share::{Share, ShareOptions};
+pub use usage::Usage;

@@ -10,8 +10,8 @@ use ferry_engine::requests::LoggedRequest;
 use ferry_state::{Init, Journal};
 use ferry_vfs::{Caller, Errno, Ino};
 use ferry_wire::fuse::{
-    IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Operation, REQUEST_HEAD_BYTES_MAX,
-    Reply, Request, SecurityContexts, decode, negotiate, peek,
+    IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Opcode, Operation,
+    REQUEST_HEAD_BYTES_MAX, Reply, Request, SecurityContexts, decode, negotiate, peek,
 };
 
 use crate::active_request::ActiveRequest;
@@ -84,6 +84,7 @@ impl Context<'_> {
 impl Server {
     /// Makes a server of a client's session.
     pub fn new(share: Arc<Share>, slot: Arc<SessionSlot>) -> Self {
+        share.clients.add(&slot);
         Self {
             recorder: Recorder::new(&share.metrics),
             share,
@@ -119,6 +120,7 @@ impl Server {
         let message_bytes = carrier.request_bytes();
         let mut header = [0; IN_HEADER_BYTES];
         if carrier.read_at(0, &mut header) < IN_HEADER_BYTES {
+            self.share.metrics.invalid();
             self.share.ratelimited_log.warn(format_args!("a request of {message_bytes} bytes has no FUSE header"));
             return Served::Reply(0);
         }
@@ -145,6 +147,7 @@ impl Server {
         let agreed = session.as_ref().map_or(&Negotiated::BEFORE_INIT, |session| session.negotiated());
         match (decode(head, message_bytes, agreed), &session) {
             (Err(error), _) => {
+                self.share.metrics.invalid();
                 // Linux passes names on that are too long; every program of the client can make it do so.
                 if error.errno != Errno::NAMETOOLONG {
                     self.share.ratelimited_log.warn(format_args!("{error}"));
@@ -155,7 +158,10 @@ impl Server {
                 }
             }
             (Ok(Request { operation: Operation::Init(init), unique, .. }), _) => {
-                Served::Reply(self.init(carrier, unique, &init))
+                let timer = self.recorder.begin(Opcode::Init.as_raw() as usize);
+                let outcome = self.init(carrier, unique, &init);
+                self.recorder.end(timer, outcome.map(|_| 0));
+                Served::Reply(outcome.unwrap_or_else(|errno| reply::write_error(carrier, unique, errno)))
             }
             (Ok(request), Some(session)) => {
                 let mut groups = [0; GROUPS_MAX];
@@ -178,7 +184,7 @@ impl Server {
     }
 
     /// Begins a session; what an earlier one held (a guest was reset) is given back.
-    fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> usize {
+    fn init(&mut self, buffer: &mut impl ReplyBuffer, unique: u64, init: &InitRequest) -> Result<usize, Errno> {
         self.end_session();
         if let Some(mappings) = &self.slot.mappings {
             // Whatever comes next finds the window empty: it is carried out afterwards.
@@ -208,7 +214,7 @@ impl Server {
         if missing != InitFlags::empty() {
             let who = if wanted.flags.contains(missing) { "the client's kernel" } else { "the source" };
             self.share.ratelimited_log.warn(format_args!("{who} has no {missing:?}, which is demanded; no mount"));
-            return reply::write_error(buffer, unique, InitError::ERRNO);
+            return Err(InitError::ERRNO);
         }
         match negotiate(init, &wanted) {
             Ok(InitOutcome::Ready(negotiated, answer)) => {
@@ -222,14 +228,14 @@ impl Server {
                 let source = Arc::clone(&self.share.source);
                 let session = Session::new(source, negotiated, passthrough, mappings, (store, record));
                 self.slot.set_session(Some(Arc::new(session)));
-                reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes()
+                Ok(reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes())
             }
             Ok(InitOutcome::Retry(answer)) => {
-                reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &Reply::Init(answer)).bytes()
+                Ok(reply::write(buffer, unique, &Negotiated::BEFORE_INIT, &Reply::Init(answer)).bytes())
             }
             Err(error) => {
                 self.share.ratelimited_log.warn(format_args!("{error}; no mount"));
-                reply::write_error(buffer, unique, InitError::ERRNO)
+                Err(InitError::ERRNO)
             }
         }
     }

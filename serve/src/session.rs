@@ -22,6 +22,7 @@ use crate::open_file::Open;
 use crate::passthrough::Passthrough;
 use crate::persistence::{HeldLocks, OpenRecord, SessionRecord};
 use crate::readdirplus_auto::ReaddirplusAuto;
+use crate::usage::Usage;
 
 pub use slot::SessionSlot;
 
@@ -185,6 +186,15 @@ impl Session {
     pub fn inodes(&self) -> Vec<Ino> {
         let shards = self.shards.iter().map(lock);
         shards.flat_map(|shard| shard.references.keys().copied().collect::<Vec<_>>()).collect()
+    }
+
+    /// Counts what the client holds.
+    pub(crate) fn usage(&self) -> Usage {
+        Usage {
+            inodes: self.shards.iter().map(|shard| lock(shard).references.len() as u64).sum(),
+            open_files: self.open_count.load(Ordering::Relaxed) as u64,
+            parked_locks: self.blocked_locks.count() as u64,
+        }
     }
 
     fn shard(&self, number: u64) -> MutexGuard<'_, Shard> {

@@ -10,6 +10,7 @@ use ferry_vfs::{FileSystem, OFlags};
 use crate::active_request;
 use crate::operations::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy};
+use crate::usage::{Clients, Usage};
 
 /// How a share is to behave.
 #[derive(Clone, Debug)]
@@ -90,6 +91,7 @@ pub struct Share {
     pub(crate) ratelimited_log: RatelimitedLog,
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) clients: Clients,
     pub(crate) limiter: Option<Arc<RateLimiter>>,
 }
 
@@ -113,6 +115,7 @@ impl Share {
             ratelimited_log: RatelimitedLog::default(),
             blocking_pool: BlockingPool::default(),
             metrics: Arc::new(active_request::metrics()),
+            clients: Clients::default(),
             limiter: options.limiter.clone(),
         }
     }
@@ -130,6 +133,11 @@ impl Share {
     /// Returns the counters of its requests.
     pub fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
+    }
+
+    /// Returns what its clients hold now.
+    pub fn usage(&self) -> Usage {
+        self.clients.usage()
     }
 
     /// The limiter, for carriers: they wait as long as it says before they take the next request.

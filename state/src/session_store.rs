@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! head, 64 words:  magic | epoch | slots used | session there | minor | read-ahead | offered | agreed | workers | entries
+//!                  | restarts
 //! journals:        workers x entries x 32 words
 //! slots:           16 words each
 //! ```
@@ -31,6 +32,7 @@ const THERE: usize = 3;
 const INIT: usize = 4;
 const WORKERS: usize = 8;
 const ENTRIES: usize = 9;
+const RESTARTS: usize = 10;
 /// The maximum number of inodes, open files and locks together: 512 MiB of memory if all are in use.
 const SLOTS_MAX: usize = 1 << 22;
 
@@ -159,6 +161,8 @@ impl SessionStore {
             KeeperConnection::put(line.as_fd(), MEMORY, file.as_fd())?;
         } else if numbers.iter().any(|(at, number)| memory[*at].load(Ordering::Acquire) != *number) {
             return Err(StoreError::Other);
+        } else {
+            memory[RESTARTS].fetch_add(1, Ordering::AcqRel);
         }
         let in_flight = Mutex::new(files.remove(&IN_FLIGHT).map(File::from));
         let left_connection = files.remove(&CONNECTION).map(|socket| LeftConnection { socket, records });
@@ -253,6 +257,11 @@ impl SessionStore {
     #[inline]
     pub fn epoch(&self) -> u32 {
         u32::try_from(self.epoch.load(Ordering::Acquire)).unwrap_or(0)
+    }
+
+    /// Returns how often a server has taken over from the one before.
+    pub fn restarts(&self) -> u64 {
+        self.memory[RESTARTS].load(Ordering::Relaxed)
     }
 
     /// Returns the descriptor that must outlive all operations of this process: the keeper waits for its close.

@@ -137,6 +137,12 @@ impl Share {
         guest_on(&self.socket, command)
     }
 
+    /// How long the window of its guest is, and how much of it is mapped, in bytes.
+    pub fn window(&self) -> (u64, u64) {
+        let window = self.export.as_ref().map(Export::window).unwrap_or_default();
+        (window.bytes(), window.mapped_bytes())
+    }
+
     /// Runs a shell script in a guest on the share.
     pub fn sh(&self, script: &str) -> GuestResult {
         run(self.guest(["sh", "-euc", script]), TIMEOUT)

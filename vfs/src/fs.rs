@@ -81,6 +81,12 @@ pub trait FileSystem: Send + Sync {
         None
     }
 
+    /// Returns what this file system counts beside requests, for its metrics: names such as `image_fetched_bytes_total`,
+    /// without `ferry_`, and values. A name that ends in `_total` is that of a counter, which never decreases.
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
     /// Looks a name up in a directory.
     fn lookup(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         Err(Errno::NOSYS)

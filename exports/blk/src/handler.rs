@@ -288,7 +288,10 @@ impl QueueHandler for Handler {
         }
         let request = match request {
             Ok(request) => request,
-            Err(refusal) => return self.refuse(chain, refusal),
+            Err(refusal) => {
+                self.state.metrics.invalid();
+                return self.refuse(chain, refusal);
+            }
         };
         let active = ActiveRequest::begin(&mut self.recorder, request);
         (self.active, self.failed) = (Some(active), Cell::new(None));

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_engine::metrics::Metrics;
 use ferry_serve::Share;
 use ferry_vfs::{Errno, Features, FileSystem};
 use rustix::fs::{AtFlags, StatxFlags};
@@ -80,6 +79,8 @@ pub struct Export {
     /// Opened at the start: it may require a private mount, whose unmount waits while clients keep all CPUs busy.
     switch: Option<AbortSwitch>,
     stopped: AtomicBool,
+    /// The machine, not an option, is why requests go through /dev/fuse.
+    lacks_ring: bool,
 }
 
 /// Threads that read /dev/fuse for a source with blocking calls: starting one first delays a request by milliseconds.
@@ -172,6 +173,7 @@ impl Export {
             notifier: Mutex::new(notifier),
             monitor: Mutex::default(),
             stopped: AtomicBool::new(false),
+            lacks_ring: lack.is_some(),
         };
         if let Err(error) = export.start(options) {
             // No thread reads that the kernel could notify of the end.
@@ -205,9 +207,14 @@ impl Export {
         &self.explanation
     }
 
-    /// Returns the counters of its requests.
-    pub fn metrics(&self) -> Arc<Metrics> {
-        Arc::clone(self.connection.share.metrics())
+    /// Returns the share, which counts its requests and what the kernel holds.
+    pub fn share(&self) -> &Arc<Share> {
+        &self.connection.share
+    }
+
+    /// Returns how often this mount wanted a ring and did without.
+    pub fn ring_fallbacks(&self) -> u64 {
+        self.lacks_ring.into()
     }
 
     /// Returns what was served so far.
@@ -357,7 +364,7 @@ mod tests {
             Export::mount_with(tmp.path(), Arc::new(sources::Null::default()), &options, 4096)
         };
         let export = mount(Path::Auto).unwrap();
-        assert_eq!(export.explain().path, Path::Devfuse);
+        assert_eq!((export.explain().path, export.ring_fallbacks()), (Path::Devfuse, 1));
         let text = export.explain().to_string();
         assert!(text.contains("the kernel refused a ring of CPU"), "{text}");
         for _ in 0..10 {

@@ -113,10 +113,10 @@ impl Connection {
         Socket { holder: &self.holder, stream: &self.stream }
     }
 
-    /// Fids, and requests under way.
-    pub(crate) fn usage(&self) -> (usize, usize) {
+    /// Fids, requests under way, and those of them that wait for a lock.
+    pub(crate) fn usage(&self) -> (usize, usize, usize) {
         let request_table = &lock(&self.exchange).request_table;
-        (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
+        request_table.usage()
     }
 
     /// Registers the connection with the hub.

@@ -51,6 +51,8 @@ pub struct Usage {
     pub fids: usize,
     /// Requests without a reply yet.
     pub requests: usize,
+    /// Locks that are waited for.
+    pub parked_locks: usize,
     /// Threads.
     pub threads: usize,
     /// Bytes of unfinished messages, of unread replies, and of extended attributes.
@@ -154,13 +156,15 @@ impl Hub {
             connections: connections.len(),
             fids: 0,
             requests: 0,
+            parked_locks: 0,
             threads: lock(&self.threads).count,
             buffered_bytes: self.clients.held(Resource::Bytes),
         };
         for connection in connections {
-            let (fids, requests) = connection.usage();
+            let (fids, requests, parked_locks) = connection.usage();
             usage.fids += fids;
             usage.requests += requests;
+            usage.parked_locks += parked_locks;
         }
         usage
     }

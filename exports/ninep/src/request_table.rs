@@ -78,6 +78,11 @@ impl RequestTable {
         self.requests.len()
     }
 
+    /// Fids, requests under way, and those of them that wait for a lock.
+    pub(crate) fn usage(&self) -> (usize, usize, usize) {
+        (self.session.as_ref().map_or(0, |session| session.fids()), self.requests(), self.parked)
+    }
+
     /// A request comes in.
     pub(crate) fn register(&mut self, token: u64, tag: Tag) -> Result<(Ticket, Arc<Session>), RejectedRequest> {
         if self.requests.contains_key(&tag) {

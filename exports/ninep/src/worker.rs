@@ -75,6 +75,7 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
     let (tag, request) = match Request::decode(&message[..bytes]) {
         Ok(decoded) => decoded,
         Err(flaw) => {
+            hub.share.metrics.invalid();
             // Every program of a client can make it pass on names that are too long.
             if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
                 hub.share.ratelimited_log.warn(format_args!("{flaw}"));

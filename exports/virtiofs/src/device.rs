@@ -4,7 +4,6 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::metrics::Metrics;
 use ferry_serve::{Mappings, Server, SessionSlot, Share, ShareOptions};
 use ferry_state::Saved;
 use ferry_vfs::sync::lock;
@@ -13,7 +12,7 @@ use ferry_vhost::{Device, Port, Window, WorkerOptions, in_flight_memory};
 use ferry_wire::fuse::InitFlags;
 
 use crate::connection_store::ConnectionStore;
-use crate::dax::Dax;
+use crate::dax::{Dax, WindowUsage};
 use crate::handler::{HIGH_PRIORITY_QUEUES, Handler};
 use crate::{Error, OnMigrationError, Options, QUEUES_MAX, Tag};
 
@@ -23,8 +22,8 @@ pub(crate) struct VirtioFs {
     options: Options,
     /// One per request queue, but at most one per CPU: two workers on one CPU are slower than one with both queues.
     request_workers: usize,
-    /// Whether the current front end has requested the window.
-    has_window: Arc<AtomicBool>,
+    /// The window of the current front end, if it has requested one.
+    window: Arc<WindowUsage>,
     /// The guest of the previous server, until its front end connects.
     before: Mutex<Option<Guest>>,
 }
@@ -44,11 +43,7 @@ impl Guest {
 }
 
 impl VirtioFs {
-    pub(crate) fn new(
-        source: Arc<dyn FileSystem>,
-        options: Options,
-        has_window: Arc<AtomicBool>,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options, window: Arc<WindowUsage>) -> Result<Self, Error> {
         let share = ShareOptions {
             name: options.name.clone(),
             read_only: options.read_only,
@@ -76,7 +71,7 @@ impl VirtioFs {
             if share.source().migrate().is_none() {
                 return Err(Error::NoIdentities);
             }
-            let (session, dax) = new_session(share.source(), &options);
+            let (session, dax) = new_session(share.source(), &options, &window);
             if session.restore_stored(&share)? {
                 before = Some(Guest::new(Arc::new(session), dax));
             }
@@ -85,18 +80,22 @@ impl VirtioFs {
                 kept.keep_in_flight(&memory)?;
             }
         }
-        Ok(Self { share, request_workers, has_window, options, before: Mutex::new(before) })
+        Ok(Self { share, request_workers, window, options, before: Mutex::new(before) })
     }
 }
 
-fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot, Option<Arc<Dax>>) {
+fn new_session(
+    source: &Arc<dyn FileSystem>,
+    options: &Options,
+    window: &Arc<WindowUsage>,
+) -> (SessionSlot, Option<Arc<Dax>>) {
     // Host file systems mounted below the shared directory are separate mounts in the guest.
     let mut session = SessionSlot::new(|_, wanted| wanted.flags |= InitFlags::SUBMOUNTS);
     if let Some(kept) = &options.kept {
         session = session.with_store(Arc::clone(kept));
     }
     let has_window = options.dax_bytes.is_some() && source.mappable().is_some();
-    let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options)));
+    let dax = has_window.then(|| Arc::new(Dax::new(Arc::clone(source), options, Arc::clone(window))));
     if let Some(dax) = &dax {
         session = session.with_mappings(Arc::clone(dax) as Arc<dyn Mappings>);
     }
@@ -104,8 +103,8 @@ fn new_session(source: &Arc<dyn FileSystem>, options: &Options) -> (SessionSlot,
 }
 
 impl VirtioFs {
-    pub(crate) fn metrics(&self) -> Arc<Metrics> {
-        Arc::clone(self.share.metrics())
+    pub(crate) fn share(&self) -> &Arc<Share> {
+        &self.share
     }
 
     fn on_panic(&self, lost: usize, what: &str) -> Result<(), String> {
@@ -176,7 +175,7 @@ impl Device for VirtioFs {
 
     fn window_opened(&self, guest: &Guest, window: &Arc<Window>) {
         guest.has_window.store(true, Ordering::Relaxed);
-        self.has_window.store(true, Ordering::Relaxed);
+        self.window.open(window.bytes());
         if let Some(dax) = &guest.dax {
             dax.open(window);
         }
@@ -191,7 +190,7 @@ impl Device for VirtioFs {
     fn session(&self) -> Guest {
         let before = lock(&self.before).take();
         before.unwrap_or_else(|| {
-            let (session, dax) = new_session(self.share.source(), &self.options);
+            let (session, dax) = new_session(self.share.source(), &self.options, &self.window);
             Guest::new(Arc::new(session), dax)
         })
     }
@@ -209,7 +208,7 @@ impl Device for VirtioFs {
     }
 
     fn gone(&self, guest: &Guest) {
-        self.has_window.store(false, Ordering::Relaxed);
+        self.window.open(0);
         guest.session.end();
     }
 

@@ -27,13 +27,11 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX};
-use ferry_engine::metrics::Metrics;
+pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX, WindowUsage};
 pub use ferry_engine::{IoMode, RateLimiter};
-pub use ferry_serve::{Acl, Cache, RestoreError};
+pub use ferry_serve::{Acl, Cache, RestoreError, Share};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
 pub use ferry_vfs::IdentityScope;
@@ -241,9 +239,9 @@ pub enum Error {
 /// A source that is exported on a socket.
 pub struct Export {
     server: Server,
-    metrics: Arc<Metrics>,
+    share: Arc<Share>,
     source: Arc<dyn FileSystem>,
-    has_window: Arc<AtomicBool>,
+    window: Arc<WindowUsage>,
     /// Its file is removed when this is dropped.
     socket: Option<Socket>,
 }
@@ -276,11 +274,11 @@ impl Export {
         if let Some(bytes) = options.dax_bytes.filter(|bytes| !dax::is_window(*bytes)) {
             return Err(Error::Window(bytes));
         }
-        let has_window = Arc::default();
-        let device = device::VirtioFs::new(Arc::clone(&source), options, Arc::clone(&has_window))?;
-        let metrics = device.metrics();
+        let window = Arc::default();
+        let device = device::VirtioFs::new(Arc::clone(&source), options, Arc::clone(&window))?;
+        let share = Arc::clone(device.share());
         let server = Server::start(listener, device, "ferry-virtiofs")?;
-        Ok(Self { server, metrics, source, has_window, socket: None })
+        Ok(Self { server, share, source, window, socket: None })
     }
 
     /// Returns a value to wait for the end of the only guest, see [`Options::once`].
@@ -293,14 +291,14 @@ impl Export {
         self.server.front_end()
     }
 
-    /// Returns the counters of its requests.
-    pub fn metrics(&self) -> Arc<Metrics> {
-        Arc::clone(&self.metrics)
+    /// Returns the share, which counts its requests and what the guest holds.
+    pub fn share(&self) -> &Arc<Share> {
+        &self.share
     }
 
-    /// Returns a value that tells whether the guest may map files: its front end has requested the window.
-    pub fn has_window(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.has_window)
+    /// Returns a value that tells whether the guest may map files, and how much it has mapped.
+    pub fn window(&self) -> Arc<WindowUsage> {
+        Arc::clone(&self.window)
     }
 
     /// Stops accepting requests, completes those in flight, syncs everything and removes the socket. The guest's session

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
-use ferry_control::{Control, ExportKind, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
+use ferry_control::{Control, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
 use ferry_isolation::BlockedSignals;
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -283,7 +283,9 @@ impl OpenDisk<'_> {
             ..ShareStatus::default()
         };
         let mut served = ServedShare::new(shown, file, Arc::new(NoFiles));
-        control::offered(&mut served, ExportKind::Disk, self.options.io, (export.front_end(), export.metrics()));
+        let image = self.image.clone();
+        let counts = move || image.as_ref().map(|image| image.counts()).unwrap_or_default();
+        control::offered_disk(&mut served, export, self.options.io, counts);
         served
     }
 

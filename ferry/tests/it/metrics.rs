@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::common::place::Place;
+use crate::common::place::{Place, until};
 use crate::common::schema::Schema;
 use crate::common::{Server, ferry, needs_fuse, refused, run};
 
@@ -349,8 +349,13 @@ fn the_dashboard_asks_for_metrics_that_exist() {
     let place = Place::new();
     let pid = place.mounted(&["--passthrough", "off"]);
     let mut share = ferry();
-    share.arg("share").arg(&place.source).arg("--virtiofs").arg(place.at("s"));
+    share.arg("share").arg(&place.source).arg("--virtiofs").arg(place.at("s")).arg("--state").arg(place.at("state"));
+    fs::create_dir(place.at("state")).unwrap();
+    fs::set_permissions(place.at("state"), fs::Permissions::from_mode(0o700)).unwrap();
     let _share = Server::start(share.arg("--9p").arg(format!("unix:{}", place.at("9p").display())));
+    let images = crate::common::images::Place::new();
+    let mut image = shared_image(&images, "share", "--virtiofs");
+    let _image = Server::start(&mut image);
     assert!(fs::read(place.mnt.join("file")).is_ok() && fs::read(place.mnt.join("missing")).is_err());
     let known: BTreeSet<String> =
         families(&printed(&["metrics"])).0.into_values().flat_map(|(_, names)| names).collect();
@@ -380,4 +385,70 @@ fn the_dashboard_asks_for_metrics_that_exist() {
         let base = ["_bucket", "_count", "_sum"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
         assert!(rows.contains(&format!("`{base}`")), "{base} is not documented");
     }
+}
+
+#[test]
+fn what_clients_hold_is_in_the_metrics() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off"]);
+    let mnt = place.mnt.to_str().unwrap();
+    let of = |name: &str| value(&printed(&["metrics", mnt]), &[name]);
+    let inodes = of("ferry_inodes{");
+    let files: Vec<_> = ["file", "other"].iter().map(|name| fs::File::open(place.mnt.join(name)).unwrap()).collect();
+    until("two open files", || of("ferry_open_files{") > 1.5);
+    assert!(of("ferry_inodes{") >= inodes + 1.5);
+    let descriptors = of("ferry_descriptors ");
+    assert!((8.0..500.0).contains(&descriptors), "{descriptors}");
+    assert!(of("ferry_invalid_requests_total{") < 0.5);
+    let init = printed(&["metrics", mnt]);
+    let init = value(&init, &["ferry_request_duration_seconds_count", "operation=\"init\""]);
+    assert!((init - 1.0).abs() < 0.1, "{init}");
+    // A lock that is waited for.
+    let first = fs::File::open(place.mnt.join("file")).unwrap();
+    first.lock().unwrap();
+    let second = fs::File::open(place.mnt.join("file")).unwrap();
+    let waits = std::thread::spawn(move || second.lock().unwrap());
+    until("a lock that waits", || of("ferry_parked_locks{") > 0.5);
+    first.unlock().unwrap();
+    waits.join().unwrap();
+    drop((files, first));
+    until("nothing is held", || of("ferry_parked_locks{") < 0.5 && of("ferry_open_files{") < 0.5);
+    place.unmount(pid);
+}
+
+/// `ferry share` or `ferry disk` of an image, on a socket of the command's name.
+fn shared_image(place: &crate::common::images::Place, command: &str, flag: &str) -> Command {
+    if !place.at("image").exists() {
+        let mut build = ferry();
+        build.args(["image", "build"]).arg(place.at("tree")).arg("-o").arg(place.at("image"));
+        assert!(run(build.arg("--store").arg(place.at("store"))).status.success());
+    }
+    let mut line = ferry();
+    line.arg(command).arg(format!("image:{}", place.at("image").display()));
+    line.arg("--store").arg(place.at("store")).arg(flag).arg(place.at(&format!("{command}.sock")));
+    line
+}
+
+#[test]
+fn an_images_bytes_and_a_confined_servers_descriptors_are_in_the_metrics() {
+    let place = crate::common::images::Place::new();
+    let share = Server::start(&mut shared_image(&place, "share", "--virtiofs"));
+    let _disk = Server::start(&mut shared_image(&place, "disk", "--vhost-user"));
+    for socket in ["share.sock", "disk.sock"] {
+        let text = printed(&["metrics", place.at(socket).to_str().unwrap()]);
+        for name in ["fetched", "verified", "deduplicated"] {
+            assert!(value(&text, &[&format!("ferry_image_{name}_bytes_total{{")]) < 1e9, "{text}");
+        }
+        // Inside the sandbox there is no /proc but the table of descriptors.
+        let descriptors = value(&text, &["ferry_descriptors "]);
+        assert!((5.0..500.0).contains(&descriptors), "{descriptors}");
+    }
+    // One more connection, one more descriptor.
+    let count = || value(&printed(&["metrics", &share.pid().as_raw_nonzero().to_string()]), &["ferry_descriptors "]);
+    let before = count();
+    let connection = UnixStream::connect(place.at("share.sock")).unwrap();
+    until("a descriptor of a connection", || count() > before);
+    drop(connection);
+    until("it is closed", || count() <= before);
 }

@@ -8,6 +8,7 @@ use ferry_wire::fuse::{InitOptions, InitRequest};
 use super::Session;
 use crate::mappings::Mappings;
 use crate::passthrough::Backings;
+use crate::usage::{Client, Usage};
 
 /// Changes what is wanted of a session, given what the client offers.
 type Adjust = dyn Fn(&InitRequest, &mut InitOptions) + Send + Sync;
@@ -71,5 +72,13 @@ impl SessionSlot {
     pub(crate) fn set_session(&self, session: Option<Arc<Session>>) {
         let last = std::mem::replace(&mut *self.session.write().unwrap_or_else(PoisonError::into_inner), session);
         drop(last);
+    }
+}
+
+impl Client for SessionSlot {
+    fn usage(&self) -> Usage {
+        // Under the lock: the last reference to a session gives back what it holds, which may take long.
+        let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
+        session.as_ref().map_or_else(Usage::default, |session| session.usage())
     }
 }

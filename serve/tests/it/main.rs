@@ -6,6 +6,7 @@
 mod common;
 
 mod bounds;
+mod counts;
 mod lengths;
 mod lies;
 mod promises;

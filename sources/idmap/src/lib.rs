@@ -136,6 +136,10 @@ impl FileSystem for IdMapped {
         self.source.mappable().is_some().then_some(self)
     }
 
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        self.source.counts()
+    }
+
     // The source stores ACLs under their own names, so `mode_without_acl` needs no mapping.
     ferry_vfs::delegate!(self.with => self.source;
         readlink, unlink, rmdir, rename, open, backing, read, write, flush, release, fsync, opendir, releasedir, fsyncdir,

@@ -49,6 +49,7 @@ fn a_commit_takes_records_and_answers_a_message() {
     let keeper = Keeper::new();
     let first = keeper.server();
     assert!(first.take_connection().is_none());
+    assert_eq!(first.restarts(), 0);
     let (mut front_end, ours) = UnixStream::pair().unwrap();
     first.keep_connection(ours.as_fd()).unwrap();
     front_end.write_all(b"onetwothree").unwrap();
@@ -61,6 +62,7 @@ fn a_commit_takes_records_and_answers_a_message() {
 
     // The connection is open, the message is gone, and the records are in the order of their keys.
     let second = keeper.server();
+    assert_eq!(second.restarts(), 1);
     let left = second.take_connection().unwrap();
     let recorded: Vec<_> = left.records.iter().map(|(key, (bytes, files))| (*key, &bytes[..], files.len())).collect();
     assert_eq!(recorded, [(5, &b"two"[..], 0), (9, &b"one"[..], 1)]);

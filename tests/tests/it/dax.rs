@@ -294,6 +294,7 @@ fn mappings_are_created_and_removed() {
     assert_eq!((wish.code, wish.numbers), (9, [0, 0, whole, CHUNK - whole, 1]));
     answer(&line, 9, 0);
     driver.receive(ticket).unwrap();
+    settles(&share, (ferry_virtiofs::WINDOW_BYTES_DEFAULT, 2 * CHUNK));
     let copy = wish.file.unwrap();
     copy.write_all_at(b"stored", 10).unwrap();
     let handle = driver.open(node, 2).unwrap().fh;
@@ -324,8 +325,19 @@ fn mappings_are_created_and_removed() {
         answer(&line, 10, 0);
     }
     driver.receive(ticket).unwrap();
+    settles(&share, (ferry_virtiofs::WINDOW_BYTES_DEFAULT, 0));
     drop(driver);
+    settles(&share, (0, 0));
     share.assert_released();
+}
+
+/// Waits until the window is counted so: the reply to a request may come before the count.
+fn settles(share: &Share, expected: (u64, u64)) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while share.window() != expected {
+        assert!(Instant::now() < end, "{:?}, not {expected:?}", share.window());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// A write across the end of a file Linux sends as a whole, also what lies before the end. It has stored bytes there, maybe, of which nobody was

@@ -37,6 +37,6 @@ fn requests_of_a_guest_are_counted_with_their_bytes() {
     let bytes = 3 * common::block(0).len() as u64;
     assert_eq!(operation(&seen, "read"), (3, bytes, vec![]));
     assert_eq!(operation(&seen, "write"), (3, bytes, vec![]));
-    assert_eq!((seen.in_flight(), seen.requests()), (0, 6));
+    assert_eq!((seen.in_flight(), seen.requests(), seen.invalid), (0, 6, 1));
     assert!(seen.operations.iter().all(|operation| operation.latency_ns > 0), "{seen:?}");
 }

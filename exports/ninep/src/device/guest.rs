@@ -160,10 +160,10 @@ impl Guest {
         self.with_request_table(|request_table, out| request_table.flush(out, token, tag, old))
     }
 
-    /// Fids, and requests under way.
-    pub(super) fn usage(&self) -> (usize, usize) {
+    /// Fids, requests under way, and those of them that wait for a lock.
+    pub(super) fn usage(&self) -> (usize, usize, usize) {
         let request_table = &lock(&self.requests).request_table;
-        (request_table.session().map_or(0, |session| session.fids()), request_table.requests())
+        request_table.usage()
     }
 }
 

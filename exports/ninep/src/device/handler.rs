@@ -57,6 +57,7 @@ impl Handler {
         let readable = chain.readable_bytes();
         let (bytes, msize) = (usize::try_from(frame.bytes).unwrap_or(usize::MAX), arrival.msize as usize);
         if !(HEADER_BYTES..=readable).contains(&bytes) || bytes > msize {
+            self.share.metrics.invalid();
             let ratelimited_log = &self.share.ratelimited_log;
             ratelimited_log
                 .warn(format_args!("a message of {bytes} bytes, in {readable}, where {msize} were agreed on"));
@@ -116,6 +117,7 @@ impl Handler {
     }
 
     fn flawed(&mut self, chain: &Chain, tag: Tag, flaw: &DecodeError) -> Answer {
+        self.share.metrics.invalid();
         // Any program in a guest can cause names that are too long.
         if !matches!(flaw.errno, Errno::NAMETOOLONG | Errno::OPNOTSUPP) {
             self.share.ratelimited_log.warn(format_args!("{flaw}"));
@@ -197,6 +199,7 @@ impl QueueHandler for Handler {
         let (readable, room) = (chain.readable_bytes(), chain.writable_bytes());
         let is_message = room >= ERROR_BYTES && chain.read_at(0, &mut head) == HEADER_BYTES;
         if !is_message {
+            self.share.metrics.invalid();
             self.share.ratelimited_log.warn(format_args!("a request of {readable} bytes with room for {room} is none"));
         }
         self.guest.accept(token, is_message.then_some(head));

@@ -149,6 +149,7 @@ impl Served {
 
 fn usage(now: &Mutex<Weak<Guest>>, front_end: &FrontEnd) -> Usage {
     let guest = lock(now).upgrade();
-    let (fids, requests) = guest.map_or((0, 0), |guest| guest.usage());
-    Usage { connections: front_end.is_connected().into(), fids, requests, threads: 1, buffered_bytes: 0 }
+    let (fids, requests, parked_locks) = guest.map_or((0, 0, 0), |guest| guest.usage());
+    let connections = front_end.is_connected().into();
+    Usage { connections, fids, requests, parked_locks, threads: 1, buffered_bytes: 0 }
 }

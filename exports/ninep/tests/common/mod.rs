@@ -91,9 +91,16 @@ impl Server {
             all.connections += usage.connections;
             all.fids += usage.fids;
             all.requests += usage.requests;
+            all.parked_locks += usage.parked_locks;
             all.threads += usage.threads;
         }
         all
+    }
+
+    /// The requests that could not be decoded.
+    pub fn invalid(&self) -> u64 {
+        let devices = self.devices.lock().unwrap();
+        self.export.iter().chain(&*devices).map(|export| export.metrics().snapshot().invalid).sum()
     }
 
     /// The counters of one operation: requests, bytes and errors.

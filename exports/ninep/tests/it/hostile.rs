@@ -59,7 +59,11 @@ fn invalid_requests_are_errors() {
             assert_eq!(tag, Tag(9));
         }
     }
+    // Some are flushes, which have a tag only, and some name fids that are none.
+    let invalid = share.invalid();
+    assert!((600..3 * 255).contains(&invalid), "{invalid}");
     assert!(client.getattr(ROOT).is_ok(), "the connection is still good");
+    assert_eq!(share.invalid(), invalid);
     client.send(Tag::NONE, &Request::Clunk { fid: ROOT });
     let (_, answer) = client.receive();
     assert_eq!(Reply::decode(&answer).unwrap().1, Reply::Error(Errno::INVAL), "that tag is for Tversion alone");

@@ -180,7 +180,7 @@ fn waits_take_no_threads() {
     for number in 0..300 {
         wait_for(&mut other, 1000 + number, 100 + u32::from(number));
     }
-    share.settles(|usage| usage.requests == 300);
+    share.settles(|usage| usage.requests == 300 && usage.parked_locks == 300);
     assert_eq!(other.read(FILE, 0, 4).unwrap(), b"text");
     let most = ferry_ninep::Limits::default().threads_max;
     assert!(share.usage().threads <= most && most < 100, "{:?}", share.usage());
@@ -203,6 +203,7 @@ fn waits_take_no_threads() {
         other.send(Tag(tag - 1000), &Request::Lock { fid: FILE, lock, wait: false, reclaim: false });
     }
     assert_eq!(granted, 300);
+    share.settles(|usage| usage.parked_locks == 0);
 }
 
 /// A client may name as many processes as it likes.

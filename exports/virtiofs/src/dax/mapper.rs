@@ -103,13 +103,16 @@ impl Mapper {
         }
     }
 
-    /// Completes the previous server's mappings, and then runs tasks until no more can come.
-    pub(super) fn run(mut self, mut inherited: InheritedMappings, tasks: &Receiver<Task>) {
+    /// Completes the previous server's mappings, and then runs tasks until no more can come. `count` gets the number of mapped bytes
+    /// whenever it may have changed.
+    pub(super) fn run(mut self, mut inherited: InheritedMappings, tasks: &Receiver<Task>, count: &dyn Fn(u64)) {
         self.unfinished = Some(inherited.take_unfinished());
         inherited.placed.into_iter().for_each(|placed| self.table.insert(placed));
         (self.files, self.claims) = (inherited.files, inherited.claims);
+        count(self.table.bytes());
         while let Ok(task) = tasks.recv() {
             self.carry_out(task);
+            count(self.table.bytes());
         }
         // The front end is gone. Direct mappings have stored into the files; only copies must be written back.
         for (ino, error) in self.eof_copies.writeback_all() {

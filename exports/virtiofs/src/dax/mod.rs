@@ -23,6 +23,7 @@ mod table;
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -95,6 +96,31 @@ impl DaxFiles {
     }
 }
 
+/// How much of the current front end's window is used.
+#[derive(Debug, Default)]
+pub struct WindowUsage {
+    bytes: AtomicU64,
+    mapped_bytes: AtomicU64,
+}
+
+impl WindowUsage {
+    /// Returns the length of the window in bytes; 0 if the front end has requested none, or there is none.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns how many bytes of it are mapped.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The front end has requested a window of this length, or is gone (0).
+    pub(crate) fn open(&self, bytes: u64) {
+        self.mapped_bytes.store(0, Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::Relaxed);
+    }
+}
+
 /// One guest's window.
 pub(crate) struct Dax {
     source: Arc<dyn FileSystem>,
@@ -103,6 +129,7 @@ pub(crate) struct Dax {
     /// The guest may change nothing, so nor may the front end.
     read_only: bool,
     eof_copies: Arc<EofCopies>,
+    usage: Arc<WindowUsage>,
     /// Files with mapping requests that were not forgotten; locked while the thread is sent either.
     asked: Mutex<HashSet<Ino>>,
     begun: Option<fn()>,
@@ -120,12 +147,12 @@ struct MapperStart {
 }
 
 impl Dax {
-    pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options) -> Self {
+    pub(crate) fn new(source: Arc<dyn FileSystem>, options: &Options, usage: Arc<WindowUsage>) -> Self {
         let Options { name, dax_files: files, read_only, begun, .. } = options;
         let (name, files, read_only, begun) = (name.clone(), *files, *read_only, begun.mapper);
         let notes = MappingRecords(options.kept.clone());
         let (eof_copies, asked, thread, adopted) = Default::default();
-        Self { source, name, files, read_only, eof_copies, asked, begun, thread, notes, adopted }
+        Self { source, name, files, read_only, eof_copies, usage, asked, begun, thread, notes, adopted }
     }
 
     fn begin(&self) -> MapperStart {
@@ -149,12 +176,12 @@ impl Dax {
         let members = (Windows::of_process().clone(), member);
         let mapper =
             Mapper::new(Arc::clone(window), Arc::clone(&self.source), Arc::clone(&self.eof_copies), members, about);
-        let begun = self.begun;
+        let (begun, usage) = (self.begun, Arc::clone(&self.usage));
         let run = move || {
             if let Some(begun) = begun {
                 begun();
             }
-            mapper.run(adopted, &tasks);
+            mapper.run(adopted, &tasks, &|bytes| usage.mapped_bytes.store(bytes, Ordering::Relaxed));
         };
         match std::thread::Builder::new().name("virtiofs-dax".into()).spawn(run) {
             Ok(joined) => *thread = Some((line, joined)),
@@ -278,7 +305,7 @@ mod tests {
 
     #[test]
     fn unmapped_inodes_are_forgotten_without_the_thread() {
-        let dax = Dax::new(Arc::new(Nothing), &Options::default());
+        let dax = Dax::new(Arc::new(Nothing), &Options::default(), Arc::default());
         let (sender, tasks) = channel();
         *lock(&dax.thread) = Some((MapperHandle::new(sender, String::new()), std::thread::spawn(|| ())));
         let by = SessionId::unique();

@@ -83,6 +83,11 @@ impl Table {
         self.placed.values().cloned().collect()
     }
 
+    /// The bytes of all mappings. A window has some hundred.
+    pub(super) fn bytes(&self) -> u64 {
+        self.placed.values().map(|placed| placed.part.bytes).sum()
+    }
+
     pub(super) fn insert(&mut self, placed: ActiveMapping) {
         self.placed.insert(placed.part.window_offset, placed);
     }

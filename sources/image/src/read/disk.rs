@@ -40,6 +40,11 @@ impl Disk {
         self.source.begin();
     }
 
+    /// As [`ferry_vfs::FileSystem::counts`] of the same image.
+    pub fn counts(&self) -> Vec<(&'static str, u64)> {
+        self.source.objects().counts()
+    }
+
     fn image(&self) -> &Image {
         self.source.image()
     }

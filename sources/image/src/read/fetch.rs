@@ -164,6 +164,7 @@ impl Pack {
 
     /// Records that an object is stored and verified.
     fn keep(&self, absent: &PartialPack, at: usize) {
+        self.verified_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
         let state = &self.states[at];
         match &absent.common.limit {
             None => state.store(SOUND, Ordering::Release),
@@ -237,6 +238,9 @@ impl Pack {
             return Ok(false);
         }
         let copied = self.put(at, &memory);
+        if copied.is_ok() {
+            absent.common.deduplicated_bytes.fetch_add(object.bytes, Ordering::Relaxed);
+        }
         copied.map(|()| true).map_err(|source| ObjectError::Keep { pack: self.index.pack, source })
     }
 

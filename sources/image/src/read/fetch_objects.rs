@@ -103,6 +103,7 @@ impl Files {
         for at in claim.objects.clone() {
             let is_here = self.has_valid(absent, at);
             if is_here {
+                absent.deduplicated_bytes.fetch_add(absent.objects[at].bytes, Ordering::Relaxed);
                 absent.here[at].store(true, Ordering::Release);
                 claim.tell();
             }
@@ -204,6 +205,7 @@ impl Files {
         let published = new.publish(|digest, path| self.note(digest, path)).map_err(keep);
         let published = published.map(|()| {
             absent.fetched_bytes.fetch_add(fetched_bytes, Ordering::Relaxed);
+            self.verified_bytes.fetch_add(fetched_bytes, Ordering::Relaxed);
             (run.start..came_to).for_each(|at| absent.here[at].store(true, Ordering::Release));
             claim.tell();
         });

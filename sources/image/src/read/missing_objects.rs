@@ -32,6 +32,8 @@ pub(crate) struct MissingObjects {
     /// Fetches of other processes.
     pub locks: FetchLocks,
     pub fetched_bytes: AtomicU64,
+    /// Bytes of objects that the store had already.
+    pub deduplicated_bytes: AtomicU64,
 }
 
 impl MissingObjects {
@@ -46,8 +48,9 @@ impl MissingObjects {
         }
         let places = objects.iter().enumerate().map(|(at, object)| (object.digest, at)).collect();
         let here = objects.iter().map(|_| AtomicBool::new(false)).collect();
-        let (flights, locks, fetched_bytes) = (Singleflight::default(), FetchLocks::of(store), AtomicU64::new(0));
-        Ok(Self { missing, image: image.digest(), objects, begins, places, here, flights, locks, fetched_bytes })
+        let (flights, locks, image) = (Singleflight::default(), FetchLocks::of(store), image.digest());
+        let (fetched_bytes, deduplicated_bytes) = Default::default();
+        Ok(Self { missing, image, objects, begins, places, here, flights, locks, fetched_bytes, deduplicated_bytes })
     }
 
     /// Returns the bytes of objects that were fetched.

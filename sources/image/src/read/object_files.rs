@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ferry_vfs::Backing;
@@ -41,6 +42,8 @@ pub(crate) struct Files {
     state: Mutex<State>,
     /// How missing objects are fetched, if they can be.
     pub absent: Option<MissingObjects>,
+    /// Bytes of objects that this process has verified.
+    pub verified_bytes: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -65,7 +68,7 @@ impl Files {
         let root = rustix::fs::open(&folder, flags, Mode::empty()).doing("use as an object store", &folder)?;
         // Error messages use the store's own path.
         let folder = folder.strip_prefix(seen).map_or(folder.clone(), |below| store.join(below));
-        Ok(Self { folder, root, state: Mutex::default(), absent })
+        Ok(Self { folder, root, state: Mutex::default(), absent, verified_bytes: AtomicU64::new(0) })
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -129,6 +132,7 @@ impl Files {
             if measured != digest {
                 return Err(ObjectError::Changed { path: self.name(path), digest: measured });
             }
+            self.verified_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         Ok(self.keep(path, digest, file, &found))
     }

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::{io, thread};
@@ -161,6 +162,27 @@ impl Objects {
         if let Err(error) = thread::Builder::new().name("image-ahead".into()).spawn(prove) {
             tracing::warn!("what is needed first is not read ahead: {error}");
         }
+    }
+
+    /// Returns what was counted since this was opened, see [`ferry_vfs::FileSystem::counts`].
+    pub(crate) fn counts(&self) -> Vec<(&'static str, u64)> {
+        let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (verified, deduplicated) = match &self.files {
+            Some(files) => {
+                let deduplicated = files.absent.as_ref().map(|absent| value(&absent.deduplicated_bytes));
+                (value(&files.verified_bytes), deduplicated)
+            }
+            None => {
+                let absent = self.packs.iter().find_map(|pack| pack.absent.as_ref());
+                let deduplicated = absent.map(|absent| value(&absent.common.deduplicated_bytes));
+                (self.packs.iter().map(|pack| value(&pack.verified_bytes)).sum(), deduplicated)
+            }
+        };
+        vec![
+            ("image_fetched_bytes_total", self.fetched_bytes()),
+            ("image_verified_bytes_total", verified),
+            ("image_deduplicated_bytes_total", deduplicated.unwrap_or(0)),
+        ]
     }
 
     /// Returns the objects that exactly cover this range of a pack.

@@ -9,7 +9,7 @@ use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use ferry_vfs::Backing;
@@ -59,6 +59,8 @@ pub(crate) struct Pack {
     pub states: Vec<AtomicU8>,
     /// How missing objects are fetched, if the pack is incomplete.
     pub absent: Option<PartialPack>,
+    /// Bytes of objects that this process has verified.
+    pub verified_bytes: AtomicU64,
     /// Waits for other threads' verifications.
     waiting: (Mutex<()>, Condvar),
 }
@@ -77,7 +79,8 @@ impl Pack {
         let states = index.objects.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
         let waiting = (Mutex::new(()), Condvar::new());
         let is_sealed = index.verity.is_some_and(|wanted| fsverity::measure(&file) == Some(wanted));
-        Self { file, backing: Arc::new(Backing::new(fd)), index, ahead, is_sealed, states, absent: None, waiting }
+        let (backing, verified_bytes) = (Arc::new(Backing::new(fd)), AtomicU64::new(0));
+        Self { file, backing, index, ahead, is_sealed, states, absent: None, verified_bytes, waiting }
     }
 
     /// Makes the pack incomplete.
@@ -178,6 +181,9 @@ impl Pack {
             Ok(false) => DAMAGED,
             Err(_) => UNKNOWN,
         };
+        if known == SOUND {
+            self.verified_bytes.fetch_add(object.bytes, Ordering::Relaxed);
+        }
         state.store(known, Ordering::Release);
         drop(lock(&self.waiting.0));
         self.waiting.1.notify_all();

@@ -23,6 +23,8 @@ pub(crate) struct PartialPacks {
     /// The locations of objects in other packs of the store.
     elsewhere: OnceLock<StorePlaces>,
     pub fetched_bytes: AtomicU64,
+    /// Bytes of objects that other packs of the store had.
+    pub deduplicated_bytes: AtomicU64,
 }
 
 impl PartialPacks {
@@ -35,6 +37,7 @@ impl PartialPacks {
             locks: FetchLocks::of(store),
             elsewhere: OnceLock::new(),
             fetched_bytes: AtomicU64::new(0),
+            deduplicated_bytes: AtomicU64::new(0),
         })
     }
 

@@ -207,6 +207,10 @@ impl FileSystem for Source {
         Some(self)
     }
 
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        self.objects.counts()
+    }
+
     fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
         let dir = self.directory(dir)?;
         self.entry(self.flawed(self.image.lookup(&dir, name))?.ok_or(Errno::NOENT)?)

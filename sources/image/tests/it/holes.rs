@@ -18,7 +18,7 @@ use ferry_image::ByteSink;
 use ferry_image::{
     BuildOptions, Data, Digest, ExclusiveStore, Fetch, FetchOptions, Image, LiveSet, Nid, Source, Store, Trace, build,
 };
-use ferry_vfs::Errno;
+use ferry_vfs::{Errno, FileSystem};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 
 const PIECE: u64 = 64 << 10;
@@ -138,6 +138,46 @@ fn whole_packs_are_proved_in_pieces_beside_what_is_fetched() {
         assert!(later == bytes(2, 700_000), "{bound:?}");
         assert!(from.asked().iter().all(|pack| *pack == absent), "{:?}", from.asked());
     }
+}
+
+/// What the store has in another pack is copied from there, and each way is counted.
+#[test]
+fn bytes_are_counted_by_where_they_come_from() {
+    let (bench, image) = two();
+    let (whole, _) = place(&image, "large");
+    let from = Elsewhere::of(&bench);
+    let source = open(&bench, "second", &from, None);
+    let counts = |source: &Source| source.counts().into_iter().map(|(_, value)| value).collect::<Vec<_>>();
+    let names: Vec<_> = source.counts().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["image_fetched_bytes_total", "image_verified_bytes_total", "image_deduplicated_bytes_total"]);
+    assert_eq!(counts(&source), [0, 0, 0]);
+    assert!(!read(&source, "later", 0, 800_000).expect("it can be had").is_empty());
+    assert_eq!(counts(&source), [700_000, 700_000, 0]);
+    // Once more: nothing is fetched or verified again.
+    assert!(!read(&source, "later", 0, 800_000).expect("it can be had").is_empty());
+    assert_eq!(counts(&source), [700_000, 700_000, 0]);
+    drop(source);
+    // The same objects in another pack of the store are copied.
+    let other = Bench::new();
+    fs::write(other.tree().join("later"), bytes(2, 700_000)).expect("files can be made");
+    fs::write(other.tree().join("more"), bytes(3, 100_000)).expect("files can be made");
+    other.build("other");
+    fs::remove_dir_all(here(&bench)).expect("it is there");
+    for found in fs::read_dir(other.store().join("packs")).expect("a folder") {
+        let found = found.expect("an entry");
+        let to = here(&bench).join("packs").join(found.file_name());
+        fs::copy(found.path(), to).expect("it is there");
+    }
+    let from = Elsewhere::of(&bench);
+    let source = open(&bench, "second", &from, None);
+    assert!(!read(&source, "later", 0, 800_000).expect("it is there").is_empty());
+    assert_eq!((counts(&source), from.asked()), (vec![0, 700_000, 700_000], vec![]));
+    drop(source);
+    // A whole pack of the image itself is verified.
+    bring(&bench, whole);
+    let source = open(&bench, "second", &from, None);
+    assert!(!read(&source, "large", 0, 1000).expect("it is sound").is_empty());
+    assert_eq!(counts(&source), [0, PIECE, 0]);
 }
 
 /// A child process has a copy of each descriptor until its exec, and with it of the lock of a part of a pack.
