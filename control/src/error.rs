@@ -64,6 +64,18 @@ pub enum Error {
         /// The error of the system.
         reason: io::Error,
     },
+    /// The file of a trace cannot be created.
+    #[error(
+        "cannot create {} for the trace: {reason}{}",
+        path.display(),
+        if reason.kind() == io::ErrorKind::AlreadyExists { "; remove it, or choose another name" } else { "" }
+    )]
+    Trace {
+        /// The file.
+        path: PathBuf,
+        /// The error of the system.
+        reason: io::Error,
+    },
     /// The socket cannot be created.
     #[error(transparent)]
     Socket(#[from] SocketError),

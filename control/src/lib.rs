@@ -29,6 +29,7 @@ mod report;
 mod server;
 mod shares;
 mod socket_dir;
+mod trace;
 
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +46,7 @@ pub use report::{
 pub use server::{Control, Owner};
 pub use shares::{HeldInode, ServedShare};
 pub use socket_dir::{Endpoint, sockets};
+pub use trace::{TRACE_SECONDS_MAX, Trace, TraceFile, TraceOptions};
 
 /// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.
 pub const LOG_LINE_BYTES_MAX: usize = 8 << 10;

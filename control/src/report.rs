@@ -225,12 +225,8 @@ impl ExportReport {
 
 impl OperationReport {
     fn of(counted: &OperationSnapshot) -> Self {
-        let errno = |number: i32| match number {
-            0 => "other".into(),
-            number => format!("{:?}", nix::errno::Errno::from_raw(number)),
-        };
-        let errors =
-            counted.errors.iter().map(|(number, requests)| ErrorReport { errno: errno(*number), requests: *requests });
+        let errors = counted.errors.iter();
+        let errors = errors.map(|(number, requests)| ErrorReport { errno: errno_name(*number), requests: *requests });
         let buckets = counted.buckets.iter().enumerate().filter(|(_, requests)| **requests > 0);
         let buckets = buckets.map(|(at, requests)| BucketReport { end_ns: bucket_end_ns(at), requests: *requests });
         Self {
@@ -242,6 +238,14 @@ impl OperationReport {
             errors: errors.collect(),
             buckets: buckets.collect(),
         }
+    }
+}
+
+/// The name of an error, as `ENOENT`; 0: another one than Linux has.
+pub(crate) fn errno_name(number: i32) -> String {
+    match number {
+        0 => "other".into(),
+        number => format!("{:?}", nix::errno::Errno::from_raw(number)),
     }
 }
 

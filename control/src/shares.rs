@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ferry_engine::metrics::Metrics;
 use ferry_vfs::{Caller, FileSystem, Ino, Name};
 
 use crate::descriptors;
-use crate::{Error, ExportReport, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport};
+use crate::{Error, ExportKind, ExportReport, REPORT_VERSION, ServerReport, ShareReport, ShareStatus, TransportReport};
 
 impl ServerReport {
     pub(crate) fn of(shares: &[ServedShare], pid: u32, started: Instant) -> Self {
@@ -26,6 +27,7 @@ pub struct ServedShare {
     cache: Option<String>,
     exports: Vec<ExportReporter>,
     settings: Vec<(&'static str, Setter)>,
+    metrics: Vec<(ExportKind, Arc<Metrics>)>,
 }
 
 /// Reports on an export; `None` if it has ended.
@@ -51,7 +53,8 @@ impl ServedShare {
     /// Creates a share; `name` is the name that its exports use.
     #[must_use]
     pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
-        Self { start_status, name, source, mounted: None, cache: None, exports: Vec::new(), settings: Vec::new() }
+        let (exports, settings, metrics) = Default::default();
+        Self { start_status, name, source, mounted: None, cache: None, exports, settings, metrics }
     }
 
     /// Records an address for 9P clients.
@@ -78,6 +81,20 @@ impl ServedShare {
     /// Adds an export; `report` is called whenever a client asks, and returns `None` once the export has ended.
     pub fn exported(&mut self, report: impl Fn() -> Option<ExportReport> + Send + Sync + 'static) {
         self.exports.push(Box::new(report));
+    }
+
+    /// Records the counters of an export, for traces.
+    pub fn counted(&mut self, kind: ExportKind, metrics: Arc<Metrics>) {
+        self.metrics.push((kind, metrics));
+    }
+
+    /// Returns what a trace calls each export, with its counters.
+    pub(crate) fn traced(&self) -> impl Iterator<Item = ((&'static str, String), Arc<Metrics>)> {
+        self.metrics.iter().map(|(kind, metrics)| {
+            let place = self.start_status.place(*kind).unwrap_or_default();
+            let name = format!("{} {place} {}", kind.name(), self.start_status.source);
+            ((kind.name(), name), Arc::clone(metrics))
+        })
     }
 
     /// Adds a setting that clients may change; `change` gets the new value.

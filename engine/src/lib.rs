@@ -14,6 +14,7 @@
 //! * [`RatelimitedLog`]: a rate limit for log lines that a client can cause.
 //! * [`requests`]: a log of requests and their outcomes.
 //! * [`metrics`]: counters and latencies of requests.
+//! * [`trace`]: requests one by one, for a while.
 //!
 //! A worker's round: take all waiting requests, queue their transfers, [`Transfers::flush`], reply to the results of
 //! [`Transfers::next_done`], signal once, poll for a while, sleep.
@@ -54,6 +55,7 @@ mod registered;
 pub mod requests;
 mod ring;
 mod sync_on_stop;
+pub mod trace;
 mod transfers;
 mod watch;
 mod windows;

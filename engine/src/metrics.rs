@@ -29,6 +29,8 @@ use ferry_vfs::sync::lock;
 
 pub use histogram::{BUCKETS, bucket_end_ns};
 
+use crate::trace::Tracer;
+
 /// The operations of a protocol, as numbers below this: FUSE has opcodes up to 53, 9P has even types up to 122.
 pub const OPERATIONS_MAX: usize = 64;
 /// Linux has error numbers up to 133; others count as 0.
@@ -52,6 +54,14 @@ pub struct Metrics {
     shards: Mutex<Vec<Arc<Shard>>>,
     /// Requests that could not be decoded.
     invalid: AtomicU64,
+    trace: Arc<OnceLock<Trace>>,
+}
+
+/// The trace that requests of an export are part of.
+#[derive(Debug)]
+struct Trace {
+    export: u32,
+    tracer: Arc<Tracer>,
 }
 
 /// The counters of one worker.
@@ -73,6 +83,8 @@ pub struct Timer {
 #[repr(align(128))]
 struct Shard {
     operations: [OnceLock<Box<OperationCounters>>; OPERATIONS_MAX],
+    /// That of [`Metrics`].
+    trace: Arc<OnceLock<Trace>>,
 }
 
 #[derive(Debug)]
@@ -136,12 +148,6 @@ impl BatchClock {
     }
 }
 
-impl Default for Shard {
-    fn default() -> Self {
-        Self { operations: [const { OnceLock::new() }; OPERATIONS_MAX] }
-    }
-}
-
 impl Default for OperationCounters {
     fn default() -> Self {
         Self {
@@ -155,6 +161,10 @@ impl Default for OperationCounters {
 }
 
 impl Shard {
+    fn new(trace: &Arc<OnceLock<Trace>>) -> Self {
+        Self { operations: [const { OnceLock::new() }; OPERATIONS_MAX], trace: Arc::clone(trace) }
+    }
+
     fn begin(&self, writers: Writers, operation: usize, now: impl FnOnce() -> Instant) -> Timer {
         if !ON.load(Ordering::Relaxed) {
             return Timer { operation, begun: None };
@@ -170,6 +180,9 @@ impl Shard {
         let counters = self.operations[operation].get_or_init(Box::default);
         writers.add(&counters.buckets[histogram::bucket(ns)], 1);
         writers.add(&counters.latency_ns, ns);
+        if let Some(trace) = self.trace.get() {
+            trace.tracer.add(trace.export, operation, (begun, ns), outcome);
+        }
         match outcome {
             Ok(0) => {}
             Ok(bytes) => writers.add(&counters.bytes, bytes as u64),
@@ -186,7 +199,8 @@ impl Metrics {
     /// Creates counters; `name_of` returns the name of an operation by its number, for people.
     #[must_use]
     pub fn new(name_of: fn(usize) -> String) -> Self {
-        Self { name_of, shared: Shard::default(), shards: Mutex::default(), invalid: AtomicU64::new(0) }
+        let trace = Arc::default();
+        Self { name_of, shared: Shard::new(&trace), shards: Mutex::default(), invalid: AtomicU64::new(0), trace }
     }
 
     /// A request begins on a thread without a [`Recorder`].
@@ -198,6 +212,17 @@ impl Metrics {
     /// A request ends on a thread other than its worker, with so many bytes of data.
     pub fn end(&self, timer: Timer, outcome: Result<usize, Errno>) {
         self.shared.end(Writers::Many, timer, Instant::now, outcome);
+    }
+
+    /// Makes requests that begin from now on part of a trace, as those of this export. An export has one trace.
+    pub fn trace(&self, tracer: &Arc<Tracer>, export: u32) {
+        let _ = self.trace.set(Trace { export, tracer: Arc::clone(tracer) });
+    }
+
+    /// Returns the name of an operation.
+    #[must_use]
+    pub fn operation_name(&self, operation: usize) -> String {
+        (self.name_of)(operation)
     }
 
     /// A request cannot be decoded. It has no operation, and so no latency.
@@ -232,7 +257,7 @@ impl Recorder {
         // Only this reference is left after the end of a worker.
         let free = shards.iter().find(|shard| Arc::strong_count(shard) == 1).cloned();
         let shard = free.unwrap_or_else(|| {
-            let shard = Arc::<Shard>::default();
+            let shard = Arc::new(Shard::new(&metrics.trace));
             shards.push(Arc::clone(&shard));
             shard
         });

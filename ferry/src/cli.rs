@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::CommandFactory;
 use clap::builder::ArgPredicate;
 
-use ferry_control::MetricsAddress;
+use ferry_control::{MetricsAddress, TraceOptions};
 
 use crate::flags::{Cache, Share, memory_mib};
 use crate::help;
@@ -185,6 +185,10 @@ pub struct ShareArgs {
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
 
+    /// Write requests as trace events, for Perfetto or Chrome, to a new file, for N seconds (1 to 600) [default: 10].
+    #[arg(long, value_name = "FILE[,seconds=N]", hide_short_help = true)]
+    pub trace: Option<TraceOptions>,
+
     /// Print one line of JSON on standard output once every share is listening.
     #[arg(long)]
     pub json: bool,
@@ -220,6 +224,10 @@ pub struct MountArgs {
     #[allow(rustdoc::broken_intra_doc_links, reason = "an address, in the text of the help")]
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
+
+    /// Write requests as trace events, for Perfetto or Chrome, to a new file, for N seconds (1 to 600) [default: 10].
+    #[arg(long, value_name = "FILE[,seconds=N]", hide_short_help = true)]
+    pub trace: Option<TraceOptions>,
 
     /// Report the path of requests and data, and why no better one is used.
     ///
@@ -317,6 +325,7 @@ impl Command {
                 args.share.resolve_paths(folder);
                 args.mountpoint = args.mountpoint.take().map(|path| folder.join(path));
                 args.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
+                args.trace.iter_mut().for_each(|trace| trace.resolve(folder));
             }
             Self::Image(crate::image::Command::Mount(args)) => args.resolve_paths(folder),
             _ => {}

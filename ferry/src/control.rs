@@ -55,6 +55,7 @@ pub fn offered(
     store: Option<Arc<SessionStore>>,
 ) {
     let (front_end, share, window) = (export.front_end(), Arc::clone(export.share()), export.window());
+    served.counted(ExportKind::Virtiofs, Arc::clone(share.metrics()));
     served.exported(move || {
         let mut counts = held(&share);
         counts.extend([("dax_window_bytes", window.bytes()), ("dax_window_mapped_bytes", window.mapped_bytes())]);
@@ -73,6 +74,7 @@ pub fn offered_disk(
     counts: impl Fn() -> Counts + Send + Sync + 'static,
 ) {
     let (front_end, metrics) = (export.front_end(), export.metrics());
+    served.counted(ExportKind::Disk, Arc::clone(&metrics));
     served.exported(move || {
         let report = device_report(ExportKind::Disk, io, front_end.is_connected(), counts());
         Some(report.with_requests(&metrics.snapshot()))
@@ -114,6 +116,7 @@ pub fn offered_9p(
     is_device: bool,
 ) {
     let (usage, metrics) = (export.usage_reader(), export.metrics());
+    served.counted(ExportKind::Ninep, Arc::clone(&metrics));
     let path = if is_device { "vhost-user" } else { "sockets" };
     let report = move || {
         let usage = usage();
@@ -180,6 +183,7 @@ pub fn set_mounted(
 ) -> Result<()> {
     let explanation = export.explain();
     let explained = TransportReport { text: explanation.to_string(), json: serde_json::to_value(explanation)? };
+    served.counted(ExportKind::Mount, Arc::clone(export.share().metrics()));
     let seen = Arc::downgrade(export);
     served.exported(move || mount_report(&*seen.upgrade()?, &*source));
     let export = Arc::downgrade(export);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ferry_control::MetricsAddress;
+use ferry_control::{MetricsAddress, TraceOptions};
 use ferry_engine::{RateLimiter, TokenBucket};
 use serde::Deserialize;
 
@@ -160,6 +160,11 @@ pub struct Args {
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "parsed")]
     pub metrics: Option<MetricsAddress>,
+
+    /// Write requests as trace events, for Perfetto or Chrome, to a new file, for N seconds (1 to 600) [default: 10].
+    #[arg(long, value_name = "FILE[,seconds=N]", hide_short_help = true)]
+    #[serde(skip)]
+    pub trace: Option<TraceOptions>,
 
     /// Print the capabilities of this vhost-user back end in JSON.
     #[arg(long)]

@@ -227,11 +227,12 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
     let own = command.and_then(|command| command.get_arguments().find(is));
     let found = own.or_else(|| table.get_arguments().find(is));
     let takes_value = found.is_some_and(|arg| arg.get_action().takes_values()) && name.len() == bytes.len();
-    // Each disk has its own process, and its own metrics.
+    // Each disk has its own process, with its own metrics and trace.
     let has_processes = command.is_some_and(|command| command.get_name() == "disk");
     let of_share = own.is_some_and(|arg| match arg.get_id().as_str() {
         "config" | "json" | "sandbox" | "seccomp" | "modcaps" => false,
-        id => id != "metrics" || has_processes,
+        "metrics" | "trace" => has_processes,
+        _ => true,
     });
     Token::Flag { values: usize::from(takes_value), whole_call: found.is_none() || !of_share }
 }

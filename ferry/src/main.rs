@@ -190,7 +190,8 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             let config::File { mut shares, disks, metrics, .. } = file;
             let metrics = args.metrics.or(metrics);
             shares.extend(args.share.into_iter().chain(more));
-            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), metrics.as_ref(), &logging)
+            let watched = (metrics.as_ref(), args.trace.as_ref());
+            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), watched, &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();

@@ -43,7 +43,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
     let log = args.log_file.as_deref().map(open_log).transpose()?;
     let words = args.options.clone();
     let (json, detached) = (args.json || args.detached, args.detached);
-    let metrics = args.metrics.clone();
+    let (metrics, trace) = (args.metrics.clone(), args.trace.clone());
     let share = args.into_share();
     let nulls = detached.then(DevNull::open).transpose()?;
     let new_files = NewFiles::new(Success::new()?);
@@ -56,6 +56,7 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         logging,
         control: None,
         metrics: metrics.as_ref(),
+        trace: trace.as_ref(),
     };
     start.run(BlockedSignals::hold()?, new_files, |up| {
         announce(up, json)?;

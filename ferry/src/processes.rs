@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ferry_control::{Control, Logging, MetricsAddress};
+use ferry_control::{Control, Logging, MetricsAddress, TraceOptions};
 use ferry_isolation::{BlockedSignals, Child, End};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -40,14 +40,15 @@ pub fn run_shares(
     shares: &[Share],
     disks: &[disk::Args],
     (sandbox_flags, json): (&SandboxFlags, bool),
-    metrics: Option<&MetricsAddress>,
+    (metrics, trace): (Option<&MetricsAddress>, Option<&TraceOptions>),
     logging: &Logging,
 ) -> Result<u8> {
     share::refuse_duplicates(shares, disks).map_err(misuse)?;
     let inherited = share::inherit(shares)?;
     service_manager::inherit(shares, disks.iter().map(disk::Args::socket))?;
     let sandboxed = Some(sandbox_flags);
-    let start = Start { shares, words: &[], inherited, sandbox_flags: sandboxed, logging, control: None, metrics };
+    let (words, control) = (&[][..], None);
+    let start = Start { shares, words, inherited, sandbox_flags: sandboxed, logging, control, metrics, trace };
     if !disks.is_empty() {
         let inherited_disks = disk::inherit(disks)?;
         // Signals are blocked until they are caught, in either process.

@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{Control, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
+use ferry_control::{
+    Control, Logging, MetricsAddress, MetricsServer, MetricsSocket, ServedShare, ShareStatus, Trace, TraceFile,
+    TraceOptions,
+};
 use ferry_engine::RateLimiter;
 use ferry_fs::ShutdownHandle;
 use ferry_isolation::BlockedSignals;
@@ -45,6 +48,8 @@ pub struct Start<'a> {
     pub control: Option<Socket>,
     /// Where metrics can be fetched.
     pub metrics: Option<&'a MetricsAddress>,
+    /// The file of a trace.
+    pub trace: Option<&'a TraceOptions>,
 }
 
 impl<'a> Start<'a> {
@@ -79,9 +84,22 @@ impl<'a> Start<'a> {
         let is_confined = confinement.is_some();
         let control = (None, self.control.take().or_else(|| is_confined.then(Control::bind).flatten()));
         let metrics = (None, self.metrics.map(MetricsSocket::bind).transpose()?);
+        let trace = self.trace.map(TraceFile::create).transpose()?;
+        new_files.add(trace.as_ref().map(TraceFile::try_clone).transpose()?);
+        let trace = (None, trace);
         let (up, serving) = (Arc::default(), RunningExports::default());
         Ok((
-            Shares { start: self, control, metrics, up, serving, sources, sockets: (sockets, stores), new_files },
+            Shares {
+                start: self,
+                control,
+                metrics,
+                trace,
+                up,
+                serving,
+                sources,
+                sockets: (sockets, stores),
+                new_files,
+            },
             confinement,
         ))
     }
@@ -94,6 +112,8 @@ struct Shares<'a> {
     control: (Option<Control>, Option<Socket>),
     /// The same for metrics.
     metrics: (Option<MetricsServer>, Option<MetricsSocket>),
+    /// The trace, and its file until it is started.
+    trace: (Option<Trace>, Option<TraceFile>),
     up: Arc<[ServedShare]>,
     serving: RunningExports,
     sources: Sources,
@@ -106,6 +126,7 @@ impl Serve for Shares<'_> {
     fn leave(&mut self) -> &mut NewFiles {
         self.sockets.1.clear();
         self.sources = Sources::default();
+        self.trace.1 = None;
         &mut self.new_files
     }
 
@@ -127,6 +148,7 @@ impl Serve for Shares<'_> {
         self.sources.watch(self.start.shares)?;
         let sockets = std::mem::take(&mut self.sockets);
         self.up = start(self.start.shares, &opened, sockets, self.start.words, &mut self.serving)?.into();
+        self.trace.0 = self.trace.1.take().map(|file| Trace::start(file, &self.up)).transpose()?;
         self.new_files.keep();
         if let Some(socket) = self.metrics.1.take() {
             self.metrics.0 = Some(MetricsServer::start(socket, Arc::clone(&self.up), OWNER.pid)?);
@@ -147,6 +169,8 @@ impl Serve for Shares<'_> {
             Some(SIGNAL_DISCARD_STATE) => self.serving.end(ferry_virtiofs::Export::stop_for_good),
             _ => self.serving.stop(),
         }
+        // Requests until here are part of it.
+        self.trace = (None, None);
     }
 }
 

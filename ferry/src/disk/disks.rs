@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
-use ferry_control::{Control, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus};
+use ferry_control::{Control, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus, Trace, TraceFile};
 use ferry_isolation::BlockedSignals;
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -142,6 +142,8 @@ pub struct Disks<'a> {
     control: (Option<Control>, Option<Socket>),
     /// The same for metrics.
     metrics: (Option<MetricsServer>, Option<MetricsSocket>),
+    /// The trace, and its file until it is started.
+    trace: (Option<Trace>, Option<TraceFile>),
     logging: Logging,
     /// The files that opening them has created.
     new_files: NewFiles,
@@ -170,6 +172,7 @@ impl<'a> Disks<'a> {
             exports: Vec::new(),
             control: (None, None),
             metrics: (None, None),
+            trace: (None, None),
             logging: logging.clone(),
             new_files,
         };
@@ -190,6 +193,11 @@ impl<'a> Disks<'a> {
             // The sandbox forbids this later. A process that serves several disks has one address.
             if let (Some(address), None) = (&args.metrics, &all.metrics.1) {
                 all.metrics.1 = Some(MetricsSocket::bind(address)?);
+            }
+            if let (Some(options), None) = (&args.trace, &all.trace.1) {
+                let file = TraceFile::create(options)?;
+                all.new_files.add([file.try_clone()?]);
+                all.trace.1 = Some(file);
             }
         }
         if all.opened.is_empty() {
@@ -224,6 +232,7 @@ impl<'a> Disks<'a> {
 impl Serve for Disks<'_> {
     fn leave(&mut self) -> &mut NewFiles {
         self.opened.clear();
+        self.trace.1 = None;
         &mut self.new_files
     }
 
@@ -246,6 +255,7 @@ impl Serve for Disks<'_> {
         }
         self.new_files.keep();
         let served: Arc<[ServedShare]> = served.into();
+        self.trace.0 = self.trace.1.take().map(|file| Trace::start(file, &served)).transpose()?;
         if let Some(socket) = self.metrics.1.take() {
             self.metrics.0 = Some(MetricsServer::start(socket, Arc::clone(&served), OWNER.pid)?);
         }
@@ -256,6 +266,7 @@ impl Serve for Disks<'_> {
     fn stop(&mut self, _signal: Option<i32>) {
         (self.control, self.metrics) = ((None, None), (None, None));
         self.exports.drain(..).for_each(Export::stop);
+        self.trace = (None, None);
     }
 }
 

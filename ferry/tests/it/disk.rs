@@ -344,11 +344,15 @@ fn an_installed_back_end_is_found_and_started() {
             let helper = fs::canonicalize(format!("{root}{prefix}/sbin/{name}")).expect("a helper for mount(8)");
             assert_eq!(helper, fs::canonicalize(format!("{root}{prefix}/bin/ferry")).expect("the program"));
         }
+        let dashboard = fs::read(format!("{root}{prefix}/share/ferry/grafana.json")).expect("a dashboard");
+        let dashboard: serde_json::Value = serde_json::from_slice(&dashboard).expect("JSON");
+        assert!(dashboard["panels"].as_array().is_some_and(|panels| !panels.is_empty()));
         for document in ["man/man1/ferry-image-build.1", "bash-completion/completions/ferry"] {
             assert!(fs::metadata(format!("{root}{prefix}/share/{document}")).expect(document).len() > 0);
         }
         assert!(run(script(prefix).arg("--remove")).status.success());
         assert_eq!(files(), Vec::<String>::new(), "what is left");
+        assert!(!folder.path().join(&prefix[1..]).join("share/ferry").exists());
     }
     assert!(!run(&mut script("here")).status.success(), "a prefix from somewhere");
 }

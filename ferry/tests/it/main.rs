@@ -31,6 +31,7 @@ mod registry_verity;
 mod service_manager;
 mod share;
 mod status;
+mod trace;
 mod trial;
 mod units;
 mod units_systemd;

@@ -80,6 +80,7 @@ fn packages_are_reproducible_and_complete() {
             "/usr/share/man/man5/ferry.toml.5.gz",
             "systemd/system/ferry-mount@.service",
             "/usr/share/qemu/vhost-user/50-ferry-disk.json",
+            "/usr/share/ferry/grafana.json",
         ] {
             assert!(listed.contains(file), "{kind}: {file}: {listed}");
         }

@@ -40,7 +40,7 @@ const RUN: [(&str, &str); 18] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 21] = [
+const NEEDED: [(&str, &str); 22] = [
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("make deb", "a release build, and root's package manager; the lines that mount are in other blocks"),
     ("make container", "a container engine; tests/tests/it/packages.rs runs the image in namespaces"),
@@ -49,6 +49,7 @@ const NEEDED: [(&str, &str); 21] = [
     ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
     ("ferry status ", "servers that run: ferry/tests/it/status.rs has its own"),
     ("ferry metrics ", "servers that run, and a collector: ferry/tests/it/metrics.rs has its own"),
+    ("ferry mount /srv /mnt --trace", "a viewer of traces: ferry/tests/it/trace.rs has servers with such files"),
     ("ferry top ", "servers that run, and a terminal: ferry/tests/it/metrics.rs has both"),
     ("ferry share /srv/a --limit iops=2000,bps=100M", "clients: ferry/tests/it/limits.rs has servers with such limits"),
     ("ferry share /srv/a --limit iops=2000,group=g", "two guests: tests/tests/it/limits.rs has them"),
