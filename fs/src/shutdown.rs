@@ -31,7 +31,8 @@ impl ShutdownSignals {
     /// SIGINT, SIGTERM, and SIGHUP, which is sent when the terminal closes.
     pub const ALL: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
 
-    /// Begins to catch signals.
+    /// Begins to catch signals, and SIGXFSZ: a write past the limit of file sizes (`ulimit -f`) must be `EFBIG` for the client that
+    /// makes it, and not the end of the server.
     ///
     /// # Errors
     ///
@@ -43,6 +44,8 @@ impl ShutdownSignals {
             signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&asked))?;
             signal_hook::flag::register(signal, Arc::clone(&asked))?;
         }
+        // Not ignored, which programs that are started later would inherit. The flag is not read.
+        signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default())?;
         Ok(Self(Signals::new(signals)?))
     }
 

@@ -1,11 +1,13 @@
 //! `--limit` and `ferry set`: what they take, and what they refuse.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::common::place::Place;
 use crate::common::{Server, ferry, needs_fuse, refused, run};
 
 /// What `ferry set` says.
@@ -104,4 +106,41 @@ fn a_mount_is_limited_while_it_runs() {
     assert!((10..=115).contains(&limited), "{limited} reads");
     assert!(unlimited > 200, "{unlimited} reads");
     drop((file, server));
+}
+
+/// Past the limit of file sizes a client gets an error, and others are served on. The system would send a signal that ends the server.
+#[test]
+fn a_write_past_the_limit_of_file_sizes_is_an_error_for_its_client_only() {
+    needs_fuse!();
+    let program = ferry().get_program().to_owned();
+    let limited = || {
+        let mut command = Command::new("sh");
+        // In units of 512 bytes.
+        command.args(["-c", "ulimit -f 100; exec \"$0\" \"$@\""]).arg(&program).stdin(Stdio::null());
+        command
+    };
+    let check = |place: &Place, way: &str| {
+        let file = File::create(place.mnt.join("large")).unwrap();
+        // A client of 9P writes behind.
+        let error = file.write_all_at(&vec![1; 1 << 20], 0).and_then(|()| file.sync_all()).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::FBIG.raw_os_error()), "{way}");
+        assert_eq!(fs::read(place.mnt.join("file")).unwrap(), b"from the source", "{way}");
+        assert!(fs::metadata(place.source.join("large")).unwrap().len() <= 51_200, "{way}");
+    };
+    for path in ["devfuse", "auto"] {
+        let place = Place::new();
+        let mut mount = limited();
+        mount.arg("mount").arg(&place.source).arg(&place.mnt).args(["--passthrough", "off", "--path", path]);
+        let pid = place.mounted_by(&mut mount);
+        check(&place, path);
+        place.unmount(pid);
+    }
+    let place = Place::new();
+    let address = format!("unix:{}", place.at("9p").display());
+    let mut share = limited();
+    let _share = Server::start(share.arg("share").arg(&place.source).args(["--9p", &address]));
+    let mut mount = ferry();
+    let pid = place.mounted_by(mount.arg("mount").arg(format!("9p:{address}")).arg(&place.mnt));
+    check(&place, "9p");
+    place.unmount(pid);
 }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -451,4 +451,40 @@ fn an_images_bytes_and_a_confined_servers_descriptors_are_in_the_metrics() {
     until("a descriptor of a connection", || count() > before);
     drop(connection);
     until("it is closed", || count() <= before);
+}
+
+/// Each has samples of its own, and neither takes anything from the other.
+#[test]
+fn a_second_top_sees_the_same() {
+    needs_fuse!();
+    let place = Place::new();
+    let pid = place.mounted(&["--passthrough", "off", "--cache", "none"]);
+    let mnt = place.mnt.to_str().unwrap();
+    let file = place.mnt.join("file");
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let load = std::thread::spawn(move || {
+        while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+            fs::read(&file).unwrap();
+        }
+    });
+    let top = || ferry().args(["top", mnt, "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut tops = [top(), top()];
+    let mut lines = tops.each_mut().map(|top| BufReader::new(top.stdout.take().unwrap()).lines());
+    let mut requests = |number: usize| {
+        let line: Value = serde_json::from_str(&lines[number].next().unwrap().unwrap()).unwrap();
+        assert_eq!(line["exports"].as_array().unwrap().len(), 1, "{line}");
+        line["exports"][0]["requests_per_s"].as_u64().unwrap()
+    };
+    for _ in 0..2 {
+        assert!(requests(0) > 10 && requests(1) > 10);
+    }
+    // The other goes on when one is killed.
+    tops[0].kill().unwrap();
+    tops[0].wait().unwrap();
+    assert!(requests(1) > 10);
+    tops[1].kill().unwrap();
+    tops[1].wait().unwrap();
+    drop(stop);
+    load.join().unwrap();
+    place.unmount(pid);
 }
