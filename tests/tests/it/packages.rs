@@ -92,15 +92,28 @@ fn packages_are_reproducible_and_complete() {
     }
 }
 
-/// What the guide does with the Debian package, in a system of nothing but Debian's essential packages. `$1`: the system, `$2`: the
-/// package.
-const USE_DEB: &str = r#"
+/// What the guide does with a package, in a system of nothing but Debian's essential packages. `$1`: the system, `$2`: the package, which
+/// is `ferry.deb` or `ferry.rpm` there.
+///
+/// RPM's database knows nothing of Debian's packages, so what the package needs is looked at by the test, and not by `rpm`.
+const USE_PACKAGE: &str = r#"
 mount --make-rprivate /
 mount --rbind /dev "$1/dev"
 mount -t proc proc "$1/proc"
-cp "$2" "$1/ferry.deb"
+rpm="rpm --root $1 --force-debian"
+case $2 in
+*.deb)
+    cp "$2" "$1/ferry.deb"
+    chroot "$1" apt-get -qq install --yes --no-install-recommends ./ferry.deb >/dev/null
+    remove() { chroot "$1" apt-get -qq purge --yes ferry >/dev/null; }
+    ;;
+*)
+    $rpm --install --nodeps "$2"
+    $rpm --verify --nodeps ferry
+    remove() { $rpm --erase ferry; }
+    ;;
+esac
 chroot "$1" sh -euc '
-    apt-get -qq install --yes --no-install-recommends ./ferry.deb >/dev/null
     ferry --version
     ferry mount mem /mnt
     echo text >/mnt/file
@@ -109,34 +122,66 @@ chroot "$1" sh -euc '
     mount -t ferry mem /mnt -o size=1M
     df --output=size /mnt | tail -n 1
     umount /mnt
-    ls -d /etc/ferry /lib/systemd/system/ferry-share@.socket /usr/share/man/man1/ferry-share.1.gz
-    apt-get -qq purge --yes ferry >/dev/null
-    [ ! -e /usr/bin/ferry ] && [ ! -e /etc/ferry ] && echo removed
+    ls -d /etc/ferry /lib/systemd/system/ferry-share@.socket /usr/share/ferry/grafana.json /usr/share/man/man1/ferry-share.1.gz
+    stat --format "%U %a" /usr/bin/ferry
 ' sh
+remove "$1"
+[ ! -e "$1/usr/bin/ferry" ] && [ ! -e "$1/etc/ferry" ] && [ ! -e "$1/usr/share/ferry" ] && echo removed
 "#;
 
 #[test]
 #[ignore = "long: installs a Debian system"]
-fn the_debian_package_is_used_in_a_fresh_system() {
-    if !rustix::process::geteuid().is_root() || !is_installed("debootstrap") || !is_installed("dpkg-shlibdeps") {
-        return ferry_skip::skip!("needs root, debootstrap and dpkg-dev: make test-all installs both");
+fn packages_are_used_in_a_fresh_system() {
+    let programs = ["debootstrap", "dpkg-shlibdeps", "rpmbuild"];
+    if !rustix::process::geteuid().is_root() || !programs.into_iter().all(is_installed) {
+        return ferry_skip::skip!("needs root, debootstrap, dpkg-dev and rpm: make test-all installs them");
     }
     let release = fs::read_to_string("/etc/os-release").unwrap();
     let Some(suite) = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")) else {
         return ferry_skip::skip!("/etc/os-release names no suite of Debian");
     };
     let folder = folder(Place::Disk);
-    let package = build("deb", program(), folder.path(), "022");
     let system = folder.path().join("system");
     checked(Command::new("debootstrap").args(["--variant=minbase", suite]).arg(&system));
-    let mut script = Command::new("unshare");
-    script.args(["--mount", "--pid", "--fork", "sh", "-euc", USE_DEB, "sh"]).args([&system, &package]);
-    let said = checked(script.env("DEBIAN_FRONTEND", "noninteractive").env_remove("FERRY_LOG"));
-    let said: Vec<_> = said.lines().map(str::trim).collect();
-    let version = concat!("ferry ", env!("CARGO_PKG_VERSION"));
-    let unit = "/lib/systemd/system/ferry-share@.socket";
-    let page = "/usr/share/man/man1/ferry-share.1.gz";
-    assert_eq!(said, [version, "text", "1024", "/etc/ferry", unit, page, "removed"]);
+    for kind in ["deb", "rpm"] {
+        let package = build(kind, program(), folder.path(), "022");
+        let mut script = Command::new("unshare");
+        script.args(["--mount", "--pid", "--fork", "sh", "-euc", USE_PACKAGE, "sh"]).args([&system, &package]);
+        let said = checked(script.env("DEBIAN_FRONTEND", "noninteractive").env_remove("FERRY_LOG"));
+        let said: Vec<_> = said.lines().map(str::trim).collect();
+        let version = concat!("ferry ", env!("CARGO_PKG_VERSION"));
+        let unit = "/lib/systemd/system/ferry-share@.socket";
+        let dashboard = "/usr/share/ferry/grafana.json";
+        let page = "/usr/share/man/man1/ferry-share.1.gz";
+        let expected = [version, "text", "1024", "/etc/ferry", unit, dashboard, page, "root 755", "removed"];
+        assert_eq!(said, expected, "{kind}");
+    }
+}
+
+/// A distribution with RPM has what the package needs: the C library, a shell, and features of `rpm` itself.
+#[test]
+#[ignore = "long: packs the program"]
+fn the_rpm_needs_no_more_than_every_system_has() {
+    if !is_installed("rpmbuild") {
+        return ferry_skip::skip!("no rpmbuild: apt-get install rpm");
+    }
+    let folder = folder(Place::Disk);
+    let package = build("rpm", program(), folder.path(), "022");
+    let query = |words: &[&str]| {
+        let mut rpm = Command::new("rpm");
+        rpm.arg("--query").args(words).arg("--package").arg("--dbpath").arg(folder.path()).arg(&package);
+        checked(&mut rpm)
+    };
+    let known = ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux", "rtld(GNU_HASH)", "rpmlib(", "/bin/sh"];
+    for needed in query(&["--requires"]).lines() {
+        assert!(known.iter().any(|known| needed.starts_with(known)), "{needed}");
+    }
+    // Folders of the system's are not the package's: it would conflict with others.
+    let shown = query(&["--queryformat", "[%{FILEMODES:perms} %{FILEUSERNAME} %{FILENAMES}\\n]"]);
+    let mut folders: Vec<_> = shown.lines().filter(|line| line.starts_with('d')).collect();
+    folders.sort_unstable_by_key(|line| line.rsplit_once(' '));
+    assert_eq!(folders, ["drwxr-xr-x root /etc/ferry", "drwxr-xr-x root /usr/share/ferry"]);
+    assert!(shown.lines().all(|line| line.contains(" root /")), "{shown}");
 }
 
 /// Returns the bytes that a descriptor of an OCI image names, after a check of their size and digest.
