@@ -3,6 +3,7 @@
 mod address;
 mod contradictions;
 pub mod limit;
+mod quota;
 mod share;
 mod source;
 mod values;

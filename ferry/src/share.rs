@@ -206,7 +206,8 @@ pub fn refuse_duplicates(shares: &[Share], disks: &[disk::Args]) -> Result<()> {
             bail!("descriptor {fd} is given for a share and a disk; each needs its own");
         }
     }
-    if let Some(why) = limit::group_conflict(shares.iter().filter_map(|share| share.limit.as_ref())) {
+    let conflict = limit::group_conflict(shares.iter().filter_map(|share| share.limit.as_ref()));
+    if let Some(why) = conflict.or_else(|| source::quota_conflict(shares)) {
         bail!(why);
     }
     let mut given = HashSet::new();

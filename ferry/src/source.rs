@@ -1,6 +1,7 @@
 //! Opens each source of the command line once.
 
 mod opening;
+mod overlap;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use ferry_idmap::{IdMapped, Ids, Xattrs};
 use ferry_image::Digest;
 use ferry_isolation::Capabilities;
 use ferry_mem::pmem;
+use ferry_quota::{Limits, Quota};
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::flags::{Acl, FileHandles, Kind, MapUser, Share};
@@ -18,6 +20,7 @@ use crate::image::registry::Origin;
 use crate::remote;
 
 pub use opening::Sources;
+pub use overlap::quota_conflict;
 
 /// The flags of a source, without those of its exports.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +35,7 @@ struct Options {
     digest: Option<Digest>,
     from: Option<Origin>,
     needs_handles: bool,
+    quota: Option<Limits>,
 }
 
 /// Returns the source as the clients of a share see it: with translated ids and renamed attributes.
@@ -80,6 +84,7 @@ impl Options {
             digest: share.digest.map(|digest| digest.0),
             from: Origin::of(share),
             needs_handles: share.inode_file_handles == FileHandles::Mandatory,
+            quota: share.quota.map(|quota| quota.0),
         }
     }
 
@@ -104,6 +109,17 @@ impl Options {
             );
         }
         Ok(Arc::new(dir))
+    }
+
+    /// Returns the directory with its quota. Counts the tree.
+    fn with_quota(&self, dir: Arc<Dir>, path: &Path) -> Result<Arc<dyn FileSystem>> {
+        let Some(limits) = self.quota else { return Ok(dir) };
+        let quota = Quota::new(dir, limits).with_context(|| format!("--quota: {}", path.display()))?;
+        let quota = Arc::new(quota);
+        let usage = quota.usage();
+        tracing::info!(source = %path.display(), bytes = usage.bytes, files = usage.files, "counted for the quota");
+        quota.begin().context("cannot start a thread")?;
+        Ok(quota)
     }
 
     fn open_mem(&self) -> Result<Arc<dyn FileSystem>> {

@@ -54,6 +54,7 @@ impl Share {
             (self.announce_submounts, "announce-submounts"),
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
             (self.watch != Watch::default(), "watch"),
+            (self.quota.is_some(), "quota"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
             return Some(format!("--{flag} is for directories, and {source} is not one"));
@@ -112,6 +113,12 @@ impl Share {
             ),
             _ if self.limit.is_some() && self.dax.is_some_and(|window| window.0.is_some()) => {
                 Some("--limit and --dax exclude each other, because mapped data are not limited; omit one".into())
+            }
+            _ if self.quota.is_some() && self.passthrough == Some(Passthrough::On) => Some(
+                "--quota and --passthrough on exclude each other, because such data are not counted; omit one".into(),
+            ),
+            _ if self.quota.is_some() && self.dax.is_some_and(|window| window.0.is_some()) => {
+                Some("--quota and --dax exclude each other, because mapped data are not counted; omit one".into())
             }
             _ if self.local_locks && self.mount.is_none() && self.virtiofs.is_none() && self.fd.is_none() => {
                 Some(format!(

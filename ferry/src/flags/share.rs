@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use super::address::{Address, Users};
 use super::limit::Limit;
+use super::quota::Quota;
 use super::source::Kind;
 use super::values::{
     Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,
@@ -149,6 +150,16 @@ pub struct Share {
     #[arg(long, value_name = "N", help_heading = "Sockets and queues")]
     #[arg(value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub poll_us: Option<u64>,
+
+    /// The maximum size of the directory's tree, a number with K, M, G or T, and of its number of files: 10G,files=100000.
+    ///
+    /// What does not fit fails with ENOSPC, and `df` shows the quota as the size of the file system. Space counts as allocated
+    /// (as `du` counts), and each file, directory, link and the root as one file. The tree is counted at start, so that may take
+    /// a while. It may hold more than the quota: then nothing grows. With a quota there is no passthrough and no DAX window,
+    /// because data would pass it by. Changes by other processes are found by a count in the background.
+    #[arg(long, value_name = "SIZE[,files=N]", help_heading = "For directories")]
+    #[serde(deserialize_with = "parsed")]
+    pub quota: Option<Quota>,
 
     /// Pass the client's O_DIRECT on to the files of a directory.
     #[arg(long, help_heading = "For directories")]

@@ -233,9 +233,9 @@ impl Source {
 
     /// Starts its threads.
     fn begin(&mut self) -> Result<Arc<dyn FileSystem>> {
-        if let Stage::Dir(dir) = &self.stage {
+        if let (Stage::Dir(dir), Kind::Dir(path)) = (&self.stage, &self.named) {
             dir.begin();
-            return Ok(Arc::clone(dir) as Arc<dyn FileSystem>);
+            return self.options.with_quota(Arc::clone(dir), path);
         }
         Ok(match std::mem::replace(&mut self.stage, Stage::Closed) {
             Stage::Image(source) => {

@@ -25,6 +25,7 @@ mod mount;
 mod mount_ninep;
 mod places;
 mod pmem;
+mod quota;
 mod registry;
 mod registry_tls;
 mod registry_verity;

@@ -1,0 +1,270 @@
+//! Counts what a tree holds: at the start, and again when others may have changed it.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferry_vfs::sync::lock;
+use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags};
+
+use crate::{Quota, storage};
+
+/// Entries per call to the source.
+const ENTRIES: usize = 512;
+/// The minimum time between two counts, also of a small tree.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// A count takes at most this part of the time, if clients ask for more.
+const PAUSE_FACTOR: u32 = 20;
+/// How often a tree that grows is counted without a reason, and the part of the time for that.
+const PERIOD_MIN: Duration = Duration::from_secs(60);
+const PERIOD_FACTOR: u32 = 50;
+
+/// Why the tree could not be counted.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "a quota needs to count the whole tree, and a part of it cannot be read: the server must be allowed to read all directories"
+)]
+pub struct CountError(#[source] Errno);
+
+/// What a tree holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counted {
+    pub(crate) bytes: i64,
+    pub(crate) files: i64,
+}
+
+impl Counted {
+    fn add(&mut self, bytes: i64) {
+        self.bytes = self.bytes.saturating_add(bytes);
+        self.files += 1;
+    }
+}
+
+/// Requests that take something from the tree or move it, during which no count is right.
+#[derive(Debug, Default)]
+pub(crate) struct Removals {
+    begun: AtomicU64,
+    ended: AtomicU64,
+}
+
+impl Removals {
+    /// Keep the result until the accounts show the change.
+    pub(crate) fn begin(&self) -> Removal<'_> {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        Removal(self)
+    }
+
+    /// Returns the number of requests, unless one is under way.
+    fn quiet(&self) -> Option<u64> {
+        let ended = self.ended.load(Ordering::SeqCst);
+        (self.begun.load(Ordering::SeqCst) == ended).then_some(ended)
+    }
+}
+
+/// One request; see [`Removals`].
+#[derive(Debug)]
+pub(crate) struct Removal<'a>(&'a Removals);
+
+impl Drop for Removal<'_> {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Tells the counting thread what to do.
+#[derive(Debug, Default)]
+pub(crate) struct Counter {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    is_requested: bool,
+    is_over: bool,
+}
+
+impl Counter {
+    /// Requests a count.
+    pub(crate) fn request(&self) {
+        lock(&self.state).is_requested = true;
+        self.changed.notify_one();
+    }
+
+    /// Waits until a count is requested, at most for a period. Returns whether it is; `None`: the quota is gone.
+    fn wait(&self, period: Duration) -> Option<bool> {
+        let is_idle = |state: &mut State| !state.is_requested && !state.is_over;
+        let waited = self.changed.wait_timeout_while(lock(&self.state), period, is_idle);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let is_requested = std::mem::take(&mut state.is_requested);
+        (!state.is_over).then_some(is_requested)
+    }
+
+    /// Waits for a time. Returns whether the quota still exists.
+    fn pause(&self, time: Duration) -> bool {
+        let waited = self.changed.wait_timeout_while(lock(&self.state), time, |state| !state.is_over);
+        !waited.unwrap_or_else(PoisonError::into_inner).0.is_over
+    }
+}
+
+impl Drop for Quota {
+    fn drop(&mut self) {
+        lock(&self.counter.state).is_over = true;
+        self.counter.changed.notify_one();
+    }
+}
+
+/// A listing with entries.
+#[derive(Default)]
+struct Listing {
+    entries: Vec<Entry>,
+    next: Option<u64>,
+    items: usize,
+}
+
+impl DirOutput for Listing {
+    fn fits(&self, _: &[u8]) -> bool {
+        self.items < ENTRIES
+    }
+
+    fn push(&mut self, item: &DirItem<'_>, entry: Option<&Entry>) {
+        self.items += 1;
+        self.next = Some(item.next);
+        self.entries.extend(entry);
+    }
+}
+
+impl Quota {
+    /// Starts the thread that counts again: soon after a request did not fit or a client asked for the room, and from time
+    /// to time while the tree grows.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn begin(self: &Arc<Self>) -> std::io::Result<()> {
+        let (quota, counter) = (Arc::downgrade(self), Arc::clone(&self.counter));
+        let count = move || {
+            let (mut took, mut counted) = (Duration::ZERO, None);
+            while let Some(is_requested) = counter.wait(PERIOD_MIN.max(took * PERIOD_FACTOR)) {
+                let Some(quota) = quota.upgrade() else { return };
+                let balance = quota.bytes.balance();
+                if is_requested || counted != Some(balance) {
+                    let begun = Instant::now();
+                    let is_right = quota.recount();
+                    took = begun.elapsed();
+                    counted = is_right.then(|| quota.bytes.balance());
+                    if !is_right && is_requested {
+                        counter.request();
+                    }
+                }
+                drop(quota);
+                if !counter.pause(PAUSE_MIN.max(took * PAUSE_FACTOR)) {
+                    return;
+                }
+            }
+        };
+        std::thread::Builder::new().name("quota".into()).spawn(count).map(drop)
+    }
+
+    /// Counts the tree again and corrects the accounts. Returns `false` if that was not possible, because requests removed
+    /// or moved something meanwhile.
+    pub fn recount(&self) -> bool {
+        let Some(removals) = self.removals.quiet() else { return false };
+        let (bytes, files) = (self.bytes.balance(), self.files.balance());
+        let mut is_settled = true;
+        self.charges.for_each(|charge| is_settled &= charge.is_settled());
+        if !is_settled {
+            return false;
+        }
+        let mut counted = match self.walk() {
+            Ok(counted) => counted,
+            Err(CountError(errno)) => {
+                tracing::warn!(%errno, "a quota cannot count its tree again");
+                return false;
+            }
+        };
+        // Those have no name, so the walk did not find them.
+        self.charges.for_each(|charge| {
+            if charge.is_orphan() {
+                counted.add(charge.bytes());
+            }
+        });
+        if self.removals.quiet() != Some(removals) {
+            return false;
+        }
+        let corrected = (self.bytes.correct(bytes, counted.bytes), self.files.correct(files, counted.files));
+        if corrected != (0, 0) {
+            tracing::debug!(bytes = corrected.0, files = corrected.1, "others changed the tree of a quota");
+        }
+        true
+    }
+
+    /// Counts all inodes that have a name, each once.
+    pub(crate) fn walk(&self) -> Result<Counted, CountError> {
+        let cx = Caller::default();
+        let mut counted = Counted::default();
+        counted.add(storage(&self.source.getattr(&cx, Ino::ROOT, None).map_err(CountError)?));
+        // Each of both holds a reference, so that the numbers stay valid.
+        let (mut dirs, mut links) = (vec![Ino::ROOT], HashSet::new());
+        let mut result = Ok(());
+        while let Some(dir) = dirs.pop() {
+            if result.is_ok() {
+                result = self.walk_dir(&cx, dir, &mut counted, (&mut dirs, &mut links));
+            }
+            if dir != Ino::ROOT {
+                self.forget(dir, 1);
+            }
+        }
+        links.into_iter().for_each(|ino| self.forget(ino, 1));
+        result.map(|()| counted)
+    }
+
+    fn walk_dir(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        counted: &mut Counted,
+        below: (&mut Vec<Ino>, &mut HashSet<Ino>),
+    ) -> Result<(), CountError> {
+        let handle = match self.source.opendir(cx, ino, OFlags::RDONLY) {
+            // It was removed meanwhile.
+            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+            other => other.map_err(CountError)?,
+        };
+        let result = self.walk_entries(cx, (ino, handle), counted, below);
+        self.source.releasedir(cx, ino, handle);
+        result.map_err(CountError)
+    }
+
+    fn walk_entries(
+        &self,
+        cx: &Caller<'_>,
+        (ino, handle): (Ino, Handle),
+        counted: &mut Counted,
+        (dirs, links): (&mut Vec<Ino>, &mut HashSet<Ino>),
+    ) -> Result<(), Errno> {
+        let mut offset = 0;
+        loop {
+            let mut listing = Listing::default();
+            let listed = self.source.readdir(cx, &DirRange { ino, handle, offset, plus: true }, &mut listing);
+            for Entry { ino, attr, .. } in listing.entries {
+                let is_dir = attr.kind() == FileType::Directory;
+                if is_dir || attr.nlink < 2 || links.insert(ino) {
+                    counted.add(storage(&attr));
+                    if is_dir {
+                        dirs.push(ino);
+                    }
+                    if is_dir || attr.nlink > 1 {
+                        continue;
+                    }
+                }
+                self.forget(ino, 1);
+            }
+            match (listed, listing.next) {
+                (Err(errno), _) => return Err(errno),
+                (Ok(()), None) => return Ok(()),
+                (Ok(()), Some(next)) => offset = next,
+            }
+        }
+    }
+}

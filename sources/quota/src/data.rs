@@ -1,0 +1,219 @@
+//! Changes of the data of files.
+
+use std::cell::RefCell;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::MutexGuard;
+
+use ferry_engine::WithoutFsetid;
+use ferry_vfs::sync::lock;
+use ferry_vfs::{
+    Attr, Caller, CopyRange, Data, Errno, FallocateFlags, Handle, Ino, Input, IoRange, OFlags, Result, SetAttr,
+};
+
+use crate::account::Reservation;
+use crate::charges::Held;
+use crate::{BLOCK, Quota, sys, whole_blocks};
+
+/// The maximum size of one copy in bytes, and so of its reservation. Clients continue where it stopped.
+const COPY_BYTES_MAX: u64 = 64 << 20;
+/// The size of a write to a descriptor in bytes, in memory aligned for `O_DIRECT`.
+const PIECE_BYTES: usize = 128 << 10;
+const PIECE_ALIGN: usize = 4096;
+
+thread_local! {
+    /// The memory of this thread's writes.
+    static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Room for a write or a part of it.
+struct Granted<'a> {
+    reservation: Reservation<'a>,
+    len: u64,
+    /// The write relies on storage that the file has already.
+    _layout: Option<MutexGuard<'a, ()>>,
+}
+
+impl Quota {
+    /// Reserves the room that a range of a file may need; if there is little, for a part of the range, but not for none.
+    fn grant<'a>(
+        &'a self,
+        cx: &Caller<'_>,
+        (held, handle): (&'a Held<'a>, Handle),
+        offset: u64,
+        len: u64,
+    ) -> Result<Granted<'a>> {
+        let begin = offset - offset % BLOCK;
+        let end = offset.saturating_add(len);
+        if let Some(reservation) = self.bytes.reserve(whole_blocks(end - begin)) {
+            return Ok(Granted { reservation, len, _layout: None });
+        }
+        // Parts of the range may have storage. Nothing frees it while `layout` is held.
+        let layout = lock(&held.charge().layout);
+        let file = self.source.backing(cx, held.ino, handle).ok_or_else(|| self.is_full())?;
+        let holes = sys::holes(&*file, begin..end.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX))?;
+        let (room, mut needed, mut fits_to) = (self.bytes.room(), 0, end);
+        for hole in holes {
+            let more = whole_blocks(hole.end - hole.start);
+            if more > room - needed {
+                let part = (room - needed) - (room - needed) % BLOCK.cast_signed();
+                needed += part;
+                fits_to = end.min(hole.start.saturating_add(part.cast_unsigned()));
+                break;
+            }
+            needed += more;
+        }
+        let fits = fits_to.saturating_sub(offset);
+        if fits == 0 && len > 0 {
+            return Err(self.is_full());
+        }
+        let reservation = self.bytes.reserve(needed).ok_or_else(|| self.is_full())?;
+        Ok(Granted { reservation, len: fits, _layout: Some(layout) })
+    }
+
+    pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
+        let held = self.hold_open(cx, at.ino, at.handle)?;
+        let written = self.write_granted(cx, &held, at, input);
+        self.put_back(held);
+        written.map(Data::Bytes)
+    }
+
+    fn write_granted(&self, cx: &Caller<'_>, held: &Held<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
+        let offset = match at.flags.contains(OFlags::APPEND) {
+            // The host places the data at the end, which may be elsewhere by then: one block more.
+            true => self.source.getattr(cx, at.ino, Some(at.handle))?.size,
+            false => at.offset,
+        };
+        let granted = self.grant(cx, (held, at.handle), offset, at.len.into())?;
+        let at = IoRange { len: u32::try_from(granted.len).map_or(at.len, |len| len.min(at.len)), ..*at };
+        let mut input = Part { input, rest: at.len as usize };
+        let written = match self.source.write(cx, &at, &mut input) {
+            Ok(Data::Bytes(count)) => Ok(count),
+            Ok(Data::Extent(extent)) => {
+                let _guard = at.clear_privileges.then(WithoutFsetid::enter).transpose()?;
+                let written = write_all(extent.file.as_fd(), extent.offset, at.len as usize, &mut input);
+                if let Some(memory) = extent.file.memory() {
+                    memory.written();
+                }
+                written
+            }
+            Err(error) => Err(error),
+        };
+        self.measure(cx, held, Some(at.handle), Some(granted.reservation));
+        written
+    }
+
+    pub(crate) fn fallocate(
+        &self,
+        cx: &Caller<'_>,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: u64,
+        flags: FallocateFlags,
+    ) -> Result<()> {
+        let held = self.hold_open(cx, ino, handle)?;
+        let frees = flags.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::COLLAPSE_RANGE);
+        // Inserting moves what is allocated, and may split a block.
+        let moves = flags.contains(FallocateFlags::INSERT_RANGE);
+        let allocated = {
+            let _removal = frees.then(|| self.removals.begin());
+            let _layout = (frees || moves).then(|| lock(&held.charge().layout));
+            let granted = match (frees, moves) {
+                (true, _) => None,
+                (_, true) => Some((self.reserve_bytes(BLOCK)?, None)),
+                _ => {
+                    let granted = self.grant(cx, (&held, handle), offset, len)?;
+                    if granted.len < len {
+                        return Err(self.is_full());
+                    }
+                    Some((granted.reservation, granted._layout))
+                }
+            };
+            let allocated = self.source.fallocate(cx, ino, handle, offset, len, flags);
+            let (reservation, _layout) = granted.unzip();
+            self.measure(cx, &held, Some(handle), reservation);
+            allocated
+        };
+        self.put_back(held);
+        allocated
+    }
+
+    pub(crate) fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
+        let (ino, handle, offset) = copy.to;
+        let held = self.hold_open(cx, ino, handle)?;
+        let copied = (|| {
+            // A source that is short needs less room than its client asks for.
+            let size = self.source.getattr(cx, copy.from.0, Some(copy.from.1))?.size;
+            let len = copy.len.min(COPY_BYTES_MAX).min(size.saturating_sub(copy.from.2));
+            let granted = self.grant(cx, (&held, handle), offset, len)?;
+            let copied = self.source.copy_file_range(cx, &CopyRange { len: granted.len, ..*copy });
+            self.measure(cx, &held, Some(handle), Some(granted.reservation));
+            copied
+        })();
+        self.put_back(held);
+        copied
+    }
+
+    /// A new size may free storage. A larger one makes a hole, which needs none until it is written.
+    pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
+        if set.size.is_none() {
+            return self.source.setattr(cx, ino, handle, set);
+        }
+        let held = match handle {
+            Some(handle) => self.hold_open(cx, ino, handle),
+            None => self.hold(cx, ino),
+        }?;
+        let changed = {
+            let _removal = self.removals.begin();
+            let _layout = lock(&held.charge().layout);
+            let changed = self.source.setattr(cx, ino, handle, set);
+            self.measure(cx, &held, handle, None);
+            changed
+        };
+        self.put_back(held);
+        changed
+    }
+}
+
+/// The first bytes of an input.
+struct Part<'a> {
+    input: &'a mut dyn Input,
+    rest: usize,
+}
+
+impl Input for Part<'_> {
+    fn take(&mut self, bytes: &mut [u8]) -> usize {
+        let most = bytes.len().min(self.rest);
+        let taken = self.input.take(&mut bytes[..most]);
+        self.rest -= taken;
+        taken
+    }
+}
+
+/// Writes bytes of `input` at an offset of a descriptor; returns how many.
+fn write_all(file: BorrowedFd<'_>, offset: u64, len: usize, input: &mut dyn Input) -> Result<usize> {
+    PIECE.with_borrow_mut(|room| {
+        room.resize(PIECE_BYTES + PIECE_ALIGN, 0);
+        let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);
+        let mut done = 0;
+        while done < len {
+            let piece = &mut room[begin..][..PIECE_BYTES.min(len - done)];
+            let taken = input.take(piece);
+            let mut written = 0;
+            while written < taken {
+                match rustix::io::pwrite(file, &piece[written..taken], offset + (done + written) as u64) {
+                    Ok(count) if count > 0 => written += count,
+                    Err(Errno::INTR) => {}
+                    Err(errno) if done + written == 0 => return Err(errno),
+                    // The written part is reported; the client retries the rest and gets the error then.
+                    Ok(_) | Err(_) => return Ok(done + written),
+                }
+            }
+            done += taken;
+            if taken == 0 {
+                break;
+            }
+        }
+        Ok(done)
+    })
+}
