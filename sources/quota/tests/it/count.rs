@@ -20,6 +20,9 @@ fn a_tree_counts_each_inode_once() {
     fs::create_dir_all(path("a/b/c")).unwrap();
     fs::write(path("a/f"), vec![1; 100_000]).unwrap();
     (0..3).for_each(|n| fs::hard_link(path("a/f"), path(&format!("a/b/link{n}"))).unwrap());
+    rustix::fs::mkfifoat(rustix::fs::CWD, path("a/fifo"), 0o600.into()).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(path("a/socket")).unwrap();
+    std::os::unix::fs::symlink("/", path("a/link")).unwrap();
     fs::File::create(path("a/holes")).unwrap().set_len(1 << 40).unwrap();
     (0..2000).for_each(|n| fs::write(path(&format!("a/b/c/{n}")), "x").unwrap());
     for file_handles in [true, false] {
@@ -128,4 +131,28 @@ fn any_source_has_a_quota() {
     assert_eq!(quota.usage(), begin);
     assert!(quota.recount());
     assert_eq!(quota.usage(), begin);
+}
+
+#[test]
+fn a_tree_that_changes_can_be_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                for n in 0..50 {
+                    let at = dir.path().join(n.to_string());
+                    fs::create_dir_all(at.join("deep")).unwrap();
+                    fs::write(at.join("deep/file"), "x").unwrap();
+                    fs::hard_link(at.join("deep/file"), at.join("link")).unwrap();
+                }
+                (0..50).for_each(|n| fs::remove_dir_all(dir.path().join(n.to_string())).unwrap());
+            }
+        });
+        for _ in 0..30 {
+            let quota = open(dir.path(), limits(0, None));
+            assert!((1..=251).contains(&quota.usage().files), "{:?}", quota.usage());
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }

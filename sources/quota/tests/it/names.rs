@@ -140,3 +140,34 @@ fn failed_requests_reserve_nothing() {
         tree.assert_exact();
     }
 }
+
+#[test]
+fn links_between_directories_count_once_and_move_freely() {
+    let tree = Tree::new(256 * K, Some(6));
+    let Tree { quota, cx, .. } = &tree;
+    let dirs = ["a", "b"].map(|text| quota.mkdir(cx, Ino::ROOT, name(text), &new(0o755)).unwrap().ino);
+    let (entry, handle) = quota.create(cx, dirs[0], name("f"), &new(0o644), OFlags::RDWR).unwrap();
+    assert_eq!(tree.write((entry.ino, handle), 0, 50 << 10), Ok(50 << 10));
+    quota.link(cx, entry.ino, dirs[1], name("g")).unwrap();
+    tree.assert_exact();
+    quota.symlink(cx, dirs[0], name("s"), b"f").unwrap();
+    for (from, to) in [((dirs[0], "s"), (dirs[0], "t")), ((dirs[0], "t"), (dirs[1], "s"))] {
+        quota.rename(cx, (from.0, name(from.1)), (to.0, name(to.1)), RenameFlags::empty()).unwrap();
+        tree.assert_exact();
+    }
+    // A directory goes with all that is in it.
+    quota.rename(cx, (Ino::ROOT, name("b")), (dirs[0], name("b")), RenameFlags::empty()).unwrap();
+    tree.assert_exact();
+    quota.unlink(cx, dirs[0], name("f")).unwrap();
+    tree.assert_exact();
+    // Opened twice, and replaced while it is open.
+    let other = tree.create("other").unwrap();
+    quota.rename(cx, (Ino::ROOT, name("other")), (dirs[1], name("g")), RenameFlags::empty()).unwrap();
+    assert_eq!(quota.usage().files, 6);
+    quota.release(cx, entry.ino, handle);
+    quota.forget(entry.ino, 2);
+    tree.close(other);
+    tree.assert_exact();
+    assert!(quota.recount());
+    tree.assert_exact();
+}
