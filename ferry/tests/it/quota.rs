@@ -166,3 +166,25 @@ fn quotas_that_could_not_hold_are_refused() {
     let said = refused(2, command.arg("--virtiofs").arg(folder.path().join("t")));
     assert!(said.contains("share the same files with different flags"), "{said}");
 }
+
+/// In the sandbox, where the tree is counted, and counted again.
+#[test]
+fn clients_of_9p_have_the_quota_of_the_server() {
+    needs_fuse!();
+    let places = Places::new();
+    fs::write(places.dir.join("host"), vec![1; 500 << 10]).unwrap();
+    let socket = format!("unix:{}", places.dir.with_file_name("sock").display());
+    let mut command = ferry();
+    let _server =
+        Server::start(command.arg("share").arg(&places.dir).args(["--quota", "1M,files=5", "--9p"]).arg(&socket));
+    let mut command = ferry();
+    let source = format!("9p:{socket}");
+    let _client = Server::start(command.args(["share", &source, "--cache", "none", "--mount"]).arg(&places.at));
+    assert_eq!(df(&places.at)[..5], [1024, 504, 520, 5, 2]);
+    let (path, other) = (places.at.join("f"), places.at.join("g"));
+    let (size, said) = dd(&path, &["count=100"]);
+    assert!(size == 520 << 10 && said.contains("No space left on device"), "{size}: {said}");
+    assert_eq!(df(&places.at)[1..3], [1024, 0]);
+    fs::remove_file(places.dir.join("host")).unwrap();
+    dd_until(&other, 500 << 10, &[]);
+}
