@@ -18,7 +18,7 @@ use ferry_tests::{GuestCache, Place, folder};
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// How the blocks begin that are run, and by which test.
-const RUN: [(&str, &str); 18] = [
+const RUN: &[(&str, &str)] = &[
     ("cargo build --release", "the_try_block"),
     ("ferry share /srv/src --virtiofs /run/src.sock\n", "the_first_recipe_on_one_cpu"),
     ("-object memory-backend-memfd", "the_first_recipe_on_one_cpu"),
@@ -40,7 +40,7 @@ const RUN: [(&str, &str); 18] = [
 ];
 
 /// How the blocks begin that are not run, and what they need.
-const NEEDED: [(&str, &str); 22] = [
+const NEEDED: &[(&str, &str)] = &[
     ("make demo", "they are what runs this test, and a demonstration that takes minutes"),
     ("make deb", "a release build, and root's package manager; the lines that mount are in other blocks"),
     ("make container", "a container engine; tests/tests/it/packages.rs runs the image in namespaces"),
@@ -73,7 +73,7 @@ const NEEDED: [(&str, &str); 22] = [
 ];
 
 /// What lines need, in a block that is run or in the help, by how they begin.
-const NEEDED_BY_LINES: [(&str, &str); 13] = [
+const NEEDED_BY_LINES: &[(&str, &str)] = &[
     ("mount -t 9p ", "9P in this host's kernel; guests run it in tests/tests/it/ninep_qemu.rs"),
     ("mount -o remount", "see the test the_mount_helper_block, which runs it after the line before"),
     ("ferry share /srv/src --9p vhost-user:", "see the block of docs/guide/9p.md"),
@@ -113,7 +113,7 @@ fn text(lines: &[String]) -> String {
 
 #[test]
 fn every_block_is_run_or_needs_something() {
-    let listed: Vec<_> = RUN.iter().chain(&NEEDED).map(|(first, _)| *first).collect();
+    let listed: Vec<_> = RUN.iter().chain(NEEDED).map(|(first, _)| *first).collect();
     let mut found = vec![BTreeSet::new(); listed.len()];
     for block in blocks() {
         let text = text(&block.lines);
