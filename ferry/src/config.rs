@@ -148,6 +148,7 @@ mod tests {
             allow-idmap = true
             poll-us = 50
             allow-direct-io = true
+            quota = "10G,files=5"
 
             [[share]]
             dir = "b"
@@ -203,6 +204,8 @@ mod tests {
         assert_eq!(shares[0].source, Path::new("/srv/a"));
         assert_eq!(shares[0].virtiofs.as_deref(), Some(Path::new("/etc/ferry/a.sock")));
         assert!(shares[0].writeback && shares[0].local_locks && shares[0].allow_idmap);
+        let limits = ferry_quota::Limits { bytes: 10 << 30, files: Some(5) };
+        assert_eq!(shares[0].quota.map(|quota| quota.0), Some(limits));
         assert_eq!(shares[1].source, Path::new("/etc/ferry/b"));
         assert_eq!(shares[1].fd, Some(3));
         assert_eq!(shares[2].source, Path::new("pmem:/etc/ferry/p"));
@@ -323,6 +326,9 @@ mod tests {
             ("[[share]]\nsource = \"pmem:a\"\nmount = \"m\"\ntier2-size = \"1G\"", "tier2-size needs tier2"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nallow-other = true", "allow-other is for mounts"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nwriteback = true\npassthrough = \"on\"", "exclude each other"),
+            ("[[share]]\ndir = \"a\"\nmount = \"m\"\nquota = \"1X\"", "line 4: \"1X\" is not a quota"),
+            ("[[share]]\nsource = \"mem\"\nmount = \"m\"\nquota = \"1G\"", "quota is for directories, and mem"),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nquota = \"1G\"\ndax = \"2M\"", "quota and dax exclude each"),
             ("[[share]]\ndir = \"a\"\nmount = \"m\"\nthreads = 0", "threads = 0 is not in"),
             ("[[share]]\ndir = \"a\"\n9p = \"s\"", "not an address for 9P"),
             ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\n9p-users = \"client\"", "9p-users is for 9P"),

@@ -181,8 +181,8 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
             (MigrationMode::FindPaths, false) => IdentityScope::Paths,
         },
         begun: crate::sandbox::thread_hooks(),
-        // Mapped data would pass the limit by.
-        dax_bytes: if share.limit.is_some() {
+        // Mapped data would pass them by.
+        dax_bytes: if share.limit.is_some() || share.quota.is_some() {
             None
         } else {
             share.dax.map_or(default.dax_bytes, |Window(bytes)| bytes)
@@ -204,8 +204,8 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
             Carrier::Devfuse => ferry_fuse::Path::Devfuse,
         },
         passthrough: match share.passthrough.unwrap_or(Passthrough::Auto) {
-            // Such data would pass the limit by.
-            Passthrough::Auto if share.limit.is_some() => Some(false),
+            // Such data would pass them by.
+            Passthrough::Auto if share.limit.is_some() || share.quota.is_some() => Some(false),
             Passthrough::Auto => None,
             Passthrough::On => Some(true),
             Passthrough::Off => Some(false),

@@ -1,13 +1,12 @@
 //! Counts what a tree holds: at the start, and again when others may have changed it.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::sync::lock;
 use ferry_vfs::{Caller, DirItem, DirOutput, DirRange, Entry, Errno, FileSystem, FileType, Handle, Ino, OFlags};
 
+use crate::counter::CountError;
 use crate::{Quota, storage};
 
 /// Entries per call to the source.
@@ -19,13 +18,6 @@ const PAUSE_FACTOR: u32 = 20;
 /// How often a tree that grows is counted without a reason, and the part of the time for that.
 const PERIOD_MIN: Duration = Duration::from_secs(60);
 const PERIOD_FACTOR: u32 = 50;
-
-/// Why the tree could not be counted.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "a quota needs to count the whole tree, and a part of it cannot be read: the server must be allowed to read all directories"
-)]
-pub struct CountError(#[source] Errno);
 
 /// What a tree holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,77 +33,9 @@ impl Counted {
     }
 }
 
-/// Requests that take something from the tree or move it, during which no count is right.
-#[derive(Debug, Default)]
-pub(crate) struct Removals {
-    begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-impl Removals {
-    /// Keep the result until the accounts show the change.
-    pub(crate) fn begin(&self) -> Removal<'_> {
-        self.begun.fetch_add(1, Ordering::SeqCst);
-        Removal(self)
-    }
-
-    /// Returns the number of requests, unless one is under way.
-    fn quiet(&self) -> Option<u64> {
-        let ended = self.ended.load(Ordering::SeqCst);
-        (self.begun.load(Ordering::SeqCst) == ended).then_some(ended)
-    }
-}
-
-/// One request; see [`Removals`].
-#[derive(Debug)]
-pub(crate) struct Removal<'a>(&'a Removals);
-
-impl Drop for Removal<'_> {
-    fn drop(&mut self) {
-        self.0.ended.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-/// Tells the counting thread what to do.
-#[derive(Debug, Default)]
-pub(crate) struct Counter {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    is_requested: bool,
-    is_over: bool,
-}
-
-impl Counter {
-    /// Requests a count.
-    pub(crate) fn request(&self) {
-        lock(&self.state).is_requested = true;
-        self.changed.notify_one();
-    }
-
-    /// Waits until a count is requested, at most for a period. Returns whether it is; `None`: the quota is gone.
-    fn wait(&self, period: Duration) -> Option<bool> {
-        let is_idle = |state: &mut State| !state.is_requested && !state.is_over;
-        let waited = self.changed.wait_timeout_while(lock(&self.state), period, is_idle);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let is_requested = std::mem::take(&mut state.is_requested);
-        (!state.is_over).then_some(is_requested)
-    }
-
-    /// Waits for a time. Returns whether the quota still exists.
-    fn pause(&self, time: Duration) -> bool {
-        let waited = self.changed.wait_timeout_while(lock(&self.state), time, |state| !state.is_over);
-        !waited.unwrap_or_else(PoisonError::into_inner).0.is_over
-    }
-}
-
 impl Drop for Quota {
     fn drop(&mut self) {
-        lock(&self.counter.state).is_over = true;
-        self.counter.changed.notify_one();
+        self.counter.end();
     }
 }
 
@@ -178,8 +102,8 @@ impl Quota {
         }
         let mut counted = match self.walk() {
             Ok(counted) => counted,
-            Err(CountError(errno)) => {
-                tracing::warn!(%errno, "a quota cannot count its tree again");
+            Err(error) => {
+                tracing::warn!(errno = %error.errno, "{error}");
                 return false;
             }
         };
@@ -203,7 +127,8 @@ impl Quota {
     pub(crate) fn walk(&self) -> Result<Counted, CountError> {
         let cx = Caller::default();
         let mut counted = Counted::default();
-        counted.add(storage(&self.source.getattr(&cx, Ino::ROOT, None).map_err(CountError)?));
+        counted
+            .add(storage(&self.source.getattr(&cx, Ino::ROOT, None).map_err(|errno| CountError { inode: 0, errno })?));
         // Each of both holds a reference, so that the numbers stay valid.
         let (mut dirs, mut links) = (vec![Ino::ROOT], HashSet::new());
         let mut result = Ok(());
@@ -229,11 +154,15 @@ impl Quota {
         let handle = match self.source.opendir(cx, ino, OFlags::RDONLY) {
             // It was removed meanwhile.
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
-            other => other.map_err(CountError)?,
+            other => other.map_err(|errno| self.unreadable(cx, ino, errno))?,
         };
         let result = self.walk_entries(cx, (ino, handle), counted, below);
         self.source.releasedir(cx, ino, handle);
-        result.map_err(CountError)
+        result.map_err(|errno| self.unreadable(cx, ino, errno))
+    }
+
+    fn unreadable(&self, cx: &Caller<'_>, ino: Ino, errno: Errno) -> CountError {
+        CountError { inode: self.source.getattr(cx, ino, None).map_or(0, |attr| attr.ino), errno }
     }
 
     fn walk_entries(

@@ -35,6 +35,7 @@
 mod account;
 mod charges;
 mod count;
+mod counter;
 mod data;
 mod names;
 mod optional;
@@ -52,9 +53,9 @@ use ferry_vfs::{
 
 use crate::account::{Account, Reservation};
 use crate::charges::{Charges, Held};
-use crate::count::{Counter, Removals};
+use crate::counter::{Counter, Removals};
 
-pub use crate::count::CountError;
+pub use crate::counter::CountError;
 
 /// The unit in which room is reserved, the block size of most file systems.
 const BLOCK: u64 = 4096;

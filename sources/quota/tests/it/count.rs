@@ -156,3 +156,23 @@ fn a_tree_that_changes_can_be_counted() {
         is_over.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
+
+/// A directory that this user may not list.
+struct Unreadable;
+
+impl FileSystem for Unreadable {
+    fn getattr(&self, _: &Caller<'_>, _: Ino, _: Option<Handle>) -> Result<Attr> {
+        Ok(Attr { ino: 42, mode: 0o040_000, ..Attr::default() })
+    }
+
+    fn opendir(&self, _: &Caller<'_>, _: Ino, _: OFlags) -> Result<Handle> {
+        Err(Errno::ACCESS)
+    }
+}
+
+#[test]
+fn a_tree_that_cannot_be_read_has_no_quota() {
+    let error = Quota::new(Arc::new(Unreadable), limits(1 << 20, None)).unwrap_err();
+    assert_eq!(error.inode, 42);
+    assert!(error.to_string().contains("find -inum 42"), "{error}");
+}

@@ -1,6 +1,7 @@
 //! Limits of bytes.
 
 use std::fs;
+use std::sync::Arc;
 
 use ferry_vfs::*;
 
@@ -162,6 +163,47 @@ fn attributes_count() {
     tree.assert_exact();
     tree.quota.removexattr(&tree.cx, file.0, b"user.a").unwrap();
     tree.assert_exact();
+}
+
+#[test]
+fn direct_writes_count_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = disk_usage(dir.path()).bytes;
+    let options = ferry_dir::Options { direct_io: true, ..Default::default() };
+    let source = ferry_dir::Dir::open(dir.path(), options).unwrap();
+    let quota = Arc::new(ferry_quota::Quota::new(Arc::new(source), limits(own + 40 * K, None)).unwrap());
+    let tree = Tree { quota, cx: caller(), dir };
+    let (ino, handle) = tree.create("f").unwrap();
+    let write = |offset, bytes: usize| {
+        let at = range(ino, handle, offset, bytes, OFlags::RDWR | OFlags::DIRECT);
+        tree.quota.write(&tree.cx, &at, &mut &vec![7; bytes][..]).map(|data| data.bytes().unwrap())
+    };
+    // Unlike other file systems, tmpfs may refuse O_DIRECT.
+    if write(0, 4096) == Err(Errno::INVAL) {
+        return;
+    }
+    assert_eq!(write(4 * K, 32 << 10), Ok(32 << 10));
+    assert_eq!(write(36 * K, 64 << 10), Ok(4 << 10));
+    assert_eq!(write(40 * K, 4096), Err(Errno::NOSPC));
+    assert_eq!(write(100, 100), Err(Errno::INVAL));
+    tree.assert_exact();
+}
+
+#[test]
+fn writes_clear_privileges() {
+    let tree = Tree::new(40 * K, None);
+    let (ino, handle) = tree.create("f").unwrap();
+    for (clear_privileges, left) in [(false, 0o4755), (true, 0o755)] {
+        let set = SetAttr { mode: Some(0o4755), ..SetAttr::default() };
+        tree.quota.setattr(&tree.cx, ino, None, &set).unwrap();
+        let at = IoRange { clear_privileges, ..range(ino, handle, 0, 10, OFlags::RDWR) };
+        assert_eq!(tree.quota.write(&tree.cx, &at, &mut &[1; 10][..]).unwrap().bytes(), Some(10));
+        let mode = tree.quota.getattr(&tree.cx, ino, None).unwrap().mode & 0o7777;
+        // Only root may keep them.
+        if rustix::process::geteuid().is_root() {
+            assert_eq!(mode, left, "{clear_privileges}");
+        }
+    }
 }
 
 #[test]
