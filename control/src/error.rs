@@ -128,6 +128,12 @@ pub enum Error {
         /// The settings that can be changed.
         settable: Vec<&'static str>,
     },
+    /// A setting is given twice.
+    #[error("{0:?} is given twice; nothing has changed")]
+    SettingTwice(String),
+    /// All places for clients are taken.
+    #[error("{0} clients are connected already, which is the most; end a ferry log --follow")]
+    Busy(usize),
     /// The value of a setting is wrong, or it cannot be changed now. Nothing has changed.
     #[error("{0}")]
     Setting(String),

@@ -29,6 +29,7 @@ mod report;
 mod server;
 mod shares;
 mod socket_dir;
+mod timed_stream;
 mod trace;
 
 use serde::{Deserialize, Serialize};
@@ -44,7 +45,7 @@ pub use report::{
     ShareReport, ShareStatus, UsageReport,
 };
 pub use server::{Control, Owner};
-pub use shares::{HeldInode, ServedShare};
+pub use shares::{Change, HeldInode, ServedShare};
 pub use socket_dir::{Endpoint, sockets};
 pub use trace::{TRACE_SECONDS_MAX, Trace, TraceFile, TraceOptions};
 
@@ -69,14 +70,12 @@ pub enum Request {
         /// The index in [`Status::shares`].
         share: usize,
     },
-    /// Changes a setting of a share while it is served; returns a sentence that says what holds now.
+    /// Changes settings of a share while it is served, all or none; returns a list of sentences that say what holds now.
     Set {
         /// The index in [`Status::shares`]; `None`: the only one.
         share: Option<usize>,
-        /// Its name.
-        setting: String,
-        /// The new value, as on the command line.
-        value: String,
+        /// What to change.
+        settings: Vec<Setting>,
     },
     /// Changes the log settings; returns [`Status`].
     Log {
@@ -89,6 +88,16 @@ pub enum Request {
         /// Send the log's lines, and restore the settings when the client disconnects.
         follow: bool,
     },
+}
+
+/// A setting and its new value.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setting {
+    /// The name.
+    pub name: String,
+    /// The value, as on the command line.
+    pub value: String,
 }
 
 /// A path as bytes, because JSON only has text.

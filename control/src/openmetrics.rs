@@ -298,7 +298,7 @@ mod tests {
             ..ExportReport::default()
         };
         let share = ShareStatus { source: source.into(), ninep: Some("unix:/s".into()), ..ShareStatus::default() };
-        let share = ShareReport { share, cache: None, exports: vec![export] };
+        let share = ShareReport { share, cache: None, limit: None, exports: vec![export] };
         ServerReport { version: 1, pid: 9, uptime_s: 3, descriptors: Some(12), shares: vec![share] }
     }
 

@@ -62,6 +62,9 @@ pub struct ShareReport {
     /// What its clients may keep, as the word of `--cache`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<String>,
+    /// The limit of its rates that holds now, as the words of `--limit`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<String>,
     /// The exports that tell more.
     #[serde(default)]
     pub exports: Vec<ExportReport>,

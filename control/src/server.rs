@@ -11,11 +11,15 @@ use ferry_engine::requests::{self, Filter};
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Status, socket_dir};
+use crate::shares::LOG;
+use crate::timed_stream::TimedStream;
+use crate::{
+    Error, HeldInode, Logging, REPORT_VERSION, Reply, Request, ServedShare, ServerReport, Setting, Status, socket_dir,
+};
 
 /// Enough for a path of 4096 bytes as a list of numbers, and the other fields.
 const REQUEST_BYTES_MAX: u64 = 32 * 1024;
-/// How long to wait for a request. Clients send it right after they connect.
+/// How long a client may take for its request, for the reply, and for a line of the log. Clients send and read at once.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum number of concurrent clients; more than follow one log in practice.
 const CLIENTS_MAX: usize = 16;
@@ -239,6 +243,10 @@ impl Server {
     fn accept_requests(server: &Arc<Self>, client: UnixStream) {
         if server.clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
             server.clients.fetch_sub(1, Ordering::AcqRel);
+            // Without waiting: this thread accepts all clients.
+            if client.set_nonblocking(true).is_ok() {
+                let _ = reply::<Status>(&client, Err(Error::Busy(CLIENTS_MAX)));
+            }
             return;
         }
         let serving = Arc::clone(server);
@@ -261,10 +269,8 @@ impl Server {
         if !(self.owner.is_ours)(peer) {
             return Err(Error::NoAccess(peer));
         }
-        client.set_read_timeout(Some(TIMEOUT))?;
-        client.set_write_timeout(Some(TIMEOUT))?;
         let mut line = Vec::new();
-        BufReader::new(client.take(REQUEST_BYTES_MAX)).read_until(b'\n', &mut line)?;
+        BufReader::new(TimedStream::new(client, TIMEOUT).take(REQUEST_BYTES_MAX)).read_until(b'\n', &mut line)?;
         let request = match serde_json::from_slice(&line) {
             Ok(request) => request,
             Err(error) => return reply::<Status>(client, Err(Error::InvalidRequest(error))),
@@ -272,10 +278,7 @@ impl Server {
         match request {
             Request::Status => reply(client, Ok(self.status())),
             Request::Report { version } => reply(client, self.report(version)),
-            Request::Set { share, setting, value } => {
-                let share = share.or((self.shares.len() == 1).then_some(0)).ok_or(Error::SeveralShares);
-                reply(client, share.and_then(|share| self.share(share)?.set(&setting, &value)))
-            }
+            Request::Set { share, settings } => reply(client, self.set(share, &settings)),
             Request::Explain { share } => reply(client, self.share(share).and_then(ServedShare::explain)),
             Request::Log { level, share, file, follow } => {
                 let file = file.map(|file| file.0);
@@ -290,6 +293,7 @@ impl Server {
                     Err(error) => (Err(error), None),
                 };
                 reply(client, changed)?;
+                client.set_write_timeout(Some(TIMEOUT))?;
                 match (lines, &follower) {
                     (Some(lines), Some(_)) => send_lines(client, &lines),
                     _ => Ok(()),
@@ -304,6 +308,28 @@ impl Server {
 
     fn share(&self, index: usize) -> Result<&ServedShare, Error> {
         self.shares.get(index).ok_or(Error::NoShare(index))
+    }
+
+    /// Changes all settings, or none.
+    fn set(&self, share: Option<usize>, settings: &[Setting]) -> Result<Vec<String>, Error> {
+        let is_twice = |(at, one): &(usize, &Setting)| settings[..*at].iter().any(|other| other.name == one.name);
+        if let Some((_, twice)) = settings.iter().enumerate().find(is_twice) {
+            return Err(Error::SettingTwice(twice.name.clone()));
+        }
+        let (of_process, of_share): (Vec<_>, Vec<_>) = settings.iter().partition(|setting| setting.name == LOG);
+        let mut changes = Vec::new();
+        for Setting { name, value } in of_share {
+            let share = share.or((self.shares.len() == 1).then_some(0)).ok_or(Error::SeveralShares)?;
+            changes.push(self.share(share)?.check(name, value)?);
+        }
+        // Only this can still fail.
+        let mut outcomes = Vec::new();
+        for Setting { value, .. } in of_process {
+            self.change(self.parse_log_request(value, None, None)?, false)?;
+            outcomes.push(format!("log {}", self.status().log));
+        }
+        outcomes.extend(changes.into_iter().map(|change| change()));
+        Ok(outcomes)
     }
 
     fn status(&self) -> Status {
@@ -391,14 +417,14 @@ impl Server {
 }
 
 /// Sends one line.
-fn reply<T: serde::Serialize>(mut client: &UnixStream, result: Result<T, Error>) -> Result<(), Error> {
+fn reply<T: serde::Serialize>(client: &UnixStream, result: Result<T, Error>) -> Result<(), Error> {
     let reply = match result {
         Ok(value) => Reply::Ok(value),
         Err(error) => Reply::Error(error.to_string()),
     };
     let mut line = serde_json::to_vec(&reply).map_err(io::Error::from)?;
     line.push(b'\n');
-    Ok(client.write_all(&line)?)
+    Ok(TimedStream::new(client, TIMEOUT).write_all(&line)?)
 }
 
 /// Sends the log until the client disconnects.

@@ -17,6 +17,9 @@ impl ServerReport {
     }
 }
 
+/// The setting of the whole process: its log level.
+pub(crate) const LOG: &str = "log";
+
 /// One share that is served.
 pub struct ServedShare {
     start_status: ShareStatus,
@@ -26,6 +29,7 @@ pub struct ServedShare {
     mounted: Option<MountInfo>,
     cache: Option<String>,
     exports: Vec<ExportReporter>,
+    limit: Option<LimitReporter>,
     settings: Vec<(&'static str, Setter)>,
     metrics: Vec<(ExportKind, Arc<Metrics>)>,
 }
@@ -33,8 +37,14 @@ pub struct ServedShare {
 /// Reports on an export; `None` if it has ended.
 type ExportReporter = Box<dyn Fn() -> Option<ExportReport> + Send + Sync>;
 
-/// Changes a setting; returns what holds now, or why nothing has changed.
-type Setter = Box<dyn Fn(&str) -> Result<String, String> + Send + Sync>;
+/// Returns the limit in force, as the words of `--limit`.
+type LimitReporter = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
+/// Checks the new value of a setting; returns its change, or why there is none.
+type Setter = Box<dyn Fn(&str) -> Result<Change, String> + Send + Sync>;
+
+/// A change that was checked and cannot fail; returns what holds then.
+pub type Change = Box<dyn FnOnce() -> String>;
 
 /// The transport of a mount, as last known.
 struct MountInfo {
@@ -54,7 +64,7 @@ impl ServedShare {
     #[must_use]
     pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
         let (exports, settings, metrics) = Default::default();
-        Self { start_status, name, source, mounted: None, cache: None, exports, settings, metrics }
+        Self { start_status, name, source, mounted: None, cache: None, exports, limit: None, settings, metrics }
     }
 
     /// Records an address for 9P clients.
@@ -97,25 +107,33 @@ impl ServedShare {
         })
     }
 
-    /// Adds a setting that clients may change; `change` gets the new value.
+    /// Records the limit of its rates; `limit` returns the one that holds when a client asks.
+    pub fn limited(&mut self, limit: impl Fn() -> Option<String> + Send + Sync + 'static) {
+        self.limit = Some(Box::new(limit));
+    }
+
+    /// Adds a setting that clients may change; `check` gets the new value, and changes nothing.
     pub fn settable(
         &mut self,
         setting: &'static str,
-        change: impl Fn(&str) -> Result<String, String> + Send + Sync + 'static,
+        check: impl Fn(&str) -> Result<Change, String> + Send + Sync + 'static,
     ) {
-        self.settings.push((setting, Box::new(change)));
+        self.settings.push((setting, Box::new(check)));
     }
 
-    /// Changes a setting; returns what holds now.
-    pub(crate) fn set(&self, setting: &str, value: &str) -> Result<String, Error> {
-        let Some((_, change)) = self.settings.iter().find(|(name, _)| *name == setting) else {
-            let settable = self.settings.iter().map(|(name, _)| *name).collect();
+    /// Checks the new value of a setting; returns what changes it.
+    pub(crate) fn check(&self, setting: &str, value: &str) -> Result<impl FnOnce() -> String, Error> {
+        let Some((_, check)) = self.settings.iter().find(|(name, _)| *name == setting) else {
+            let settable = self.settings.iter().map(|(name, _)| *name).chain([LOG]).collect();
             let (setting, share) = (setting.to_owned(), self.start_status.source.clone());
             return Err(Error::NotSettable { setting, share, settable });
         };
-        let outcome = change(value).map_err(Error::Setting)?;
-        tracing::info!(share = self.name, "set by ferry set: {outcome}");
-        Ok(outcome)
+        let change = check(value).map_err(Error::Setting)?;
+        Ok(move || {
+            let outcome = change();
+            tracing::info!(share = self.name, "set by ferry set: {outcome}");
+            outcome
+        })
     }
 
     /// Returns the current report.
@@ -123,6 +141,7 @@ impl ServedShare {
         ShareReport {
             share: self.current_status(),
             cache: self.cache.clone(),
+            limit: self.limit.as_ref().and_then(|limit| limit()),
             exports: self.exports.iter().filter_map(|report| report()).collect(),
         }
     }

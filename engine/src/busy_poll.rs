@@ -1,7 +1,7 @@
 //! Adaptive busy polling before sleeping.
 
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 /// The shortest nonzero polling time.
@@ -37,31 +37,68 @@ fn is_cpu_to_spare() -> bool {
     *CPUS > 1 && AWAKE.load(Ordering::Relaxed) <= *CPUS
 }
 
+/// The maximum time that workers poll before a sleep; zero disables polling. It may change while they run, and its clones are the
+/// same limit.
+#[derive(Clone, Debug)]
+pub struct PollLimit(Arc<AtomicU64>);
+
+impl PollLimit {
+    /// Creates a limit.
+    #[must_use]
+    pub fn new(max: Duration) -> Self {
+        let limit = Self(Arc::default());
+        limit.set(max);
+        limit
+    }
+
+    /// Changes it, from the next poll on.
+    pub fn set(&self, max: Duration) {
+        self.0.store(u64::try_from(max.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Returns it.
+    #[must_use]
+    pub fn get(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+impl From<Duration> for PollLimit {
+    fn from(max: Duration) -> Self {
+        Self::new(max)
+    }
+}
+
 /// Adaptive polling, as in KVM's halt polling. After a sleep shorter than the maximum the next poll is longer; after a
 /// longer sleep it is shorter. Unlike KVM, it infers from failed polls that another task waits for the CPU.
 #[derive(Debug)]
 pub struct BusyPoll {
     now: Duration,
-    max: Duration,
+    max: PollLimit,
     vain: u32,
     rest: u32,
 }
 
 impl BusyPoll {
-    /// Creates a poller that polls for at most `max` before a sleep; zero disables polling.
-    pub fn new(max: Duration) -> Self {
+    /// Creates a poller that polls for at most `max` before a sleep.
+    pub fn new(max: PollLimit) -> Self {
         AWAKE.fetch_add(1, Ordering::Relaxed);
-        Self { now: max.min(STEP_MIN), max, vain: 0, rest: 0 }
+        Self { now: max.get().min(STEP_MIN), max, vain: 0, rest: 0 }
     }
 
     /// Returns whether a short poll is free: polling is enabled, and there is a CPU for every awake worker.
     pub fn is_free(&self) -> bool {
-        !self.max.is_zero() && is_cpu_to_spare()
+        !self.max.get().is_zero() && is_cpu_to_spare()
     }
 
     /// Returns whether a poll would call `ready` more than once.
     pub fn will_poll(&self) -> bool {
-        !self.now.is_zero() && is_cpu_to_spare()
+        !self.time().is_zero() && is_cpu_to_spare()
+    }
+
+    /// Returns the current polling time.
+    fn time(&self) -> Duration {
+        self.now.min(self.max.get())
     }
 
     /// Calls `ready` repeatedly for the current polling time. Returns whether it returned true.
@@ -69,7 +106,7 @@ impl BusyPoll {
         if !self.will_poll() {
             return ready();
         }
-        let start = Instant::now();
+        let (start, time) = (Instant::now(), self.time());
         loop {
             for _ in 0..TURNS_PER_LOOK {
                 if ready() {
@@ -78,7 +115,7 @@ impl BusyPoll {
                 }
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= self.now || !is_cpu_to_spare() {
+            if start.elapsed() >= time || !is_cpu_to_spare() {
                 return false;
             }
         }
@@ -106,7 +143,8 @@ impl BusyPoll {
     }
 
     fn learn(&mut self, slept: Duration) {
-        if slept > self.max {
+        let max = self.max.get();
+        if slept > max {
             self.now /= 2;
             self.vain = 0;
         } else if self.vain == VAIN_MAX {
@@ -115,7 +153,7 @@ impl BusyPoll {
             self.rest = REST;
         } else {
             self.vain += 1;
-            self.now = (self.now * 2).max(STEP_MIN).min(self.max);
+            self.now = (self.now * 2).max(STEP_MIN).min(max);
         }
     }
 }
@@ -141,7 +179,7 @@ mod tests {
 
     #[test]
     fn short_sleeps_lengthen_polling_and_long_ones_end_it() {
-        let mut busy_poll = BusyPoll::new(MAX);
+        let mut busy_poll = BusyPoll::new(MAX.into());
         busy_poll.learn(MAX / 2);
         busy_poll.learn(MAX / 2);
         assert_eq!(busy_poll.now, STEP_MIN * 4);
@@ -161,7 +199,7 @@ mod tests {
 
     #[test]
     fn polling_pauses_after_unsuccessful_polls() {
-        let mut busy_poll = BusyPoll::new(MAX);
+        let mut busy_poll = BusyPoll::new(MAX.into());
         for _ in 0..VAIN_MAX {
             assert!(!busy_poll.poll(|| false));
             busy_poll.learn(STEP_MIN);
@@ -179,7 +217,7 @@ mod tests {
 
     #[test]
     fn no_polling_without_a_spare_cpu() {
-        let mut spins: Vec<BusyPoll> = (0..=*CPUS).map(|_| BusyPoll::new(MAX)).collect();
+        let mut spins: Vec<BusyPoll> = (0..=*CPUS).map(|_| BusyPoll::new(MAX.into())).collect();
         let mut asked = 0;
         assert!(!spins[0].poll(|| {
             asked += 1;
@@ -189,8 +227,26 @@ mod tests {
     }
 
     #[test]
+    fn a_changed_limit_holds_from_the_next_poll_on() {
+        let limit = PollLimit::new(MAX);
+        let mut busy_poll = BusyPoll::new(limit.clone());
+        assert_eq!((busy_poll.time(), busy_poll.max.get()), (STEP_MIN, MAX));
+        limit.set(Duration::ZERO);
+        assert!(busy_poll.time().is_zero() && !busy_poll.will_poll() && !busy_poll.is_free());
+        busy_poll.learn(MAX);
+        assert!(busy_poll.time().is_zero());
+        limit.set(MAX);
+        for _ in 0..VAIN_MAX {
+            busy_poll.learn(STEP_MIN);
+        }
+        assert!(busy_poll.time() >= STEP_MIN, "it polls again: {busy_poll:?}");
+        limit.set(Duration::MAX);
+        assert_eq!(limit.get(), Duration::from_nanos(u64::MAX));
+    }
+
+    #[test]
     fn zero_never_polls() {
-        let mut busy_poll = BusyPoll::new(Duration::ZERO);
+        let mut busy_poll = BusyPoll::new(Duration::ZERO.into());
         busy_poll.sleep(|| ());
         let mut asked = 0;
         assert!(!busy_poll.poll(|| {

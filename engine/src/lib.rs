@@ -63,7 +63,7 @@ mod worker_monitor;
 
 pub use blocking::{read_blocking, sync_blocking, write_blocking};
 pub use blocking_pool::{BlockingPool, IDLE_THREAD};
-pub use busy_poll::{BusyPoll, count_cpus};
+pub use busy_poll::{BusyPoll, PollLimit, count_cpus};
 pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};
 pub use ferry_vfs::RatelimitedLog;
 pub use ferry_vfs::Segment;

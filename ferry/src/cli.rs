@@ -98,10 +98,10 @@ pub enum Command {
     #[command(after_long_help = recipes::LOG)]
     Log(LogArgs),
 
-    /// Change a setting of a running share or mount.
+    /// Change settings of a running share, mount or disk.
     ///
-    /// The target is a process id, a mount point, the socket of a share, its 9P address (unix:/run/s, tcp:HOST:PORT), or a shared
-    /// directory. Only its user and root may change it. What cannot be changed while it runs is refused, and nothing changes.
+    /// The target is a process id, a mount point, the socket of a share or disk, its 9P address (unix:/run/s, tcp:HOST:PORT), or a
+    /// shared directory. Only its user and root may change it. What cannot be changed while it runs is refused, and nothing changes.
     #[command(after_long_help = recipes::SET)]
     Set(crate::set_cmd::Args),
 

@@ -16,16 +16,14 @@ use serde::Deserialize;
 
 pub use disks::{PATIENCE, bind, inherit, refuse_duplicates, serve};
 
-use crate::flags::{ImageDigest, Limit, as_keys, parsed};
+use crate::flags::{ImageDigest, Limit, POLL_US_MAX, as_keys, parsed};
+use crate::paths::absolute;
 use crate::sandbox::{self, SandboxFlags};
 use crate::size::Size;
 use crate::status::misuse;
 
 /// The limit of vhost-user ([`ferry_blk::QUEUES_MAX`]).
 const QUEUES_MAX: u16 = 256;
-
-/// More than a second of polling costs a whole CPU.
-const POLL_US_MAX: u64 = 1_000_000;
 
 /// Shown by `ferry disk --help`.
 pub const EXAMPLES: &str = "\
@@ -330,9 +328,15 @@ impl Args {
         }
     }
 
-    fn device_options(&self) -> ferry_blk::Options {
+    /// Returns its name in the log, and where `ferry log` and `ferry status` show it.
+    fn name(&self) -> String {
+        self.path().map(absolute).unwrap_or_default()
+    }
+
+    fn device_options(&self, bucket: &Arc<TokenBucket>) -> ferry_blk::Options {
         let default = ferry_blk::Options::default();
         ferry_blk::Options {
+            name: self.name(),
             writeback: self.cache != Some(Cache::Writethrough),
             io: match self.io {
                 IoPath::Auto => ferry_blk::IoMode::Auto,
@@ -342,8 +346,8 @@ impl Args {
             pin_memory: self.pin_memory,
             begun: Some(sandbox::confine_disk_thread),
             queues: self.queues.map_or(default.queues, usize::from),
-            poll: self.poll_us.map_or(default.poll, Duration::from_micros),
-            limiter: self.limit.as_ref().map(|limit| RateLimiter::new(&TokenBucket::new(Some(limit.rates)))),
+            poll: self.poll_us.map_or(default.poll, |us| Duration::from_micros(us).into()),
+            limiter: Some(RateLimiter::new(bucket)),
         }
     }
 

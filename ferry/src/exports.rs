@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use ferry_engine::RateLimiter;
+use ferry_engine::{PollLimit, RateLimiter};
 use ferry_fs::ShutdownHandle;
 use ferry_fuse::MountOptions;
 use ferry_vfs::{FileSystem, IdentityScope};
@@ -60,9 +60,9 @@ impl RunningExports {
         listening: NinepSocket,
         source: Arc<dyn FileSystem>,
         share: &Share,
-        (name, limiter): (&str, Arc<RateLimiter>),
+        (name, limiter, poll): (&str, Arc<RateLimiter>, PollLimit),
     ) -> Result<&ferry_ninep::Export> {
-        let (export, bound) = listening.serve(source, share, (name, limiter))?;
+        let (export, bound) = listening.serve(source, share, (name, limiter, poll))?;
         self.is_open = true;
         self.ninep.push((export, bound));
         Ok(self.ninep.last().map(|(export, _)| export).expect("it was just added"))
@@ -188,7 +188,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
             share.dax.map_or(default.dax_bytes, |Window(bytes)| bytes)
         },
         dax_files: share.dax_files.map_or(default.dax_files, |DaxFiles(files)| files),
-        poll: share.poll().unwrap_or(default.poll),
+        poll: share.poll(),
         ..default
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ferry_engine::PollLimit;
 use ferry_ninep::Identity;
 use socket2::{Domain, SockAddr, Socket, Type};
 
@@ -102,16 +103,14 @@ impl NinepSocket {
         self,
         source: Arc<dyn ferry_vfs::FileSystem>,
         share: &Share,
-        (name, limiter): (&str, Arc<ferry_ninep::RateLimiter>),
+        (name, limiter, poll): (&str, Arc<ferry_ninep::RateLimiter>, PollLimit),
     ) -> Result<(ferry_ninep::Export, Option<ListenSocket>)> {
         let options = ferry_ninep::Options { name: name.into(), limiter: Some(limiter), ..options(share, self.users) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
             Listener::Vmm(listener) => {
-                let mut device = ferry_ninep::DeviceOptions::of(share.tag_or_default().as_str());
-                if let Some(poll) = share.poll() {
-                    device.poll = poll;
-                }
+                let device = ferry_ninep::DeviceOptions::of(share.tag_or_default().as_str());
+                let device = ferry_ninep::DeviceOptions { poll, ..device };
                 ferry_ninep::Export::vhost_user(listener, source, device, options)
             }
         };

@@ -144,6 +144,7 @@ pub const SET: &str = "\
 Examples:
   ferry set /run/src.sock limit=iops=2000,bps=100M      from now on, at most this much per second
   ferry set /run/src.sock limit=none                    as much as the machine gives
+  ferry set /run/disk.sock limit=bps=20M log=debug      a disk; both are changed, or nothing
   ferry set /mnt log=debug                              as ferry log /mnt debug";
 
 /// Shown by `ferry status --help`.

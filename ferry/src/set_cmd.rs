@@ -1,28 +1,29 @@
-//! `ferry set`: changes a setting of a running share or mount.
+//! `ferry set`: changes settings of a running share, mount or disk.
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ferry_control::{Request, ServedShare, Status, printable};
-use ferry_engine::TokenBucket;
+use ferry_control::{Request, ServedShare, Setting, printable};
+use ferry_engine::{PollLimit, TokenBucket};
 use ferry_virtiofs::WindowUsage;
 
 use crate::control::Target;
-use crate::flags::{Share, limit};
+use crate::flags::{Limit, POLL_US_MAX, limit};
 use crate::output::print;
 use crate::status::misuse;
 
 /// The arguments of the command.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A process id, a mount point, the socket of a share, its 9P address, or a shared directory.
+    /// A process id, a mount point, the socket of a share or disk, its 9P address, or a shared directory.
     #[arg(value_name = "TARGET")]
     pub target: PathBuf,
 
-    /// limit=iops=N,bps=SIZE[,burst=SECONDS]: the rates of --limit; limit=none: no limit; log=LEVEL: the level of ferry log.
-    #[arg(value_name = "SETTING=VALUE")]
-    pub setting: String,
+    /// limit=iops=N,bps=SIZE[,burst=SECONDS]: the rates of --limit; limit=none: no limit; poll-us=N: as --poll-us; log=LEVEL: the level of ferry log.
+    #[arg(value_name = "SETTING=VALUE", required = true)]
+    pub settings: Vec<String>,
 }
 
 /// How data of a share may pass its limit by.
@@ -48,33 +49,48 @@ impl Bypass {
     }
 }
 
-/// Lets `ferry set` change the limit of a share that is served.
-pub fn limited(served: &mut ServedShare, share: &Share, bucket: Arc<TokenBucket>, bypass: Bypass) {
-    let group = share.limit.as_ref().and_then(|limit| limit.group.clone());
+/// Lets `ferry status` show, and `ferry set` change, the limit of a share or disk that is served. `limit` is that of its start.
+pub fn limited(served: &mut ServedShare, limit: Option<&Limit>, bucket: Arc<TokenBucket>, bypass: Bypass) {
+    let group = limit.and_then(|limit| limit.group.clone());
+    let (shown, shown_group) = (Arc::clone(&bucket), group.clone());
+    served.limited(move || limit::in_force(&shown, shown_group.as_deref()));
     served.settable("limit", move |text| match bypass.reason().filter(|_| text != "none") {
         Some(reason) => Err(reason.into()),
-        None => limit::set(&bucket, group.as_deref(), text),
+        None => limit::change(&bucket, group.as_deref(), text),
+    });
+}
+
+/// Lets `ferry set` change how long the workers of a device poll.
+pub fn polls(served: &mut ServedShare, limit: PollLimit) {
+    served.settable("poll-us", move |text| {
+        let us: Option<u64> = text.parse().ok().filter(|us| *us <= POLL_US_MAX);
+        let us = us.ok_or_else(|| format!("poll-us={text} is not possible: the number is from 0 to {POLL_US_MAX}"))?;
+        let limit = limit.clone();
+        Ok(Box::new(move || {
+            limit.set(Duration::from_micros(us));
+            format!("poll-us {us}")
+        }))
     });
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let Some((setting, value)) = args.setting.split_once('=') else {
-        let error = anyhow::anyhow!("{:?} has no value: write limit=iops=1000, limit=none or log=debug", args.setting);
-        return Err(misuse(error));
-    };
+    let settings = args.settings.iter().map(|text| setting(text)).collect::<Result<Vec<_>>>()?;
     let Target { client, share, file } = Target::find(&args.target)?;
     if file.is_some() {
         bail!("{} is a file; name its mount point or shared directory", args.target.display());
     }
-    let text = if setting == "log" {
-        let request = Request::Log { level: value.into(), share: None, file: None, follow: false };
-        let (status, _) = client.ask::<Status>(&request)?;
-        format!("log {}", status.log)
-    } else {
-        let request = Request::Set { share, setting: setting.into(), value: value.into() };
-        client.ask::<String>(&request).with_context(|| format!("cannot set {setting}={value}"))?.0
-    };
+    let request = Request::Set { share, settings };
+    let outcomes: Vec<String> =
+        client.ask(&request).with_context(|| format!("cannot set {}", args.settings.join(" ")))?.0;
     // The server may be another user's program.
-    print(format!("{}\n", printable(&text)))
+    print(&outcomes.iter().map(|outcome| format!("{}\n", printable(outcome))).collect::<String>())
+}
+
+fn setting(text: &str) -> Result<Setting> {
+    let Some((name, value)) = text.split_once('=') else {
+        let error = anyhow::anyhow!("{text:?} has no value: write limit=iops=1000, limit=none or log=debug");
+        return Err(misuse(error));
+    };
+    Ok(Setting { name: name.into(), value: value.into() })
 }

@@ -283,12 +283,15 @@ fn start(
         // Each export is a member of the bucket.
         let limiter = || RateLimiter::new(&bucket);
         let mut bypass = set_cmd::Bypass::default();
+        // That of all its devices.
+        let poll = share.poll();
+        let is_device = bound.is_some() || matches!(share.ninep, Some(Address::VhostUser(_)));
         let mut served = control::served_share(share, &name, Arc::clone(opened_source));
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(&listening.address);
             let export = serving
-                .serve_9p(listening, Arc::clone(&source), share, (&name, limiter()))
+                .serve_9p(listening, Arc::clone(&source), share, (&name, limiter(), poll.clone()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
             let is_device = matches!(share.ninep, Some(Address::VhostUser(_)));
             control::offered_9p(&mut served, export, Arc::clone(opened_source), is_device);
@@ -296,8 +299,13 @@ fn start(
         if let Some(bound) = bound {
             let limiter = Some(limiter());
             let store = kept.clone();
-            let options =
-                ferry_virtiofs::Options { kept, limiter, name: name.clone(), ..exports::device_options(share) };
+            let options = ferry_virtiofs::Options {
+                kept,
+                limiter,
+                poll: poll.clone(),
+                name: name.clone(),
+                ..exports::device_options(share)
+            };
             let export = serving
                 .start(bound, Arc::clone(&source), options)
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
@@ -313,7 +321,10 @@ fn start(
             control::set_mounted(&mut served, &mountpoint, &export, Arc::clone(opened_source))?;
             bypass.passthrough = export.explain().passthrough.used;
         }
-        set_cmd::limited(&mut served, share, bucket, bypass);
+        set_cmd::limited(&mut served, share.limit.as_ref(), bucket, bypass);
+        if is_device {
+            set_cmd::polls(&mut served, poll);
+        }
         up.push(served);
     }
     Ok(up)

@@ -113,7 +113,8 @@ fn described_share(report: &ShareReport) -> String {
     let share = &report.share;
     let read_only = if share.read_only { ", read-only" } else { "" };
     let cache = report.cache.as_deref().map(|cache| format!(", cache {}", printable(cache))).unwrap_or_default();
-    let mut text = format!("  {}{read_only}{cache}\n", printable(&share.source));
+    let limit = report.limit.as_deref().map(|limit| format!(", limit {}", printable(limit))).unwrap_or_default();
+    let mut text = format!("  {}{read_only}{cache}{limit}\n", printable(&share.source));
     for kind in ExportKind::ALL {
         let found = report.exports.iter().find(|export| export.kind == kind);
         // A descriptor is that of a share or of a disk, as its export says.
@@ -209,6 +210,7 @@ mod tests {
         let hostile = "\x1b[2J\u{9b}\u{202e}\nprocess 1";
         let json = serde_json::json!({
             "source": hostile, "mount": hostile, "9p": hostile, "virtiofs": hostile, "read_only": true, "cache": hostile,
+            "limit": hostile,
             "exports": [{ "kind": "mount", "path": hostile, "requests": 1, "clients": 1, "read_bytes": 2,
                           "lacks": [{ "path": hostile, "reason": hostile, "remedy": hostile }] }],
         });

@@ -9,6 +9,8 @@
 use std::hint::spin_loop;
 use std::time::{Duration, Instant};
 
+use ferry_engine::PollLimit;
+
 /// How often to look before looking at the clock, which costs about as much as twenty looks.
 const LOOKS_PER_CLOCK: u32 = 16;
 
@@ -34,15 +36,20 @@ const SKIPS_MAX: u32 = 1023;
 /// Waits, and learns where that is in vain.
 #[derive(Debug)]
 pub(crate) struct Batcher {
-    bound: Duration,
+    poll: PollLimit,
+    max: Duration,
     skips: u32,
     skips_next: u32,
 }
 
 impl Batcher {
-    /// Never waits longer than `bound`.
-    pub(crate) fn new(bound: Duration) -> Self {
-        Self { bound, skips: 0, skips_next: 1 }
+    /// Never waits longer than a worker polls, and than `max`.
+    pub(crate) fn new(poll: PollLimit, max: Duration) -> Self {
+        Self { poll, max, skips: 0, skips_next: 1 }
+    }
+
+    fn bound(&self) -> Duration {
+        self.poll.get().min(self.max)
     }
 
     /// Waits for as long as `look` says that the driver is behind, and that it moves.
@@ -56,8 +63,8 @@ impl Batcher {
 
     /// Waits a moment for what ends together, unless `is_disturbed`.
     pub(crate) fn wait_for_peers(&self, mut is_disturbed: impl FnMut() -> bool) {
-        let start = Instant::now();
-        while start.elapsed() < RIPE.min(self.bound) {
+        let (start, bound) = (Instant::now(), self.bound());
+        while start.elapsed() < RIPE.min(bound) {
             for _ in 0..LOOKS_PER_CLOCK {
                 if is_disturbed() {
                     return;
@@ -85,7 +92,7 @@ impl Batcher {
             if at != before {
                 moved = now;
             }
-            if now - moved >= STALL || now - start >= self.bound {
+            if now - moved >= STALL || now - start >= self.bound() {
                 break;
             }
         }
@@ -105,7 +112,7 @@ mod tests {
     #[test]
     fn waits_while_the_driver_moves_and_until_enough_is_there() {
         let mut looks = 0;
-        Batcher::new(BOUND).wait(|| {
+        Batcher::new(BOUND.into(), BOUND).wait(|| {
             looks += 1;
             (looks < 100_000).then_some(looks)
         });
@@ -114,7 +121,7 @@ mod tests {
 
     #[test]
     fn gives_up_on_a_driver_that_stands_still_and_tries_again_ever_more_rarely() {
-        let mut gather = Batcher::new(BOUND);
+        let mut gather = Batcher::new(BOUND.into(), BOUND);
         let mut rows = Vec::new();
         let mut skipped = 0;
         while rows.len() < 12 {
@@ -136,7 +143,7 @@ mod tests {
 
     #[test]
     fn never_waits_longer_than_the_bound() {
-        let mut gather = Batcher::new(Duration::from_millis(20));
+        let mut gather = Batcher::new(Duration::from_millis(20).into(), BOUND);
         let (start, mut looks) = (Instant::now(), 0);
         gather.wait(|| {
             looks += 1;

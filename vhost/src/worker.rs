@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::{BusyPoll, IoMode, Ownership, PoolTransfer, RatelimitedLog, Transfers, TransfersError};
+use ferry_engine::{BusyPoll, IoMode, Ownership, PollLimit, PoolTransfer, RatelimitedLog, Transfers, TransfersError};
 use ferry_vfs::Backing;
 
 use crate::QUEUE_SIZE_MAX;
@@ -36,7 +36,7 @@ pub struct WorkerOptions {
     /// How transfers are made.
     pub io: IoMode,
     /// The longest that a worker looks for work before it sleeps.
-    pub poll: Duration,
+    pub poll: PollLimit,
     /// What the thread calls once all that it needs is there, before it takes the first request.
     pub begun: Option<fn()>,
 }
@@ -103,7 +103,7 @@ impl<H: QueueHandler> WorkerContext<H> {
         if takeover.is_some() {
             transfers.leave_remote_to_pool();
         }
-        Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll), takeover, owner })
+        Ok(Self { handler, transfers, busy_poll: BusyPoll::new(options.poll.clone()), takeover, owner })
     }
 
     /// From now on the queues are this thread's.
@@ -169,7 +169,7 @@ impl<H: QueueHandler> Worker<H> {
             port,
             last,
             serving: None,
-            batcher: Batcher::new(options.poll.min(batch::BOUND_MAX)),
+            batcher: Batcher::new(options.poll, batch::BOUND_MAX),
             coalescer: Coalescer::new(),
             habits,
             running: Vec::new(),

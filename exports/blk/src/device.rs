@@ -124,8 +124,8 @@ impl Device for Blk {
     }
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
-        let Options { io, poll, begun, .. } = self.options;
-        WorkerOptions { name: format!("blk-{index}"), io, poll, begun }
+        let Options { io, ref poll, begun, .. } = self.options;
+        WorkerOptions { name: format!("blk-{index}"), io, poll: poll.clone(), begun }
     }
 
     fn session(&self) {

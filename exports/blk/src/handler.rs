@@ -6,14 +6,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferry_engine::metrics::Recorder;
+use ferry_engine::requests::LoggedRequest;
 use ferry_engine::{RateLimiter, TransferRequest};
-use ferry_vfs::{BlockRange, Data, Errno, Input, Output};
+use ferry_vfs::{BlockRange, Data, Errno, Ino, Input, Output};
 use ferry_vhost::{Answer, Chain, Io, Port, QueueHandler};
 use ferry_wire::blk::{
     HEADER_BYTES, ID_BYTES, Limits, RANGE_BYTES, RANGES_MAX, Range, Refusal, Request, Sizes, Status,
 };
 
 use crate::metrics::ActiveRequest;
+use crate::request_text::RequestText;
 use crate::slow::{self, Job, Reply};
 use crate::state::{CopyPermit, State};
 
@@ -30,12 +32,13 @@ const SLOW_BYTES_MAX: usize = 1 << 30;
 static ZEROS: [u8; 4096] = [0; 4096];
 
 /// A transfer under way.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 struct PendingTransfer {
     /// The number of bytes to transfer for success.
     bytes: usize,
     is_read: bool,
     active: Option<ActiveRequest>,
+    logged: Option<Box<LoggedRequest>>,
 }
 
 /// Serves one worker's queues.
@@ -49,6 +52,8 @@ pub(crate) struct Handler {
     recorder: Recorder,
     /// The request being served.
     active: Option<ActiveRequest>,
+    /// The request being served, if requests are logged.
+    logged: Option<Box<LoggedRequest>>,
     /// The status of the request that was served last, if it has failed.
     failed: Cell<Option<Status>>,
 }
@@ -86,8 +91,8 @@ impl Handler {
     pub(crate) fn new(state: Arc<State>, port: Arc<Port<Reply>>, limiter: Option<Arc<RateLimiter>>) -> Self {
         let logical_block_bytes = state.geometry().logical_block_bytes;
         let recorder = Recorder::new(&state.metrics);
-        let (under_way, active, failed) = (Vec::new(), None, Cell::new(None));
-        Self { state, port, logical_block_bytes, limiter, under_way, recorder, active, failed }
+        let (under_way, active, logged, failed) = (Vec::new(), None, None, Cell::new(None));
+        Self { state, port, logical_block_bytes, limiter, under_way, recorder, active, logged, failed }
     }
 
     fn read(&mut self, chain: &Chain, io: &mut Io<'_>, offset: u64, bytes: usize) -> Answer {
@@ -105,7 +110,7 @@ impl Handler {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, bytes)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), PendingTransfer { bytes, is_read: true, active: self.active });
+                self.note(io.token(), PendingTransfer { bytes, is_read: true, ..PendingTransfer::default() });
                 io.transfer(TransferRequest::read(extent, 0, bytes))
             }
             Err(error) => self.fail(chain, error),
@@ -135,7 +140,7 @@ impl Handler {
             Ok(Data::Bytes(count)) if count == bytes => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Data::Bytes(_)) => self.fail(chain, Errno::IO),
             Ok(Data::Extent(extent)) => {
-                self.note(io.token(), PendingTransfer { bytes, is_read: false, active: self.active });
+                self.note(io.token(), PendingTransfer { bytes, ..PendingTransfer::default() });
                 io.transfer(TransferRequest::write(extent, (HEADER_BYTES, bytes), false, durable))
             }
             Err(error) => self.fail(chain, error),
@@ -149,7 +154,7 @@ impl Handler {
         match self.state.disk.flush() {
             Ok(None) => Answer::Done(end(chain, Status::Ok, 0)),
             Ok(Some(file)) => {
-                self.note(io.token(), PendingTransfer { active: self.active, ..PendingTransfer::default() });
+                self.note(io.token(), PendingTransfer::default());
                 io.transfer(TransferRequest::fsync(file, true))
             }
             Err(error) => self.fail(chain, error),
@@ -179,9 +184,9 @@ impl Handler {
         }
     }
 
-    fn run_on_pool(&self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> Answer {
-        let (port, token, active) = (Arc::clone(&self.port), io.token(), self.active);
-        slow::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, ..reply }));
+    fn run_on_pool(&mut self, io: &Io<'_>, job: Job, room: Option<CopyPermit>) -> Answer {
+        let (port, token, active, logged) = (Arc::clone(&self.port), io.token(), self.active, self.logged.take());
+        slow::run(&self.state, job, room, move |reply| port.reply(token, Reply { active, logged, ..reply }));
         Answer::Later
     }
 
@@ -211,9 +216,10 @@ impl Handler {
     }
 
     fn note(&mut self, token: u64, wanted: PendingTransfer) {
+        let wanted = PendingTransfer { active: self.active, logged: self.logged.take(), ..wanted };
         let slot = low_half(token);
         if slot >= self.under_way.len() {
-            self.under_way.resize(slot + 1, PendingTransfer::default());
+            self.under_way.resize_with(slot + 1, PendingTransfer::default);
         }
         self.under_way[slot] = wanted;
     }
@@ -240,6 +246,13 @@ fn charge(limiter: &RateLimiter, request: &Result<Request, Refusal>) {
         Ok(Request::Read { bytes, .. } | Request::Write { bytes, .. }) => limiter.charge(*bytes as u64),
         Ok(Request::Flush) => {}
         _ => limiter.charge(0),
+    }
+}
+
+/// Logs the end of a request, if requests were logged when it began.
+fn end_logged(logged: Option<Box<LoggedRequest>>, active: Option<ActiveRequest>, status: Status) {
+    if let (Some(logged), Some(active)) = (logged, active) {
+        logged.end(active.outcome(status).into());
     }
 }
 
@@ -295,6 +308,7 @@ impl QueueHandler for Handler {
         };
         let active = ActiveRequest::begin(&mut self.recorder, request);
         (self.active, self.failed) = (Some(active), Cell::new(None));
+        self.logged = LoggedRequest::begin(&self.state.name, Ino::ROOT, None, &RequestText(request));
         let answer = match request {
             Request::Read { offset, bytes } => self.read(chain, io, offset, bytes),
             Request::Write { offset, bytes } => self.write(chain, io, offset, bytes),
@@ -306,18 +320,22 @@ impl QueueHandler for Handler {
         };
         self.active = None;
         if matches!(answer, Answer::Done(_)) {
-            active.end(&mut self.recorder, self.failed.get().unwrap_or(Status::Ok));
+            let status = self.failed.get().unwrap_or(Status::Ok);
+            active.end(&mut self.recorder, status);
+            end_logged(self.logged.take(), Some(active), status);
         }
         answer
     }
 
     fn transferred(&mut self, token: u64, chain: &Chain, outcome: io::Result<usize>) -> u32 {
-        let wanted = self.under_way.get(low_half(token)).copied().unwrap_or_default();
+        let wanted = self.under_way.get_mut(low_half(token)).map(std::mem::take).unwrap_or_default();
         let what = if wanted.is_read { "read" } else { "write or flush" };
         let is_done = outcome.as_ref().is_ok_and(|moved| *moved == wanted.bytes);
+        let status = if is_done { Status::Ok } else { Status::IoError };
         if let Some(active) = wanted.active {
-            active.end_transfer(&mut self.recorder, if is_done { Status::Ok } else { Status::IoError });
+            active.end_transfer(&mut self.recorder, status);
         }
+        end_logged(wanted.logged, wanted.active, status);
         match outcome {
             Ok(moved) if is_done => end(chain, Status::Ok, if wanted.is_read { moved } else { 0 }),
             Ok(moved) => {
@@ -333,11 +351,13 @@ impl QueueHandler for Handler {
     }
 
     fn deliver(&mut self, chain: &Chain, reply: Reply) -> u32 {
-        let Reply { status, data, room, active } = reply;
+        let Reply { status, data, room, active, logged } = reply;
         let is_there = chain.write_at(0, &data) == data.len();
+        let outcome = if is_there { status } else { Status::IoError };
         if let Some(active) = active {
-            active.end(&mut self.recorder, if is_there { status } else { Status::IoError });
+            active.end(&mut self.recorder, outcome);
         }
+        end_logged(logged, active, outcome);
         let bytes = data.len();
         drop((data, room));
         if !is_there {
@@ -352,9 +372,11 @@ impl QueueHandler for Handler {
     }
 
     fn failed(&mut self, chain: &Chain) -> u32 {
-        if let Some(active) = self.active.take() {
+        let active = self.active.take();
+        if let Some(active) = active {
             active.end(&mut self.recorder, Status::IoError);
         }
+        end_logged(self.logged.take(), active, Status::IoError);
         end(chain, Status::IoError, 0)
     }
 

@@ -23,6 +23,7 @@ mod device;
 mod handler;
 mod metrics;
 mod options;
+mod request_text;
 mod slow;
 mod state;
 #[cfg(test)]
@@ -33,7 +34,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 use ferry_engine::metrics::Metrics;
-pub use ferry_engine::{IoMode, RateLimiter};
+pub use ferry_engine::{IoMode, PollLimit, RateLimiter};
 use ferry_vfs::{Disk, Errno};
 use ferry_vhost::{FrontEnd, Server, ServerError};
 
@@ -79,7 +80,7 @@ impl Export {
         if !(1..=QUEUES_MAX).contains(&options.queues) {
             return Err(Error::Queues(options.queues));
         }
-        let state = Arc::new(State::new(Arc::clone(&disk), options.writeback));
+        let state = Arc::new(State::new(Arc::clone(&disk), options.writeback, options.name.clone()));
         let metrics = Arc::clone(&state.metrics);
         let device = Blk::new(Arc::clone(&state), options);
         let server = Arc::new(Server::start(listener, device, "ferry-blk")?);

@@ -43,7 +43,7 @@ impl ActiveRequest {
     }
 
     /// The error as the driver sees it: it gets no more than a status.
-    fn outcome(self, status: Status) -> Result<usize, Errno> {
+    pub(crate) fn outcome(self, status: Status) -> Result<usize, Errno> {
         match status {
             Status::Ok => Ok(self.bytes),
             Status::IoError => Err(Errno::IO),

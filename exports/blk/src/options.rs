@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::{IoMode, RateLimiter};
+use ferry_engine::{IoMode, PollLimit, RateLimiter};
 
 /// The vhost-user messages that name a queue have 8 bits for it.
 pub const QUEUES_MAX: usize = 256;
@@ -18,10 +18,12 @@ const POLL_DEFAULT: Duration = Duration::from_micros(100);
 /// Options of an export.
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// The name of the disk in the log of requests.
+    pub name: String,
     /// The number of queues; the guest may use fewer. Each has a worker, up to the number of CPUs.
     pub queues: usize,
     /// The maximum time that a worker polls before it sleeps.
-    pub poll: Duration,
+    pub poll: PollLimit,
     /// Writes may stay in a cache until the guest flushes. Otherwise each write completes when it is durable.
     pub writeback: bool,
     /// How data is moved.
@@ -38,9 +40,10 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            name: String::new(),
             // Unused queues have neither a worker nor memory.
             queues: QUEUES_DEFAULT,
-            poll: POLL_DEFAULT,
+            poll: POLL_DEFAULT.into(),
             writeback: true,
             io: IoMode::Auto,
             pin_memory: false,

@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use ferry_engine::requests::LoggedRequest;
 use ferry_vfs::{Backing, BlockRange, Data, Disk, Errno, Extent};
 use ferry_wire::blk::{Range, Request, Status};
 
@@ -18,12 +19,14 @@ pub(crate) struct Reply {
     pub(crate) room: Option<CopyPermit>,
     /// The request, until its end is counted.
     pub(crate) active: Option<ActiveRequest>,
+    /// The request, until its end is logged.
+    pub(crate) logged: Option<Box<LoggedRequest>>,
 }
 
 impl Reply {
     pub(crate) fn failed(error: Errno) -> Self {
         let status = if error == Errno::NOTSUP { Status::Unsupported } else { Status::IoError };
-        Self { status, data: Vec::new(), room: None, active: None }
+        Self { status, data: Vec::new(), room: None, active: None, logged: None }
     }
 }
 
@@ -43,7 +46,7 @@ pub(crate) fn run(state: &Arc<State>, job: Job, room: Option<CopyPermit>, tell: 
     state.blocking_pool.run(move || {
         let outcome = catch_unwind(AssertUnwindSafe(|| job.carry_out(&*disk)));
         let reply = match outcome.unwrap_or(Err(Errno::IO)) {
-            Ok(data) => Reply { status: Status::Ok, data, room, active: None },
+            Ok(data) => Reply { status: Status::Ok, data, room, active: None, logged: None },
             Err(error) => {
                 ratelimited_log.warn(format_args!("a request failed: {error}"));
                 Reply::failed(error)

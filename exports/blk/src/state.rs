@@ -38,6 +38,8 @@ impl Drop for CopyPermit {
 pub(crate) struct State {
     pub(crate) disk: Arc<dyn Disk>,
     pub(crate) features: DiskFeatures,
+    /// Its name in the log of requests.
+    pub(crate) name: String,
     /// Runs calls that may block.
     pub(crate) blocking_pool: BlockingPool,
     pub(crate) metrics: Arc<Metrics>,
@@ -55,11 +57,12 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(disk: Arc<dyn Disk>, may_cache: bool) -> Self {
+    pub(crate) fn new(disk: Arc<dyn Disk>, may_cache: bool, name: String) -> Self {
         let (features, bytes) = (disk.features(), disk.geometry().bytes);
         Self {
             disk,
             features,
+            name,
             blocking_pool: BlockingPool::default(),
             metrics: Arc::new(crate::metrics::metrics()),
             ratelimited_log: Arc::default(),

@@ -81,7 +81,7 @@ fn run(state: &Arc<State>, job: Job) -> (Status, Vec<u8>) {
 #[test]
 fn slow_requests_always_get_a_reply() {
     let disk = Mem::new(DiskFeatures { slow: true, ..DiskFeatures::default() });
-    let state = Arc::new(State::new(disk.clone(), true));
+    let state = Arc::new(State::new(disk.clone(), true, "disk".into()));
     let at = |offset| BlockRange { offset, bytes: 512, alignment: 512 };
     let range = |offset, bytes| Range { offset, bytes, may_unmap: true };
     let write = Job::Write { at: at(1024), durable: true, bytes: vec![9; 512] };
@@ -110,7 +110,7 @@ fn the_cache_mode_is_the_negotiated_one() {
         (true, DeviceFeatures::default(), true, false),
         (false, flush | wce, true, false),
     ] {
-        let state = State::new(Mem::new(DiskFeatures::default()), may_cache);
+        let state = State::new(Mem::new(DiskFeatures::default()), may_cache, "disk".into());
         state.negotiated(negotiated);
         state.set_writeback(wanted);
         assert_eq!(state.is_writeback(), writeback, "{may_cache} {negotiated:?} {wanted}");
@@ -122,7 +122,7 @@ fn the_cache_mode_is_the_negotiated_one() {
 #[test]
 fn the_offered_features_are_those_of_the_disk() {
     let device = |features, writeback| {
-        let state = Arc::new(State::new(Mem::new(features), writeback));
+        let state = Arc::new(State::new(Mem::new(features), writeback, "disk".into()));
         Blk::new(state, Options { queues: 3, writeback, ..Options::default() })
     };
     let has = |device: &Blk, feature| DeviceFeatures(device.features()).contains(feature);
@@ -151,7 +151,7 @@ fn the_offered_features_are_those_of_the_disk() {
 #[test]
 fn a_changed_size_is_reported_once() {
     let disk = Mem::new(DiskFeatures::default());
-    let state = State::new(disk.clone(), true);
+    let state = State::new(disk.clone(), true, "disk".into());
     assert!(!state.refresh_geometry());
     disk.bytes.lock().unwrap().truncate(4096);
     assert!(state.refresh_geometry());

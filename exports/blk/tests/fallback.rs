@@ -52,7 +52,7 @@ fn forbid_io_uring() {
 }
 
 fn options(io: IoMode) -> Options {
-    Options { queues: 4, poll: Duration::from_micros(50), pin_memory: true, io, ..Options::default() }
+    Options { queues: 4, poll: Duration::from_micros(50).into(), pin_memory: true, io, ..Options::default() }
 }
 
 #[test]

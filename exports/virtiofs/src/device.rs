@@ -165,7 +165,10 @@ impl Device for VirtioFs {
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
         // No request waits for a FORGET.
-        let poll = if index < HIGH_PRIORITY_QUEUES { std::time::Duration::ZERO } else { self.options.poll };
+        let poll = match index < HIGH_PRIORITY_QUEUES {
+            true => std::time::Duration::ZERO.into(),
+            false => self.options.poll.clone(),
+        };
         WorkerOptions { name: format!("virtiofs-{index}"), io: self.options.io, poll, begun: self.options.begun.worker }
     }
 

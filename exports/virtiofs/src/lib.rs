@@ -30,7 +30,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use dax::{DaxFiles, FILE_BYTES_DEFAULT, WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MAX, WindowUsage};
-pub use ferry_engine::{IoMode, RateLimiter};
+pub use ferry_engine::{IoMode, PollLimit, RateLimiter};
 pub use ferry_serve::{Acl, Cache, RestoreError, Share};
 pub use ferry_state::{Geometry, KeeperConnection, KeeperError, SERVER_AWAITED, SessionStore, StoreError};
 use ferry_vfs::FileSystem;
@@ -54,7 +54,7 @@ pub struct Options {
     /// started on demand. Beyond it, such requests wait for each other; with 0 they block their queue.
     pub spare_threads: usize,
     /// The maximum time that a worker polls before it sleeps.
-    pub poll: Duration,
+    pub poll: PollLimit,
     /// What the guest may keep.
     pub cache: Cache,
     /// The guest's cache timeout of names; `None`: from the cache mode.
@@ -151,7 +151,7 @@ impl Default for Options {
             read_only: false,
             queues: std::thread::available_parallelism().map_or(1, usize::from).clamp(QUEUES_DEFAULT_MIN, QUEUES_MAX),
             spare_threads: SPARE_THREADS_DEFAULT,
-            poll: POLL_DEFAULT,
+            poll: POLL_DEFAULT.into(),
             cache: Cache::Auto,
             entry_timeout: None,
             attr_timeout: None,

@@ -51,7 +51,13 @@ impl Client {
         stream.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
-        stream.write_all(&line).with_context(|| format!("process {pid} does not accept a request"))?;
+        match stream.write_all(&line) {
+            // A server with too many clients says so and hangs up.
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                return Err(error).with_context(|| format!("process {pid} does not accept a request"));
+            }
+            _ => {}
+        }
         let mut reader = BufReader::new(stream);
         let line = answer(&mut reader, end).with_context(|| format!("process {pid} does not answer"))?;
         let parsed = serde_json::from_slice(&line);

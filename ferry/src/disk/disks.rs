@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use ferry_blk::Export;
 use ferry_control::{Control, Logging, MetricsServer, MetricsSocket, ServedShare, ShareStatus, Trace, TraceFile};
+use ferry_engine::TokenBucket;
 use ferry_isolation::BlockedSignals;
 use ferry_vhost::Socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -22,6 +23,7 @@ use crate::new_files::NewFiles;
 use crate::paths::absolute;
 use crate::recipes;
 use crate::sandbox::{Confinement, SandboxFlags};
+use crate::set_cmd;
 use crate::socket::ListenSocket;
 
 /// The time in which a disk should open; then its delay is logged, and the others start without it. Working storage is much
@@ -152,6 +154,8 @@ struct OpenDisk<'a> {
     args: &'a Args,
     /// The options of its device, computed before the sandbox hides the machine.
     options: ferry_blk::Options,
+    /// What limits its rates.
+    bucket: Arc<TokenBucket>,
     disk: Arc<dyn ferry_vfs::Disk>,
     /// The same disk, if it is an image.
     image: Option<Arc<ferry_image::Disk>>,
@@ -189,7 +193,8 @@ impl<'a> Disks<'a> {
             }
             let (disk, image, made) = args.open()?;
             all.new_files.add(made);
-            all.opened.push(OpenDisk { args, options: args.device_options(), disk, image });
+            let bucket = TokenBucket::new(args.limit.as_ref().map(|limit| limit.rates));
+            all.opened.push(OpenDisk { args, options: args.device_options(&bucket), bucket, disk, image });
             // The sandbox forbids this later. A process that serves several disks has one address.
             if let (Some(address), None) = (&args.metrics, &all.metrics.1) {
                 all.metrics.1 = Some(MetricsSocket::bind(address)?);
@@ -284,7 +289,7 @@ impl ferry_vfs::FileSystem for NoFiles {}
 impl OpenDisk<'_> {
     /// What the control socket reports of it.
     fn served(&self, export: &Export) -> ServedShare {
-        let file = self.args.path().map(absolute).unwrap_or_default();
+        let file = self.args.name();
         let shown = ShareStatus {
             source: file.clone(),
             disk: self.args.vhost_user.as_deref().map(absolute),
@@ -297,6 +302,9 @@ impl OpenDisk<'_> {
         let image = self.image.clone();
         let counts = move || image.as_ref().map(|image| image.counts()).unwrap_or_default();
         control::offered_disk(&mut served, export, self.options.io, counts);
+        let limit = self.args.limit.as_ref();
+        set_cmd::limited(&mut served, limit, Arc::clone(&self.bucket), set_cmd::Bypass::default());
+        set_cmd::polls(&mut served, self.options.poll.clone());
         served
     }
 

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferry_control::Change;
 use ferry_engine::{BURST_MAX, BURST_MIN, BYTES_MAX, REQUESTS_MAX, Rates, TokenBucket};
 
 use crate::size::{Size, deserialize_from_str};
@@ -108,19 +109,24 @@ pub fn group_conflict<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Option
     None
 }
 
-/// Applies `ferry set TARGET limit=TEXT`; returns the sentence that says so.
-pub fn set(bucket: &TokenBucket, group: Option<&str>, text: &str) -> Result<String, String> {
-    let of = group.map(|group| format!(" of group {group}")).unwrap_or_default();
-    if text == "none" {
-        bucket.set(None);
-        return Ok(format!("no limit{of}"));
-    }
-    let limit: Limit = text.parse()?;
-    if limit.group.is_some() {
+/// Returns the change of `ferry set TARGET limit=TEXT`, which returns the sentence that says so.
+pub fn change(bucket: &Arc<TokenBucket>, group: Option<&str>, text: &str) -> Result<Change, String> {
+    let limit = (text != "none").then(|| text.parse::<Limit>()).transpose()?;
+    if limit.as_ref().is_some_and(|limit| limit.group.is_some()) {
         return Err(format!("limit={text}: the group is chosen when the share starts; omit group="));
     }
-    bucket.set(Some(limit.rates));
-    Ok(format!("limit {limit}{of}"))
+    let of = group.map(|group| format!(" of group {group}")).unwrap_or_default();
+    let outcome = limit.as_ref().map_or_else(|| format!("no limit{of}"), |limit| format!("limit {limit}{of}"));
+    let bucket = Arc::clone(bucket);
+    Ok(Box::new(move || {
+        bucket.set(limit.map(|limit| limit.rates));
+        outcome
+    }))
+}
+
+/// Returns the limit in force, as the words of `--limit`.
+pub fn in_force(bucket: &TokenBucket, group: Option<&str>) -> Option<String> {
+    bucket.rates().map(|rates| Limit { rates, group: group.map(str::to_owned) }.to_string())
 }
 
 #[cfg(test)]
@@ -183,15 +189,21 @@ mod tests {
     #[test]
     fn a_running_limit_changes_or_stays_as_it_was() {
         let bucket = TokenBucket::new(None);
-        assert_eq!(set(&bucket, None, "iops=5").as_deref(), Ok("limit iops=5"));
+        let set = |group, text: &str| change(&bucket, group, text).map(|change| change());
+        assert_eq!(in_force(&bucket, None), None);
+        assert_eq!(set(None, "iops=5").as_deref(), Ok("limit iops=5"));
+        assert_eq!(in_force(&bucket, Some("g")).as_deref(), Some("iops=5,group=g"));
         let rates = bucket.rates();
         assert_eq!(rates.and_then(|rates| rates.requests).map(NonZeroU64::get), Some(5));
         for wrong in ["iops=0", "iops=6,group=b", "x"] {
-            let error = set(&bucket, None, wrong).expect_err(wrong);
+            let error = set(None, wrong).expect_err(wrong);
             assert!(error.contains(wrong), "{error}");
             assert_eq!(bucket.rates(), rates, "{wrong}");
         }
-        assert_eq!(set(&bucket, Some("g"), "none").as_deref(), Ok("no limit of group g"));
+        // Nothing changes before all settings are checked.
+        drop(change(&bucket, None, "none").expect("it is a limit"));
+        assert_eq!(bucket.rates(), rates);
+        assert_eq!(set(Some("g"), "none").as_deref(), Ok("no limit of group g"));
         assert_eq!(bucket.rates(), None);
     }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+use ferry_engine::PollLimit;
 use ferry_idmap::{Ids, Rule, Xattrs};
 use ferry_virtiofs::Tag;
 use serde::{Deserialize, Deserializer};
@@ -24,7 +25,7 @@ pub const JOBS_MAX: u16 = 256;
 /// Linux makes at most one request queue per CPU.
 const QUEUES_MAX: u16 = 64;
 /// More than a second of polling costs a whole CPU.
-const POLL_US_MAX: u64 = 1_000_000;
+pub const POLL_US_MAX: u64 = 1_000_000;
 /// One day; 0 means no limit.
 const HANDLER_TIMEOUT_MAX: u64 = 86_400;
 /// A hundred years.
@@ -496,9 +497,10 @@ impl Share {
         self.queues.map_or_else(|| ferry_virtiofs::Options::default().queues, usize::from)
     }
 
-    /// Returns the polling time, if it is set.
-    pub fn poll(&self) -> Option<Duration> {
-        self.poll_us.map(Duration::from_micros)
+    /// Returns the limit of polling of its devices.
+    pub fn poll(&self) -> PollLimit {
+        let default = || ferry_virtiofs::Options::default().poll;
+        self.poll_us.map_or_else(default, |us| Duration::from_micros(us).into())
     }
 
     /// Checks that a share of a configuration file is complete and has no conflicting flags.

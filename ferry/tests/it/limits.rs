@@ -7,7 +7,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::common::place::Place;
+use crate::common::schema::Schema;
 use crate::common::{Server, ferry, needs_fuse, refused, run};
 
 /// What `ferry set` says.
@@ -20,6 +23,26 @@ fn set(target: &Path, setting: &str) -> String {
 /// Why `ferry set` refuses a setting.
 fn refused_set(target: &Path, setting: &str) -> String {
     refused(1, ferry().arg("set").arg(target).arg(setting))
+}
+
+/// Why `ferry set` refuses several settings.
+fn refused_sets(target: &Path, settings: &[&str]) -> String {
+    refused(1, ferry().arg("set").arg(target).args(settings))
+}
+
+/// The limit that `ferry status` shows.
+fn limit_of(target: &Path) -> Value {
+    let output = run(ferry().arg("status").arg(target).arg("--json"));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    Schema::of("watch.md", "JSON of ferry status").check(&json);
+    json["servers"][0]["shares"][0]["limit"].clone()
+}
+
+/// The level that `ferry log` shows.
+fn log_of(target: &Path) -> String {
+    let output = run(ferry().arg("log").arg("--json").arg(target));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    json["log"].as_str().unwrap().into()
 }
 
 #[test]
@@ -39,17 +62,58 @@ fn a_running_share_is_limited_by_ferry_set() {
         ("limit=bps=2T", "bps=2T is not possible"),
         ("limit=", "\"\" is not a limit"),
         ("limit=iops=1,group=h", "the group is chosen when the share starts"),
-        ("tag=x", "\"tag\" cannot be changed while mem is served (what can be: limit)"),
+        ("tag=x", "\"tag\" cannot be changed while mem is served (what can be: limit, poll-us, log)"),
         ("log=loud", "cannot log at \"loud\""),
     ] {
         let said = refused_set(&a, setting);
         assert!(said.contains(words), "{setting}: {said}");
     }
+    let said = refused_sets(&b, &["limit=iops=7", "log=loud"]);
+    assert!(said.contains("cannot set limit=iops=7 log=loud: cannot log at \"loud\""), "{said}");
+    let said = refused_sets(&b, &["log=trace", "limit=iops=0"]);
+    assert!(said.contains("iops=0 is not possible"), "{said}");
+    let said = refused_sets(&b, &["limit=iops=8", "limit=iops=9"]);
+    assert!(said.contains("\"limit\" is given twice"), "{said}");
+    assert_eq!((limit_of(&b), log_of(&b)), (Value::Null, "debug".into()), "nothing has changed");
+    let said = run(ferry().arg("set").arg(&b).args(["limit=iops=9", "log=info"]));
+    assert_eq!(String::from_utf8_lossy(&said.stdout), "log info\nlimit iops=9 of group g\n");
+    assert_eq!((limit_of(&a), log_of(&a)), ("iops=9,group=g".into(), "info".into()));
+    let text = String::from_utf8(run(ferry().arg("status").arg(&a)).stdout).unwrap();
+    assert!(text.contains("mem, cache auto, limit iops=9,group=g\n"), "{text}");
     let pid = server.pid().as_raw_nonzero().to_string();
     let said = refused_set(Path::new(&pid), "limit=none");
     assert!(said.contains("several shares"), "{said}");
     let said = refused(2, ferry().arg("set").arg(&a).arg("limit"));
     assert!(said.contains("\"limit\" has no value"), "{said}");
+    server.signal(rustix::process::Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
+fn the_limit_of_a_running_disk_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, socket) = (folder.path().join("\x1b[2Jd"), folder.path().join("s"));
+    File::create(&file).unwrap().set_len(1 << 20).unwrap();
+    let mut server = Server::start(ferry().arg("disk").arg(&file).arg("--vhost-user").arg(&socket));
+    assert_eq!(limit_of(&socket), Value::Null);
+    assert_eq!(set(&socket, "limit=iops=5,bps=1M,burst=2"), "limit iops=5,bps=1048576,burst=2\n");
+    assert_eq!(limit_of(&socket), "iops=5,bps=1048576,burst=2");
+    for (setting, words) in [
+        ("limit=iops=0", "iops=0 is not possible"),
+        ("limit=bps=18446744073709551616", "bps=18446744073709551616 is not possible"),
+        ("limit=iops=1,group=g", "omit group="),
+        ("poll-us=1000001", "poll-us=1000001 is not possible: the number is from 0 to 1000000"),
+        ("poll-us=18446744073709551616", "poll-us=18446744073709551616 is not possible"),
+        ("poll-us=-1", "poll-us=-1 is not possible"),
+        ("entry-timeout=1", "\"entry-timeout\" cannot be changed while "),
+    ] {
+        let said = refused_set(&socket, setting);
+        assert!(said.contains(words) && !said.contains('\x1b'), "{setting}: {said:?}");
+    }
+    assert_eq!(limit_of(&socket), "iops=5,bps=1048576,burst=2", "nothing has changed");
+    assert_eq!(set(&socket, "poll-us=0"), "poll-us 0\n");
+    assert_eq!(set(&socket, "limit=none"), "no limit\n");
+    assert_eq!(limit_of(&socket), Value::Null);
     server.signal(rustix::process::Signal::TERM);
     assert_eq!(server.status(), Some(0));
 }
@@ -99,6 +163,8 @@ fn a_mount_is_limited_while_it_runs() {
         }
         done
     };
+    let said = refused_set(&at, "poll-us=1");
+    assert!(said.contains("\"poll-us\" cannot be changed while mem is served (what can be: limit, log)"), "{said}");
     set(&at, "limit=iops=100");
     let limited = reads(Duration::from_secs(1));
     set(&at, "limit=none");

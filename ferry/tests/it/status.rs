@@ -16,6 +16,8 @@ use crate::common::place::{Place, until};
 use crate::common::schema::Schema;
 use crate::common::{Server, ferry, needs_fuse, refused, run};
 
+/// The most clients of a control socket.
+const PLACES: usize = 16;
 /// A user that nobody is.
 const STRANGER: u32 = 64_321;
 
@@ -100,21 +102,24 @@ fn another_users_share_is_refused() {
     let as_stranger = |args: &[&str]| {
         let mut command = Command::new("setpriv");
         command.args([format!("--reuid={STRANGER}"), format!("--regid={STRANGER}"), "--clear-groups".into()]);
-        command.arg(ferry().get_program()).arg("status").args(args).env_remove("FERRY_LOG").stdin(Stdio::null());
+        command.arg(ferry().get_program()).args(args).env_remove("FERRY_LOG").stdin(Stdio::null());
         run(&mut command)
     };
     let socket = folder.path().join("s");
     for target in [pid.as_str(), socket.to_str().unwrap(), folder.path().to_str().unwrap()] {
-        let output = as_stranger(&[target]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{target}: {said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
+        for args in [&["status", target][..], &["set", target, "limit=iops=1"]] {
+            let output = as_stranger(args);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{target}: {said}");
+            assert_eq!(said.lines().count(), 1, "{said}");
+        }
     }
-    let all = as_stranger(&["--json"]);
+    let all = as_stranger(&["status", "--json"]);
     let all: Value = serde_json::from_slice(&all.stdout).unwrap();
     assert!(!all.to_string().contains(&*folder.path().to_string_lossy()), "{all}");
     // Root sees that of a user, whose number is shown.
     assert_eq!(status(&pid)["user"], 0);
+    assert_eq!(status(&pid)["shares"][0]["limit"], Value::Null, "the stranger has set none");
 }
 
 /// What a server answers to bytes on its control socket.
@@ -160,6 +165,25 @@ fn garbage_on_the_control_socket_gets_an_error_and_harms_nobody() {
     let silent: Vec<_> = (0..8).map(|_| UnixStream::connect(format!("/run/ferry/{pid}")).unwrap()).collect();
     assert_eq!(status(&pid)["shares"].as_array().unwrap().len(), 1);
     drop(silent);
+}
+
+#[test]
+fn clients_that_send_drop_by_drop_lose_their_places() {
+    if !rustix::process::geteuid().is_root() {
+        ferry_skip::skip!("needs root, whose sockets are in /run/ferry");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let server = shared(folder.path());
+    let pid = server.pid().as_raw_nonzero().to_string();
+    let path = format!("/run/ferry/{pid}");
+    let mut slow: Vec<_> = (0..PLACES).map(|_| UnixStream::connect(&path).unwrap()).collect();
+    until("the places are taken", || answer(&pid, b"{\"do\":\"status\"}\n").contains("16 clients are connected"));
+    // Each byte comes in time, and the request never ends.
+    until("they have lost their places", || {
+        slow.iter_mut().for_each(|client| drop(client.write_all(b" ")));
+        answer(&pid, b"{\"do\":\"status\"}\n").starts_with("{\"ok\":")
+    });
 }
 
 #[test]

@@ -128,7 +128,7 @@ impl Device for Toy {
 
     fn worker_options(&self, index: usize) -> WorkerOptions {
         let io = ferry_engine::IoMode::Auto;
-        WorkerOptions { name: format!("toy-{index}"), io, poll: Duration::ZERO, begun: None }
+        WorkerOptions { name: format!("toy-{index}"), io, poll: Duration::ZERO.into(), begun: None }
     }
 
     fn session(&self) {}

@@ -190,5 +190,5 @@ pub fn apart<T>(make: impl FnOnce() -> T) -> T {
 
 /// Returns the options that tests vary.
 pub fn options(poll: Duration) -> Options {
-    Options { queues: 1, poll, ..Options::default() }
+    Options { queues: 1, poll: poll.into(), ..Options::default() }
 }

@@ -8,5 +8,6 @@ mod common;
 mod costs;
 mod counts;
 mod limits;
+mod log;
 mod memory;
 mod slow;

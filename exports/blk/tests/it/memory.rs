@@ -15,7 +15,7 @@ const BLOCKS: u64 = 64;
 const REGION_BYTES: usize = 4 << 20;
 
 fn options(pin_memory: bool) -> Options {
-    Options { queues: 1, poll: Duration::from_micros(50), pin_memory, ..Options::default() }
+    Options { queues: 1, poll: Duration::from_micros(50).into(), pin_memory, ..Options::default() }
 }
 
 fn config() -> Config {

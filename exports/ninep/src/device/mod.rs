@@ -10,7 +10,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use ferry_engine::IoMode;
+use ferry_engine::{IoMode, PollLimit};
 use ferry_vfs::sync::lock;
 use ferry_vhost::{Device, FrontEnd, Port, Server, WorkerOptions};
 
@@ -36,7 +36,7 @@ pub struct DeviceOptions {
     /// The tag that the guest mounts: 1 to 255 bytes without NUL.
     pub tag: String,
     /// The maximum time that the worker polls before it sleeps.
-    pub poll: Duration,
+    pub poll: PollLimit,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -44,7 +44,7 @@ pub struct DeviceOptions {
 impl DeviceOptions {
     /// Returns the default options with a tag.
     pub fn of(tag: impl Into<String>) -> Self {
-        Self { tag: tag.into(), poll: POLL_DEFAULT, io: IoMode::Auto }
+        Self { tag: tag.into(), poll: POLL_DEFAULT.into(), io: IoMode::Auto }
     }
 }
 
@@ -91,7 +91,7 @@ impl Device for NineP {
     }
 
     fn worker_options(&self, _: usize) -> WorkerOptions {
-        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll, begun: None }
+        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll.clone(), begun: None }
     }
 
     fn session(&self) -> Arc<Guest> {
