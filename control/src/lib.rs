@@ -45,7 +45,7 @@ pub use report::{
     ShareReport, ShareStatus, UsageReport,
 };
 pub use server::{Control, Owner};
-pub use shares::{Change, HeldInode, ServedShare};
+pub use shares::{HeldInode, ServedShare, SettingChange};
 pub use socket_dir::{Endpoint, sockets};
 pub use trace::{TRACE_SECONDS_MAX, Trace, TraceFile, TraceOptions};
 

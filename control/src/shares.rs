@@ -41,10 +41,10 @@ type ExportReporter = Box<dyn Fn() -> Option<ExportReport> + Send + Sync>;
 type LimitReporter = Box<dyn Fn() -> Option<String> + Send + Sync>;
 
 /// Checks the new value of a setting; returns its change, or why there is none.
-type Setter = Box<dyn Fn(&str) -> Result<Change, String> + Send + Sync>;
+type Setter = Box<dyn Fn(&str) -> Result<SettingChange, String> + Send + Sync>;
 
 /// A change that was checked and cannot fail; returns what holds then.
-pub type Change = Box<dyn FnOnce() -> String>;
+pub type SettingChange = Box<dyn FnOnce() -> String>;
 
 /// The transport of a mount, as last known.
 struct MountInfo {
@@ -116,7 +116,7 @@ impl ServedShare {
     pub fn settable(
         &mut self,
         setting: &'static str,
-        check: impl Fn(&str) -> Result<Change, String> + Send + Sync + 'static,
+        check: impl Fn(&str) -> Result<SettingChange, String> + Send + Sync + 'static,
     ) {
         self.settings.push((setting, Box::new(check)));
     }

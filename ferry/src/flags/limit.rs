@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_control::Change;
+use ferry_control::SettingChange;
 use ferry_engine::{BURST_MAX, BURST_MIN, BYTES_MAX, REQUESTS_MAX, Rates, TokenBucket};
 
 use crate::size::{Size, deserialize_from_str};
@@ -110,7 +110,7 @@ pub fn group_conflict<'a>(limits: impl IntoIterator<Item = &'a Limit>) -> Option
 }
 
 /// Returns the change of `ferry set TARGET limit=TEXT`, which returns the sentence that says so.
-pub fn change(bucket: &Arc<TokenBucket>, group: Option<&str>, text: &str) -> Result<Change, String> {
+pub fn change(bucket: &Arc<TokenBucket>, group: Option<&str>, text: &str) -> Result<SettingChange, String> {
     let limit = (text != "none").then(|| text.parse::<Limit>()).transpose()?;
     if limit.as_ref().is_some_and(|limit| limit.group.is_some()) {
         return Err(format!("limit={text}: the group is chosen when the share starts; omit group="));

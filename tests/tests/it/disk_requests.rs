@@ -1,12 +1,14 @@
 //! Disks with a driver that splits descriptors freely and sends invalid requests.
 
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ferry_disk::{Cache, Options};
 use ferry_driver::{Config, Driver};
 use ferry_tests::Place;
-use ferry_tests::disks::DiskServer;
+use ferry_tests::disks::{DiskServer, Process};
+use ferry_tests::mounts::{RunningProgram, ferry};
 
 const BYTES: u64 = 4 << 20;
 const SECTORS: u64 = BYTES / 512;
@@ -195,4 +197,43 @@ fn reads_that_fail_on_the_host_fail_in_the_guest() {
     file.set_len(BYTES).unwrap();
     file.write_all_at(&[9; 512], 4096).unwrap();
     assert_eq!(ask(&mut driver, &[&header(READ, 8)], &[512, 1]), (vec![9; 512], OK));
+}
+
+/// Changes a setting of a disk.
+#[track_caller]
+fn set(socket: &Path, setting: &str) {
+    let output = ferry(["set"]).arg(socket).arg(setting).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn requests_of_a_running_disk_are_logged_and_limited() {
+    let server = Process::new(Place::Memory, BYTES, &[]);
+    let mut driver = Driver::connect(&server.socket, config(false, true)).unwrap();
+    let mut read = |sector| assert_eq!(ask(&mut driver, &[&header(READ, sector)], &[4096, 1]).1, OK);
+    let follower = RunningProgram::new(ferry(["log"]).arg(&server.socket).args(["requests", "--follow"]));
+    let wait = |what: &str| {
+        let end = Instant::now() + WITHIN;
+        loop {
+            let (out, err) = follower.said();
+            if out.contains(what) || err.contains(what) {
+                break;
+            }
+            assert!(Instant::now() < end, "{what}: {out:?}, {err:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait("following the log");
+    read(8);
+    wait("Read 4096 bytes from byte 4096");
+    drop(follower);
+    // The first is served before it is paid; each of the others waits for a second.
+    set(&server.socket, "limit=iops=1");
+    let begin = Instant::now();
+    (0..3).for_each(&mut read);
+    assert!(begin.elapsed() >= Duration::from_millis(1500), "{:?}", begin.elapsed());
+    set(&server.socket, "limit=none");
+    let begin = Instant::now();
+    (0..100).for_each(&mut read);
+    assert!(begin.elapsed() < WITHIN, "{:?}", begin.elapsed());
 }
