@@ -1,4 +1,4 @@
-//! Errors of background writes: each is reported once to every open handle of the file (Linux: errseq_t).
+//! Errors of background writes: `fsync` reports each once to every open handle of the file (Linux: errseq_t).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -29,6 +29,12 @@ impl Errors {
         ErrorCursor(AtomicU64::new(self.count - untold))
     }
 
+    /// Returns the last error that [`Self::tell`] would return, and leaves it to be returned again.
+    pub fn show(&self, cursor: &ErrorCursor) -> Result<()> {
+        let is_told = cursor.0.load(Ordering::Relaxed) == self.count;
+        self.last.filter(|_| !is_told).map_or(Ok(()), Err)
+    }
+
     /// Returns the last error since this handle asked last.
     pub fn tell(&mut self, cursor: &ErrorCursor) -> Result<()> {
         if cursor.0.swap(self.count, Ordering::Relaxed) == self.count {
@@ -50,8 +56,10 @@ mod tests {
         assert_eq!(errors.tell(&one), Ok(()));
         errors.note(Errno::NOSPC);
         let late = errors.cursor();
+        assert_eq!(errors.show(&one), Err(Errno::NOSPC));
         assert_eq!(errors.tell(&one), Err(Errno::NOSPC));
         assert_eq!(errors.tell(&one), Ok(()));
+        assert_eq!(errors.show(&one), Ok(()));
         let after = errors.cursor();
         assert_eq!(errors.tell(&two), Err(Errno::NOSPC));
         assert_eq!(errors.tell(&late), Err(Errno::NOSPC));

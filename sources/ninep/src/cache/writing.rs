@@ -106,47 +106,45 @@ impl CachedFile {
         self.cache.make_room();
     }
 
-    /// Writes everything, waits until it is written, and returns errors of earlier writes that this handle has not
-    /// reported: what `close` does.
+    /// Writes everything, waits until it is written, and returns errors of earlier writes that `fsync` has not reported
+    /// to this handle: what `close` does. They are still reported by the next `fsync`, because this `close` may be that
+    /// of a child process, whose copy of the descriptor nobody asks.
     ///
     /// # Errors
     ///
-    /// The last error of writing that this handle has not reported.
+    /// The last error of writing that `fsync` has not reported to this handle.
     pub fn flush(self: &Arc<Self>, told: &ErrorCursor) -> Result<()> {
         self.write_out();
-        self.tell(told)
+        self.lock_with_losses().errors.show(told)
     }
 
-    /// As [`Self::flush`], and syncs the file on the server.
+    /// Writes everything, syncs the file on the server, and returns errors of earlier writes that this handle has not
+    /// reported.
     ///
     /// # Errors
     ///
     /// The last error of writing or syncing that this handle has not reported.
     pub fn fsync(self: &Arc<Self>, told: &ErrorCursor) -> Result<()> {
         self.write_out_and_sync();
-        self.tell(told)
+        self.lock_with_losses().errors.tell(told)
     }
 
     /// As [`Self::fsync`], without a handle. Open handles and [`super::Cache::sync_all`] still report the errors.
     pub fn sync(self: &Arc<Self>) {
         self.write_out_and_sync();
-        self.note_lost(&mut self.lock());
+        drop(self.lock_with_losses());
     }
 
-    fn tell(&self, told: &ErrorCursor) -> Result<()> {
+    /// Locks the state, and records it if the server was restarted since unkept data were written.
+    fn lock_with_losses(&self) -> MutexGuard<'_, State> {
         let mut state = self.lock();
-        self.note_lost(&mut state);
-        state.errors.tell(told)
-    }
-
-    /// Records that the server was restarted since unkept data were written.
-    fn note_lost(&self, state: &mut State) {
         let restarts = self.restarts();
         let is_lost = |unkept: Option<u64>| unkept.is_some_and(|then| then != restarts);
         if is_lost(state.unkept) || is_lost(state.unkept_at_sync) {
             (state.unkept, state.unkept_at_sync) = (None, None);
-            self.note(state, Errno::IO);
+            self.note(&mut state, Errno::IO);
         }
+        state
     }
 
     fn note(&self, state: &mut State, error: Errno) {
