@@ -180,7 +180,8 @@ fn the_rpm_needs_no_more_than_every_system_has() {
     let shown = query(&["--queryformat", "[%{FILEMODES:perms} %{FILEUSERNAME} %{FILENAMES}\\n]"]);
     let mut folders: Vec<_> = shown.lines().filter(|line| line.starts_with('d')).collect();
     folders.sort_unstable_by_key(|line| line.rsplit_once(' '));
-    assert_eq!(folders, ["drwxr-xr-x root /etc/ferry", "drwxr-xr-x root /usr/share/ferry"]);
+    let licenses = concat!("/usr/share/licenses/ferry-", env!("CARGO_PKG_VERSION"));
+    assert_eq!(folders, ["/etc/ferry", "/usr/share/ferry", licenses].map(|path| format!("drwxr-xr-x root {path}")));
     assert!(shown.lines().all(|line| line.contains(" root /")), "{shown}");
 }
 
@@ -270,7 +271,8 @@ fn the_container_image_is_reproducible_and_shares_its_volume() {
     }
     fs::write(path("files/from-host"), "hello").unwrap();
     let words = |name: &str| config["config"][name].as_array().unwrap().clone();
-    let command = [words("Entrypoint"), words("Cmd")].concat();
+    // User-mode Linux takes the tag from the device.
+    let command = [words("Entrypoint"), words("Cmd"), vec!["--tag".into(), "t".into()]].concat();
     let mut container = Command::new("unshare");
     container.args(["--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]);
     container.args(["sh", "-euc", RUN_CONTAINER, "sh"]).args([path("root"), path("files"), path("socket")]);
