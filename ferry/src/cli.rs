@@ -134,6 +134,13 @@ pub enum Command {
     #[command(after_long_help = recipes::DOCTOR)]
     Doctor(crate::doctor::Args),
 
+    /// Run in a guest: replay what happens to the files of shares, so that programs that watch them (inotify) see it.
+    ///
+    /// The shares are mounted in this guest and served by ferry share --events. The agent replays each event as the same system
+    /// call on the mount; the server recognises these calls and changes nothing. Needs root. It ends when no mount has events.
+    #[command(after_long_help = recipes::AGENT)]
+    Agent(crate::agent_cmd::Args),
+
     /// Check an unmounted persistent memory file system, and repair it.
     ///
     /// The status is 0 if the file system is clean or repaired, and 4 if damage remains or the file is not such a file system.

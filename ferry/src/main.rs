@@ -1,5 +1,6 @@
 //! The program `ferry`: it reads the command line and configuration files, and runs the libraries.
 
+mod agent_cmd;
 mod background;
 mod cli;
 mod config;
@@ -205,6 +206,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Metrics(args) => metrics_cmd::run(&args),
         Command::Top(args) => top_cmd::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Agent(args) => agent_cmd::run(&args),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),
         Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),

@@ -176,6 +176,12 @@ Examples:
   ferry doctor --for virtiofs,disk         what virtual machines need
   ferry doctor --for mount --json          for a script, which looks at the status, too";
 
+/// Shown by `ferry agent --help`.
+pub const AGENT: &str = "\
+Examples:
+  ferry agent /mnt/work                    one share
+  ferry agent /mnt/work /mnt/home          several";
+
 /// Shown by `ferry fsck --help`.
 pub const FSCK: &str = "\
 Examples:

@@ -25,9 +25,10 @@ impl Server {
         if let Some(file) = size_changed_by(cx.ino, operation).filter(|_| self.checks_size_on_open(cx)) {
             cx.session.set_reported_size(file, None);
         }
-        let served = match self.share.read_only && changes_something(operation) {
-            true => Err(Errno::ROFS),
-            false => is_allowed(cx, operation)
+        let served = match self.agent_request(cx, operation, carrier) {
+            Some(served) => served,
+            None if self.share.read_only && changes_something(operation) => Err(Errno::ROFS),
+            None => is_allowed(cx, operation)
                 .and_then(|()| synced_before(cx, operation))
                 .and_then(|()| self.dispatch(cx, operation, carrier)),
         };
@@ -205,7 +206,7 @@ fn synced_before(cx: &Context<'_>, operation: &Operation<'_>) -> Result<()> {
 }
 
 /// Whether the operation would change anything in the source.
-fn changes_something(operation: &Operation<'_>) -> bool {
+pub(crate) fn changes_something(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Setattr { .. }
         | Operation::Symlink { .. }

@@ -89,7 +89,9 @@ impl Policy {
         let entry = options.entry_timeout.unwrap_or(default);
         // Others may make the name at any time, and to see it late is worse than to see old attributes.
         let by_mode = if default == ALWAYS_TIMEOUT { entry } else { Duration::ZERO };
-        let names = Names { entry, negative: options.negative_timeout.unwrap_or(by_mode) };
+        // A replay of what was done to a name that the client remembers as absent would fail in its kernel.
+        let negative = if options.events { Duration::ZERO } else { by_mode };
+        let names = Names { entry, negative: options.negative_timeout.unwrap_or(negative) };
         let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
             None if options.told && publishes => timeout.min(UNTOLD_TIMEOUT),
             _ => timeout,
@@ -126,16 +128,17 @@ impl Policy {
         let optional = [
             (features.posix_locks && !options.local_locks, InitFlags::POSIX_LOCKS),
             (features.flock && !options.local_locks, InitFlags::FLOCK_LOCKS),
-            (features.by_number == ByNumber::Any, InitFlags::EXPORT_SUPPORT),
+            // Agents find directories that the client knows by their handles.
+            (features.by_number == ByNumber::Any || options.events, InitFlags::EXPORT_SUPPORT),
             // Handles that lead nowhere once the client has forgotten the inode are worse than none.
-            (features.by_number != ByNumber::Any, InitFlags::NO_EXPORT_SUPPORT),
+            (features.by_number != ByNumber::Any && !options.events, InitFlags::NO_EXPORT_SUPPORT),
             (acl, InitFlags::POSIX_ACL),
             (options.security_label != Acl::Never && options.xattr, InitFlags::SECURITY_CTX),
             (options.mmap, InitFlags::DIRECT_IO_ALLOW_MMAP),
             // Without an OPEN nothing refuses a file that is opened for writing, and it would seem to be written.
             (options.writeback && !omits_opens, InitFlags::WRITEBACK_CACHE),
             (options.allow_idmap, InitFlags::ALLOW_IDMAP),
-            (cache == Cache::Auto, InitFlags::AUTO_INVAL_DATA),
+            (cache == Cache::Auto || options.events, InitFlags::AUTO_INVAL_DATA),
             (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
             (caches_constant, InitFlags::NO_OPENDIR_SUPPORT),
             (omits_opens, InitFlags::NO_OPEN_SUPPORT),

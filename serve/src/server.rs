@@ -227,6 +227,7 @@ impl Server {
                 let record = self.slot.store.as_ref().map(|keeping| SessionRecord::begin(keeping, store));
                 let source = Arc::clone(&self.share.source);
                 let session = Session::new(source, negotiated, passthrough, mappings, (store, record));
+                let session = if self.share.events { session.without_generations() } else { session };
                 self.slot.set_session(Some(Arc::new(session)));
                 Ok(reply::write(buffer, unique, &negotiated, &Reply::Init(answer)).bytes())
             }

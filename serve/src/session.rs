@@ -17,6 +17,7 @@ use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::blocking_locks::BlockedLocks;
 use crate::close_to_open::{ReportedSize, StaleOpens};
+use crate::events::SessionEvents;
 use crate::mappings::Mappings;
 use crate::open_file::Open;
 use crate::passthrough::Passthrough;
@@ -39,6 +40,7 @@ struct InodeState {
     slot: Option<Slot>,
     /// What the client goes by, as far as it knows it from us.
     length: Option<ReportedSize>,
+    kind: Option<FileType>,
 }
 
 /// What is open.
@@ -102,6 +104,7 @@ pub struct Session {
     pub(crate) readdirplus_auto: ReaddirplusAuto,
     pub(crate) refusals: StaleOpens,
     pub(crate) removals: Removals,
+    pub(crate) events: SessionEvents,
     init: Init,
     /// Where all of this is written down for the server after this one.
     record: Option<SessionRecord>,
@@ -127,7 +130,8 @@ impl Session {
         (init, record): (Init, Option<SessionRecord>),
     ) -> Self {
         let finds = negotiated.has(InitFlags::EXPORT_SUPPORT) && source.features().by_number == ByNumber::Host;
-        let generations = finds.then(RandomState::new);
+        // What is written down outlives the key.
+        let generations = (finds && record.is_none()).then(RandomState::new);
         let shards = std::array::from_fn(|_| Mutex::default());
         let (id, waits) = (SessionId::unique(), Arc::default());
         let (readdirplus_auto, locks, journal_entries) =
@@ -147,6 +151,7 @@ impl Session {
             readdirplus_auto,
             refusals,
             removals: Removals::default(),
+            events: SessionEvents::default(),
             init,
             record,
             locks,
@@ -218,6 +223,7 @@ impl Session {
         let known = shard.references.entry(ino).or_default();
         known.references += 1;
         known.length = ReportedSize::of(&entry.attr);
+        known.kind = Some(entry.attr.kind());
         if known.references == 1 && self.dax(&entry.attr) {
             shard.in_window.insert(ino);
         }
@@ -264,6 +270,22 @@ impl Session {
         if let Some(mappings) = &self.mappings {
             let _ = mappings.sync_if_changed(ino);
         }
+    }
+
+    /// Gives all inodes the generation 0: the client finds by number only what it knows.
+    pub(crate) fn without_generations(mut self) -> Self {
+        self.generations = None;
+        self
+    }
+
+    /// Whether the client may find an inode by its number. A number that it makes up may be that of a file outside the share.
+    pub(crate) fn may_find(&self, ino: Ino) -> bool {
+        self.generations.is_some() || self.source.features().by_number == ByNumber::Any || self.knows(ino)
+    }
+
+    /// The file type of an inode, as the client was told.
+    pub(crate) fn kind_of(&self, ino: Ino) -> Option<FileType> {
+        self.shard(ino.0).references.get(&ino).and_then(|known| known.kind)
     }
 
     /// Whether the client knows of an inode.

@@ -8,6 +8,7 @@ use ferry_engine::{BlockingPool, RateLimiter, RatelimitedLog};
 use ferry_vfs::{FileSystem, OFlags};
 
 use crate::active_request;
+use crate::events::Timer;
 use crate::operations::DURABLE_FLAGS;
 use crate::policy::{Acl, Cache, Policy};
 use crate::usage::{Clients, Usage};
@@ -51,6 +52,8 @@ pub struct ShareOptions {
     /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
     /// have changed then keep names for half a minute at most, unless it is chosen how long.
     pub told: bool,
+    /// Agents of clients are told what others do, for programs that watch files. The source must publish events.
+    pub events: bool,
     /// Charges requests; the carrier waits before it takes the next one. `None`: there is never a limit.
     pub limiter: Option<Arc<RateLimiter>>,
 }
@@ -74,6 +77,7 @@ impl Default for ShareOptions {
             direct_opens: false,
             local_locks: false,
             told: false,
+            events: false,
             limiter: None,
         }
     }
@@ -93,6 +97,8 @@ pub struct Share {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) clients: Clients,
     pub(crate) limiter: Option<Arc<RateLimiter>>,
+    pub(crate) events: bool,
+    pub(crate) event_timer: Timer,
 }
 
 impl std::fmt::Debug for Share {
@@ -117,6 +123,8 @@ impl Share {
             metrics: Arc::new(active_request::metrics()),
             clients: Clients::default(),
             limiter: options.limiter.clone(),
+            events: options.events,
+            event_timer: Timer::default(),
         }
     }
 

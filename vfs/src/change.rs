@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use crate::sync::{read, write};
-use crate::{Ino, NameBuf, SessionId};
+use crate::{Event, Ino, NameBuf, SessionId};
 
 /// One change of a source.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +57,15 @@ pub enum Change {
 pub trait Listener: Send + Sync {
     /// Receives a change and the session that made it, on the publisher's thread. No lock of the source is held.
     fn changed(&self, change: &Change, by: SessionId);
+
+    /// Receives an event and the session that caused it, if [`Self::wants_events`], on the publisher's thread. No lock
+    /// of the source is held.
+    fn happened(&self, _: &Event, _: SessionId) {}
+
+    /// Returns whether it receives events. It must not change.
+    fn wants_events(&self) -> bool {
+        false
+    }
 
     /// Returns whether some changes have not been delivered to the listener's clients yet.
     fn is_behind(&self) -> bool;
@@ -117,6 +126,8 @@ type Listeners = Vec<(usize, Arc<dyn Listener>)>;
 #[derive(Default)]
 struct Shared {
     count: AtomicUsize,
+    /// How many of the listeners receive events.
+    event_count: AtomicUsize,
     next: AtomicUsize,
     listeners: RwLock<Listeners>,
 }
@@ -141,7 +152,7 @@ impl Changes {
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
         let mut listeners = write(&self.0.listeners);
         listeners.push((id, Arc::new(listener)));
-        self.0.count.store(listeners.len(), Ordering::Release);
+        self.0.count(&listeners);
         Subscription { id, shared: Arc::downgrade(&self.0) }
     }
 
@@ -154,6 +165,18 @@ impl Changes {
         let change = change();
         for (_, listener) in self.listeners() {
             listener.changed(&change, by);
+        }
+    }
+
+    /// Passes an event to the listeners that receive events; `event` is only called if there are any, and may find that
+    /// nothing happened. `by` is as for [`Self::publish`].
+    pub fn publish_event(&self, by: SessionId, event: impl FnOnce() -> Option<Event>) {
+        if self.0.event_count.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let Some(event) = event() else { return };
+        for (_, listener) in self.listeners().iter().filter(|(_, listener)| listener.wants_events()) {
+            listener.happened(&event, by);
         }
     }
 
@@ -174,6 +197,15 @@ impl Changes {
 
     fn listeners(&self) -> Listeners {
         read(&self.0.listeners).clone()
+    }
+}
+
+impl Shared {
+    /// Updates the counts, under the lock of the listeners.
+    fn count(&self, listeners: &Listeners) {
+        let wanting = listeners.iter().filter(|(_, listener)| listener.wants_events());
+        self.event_count.store(wanting.count(), Ordering::Release);
+        self.count.store(listeners.len(), Ordering::Release);
     }
 }
 
@@ -201,7 +233,7 @@ impl Drop for Subscription {
         if let Some(shared) = self.shared.upgrade() {
             let mut listeners = write(&shared.listeners);
             listeners.retain(|(id, _)| *id != self.id);
-            shared.count.store(listeners.len(), Ordering::Release);
+            shared.count(&listeners);
         }
     }
 }
@@ -229,6 +261,41 @@ mod tests {
         drop(second);
         changes.publish(SessionId::default(), || unreachable!("there is no listener any more"));
         assert_eq!(*seen.lock().unwrap(), [(1, change.clone()), (2, change.clone()), (2, change)]);
+    }
+
+    struct EventListener(Arc<Mutex<Vec<Event>>>);
+
+    impl Listener for EventListener {
+        fn changed(&self, _: &Change, _: SessionId) {}
+
+        fn happened(&self, event: &Event, _: SessionId) {
+            self.0.lock().unwrap().push(event.clone());
+        }
+
+        fn wants_events(&self) -> bool {
+            true
+        }
+
+        fn is_behind(&self) -> bool {
+            false
+        }
+
+        fn when_delivered(&self, _: DeliveryGuard) {}
+    }
+
+    #[test]
+    fn events_reach_those_that_want_them() {
+        let changes = Changes::default();
+        let by = SessionId::default();
+        let _plain = changes.subscribe(|_, _| {});
+        changes.publish_event(by, || unreachable!("nobody wants events"));
+        let seen = Arc::default();
+        let listening = changes.listen(EventListener(Arc::clone(&seen)));
+        changes.publish_event(by, || None);
+        changes.publish_event(by, || Some(Event::Lost));
+        assert_eq!(*seen.lock().unwrap(), [Event::Lost]);
+        drop(listening);
+        changes.publish_event(by, || unreachable!("nobody wants events any more"));
     }
 
     /// Keeps the guards of changes that it has not delivered yet.

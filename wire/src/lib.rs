@@ -47,5 +47,6 @@
 pub mod blk;
 mod body;
 mod dirent;
+pub mod events;
 pub mod fuse;
 pub mod ninep;

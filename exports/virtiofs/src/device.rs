@@ -61,6 +61,7 @@ impl VirtioFs {
             direct_opens: false,
             local_locks: options.local_locks,
             told: false,
+            events: options.events,
             limiter: options.limiter.clone(),
         };
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

@@ -83,6 +83,8 @@ pub struct Options {
     pub allow_idmap: bool,
     /// Serve only the first virtual machine: [`Export::ended`] reports its end.
     pub once: bool,
+    /// Agents in the guest are told what others do to the files that it knows. The source must publish events.
+    pub events: bool,
     /// How data is moved.
     pub io: IoMode,
     /// The length of the DAX window in bytes, a multiple of 2 MiB up to [`WINDOW_BYTES_MAX`], for front ends that
@@ -165,6 +167,7 @@ impl Default for Options {
             local_locks: false,
             allow_idmap: false,
             once: false,
+            events: false,
             io: IoMode::Auto,
             dax_bytes: Some(WINDOW_BYTES_DEFAULT),
             dax_files: DaxFiles::default(),

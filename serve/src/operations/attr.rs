@@ -85,7 +85,7 @@ impl Server {
     }
 
     /// The attributes as this client is to see them: one that does not check ACLs goes by the mode alone.
-    pub(super) fn visible_attr(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
+    pub(crate) fn visible_attr(&self, cx: &Context<'_>, ino: Ino, attr: Attr) -> Attr {
         if cx.session.negotiated().has(InitFlags::POSIX_ACL) {
             return attr;
         }

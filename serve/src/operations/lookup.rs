@@ -28,7 +28,7 @@ impl Server {
 
     /// LOOKUP of `.`, for file handles of inodes that the client's kernel has forgotten.
     pub(crate) fn lookup_self(&self, cx: &Context<'_>, buffer: &mut impl ReplyBuffer) -> Result<Served> {
-        if !cx.session.negotiated().has(InitFlags::EXPORT_SUPPORT) {
+        if !cx.session.negotiated().has(InitFlags::EXPORT_SUPPORT) || !cx.session.may_find(cx.ino) {
             return Err(Errno::STALE);
         }
         self.entry(cx, None, self.share.source.lookup_self(&cx.caller, cx.ino)?, buffer)

@@ -3,7 +3,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ferry_engine::ReplyBuffer;
-use ferry_vfs::{Attr, Change, CreateArgs, Entry, Errno, Handle, Ino, Name, OFlags, Result, SessionId, SetAttr};
+use ferry_vfs::{
+    Attr, Change, CreateArgs, Entry, Errno, Event, Handle, Ino, Name, OFlags, Place, Result, SessionId, SetAttr,
+};
 use ferry_wire::fuse::{InitFlags, OpenFlags, Opened, Reply};
 
 use super::names::NewName;
@@ -112,7 +114,12 @@ impl Server {
     pub(crate) fn release(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {
         // Again: what was written through a mapping comes after the last FLUSH.
         self.publish_passthrough_writes(cx, handle);
-        cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: false })
+        let (ino, open) = (cx.ino, Open { ino: cx.ino, handle, is_dir: false });
+        if let Some(changes) = self.share.source.changes() {
+            let closed = || Event::Closed(Place { ino, name: None });
+            changes.publish_event(cx.caller.session, || cx.session.writes(open).then(closed));
+        }
+        cx.session.release(&cx.caller, open)
     }
 
     pub(crate) fn releasedir(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {

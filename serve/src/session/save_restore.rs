@@ -84,6 +84,7 @@ impl SessionSlot {
         let record = self.store.as_ref().map(|store| SessionRecord::begin(store, saved.init));
         let source = Arc::clone(&share.source);
         let session = Session::new(source, negotiated, None, None, (saved.init, record));
+        let session = if share.events { session.without_generations() } else { session };
         let lost = session.adopt((saved, within), HashMap::new(), None);
         self.set_session(Some(Arc::new(session)));
         Ok(lost)
@@ -214,7 +215,7 @@ impl Session {
                         if let (Some(record), Some(slot)) = (&self.record, slot) {
                             record.references(slot, node.references);
                         }
-                        let known = InodeState { references: node.references, slot, length: None };
+                        let known = InodeState { references: node.references, slot, length: None, kind: None };
                         self.shard(node.ino.0).references.insert(node.ino, known);
                     }
                     Err(Errno::AGAIN) => {
@@ -300,6 +301,7 @@ impl Session {
     fn release_locks_for_migration(&self) {
         self.locks_released.store(true, Ordering::Relaxed);
         self.blocked_locks.give_up();
+        self.events.give_up();
         for lock in self.locks.list() {
             if let Err(error) = self.set_lock(&lock, LockKind::Unlock) {
                 tracing::debug!(ino = lock.ino.0, %error, "a lock of the guest is not given up for another server");

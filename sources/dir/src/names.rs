@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use ferry_vfs::{
-    Caller, Change, CreateArgs, Entry, Errno, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result, SessionId,
+    Caller, Change, CreateArgs, Entry, Errno, Event, FileType, Handle, Ino, Name, OFlags, RenameFlags, Result,
+    SessionId,
 };
 use rustix::fs::{AtFlags, Mode, makedev};
 use rustix::path::DecInt;
@@ -22,6 +23,10 @@ impl Dir {
     /// Publishes that a name changed.
     pub(crate) fn entry_changed(&self, by: SessionId, dir: &Inode, name: Name<'_>) {
         self.changes.publish(by, || Change::Entry { dir: dir.ino, name: name.to_buf() });
+    }
+
+    fn created(&self, by: SessionId, dir: &Inode, name: Name<'_>, is_dir: bool) {
+        self.changes.publish_event(by, || Some(Event::Created { dir: dir.ino, name: name.to_buf(), is_dir }));
     }
 
     /// Publishes that attributes changed.
@@ -129,6 +134,8 @@ impl Dir {
         make(fd.as_fd())?;
         let found = self.find(&dir, fd.as_fd(), name.as_bytes());
         self.entry_changed(by, &dir, name);
+        let is_dir = found.as_ref().is_ok_and(|(inode, _)| inode.is_dir());
+        self.created(by, &dir, name, is_dir);
         let (inode, st) = found?;
         Ok(self.entry(&inode, &st))
     }
@@ -201,6 +208,12 @@ impl Dir {
             (Err(_), Some(pinned)) => pinned.undo(),
             (Err(_), None) => {}
         }
+        if result.is_ok() {
+            let (dir, is_dir) = (dir.ino, flags.contains(AtFlags::REMOVEDIR));
+            let ino = pinned.as_ref().map(|pinned| pinned.inode.ino);
+            let event = || Event::Removed { dir, name: name.to_buf(), is_dir, ino };
+            self.changes.publish_event(cx.session, || Some(event()));
+        }
         result
     }
 
@@ -231,6 +244,12 @@ impl Dir {
         }
         self.entry_changed(cx.session, &from_dir, from.1);
         self.entry_changed(cx.session, &to_dir, to.1);
+        self.changes.publish_event(cx.session, || {
+            let is_dir = statx(to_fd.as_fd(), new)
+                .is_ok_and(|st| FileType::from_raw_mode(st.stx_mode.into()) == FileType::Directory);
+            let (from, to) = ((from_dir.ino, from.1.to_buf()), (to_dir.ino, to.1.to_buf()));
+            Some(Event::Renamed { from, to, is_dir, exchanged: flags.contains(RenameFlags::EXCHANGE) })
+        });
         Ok(())
     }
 
@@ -264,6 +283,7 @@ impl Dir {
         let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
         let made = self.add_open(cx, inode, &st, file, host)?;
         self.entry_changed(cx.session, &dir, name);
+        self.created(cx.session, &dir, name, false);
         Ok(made)
     }
 

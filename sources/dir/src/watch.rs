@@ -11,6 +11,7 @@
 mod changes;
 mod events;
 mod fanotify;
+mod history;
 mod inotify;
 
 use std::collections::HashSet;
@@ -20,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Change, Changes, Errno, Ino, NameBuf, SessionId};
+use ferry_vfs::{Change, Changes, Errno, Event, Ino, NameBuf, SessionId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::Dir;
@@ -28,6 +29,7 @@ use crate::sys;
 use crate::table::Inode;
 use events::events;
 use fanotify::{HandleIndex, heard};
+use history::History;
 
 pub use changes::{OwnChanges, WatchError};
 pub(crate) use fanotify::Group;
@@ -101,11 +103,18 @@ impl Watched {
         }
     }
 
-    /// Passes on what a read from the kernel tells.
-    fn read(&self, bytes: &[u8], mut tell: impl FnMut(Change)) {
+    /// Passes on what a read from the kernel tells; returns what happened, as far as its order is known.
+    fn read(&self, bytes: &[u8], mut tell: impl FnMut(Change)) -> Vec<Event> {
         match self {
-            Self::FileSystems { index, ours, .. } => events(bytes, |event| heard(index, *ours, &event, &mut tell)),
-            Self::Directories(directories) => directories.events(bytes, tell),
+            Self::FileSystems { index, ours, .. } => {
+                let mut history = History::default();
+                events(bytes, |event| heard(index, *ours, &event, &mut history, &mut tell));
+                history.finish()
+            }
+            Self::Directories(directories) => {
+                directories.events(bytes, tell);
+                Vec::new()
+            }
         }
     }
 }
@@ -230,13 +239,19 @@ impl Watcher {
             };
             match read {
                 // `len` never exceeds the buffer.
-                Ok(len) => watched.read(buffer.get(..len).unwrap_or_default(), |change| self.tell(change)),
+                Ok(len) => {
+                    let happened = watched.read(buffer.get(..len).unwrap_or_default(), |change| self.tell(change));
+                    for event in happened {
+                        self.changes.publish_event(SessionId::default(), || Some(event));
+                    }
+                }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => {
                     tracing::warn!(
                         "changes on the host may have been missed: {error}; clients are to forget everything"
                     );
                     self.tell(Change::All);
+                    self.changes.publish_event(SessionId::default(), || Some(Event::Lost));
                     std::thread::sleep(REST);
                 }
             }

@@ -27,6 +27,7 @@ mod disk_qemu;
 mod disk_requests;
 mod disk_survives;
 mod drop_in;
+mod events;
 mod file_handles;
 mod fsx;
 mod guests;

@@ -25,6 +25,8 @@ pub(super) struct Event<'a> {
     pub(super) target: Option<Handle<'a>>,
     /// A directory and a name in it.
     pub(super) entry: Option<(Handle<'a>, NameBuf)>,
+    /// The new directory and name, of a rename.
+    pub(super) new_entry: Option<(Handle<'a>, NameBuf)>,
 }
 
 fn number<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
@@ -51,7 +53,7 @@ fn parse(bytes: &[u8]) -> Option<Event<'_>> {
     let head = u16::from_ne_bytes(number(bytes, 6)?) as usize;
     let mask = u64::from_ne_bytes(number(bytes, 8)?);
     let pid = i32::from_ne_bytes(number(bytes, 20)?);
-    let mut event = Event { mask, pid, target: None, entry: None };
+    let mut event = Event { mask, pid, target: None, entry: None, new_entry: None };
     let mut records = bytes.get(head..)?;
     while let Some([kind, _]) = number(records, 0) {
         let len = u16::from_ne_bytes(number(records, 2)?) as usize;
@@ -68,7 +70,11 @@ fn parse(bytes: &[u8]) -> Option<Event<'_>> {
 fn record_of<'a>(event: &mut Event<'a>, kind: u8, record: &'a [u8]) -> Option<()> {
     let at = RECORD_BYTES + FSID_BYTES;
     match kind {
-        libc::FAN_EVENT_INFO_TYPE_FID | libc::FAN_EVENT_INFO_TYPE_DFID | libc::FAN_EVENT_INFO_TYPE_DFID_NAME => {}
+        libc::FAN_EVENT_INFO_TYPE_FID
+        | libc::FAN_EVENT_INFO_TYPE_DFID
+        | libc::FAN_EVENT_INFO_TYPE_DFID_NAME
+        | libc::FAN_EVENT_INFO_TYPE_OLD_DFID_NAME
+        | libc::FAN_EVENT_INFO_TYPE_NEW_DFID_NAME => {}
         // Other record types were not requested.
         _ => return Some(()),
     }
@@ -76,12 +82,15 @@ fn record_of<'a>(event: &mut Event<'a>, kind: u8, record: &'a [u8]) -> Option<()
     let handle_type = i32::from_ne_bytes(number(record, at + 4)?);
     let (handle, rest) = record.get(at + HANDLE_BYTES..)?.split_at_checked(len)?;
     let handle = (handle_type, handle);
-    if kind != libc::FAN_EVENT_INFO_TYPE_DFID_NAME {
+    if matches!(kind, libc::FAN_EVENT_INFO_TYPE_FID | libc::FAN_EVENT_INFO_TYPE_DFID) {
         event.target = Some(handle);
         return Some(());
     }
     let name = rest.split(|byte| *byte == 0).next()?;
     match Name::new(name) {
+        Ok(name) if kind == libc::FAN_EVENT_INFO_TYPE_NEW_DFID_NAME => {
+            event.new_entry = Some((handle, name.to_buf()));
+        }
         Ok(name) => event.entry = Some((handle, name.to_buf())),
         // `.`: the directory itself.
         Err(_) => event.target = Some(handle),
@@ -142,11 +151,30 @@ mod tests {
         .concat();
         let (dir, file): (Handle<'_>, Handle<'_>) = ((1, b"dir-dir-"), (1, b"file"));
         let expected = [
-            Event { mask: libc::FAN_CREATE, pid: 7, target: Some(file), entry: Some((dir, name(b"name"))) },
-            Event { mask: libc::FAN_ATTRIB | libc::FAN_ONDIR, pid: 8, target: Some(dir), entry: None },
-            Event { mask: libc::FAN_Q_OVERFLOW, pid: 0, target: None, entry: None },
+            Event {
+                mask: libc::FAN_CREATE,
+                pid: 7,
+                target: Some(file),
+                entry: Some((dir, name(b"name"))),
+                new_entry: None,
+            },
+            Event { mask: libc::FAN_ATTRIB | libc::FAN_ONDIR, pid: 8, target: Some(dir), entry: None, new_entry: None },
+            Event { mask: libc::FAN_Q_OVERFLOW, pid: 0, target: None, entry: None, new_entry: None },
         ];
         assert_eq!(all(&bytes), expected);
+    }
+
+    #[test]
+    fn renames_have_two_names() {
+        let old = record(libc::FAN_EVENT_INFO_TYPE_OLD_DFID_NAME, b"old-dir-", Some(b"old"));
+        let new = record(libc::FAN_EVENT_INFO_TYPE_NEW_DFID_NAME, b"new-dir-", Some(b"new"));
+        let target = record(libc::FAN_EVENT_INFO_TYPE_FID, b"file", None);
+        let bytes = event(libc::FAN_RENAME, 7, &[old, new, target]);
+        let [event] = &all(&bytes)[..] else { panic!("one event") };
+        let name = |name| Name::new(name).unwrap().to_buf();
+        assert_eq!(event.entry, Some(((1, &b"old-dir-"[..]), name(b"old"))));
+        assert_eq!(event.new_entry, Some(((1, &b"new-dir-"[..]), name(b"new"))));
+        assert_eq!(event.target, Some((1, &b"file"[..])));
     }
 
     #[test]

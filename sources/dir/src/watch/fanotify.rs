@@ -8,10 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Change, Ino};
+use ferry_vfs::{Change, Ino, NameBuf};
 
 use super::changes::{OwnChanges, WatchError, changes_of};
-use super::events::Event;
+use super::events::{Event, Handle};
+use super::history::{History, Known, Names};
 use crate::int_hasher::IntHasher;
 use crate::sys;
 
@@ -25,6 +26,7 @@ const MASK: u64 = libc::FAN_MODIFY
     | libc::FAN_DELETE
     | libc::FAN_MOVED_FROM
     | libc::FAN_MOVED_TO
+    | libc::FAN_RENAME
     | libc::FAN_ONDIR;
 
 /// Checks that this process may watch the file system of a directory for changes. Where it may not, `Dir::watch`
@@ -112,16 +114,35 @@ impl HandleIndex {
     }
 }
 
-/// Passes on what one event of fanotify tells.
-pub(super) fn heard(index: &HandleIndex, ours: OwnChanges, event: &Event<'_>, tell: &mut impl FnMut(Change)) {
+impl HandleIndex {
+    /// Returns a name with the directories that clients reference.
+    fn names<'a>(&self, entry: Option<&'a (Handle<'_>, NameBuf)>) -> Option<Names<'a>> {
+        entry.map(|(handle, name)| (self.find(*handle), name))
+    }
+}
+
+/// Passes on what one event of fanotify tells: what is no longer valid to `tell`, and what happened to `history`.
+pub(super) fn heard(
+    index: &HandleIndex,
+    ours: OwnChanges,
+    event: &Event<'_>,
+    history: &mut History,
+    tell: &mut impl FnMut(Change),
+) {
     if event.mask & libc::FAN_Q_OVERFLOW != 0 {
         tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
+        history.lost();
         return tell(Change::All);
     }
     if ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
         return;
     }
     let targets = event.target.map(|handle| index.find(handle)).unwrap_or_default();
-    let entry = event.entry.as_ref().map(|(handle, name)| (index.find(*handle), name));
-    changes_of(event.mask, entry.as_ref().map(|(dirs, name)| (&**dirs, *name)), &targets, tell);
+    let (entry, new_entry) = (index.names(event.entry.as_ref()), index.names(event.new_entry.as_ref()));
+    // The kernel reports the two names of a rename separately, too.
+    if event.mask & libc::FAN_RENAME == 0 {
+        changes_of(event.mask, entry.as_ref().map(|(dirs, name)| (&**dirs, *name)), &targets, tell);
+    }
+    let target = event.target.map(|(kind, bytes)| hash(kind, bytes));
+    history.add(&Known { mask: event.mask, entry, new_entry, targets, target });
 }

@@ -1,0 +1,93 @@
+//! The system calls that `rustix` does not have.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+use ferry_vfs::Ino;
+use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
+use rustix::io::{Errno, Result};
+use rustix::process::Gid;
+
+/// `FILEID_INO64_GEN`, the type of FUSE's handles: two halves of the inode number, and its generation.
+const HANDLE_TYPE: c_int = 0x81;
+const HANDLE_WORDS: usize = 3;
+
+/// `struct file_handle` with FUSE's handle.
+#[repr(C)]
+struct FileHandle {
+    bytes: u32,
+    kind: c_int,
+    words: [u32; HANDLE_WORDS],
+}
+
+const _: () = assert!(size_of::<FileHandle>() == 8 + 4 * HANDLE_WORDS);
+
+/// Takes the group of replays, for files that this thread uses. Returns the one before.
+pub(crate) fn take_group() -> Result<Gid> {
+    let before = rustix::process::getegid();
+    // Only root is recognised by the server.
+    if !rustix::process::geteuid().is_root() {
+        return Err(Errno::PERM);
+    }
+    give_back(Gid::from_raw(REPLAY_GID))?;
+    Ok(before)
+}
+
+/// Takes an effective group, for this thread alone.
+pub(crate) fn give_back(group: Gid) -> Result<()> {
+    let real = rustix::process::getgid();
+    rustix::thread::set_thread_res_gid(real, group, real)
+}
+
+/// Waits for a message; the rest of the buffer is undefined.
+pub(crate) fn wait(root: &OwnedFd, buffer: &mut [u8]) -> Result<()> {
+    assert!(buffer.len() >= MESSAGE_BYTES_MAX, "the kernel writes as many bytes as the command says");
+    // SAFETY: WAIT only writes, at most MESSAGE_BYTES_MAX bytes, which the buffer has and which stays borrowed.
+    unsafe { ioctl(root, WAIT, buffer.as_mut_ptr().cast()) }
+}
+
+/// Announces an event; returns the mode of what was created.
+pub(crate) fn announce(root: &OwnedFd, number: u64) -> Result<u32> {
+    let mut bytes: [u8; ANNOUNCEMENT_BYTES] = Announcement { number, mode: 0 }.encode();
+    // SAFETY: ANNOUNCE reads and writes ANNOUNCEMENT_BYTES bytes, which the array has and which stays borrowed.
+    unsafe { ioctl(root, ANNOUNCE, bytes.as_mut_ptr().cast()) }?;
+    Announcement::decode(&bytes).map(|reply| reply.mode).map_err(|_| Errno::PROTO)
+}
+
+/// # Safety
+/// `argument` is valid for what the command reads and writes there.
+unsafe fn ioctl(root: &OwnedFd, command: u32, argument: *mut c_void) -> Result<()> {
+    // SAFETY: the descriptor is open, and the caller vouches for the argument.
+    let result = unsafe { libc::ioctl(root.as_raw_fd(), command.into(), argument) };
+    if result < 0 { Err(last_error()) } else { Ok(()) }
+}
+
+/// Opens an inode that the kernel knows, as a path.
+pub(crate) fn open_inode(root: &OwnedFd, ino: Ino) -> Result<OwnedFd> {
+    #[allow(clippy::cast_possible_truncation, reason = "the halves of the number")]
+    let words = [(ino.0 >> 32) as u32, ino.0 as u32, 0];
+    let mut handle = FileHandle { bytes: 4 * 3, kind: HANDLE_TYPE, words };
+    let flags = libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC;
+    // SAFETY: the descriptor is open, and the handle has as many bytes as it says and lives through the call.
+    let fd =
+        unsafe { libc::syscall(libc::SYS_open_by_handle_at, root.as_raw_fd(), std::ptr::from_mut(&mut handle), flags) };
+    let Ok(fd) = c_int::try_from(fd) else { return Err(Errno::BADF) };
+    if fd < 0 {
+        return Err(last_error());
+    }
+    // SAFETY: the call has returned a new descriptor, which nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// Has the kernel forget what it has cached and is not in use: no events were told for a while.
+pub(crate) fn drop_caches(mount: &Path) {
+    tracing::info!("{}: events may have been missed: dropping cached files", mount.display());
+    if let Err(error) = std::fs::write("/proc/sys/vm/drop_caches", "3") {
+        tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", mount.display());
+    }
+}

@@ -1,0 +1,207 @@
+//! What fanotify's events say happened, in its order, for clients whose programs watch files.
+//!
+//! The kernel merges events of one name and inode that nobody has read yet. Their parts are then in the order in which
+//! programs mostly do them: create, change, write, close, remove.
+
+use ferry_vfs::{Event, Ino, NameBuf, Place};
+
+/// A name in directories that clients know: one for each mount through which they found it.
+pub(super) type Names<'a> = (Vec<Ino>, &'a NameBuf);
+
+/// One event of the kernel, with the inodes that clients know.
+#[derive(Debug)]
+pub(super) struct Known<'a> {
+    pub(super) mask: u64,
+    pub(super) entry: Option<Names<'a>>,
+    /// The new place, of a rename.
+    pub(super) new_entry: Option<Names<'a>>,
+    pub(super) targets: Vec<Ino>,
+    /// The handle of what was moved: the other half of an exchange has another.
+    pub(super) target: Option<u64>,
+}
+
+/// Turns the events of one read into what happened.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    out: Vec<Event>,
+    /// The handle of what the last rename moved, if that is the last event.
+    moved: Option<u64>,
+}
+
+impl History {
+    /// Returns what happened.
+    pub(super) fn finish(self) -> Vec<Event> {
+        self.out
+    }
+
+    /// Events were lost.
+    pub(super) fn lost(&mut self) {
+        self.out.push(Event::Lost);
+    }
+
+    pub(super) fn add(&mut self, event: &Known<'_>) {
+        let has = |kinds: u64| event.mask & kinds != 0;
+        let is_dir = has(libc::FAN_ONDIR);
+        if has(libc::FAN_RENAME) {
+            return self.rename(event, is_dir);
+        }
+        let before = self.out.len();
+        if let Some((dirs, name)) = &event.entry
+            && has(libc::FAN_CREATE)
+        {
+            self.out.extend(dirs.iter().map(|dir| Event::Created { dir: *dir, name: (*name).clone(), is_dir }));
+        }
+        let places = || -> Vec<Place> {
+            match &event.entry {
+                Some((dirs, name)) if !dirs.is_empty() => {
+                    dirs.iter().map(|dir| Place { ino: *dir, name: Some((*name).clone()) }).collect()
+                }
+                _ => event.targets.iter().map(|ino| Place { ino: *ino, name: None }).collect(),
+            }
+        };
+        let kinds: [(u64, fn(Place) -> Event); 3] = [
+            (libc::FAN_ATTRIB, Event::Attributes),
+            (libc::FAN_MODIFY, Event::Modified),
+            (libc::FAN_CLOSE_WRITE, Event::Closed),
+        ];
+        for (_, kind) in kinds.iter().filter(|(mask, _)| has(*mask)) {
+            self.out.extend(places().into_iter().map(kind));
+        }
+        if let Some((dirs, name)) = &event.entry
+            && has(libc::FAN_DELETE)
+        {
+            let ino = event.targets.first().copied();
+            // The kernel tells of the number of names before it tells of the name. A client's does so, too.
+            if let (Some(Event::Attributes(Place { ino: last, name: None })), Some(ino)) = (self.out.last(), ino)
+                && *last == ino
+            {
+                self.out.pop();
+            }
+            let removed = |dir: &Ino| Event::Removed { dir: *dir, name: (*name).clone(), is_dir, ino };
+            self.out.extend(dirs.iter().map(removed));
+        }
+        if self.out.len() != before {
+            self.moved = None;
+        }
+    }
+
+    /// A rename of which clients know one directory only is a new or a removed name for them.
+    fn rename(&mut self, event: &Known<'_>, is_dir: bool) {
+        let first = |names: &Option<Names<'_>>| {
+            let (dirs, name) = names.as_ref()?;
+            Some((*dirs.first()?, (*name).clone()))
+        };
+        let moved = std::mem::replace(&mut self.moved, event.target);
+        match (first(&event.entry), first(&event.new_entry)) {
+            (Some(from), Some(to)) => {
+                // The kernel reports an exchange as two renames, one right after the other.
+                if let Some(Event::Renamed { from: other, to: others, exchanged, .. }) = self.out.last_mut()
+                    && (&from, &to) == (&*others, &*other)
+                    && !*exchanged
+                    && moved.is_some()
+                    && moved != event.target
+                {
+                    *exchanged = true;
+                    self.moved = None;
+                    return;
+                }
+                self.out.push(Event::Renamed { from, to, is_dir, exchanged: false });
+            }
+            (Some((dir, name)), None) => {
+                let ino = event.targets.first().copied();
+                self.out.push(Event::Removed { dir, name, is_dir, ino });
+            }
+            (None, Some((dir, name))) => self.out.push(Event::Created { dir, name, is_dir }),
+            (None, None) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferry_vfs::Name;
+
+    use super::*;
+
+    fn name(bytes: &[u8]) -> NameBuf {
+        Name::new(bytes).unwrap().to_buf()
+    }
+
+    fn known<'a>(
+        mask: u64,
+        entry: Option<(u64, &'a NameBuf)>,
+        new: Option<(u64, &'a NameBuf)>,
+        moved: u64,
+    ) -> Known<'a> {
+        let names = |names: Option<(u64, &'a NameBuf)>| {
+            names.map(|(dir, name)| (if dir == 0 { vec![] } else { vec![Ino(dir)] }, name))
+        };
+        Known { mask, entry: names(entry), new_entry: names(new), targets: vec![Ino(9)], target: Some(moved) }
+    }
+
+    #[test]
+    fn merged_events_are_in_the_usual_order() {
+        let file = name(b"file");
+        let all = libc::FAN_DELETE | libc::FAN_CLOSE_WRITE | libc::FAN_MODIFY | libc::FAN_ATTRIB | libc::FAN_CREATE;
+        let mut history = History::default();
+        history.add(&known(all, Some((2, &file)), None, 9));
+        let place = || Place { ino: Ino(2), name: Some(file.clone()) };
+        let (dir, is_dir) = (Ino(2), false);
+        let expected = [
+            Event::Created { dir, name: file.clone(), is_dir },
+            Event::Attributes(place()),
+            Event::Modified(place()),
+            Event::Closed(place()),
+            Event::Removed { dir, name: file.clone(), is_dir, ino: Some(Ino(9)) },
+        ];
+        assert_eq!(history.finish(), expected);
+    }
+
+    #[test]
+    fn the_number_of_names_is_part_of_a_removal() {
+        let file = name(b"file");
+        let mut history = History::default();
+        history.add(&known(libc::FAN_ATTRIB, None, None, 9));
+        history.add(&known(libc::FAN_DELETE, Some((2, &file)), None, 9));
+        assert!(matches!(&history.finish()[..], [Event::Removed { ino: Some(Ino(9)), .. }]));
+    }
+
+    #[test]
+    fn what_has_no_known_directory_is_told_of_the_inode() {
+        let file = name(b"file");
+        let mut history = History::default();
+        history.add(&known(libc::FAN_MODIFY, Some((0, &file)), None, 9));
+        history.add(&known(libc::FAN_CREATE, Some((0, &file)), None, 9));
+        assert_eq!(history.finish(), [Event::Modified(Place { ino: Ino(9), name: None })]);
+    }
+
+    #[test]
+    fn two_renames_that_swap_two_inodes_are_an_exchange() {
+        let (a, b) = (name(b"a"), name(b"b"));
+        let rename = |from, to, moved| known(libc::FAN_RENAME, Some((2, from)), Some((3, to)), moved);
+        let back = |moved| known(libc::FAN_RENAME, Some((3, &b)), Some((2, &a)), moved);
+        let count = |events: &[Known<'_>]| {
+            let mut history = History::default();
+            events.iter().for_each(|event| history.add(event));
+            history.finish()
+        };
+        let exchanged = count(&[rename(&a, &b, 7), back(8)]);
+        assert!(matches!(&exchanged[..], [Event::Renamed { exchanged: true, .. }]), "{exchanged:?}");
+        assert_eq!(count(&[rename(&a, &b, 7), back(7)]).len(), 2, "there and back");
+        let between = known(libc::FAN_CREATE, Some((2, &a)), None, 8);
+        assert_eq!(count(&[rename(&a, &b, 7), between, back(8)]).len(), 3, "something happened in between");
+    }
+
+    #[test]
+    fn a_rename_from_or_to_elsewhere_is_a_new_or_a_removed_name() {
+        let (a, b) = (name(b"a"), name(b"b"));
+        let mut history = History::default();
+        history.add(&known(libc::FAN_RENAME, Some((0, &a)), Some((3, &b)), 7));
+        history.add(&known(libc::FAN_RENAME | libc::FAN_ONDIR, Some((2, &a)), Some((0, &b)), 7));
+        let expected = [
+            Event::Created { dir: Ino(3), name: b.clone(), is_dir: false },
+            Event::Removed { dir: Ino(2), name: a.clone(), is_dir: true, ino: Some(Ino(9)) },
+        ];
+        assert_eq!(history.finish(), expected);
+    }
+}

@@ -1,0 +1,160 @@
+//! What happens on the host, as programs that watch files in a guest see it.
+//!
+//! The same watcher runs on the host and in a guest with an agent, and their outputs are compared.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferry_dir::{OwnChanges, WatchKind};
+use ferry_tests::{Cache, GuestResult, Options, Place, Share, TIMEOUT, alone, collect};
+
+const WATCH: &str = env!("CARGO_BIN_EXE_ferry-watch");
+
+/// A share with events, and the watcher on the host.
+struct Watched {
+    share: Share,
+}
+
+/// The events of a host and of its guest, each without those of `ping*` and `end`.
+struct Seen {
+    host: Vec<String>,
+    guest: Vec<String>,
+    said: String,
+}
+
+fn lines(text: &str) -> Vec<String> {
+    let is_of_test = |line: &&str| !line.contains(" ping") && !line.contains(" end") && !line.contains("CREATE 0");
+    text.lines().filter(is_of_test).map(Into::into).collect()
+}
+
+impl Watched {
+    /// `None`, reported as a skipped test, where the host cannot be watched.
+    fn new(cache: Cache) -> Option<Self> {
+        let share = Share::with(Place::Disk, Options { cache, events: true, ..Options::default() });
+        match share.dir.watch(OwnChanges::Skip) {
+            Ok(WatchKind::FileSystem) => {}
+            other => {
+                ferry_skip::skip!("changes on the host cannot be watched by fanotify: {other:?}");
+                return None;
+            }
+        }
+        fs::create_dir(share.path.join("d")).unwrap();
+        Some(Self { share })
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.share.path.join(name)
+    }
+
+    /// Runs a script of the host in the watched directory.
+    fn host(&self, script: &str) -> Child {
+        // Another process: the server knows what it does itself.
+        Command::new("sh").args(["-euc", script]).current_dir(self.path("d")).spawn().unwrap()
+    }
+
+    /// Watches paths on both sides while the host runs a script in `d`. The guest runs `before` at first, and `after`
+    /// in the end.
+    fn compare(&self, paths: &str, before: &str, script: &str, after: &str) -> Seen {
+        let guest_script = format!(
+            "trap '[ $? = 0 ] || {{ : >failed; cat /tmp/agent >&2; }}' EXIT
+            {before}
+            {WATCH} agent . 2>/tmp/agent & agent=$!
+            {WATCH} watch {paths} >/tmp/out & watch=$!
+            tries=0; until [ -s /tmp/out ]; do sleep 0.05; tries=$((tries + 1)); [ $tries -lt 200 ]; kill -0 $agent; done
+            : >ready
+            wait $watch
+            {after}
+            cat /tmp/out
+            kill $agent
+            cat /tmp/agent >&2"
+        );
+        let (start, mut beside) = (Instant::now(), None);
+        let guest = self.share.guest(["sh", "-euc", &guest_script]).spawn().unwrap();
+        let until = |name: &str, each: &mut dyn FnMut()| {
+            while !self.path(name).exists() {
+                let failed = self.path("failed").exists();
+                assert!(!failed && start.elapsed() < TIMEOUT, "the guest does not get to {name}");
+                each();
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        };
+        let mut number = 0;
+        let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            until("ready", &mut || {
+                number += 1;
+                assert!(self.host(&format!(": >ping{number}")).wait().unwrap().success());
+            });
+        }));
+        if waited.is_ok() {
+            let mut watch = Command::new(WATCH);
+            watch.arg("watch").args(paths.split(' ')).current_dir(&self.share.path).stdout(Stdio::piped());
+            let mut watch = watch.spawn().unwrap();
+            wait_for_watches(watch.id(), paths.split(' ').count());
+            assert!(self.host(&format!("{script}\n: >end")).wait().unwrap().success());
+            let mut text = String::new();
+            std::io::Read::read_to_string(&mut watch.stdout.take().unwrap(), &mut text).unwrap();
+            watch.wait().unwrap();
+            beside = Some(text);
+        }
+        let GuestResult { status, out, err, .. } = collect(guest, TIMEOUT, start);
+        assert!(status == 0 && waited.is_ok(), "{out}\n{err}");
+        let split = out.find("d CREATE ping").unwrap_or(0);
+        Seen { host: lines(&beside.unwrap()), guest: lines(&out[split..]), said: format!("{}\n{err}", &out[..split]) }
+    }
+}
+
+/// Waits until a process has so many inotify watches.
+fn wait_for_watches(pid: u32, count: usize) {
+    let end = Instant::now() + TIMEOUT;
+    let has = |entry: std::io::Result<fs::DirEntry>| {
+        let text = fs::read_to_string(entry.ok()?.path()).ok()?;
+        Some(text.lines().filter(|line| line.starts_with("inotify ")).count())
+    };
+    while fs::read_dir(Path::new("/proc").join(pid.to_string()).join("fdinfo")).unwrap().filter_map(has).max()
+        != Some(count)
+    {
+        assert!(Instant::now() < end, "the watcher does not begin");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Events by what was watched: only of one directory or file is their order that of the host.
+fn by_watch(events: &[String]) -> Vec<&str> {
+    let mut events: Vec<_> = events.iter().map(String::as_str).collect();
+    events.sort_by_key(|event| event.split(' ').next());
+    events
+}
+
+/// What is made and removed on the host, a guest's watcher sees.
+#[test]
+fn a_new_and_a_removed_file_are_seen() {
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Auto) else { return };
+    let seen = watched.compare("d", "", "mkfifo fifo; sleep 0.3; rm fifo", "ls d");
+    assert_eq!(seen.host, ["d CREATE fifo", "d DELETE fifo"]);
+    assert_eq!(seen.guest, seen.host, "{}", seen.said);
+    assert!(!seen.said.contains("fifo\n"), "{}", seen.said);
+}
+
+/// Each kind of operation, on its own: the guest's events are those of the host, in the same order.
+#[test]
+fn each_operation_is_seen_as_what_it_is() {
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Auto) else { return };
+    for name in ["file", "gone", "moved", "replaced", "replacing", "away", "one", "other"] {
+        fs::write(watched.path("d").join(name), name).unwrap();
+    }
+    fs::create_dir(watched.path("d").join("sub")).unwrap();
+    // The pauses keep the kernel of the host from merging what is done to one name.
+    let script = format!(
+        "s() {{ sleep 0.1; }}
+        printf x >new; s; mkdir dir; s; ln -s target link; s; mkfifo fifo; s
+        printf more >>file; s; chmod 600 file; s; touch -d 2001-01-01 file; s; truncate -s 3 file; s
+        mv moved renamed; s; mv replacing replaced; s; {WATCH} exchange one other; s; mv away sub/here; s
+        rm gone; s; rmdir dir; s; rm link fifo new; s; chmod 700 sub; s; mv sub bus; s; rm bus/here; s; rmdir bus; s"
+    );
+    let seen = watched.compare("d d/file d/gone d/replaced d/sub d/moved", "", &script, "stat -c '%a %s' d/file");
+    assert_eq!(by_watch(&seen.guest), by_watch(&seen.host), "{}", seen.said);
+}

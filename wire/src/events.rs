@@ -1,0 +1,440 @@
+//! Events for programs of a guest that watch files: messages between a server and the agent in the guest.
+//!
+//! They travel in ioctls on the root directory of the mount, so every VMM carries them. [`WAIT`] returns a message of
+//! events when there are any. [`ANNOUNCE`] names the event whose system call the agent makes next. The numbers of
+//! the ioctls contain the lengths and so the version: a server of another version returns ENOTTY.
+//!
+//! All numbers are little-endian. A message is a header and records, each a multiple of 8 bytes long:
+//!
+//! ```text
+//! header   0 magic "FEV1" | 4 bytes of the message u32 | 8 records u16 | 10 flags u16 (1: events were lost) | 12 zero u32
+//! record   0 bytes of the record u16 | 2 kind u8 | 3 flags u8 (1: directory, 2: exchanged) | 4 bytes of the name u16
+//!          | 6 bytes of the new name u16 | 8 number u64 | 16 inode or directory u64 | 24 new directory u64
+//!          | 32 name, new name, zeros up to a multiple of 8
+//! announcement and its reply
+//!          0 number of the event u64 | 8 mode of what was created u32 (reply) | 12 zero u32
+//! ```
+//!
+//! ```
+//! use ferry_vfs::{Ino, Name};
+//! use ferry_wire::events::*;
+//!
+//! let name = Some(Name::new(b"new")?);
+//! let record = Record { number: 7, kind: Kind::Created, is_dir: false, exchanged: false, ino: Ino::ROOT, name, to: None };
+//! let mut message = MessageWriter::new(false);
+//! assert!(message.push(&record));
+//! let bytes = message.finish();
+//! let message = Message::decode(&bytes)?;
+//! assert!(!message.is_lossy() && message.records().eq([Ok(record)]));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use ferry_vfs::{Ino, Name};
+
+/// The longest message: an ioctl's length has 14 bits, and records are multiples of 8 bytes.
+pub const MESSAGE_BYTES_MAX: usize = 16_376;
+/// The length of an announcement and of its reply.
+pub const ANNOUNCEMENT_BYTES: usize = 16;
+/// Waits for events: `_IOR(0xfe, 1, MESSAGE_BYTES_MAX)`.
+pub const WAIT: u32 = command(2, 1, MESSAGE_BYTES_MAX);
+/// Announces a replay: `_IOWR(0xfe, 2, ANNOUNCEMENT_BYTES)`.
+pub const ANNOUNCE: u32 = command(3, 2, ANNOUNCEMENT_BYTES);
+/// The group for files (`setfsgid`) of an agent that replays. Requests of root with this group never change the source,
+/// announced or not, also after a restart of the server. It is the text "FRP1", which no system assigns.
+pub const REPLAY_GID: u32 = u32::from_be_bytes(*b"FRP1");
+
+const MAGIC: [u8; 4] = *b"FEV1";
+const HEADER_BYTES: usize = 16;
+const RECORD_BYTES: usize = 32;
+const LOST: u16 = 1;
+const IS_DIR: u8 = 1;
+const EXCHANGED: u8 = 2;
+
+#[allow(clippy::cast_possible_truncation, reason = "the lengths are constants below 1 << 14")]
+const fn command(direction: u32, number: u32, bytes: usize) -> u32 {
+    assert!(bytes < 1 << 14, "an ioctl's length has 14 bits");
+    direction << 30 | (bytes as u32) << 16 | 0xfe << 8 | number
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A name was made.
+    Created,
+    /// A name was removed.
+    Removed,
+    /// A name was moved, or two were exchanged.
+    Renamed,
+    /// Data were written.
+    Modified,
+    /// A file was closed that was open for writing.
+    Closed,
+    /// Attributes were changed.
+    Attributes,
+}
+
+impl Kind {
+    const ALL: [Self; 6] =
+        [Self::Created, Self::Removed, Self::Renamed, Self::Modified, Self::Closed, Self::Attributes];
+
+    fn to_raw(self) -> u8 {
+        match self {
+            Self::Created => 1,
+            Self::Removed => 2,
+            Self::Renamed => 3,
+            Self::Modified => 4,
+            Self::Closed => 5,
+            Self::Attributes => 6,
+        }
+    }
+
+    fn is_of_name(self) -> bool {
+        matches!(self, Self::Created | Self::Removed | Self::Renamed)
+    }
+}
+
+/// One event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record<'a> {
+    /// The number of the event; numbers increase.
+    pub number: u64,
+    /// What happened.
+    pub kind: Kind,
+    /// The inode is a directory.
+    pub is_dir: bool,
+    /// Two names were exchanged; only with [`Kind::Renamed`].
+    pub exchanged: bool,
+    /// The directory of the name, or the inode if there is no name.
+    pub ino: Ino,
+    /// The name; `None` only where no name is concerned.
+    pub name: Option<Name<'a>>,
+    /// The new directory and name, exactly with [`Kind::Renamed`].
+    pub to: Option<(Ino, Name<'a>)>,
+}
+
+impl Record<'_> {
+    fn is_valid(&self) -> bool {
+        (self.name.is_some() || !self.kind.is_of_name())
+            && self.to.is_some() == (self.kind == Kind::Renamed)
+            && (!self.exchanged || self.kind == Kind::Renamed)
+    }
+
+    /// Returns the length in a message.
+    pub fn bytes(&self) -> usize {
+        let names = self.name.map_or(0, |name| name.as_bytes().len());
+        let new = self.to.map_or(0, |(_, name)| name.as_bytes().len());
+        (RECORD_BYTES + names + new).next_multiple_of(8)
+    }
+}
+
+/// Why a message or an announcement was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EventError {
+    /// It has no header, or of another version.
+    #[error("a message of {0} bytes does not begin as one of events does")]
+    Header(usize),
+    /// Its length is not what the header says.
+    #[error("a message says that it has {said} bytes, and has {bytes}")]
+    Length {
+        /// In the header.
+        said: u32,
+        /// In fact.
+        bytes: usize,
+    },
+    /// A record is cut off, or its parts contradict each other.
+    #[error("the record at byte {0} of a message of events is malformed")]
+    Record(usize),
+    /// An announcement has another length.
+    #[error("an announcement has {ANNOUNCEMENT_BYTES} bytes, not {0}")]
+    Announcement(usize),
+}
+
+fn part<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
+    bytes.get(at..at.checked_add(N)?)?.try_into().ok()
+}
+
+/// Writes a message.
+#[derive(Debug)]
+pub struct MessageWriter {
+    bytes: Vec<u8>,
+    records: u16,
+}
+
+impl MessageWriter {
+    /// Begins a message. `is_lossy`: events before these were lost.
+    pub fn new(is_lossy: bool) -> Self {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend([0; 6]);
+        bytes.extend(if is_lossy { LOST } else { 0 }.to_le_bytes());
+        bytes.extend([0; 4]);
+        Self { bytes, records: 0 }
+    }
+
+    /// Adds a record; returns false, and adds nothing, if there is no room or the record contradicts itself.
+    pub fn push(&mut self, record: &Record<'_>) -> bool {
+        let bytes = record.bytes();
+        if !record.is_valid() || self.bytes.len() + bytes > MESSAGE_BYTES_MAX {
+            return false;
+        }
+        let name = record.name.map_or(&[][..], |name| name.as_bytes());
+        let (new_dir, new_name) = record.to.map_or((0, &[][..]), |(dir, name)| (dir.0, name.as_bytes()));
+        // Names are at most 255 bytes long.
+        let short = |bytes: usize| u16::try_from(bytes).unwrap_or(u16::MAX).to_le_bytes();
+        let flags = if record.is_dir { IS_DIR } else { 0 } | if record.exchanged { EXCHANGED } else { 0 };
+        let end = self.bytes.len() + bytes;
+        self.bytes.extend(short(bytes));
+        self.bytes.extend([record.kind.to_raw(), flags]);
+        self.bytes.extend(short(name.len()));
+        self.bytes.extend(short(new_name.len()));
+        for word in [record.number, record.ino.0, new_dir] {
+            self.bytes.extend(word.to_le_bytes());
+        }
+        self.bytes.extend(name);
+        self.bytes.extend(new_name);
+        self.bytes.resize(end, 0);
+        self.records += 1;
+        true
+    }
+
+    /// Returns the message.
+    pub fn finish(mut self) -> Vec<u8> {
+        let bytes = u32::try_from(self.bytes.len()).unwrap_or(u32::MAX);
+        self.bytes[4..8].copy_from_slice(&bytes.to_le_bytes());
+        self.bytes[8..10].copy_from_slice(&self.records.to_le_bytes());
+        self.bytes
+    }
+}
+
+/// A message that was received.
+#[derive(Clone, Copy, Debug)]
+pub struct Message<'a> {
+    bytes: &'a [u8],
+    records: u16,
+    is_lossy: bool,
+}
+
+impl<'a> Message<'a> {
+    /// Decodes a message at the beginning of a buffer, which may be longer.
+    ///
+    /// # Errors
+    /// [`EventError`] says what is wrong with the header. Records are checked when they are read.
+    pub fn decode(buffer: &'a [u8]) -> Result<Self, EventError> {
+        let header = || {
+            let (magic, said) = (part::<4>(buffer, 0)?, part(buffer, 4)?);
+            let (records, flags, zero) = (part(buffer, 8)?, part(buffer, 10)?, part::<4>(buffer, 12)?);
+            let (records, flags) = (u16::from_le_bytes(records), u16::from_le_bytes(flags));
+            let is_known = magic == MAGIC && flags & !LOST == 0 && zero == [0; 4];
+            is_known.then_some((u32::from_le_bytes(said), records, flags & LOST != 0))
+        };
+        let (said, records, is_lossy) = header().ok_or(EventError::Header(buffer.len()))?;
+        let wrong = EventError::Length { said, bytes: buffer.len() };
+        let bytes = usize::try_from(said).ok().filter(|said| (HEADER_BYTES..=MESSAGE_BYTES_MAX).contains(said));
+        let bytes = bytes.and_then(|bytes| buffer.get(..bytes)).ok_or(wrong)?;
+        Ok(Self { bytes, records, is_lossy })
+    }
+
+    /// Whether events before these were lost: the client must forget everything that it has cached.
+    pub fn is_lossy(&self) -> bool {
+        self.is_lossy
+    }
+
+    /// Returns the records; the first error ends them.
+    pub fn records(&self) -> impl Iterator<Item = Result<Record<'a>, EventError>> + use<'a> {
+        let (bytes, mut left, mut at) = (self.bytes, self.records, HEADER_BYTES);
+        std::iter::from_fn(move || {
+            if left == 0 {
+                let rest = std::mem::replace(&mut at, bytes.len());
+                return (rest != bytes.len()).then_some(Err(EventError::Record(rest)));
+            }
+            let begin = at;
+            match record(bytes, begin) {
+                Some((record, end)) => {
+                    (left, at) = (left - 1, end);
+                    Some(Ok(record))
+                }
+                None => {
+                    (left, at) = (0, bytes.len());
+                    Some(Err(EventError::Record(begin)))
+                }
+            }
+        })
+    }
+}
+
+/// Decodes the record at an offset; returns it and its end.
+fn record(bytes: &[u8], at: usize) -> Option<(Record<'_>, usize)> {
+    let len = usize::from(u16::from_le_bytes(part(bytes, at)?));
+    let end = at.checked_add(len)?;
+    let bytes = bytes.get(at..end)?;
+    let [raw_kind, flags] = part(bytes, 2)?;
+    let short = |at| Some(usize::from(u16::from_le_bytes(part(bytes, at)?)));
+    let word = |at| Some(u64::from_le_bytes(part(bytes, at)?));
+    let (name_bytes, new_bytes) = (short(4)?, short(6)?);
+    let (number, ino, new_dir) = (word(8)?, Ino(word(16)?), Ino(word(24)?));
+    let (name, rest) = bytes.get(RECORD_BYTES..)?.split_at_checked(name_bytes)?;
+    let (new_name, padding) = rest.split_at_checked(new_bytes)?;
+    let kind = Kind::ALL.into_iter().find(|kind| kind.to_raw() == raw_kind)?;
+    let name = if name.is_empty() { None } else { Some(Name::new(name).ok()?) };
+    let to = match kind {
+        Kind::Renamed => Some((new_dir, Name::new(new_name).ok()?)),
+        _ if new_dir == Ino(0) && new_name.is_empty() => None,
+        _ => return None,
+    };
+    let record = Record { number, kind, is_dir: flags & IS_DIR != 0, exchanged: flags & EXCHANGED != 0, ino, name, to };
+    let is_valid = record.is_valid()
+        && record.bytes() == len
+        && flags & !(IS_DIR | EXCHANGED) == 0
+        && padding.iter().all(|byte| *byte == 0);
+    is_valid.then_some((record, end))
+}
+
+/// An announcement, or its reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Announcement {
+    /// The event that is replayed next.
+    pub number: u64,
+    /// In the reply: type and permissions of what was created.
+    pub mode: u32,
+}
+
+impl Announcement {
+    /// Returns its bytes.
+    pub fn encode(&self) -> [u8; ANNOUNCEMENT_BYTES] {
+        let mut bytes = [0; ANNOUNCEMENT_BYTES];
+        bytes[..8].copy_from_slice(&self.number.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.mode.to_le_bytes());
+        bytes
+    }
+
+    /// Decodes it.
+    ///
+    /// # Errors
+    /// It has another length, or the reserved bytes are not zero.
+    pub fn decode(bytes: &[u8]) -> Result<Self, EventError> {
+        let whole: [u8; ANNOUNCEMENT_BYTES] = bytes.try_into().map_err(|_| EventError::Announcement(bytes.len()))?;
+        let parts = (part(&whole, 0), part(&whole, 8), part(&whole, 12));
+        match parts {
+            (Some(number), Some(mode), Some([0, 0, 0, 0])) => {
+                Ok(Self { number: u64::from_le_bytes(number), mode: u32::from_le_bytes(mode) })
+            }
+            _ => Err(EventError::Announcement(bytes.len())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(bytes: &[u8]) -> Name<'_> {
+        Name::new(bytes).unwrap()
+    }
+
+    /// All shapes of records, with names of all lengths.
+    fn records(names: &[Vec<u8>]) -> Vec<Record<'_>> {
+        let mut all = Vec::new();
+        for (number, bytes) in names.iter().enumerate() {
+            for kind in Kind::ALL {
+                let number = number as u64;
+                let to = (kind == Kind::Renamed).then(|| (Ino(u64::MAX - number), name(bytes)));
+                let record = Record {
+                    number,
+                    kind,
+                    is_dir: number % 2 == 0,
+                    exchanged: to.is_some() && number % 3 == 0,
+                    ino: Ino(number + 1),
+                    name: Some(name(bytes)),
+                    to,
+                };
+                all.push(record);
+                if !kind.is_of_name() {
+                    all.push(Record { name: None, ..record });
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn messages_are_read_as_they_were_written() {
+        let names: Vec<_> = (1..=255).map(|len| (0..len).map(|at| (at % 46 + 1) as u8).collect()).collect();
+        let mut message = MessageWriter::new(true);
+        let (mut written, mut messages) = (Vec::new(), 0);
+        let mut check = |message: MessageWriter, written: &mut Vec<Record<'_>>| {
+            let mut bytes = message.finish();
+            assert!(bytes.len() <= MESSAGE_BYTES_MAX && bytes.len() % 8 == 0);
+            // Buffers of ioctls are longer than what is in them.
+            bytes.resize(MESSAGE_BYTES_MAX, 0xff);
+            let message = Message::decode(&bytes).unwrap();
+            assert!(message.is_lossy() && message.records().map(Result::unwrap).eq(written.drain(..)));
+            messages += 1;
+        };
+        for record in records(&names) {
+            if !message.push(&record) {
+                check(std::mem::replace(&mut message, MessageWriter::new(true)), &mut written);
+                assert!(message.push(&record));
+            }
+            written.push(record);
+        }
+        check(message, &mut written);
+        assert!(messages > 10);
+    }
+
+    #[test]
+    fn contradictions_are_not_written() {
+        let base = Record {
+            number: 1,
+            kind: Kind::Created,
+            is_dir: false,
+            exchanged: false,
+            ino: Ino(1),
+            name: Some(name(b"a")),
+            to: None,
+        };
+        let to = Some((Ino(1), name(b"b")));
+        for wrong in [
+            Record { name: None, ..base },
+            Record { to, ..base },
+            Record { exchanged: true, ..base },
+            Record { kind: Kind::Renamed, ..base },
+        ] {
+            assert!(!MessageWriter::new(false).push(&wrong), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn changed_messages_are_refused_or_read_without_a_panic() {
+        let names = [b"one".to_vec(), b"another".to_vec()];
+        let mut message = MessageWriter::new(false);
+        records(&names).iter().for_each(|record| assert!(message.push(record)));
+        let bytes = message.finish();
+        for len in 0..bytes.len() {
+            assert!(Message::decode(&bytes[..len]).is_err(), "{len}");
+        }
+        for at in 0..bytes.len() {
+            for value in [0, 1, 0x2f, 0x7f, 0xff] {
+                let mut changed = bytes.clone();
+                changed[at] = value;
+                let Ok(message) = Message::decode(&changed) else { continue };
+                let read: Result<Vec<_>, _> = message.records().collect();
+                let Ok(read) = read else { continue };
+                let mut again = MessageWriter::new(message.is_lossy());
+                read.iter().for_each(|record| assert!(again.push(record)));
+                assert_eq!(again.finish(), changed, "byte {at}: nothing is read that is not written");
+            }
+        }
+    }
+
+    #[test]
+    fn announcements_are_read_as_they_were_written() {
+        let announcement = Announcement { number: u64::MAX - 1, mode: 0o100_644 };
+        let bytes = announcement.encode();
+        assert_eq!(Announcement::decode(&bytes), Ok(announcement));
+        assert_eq!(Announcement::decode(&bytes[1..]), Err(EventError::Announcement(15)));
+        let mut changed = bytes;
+        changed[15] = 1;
+        assert!(Announcement::decode(&changed).is_err());
+        assert_eq!((WAIT, ANNOUNCE), (0xbff8_fe01, 0xc010_fe02));
+    }
+}
