@@ -172,6 +172,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
         allow_idmap: share.allow_idmap,
+        events: share.events,
         posix_acl: share.posix_acl.into(),
         security_label: share.security_label.unwrap_or(Acl::Never).into(),
         on_migration_error: share.migration_on_error.into(),

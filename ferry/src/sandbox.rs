@@ -221,7 +221,9 @@ fn unfit(shares: &[Share]) -> Option<String> {
                 Some(format!("{source} is mounted on this host, and mounting needs the host's namespace"))
             }
             // Only mounts can be notified, so other shares are watched only on request.
-            Kind::Dir(_) if share.watch == Watch::Always => Some(format!("{source} is watched for changes")),
+            Kind::Dir(_) if share.watch == Watch::Always || share.events => {
+                Some(format!("{source} is watched for changes"))
+            }
             Kind::Image(_) if share.from.is_some() => Some(format!("{source} fetches data from its server (--from)")),
             Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) | Kind::Ninep(_) => None,
         }

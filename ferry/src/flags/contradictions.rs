@@ -55,6 +55,7 @@ impl Share {
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
             (self.watch != Watch::default(), "watch"),
             (self.quota.is_some(), "quota"),
+            (self.events, "events"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
             return Some(format!("--{flag} is for directories, and {source} is not one"));
@@ -64,7 +65,7 @@ impl Share {
                 "--watch always is for mounts, because only they can be notified: {source} has no mount"
             ));
         }
-        if let Some(why) = self.guest_conflict() {
+        if let Some(why) = self.guest_conflict().or_else(|| self.events_conflict()) {
             return Some(why);
         }
         let of_images =
@@ -164,6 +165,33 @@ impl Share {
                 Some("--map-user and --translate-uid or --translate-gid exclude each other".into())
             }
             _ => self.ids().err(),
+        }
+    }
+
+    /// Returns a conflict about what agents in guests are told.
+    fn events_conflict(&self) -> Option<String> {
+        let source = self.source.display();
+        match self.events {
+            false => None,
+            true if self.virtiofs.is_none() && self.fd.is_none() => {
+                Some(format!("--events is for virtual machines, and {source} is not shared with one: add --virtiofs"))
+            }
+            true if self.writeback => Some(
+                "--events and --writeback exclude each other: with it a guest believes its own lengths of files".into(),
+            ),
+            true if self.allow_idmap => Some(
+                "--events and --allow-idmap exclude each other: with it the requests of an agent cannot be recognised"
+                    .into(),
+            ),
+            true if self.watch == Watch::Never => {
+                Some("--events needs to watch the directory: omit --watch never".into())
+            }
+            true if self.negative_timeout.is_some() => Some(
+                "--events and --negative-timeout exclude each other: what happens to a name that a guest remembers as \
+                 absent cannot be replayed"
+                    .into(),
+            ),
+            true => None,
         }
     }
 

@@ -171,6 +171,11 @@ pub struct Share {
     #[arg(long, help_heading = "Users and attributes")]
     pub no_xattr: bool,
 
+    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it. Needs
+    /// root, and adds work to every change on the directory's file system.
+    #[arg(long, help_heading = "For virtual machines")]
+    pub events: bool,
+
     /// Whether guests check POSIX ACLs. Guests that do not check them see the mode of a file with an ACL reduced to what the ACL
     /// grants everybody. 9P clients see that mode, too, except with `always`: then they must mount with posixacl.
     #[arg(long, value_name = "WHEN", default_value_t, value_enum, help_heading = "For virtual machines")]

@@ -139,19 +139,29 @@ impl Sources {
         });
         // Changes by this process are seen at once.
         let is_useful = keeps_long || keeps && overlaps;
-        if share.watch == Watch::Never || share.watch == Watch::Auto && !is_useful {
+        let shown = share.source.display();
+        if share.events && overlaps {
+            bail!(
+                "--events: {shown} overlaps with another shared directory: share one of them, or share them from two processes"
+            );
+        }
+        if share.watch == Watch::Never || share.watch == Watch::Auto && !(is_useful || share.events) {
             return Ok(());
         }
-        let shown = share.source.display();
         // Sources that overlap do not see each other's changes.
         match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
             Ok(WatchKind::FileSystem) => tracing::info!(source = %shown, "watching for changes by other processes"),
+            Ok(WatchKind::Directories) if share.events => bail!(
+                "--events: {shown} cannot be watched by fanotify, which alone tells what happens in which order: run as \
+                 root, on a file system with file handles and Linux 5.17 or later, or omit it"
+            ),
             Ok(WatchKind::Directories) => {
                 tracing::info!(source = %shown, "watching for changes by other processes in directories that are in use");
             }
             Err(error) if share.watch == Watch::Always => {
                 return Err(error).with_context(|| format!("--watch always: {shown}"));
             }
+            Err(error) if share.events => return Err(error).with_context(|| format!("--events: {shown}")),
             // Caches then expire after a second.
             Err(error) if !keeps_long => tracing::debug!(source = %shown, %error, "not watching"),
             Err(error) => {

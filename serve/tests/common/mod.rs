@@ -118,6 +118,7 @@ pub struct Client {
     pub contexts: Vec<u8>,
     /// Who asks.
     pub uid: u32,
+    pub gid: u32,
     unique: u64,
 }
 
@@ -165,6 +166,7 @@ impl Client {
             waits: false,
             contexts,
             uid: 0,
+            gid: 0,
             unique: 0,
         }
     }
@@ -194,7 +196,7 @@ impl Client {
         let count = u32::from(!self.contexts.is_empty());
         let security = SecurityContexts::parse(&self.contexts, count).expect("contexts");
         let extensions = Extensions { security, ..Extensions::default() };
-        let request = Request { unique: self.unique, ino, uid: self.uid, gid: 0, pid: 1, extensions, operation };
+        let request = Request { unique: self.unique, ino, uid: self.uid, gid: self.gid, pid: 1, extensions, operation };
         let mut bytes = Vec::new();
         request.encode(&self.negotiated, &mut bytes);
         bytes.extend_from_slice(data);

@@ -7,6 +7,7 @@ mod common;
 
 mod bounds;
 mod counts;
+mod events;
 mod lengths;
 mod lies;
 mod promises;

@@ -3,13 +3,17 @@
 //!
 //! `ferry-watch watch PATH...` prints `PATH EVENT NAME` until a name `end` is created in one of them, with a number for
 //! the cookie of a rename. `ferry-watch agent MOUNT` replays the events of a mount. `ferry-watch exchange ONE OTHER`
-//! exchanges two names.
+//! exchanges two names. `ferry-watch contend DIR COUNT` makes and removes a few names as often as that, and prints how
+//! many more it has made than removed. `ferry-watch churn DIR COUNT SEED` does random operations, with fresh names.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::HashMap;
+use std::fs;
 use std::io::{Write, stdout};
 use std::mem::MaybeUninit;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
@@ -45,9 +49,73 @@ fn main() -> ExitCode {
             rustix::fs::renameat_with(rustix::fs::CWD, one, rustix::fs::CWD, other, flags).unwrap();
             ExitCode::SUCCESS
         }
+        ["contend", dir, count] => {
+            println!("{}", contend(dir.as_ref(), count.parse().unwrap()));
+            ExitCode::SUCCESS
+        }
+        ["churn", dir, count, seed] => {
+            churn(dir.as_ref(), count.parse().unwrap(), Random(seed.parse().unwrap()));
+            ExitCode::SUCCESS
+        }
         _ => {
             eprintln!("ferry-watch: usage: ferry-watch watch PATH... | agent MOUNT | exchange ONE OTHER");
             ExitCode::from(2)
+        }
+    }
+}
+
+/// A linear congruential generator (Knuth's MMIX).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(self.0 >> 33).unwrap() % end
+    }
+}
+
+/// Makes and removes names that others make and remove, too.
+fn contend(dir: &Path, count: usize) -> i64 {
+    let (mut random, mut more) = (Random(std::process::id().into()), 0);
+    for _ in 0..count {
+        let path = dir.join(format!("n{}", random.below(4)));
+        match random.below(2) {
+            0 => more += i64::from(fs::File::options().write(true).create_new(true).open(path).is_ok()),
+            _ => more -= i64::from(fs::remove_file(path).is_ok()),
+        }
+    }
+    more
+}
+
+/// Random operations; no name is used for two files.
+fn churn(dir: &Path, count: usize, mut random: Random) {
+    let mut files: Vec<PathBuf> = Vec::new();
+    let dirs = [dir.to_path_buf(), dir.join("sub")];
+    for number in 0..count {
+        let fresh = dirs[random.below(2)].join(format!("f{number}"));
+        if files.is_empty() {
+            fs::write(&fresh, "first").unwrap();
+            files.push(fresh);
+            continue;
+        }
+        let index = random.below(files.len());
+        let file = files[index].clone();
+        match random.below(8) {
+            0 | 1 => fs::write(&fresh, "new").unwrap(),
+            2 => std::os::unix::fs::symlink("target", &fresh).unwrap(),
+            3 => fs::create_dir(&fresh).and_then(|()| fs::remove_dir(&fresh)).unwrap(),
+            4 => fs::remove_file(&file).unwrap(),
+            5 => fs::rename(&file, &fresh).unwrap(),
+            6 => fs::File::options().append(true).open(&file).unwrap().write_all(b"more").unwrap(),
+            _ => fs::set_permissions(&file, fs::Permissions::from_mode(0o600 + u32::try_from(number % 64).unwrap()))
+                .unwrap(),
+        }
+        match fs::symlink_metadata(&fresh) {
+            Ok(found) if found.is_file() => files.push(fresh.clone()),
+            _ => {}
+        }
+        if !file.exists() {
+            files.retain(|other| *other != file);
         }
     }
 }

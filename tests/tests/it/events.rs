@@ -158,3 +158,76 @@ fn each_operation_is_seen_as_what_it_is() {
     let seen = watched.compare("d d/file d/gone d/replaced d/sub d/moved", "", &script, "stat -c '%a %s' d/file");
     assert_eq!(by_watch(&seen.guest), by_watch(&seen.host), "{}", seen.said);
 }
+
+/// A program that has a file open and cached sees new bytes as soon as its watcher has woken it.
+#[test]
+fn cached_data_are_new_after_the_event() {
+    let _alone = alone();
+    for cache in [Cache::Auto, Cache::Always] {
+        let Some(watched) = Watched::new(cache) else { return };
+        fs::write(watched.path("d/file"), "old bytes").unwrap();
+        // Neither length nor, on a coarse clock, time of change tells of the second write.
+        let script = "printf 'new bytes' 1<>file; printf 'NEW' 1<>file; : >'end of writes'";
+        let before = "exec 3<d/file; cat <&3 >/dev/null; stat d/absent 2>/dev/null || :; ls -l d >/dev/null";
+        let after = "tail -c +1 /proc/self/fd/3 >/tmp/by-fd; dd bs=9 count=1 skip=0 if=d/file status=none; echo; stat -c %s d/file; ls d | tail -1";
+        let seen = watched.compare("d", before, script, after);
+        assert!(seen.guest.iter().any(|line| line == "d MODIFY file"), "{:?}", seen.guest);
+        assert!(seen.said.starts_with("NEW bytes\n9\n"), "{cache:?}: {}", seen.said);
+    }
+}
+
+/// Replays meet real operations of guest and host on the same names. None is swallowed, and no replay is one: what was made
+/// and not removed is there.
+#[test]
+fn replays_never_change_the_tree_of_the_host() {
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Auto) else { return };
+    let before = format!("{WATCH} contend d 1000 >count &");
+    let script = format!("{WATCH} contend . 20000 >../host-count");
+    let seen = watched.compare("d", &before, &script, "while [ ! -s count ]; do sleep 0.1; done");
+    let count = |name: &str| fs::read_to_string(watched.path(name)).unwrap().trim().parse::<i64>().unwrap();
+    let made = count("count") + count("host-count");
+    let is_contended = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with('n');
+    let there = fs::read_dir(watched.path("d")).unwrap().map(Result::unwrap).filter(is_contended).count();
+    assert_eq!(i64::try_from(there).unwrap(), made, "{}", seen.said);
+    assert!(seen.guest.iter().filter(|event| event.contains("CREATE n")).count() > 100, "{}", seen.said);
+}
+
+/// Each name event exactly once; changes of data and attributes at least once where the host has some.
+fn random(count: usize, seed: u64) {
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Auto) else { return };
+    fs::create_dir(watched.path("d/sub")).unwrap();
+    let script = format!("{WATCH} churn . {count} {seed}");
+    let seen = watched.compare("d d/sub", "", &script, "");
+    let is_of_name = |event: &&String| {
+        let kind = event.split(' ').nth(1).unwrap();
+        ["CREATE", "DELETE", "MOVED_FROM", "MOVED_TO"].contains(&kind)
+    };
+    // Without the numbers of the cookies, which count renames.
+    let plain = |event: &String| event.split(' ').take(3).collect::<Vec<_>>().join(" ");
+    let names = |events: &[String]| {
+        let mut names: Vec<_> = events.iter().filter(is_of_name).map(plain).collect();
+        names.sort_unstable();
+        names
+    };
+    let others = |events: &[String]| {
+        let others = events.iter().filter(|event| !is_of_name(event)).map(plain);
+        others.collect::<std::collections::BTreeSet<_>>()
+    };
+    assert!(names(&seen.host).len() > count / 3, "{:?}", seen.host);
+    assert_eq!(names(&seen.guest), names(&seen.host), "seed {seed}: {}", seen.said);
+    let missing: Vec<_> = others(&seen.host).difference(&others(&seen.guest)).cloned().collect();
+    assert!(missing.is_empty(), "seed {seed}: {missing:?}\n{}", seen.said);
+}
+
+#[test]
+fn random_operations_are_seen_once() {
+    random(1000, u64::from(std::process::id()));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn many_random_operations_are_seen_once() {
+    random(20_000, u64::from(std::process::id()));
+}
