@@ -9,6 +9,7 @@ use ferry_engine::metrics::Recorder;
 use ferry_engine::requests::LoggedRequest;
 use ferry_state::{Init, Journal};
 use ferry_vfs::{Caller, Errno, Ino};
+use ferry_wire::events::REPLAY_GID;
 use ferry_wire::fuse::{
     IN_HEADER_BYTES, InitError, InitFlags, InitOutcome, InitRequest, Negotiated, Opcode, Operation,
     REQUEST_HEAD_BYTES_MAX, Reply, Request, SecurityContexts, decode, negotiate, peek,
@@ -70,6 +71,11 @@ pub(crate) struct Context<'a> {
 }
 
 impl Context<'_> {
+    /// Whether the request comes from an agent that replays an event: it changes nothing, announced or not.
+    pub(crate) fn is_of_agent(&self) -> bool {
+        self.caller.uid == 0 && self.caller.gid == REPLAY_GID
+    }
+
     /// Answers at once.
     pub(crate) fn done(&self, carrier: &mut impl ReplyBuffer, reply: &Reply<'_>) -> Served {
         Served::Reply(self.tell(carrier, reply).bytes())

@@ -10,7 +10,7 @@ use ferry_vfs::{Errno, Event, Ino, NameBuf, Place, Result};
 use ferry_wire::events::{Kind, MessageWriter, Record};
 
 /// The most events of one client: a guest that takes longer to replay them than this forgets everything instead.
-pub(super) const EVENTS_MAX: usize = 1 << 16;
+pub(crate) const EVENTS_MAX: usize = 1 << 16;
 
 /// How far the queue is searched for what becomes of a new name. Those who make a file and move it away do so at once.
 const LOOK_AHEAD: usize = 1024;
@@ -28,7 +28,7 @@ struct State {
 }
 
 /// The events of one client, in their order.
-pub(super) struct Queue(Mutex<State>);
+pub(crate) struct Queue(Mutex<State>);
 
 impl Default for Queue {
     /// What happened before is not known.
@@ -114,7 +114,7 @@ fn record(number: u64, event: &Event) -> Option<Record<'_>> {
 
 impl Queue {
     /// Adds an event, and answers the agent that waits.
-    pub(super) fn push(&self, event: Event) {
+    pub(crate) fn push(&self, event: Event) {
         let mut state = lock(&self.0);
         state.add(event);
         if let Some((_, answer)) = state.parked.take() {
@@ -126,7 +126,7 @@ impl Queue {
 
     /// Calls `answer` with a message once there is something to tell; with an empty one when `until` has passed and
     /// [`Self::expire`] is called. An agent that waits already is told that another has come.
-    pub(super) fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
+    pub(crate) fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
         let mut state = lock(&self.0);
         let before = state.parked.take();
         if state.events.is_empty() && !state.is_lossy {
@@ -143,7 +143,7 @@ impl Queue {
     }
 
     /// Answers an agent that has waited long enough; returns when the one that waits has.
-    pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
+    pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let mut state = lock(&self.0);
         match state.parked.take() {
             Some((until, answer)) if until <= now => {
@@ -160,7 +160,7 @@ impl Queue {
     }
 
     /// Has the agent ask again.
-    pub(super) fn interrupt(&self) {
+    pub(crate) fn interrupt(&self) {
         let parked = lock(&self.0).parked.take();
         if let Some((_, answer)) = parked {
             answer(Err(Errno::INTR));
@@ -169,7 +169,7 @@ impl Queue {
 
     /// The agent is about to replay an event: it and those before it are done. Returns it, and whether what it made has
     /// gone from its name since.
-    pub(super) fn announce(&self, number: u64) -> Option<(Event, bool)> {
+    pub(crate) fn announce(&self, number: u64) -> Option<(Event, bool)> {
         let state = &mut *lock(&self.0);
         while state.events.front().is_some_and(|(first, _)| *first < number) {
             state.take();
@@ -219,7 +219,7 @@ mod tests {
         let answers = answers.lock().unwrap();
         let [Ok(bytes)] = &answers[..] else { panic!("one message: {answers:?}") };
         let message = Message::decode(bytes).unwrap();
-        let records = message.records().map(Result::unwrap);
+        let records = message.records().map(std::result::Result::unwrap);
         (message.is_lossy(), records.map(|record| (record.number, record.kind)).collect())
     }
 

@@ -28,7 +28,7 @@ pub(crate) struct Timer(Arc<Inner>);
 
 impl Timer {
     /// An agent waits at a queue.
-    pub(super) fn watch(&self, queue: &Arc<Queue>) {
+    pub(crate) fn watch(&self, queue: &Arc<Queue>) {
         let mut state = lock(&self.0.state);
         let queue = Arc::downgrade(queue);
         if !state.queues.iter().any(|known| known.ptr_eq(&queue)) {

@@ -1,5 +1,6 @@
 //! The FUSE operations, one file for each family. A method of `Server` serves the opcode of its name.
 
+mod agent;
 mod attr;
 mod data;
 mod dax;
@@ -10,6 +11,7 @@ mod lookup;
 mod names;
 mod open;
 mod readdir;
+mod replay;
 mod xattr;
 
 pub use data::DetachedTransfer;

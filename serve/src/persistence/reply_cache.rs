@@ -16,7 +16,6 @@ use ferry_vfs::{
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::carrier::{FuseCarrier, Served};
-use crate::events::is_of_agent;
 use crate::reply;
 use crate::server::{Context, Server};
 
@@ -132,7 +131,7 @@ impl Server {
         carrier: &mut impl FuseCarrier,
     ) -> Served {
         let is_again = carrier.is_resubmitted();
-        if self.journal.is_none() || !is_non_idempotent(operation) || is_of_agent(cx) {
+        if self.journal.is_none() || !is_non_idempotent(operation) || cx.is_of_agent() {
             return self.serve_operation(cx, operation, carrier);
         }
         let entry = if is_again { cx.session.journal_entry(cx.unique) } else { None };

@@ -4,7 +4,6 @@
 //! later; either way the reply is about the present. A name that was made and has gone since is told of with a
 //! placeholder: an inode that only the client's kernel knows, until the events after it remove the name.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use ferry_engine::ReplyBuffer;
@@ -13,66 +12,13 @@ use ferry_vfs::{Attr, Entry, Errno, Event, FileType, Handle, Ino, Name, NameBuf,
 use ferry_wire::events::Announcement;
 use ferry_wire::fuse::{OpenFlags, Opened, Operation, Reply, Timeouts};
 
-use super::is_of_agent;
 use crate::carrier::Served;
 use crate::dispatch::changes_something;
+use crate::events::{Active, Placeholder};
 use crate::server::{Context, Server};
 
-/// The most placeholders of one client. With more, replays to the files of earlier ones fail.
-const PLACEHOLDERS_MAX: usize = 4096;
-/// Where the numbers of placeholders begin. Those that the client knows for another inode are skipped.
-const PLACEHOLDERS_FIRST: u64 = 0xfe57_0000_0000_0000;
 /// The handle of a file that was opened in a replay, which no source has opened.
 const REPLAY_HANDLE: Handle = Handle(u64::MAX - 0xfe57);
-
-/// A name that has gone from the source.
-type At = (Ino, NameBuf);
-
-/// An inode that only the client's kernel knows.
-#[derive(Clone, Copy, Debug)]
-struct Placeholder {
-    ino: Ino,
-    mode: u32,
-}
-
-impl Placeholder {
-    fn attr(self) -> Attr {
-        Attr { ino: self.ino.0, mode: self.mode, nlink: 1, blksize: 4096, ..Attr::default() }
-    }
-}
-
-/// The event that is being replayed.
-#[derive(Debug)]
-struct Active {
-    /// The thread of the agent.
-    pid: u32,
-    event: Event,
-    /// The call was made: the name is looked up as any other from now on.
-    is_done: bool,
-    /// The name that was made refers to a placeholder.
-    is_gone: bool,
-    /// The attributes were asked for.
-    has_attributes: bool,
-}
-
-/// What is being replayed in a client, and its placeholders.
-#[derive(Debug, Default)]
-pub(super) struct Replays {
-    active: Option<Active>,
-    placeholders: HashMap<At, Placeholder>,
-    last: u64,
-}
-
-impl Replays {
-    /// The event that this thread replays.
-    fn active(&mut self, pid: u32) -> Option<&mut Active> {
-        self.active.as_mut().filter(|active| active.pid == pid)
-    }
-
-    fn placeholder(&self, ino: Ino) -> Option<Placeholder> {
-        self.placeholders.values().find(|placeholder| placeholder.ino == ino).copied()
-    }
-}
 
 fn is_at((dir, name): (Ino, Name<'_>), (other, old): (Ino, &NameBuf)) -> bool {
     dir == other && name == old.as_name()
@@ -82,7 +28,7 @@ impl Server {
     /// The agent is about to replay an event.
     pub(super) fn announce(&self, cx: &Context<'_>, input: &[u8], buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let announcement = Announcement::decode(input).map_err(|_| Errno::INVAL)?;
-        let (queue, _) = cx.session.events.queue.get().ok_or(Errno::NOENT)?;
+        let queue = cx.session.events.queue().ok_or(Errno::NOENT)?;
         // The one before has ended in any case.
         lock(&cx.session.events.replays).active = None;
         let (event, mut is_gone) = queue.announce(announcement.number).ok_or(Errno::NOENT)?;
@@ -117,7 +63,7 @@ impl Server {
         operation: &Operation<'_>,
         buffer: &mut impl ReplyBuffer,
     ) -> Option<Result<Served>> {
-        debug_assert!(is_of_agent(cx), "others are served as any");
+        debug_assert!(cx.is_of_agent(), "others are served as any");
         let mut done = |outcome: Result<()>| Some(outcome.map(|()| cx.done(buffer, &Reply::Empty)));
         match *operation {
             Operation::Lookup { name } => self.replay_lookup(cx, name, buffer),
@@ -201,7 +147,7 @@ impl Server {
             return Some(Ok(cx.done(buffer, &Reply::Entry { entry, timeouts: Timeouts::default(), dax: false })));
         }
         let kind = if is_dir { FileType::Directory } else { FileType::RegularFile };
-        Some(placeholder(cx, replays, key, kind.as_raw_mode()).map(|it| tell(cx, it, buffer)))
+        Some(Ok(tell(cx, replays.add_placeholder(key, kind, |ino| cx.session.knows(ino)), buffer)))
     }
 
     /// MKNOD, MKDIR and SYMLINK.
@@ -230,7 +176,7 @@ impl Server {
             }
             self.share.source.forget(entry.ino, 1);
         }
-        let placeholder = placeholder(cx, replays, key, kind.as_raw_mode())?;
+        let placeholder = replays.add_placeholder(key, kind, |ino| cx.session.knows(ino));
         Ok(tell(cx, placeholder, buffer))
     }
 
@@ -320,27 +266,6 @@ fn replay_rename(cx: &Context<'_>, name: Name<'_>, new: (Ino, Name<'_>)) -> Resu
         }
         _ => Err(Errno::STALE),
     }
-}
-
-/// The placeholder of a name, a new one if it has none of that type.
-fn placeholder(cx: &Context<'_>, replays: &mut Replays, at: At, kind: u32) -> Result<Placeholder> {
-    let mode = kind | if FileType::from_raw_mode(kind) == FileType::Directory { 0o700 } else { 0o600 };
-    if let Some(known) = replays.placeholders.get(&at).filter(|known| known.mode == mode) {
-        return Ok(*known);
-    }
-    if replays.placeholders.len() >= PLACEHOLDERS_MAX {
-        replays.placeholders.clear();
-    }
-    let ino = loop {
-        let ino = Ino(PLACEHOLDERS_FIRST + replays.last % (1 << 32));
-        replays.last += 1;
-        if !cx.session.knows(ino) {
-            break ino;
-        }
-    };
-    let placeholder = Placeholder { ino, mode };
-    replays.placeholders.insert(at, placeholder);
-    Ok(placeholder)
 }
 
 /// Tells the client of a placeholder, which it asks for again at each use.
