@@ -119,7 +119,7 @@ const FAMILIES: [Family; 6] = [
 ];
 
 /// What exports and their sources report as [`crate::UsageReport`]: the name there, which makes a counter if it ends in `_total`, and what it is.
-const USAGE: [(&str, &str); 18] = [
+const USAGE: [(&str, &str); 19] = [
     ("fids", "Fids of 9P clients."),
     ("connections", "Connections of 9P clients, or virtual machine monitors of a 9P device."),
     ("threads", "Threads that serve 9P clients."),
@@ -138,6 +138,7 @@ const USAGE: [(&str, &str); 18] = [
     ("dax_window_mapped_bytes", "Bytes of the window that are mapped."),
     ("ring_fallbacks_total", "Times that io_uring was not available, and a slower path was chosen."),
     ("restarts_total", "Times that a server has taken over the guests of the one before (--state)."),
+    ("limit_waits_total", "Times that requests had to wait for their limit (--limit)."),
     ("image_fetched_bytes_total", "Bytes of objects of an image that were fetched."),
     ("image_verified_bytes_total", "Bytes of objects of an image that were verified."),
     ("image_deduplicated_bytes_total", "Bytes of objects of an image that the store had, and were not fetched."),

@@ -130,6 +130,7 @@ pub struct RateLimiter {
     /// The tokens of each kind that are left; below zero, what must be waited for.
     tokens: [AtomicI64; KINDS],
     turns: Mutex<Turns>,
+    waits: AtomicU64,
 }
 
 impl RateLimiter {
@@ -137,7 +138,13 @@ impl RateLimiter {
     #[must_use]
     pub fn new(bucket: &Arc<TokenBucket>) -> Arc<Self> {
         let (bucket, turns) = (Arc::clone(bucket), Mutex::default());
-        Arc::new(Self { bucket, version: AtomicU64::new(0), tokens: Default::default(), turns })
+        let (version, tokens, waits) = Default::default();
+        Arc::new(Self { bucket, version, tokens, turns, waits })
+    }
+
+    /// Returns how many times requests had to wait for their next portion of tokens.
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
     }
 
     /// Returns whether there is a limit.
@@ -199,7 +206,11 @@ impl RateLimiter {
             let portion = portion(rate.get());
             while tokens.load(Ordering::Relaxed) <= 0 {
                 let turn = &mut turns[kind];
-                let start = *turn.get_or_insert_with(|| shared.reserve(kind, (portion, rate.get()), burst_ns, now_ns));
+                let start = *turn.get_or_insert_with(|| {
+                    let start = shared.reserve(kind, (portion, rate.get()), burst_ns, now_ns);
+                    self.waits.fetch_add(u64::from(start > now_ns), Ordering::Relaxed);
+                    start
+                });
                 if start > now_ns {
                     wait_ns = wait_ns.max(start - now_ns);
                     break;

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use ferry_control::{
     ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport, UsageReport,
 };
-use ferry_engine::IoMode;
+use ferry_engine::{IoMode, RateLimiter};
 use ferry_vfs::FileSystem;
 use ferry_virtiofs::SessionStore;
 
@@ -87,7 +87,15 @@ pub type Counts = Vec<(&'static str, u64)>;
 /// What clients of a share hold.
 fn held(share: &ferry_serve::Share) -> Counts {
     let usage = share.usage();
-    vec![("inodes", usage.inodes), ("open_files", usage.open_files), ("parked_locks", usage.parked_locks)]
+    let mut counts =
+        vec![("inodes", usage.inodes), ("open_files", usage.open_files), ("parked_locks", usage.parked_locks)];
+    counts.extend(share.limiter().map(|limiter| waits(limiter)));
+    counts
+}
+
+/// What a limit has done.
+pub fn waits(limiter: &RateLimiter) -> (&'static str, u64) {
+    ("limit_waits_total", limiter.waits())
 }
 
 fn device_report(kind: ExportKind, io: IoMode, is_connected: bool, mut counts: Counts) -> ExportReport {
@@ -112,7 +120,7 @@ fn device_path(io: IoMode, lacks_io_uring: bool) -> (&'static str, Vec<PathLack>
 pub fn offered_9p(
     served: &mut ServedShare,
     export: &ferry_ninep::Export,
-    source: Arc<dyn FileSystem>,
+    (source, limiter): (Arc<dyn FileSystem>, Arc<RateLimiter>),
     is_device: bool,
 ) {
     let (usage, metrics) = (export.usage_reader(), export.metrics());
@@ -127,8 +135,9 @@ pub fn offered_9p(
             ("buffered_bytes", usage.buffered_bytes),
             ("parked_locks", usage.parked_locks),
         ];
+        let limited = [waits(&limiter)];
         let clients = Some(usage.connections as u64);
-        let counts = counts.into_iter().map(|(name, value)| (name, value as u64)).chain(source.counts());
+        let counts = counts.into_iter().map(|(name, value)| (name, value as u64)).chain(limited).chain(source.counts());
         let usage = used(counts);
         ExportReport { kind: ExportKind::Ninep, clients, path: Some(path.into()), usage, ..ExportReport::default() }
     };

@@ -290,11 +290,12 @@ fn start(
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
             served.listens(&listening.address);
+            let limiter = limiter();
             let export = serving
-                .serve_9p(listening, Arc::clone(&source), share, (&name, limiter(), poll.clone()))
+                .serve_9p(listening, Arc::clone(&source), share, (&name, Arc::clone(&limiter), poll.clone()))
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
             let is_device = matches!(share.ninep, Some(Address::VhostUser(_)));
-            control::offered_9p(&mut served, export, Arc::clone(opened_source), is_device);
+            control::offered_9p(&mut served, export, (Arc::clone(opened_source), limiter), is_device);
         }
         if let Some(bound) = bound {
             let limiter = Some(limiter());

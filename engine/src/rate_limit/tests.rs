@@ -122,6 +122,7 @@ fn what_is_unused_is_kept_for_the_burst_and_no_longer() {
             limiter.charge(0);
             at_once += 1;
         }
+        assert_eq!(limiter.waits(), 1);
         let kept = 1000 * idle_s.min(burst_s.into());
         assert!((kept..=kept + 4).contains(&at_once), "{at_once} after {idle_s} s");
     }

@@ -299,8 +299,12 @@ impl OpenDisk<'_> {
             ..ShareStatus::default()
         };
         let mut served = ServedShare::new(shown, file, Arc::new(NoFiles));
-        let image = self.image.clone();
-        let counts = move || image.as_ref().map(|image| image.counts()).unwrap_or_default();
+        let (image, limiter) = (self.image.clone(), self.options.limiter.clone());
+        let counts = move || {
+            let mut counts: Vec<_> = image.as_ref().map(|image| image.counts()).unwrap_or_default();
+            counts.extend(limiter.as_deref().map(control::waits));
+            counts
+        };
         control::offered_disk(&mut served, export, self.options.io, counts);
         let limit = self.args.limit.as_ref();
         set_cmd::limited(&mut served, limit, Arc::clone(&self.bucket), set_cmd::Bypass::default());

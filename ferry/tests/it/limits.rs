@@ -166,7 +166,15 @@ fn a_mount_is_limited_while_it_runs() {
     let said = refused_set(&at, "poll-us=1");
     assert!(said.contains("\"poll-us\" cannot be changed while mem is served (what can be: limit, log)"), "{said}");
     set(&at, "limit=iops=100");
+    let waits = || {
+        let output = run(ferry().arg("metrics").arg(&at));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let line = text.lines().find(|line| line.starts_with("ferry_limit_waits_total{")).unwrap();
+        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    let before = waits();
     let limited = reads(Duration::from_secs(1));
+    assert!(waits() > before, "nothing waited");
     set(&at, "limit=none");
     let unlimited = reads(Duration::from_secs(1));
     assert!((10..=115).contains(&limited), "{limited} reads");
