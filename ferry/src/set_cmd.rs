@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<()> {
     let outcomes: Vec<String> =
         client.ask(&request).with_context(|| format!("cannot set {}", args.settings.join(" ")))?.0;
     // The server may be another user's program.
-    print(&outcomes.iter().map(|outcome| format!("{}\n", printable(outcome))).collect::<String>())
+    print(outcomes.iter().map(|outcome| format!("{}\n", printable(outcome))).collect::<String>())
 }
 
 fn setting(text: &str) -> Result<Setting> {
