@@ -192,8 +192,9 @@ impl Quota {
                 self.forget(ino, 1);
             }
             match (listed, listing.next) {
+                // The directory was removed meanwhile.
+                (Err(Errno::NOENT | Errno::STALE), _) | (Ok(()), None) => return Ok(()),
                 (Err(errno), _) => return Err(errno),
-                (Ok(()), None) => return Ok(()),
                 (Ok(()), Some(next)) => offset = next,
             }
         }

@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use ferry_vfs::{Errno, Result};
 use rustix::fs::SeekFrom;
 
+use crate::BLOCK;
+
 /// Extents per call; a write of 1 MiB has at most 256 blocks.
 const EXTENTS: usize = 64;
 /// The maximum number of holes that are told apart. What follows them counts as a hole.
@@ -65,7 +67,9 @@ fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> Result<Option<Range<u64>
     if start >= range.end {
         return Ok(None);
     }
-    Ok(Some(start..rustix::fs::seek(fd, SeekFrom::Hole(start))?))
+    // The block with the file's end is allocated as a whole.
+    let end = rustix::fs::seek(fd, SeekFrom::Hole(start))?;
+    Ok(Some(start..end.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)))
 }
 
 /// Returns the parts of a range that have no storage. File systems that cannot tell which parts are allocated tell which

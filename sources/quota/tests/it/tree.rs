@@ -84,6 +84,11 @@ impl Tree {
     }
 }
 
+/// Whether files are in memory: tmpfs does not tell what is allocated, and has no aligned direct writes.
+pub fn is_tmpfs(path: &Path) -> bool {
+    rustix::fs::statfs(path).unwrap().f_type == 0x0102_1994
+}
+
 pub fn common_name(text: &str) -> Name<'_> {
     name(text)
 }
