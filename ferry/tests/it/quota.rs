@@ -36,6 +36,13 @@ impl Places {
     }
 }
 
+impl Drop for Places {
+    fn drop(&mut self) {
+        // Servers are killed, which leaves their mounts.
+        let _ = rustix::mount::unmount(&self.at, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
 /// What `df` shows: 1K-blocks, used and available; then inodes, used and free.
 fn df(path: &Path) -> [u64; 6] {
     let output = run(Command::new("df").arg("--output=size,used,avail,itotal,iused,iavail").arg(path));
