@@ -151,16 +151,14 @@ impl Quota {
         counted: &mut Counted,
         below: (&mut Vec<Ino>, &mut HashSet<Ino>),
     ) -> Result<(), CountError> {
-        let result = self.source.opendir(cx, ino, OFlags::RDONLY).and_then(|handle| {
-            let result = self.walk_entries(cx, (ino, handle), counted, below);
-            self.source.releasedir(cx, ino, handle);
-            result
-        });
-        match result {
-            // It was removed meanwhile; a removed directory cannot be listed either.
-            Err(Errno::NOENT | Errno::STALE) => Ok(()),
-            other => other.map_err(|errno| self.unreadable(cx, ino, errno)),
-        }
+        let handle = match self.source.opendir(cx, ino, OFlags::RDONLY) {
+            // It was removed meanwhile.
+            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+            other => other.map_err(|errno| self.unreadable(cx, ino, errno))?,
+        };
+        let result = self.walk_entries(cx, (ino, handle), counted, below);
+        self.source.releasedir(cx, ino, handle);
+        result.map_err(|errno| self.unreadable(cx, ino, errno))
     }
 
     fn unreadable(&self, cx: &Caller<'_>, ino: Ino, errno: Errno) -> CountError {
