@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+mod limits;
 mod mounts_settings;
 mod qemu_migration;
 mod slow_requests;

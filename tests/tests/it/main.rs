@@ -42,7 +42,6 @@ mod isolation_disks;
 mod isolation_ninep;
 mod isolation_sources;
 mod libvirt;
-mod limits;
 mod locks_between_exports;
 mod mounts_coherence;
 mod mounts_faults;

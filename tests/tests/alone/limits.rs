@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ferry_driver::{Config, Driver, ROOT, Ticket};
 use ferry_engine::{BURST_MIN, RateLimiter, Rates, TokenBucket};
-use ferry_tests::{Options, Place, Share, TIMEOUT};
+use ferry_tests::{Options, Place, Share, TIMEOUT, alone};
 use ferry_wire::fuse::abi::{Opcode, ReadIn};
 use zerocopy::IntoBytes;
 
@@ -80,6 +80,7 @@ fn assert_rate(limit: Option<Rates>, per_second: f64, depths: &[usize], time: Du
 
 #[test]
 fn guests_of_one_group_get_the_limit_in_equal_parts() {
+    let _alone = alone();
     assert_rate(rates(0, 4 << 20), 1024.0, &[16], Duration::from_millis(800), 0.3);
     // The guest with more requests at once gets no more.
     let got = assert_rate(rates(1000, 0), 1000.0, &[2, 32], Duration::from_secs(2), 0.3);
@@ -90,6 +91,7 @@ fn guests_of_one_group_get_the_limit_in_equal_parts() {
 #[test]
 #[ignore = "long: make test-all"]
 fn guests_get_their_limit_within_five_percent() {
+    let _alone = alone();
     let time = Duration::from_secs(5);
     for depths in [&[1][..], &[32], &[4, 32]] {
         assert_rate(rates(2000, 0), 2000.0, depths, time, 0.95);
@@ -99,6 +101,7 @@ fn guests_get_their_limit_within_five_percent() {
 
 #[test]
 fn forget_passes_requests_that_wait_and_queues_stop() {
+    let _alone = alone();
     let all = TokenBucket::new(None);
     let mut share = limited(&all);
     fs::write(share.path.join("g"), "g").unwrap();
