@@ -67,9 +67,18 @@ impl Server {
 }
 
 impl Drop for Server {
+    /// A server that is only killed leaves its mount behind.
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if let Ok(None) = self.child.try_wait() {
+            let _ = rustix::process::kill_process(self.pid(), Signal::TERM);
+        }
+        let end = Instant::now() + Duration::from_secs(5);
+        while let Ok(None) = self.child.try_wait() {
+            if Instant::now() > end {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 
