@@ -341,8 +341,8 @@ mod tests {
                 let record = Record {
                     number,
                     kind,
-                    is_dir: number % 2 == 0,
-                    exchanged: to.is_some() && number % 3 == 0,
+                    is_dir: number.is_multiple_of(2),
+                    exchanged: to.is_some() && number.is_multiple_of(3),
                     ino: Ino(number + 1),
                     name: Some(name(bytes)),
                     to,
@@ -358,12 +358,12 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written() {
-        let names: Vec<_> = (1..=255).map(|len| (0..len).map(|at| (at % 46 + 1) as u8).collect()).collect();
+        let names: Vec<_> = (1..=255_u8).map(|len| (0..len).map(|at| at % 46 + 1).collect()).collect();
         let mut message = MessageWriter::new(true);
         let (mut written, mut messages) = (Vec::new(), 0);
         let mut check = |message: MessageWriter, written: &mut Vec<Record<'_>>| {
             let mut bytes = message.finish();
-            assert!(bytes.len() <= MESSAGE_BYTES_MAX && bytes.len() % 8 == 0);
+            assert!(bytes.len() <= MESSAGE_BYTES_MAX && bytes.len().is_multiple_of(8));
             // Buffers of ioctls are longer than what is in them.
             bytes.resize(MESSAGE_BYTES_MAX, 0xff);
             let message = Message::decode(&bytes).unwrap();

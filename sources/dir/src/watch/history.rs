@@ -8,6 +8,9 @@ use ferry_vfs::{Event, Ino, NameBuf, Place};
 /// A name in directories that clients know: one for each mount through which they found it.
 pub(super) type Names<'a> = (Vec<Ino>, &'a NameBuf);
 
+/// Makes an event of a place.
+type MakeEvent = fn(Place) -> Event;
+
 /// One event of the kernel, with the inodes that clients know.
 #[derive(Debug)]
 pub(super) struct Known<'a> {
@@ -59,7 +62,7 @@ impl History {
                 _ => event.targets.iter().map(|ino| Place { ino: *ino, name: None }).collect(),
             }
         };
-        let kinds: [(u64, fn(Place) -> Event); 3] = [
+        let kinds: [(u64, MakeEvent); 3] = [
             (libc::FAN_ATTRIB, Event::Attributes),
             (libc::FAN_MODIFY, Event::Modified),
             (libc::FAN_CLOSE_WRITE, Event::Closed),
