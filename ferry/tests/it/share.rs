@@ -9,6 +9,7 @@ use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use certificates::Certificates;
@@ -624,4 +625,37 @@ fn each_page_that_a_page_refers_to_exists() {
         }
     }
     assert!(references > 10, "{references}");
+}
+
+#[test]
+fn events_that_could_not_be_told_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (dir, socket) = (folder.path().join("d"), folder.path().join("s"));
+    fs::create_dir_all(dir.join("below")).unwrap();
+    let share = |source: &Path, flags: &[&str]| {
+        let mut command = ferry();
+        command.arg("share").arg(source).arg("--events").args(flags);
+        command
+    };
+    for (flags, why) in [
+        (&["--writeback"][..], "--events and --writeback exclude each other"),
+        (&["--negative-timeout", "1"], "--events and --negative-timeout exclude each other"),
+        (&["--watch", "never"], "--events needs to watch the directory"),
+    ] {
+        let said = refused(2, share(&dir, flags).arg("--virtiofs").arg(&socket));
+        assert!(said.contains(why), "{flags:?}: {said}");
+    }
+    let said = refused(2, share(&dir, &["--9p"]).arg(format!("unix:{}", socket.display())));
+    assert!(said.contains("--events is for virtual machines"), "{said}");
+    let output = run(share(Path::new("mem"), &["--virtiofs"]).arg(&socket));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.code() == Some(2) && said.contains("--events is for directories, and mem is not one"),
+        "{said}"
+    );
+    let mut both = share(&dir, &["--virtiofs"]);
+    let output = run(both.arg(&socket).arg(dir.join("below")).arg("--virtiofs").arg(folder.path().join("t")));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("overlaps with another shared directory"), "{said}");
+    assert!(!socket.exists());
 }
