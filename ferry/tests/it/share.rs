@@ -637,22 +637,23 @@ fn events_that_could_not_be_told_are_refused() {
         command.arg("share").arg(source).arg("--events").args(flags);
         command
     };
+    let said = |command: &mut Command| {
+        let output = run(command);
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
     for (flags, why) in [
         (&["--writeback"][..], "--events and --writeback exclude each other"),
         (&["--negative-timeout", "1"], "--events and --negative-timeout exclude each other"),
         (&["--watch", "never"], "--events needs to watch the directory"),
     ] {
-        let said = refused(2, share(&dir, flags).arg("--virtiofs").arg(&socket));
+        let said = said(share(&dir, flags).arg("--virtiofs").arg(&socket));
         assert!(said.contains(why), "{flags:?}: {said}");
     }
-    let said = refused(2, share(&dir, &["--9p"]).arg(format!("unix:{}", socket.display())));
-    assert!(said.contains("--events is for virtual machines"), "{said}");
-    let output = run(share(Path::new("mem"), &["--virtiofs"]).arg(&socket));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.code() == Some(2) && said.contains("--events is for directories, and mem is not one"),
-        "{said}"
-    );
+    let on_9p = said(share(&dir, &["--9p"]).arg(format!("unix:{}", socket.display())));
+    assert!(on_9p.contains("--events is for virtual machines"), "{on_9p}");
+    let of_memory = said(share(Path::new("mem"), &["--virtiofs"]).arg(&socket));
+    assert!(of_memory.contains("--events is for directories, and mem is not one"), "{of_memory}");
     let mut both = share(&dir, &["--virtiofs"]);
     let output = run(both.arg(&socket).arg(dir.join("below")).arg("--virtiofs").arg(folder.path().join("t")));
     let said = String::from_utf8_lossy(&output.stderr);
