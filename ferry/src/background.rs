@@ -31,20 +31,28 @@ pub fn start(line: &[OsString], json: bool) -> Result<u8> {
     Ok(0)
 }
 
-/// Replaces standard output and error. It is opened before anything is mounted: a failure must precede the report of success.
-pub struct DevNull([File; 2]);
+/// What a background process leaves once the mount exists.
+///
+/// Not before: automount(8) waits for the mount, and its kernel lets only processes of its own group reach the mount point.
+pub struct Terminal {
+    /// For standard output and error. They are opened before anything is mounted: a failure must precede the report of success.
+    nulls: [File; 2],
+}
 
-impl DevNull {
-    pub fn open() -> Result<Self> {
+impl Terminal {
+    pub fn new() -> Result<Self> {
         let null = || OpenOptions::new().read(true).write(true).open("/dev/null").context("cannot open /dev/null");
-        Ok(Self([null()?, null()?]))
+        Ok(Self { nulls: [null()?, null()?] })
     }
 
-    /// Closes what was inherited from the terminal.
-    pub fn leave(self, log: Option<File>) -> Result<()> {
-        let [out, error] = self.0;
+    /// Leaves the session, announces the mount, and closes what was inherited from the terminal.
+    pub fn leave(self, announce: impl FnOnce() -> Result<()>, log: Option<File>) -> Result<()> {
+        // A new session gets no signals of the terminal.
+        rustix::process::setsid().context("cannot leave the terminal")?;
+        announce()?;
+        let [out, error] = &self.nulls;
         rustix::stdio::dup2_stdout(out).context("cannot replace standard output")?;
-        rustix::stdio::dup2_stderr(log.unwrap_or(error)).context("cannot replace standard error")?;
+        rustix::stdio::dup2_stderr(log.as_ref().unwrap_or(error)).context("cannot replace standard error")?;
         // The start directory can then be unmounted.
         std::env::set_current_dir("/").context("cannot enter /")
     }

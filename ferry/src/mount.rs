@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use ferry_control::{Logging, Request, ServedShare, TransportReport, printable, printable_json};
 use ferry_isolation::BlockedSignals;
 
-use crate::background::{self, DevNull};
+use crate::background::{self, Terminal};
 use crate::cli::{self, MountArgs};
 use crate::control::{self, Target, is_in_mount};
 use crate::exports::{self, RunningExports};
@@ -36,16 +36,12 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         let words: Vec<OsString> = before.chain(["--detached".into()]).chain(after).collect();
         return background::start(&words, args.json);
     }
-    if args.detached {
-        // A new session gets no signals of the terminal.
-        rustix::process::setsid().context("cannot leave the terminal")?;
-    }
     let log = args.log_file.as_deref().map(open_log).transpose()?;
     let words = args.options.clone();
     let (json, detached) = (args.json || args.detached, args.detached);
     let (metrics, trace) = (args.metrics.clone(), args.trace.clone());
     let share = args.into_share();
-    let nulls = detached.then(DevNull::open).transpose()?;
+    let terminal = detached.then(Terminal::new).transpose()?;
     let new_files = NewFiles::new(Success::new()?);
     let inherited = HashMap::new();
     let start = Start {
@@ -59,11 +55,13 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         trace: trace.as_ref(),
     };
     start.run(BlockedSignals::hold()?, new_files, |up| {
-        announce(up, json)?;
-        if let Some(nulls) = nulls {
-            nulls.leave(log)?;
-        } else if let Some(log) = log {
-            rustix::stdio::dup2_stderr(log).context("cannot write to the log file")?;
+        let announce = || announce(up, json);
+        match terminal {
+            Some(terminal) => terminal.leave(announce, log)?,
+            None => {
+                announce()?;
+                log.map_or(Ok(()), rustix::stdio::dup2_stderr).context("cannot write to the log file")?;
+            }
         }
         Ok(true)
     })

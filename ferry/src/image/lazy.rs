@@ -20,7 +20,7 @@ use super::args::LazyArgs;
 use super::mount::{MountArgs, attach};
 use super::registry::{self, Background, Origin};
 use super::watch::{Watch, wait_for_unmount};
-use crate::background::{self, DevNull};
+use crate::background::{self, Terminal};
 use crate::guardian::{Guardian, GuardianTask};
 use crate::size::Size;
 
@@ -48,10 +48,7 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
         words.insert(at, "--detached".into());
         return background::start(&words, false);
     }
-    let nulls = lazily.detached.then(DevNull::open).transpose()?;
-    if lazily.detached {
-        rustix::process::setsid().context("cannot leave the terminal")?;
-    }
+    let terminal = lazily.detached.then(Terminal::new).transpose()?;
     let origin = origin(lazily).context("--from is missing")?;
     let digest = args.image.digest();
     let (image, mut objects, background) = registry::objects(&args.image.image, &args.store.store, digest, &origin)?;
@@ -61,12 +58,12 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
         objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}).map_err(|bad| anyhow!("{bad}"))?;
         objects.complete()?;
         attach(args, &image, &|_| None)?;
-        return ready(nulls).map(|()| 0);
+        return ready(terminal).map(|()| 0);
     }
     let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
     if objects.incomplete().next().is_none() {
         attach(args, &image, &|_| None)?;
-        return ready(nulls).map(|()| 0);
+        return ready(terminal).map(|()| 0);
     }
     // Signals are caught before there is a mount that they would leave behind.
     let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;
@@ -80,7 +77,7 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     let objects = Arc::new(objects);
     watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs))?;
     attach(args, &image, &|number| watch.path(number))?;
-    let over = wait(&dir, signals, background, &objects, nulls).inspect_err(|_| {
+    let over = wait(&dir, signals, background, &objects, terminal).inspect_err(|_| {
         let _ = unmount(&dir, UnmountFlags::DETACH);
     })?;
     match over {
@@ -107,7 +104,7 @@ fn wait(
     mut signals: Signals,
     background: Option<Background>,
     objects: &Arc<ferry_image::Objects>,
-    nulls: Option<DevNull>,
+    terminal: Option<Terminal>,
 ) -> Result<EndReason> {
     let (sender, over) = channel();
     let mounted = statx(CWD, dir, AtFlags::empty(), StatxFlags::MNT_ID).context("cannot inspect the mount")?;
@@ -121,7 +118,7 @@ fn wait(
     if let Some(background) = background {
         begin("fetch", fetch(background, objects, &sender))?;
     }
-    ready(nulls)?;
+    ready(terminal)?;
     over.recv().context("all threads that wait for the end have ended")
 }
 
@@ -146,12 +143,9 @@ fn fetch(
 }
 
 /// Reports that the mount exists, and detaches from the terminal.
-fn ready(nulls: Option<DevNull>) -> Result<()> {
-    match nulls {
-        Some(nulls) => {
-            crate::output::print("mounted\n")?;
-            nulls.leave(None)
-        }
+fn ready(terminal: Option<Terminal>) -> Result<()> {
+    match terminal {
+        Some(terminal) => terminal.leave(|| crate::output::print("mounted\n"), None),
         None => {
             tracing::info!("mounted");
             Ok(())

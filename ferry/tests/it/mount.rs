@@ -258,6 +258,43 @@ fn mount_and_fstab_find_the_helper() {
     assert!(said.contains("unknown mount option \"fast\""), "{said}");
 }
 
+/// automount(8) mounts when somebody looks, and unmounts what nobody uses. Until the mount exists, only processes of its group reach
+/// the mount point; others wait for the mount.
+#[test]
+fn automount_mounts_and_unmounts() {
+    needs_fuse!();
+    let place = Place::new();
+    helper(&place);
+    fs::write(place.at("map"), format!("src -fstype=ferry,ro :{}\n", place.source.display())).unwrap();
+    let folder = place.folder.path().display();
+    fs::write(place.at("master"), format!("{folder}/auto {folder}/map --timeout=1\n")).unwrap();
+    let script = r#"set -e
+        mkdir sbin auto
+        mount -t tmpfs none sbin
+        cp -a /sbin/. sbin/ 2>/dev/null || true
+        cp -a mount.ferry sbin/
+        mount --bind sbin "$(readlink -f /sbin)"
+        # One can run for each /run. Its process group is not that of this shell.
+        mount -t tmpfs none /run
+        setsid automount -f -v -p "$PWD/pid" "$PWD/master" 2>log &
+        trap 'kill $(cat pid); wait' EXIT
+        until grep -q " $PWD/auto " /proc/self/mountinfo; do sleep 0.1; done
+        for round in 1 2; do
+            timeout 60 cat auto/src/file
+            echo
+            grep " $PWD/auto/src " /proc/self/mountinfo
+            while grep -q " $PWD/auto/src " /proc/self/mountinfo; do sleep 0.1; done
+        done"#;
+    let mut command = Command::new("timeout");
+    command.args(["240", "unshare", "--mount", "--propagation", "private", "sh", "-c", script]);
+    let output = run(command.current_dir(place.folder.path()).stdin(Stdio::null()));
+    let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{out}{said}{:?}", fs::read_to_string(place.at("log")));
+    let lines: Vec<&str> = out.lines().collect();
+    assert_eq!((lines[0], lines[2]), ("from the source", "from the source"), "{out}");
+    assert!([1, 3].iter().all(|at| lines[*at].contains(" ro,") && lines[*at].contains(" - fuse.ferry ")), "{out}");
+}
+
 /// With mount(8) and its helper in /sbin, in a mount namespace of its own.
 #[test]
 fn a_mount_is_made_read_only_and_writable_again() {
