@@ -59,6 +59,8 @@ const NEEDED: &[(&str, &str)] = &[
     ("ferry set ", "servers that run: ferry/tests/it/limits.rs has its own"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/it/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),
+    ("podman volume create", "podman, and an image; ferry/tests/it/mount.rs mounts by the same helper"),
+    ("[hypervisor.qemu]", "Kata; tests/tests/it/drop_in.rs gives the program such options"),
     ("<binary path=", "an installed ferry-virtiofsd; tests/tests/it/libvirt.rs runs it"),
     ("openssl req -x509", "certificates for two hosts: ferry/tests/it/share.rs runs this block as it is written"),
     ("[Service]", "a service manager: tests/tests/it/share_survives.rs kills servers and starts them again"),
