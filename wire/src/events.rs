@@ -1,8 +1,9 @@
 //! Events for programs of a guest that watch files: messages between a server and the agent in the guest.
 //!
 //! They travel in ioctls on the root directory of the mount, so every VMM carries them. [`WAIT`] returns a message of
-//! events when there are any. [`ANNOUNCE`] names the event whose system call the agent makes next. The numbers of
-//! the ioctls contain the lengths and so the version: a server of another version returns ENOTTY.
+//! events when there are any. [`ANNOUNCE`] names the event whose system call the agent makes next. [`INTERRUPT`] ends
+//! the wait of an agent that is to end, which the guest's kernel cannot. The numbers of the ioctls contain the lengths
+//! and so the version: a server of another version returns ENOTTY.
 //!
 //! All numbers are little-endian. A message is a header and records, each a multiple of 8 bytes long:
 //!
@@ -39,6 +40,8 @@ pub const ANNOUNCEMENT_BYTES: usize = 16;
 pub const WAIT: u32 = command(2, 1, MESSAGE_BYTES_MAX);
 /// Announces a replay: `_IOWR(0xfe, 2, ANNOUNCEMENT_BYTES)`.
 pub const ANNOUNCE: u32 = command(3, 2, ANNOUNCEMENT_BYTES);
+/// Ends the wait of the agent of this mount, with EINTR: `_IO(0xfe, 3)`.
+pub const INTERRUPT: u32 = command(0, 3, 0);
 /// The group for files (`setfsgid`) of an agent that replays. Requests of root with this group never change the source,
 /// announced or not, also after a restart of the server. It is the text "FRP1", which no system assigns.
 pub const REPLAY_GID: u32 = u32::from_be_bytes(*b"FRP1");
@@ -435,6 +438,6 @@ mod tests {
         let mut changed = bytes;
         changed[15] = 1;
         assert!(Announcement::decode(&changed).is_err());
-        assert_eq!((WAIT, ANNOUNCE), (0xbff8_fe01, 0xc010_fe02));
+        assert_eq!((WAIT, ANNOUNCE, INTERRUPT), (0xbff8_fe01, 0xc010_fe02, 0xfe03));
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ferry_vfs::{Change, DeliveryGuard, Errno, Event, Ino, Listener, Place, Result, SessionId};
-use ferry_wire::events::{ANNOUNCE, MESSAGE_BYTES_MAX, WAIT};
+use ferry_wire::events::{ANNOUNCE, INTERRUPT, MESSAGE_BYTES_MAX, WAIT};
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::active_request::DetachedRequest;
@@ -87,14 +87,22 @@ impl Server {
         carrier: &mut impl FuseCarrier,
     ) -> Option<Result<Served>> {
         match *operation {
-            Operation::Ioctl { command: WAIT | ANNOUNCE, .. } if !self.share.events => Some(Err(Errno::NOTTY)),
+            Operation::Ioctl { command: WAIT | ANNOUNCE | INTERRUPT, .. } if !self.share.events => {
+                Some(Err(Errno::NOTTY))
+            }
             // Others could take the agent's events, or have the kernel see what did not happen.
-            Operation::Ioctl { command: WAIT | ANNOUNCE, .. } if !cx.is_of_agent() => Some(Err(Errno::PERM)),
+            Operation::Ioctl { command: WAIT | ANNOUNCE | INTERRUPT, .. } if !cx.is_of_agent() => {
+                Some(Err(Errno::PERM))
+            }
             Operation::Ioctl { command: WAIT, out_bytes_max, .. } => {
                 let fits = cx.ino == Ino::ROOT && out_bytes_max as usize >= MESSAGE_BYTES_MAX;
                 Some(if fits { self.wait_for_events(cx, carrier) } else { Err(Errno::INVAL) })
             }
             Operation::Ioctl { command: ANNOUNCE, input, .. } => Some(self.announce(cx, input, carrier)),
+            Operation::Ioctl { command: INTERRUPT, .. } => {
+                cx.session.events.give_up();
+                Some(Ok(cx.done(carrier, &Reply::Ioctl { result: 0, data: &[] })))
+            }
             _ if cx.is_of_agent() => self.replay(cx, operation, carrier),
             _ => None,
         }

@@ -146,7 +146,9 @@ fn only_root_gets_events() {
     let (mut client, _) = client(true);
     for (uid, gid) in [(1000, REPLAY_GID), (0, 0), (1000, 1000)] {
         (client.uid, client.gid) = (uid, gid);
-        assert_eq!(client.ask(Ino::ROOT, ioctl(WAIT, &[])), Answer::Error(Errno::PERM));
+        for command in [WAIT, INTERRUPT] {
+            assert_eq!(client.ask(Ino::ROOT, ioctl(command, &[])), Answer::Error(Errno::PERM));
+        }
         assert_eq!(announce(&mut client, 1), Answer::Error(Errno::PERM));
         // Nor is anything of theirs a replay.
         assert_eq!(client.ask(Ino::ROOT, mknod(b"new")), Answer::Error(Errno::NOSYS));
@@ -176,4 +178,16 @@ fn only_what_others_do_to_what_the_client_knows_is_told() {
     assert_eq!(announce(&mut client, u64::MAX), Answer::Error(Errno::NOENT));
     source.changes.publish(SessionId::unique(), || Change::Data { ino: Ino::ROOT, offset: 0, len: 1 });
     assert_eq!(wait(&mut client), (false, vec![1]));
+}
+
+/// An agent that is to end does not wait until something happens.
+#[test]
+fn a_wait_can_be_interrupted() {
+    let (mut client, _source) = client(true);
+    assert!(matches!(client.ask(Ino::ROOT, ioctl(INTERRUPT, &[])), Answer::Reply(_)), "nobody waits");
+    assert_eq!(wait(&mut client), (true, vec![]));
+    assert_eq!(client.ask(Ino::ROOT, ioctl(WAIT, &[])), Answer::Late);
+    assert!(matches!(client.ask(Ino::ROOT, ioctl(INTERRUPT, &[])), Answer::Reply(_)));
+    let reply = client.late.recv_timeout(std::time::Duration::from_secs(30)).unwrap();
+    assert_eq!(common::answer(client.next_unique() - 4, &reply), Answer::Error(Errno::INTR));
 }
