@@ -2,11 +2,11 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::Path;
 
 use ferry_vfs::Ino;
-use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
+use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, INTERRUPT, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
 use rustix::io::{Errno, Result};
+use rustix::mount::{FsPickFlags, fsconfig_reconfigure, fspick};
 use rustix::process::Gid;
 
 /// `FILEID_INO64_GEN`, the type of FUSE's handles: two halves of the inode number, and its generation.
@@ -55,11 +55,26 @@ pub(crate) fn announce(root: &OwnedFd, number: u64) -> Result<u32> {
     Announcement::decode(&bytes).map(|reply| reply.mode).map_err(|_| Errno::PROTO)
 }
 
+/// Has the agent that waits at a mount look whether it is to end.
+pub(crate) fn interrupt(root: &OwnedFd) -> Result<()> {
+    // SAFETY: INTERRUPT neither reads nor writes an argument.
+    unsafe { ioctl(root, INTERRUPT, std::ptr::null_mut()) }
+}
+
+/// Reconfigures a mounted file system without changing anything.
+pub(crate) fn reconfigure(root: &OwnedFd) -> Result<()> {
+    let context = fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
+    fsconfig_reconfigure(&context)
+}
+
 /// # Safety
 /// `argument` is valid for what the command reads and writes there.
 unsafe fn ioctl(root: &OwnedFd, command: u32, argument: *mut c_void) -> Result<()> {
+    // musl's commands are signed.
+    #[allow(clippy::cast_possible_wrap, clippy::cast_lossless, reason = "the same bits")]
+    let command = command as libc::Ioctl;
     // SAFETY: the descriptor is open, and the caller vouches for the argument.
-    let result = unsafe { libc::ioctl(root.as_raw_fd(), command.into(), argument) };
+    let result = unsafe { libc::ioctl(root.as_raw_fd(), command, argument) };
     if result < 0 { Err(last_error()) } else { Ok(()) }
 }
 
@@ -82,12 +97,4 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino) -> Result<OwnedFd> {
 
 fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
-}
-
-/// Has the kernel forget what it has cached and is not in use: no events were told for a while.
-pub(crate) fn drop_caches(mount: &Path) {
-    tracing::info!("{}: events may have been missed: dropping cached files", mount.display());
-    if let Err(error) = std::fs::write("/proc/sys/vm/drop_caches", "3") {
-        tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", mount.display());
-    }
 }

@@ -138,8 +138,9 @@ pub enum Command {
     ///
     /// The shares are mounted in this guest and served by ferry share --events. The agent replays each event as the same system
     /// call on the mount; the server recognises these calls and changes nothing. Needs root. It ends when no mount has events.
+    /// The small program ferry-agent, with the same arguments, does this alone.
     #[command(after_long_help = recipes::AGENT)]
-    Agent(crate::agent_cmd::Args),
+    Agent(ferry_agent::Args),
 
     /// Check an unmounted persistent memory file system, and repair it.
     ///
@@ -174,7 +175,19 @@ pub enum Command {
         /// The shell.
         #[arg(value_name = "SHELL")]
         shell: clap_complete::Shell,
+
+        /// The program to complete.
+        #[arg(value_name = "PROGRAM", default_value_t, value_enum)]
+        program: Program,
     },
+}
+
+/// A program with completions.
+#[derive(Debug, Default, Clone, Copy, clap::ValueEnum)]
+pub enum Program {
+    #[default]
+    Ferry,
+    FerryAgent,
 }
 
 #[derive(Debug, clap::Args)]

@@ -11,8 +11,9 @@ use clap::Command;
 use clap::builder::Resettable;
 
 use self::roff::{titled, verbatim};
+use crate::cli::{self, Program};
 use crate::output::print;
-use crate::{cli, virtiofsd};
+use crate::virtiofsd;
 
 /// The name that this program has as virtiofsd's replacement.
 const DROP_IN: &str = "ferry-virtiofsd";
@@ -83,9 +84,13 @@ fn named_page(command: &Command, name: &str) -> Result<Vec<u8>> {
     Ok(titled(name, "1", &page))
 }
 
-/// Prints a shell's completions.
-pub fn completions(shell: clap_complete::Shell) -> Result<()> {
+/// Prints a shell's completions of a program.
+pub fn completions(shell: clap_complete::Shell, program: Program) -> Result<()> {
+    let (mut table, name) = match program {
+        Program::Ferry => (cli::table(), "ferry"),
+        Program::FerryAgent => (ferry_agent::table(), "ferry-agent"),
+    };
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut cli::table(), "ferry", &mut script);
+    clap_complete::generate(shell, &mut table, name, &mut script);
     print(&script)
 }

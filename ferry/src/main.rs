@@ -1,6 +1,5 @@
 //! The program `ferry`: it reads the command line and configuration files, and runs the libraries.
 
-mod agent_cmd;
 mod background;
 mod cli;
 mod config;
@@ -206,11 +205,11 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
         Command::Metrics(args) => metrics_cmd::run(&args),
         Command::Top(args) => top_cmd::run(&args),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Agent(args) => agent_cmd::run(&args),
+        Command::Agent(args) => Ok(ferry_agent::run("ferry", &args)),
         Command::Fsck(args) => fsck::run(&args),
         Command::Try(args) => try_cmd::run(args),
         Command::Man { all: Some(folder), .. } => documents::man_pages(&folder).map(|()| 0),
         Command::Man { command, .. } => documents::man(&command).map_err(status::misuse).map(|()| 0),
-        Command::Completions { shell } => documents::completions(shell).map(|()| 0),
+        Command::Completions { shell, program } => documents::completions(shell, program).map(|()| 0),
     }
 }

@@ -180,7 +180,8 @@ Examples:
 pub const AGENT: &str = "\
 Examples:
   ferry agent /mnt/work                    one share
-  ferry agent /mnt/work /mnt/home          several";
+  ferry agent /mnt/work /mnt/home          several
+  ferry agent --wait /mnt/work             also before it is mounted, and when it is mounted again";
 
 /// Shown by `ferry fsck --help`.
 pub const FSCK: &str = "\

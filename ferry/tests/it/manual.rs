@@ -85,11 +85,13 @@ fn shells_take_the_completions() {
             continue;
         }
         let file = folder.path().join(shell);
-        let script = run(ferry().args(["completions", shell]));
-        assert!(script.status.success() && script.stdout.len() > 1000, "{shell}");
-        fs::write(&file, script.stdout).unwrap();
-        let output = run(Command::new(shell).args(check).arg(&file));
-        assert!(output.status.success() && output.stderr.is_empty(), "{shell}: {output:?}");
+        for (program, bytes_min) in [("ferry-agent", 100), ("ferry", 1000)] {
+            let script = run(ferry().args(["completions", shell, program]));
+            assert!(script.status.success() && script.stdout.len() > bytes_min, "{shell}, {program}");
+            fs::write(&file, script.stdout).unwrap();
+            let output = run(Command::new(shell).args(check).arg(&file));
+            assert!(output.status.success() && output.stderr.is_empty(), "{shell}, {program}: {output:?}");
+        }
     }
     if is_installed("bash") {
         let ask = "source \"$1\"; COMP_WORDS=(ferry im) COMP_CWORD=1; _ferry ferry im ferry; echo \"${COMPREPLY[*]}\"; \

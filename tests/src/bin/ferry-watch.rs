@@ -2,7 +2,8 @@
 //! mount.
 //!
 //! `ferry-watch watch PATH...` prints `PATH EVENT NAME` until a name `end` is created in one of them, with a number for
-//! the cookie of a rename. `ferry-watch agent MOUNT` replays the events of a mount. `ferry-watch exchange ONE OTHER`
+//! the cookie of a rename. `ferry-watch fanotify DIR` is the same with fanotify, without the directory. `ferry-watch agent
+//! [--wait] MOUNT...` replays the events of mounts. `ferry-watch exchange ONE OTHER`
 //! exchanges two names. `ferry-watch contend DIR COUNT` makes and removes a few names as often as that, and prints how
 //! many more it has made than removed. `ferry-watch churn DIR COUNT SEED` does random operations, with fresh names.
 
@@ -10,8 +11,9 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::{Write, stdout};
+use std::io::{Read, Write, stdout};
 use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -33,15 +35,17 @@ const EVENTS: [(ReadFlags, &str); 9] = [
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["agent", mount] => {
+        ["agent", ref words @ ..] => {
             let filter = tracing_subscriber::EnvFilter::new("debug");
             tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
-            let Err(error) = ferry_agent::Agent::open(mount.as_ref()).unwrap().run();
-            eprintln!("ferry-watch: {error}");
-            ExitCode::FAILURE
+            ExitCode::from(agent(words))
         }
         ["watch", ref paths @ ..] => {
             watch(paths);
+            ExitCode::SUCCESS
+        }
+        ["fanotify", dir] => {
+            fanotify(dir.as_ref());
             ExitCode::SUCCESS
         }
         ["exchange", one, other] => {
@@ -58,8 +62,62 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         _ => {
-            eprintln!("ferry-watch: usage: ferry-watch watch PATH... | agent MOUNT | exchange ONE OTHER");
+            eprintln!(
+                "ferry-watch: usage: ferry-watch watch PATH... | fanotify DIR | agent MOUNT... | exchange ONE OTHER"
+            );
             ExitCode::from(2)
+        }
+    }
+}
+
+fn agent(words: &[&str]) -> u8 {
+    let mounts = words.iter().filter(|word| **word != "--wait").map(Into::into).collect();
+    ferry_agent::run("ferry-watch", &ferry_agent::Args { mounts, wait: words.contains(&"--wait") })
+}
+
+/// Prints the events of a directory's names, with fanotify.
+fn fanotify(dir: &Path) {
+    const KINDS: [(u64, &str); 7] = [
+        (libc::FAN_CREATE, "CREATE"),
+        (libc::FAN_ATTRIB, "ATTRIB"),
+        (libc::FAN_MODIFY, "MODIFY"),
+        (libc::FAN_CLOSE_WRITE, "CLOSE_WRITE"),
+        (libc::FAN_MOVED_FROM, "MOVED_FROM"),
+        (libc::FAN_MOVED_TO, "MOVED_TO"),
+        (libc::FAN_DELETE, "DELETE"),
+    ];
+    let dir = fs::File::open(dir).unwrap();
+    let flags = libc::FAN_CLASS_NOTIF | libc::FAN_REPORT_DFID_NAME | libc::FAN_CLOEXEC;
+    // SAFETY: it takes two numbers.
+    let group = unsafe { libc::fanotify_init(flags, libc::O_RDONLY.cast_unsigned()) };
+    assert!(group >= 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: the call has returned a new descriptor.
+    let group = unsafe { OwnedFd::from_raw_fd(group) };
+    let mask = KINDS.iter().fold(libc::FAN_EVENT_ON_CHILD | libc::FAN_ONDIR, |mask, (flag, _)| mask | flag);
+    let (group_fd, dir_fd) = (group.as_raw_fd(), dir.as_raw_fd());
+    // SAFETY: the descriptors are open, and no path is given.
+    let marked = unsafe { libc::fanotify_mark(group_fd, libc::FAN_MARK_ADD, mask, dir_fd, std::ptr::null()) };
+    assert_eq!(marked, 0, "{}", std::io::Error::last_os_error());
+    let (mut group, mut buffer, mut out) = (fs::File::from(group), vec![0; 1 << 16], stdout().lock());
+    loop {
+        let len = group.read(&mut buffer).unwrap();
+        let mut rest = &buffer[..len];
+        while let Some(event) = rest.get(..4) {
+            let bytes = u32::from_ne_bytes(event.try_into().unwrap()) as usize;
+            let (event, next) = rest.split_at(bytes);
+            rest = next;
+            let events = u64::from_ne_bytes(event[8..16].try_into().unwrap());
+            // An information record: type, length, file system, handle, name.
+            let handle_bytes = u32::from_ne_bytes(event[36..40].try_into().unwrap()) as usize;
+            let name = event[44 + handle_bytes..].split(|byte| *byte == 0).next().unwrap();
+            let name = String::from_utf8_lossy(name);
+            for (_, kind) in KINDS.iter().filter(|(flag, _)| events & flag != 0) {
+                writeln!(out, "{kind} {name}").unwrap();
+            }
+            out.flush().unwrap();
+            if name == "end" && events & libc::FAN_CREATE != 0 {
+                return;
+            }
         }
     }
 }

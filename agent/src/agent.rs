@@ -1,0 +1,230 @@
+//! The agent of one mount.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferry_wire::events::{Kind, MESSAGE_BYTES_MAX, Message, Record};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::ending::Ending;
+use crate::mounts::{MountId, is_mount_point};
+use crate::replay::Replayer;
+use crate::sys;
+
+/// The pause after messages with changes of data: those of the meantime are one event.
+const INTERVAL: Duration = Duration::from_millis(5);
+/// The pause after an error that may pass, such as a server that is started again.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// Why an agent cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The mount cannot be opened.
+    #[error("cannot open {}", path.display())]
+    Open {
+        /// The mount point.
+        path: PathBuf,
+        /// Why.
+        source: Errno,
+    },
+    /// Nothing is mounted there.
+    #[error("nothing is mounted on {}: mount the share there first, or let the agent wait for it (--wait)", path.display())]
+    NotMounted {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// Replays are recognised by their group, which only root can take.
+    #[error("only root can replay events")]
+    Permission,
+    /// The server tells nothing.
+    #[error("{} tells of no events: share it with --events, and name its mount point in the guest", path.display())]
+    NoEvents {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// The server tells somebody else.
+    #[error("another agent serves {}: end one of them", path.display())]
+    Other {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// The table of mounts cannot be watched.
+    #[error("cannot wait for {}", path.display())]
+    Wait {
+        /// The mount point.
+        path: PathBuf,
+        /// Why.
+        source: Errno,
+    },
+}
+
+impl AgentError {
+    /// Whether the next attempt would fail, too, unless somebody changes something.
+    pub(crate) fn is_misuse(&self) -> bool {
+        matches!(self, Self::Permission | Self::NoEvents { .. } | Self::Other { .. })
+    }
+
+    /// Whether a mount that comes later would help.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Self::NotMounted { .. } | Self::Open { source: Errno::NOENT | Errno::NOTDIR, .. })
+    }
+}
+
+/// How an agent ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentEnd {
+    /// By [`Ending::end`].
+    Asked,
+    /// Its mount was unmounted, or something else is mounted there.
+    Unmounted,
+}
+
+/// The agent of one mount.
+#[derive(Debug)]
+pub struct Agent {
+    path: PathBuf,
+    root: Arc<OwnedFd>,
+    mount: MountId,
+    ending: Arc<Ending>,
+}
+
+fn open(path: &Path, ending: &Ending) -> Result<(Arc<OwnedFd>, MountId), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = Arc::new(rustix::fs::open(path, flags, Mode::empty())?);
+    let mount = MountId::of(root.as_fd())?;
+    ending.add(&root);
+    Ok((root, mount))
+}
+
+impl Agent {
+    /// Opens a mount.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub fn open(path: &Path, ending: &Arc<Ending>) -> Result<Self, AgentError> {
+        let (root, mount) = open(path, ending).map_err(|source| AgentError::Open { path: path.into(), source })?;
+        Ok(Self { path: path.into(), root, mount, ending: Arc::clone(ending) })
+    }
+
+    /// Replays events. Calls `ready` when the first message has come: what happens from now on is replayed. The calling
+    /// thread takes another group for files meanwhile.
+    ///
+    /// # Errors
+    /// [`AgentError`] says why it is not possible.
+    pub fn run(mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
+        let before = sys::take_group().map_err(|_| AgentError::Permission)?;
+        let outcome = self.replay_all(ready);
+        if let Err(error) = sys::give_back(before) {
+            tracing::warn!("the thread keeps the group of replays: {error}");
+        }
+        outcome
+    }
+
+    /// Whether the path leads to another mount by now. A mount that is in use can be unmounted lazily.
+    fn is_unmounted(&self) -> bool {
+        MountId::at(&self.path) != Ok(self.mount)
+    }
+
+    fn replay_all(&mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
+        let mut buffer = vec![0; MESSAGE_BYTES_MAX];
+        let mut last_error = None;
+        while !self.ending.is_over() {
+            let path = || self.path.clone();
+            match sys::wait(&self.root, &mut buffer) {
+                Ok(()) => {}
+                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) if is_mount_point(&self.path) => {
+                    return Err(AgentError::NoEvents { path: path() });
+                }
+                Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) => return Err(AgentError::NotMounted { path: path() }),
+                Err(Errno::PERM | Errno::ACCESS) => return Err(AgentError::Permission),
+                Err(Errno::BUSY) => return Err(AgentError::Other { path: path() }),
+                Err(Errno::INTR) => continue,
+                Err(error) => {
+                    if self.is_unmounted() {
+                        return Ok(AgentEnd::Unmounted);
+                    }
+                    // Once: a server may be away for hours.
+                    if last_error.replace(error) != Some(error) {
+                        tracing::warn!("{}: waiting for the server: {error}", self.path.display());
+                    }
+                    self.ending.sleep(RETRY);
+                    if let Ok((root, mount)) = open(&self.path, &self.ending) {
+                        (self.root, self.mount) = (root, mount);
+                    }
+                    continue;
+                }
+            }
+            if last_error.take().is_some() {
+                tracing::info!("{}: the server is back", self.path.display());
+            }
+            let message = match Message::decode(&buffer) {
+                Ok(message) => message,
+                Err(error) => {
+                    tracing::warn!("{}: the server's message is not used: {error}", self.path.display());
+                    self.ending.sleep(RETRY);
+                    continue;
+                }
+            };
+            if message.is_lossy() {
+                forget(&self.root, &self.path);
+            }
+            ready();
+            match self.replay(&message) {
+                // Nothing happens: nothing but the mount table is looked at.
+                Replayed::Nothing if self.is_unmounted() => return Ok(AgentEnd::Unmounted),
+                Replayed::Nothing | Replayed::Names => {}
+                Replayed::Data => self.ending.sleep(INTERVAL),
+            }
+        }
+        Ok(AgentEnd::Asked)
+    }
+
+    fn replay(&self, message: &Message<'_>) -> Replayed {
+        let mut replayed = Replayed::Nothing;
+        let mut replayer = Replayer::new(&self.root);
+        for record in message.records() {
+            let record = match record {
+                Ok(record) => record,
+                Err(error) => {
+                    tracing::warn!("{}: the rest of a message is not used: {error}", self.path.display());
+                    self.ending.sleep(RETRY);
+                    break;
+                }
+            };
+            replayed = replayed.max(if is_of_name(&record) { Replayed::Names } else { Replayed::Data });
+            if let Err(error) = replayer.replay(&record) {
+                tracing::debug!(?record, %error, "not replayed");
+            }
+        }
+        replayed
+    }
+}
+
+/// What a message had.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Replayed {
+    Nothing,
+    Names,
+    Data,
+}
+
+fn is_of_name(record: &Record<'_>) -> bool {
+    matches!(record.kind, Kind::Created | Kind::Removed | Kind::Renamed)
+}
+
+/// Has the kernel forget what it has cached of a mount and is not in use: no events were told for a while.
+fn forget(root: &OwnedFd, path: &Path) {
+    tracing::info!("{}: events may have been missed: dropping what is cached of it", path.display());
+    // Without any change, a reconfiguration drops the unused names of one file system, and FUSE keeps no inode without
+    // a name. Before Linux 5.2 only those of all file systems can be dropped.
+    let outcome = sys::reconfigure(root).or_else(|error| {
+        tracing::debug!(%error, "not reconfigured");
+        std::fs::write("/proc/sys/vm/drop_caches", "3")
+    });
+    if let Err(error) = outcome {
+        tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", path.display());
+    }
+}

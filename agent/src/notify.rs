@@ -1,0 +1,89 @@
+//! Tells the service manager when events are replayed (sd_notify(3)).
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Counts the mounts that are not ready yet.
+#[derive(Debug)]
+pub(crate) struct Readiness {
+    left: AtomicUsize,
+    socket: Option<UnixDatagram>,
+}
+
+impl Readiness {
+    /// `count`: how often [`Self::one`] is called before all is ready.
+    pub(crate) fn new(count: usize) -> Self {
+        let name = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty());
+        let socket = name.and_then(|name| match connect(name.as_bytes()) {
+            Ok(socket) => Some(socket),
+            Err(error) => {
+                let name = name.to_string_lossy();
+                tracing::warn!(
+                    "cannot tell the service manager when events are replayed: NOTIFY_SOCKET={name}: {error}"
+                );
+                None
+            }
+        });
+        Self { left: AtomicUsize::new(count), socket }
+    }
+
+    /// One more mount is ready.
+    pub(crate) fn one(&self) {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.tell("READY=1");
+        }
+    }
+
+    /// The agents end.
+    pub(crate) fn stopping(&self) {
+        self.tell("STOPPING=1");
+    }
+
+    fn tell(&self, what: &str) {
+        if let Some(socket) = &self.socket
+            && let Err(error) = socket.send(what.as_bytes())
+        {
+            tracing::warn!("cannot tell the service manager {what}: {error}");
+        }
+    }
+}
+
+fn connect(name: &[u8]) -> std::io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    let address = match name {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        [b'/', ..] => SocketAddr::from_pathname(std::ffi::OsStr::from_bytes(name))?,
+        _ => return Err(std::io::Error::other("this is neither a path nor an abstract address (@NAME)")),
+    };
+    socket.connect_addr(&address)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_of_the_mounts_is_told() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("notify");
+        let manager = UnixDatagram::bind(&path).expect("a socket");
+        manager.set_nonblocking(true).expect("a socket");
+        let socket = connect(path.as_os_str().as_bytes()).expect("connected");
+        let readiness = Readiness { left: AtomicUsize::new(2), socket: Some(socket) };
+        let mut buffer = [0; 32];
+        readiness.one();
+        assert!(manager.recv(&mut buffer).is_err(), "one of two");
+        readiness.one();
+        readiness.stopping();
+        for expected in ["READY=1", "STOPPING=1"] {
+            let bytes = manager.recv(&mut buffer).expect("a message");
+            assert_eq!(&buffer[..bytes], expected.as_bytes());
+        }
+        for name in ["notify", "/no/such/socket", "@no-such-socket-of-ferry-agent"] {
+            connect(name.as_bytes()).expect_err(name);
+        }
+    }
+}
