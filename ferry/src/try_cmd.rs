@@ -2,12 +2,14 @@
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use ferry_dir::OwnChanges;
 use ferry_fs::ShutdownSignals;
 use ferry_guest::{Device, DeviceKind, Guest, Kind, Mount, Running};
 use ferry_vfs::sync::lock;
@@ -15,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::TryArgs;
 use crate::exports::RunningExports;
-use crate::flags::{default_tag, tag_from_name};
+use crate::flags::{Cache, default_tag, tag_from_name};
 use crate::socket::ListenSocket;
 
 /// The tag of `/`, which has the programs of QEMU guests. Tags of directories never begin with a dot here.
@@ -62,10 +64,11 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
     guest.env = environment();
     let queues = if args.qemu { cpus() } else { 1 };
     if args.qemu {
-        let root = SharedDir { dir: Path::new("/"), tag: ROOT_TAG.into(), read_only: true };
+        let root = SharedDir { dir: Path::new("/"), tag: ROOT_TAG.into(), read_only: true, events: false };
         guest.devices.push(root.serve(folder.path(), queues, &args, &mut serving)?);
         guest.kind = Kind::Qemu { cpus: queues, root: Some(ROOT_TAG.into()) };
     }
+    let (mut agent, why_not) = (Vec::<OsString>::new(), events_conflict(&args));
     for (dir, tag) in args.dirs.iter().zip(tags(&args.dirs)) {
         let mountpoint = Path::new("/mnt").join(&tag);
         let said = format!("sharing {} as {}", dir.display(), mountpoint.display());
@@ -75,7 +78,11 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
         } else {
             say(said);
         }
-        let place = SharedDir { dir, tag: tag.clone(), read_only: args.read_only };
+        let events = why_not.is_none();
+        if events {
+            agent.push(mountpoint.clone().into());
+        }
+        let place = SharedDir { dir, tag: tag.clone(), read_only: args.read_only, events };
         guest.devices.push(place.serve(folder.path(), queues, &args, &mut serving)?);
         let mut mount = Mount::virtiofs(tag, &mountpoint);
         if args.read_only {
@@ -84,6 +91,15 @@ fn try_in_guest(args: TryArgs, ending: &Mutex<ShutdownTarget>) -> Result<u8> {
         guest.mounts.push(mount);
     }
     guest.cwd.clone_from(&guest.mounts[0].mountpoint);
+    match why_not {
+        None => {
+            let program = std::env::current_exe().context("cannot find this program for the guest's agent")?;
+            let words = [program.into(), "--log".into(), "warn".into(), "agent".into()];
+            guest.services.push(words.into_iter().chain(agent).collect());
+            say("programs in the guest that watch files (inotify) see changes by this host".into());
+        }
+        Some(why) => say(format!("programs in the guest that watch files (inotify) miss changes by this host: {why}")),
+    }
 
     let begin = Instant::now();
     say(format!("booting {}", if args.qemu { "a stock kernel in QEMU" } else { "User-mode Linux" }));
@@ -105,12 +121,18 @@ struct SharedDir<'a> {
     dir: &'a Path,
     tag: String,
     read_only: bool,
+    /// Tells the guest's agent what happens.
+    events: bool,
 }
 
 impl SharedDir<'_> {
     fn serve(self, folder: &Path, queues: u16, args: &TryArgs, serving: &mut RunningExports) -> Result<Device> {
         let options = ferry_dir::Options { read_only: self.read_only, ..ferry_dir::Options::default() };
         let source = Arc::new(ferry_dir::Dir::open(self.dir, options)?);
+        if self.events {
+            source.watch(OwnChanges::Skip).with_context(|| format!("cannot watch {}", self.dir.display()))?;
+            source.tell_events();
+        }
         let socket = folder.join(&self.tag);
         let bound = ListenSocket::bind(&socket)?;
         let options = ferry_virtiofs::Options {
@@ -118,11 +140,33 @@ impl SharedDir<'_> {
             tag: if args.qemu { None } else { Some(self.tag.parse()?) },
             queues: usize::from(queues),
             cache: args.cache.into(),
+            events: self.events,
             ..ferry_virtiofs::Options::default()
         };
         serving.start(bound, source, options).with_context(|| format!("cannot share {}", self.dir.display()))?;
         Ok(Device { socket, kind: DeviceKind::Fs { tag: self.tag, queues, dax: false } })
     }
+}
+
+/// Returns why no agent in the guest can replay what happens in the directories.
+fn events_conflict(args: &TryArgs) -> Option<String> {
+    if args.read_only {
+        return Some("they are mounted read-only".into());
+    }
+    let paths: Vec<_> = args.dirs.iter().filter_map(|dir| dir.canonicalize().ok()).collect();
+    let overlaps = |(at, path): (usize, &PathBuf)| {
+        paths.iter().enumerate().any(|(other_at, other)| at != other_at && path.starts_with(other))
+    };
+    if paths.iter().enumerate().any(overlaps) {
+        return Some("one of the directories is within another".into());
+    }
+    // Without fanotify, changes may be missed, which such caches do not forgive.
+    if !matches!(args.cache, Cache::Always | Cache::Metadata) {
+        return None;
+    }
+    // What cannot be opened is an error later.
+    let opened = paths.iter().filter_map(|path| std::fs::File::open(path).ok());
+    opened.filter_map(|dir| ferry_dir::can_watch(dir.as_fd()).err()).map(|error| error.to_string()).next()
 }
 
 /// Returns a tag for each directory, from its name; repeated names get a number.

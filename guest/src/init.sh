@@ -1,5 +1,5 @@
-# The guest's first process. The crate puts assignments and the functions mount_shares and
-# run_command before this text (see script.rs); $busybox is a static one. It talks with the host over $control:
+# The guest's first process. The crate puts assignments and the functions mount_shares, start_services
+# and run_command before this text (see script.rs); $busybox is a static one. It talks with the host over $control:
 #
 #   to the host    ready | status N | error TEXT
 #   from the host  data N, then N bytes of standard input | eof | size ROWS COLUMNS
@@ -106,6 +106,7 @@ prepare() {
         [ -x /sbin/modprobe ] || echo /run/ferry/modprobe >/proc/sys/kernel/modprobe
     fi
     mount_shares
+    start_services
     echo ready >&3
 }
 
@@ -155,6 +156,10 @@ started)
     prepare
     if [ "$terminal" = 1 ]; then run_on_terminal; else run_on_pipes; fi
     cd /
+    if [ -n "$services" ]; then
+        b kill $services
+        wait $services
+    fi 2>/dev/null
     left=
     unmount_shares
     if [ -n "$left" ]; then

@@ -254,6 +254,9 @@ pub struct Guest {
     pub mounts: Vec<Mount>,
     /// The program and its arguments; an interactive shell if empty.
     pub command: Vec<OsString>,
+    /// Programs, by full paths, and their arguments, which run beside the command and end before shares are unmounted.
+    /// They have no input, and write to the console.
+    pub services: Vec<Vec<OsString>>,
     /// The working directory; `/` by default.
     pub cwd: PathBuf,
     /// The environment; PATH, HOME and TERM have default values.
@@ -284,6 +287,7 @@ impl Guest {
             devices: Vec::new(),
             mounts: Vec::new(),
             command: command.into_iter().map(Into::into).collect(),
+            services: Vec::new(),
             cwd: "/".into(),
             env: Vec::new(),
             stdin: Input::default(),

@@ -44,6 +44,7 @@ pub(crate) fn init(guest: &Guest, machine: &Machine<'_>) -> Vec<u8> {
     out.raw(format!("rows={rows}\ncolumns={columns}\n").as_bytes());
 
     mount_shares(&mut out, guest);
+    start_services(&mut out, guest);
     run_command(&mut out, guest);
     out.raw(INIT.as_bytes());
     out.0
@@ -58,6 +59,18 @@ fn mount_shares(out: &mut Script, guest: &Guest) {
             out.raw(b" -o ").word(&mount.options);
         }
         out.raw(b" ").word(&mount.source).raw(b" ").word(&mount.mountpoint).raw(b" 2>&1) || fail $said\n");
+    }
+    out.raw(b"}\n");
+}
+
+fn start_services(out: &mut Script, guest: &Guest) {
+    out.raw(b"start_services() {\n    services=\n");
+    for service in guest.services.iter().filter(|service| !service.is_empty()) {
+        out.raw(b"   ");
+        for word in service {
+            out.raw(b" ").word(word);
+        }
+        out.raw(b" </dev/null 3<&- &\n    services=\"$services $!\"\n");
     }
     out.raw(b"}\n");
 }

@@ -171,8 +171,8 @@ pub struct Share {
     #[arg(long, help_heading = "Users and attributes")]
     pub no_xattr: bool,
 
-    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it. Needs
-    /// root, and adds work to every change on the directory's file system.
+    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it. As root,
+    /// this adds work to every change on the directory's file system; otherwise it is less exact.
     #[arg(long, help_heading = "For virtual machines")]
     pub events: bool,
 

@@ -151,10 +151,20 @@ impl Sources {
         // Sources that overlap do not see each other's changes.
         match dir.watch(if overlaps { OwnChanges::Tell } else { OwnChanges::Skip }) {
             Ok(WatchKind::FileSystem) => tracing::info!(source = %shown, "watching for changes by other processes"),
-            Ok(WatchKind::Directories) if share.events => bail!(
-                "--events: {shown} cannot be watched by fanotify, which alone tells what happens in which order: run as \
-                 root, on a file system with file handles and Linux 5.17 or later, or omit it"
-            ),
+            Ok(WatchKind::Directories) if share.events && matches!(share.cache, Cache::Always | Cache::Metadata) => {
+                bail!(
+                    "--events with --cache {}: {shown} cannot be watched by fanotify, which alone tells who changed what: run as \
+                 root, on a file system with file handles and Linux 5.17 or later, or use --cache auto",
+                    if share.cache == Cache::Always { "always" } else { "metadata" }
+                )
+            }
+            Ok(WatchKind::Directories) if share.events => {
+                dir.tell_events();
+                tracing::info!(
+                    source = %shown,
+                    "agents are told of changes in directories that guests use; not all of it is exact without root"
+                );
+            }
             Ok(WatchKind::Directories) => {
                 tracing::info!(source = %shown, "watching for changes by other processes in directories that are in use");
             }

@@ -147,3 +147,38 @@ fn mistakes_are_one_sentence() {
     let text = refused(1, &mut in_guest(&[&missing], &[], "true"));
     assert!(text.contains("missing"), "{text}");
 }
+
+/// Runs a watcher in the guest while the host makes files; returns its output and what `ferry` says.
+fn watched_in_guest(flags: &[&str], limit: Duration) -> (String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "inotifywait -q -t 20 -e create --format %f . || echo nothing";
+    let mut child = in_guest(&[folder.path()], &[flags, &["--verbose"]].concat(), script);
+    let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (begin, pid) = (Instant::now(), child.id());
+    let ended = std::thread::spawn(move || child.wait_with_output().unwrap());
+    let mut number = 0;
+    while !ended.is_finished() && begin.elapsed() < limit {
+        number += 1;
+        fs::write(folder.path().join(format!("fresh{number}")), "").unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    if !ended.is_finished() {
+        kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::TERM).unwrap();
+    }
+    let output = ended.join().unwrap();
+    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// The agent runs without being asked for: a program of the guest sees what this host does.
+#[test]
+fn watchers_in_the_guest_see_what_the_host_does() {
+    if Command::new("inotifywait").arg("--help").stdout(Stdio::null()).status().is_err() {
+        return ferry_skip::skip!("no inotifywait: apt-get install inotify-tools");
+    }
+    let (out, err) = watched_in_guest(&[], Duration::from_secs(60));
+    assert!(out.starts_with("fresh"), "{out}, {err}");
+    assert!(err.contains("see changes by this host"), "{err}");
+    let (out, err) = watched_in_guest(&["--read-only"], Duration::from_secs(6));
+    assert_eq!(out, "");
+    assert!(err.contains("miss changes by this host: they are mounted read-only"), "{err}");
+}

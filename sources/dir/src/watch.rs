@@ -9,10 +9,12 @@
 //! file is closed. Changes on other hosts of a network file system are not noticed.
 
 mod changes;
+mod directory_history;
 mod events;
 mod fanotify;
 mod history;
 mod inotify;
+mod own;
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,6 +40,8 @@ pub(crate) use inotify::{Directories, WatchMark};
 
 /// The size of a read in bytes: a few hundred events of at most about 600 bytes.
 const READ_BYTES: usize = 64 << 10;
+/// Longer than any event: a read that leaves more room than this has left none.
+const EVENT_BYTES_MAX: usize = 1024;
 /// The maximum number of changes to publish again. Beyond it everything counts as changed.
 const AGAIN_MAX: usize = 1 << 16;
 /// Changes are published again after one to two of these, longer than a reply is in flight on a loaded machine.
@@ -104,7 +108,7 @@ impl Watched {
     }
 
     /// Passes on what a read from the kernel tells; returns what happened, as far as its order is known.
-    fn read(&self, bytes: &[u8], mut tell: impl FnMut(Change)) -> Vec<Event> {
+    fn read(&self, bytes: &[u8], begin: Instant, mut tell: impl FnMut(Change)) -> Vec<Event> {
         match self {
             Self::FileSystems { index, ours, .. } => {
                 let mut history = History::default();
@@ -112,8 +116,12 @@ impl Watched {
                 history.finish()
             }
             Self::Directories(directories) => {
-                directories.events(bytes, tell);
-                Vec::new()
+                if directories.tells_events() {
+                    // What clients did is recorded after it was done.
+                    std::thread::sleep(directory_history::DELAY);
+                }
+                let is_all = bytes.len() < READ_BYTES - EVENT_BYTES_MAX;
+                directories.events(bytes, is_all.then_some(begin), tell)
             }
         }
     }
@@ -218,6 +226,8 @@ impl Watcher {
                 continue;
             }
             let left = waits.then(|| next.saturating_duration_since(Instant::now()));
+            let is_waiting = matches!(&*watched, Watched::Directories(directories) if directories.is_waiting());
+            let left = if is_waiting { Some(directory_history::DELAY) } else { left };
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.bell.fd, PollFlags::IN)];
             let polled = poll(&mut fds, left.as_ref());
@@ -232,6 +242,10 @@ impl Watcher {
                 self.bell.answer();
                 directories.noticed(|change| self.tell(change));
             }
+            if let (true, false, Watched::Directories(directories)) = (is_waiting, is_there, &*watched) {
+                self.publish_events(directories.flush());
+            }
+            let begin = Instant::now();
             let read = match polled {
                 Ok(_) if is_there => rustix::io::read(&*watched, &mut buffer[..]),
                 Ok(_) | Err(Errno::INTR) => continue,
@@ -240,10 +254,9 @@ impl Watcher {
             match read {
                 // `len` never exceeds the buffer.
                 Ok(len) => {
-                    let happened = watched.read(buffer.get(..len).unwrap_or_default(), |change| self.tell(change));
-                    for event in happened {
-                        self.changes.publish_event(SessionId::default(), || Some(event));
-                    }
+                    let bytes = buffer.get(..len).unwrap_or_default();
+                    let happened = watched.read(bytes, begin, |change| self.tell(change));
+                    self.publish_events(happened);
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => {
@@ -255,6 +268,12 @@ impl Watcher {
                     std::thread::sleep(REST);
                 }
             }
+        }
+    }
+
+    fn publish_events(&self, events: Vec<Event>) {
+        for event in events {
+            self.changes.publish_event(SessionId::default(), || Some(event));
         }
     }
 
@@ -325,6 +344,14 @@ impl Dir {
             self.watch_directory(&self.root);
         }
         Ok(kind)
+    }
+
+    /// Publishes events as well, where directories are watched; a watched file system always has them. Those that clients
+    /// of this source cause are left out, as far as they can be told from those of others. Call it after [`Self::watch`].
+    pub fn tell_events(&self) {
+        if let Some(directories) = self.table.directories() {
+            directories.tell_events(&self.changes);
+        }
     }
 
     fn watch_file_system(&self, ours: OwnChanges) -> std::result::Result<Watched, WatchError> {

@@ -13,14 +13,17 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Change, Errno, Ino, Name, NameBuf, Result};
+use ferry_vfs::{Change, Changes, Errno, Ino, Name, NameBuf, Result};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::Bell;
 use super::changes::changes_of;
+use super::directory_history::{DirectoryEvent, DirectoryHistory};
+use super::history::History;
 use crate::int_hasher::IntHasher;
 use crate::table::Inode;
 
@@ -141,6 +144,8 @@ pub(crate) struct Directories {
     bell: Arc<Bell>,
     /// It was logged that some directories cannot be watched.
     has_warned: AtomicBool,
+    /// What happened, if somebody is told of that.
+    history: OnceLock<Mutex<DirectoryHistory>>,
 }
 
 impl fmt::Debug for Directories {
@@ -159,7 +164,31 @@ impl Directories {
     pub(super) fn new(max: usize, bell: Arc<Bell>) -> Result<Self> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         let has_warned = AtomicBool::new(false);
-        Ok(Self { inotify, max: max.max(1), state: Mutex::default(), bell, has_warned })
+        Ok(Self { inotify, max: max.max(1), state: Mutex::default(), bell, has_warned, history: OnceLock::new() })
+    }
+
+    /// Tells what happens from now on, too.
+    pub(super) fn tell_events(&self, changes: &Changes) {
+        self.history.get_or_init(|| Mutex::new(DirectoryHistory::new(changes)));
+    }
+
+    /// Whether it is told what happens.
+    pub(super) fn tells_events(&self) -> bool {
+        self.history.get().is_some()
+    }
+
+    /// Whether half of a rename waits for the other.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.history.get().is_some_and(|history| lock(history).is_waiting())
+    }
+
+    /// Returns what happened as far as nothing more can come of it.
+    pub(super) fn flush(&self) -> Vec<ferry_vfs::Event> {
+        let mut told = History::default();
+        if let Some(history) = self.history.get() {
+            lock(history).flush(&mut told);
+        }
+        told.finish()
     }
 
     /// How many directories are watched.
@@ -302,17 +331,31 @@ impl Directories {
         }
     }
 
-    /// Passes on what a read from inotify tells. Malformed data ends it without a panic.
-    pub(super) fn events(&self, mut bytes: &[u8], mut tell: impl FnMut(Change)) {
+    /// Passes on what a read from inotify tells; returns what happened. `read_all`: when the read began, if nothing was
+    /// left by it. Malformed data ends it without a panic.
+    pub(super) fn events(
+        &self,
+        mut bytes: &[u8],
+        read_all: Option<Instant>,
+        mut tell: impl FnMut(Change),
+    ) -> Vec<ferry_vfs::Event> {
+        let mut told = History::default();
         while let Some((event, rest)) = Event::split(bytes) {
-            self.event(&event, &mut tell);
+            self.event(&event, &mut tell, &mut told);
             bytes = rest;
         }
+        if let (Some(begin), Some(history)) = (read_all, self.history.get()) {
+            lock(history).seen_until(begin);
+        }
+        told.finish()
     }
 
-    fn event(&self, event: &Event<'_>, tell: &mut impl FnMut(Change)) {
+    fn event(&self, event: &Event<'_>, tell: &mut impl FnMut(Change), told: &mut History) {
         if event.mask & libc::IN_Q_OVERFLOW != 0 {
             tracing::debug!("the kernel's event queue has overflowed: clients drop all cached data");
+            if let Some(history) = self.history.get() {
+                lock(history).lose(told);
+            }
             return tell(Change::All);
         }
         let name = Name::new(event.name).ok().map(|name| name.to_buf());
@@ -332,6 +375,11 @@ impl Directories {
             (dirs, targets)
         };
         changes_of(event.mask.into(), name.as_ref().map(|name| (&*dirs, name)), &targets, tell);
+        if let Some(history) = self.history.get() {
+            let (mask, cookie) = (event.mask, event.cookie);
+            let event = DirectoryEvent { mask, cookie, dirs: &dirs, name: name.as_ref(), targets: &targets };
+            lock(history).add(&event, told);
+        }
     }
 }
 
