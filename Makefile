@@ -20,7 +20,7 @@ help:
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, its man pages, completions, units of systemd and descriptors for libvirt (PREFIX, DESTDIR)'
 	@echo 'make deb, rpm  a package for Debian, and for distributions with RPM, in target/dist'
-	@echo 'make static    the program without shared libraries, target/static/ARCH/ferry (ARCH=aarch64 for another machine)'
+	@echo 'make static    the programs without shared libraries, target/static/ARCH/ferry and ferry-agent (ARCH=aarch64 for another machine)'
 	@echo 'make container an image with that program (ARCH), an OCI image directory in target/dist'
 	@echo 'make uninstall removes them (with the same PREFIX and DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
@@ -33,7 +33,7 @@ setup:
 	@scripts/setup
 
 build:
-	$(CARGO) build --release --locked -p ferry
+	$(CARGO) build --release --locked -p ferry -p ferry-agent
 
 install: build
 	@scripts/install
@@ -62,7 +62,7 @@ test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo packages packaging qemu-arm64
 	@mkdir -p target
 	@CARGO='$(CARGO)' scripts/static
-	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-tests/ferry-probe
+	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-tests/ferry-probe
 	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
 
 conformance:

@@ -311,7 +311,8 @@ fn an_installed_back_end_is_found_and_started() {
     let root = folder.path().to_str().expect("a plain path");
     let script = |prefix: &str| {
         let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
-        command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", root).env("PREFIX", prefix);
+        command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
+        command.env("DESTDIR", root).env("PREFIX", prefix);
         command
     };
     let files = || {
@@ -347,7 +348,9 @@ fn an_installed_back_end_is_found_and_started() {
         let dashboard = fs::read(format!("{root}{prefix}/share/ferry/grafana.json")).expect("a dashboard");
         let dashboard: serde_json::Value = serde_json::from_slice(&dashboard).expect("JSON");
         assert!(dashboard["panels"].as_array().is_some_and(|panels| !panels.is_empty()));
-        for document in ["man/man1/ferry-image-build.1", "bash-completion/completions/ferry"] {
+        for document in
+            ["man/man1/ferry-image-build.1", "bash-completion/completions/ferry", "ferry/openrc/ferry-agent"]
+        {
             assert!(fs::metadata(format!("{root}{prefix}/share/{document}")).expect(document).len() > 0);
         }
         assert!(run(script(prefix).arg("--remove")).status.success());
@@ -364,7 +367,8 @@ fn an_installation_that_cannot_be_is_refused() {
     fs::write(folder.path().join("share"), "in the way").expect("a file");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
     let mut command = Command::new(script);
-    command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", "").env("PREFIX", folder.path());
+    command.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
+    command.env("DESTDIR", "").env("PREFIX", folder.path());
     let output = run(&mut command);
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && told.lines().count() == 1 && told.contains("set PREFIX"), "{told}");

@@ -59,10 +59,12 @@ fn systemd_takes_the_units() {
     }
     let folder = tempfile::tempdir().unwrap();
     let mut install = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install"));
-    install.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("DESTDIR", "").env("PREFIX", folder.path());
+    // Only that there is a program matters.
+    install.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
+    install.env("DESTDIR", "").env("PREFIX", folder.path());
     assert!(run(&mut install).status.success());
     let units = units();
-    assert_eq!(units.len(), 5, "{units:?}");
+    assert_eq!(units.len(), 6, "{units:?}");
     for unit in units {
         let installed = folder.path().join("lib/systemd/system").join(unit.file_name().unwrap());
         // The pages are not where this machine's man looks for them.
@@ -87,7 +89,8 @@ fn no_unit_takes_what_its_server_needs() {
         for place in [values(&unit, "ListenStream"), values(&unit, "RuntimeDirectory")].concat() {
             assert!(!Path::new("/run").join(&place).starts_with("/run/ferry"), "{}: {place}", unit.display());
         }
-        if unit.ends_with("ferry-mount@.service") {
+        // In a namespace of its own, a share would stay mounted.
+        if unit.ends_with("ferry-mount@.service") || unit.ends_with("ferry-agent@.service") {
             let wrong: Vec<_> = WITH_MOUNT_NAMESPACE.iter().filter(|name| set.contains(*name)).collect();
             assert!(wrong.is_empty(), "{}: {wrong:?}", unit.display());
         }
@@ -150,4 +153,19 @@ fn a_server_in_its_unit_is_confined_as_without() {
 fn only_child(pid: u32) -> u32 {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     children.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// What openrc-run does with its script: a shell reads it, and calls its functions.
+#[test]
+fn the_script_for_openrc_names_the_mounts() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/openrc/ferry-agent");
+    let read = |mounts: &str| {
+        let text = ". \"$1\"; eerror() { echo \"error: $*\"; }; need() { :; }; after() { :; }
+            depend; start_pre || exit 1; echo $supervisor $command $command_args";
+        let output = run(Command::new("sh").args(["-euc", text, "sh"]).arg(&script).env("mounts", mounts));
+        (output.status.success(), String::from_utf8(output.stdout).unwrap())
+    };
+    let expected = "supervise-daemon /usr/bin/ferry-agent --wait /mnt/a /mnt/b\n";
+    assert_eq!(read("/mnt/a /mnt/b"), (true, expected.into()));
+    assert_eq!(read(""), (false, "error: no mounts=\"...\" in /etc/conf.d/ferry-agent\n".into()));
 }

@@ -1,10 +1,13 @@
 //! The units under a real systemd: this machine's own, as process 1 of a User-mode Linux whose root is this host's, read-only.
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
+
+use crate::common::ferry;
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
 
@@ -23,18 +26,18 @@ printf '[Journal]\nStorage=volatile\n' >/run/systemd/journald.conf.d/volatile.co
 echo hello >/mnt/tree/file
 truncate --size 1M /mnt/disk
 cp HERE/units/* /run/systemd/system/
-for unit in ferry-share@.service ferry-disk@.service ferry-mount@.service ferry-share@.socket ferry-disk@.socket; do
+for unit in ferry-share@.service ferry-disk@.service ferry-mount@.service ferry-share@.socket ferry-disk@.socket ferry-agent@.service; do
     mkdir /run/systemd/system/$unit.d
     printf '[Unit]\nDefaultDependencies=no\n' >/run/systemd/system/$unit.d/alone.conf
 done
-BUSYBOX insmod FUSE
+for module in FUSE; do BUSYBOX insmod $module; done
 exec /lib/systemd/systemd --unit=ferry-test.service --show-status=no
 "#;
 
 const UNIT: &str = "[Unit]\nDefaultDependencies=no\n[Service]\nType=oneshot\nExecStart=/bin/sh HERE/test\n";
 
-/// What is done in the guest; each line that begins with a dash is compared with [`EXPECTED`].
-const TEST: &str = r#"
+/// Functions for what is done in the guest.
+const FUNCTIONS: &str = r#"
 exec >/dev/console 2>&1
 ask() {
     perl -MSocket -e 'socket(S, AF_UNIX, SOCK_STREAM, 0); connect(S, sockaddr_un($ARGV[0])) or die "connect: $!";
@@ -44,12 +47,16 @@ show() { echo "- $1 $(systemctl show -p ActiveState --value $1) $(systemctl show
 kill9() {
     pid=$(systemctl show -p MainPID --value $1)
     [ "$pid" -gt 0 ] && kill -9 $pid
-    for try in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+    for try in $(seq 50); do
         sleep 0.2
         [ "$(systemctl show -p NRestarts --value $1) $(systemctl show -p ActiveState --value $1)" = "1 active" ] && break
     done
 }
 systemctl start systemd-journald.socket systemd-journald.service
+"#;
+
+/// What is done in the guest; each line that begins with a dash is compared with [`EXPECTED`].
+const TEST: &str = r#"
 cd /run/etc
 printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/a.sock"\n' >a.toml
 printf '[[share]]\nsource = "/mnt/tree"\nvirtiofs = "/run/ferry-share/b.sock"\n' >b.toml
@@ -115,11 +122,86 @@ const EXPECTED: &str = "\
 - end
 ";
 
+/// What is done in a guest with a share, compared with [`EXPECTED_OF_AGENT`]. A mount is unmounted by its unit, by hand, and lazily.
+const TEST_OF_AGENT: &str = r#"
+agent=ferry-agent@mnt-a.service
+until_is() {
+    for try in $(seq 50); do
+        [ "$(systemctl is-active $agent)" = $1 ] && break
+        sleep 0.2
+    done
+    show $agent
+}
+systemctl enable --runtime --quiet $agent
+mount -t virtiofs t /mnt/a; until_is active
+kill9 $agent; show $agent
+before=$(date +%s)
+systemctl stop mnt-a.mount; until_is inactive
+[ $(($(date +%s) - before)) -lt 4 ] && echo "- at once"
+grep -c ' /mnt/a virtiofs' /proc/mounts | sed 's/^/- mounts: /'
+mount -t virtiofs t /mnt/a; until_is active
+umount /mnt/a 2>/dev/null || echo "- busy"
+umount --lazy /mnt/a; until_is inactive
+journalctl --sync
+journalctl _SYSTEMD_UNIT=$agent --output cat | grep -c 'dropping what is cached' | sed 's/^/- starts: /'
+echo "- end"
+systemctl poweroff --force --force
+"#;
+
+const EXPECTED_OF_AGENT: &str = "\
+- ferry-agent@mnt-a.service active 0
+- ferry-agent@mnt-a.service active 1
+- ferry-agent@mnt-a.service inactive 0
+- at once
+- mounts: 0
+- ferry-agent@mnt-a.service active 0
+- busy
+- ferry-agent@mnt-a.service inactive 0
+- starts: 2
+- end
+";
+
 /// Start, readiness, the end of a server by SIGKILL, also while it has a client, socket activation, a file with a mistake, and the
 /// journal.
 #[test]
 #[ignore = "long: boots systemd"]
 fn systemd_starts_and_restarts_the_units() {
+    boot(TEST, EXPECTED, None);
+}
+
+/// The agent comes with the mount of a share, and goes before it does.
+#[test]
+#[ignore = "long: boots systemd"]
+fn systemd_runs_the_agent_with_its_mount() {
+    let folder = tempfile::tempdir().unwrap();
+    if let Err(why) = ferry_dir::can_watch(fs::File::open(folder.path()).unwrap().as_fd()) {
+        return ferry_skip::skip!("{why}");
+    }
+    let socket = folder.path().join("s");
+    let mut command = ferry();
+    command.arg("share").arg(folder.path()).args(["--events", "--tag", "t", "--virtiofs"]).arg(&socket);
+    let server = Server(command.spawn().unwrap());
+    let begin = std::time::Instant::now();
+    while !socket.exists() {
+        assert!(begin.elapsed() < LIMIT, "no socket");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    boot(TEST_OF_AGENT, EXPECTED_OF_AGENT, Some(&socket));
+    drop(server);
+}
+
+/// Ends a server.
+struct Server(std::process::Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = rustix::process::kill_process(rustix::process::Pid::from_child(&self.0), rustix::process::Signal::TERM);
+        let _ = self.0.wait();
+    }
+}
+
+/// Boots a guest, with a share if a socket is given, and compares what the script says.
+fn boot(test: &str, expected: &str, socket: Option<&Path>) {
     let Ok(parts) = ferry_guest::Cache::from_env().and_then(|cache| cache.uml()) else {
         return ferry_skip::skip!("no User-mode Linux: guest/fetch uml brings it");
     };
@@ -131,18 +213,20 @@ fn systemd_starts_and_restarts_the_units() {
     fs::create_dir(path("units")).unwrap();
     for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../dist/systemd")).unwrap() {
         let unit = entry.unwrap().path();
-        let text = fs::read_to_string(&unit).unwrap().replace("/usr/bin/ferry", env!("CARGO_BIN_EXE_ferry"));
+        let text = fs::read_to_string(&unit).unwrap().replace("/usr/bin/ferry-agent", "/usr/bin/ferry agent");
+        let text = text.replace("/usr/bin/ferry", env!("CARGO_BIN_EXE_ferry"));
         let text = text.replace("/etc/ferry/", "/run/etc/");
         fs::write(path("units").join(unit.file_name().unwrap()), text).unwrap();
     }
-    let fuse = parts.modules.join("kernel/fs/fuse/fuse.ko");
+    let modules =
+        ["fuse.ko", "virtiofs.ko"].map(|name| parts.modules.join("kernel/fs/fuse").join(name).display().to_string());
     let here = |text: &str| {
         let text = text.replace("HERE", folder.path().to_str().unwrap());
         let text = text.replace("BUSYBOX", parts.busybox.to_str().unwrap());
-        text.replace("FUSE", fuse.to_str().unwrap())
+        text.replace("FUSE", &modules.join(" "))
     };
     fs::write(path("units/ferry-test.service"), here(UNIT)).unwrap();
-    fs::write(path("test"), TEST.replace("PROGRAM", env!("CARGO_BIN_EXE_ferry"))).unwrap();
+    fs::write(path("test"), [FUNCTIONS, test].concat().replace("PROGRAM", env!("CARGO_BIN_EXE_ferry"))).unwrap();
     fs::write(path("init"), here(INIT)).unwrap();
     fs::set_permissions(path("init"), fs::Permissions::from_mode(0o755)).unwrap();
     let log = fs::File::create(path("log")).unwrap();
@@ -153,6 +237,7 @@ fn systemd_starts_and_restarts_the_units() {
     );
     machine.arg("seccomp=auto").arg(format!("init={}", path("init").display()));
     machine.arg(format!("uml_dir={}", folder.path().display())).env("TMPDIR", folder.path());
+    machine.args(socket.map(|socket| format!("virtio_uml.device={}:26:0", socket.display())));
     machine.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
     let mut machine = machine.spawn().unwrap();
     let begin = std::time::Instant::now();
@@ -166,5 +251,5 @@ fn systemd_starts_and_restarts_the_units() {
     }
     let said = String::from_utf8_lossy(&fs::read(path("log")).unwrap()).replace('\r', "");
     let lines: String = said.lines().filter(|line| line.starts_with("- ")).map(|line| format!("{line}\n")).collect();
-    assert_eq!(lines, EXPECTED, "{said}");
+    assert_eq!(lines, expected, "{said}");
 }

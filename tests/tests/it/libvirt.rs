@@ -78,7 +78,7 @@ umount --all --lazy --types fuse.ferry
 mount -t tmpfs none /mnt
 mkdir /mnt/up /mnt/work /mnt/root
 mount -t overlay -o lowerdir=$root,upperdir=/mnt/up,workdir=/mnt/work none /mnt/root
-DESTDIR=/mnt/root PREFIX=/usr FERRY=$ferry scripts/install
+DESTDIR=/mnt/root PREFIX=/usr FERRY=$ferry FERRY_AGENT=$ferry scripts/install
 cd /mnt/root
 mount -t proc proc proc
 mount --rbind /dev dev
