@@ -28,6 +28,8 @@ mod disk_requests;
 mod disk_survives;
 mod drop_in;
 mod events;
+mod events_agent;
+mod events_programs;
 mod file_handles;
 mod fsx;
 mod guests;
