@@ -19,6 +19,9 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// The pause after an error that may pass, such as a server that is started again.
 const RETRY: Duration = Duration::from_secs(1);
 
+/// When an agent that has heard nothing asks whether it is served: to a later agent of a mount there may be nothing to tell.
+const HEARD_MAX: Duration = Duration::from_millis(100);
+
 /// Why an agent cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
@@ -109,18 +112,35 @@ impl Agent {
         Ok(Self { path: path.into(), root, mount, ending: Arc::clone(ending) })
     }
 
-    /// Replays events. Calls `ready` when the first message has come: what happens from now on is replayed. The calling
-    /// thread takes another group for files meanwhile.
+    /// Replays events. Calls `ready` when the server has this agent's request, and often afterwards: what happens from now
+    /// on is replayed. The calling thread takes another group for files meanwhile.
     ///
     /// # Errors
     /// [`AgentError`] says why it is not possible.
     pub fn run(mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
         let before = sys::take_group().map_err(|_| AgentError::Permission)?;
+        self.interrupt_later();
         let outcome = self.replay_all(ready);
         if let Err(error) = sys::give_back(before) {
             tracing::warn!("the thread keeps the group of replays: {error}");
         }
         outcome
+    }
+
+    /// Has the first wait end soon, whatever happens.
+    fn interrupt_later(&self) {
+        let root = Arc::downgrade(&self.root);
+        let interrupt = move || {
+            std::thread::sleep(HEARD_MAX);
+            if let Some(root) = root.upgrade()
+                && sys::take_group().is_ok()
+            {
+                let _ = sys::interrupt(&root);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("ready".into()).spawn(interrupt) {
+            tracing::debug!(%error, "ready only when something happens");
+        }
     }
 
     /// Whether the path leads to another mount by now. A mount that is in use can be unmounted lazily.
@@ -141,7 +161,10 @@ impl Agent {
                 Err(Errno::NOTTY | Errno::NOSYS | Errno::INVAL) => return Err(AgentError::NotMounted { path: path() }),
                 Err(Errno::PERM | Errno::ACCESS) => return Err(AgentError::Permission),
                 Err(Errno::BUSY) => return Err(AgentError::Other { path: path() }),
-                Err(Errno::INTR) => continue,
+                Err(Errno::INTR) => {
+                    ready();
+                    continue;
+                }
                 Err(error) => {
                     if self.is_unmounted() {
                         return Ok(AgentEnd::Unmounted);

@@ -63,6 +63,8 @@ fn systemd_takes_the_units() {
     install.env("FERRY", env!("CARGO_BIN_EXE_ferry")).env("FERRY_AGENT", env!("CARGO_BIN_EXE_ferry"));
     install.env("DESTDIR", "").env("PREFIX", folder.path());
     assert!(run(&mut install).status.success());
+    // Templates are verified as the instance `i`, and the agent is bound to its mount.
+    fs::write(folder.path().join("lib/systemd/system/i.mount"), "[Mount]\nWhat=t\nWhere=/i\nType=virtiofs\n").unwrap();
     let units = units();
     assert_eq!(units.len(), 6, "{units:?}");
     for unit in units {

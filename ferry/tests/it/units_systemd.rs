@@ -250,6 +250,8 @@ fn boot(test: &str, expected: &str, socket: Option<&Path>) {
         std::thread::sleep(Duration::from_millis(50));
     }
     let said = String::from_utf8_lossy(&fs::read(path("log")).unwrap()).replace('\r', "");
+    // Where systemd shows what it waits for.
+    let said = said.replace("\u{1b}[K", "");
     let lines: String = said.lines().filter(|line| line.starts_with("- ")).map(|line| format!("{line}\n")).collect();
     assert_eq!(lines, expected, "{said}");
 }
