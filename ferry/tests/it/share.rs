@@ -654,6 +654,11 @@ fn events_that_could_not_be_told_are_refused() {
     assert!(on_9p.contains("--events is for virtual machines"), "{on_9p}");
     let of_memory = said(share(Path::new("mem"), &["--virtiofs"]).arg(&socket));
     assert!(of_memory.contains("--events is for directories, and mem is not one"), "{of_memory}");
+    // Without file handles it is as without root: inotify tells what happens, but not by whom.
+    let trusting = &["--inode-file-handles", "never", "--cache", "always", "--virtiofs"];
+    let output = run(share(&dir, trusting).arg(&socket));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("--events with --cache always"), "{said}");
     let mut both = share(&dir, &["--virtiofs"]);
     let output = run(both.arg(&socket).arg(dir.join("below")).arg("--virtiofs").arg(folder.path().join("t")));
     let said = String::from_utf8_lossy(&output.stderr);
