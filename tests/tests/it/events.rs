@@ -253,9 +253,9 @@ fn replays_never_change_the_tree_of_the_host() {
 }
 
 /// Random operations: each event of a name is seen exactly once. Returns which other events the host has and the guest has not.
-fn random(count: usize, seed: u64) -> Vec<String> {
+fn random(watched: fn(Cache) -> Option<Watched>, count: usize, seed: u64) -> Vec<String> {
     let _alone = alone();
-    let Some(watched) = Watched::new(Cache::Auto) else { return Vec::new() };
+    let Some(watched) = watched(Cache::Auto) else { return Vec::new() };
     fs::create_dir(watched.path("d/sub")).unwrap();
     let script = format!("{WATCH} churn . {count} {seed}");
     let seen = watched.compare("d d/sub", "", &script, "");
@@ -283,13 +283,18 @@ fn random(count: usize, seed: u64) -> Vec<String> {
 
 #[test]
 fn names_are_seen_once_in_random_operations() {
-    random(1000, u64::from(std::process::id()));
+    random(Watched::new, 1000, u64::from(std::process::id()));
+}
+
+#[test]
+fn names_are_seen_once_by_inotify() {
+    random(Watched::by_inotify, 1000, u64::from(std::process::id()));
 }
 
 /// It fails in one of some twenty runs: see docs/guide/events.md.
 #[test]
 #[ignore = "long: make test-all"]
 fn many_random_operations_are_seen_once() {
-    let missing = random(20_000, u64::from(std::process::id()));
+    let missing = random(Watched::new, 20_000, u64::from(std::process::id()));
     assert!(missing.is_empty(), "{missing:?}");
 }
