@@ -78,6 +78,10 @@ const OPPOSITES: [(&str, &str); 12] = [
     ("async", "sync"),
 ];
 
+/// Options whose values have commas, and the names that stand after these: what follows is a part of the value, not an option.
+const LISTS: [(&str, &[&str]); 3] =
+    [("limit", &["iops", "bps", "burst", "group"]), ("quota", &["files"]), ("trace", &["seconds"])];
+
 /// Access to a field of [`MountOptions`].
 type Field = fn(&mut MountOptions) -> &mut bool;
 
@@ -197,6 +201,13 @@ impl Flags<'_> {
         for (_, flag) in OPPOSITES.iter().filter(|(word, _)| *word == name) {
             self.words.remove(*flag);
         }
+        if let (Some((list, _)), Some(value)) = (LISTS.iter().find(|(_, names)| names.contains(&name)), &value)
+            && let Some(Some(text)) = self.words.get_mut(*list)
+        {
+            text.push(format!(",{name}="));
+            text.push(value);
+            return Ok(());
+        }
         let own = if name == "ro" { "read-only".to_owned() } else { name.replace('_', "-") };
         if name.is_empty() || IGNORED.contains(&name) || name.starts_with("x-") || name.starts_with("X-") {
             return Ok(());
@@ -290,6 +301,12 @@ mod tests {
             ("mem /m -o size=1G,size=2G", "--size=2G mem /m"),
             ("mem /m -o defaults,_netdev,nofail,x-systemd.automount,user=joe,,noauto", "mem /m"),
             ("mem /m -o default_permissions,lazytime,ro", "--read-only mem /m"),
+            ("/s /m -o limit=iops=5,bps=1M,ro,group=g", "--limit=iops=5,bps=1M,group=g --read-only /s /m"),
+            ("/s /m -o quota=1G,files=5 -o limit=bps=1M,iops=5", "--limit=bps=1M,iops=5 --quota=1G,files=5 /s /m"),
+            (r"/s /m -o quota=1G\,files=5,limit=iops=1,limit=iops=2", "--limit=iops=2 --quota=1G,files=5 /s /m"),
+            ("/s /m -o trace=f,seconds=3", "--trace=f,seconds=3 /s /m"),
+            // An option of mount(8), for users.
+            ("/s /m -o limit=iops=5,group", "--limit=iops=5 /s /m"),
             (r"mem /m -o fsname=a\,b\\c=d", r"--fsname=a,b\c=d mem /m"),
             ("-o ro -- -o /m", "--read-only -- -o /m"),
         ] {
@@ -303,6 +320,8 @@ mod tests {
             ("mem /m -o", "without options"),
             ("mem /m -o fast", "unknown mount option \"fast\""),
             ("mem /m -o allow_others", "unknown mount option \"allow_others\": did you mean \"allow_other\"?"),
+            ("mem /m -o files=5,quota=1G", "unknown mount option \"files\""),
+            ("mem /m -o limit=iops=5,files=1", "unknown mount option \"files\""),
             ("mem /m -o noatimes", "did you mean \"noatime\"?"),
             ("mem /m -o virtiofs=s", "unknown mount option \"virtiofs\""),
             ("mem /m -o detached", "unknown mount option \"detached\""),
