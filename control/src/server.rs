@@ -23,6 +23,8 @@ const REQUEST_BYTES_MAX: u64 = 32 * 1024;
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The maximum number of concurrent clients; more than follow one log in practice.
 const CLIENTS_MAX: usize = 16;
+/// How many of them may follow the log: the others ask something and leave, so `ferry status` always finds a place.
+const FOLLOWERS_MAX: usize = CLIENTS_MAX - 4;
 /// How often to check whether a silent follower is still connected.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// The pause after a failed accept, so that a permanent failure (no descriptors) does not use a whole CPU.
@@ -380,6 +382,9 @@ impl Server {
     fn change(&self, requested: LogRequest, follow: bool) -> Result<Option<Follower<'_>>, Error> {
         let mut state = self.lock();
         if follow {
+            if state.followers.len() >= FOLLOWERS_MAX {
+                return Err(Error::Busy(FOLLOWERS_MAX));
+            }
             state.followers_ever += 1;
             let number = state.followers_ever;
             state.followers.push((number, requested));

@@ -67,6 +67,42 @@ fn what_is_logged_is_what_the_followers_that_are_left_wish() {
     assert_eq!(server.status(), Some(0));
 }
 
+/// However many follow, somebody who only asks finds a place.
+#[test]
+fn followers_leave_places_for_questions() {
+    const FOLLOWERS: usize = 12;
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut server = Server::start(ferry().arg("share").arg(folder.path()).arg("--virtiofs").arg(&socket));
+    let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| follow(&socket, "debug")).collect();
+    let refusal = || {
+        let mut ferry = ferry();
+        ferry.arg("log").arg(&socket).args(["debug", "--follow"]).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = ferry.spawn().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        child.kill().unwrap();
+        String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap()
+    };
+    until("one more is refused", || refusal().contains("12 clients are connected already"));
+    for _ in 0..4 {
+        assert_eq!(status_of(&socket, &[]).0, "debug");
+        let status = run(ferry().arg("status").arg(&socket));
+        assert!(status.status.success(), "{}", String::from_utf8_lossy(&status.stderr));
+    }
+    end(followers.pop().unwrap());
+    until("a place is free", || {
+        let mut another = follow(&socket, "debug");
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let stays = another.try_wait().unwrap().is_none();
+        followers.push(another);
+        stays
+    });
+    followers.into_iter().for_each(end);
+    until("the level of the start", || status_of(&socket, &[]).0 == "info");
+    server.signal(Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
 #[test]
 fn without_a_target_all_that_run_are_listed() {
     let folder = tempfile::tempdir().unwrap();
