@@ -1,7 +1,10 @@
 //! Cache policy, and the options negotiated at INIT.
 
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Attr, ByNumber, Features, Ino, OFlags};
 use ferry_wire::fuse::{InitFlags, InitOptions, Negotiated, OpenFlags, Timeouts};
 
@@ -44,29 +47,67 @@ const UNTOLD_TIMEOUT: Duration = Duration::from_secs(30);
 /// The minor version from which on it can be told that (`NOTIFY_INC_EPOCH`; Linux 6.16).
 const EPOCH_MINOR: u32 = 44;
 
-/// How long a client may keep names.
+/// What a client may keep for a time that can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Names {
-    entry: Duration,
-    /// That there is none.
-    negative: Duration,
+pub enum Timeout {
+    /// Names.
+    Entry,
+    /// Attributes.
+    Attr,
+    /// That a name does not exist.
+    Negative,
 }
 
-/// The share's policy, worked out once.
-#[derive(Clone, Debug)]
+/// The chosen times; `None`: as the cache mode says.
+#[derive(Clone, Copy, Debug)]
+struct ChosenTimeouts {
+    entry: Option<Duration>,
+    attr: Option<Duration>,
+    negative: Option<Duration>,
+}
+
+/// A time that is read for each reply, and may change while the share is served.
+#[derive(Debug, Default)]
+struct Lifetime(AtomicU64);
+
+impl Lifetime {
+    fn get(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, time: Duration) {
+        self.0.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+/// How long a client may keep names.
+#[derive(Debug, Default)]
+struct Names {
+    entry: Lifetime,
+    /// That there is none.
+    negative: Lifetime,
+}
+
+/// The share's policy. All but the times is worked out once.
+#[derive(Debug)]
 pub(crate) struct Policy {
     cache: Cache,
-    pub(crate) attr_timeout: Duration,
+    chosen: Mutex<ChosenTimeouts>,
+    /// The time of the cache mode.
+    default_timeout: Duration,
+    /// Clients are told of changes.
+    is_told: bool,
+    /// Clients remember no absent names, unless that is chosen.
+    events: bool,
+    attr_timeout: Lifetime,
     names: Names,
     /// Of clients that cannot be told that any name may have changed.
     names_untold: Names,
-    /// Whether listings may leave out inodes that the client does not look at: not if it knows names for longer.
-    pub(crate) tries_listings: bool,
     direct_opens: bool,
     /// Closing a file that was opened for reading only tells the source nothing: neither locks nor data are given back by it.
     closes_alone: bool,
-    /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
-    pub(crate) close_to_open: bool,
+    /// Opens show where a file ends now, if the client keeps attributes for a while.
+    revalidates: bool,
     wanted: InitOptions,
     /// Without these there is no mount.
     pub(crate) required: InitFlags,
@@ -87,19 +128,6 @@ impl Policy {
         };
         let attr_timeout = options.attr_timeout.unwrap_or(default);
         let entry = options.entry_timeout.unwrap_or(default);
-        // Others may make the name at any time, and to see it late is worse than to see old attributes.
-        let by_mode = if default == ALWAYS_TIMEOUT { entry } else { Duration::ZERO };
-        // A replay of what was done to a name that the client remembers as absent would fail in its kernel.
-        let negative = if options.events { Duration::ZERO } else { by_mode };
-        let names = Names { entry, negative: options.negative_timeout.unwrap_or(negative) };
-        let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
-            None if options.told && publishes => timeout.min(UNTOLD_TIMEOUT),
-            _ => timeout,
-        };
-        let names_untold = Names {
-            entry: bound(options.entry_timeout, names.entry),
-            negative: bound(options.negative_timeout, names.negative),
-        };
         let mut flags = InitFlags::ASYNC_READ
             | InitFlags::ATOMIC_O_TRUNC
             | InitFlags::BIG_WRITES
@@ -150,32 +178,80 @@ impl Policy {
         let demanded = [(options.posix_acl, InitFlags::POSIX_ACL), (options.security_label, InitFlags::SECURITY_CTX)];
         let demanded = demanded.into_iter().filter(|(when, _)| *when == Acl::Always);
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
-        let tries_listings = attr_timeout >= entry;
         let direct_opens = options.direct_opens;
         // A source that waits for somebody else would be asked by each open.
-        let close_to_open = cache == Cache::Auto && !attr_timeout.is_zero() && !features.waits;
+        let revalidates = cache == Cache::Auto && !features.waits;
         let closes_alone = options.local_locks || features.constant && !features.posix_locks;
-        Self {
+        let chosen = ChosenTimeouts {
+            entry: options.entry_timeout,
+            attr: options.attr_timeout,
+            negative: options.negative_timeout,
+        };
+        let policy = Self {
             cache,
-            attr_timeout,
-            names,
-            names_untold,
-            tries_listings,
+            chosen: Mutex::new(chosen),
+            default_timeout: default,
+            is_told: options.told && publishes,
+            events: options.events,
+            attr_timeout: Lifetime::default(),
+            names: Names::default(),
+            names_untold: Names::default(),
             direct_opens,
             closes_alone,
-            close_to_open,
+            revalidates,
             wanted,
             required,
-        }
+        };
+        policy.apply(&chosen);
+        policy
     }
 
-    fn names(&self, agreed: &Negotiated) -> Names {
-        if agreed.minor < EPOCH_MINOR { self.names_untold } else { self.names }
+    /// Chooses a time from the next reply on; `None`: that of the cache mode. What clients keep already, they keep as they were told.
+    pub(crate) fn set_timeout(&self, timeout: Timeout, time: Option<Duration>) {
+        let mut chosen = lock(&self.chosen);
+        match timeout {
+            Timeout::Entry => chosen.entry = time,
+            Timeout::Attr => chosen.attr = time,
+            Timeout::Negative => chosen.negative = time,
+        }
+        self.apply(&chosen);
+    }
+
+    fn apply(&self, chosen: &ChosenTimeouts) {
+        let default = self.default_timeout;
+        let entry = chosen.entry.unwrap_or(default);
+        // Others may make the name at any time, and to see it late is worse than to see old attributes.
+        let by_mode = if default == ALWAYS_TIMEOUT { entry } else { Duration::ZERO };
+        // A replay of what was done to a name that the client remembers as absent would fail in its kernel.
+        let negative = chosen.negative.unwrap_or(if self.events { Duration::ZERO } else { by_mode });
+        let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
+            None if self.is_told => timeout.min(UNTOLD_TIMEOUT),
+            _ => timeout,
+        };
+        self.attr_timeout.set(chosen.attr.unwrap_or(default));
+        self.names.entry.set(entry);
+        self.names.negative.set(negative);
+        self.names_untold.entry.set(bound(chosen.entry, entry));
+        self.names_untold.negative.set(bound(chosen.negative, negative));
+    }
+
+    fn names(&self, agreed: &Negotiated) -> &Names {
+        if agreed.minor < EPOCH_MINOR { &self.names_untold } else { &self.names }
+    }
+
+    /// Whether listings may leave out inodes that the client does not look at: not if it knows names for longer.
+    pub(crate) fn tries_listings(&self) -> bool {
+        self.attr_timeout.get() >= self.names.entry.get()
+    }
+
+    /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
+    pub(crate) fn close_to_open(&self) -> bool {
+        self.revalidates && !self.attr_timeout.get().is_zero()
     }
 
     /// How long a client may keep names and attributes at most.
     pub(crate) fn timeouts(&self, agreed: &Negotiated) -> Timeouts {
-        Timeouts { entry: self.names(agreed).entry, attr: self.attr_timeout }
+        Timeouts { entry: self.names(agreed).entry.get(), attr: self.attr_timeout.get() }
     }
 
     /// How long a client may keep what it is told of this inode.
@@ -196,7 +272,7 @@ impl Policy {
 
     /// How long a client may remember that a name does not exist.
     pub(crate) fn negative_timeout(&self, agreed: &Negotiated) -> Duration {
-        self.names(agreed).negative
+        self.names(agreed).negative.get()
     }
 
     /// What every export of the share would like; each adds its own.
@@ -265,6 +341,39 @@ mod tests {
             let chosen = ShareOptions { entry_timeout, attr_timeout, negative_timeout, ..plain };
             for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
                 assert_eq!(store(&chosen, true, minor), (entry, attr, negative), "{cache:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn times_change_while_they_are_used() {
+        let options = ShareOptions { told: true, ..ShareOptions::default() };
+        for cache in [Cache::None, Cache::Auto, Cache::Metadata, Cache::Always] {
+            let policy = Policy::new(&ShareOptions { cache, ..options.clone() }, Features::default(), true);
+            for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
+                let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
+                let now = || {
+                    let timeouts = policy.timeouts(&agreed);
+                    (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
+                };
+                let before = now();
+                let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);
+                policy.set_timeout(Timeout::Attr, Some(attr));
+                assert_eq!(now(), (before.0, attr, before.2), "{cache:?}");
+                policy.set_timeout(Timeout::Entry, Some(entry));
+                policy.set_timeout(Timeout::Negative, Some(negative));
+                assert_eq!(now(), (entry, attr, negative), "{cache:?}");
+                assert!(policy.tries_listings() && policy.close_to_open() == (cache == Cache::Auto));
+                policy.set_timeout(Timeout::Attr, Some(Duration::ZERO));
+                assert!(!policy.tries_listings() && !policy.close_to_open());
+                // The longest that a flag takes.
+                let longest = Duration::from_secs(100 * 366 * 86_400);
+                policy.set_timeout(Timeout::Attr, Some(longest));
+                assert_eq!(now().1, longest);
+                for timeout in [Timeout::Entry, Timeout::Attr, Timeout::Negative] {
+                    policy.set_timeout(timeout, None);
+                }
+                assert_eq!(now(), before, "{cache:?}");
             }
         }
     }

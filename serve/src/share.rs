@@ -10,7 +10,7 @@ use ferry_vfs::{FileSystem, OFlags};
 use crate::active_request;
 use crate::events::Timer;
 use crate::operations::DURABLE_FLAGS;
-use crate::policy::{Acl, Cache, Policy};
+use crate::policy::{Acl, Cache, Policy, Timeout};
 use crate::usage::{Clients, Usage};
 
 /// How a share is to behave.
@@ -146,6 +146,11 @@ impl Share {
     /// Returns what its clients hold now.
     pub fn usage(&self) -> Usage {
         self.clients.usage()
+    }
+
+    /// Changes how long clients may keep what they are told, from the next reply on; `None`: as the cache mode says.
+    pub fn set_timeout(&self, timeout: Timeout, time: Option<Duration>) {
+        self.policy.set_timeout(timeout, time);
     }
 
     /// The limiter, for carriers: they wait as long as it says before they take the next request.

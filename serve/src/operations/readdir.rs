@@ -101,7 +101,7 @@ impl Server {
         let share = Arc::clone(&self.share);
         let (plus, session, policy) = (at.plus, &**cx.session, &share.policy);
         let (referred_now, surplus) = (&mut referenced, Vec::new());
-        let brings = match plus && self.share.policy.tries_listings {
+        let brings = match plus && self.share.policy.tries_listings() {
             true => session.readdirplus_auto.listing(at.ino, at.offset == 0),
             false => ListingMode::All,
         };
