@@ -23,6 +23,7 @@ mod descriptors;
 mod error;
 mod escape;
 mod log;
+mod manager;
 mod metrics_server;
 mod openmetrics;
 mod report;
@@ -38,6 +39,7 @@ pub use descriptors::open_descriptor_table;
 pub use error::Error;
 pub use escape::{printable, printable_json};
 pub use log::{Logging, Syslog, nearest};
+pub use manager::{ManagerClient, ManagerRequest, ManagerSocket};
 pub use metrics_server::{MetricsAddress, MetricsAddressError, MetricsServer, MetricsSocket};
 pub use openmetrics::{MetricsFormat, metrics_text};
 pub use report::{
@@ -46,7 +48,7 @@ pub use report::{
 };
 pub use server::{Control, Owner};
 pub use shares::{HeldInode, ServedShare, SettingChange};
-pub use socket_dir::{Endpoint, sockets};
+pub use socket_dir::{Endpoint, managers, sockets};
 pub use trace::{TRACE_SECONDS_MAX, Trace, TraceFile, TraceOptions};
 
 /// The maximum length of a log line in bytes. Lines that outside input makes longer are cut.

@@ -19,6 +19,14 @@ const USERS_DIR: &str = "/run/user";
 /// Only the user may enter.
 const MODE: u32 = 0o700;
 
+/// The end of the name of a manager's socket.
+const MANAGER: &str = ".manager";
+
+/// Returns the name of the socket of a manager.
+pub(crate) fn manager_name(pid: u32) -> String {
+    format!("{pid}{MANAGER}")
+}
+
 /// Returns the directory of this user's servers; creates it if necessary.
 pub(crate) fn own() -> Result<PathBuf, Error> {
     let uid = rustix::process::geteuid().as_raw();
@@ -50,7 +58,8 @@ fn check(folder: &Path, uid: u32) -> Result<(), Error> {
 pub(crate) fn remove_dead(folder: &Path) {
     for path in entries(folder) {
         let is_socket = fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
-        let pid = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
+        let name = path.file_name().and_then(|name| name.to_str());
+        let pid = name.and_then(|name| name.strip_suffix(MANAGER).unwrap_or(name).parse().ok());
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_socket) else { continue };
         let has_ended = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
         // In a container that shares the directory, a running server may have an id that is unknown here.
@@ -91,6 +100,20 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
+    /// Returns that of a server of this user.
+    ///
+    /// # Errors
+    /// The directory of this user's servers cannot be used.
+    pub fn own(pid: u32) -> Result<Self, Error> {
+        Ok(Self { pid, owner: rustix::process::geteuid().as_raw(), path: own()?.join(pid.to_string()) })
+    }
+
+    /// Returns that of a manager of the same user.
+    #[must_use]
+    pub fn of_manager(&self, pid: u32) -> Self {
+        Self { pid, owner: self.owner, path: self.path.with_file_name(manager_name(pid)) }
+    }
+
     /// Connects if the listening process has this id and owner. The contents of another user's directory are under that
     /// user's control.
     ///
@@ -115,9 +138,20 @@ impl Endpoint {
     }
 }
 
-/// Returns all sockets that this user may use. Root sees those of all users.
+/// Returns the sockets of all servers that this user may use. Root sees those of all users.
 #[must_use]
 pub fn sockets() -> Vec<Endpoint> {
+    endpoints("")
+}
+
+/// The same for managers.
+#[must_use]
+pub fn managers() -> Vec<Endpoint> {
+    endpoints(MANAGER)
+}
+
+/// Returns the sockets whose names end so.
+fn endpoints(suffix: &str) -> Vec<Endpoint> {
     let mut folders: Vec<PathBuf> = own().into_iter().collect();
     if rustix::process::geteuid().is_root() {
         folders.extend(entries(Path::new(USERS_DIR)).into_iter().map(|user| user.join("ferry")));
@@ -134,7 +168,7 @@ pub fn sockets() -> Vec<Endpoint> {
     paths
         .filter(|(_, path)| fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()))
         .filter_map(|(owner, path)| {
-            let pid = path.file_name()?.to_str()?.parse().ok()?;
+            let pid = path.file_name()?.to_str()?.strip_suffix(suffix)?.parse().ok()?;
             Some(Endpoint { pid, owner, path })
         })
         .collect()

@@ -105,6 +105,29 @@ pub enum Command {
     #[command(after_long_help = recipes::SET)]
     Set(crate::set_cmd::Args),
 
+    /// Add a share or disk to a running process.
+    ///
+    /// The process was started with ferry share --config. What is added has its own server process with its own sandbox, and ends with
+    /// the others. The command returns when it is served; if it cannot be, nothing has changed. The configuration file stays as it is.
+    #[command(after_long_help = recipes::ADD)]
+    #[command(override_usage = "ferry add TARGET share SOURCE --virtiofs SOCKET [OPTIONS]\n       \
+                                ferry add TARGET disk FILE --vhost-user SOCKET [OPTIONS]")]
+    Add(crate::change_cmd::AddArgs),
+
+    /// Remove a share or disk from a running process, which serves the others without a break.
+    ///
+    /// While clients are connected or files are open, nothing changes unless --force is given. Requests under way are finished and synced.
+    #[command(after_long_help = recipes::REMOVE)]
+    Remove(crate::change_cmd::RemoveArgs),
+
+    /// Read the configuration file of a running process again, and serve what it lists now.
+    ///
+    /// Tables that are new are served, and those that have gone are removed. limit, poll-us and the timeouts change under clients; other keys
+    /// only while no client is connected, unless --force is given. If anything is wrong or cannot be changed, it is named, and nothing
+    /// changes. What ferry add has added stays.
+    #[command(after_long_help = recipes::RELOAD)]
+    Reload(crate::change_cmd::ReloadArgs),
+
     /// Show the shares, mounts and disks that run: who uses them, and by which paths.
     ///
     /// Users see their own, and root those of all users. The target is a process id, a mount point, the socket of a share or disk,

@@ -1,7 +1,7 @@
 //! Reads shares and disks from a TOML file.
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::error::ErrorKind;
@@ -27,6 +27,11 @@ pub struct File {
     /// Where the metrics of the shares can be fetched; each disk has its own.
     #[serde(default, deserialize_with = "parsed")]
     pub metrics: Option<MetricsAddress>,
+    /// The tables of the shares and disks.
+    #[serde(skip)]
+    pub share_tables: Vec<toml::Table>,
+    #[serde(skip)]
+    pub disk_tables: Vec<toml::Table>,
     /// The confinement of their process.
     sandbox: Option<Sandbox>,
     seccomp: Option<Seccomp>,
@@ -51,7 +56,8 @@ pub fn read(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-fn parse(text: &str, folder: &Path) -> Result<File> {
+/// Parses the text of a file in this folder.
+pub fn parse(text: &str, folder: &Path) -> Result<File> {
     let mut file: File = toml::from_str(text).map_err(|error| with_line_number(text, &error))?;
     if file.shares.is_empty() && file.disks.is_empty() {
         bail!(
@@ -60,6 +66,7 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
         );
     }
     let tables: toml::Table = toml::from_str(text)?;
+    (file.share_tables, file.disk_tables) = (tables_of(&tables, "share"), tables_of(&tables, "disk"));
     file.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
     for (number, share) in file.shares.iter_mut().enumerate() {
         check_numbers::<Share>(&tables["share"][number])
@@ -72,13 +79,19 @@ fn parse(text: &str, folder: &Path) -> Result<File> {
         check_numbers::<disk::Args>(&tables["disk"][number])
             .and_then(|()| disk.check())
             .map_err(|why| anyhow::anyhow!("[[disk]] number {}: {why}", number + 1))?;
-        disk.file = disk.file_in(folder);
-        disk.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
-        for path in [&mut disk.vhost_user, &mut disk.backing_dir, &mut disk.store] {
-            *path = path.take().map(|path: PathBuf| folder.join(path));
-        }
+        disk.resolve_paths(folder);
     }
     Ok(file)
+}
+
+/// Returns the tables of a list, with one name for each key.
+fn tables_of(file: &toml::Table, list: &str) -> Vec<toml::Table> {
+    let tables = file.get(list).and_then(toml::Value::as_array).into_iter().flatten();
+    let renamed = |table: &toml::Table| {
+        let name = |key: &String| if key == "dir" { "source".into() } else { key.clone() };
+        table.iter().map(|(key, value)| (name(key), value.clone())).collect()
+    };
+    tables.filter_map(toml::Value::as_table).map(renamed).collect()
 }
 
 /// Checks the numbers in a table against the ranges in the table of flags.

@@ -17,7 +17,7 @@ use ferry_virtiofs::SessionStore;
 use crate::flags::{Address, Kind, Share};
 use crate::{paths, sandbox};
 
-pub use client::{Target, is_in_mount, reports_of, statuses};
+pub use client::{Client, Target, is_in_mount, manager_of, reports_of, statuses};
 
 /// The owner of this server.
 pub const OWNER: Owner = Owner { pid: sandbox::pid, is_ours: sandbox::is_ours };

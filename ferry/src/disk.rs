@@ -71,7 +71,7 @@ Disks beside shares, in the file of ferry share --config:
 const IMAGE: &[u8] = b"image:";
 
 /// One disk: a group of flags of `ferry disk`, or a `[[disk]]` table of a configuration file.
-#[derive(Clone, Debug, Default, Deserialize, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, clap::Args)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Args {
@@ -242,13 +242,23 @@ impl Args {
     }
 
     /// Returns the word for the file, with its path relative to this folder.
-    pub fn file_in(&self, folder: &Path) -> Option<PathBuf> {
+    fn file_in(&self, folder: &Path) -> Option<PathBuf> {
         match self.image() {
             Some(image) => {
                 let word = [IMAGE, folder.join(image).as_os_str().as_bytes()].concat();
                 Some(OsString::from_vec(word).into())
             }
             None => self.file.as_ref().map(|file| folder.join(file)),
+        }
+    }
+
+    /// Makes its paths absolute, relative to `folder`.
+    pub fn resolve_paths(&mut self, folder: &Path) {
+        self.file = self.file_in(folder);
+        self.metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
+        self.trace.iter_mut().for_each(|trace| trace.resolve(folder));
+        for path in [&mut self.vhost_user, &mut self.backing_dir, &mut self.store, &mut self.blk_file] {
+            *path = path.take().map(|path| folder.join(path));
         }
     }
 

@@ -10,7 +10,7 @@ mod values;
 
 pub use address::{Address, Users};
 pub use limit::Limit;
-pub use share::{JOBS_MAX, POLL_US_MAX, Share};
+pub use share::{JOBS_MAX, POLL_US_MAX, Share, TIMEOUT_MAX};
 pub use source::{Kind, Server};
 pub use values::{
     Acl, Cache, Carrier, DaxFiles, FileHandles, ImageDigest, MapUser, MigrationMode, OnMigrationError, Passthrough,

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 use clap::FromArgMatches;
 use clap::error::ErrorKind;
@@ -33,6 +34,11 @@ pub struct Invocation {
 
 /// Parses the whole command line. Help, version and errors are returned as clap's error.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, clap::Error> {
+    parse_in(args, start_dir())
+}
+
+/// The same, with paths that are relative to `folder`.
+pub fn parse_in(args: impl IntoIterator<Item = OsString>, folder: &Path) -> Result<Invocation, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let table = cli::table();
     let at = command_position(&table, &args).unwrap_or(args.len());
@@ -49,8 +55,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Invocation, cla
             _ => more.push(share_of(group)?),
         }
     }
-    more.iter_mut().for_each(|share| share.resolve_paths(start_dir()));
-    cli.command.resolve_paths(start_dir());
+    more.iter_mut().for_each(|share| share.resolve_paths(folder));
+    cli.command.resolve_paths(folder);
     Ok(Invocation { cli, more, more_disks, args, at })
 }
 
@@ -240,7 +246,6 @@ fn token(table: &clap::Command, command: Option<&clap::Command>, arg: &OsStr) ->
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use std::path::Path;
 
     /// The shares that a command line means.
     pub fn shares(line: &str) -> Result<Vec<Share>, clap::Error> {

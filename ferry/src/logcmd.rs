@@ -15,7 +15,7 @@ pub fn run(args: &LogArgs) -> Result<()> {
     let Some(target) = &args.target else { return list(args.json) };
     let target = Target::find(target)?;
     let Some(level) = &args.level else { return show(&target.client.status()?, args.json) };
-    let Target { client, share, file } = target;
+    let Target { client, share, file, .. } = target;
     let request = Request::Log { level: level.clone(), share, file, follow: args.follow };
     let (status, mut lines) = client.ask::<Status>(&request)?;
     if !args.follow {

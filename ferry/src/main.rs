@@ -1,6 +1,7 @@
 //! The program `ferry`: it reads the command line and configuration files, and runs the libraries.
 
 mod background;
+mod change_cmd;
 mod cli;
 mod config;
 mod control;
@@ -182,25 +183,27 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     }
     match cli.command {
         Command::Share(args) => {
-            let file = match &args.config {
-                Some(file) => config::read(file)?,
-                None => config::File::default(),
+            let shares: Vec<_> = args.share.into_iter().chain(more).collect();
+            let Some(path) = args.config else {
+                let watched = (args.metrics.as_ref(), args.trace.as_ref());
+                return processes::run_shares(&shares, (&args.sandbox_flags, args.json), watched, &logging);
             };
+            let file = config::read(&path)?;
             let sandbox_flags = args.sandbox_flags.or(file.sandbox_flags());
-            let config::File { mut shares, disks, metrics, .. } = file;
-            let metrics = args.metrics.or(metrics);
-            shares.extend(args.share.into_iter().chain(more));
-            let watched = (metrics.as_ref(), args.trace.as_ref());
-            processes::run_shares(&shares, &disks, (&sandbox_flags, args.json), watched, &logging)
+            let watched = (args.metrics, args.trace);
+            processes::run_file((&path, file), shares, (sandbox_flags, args.json), watched, &logging)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();
-            processes::run_disks(&disks, &logging)
+            processes::run_disks(disks, &logging)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
         Command::Image(command) => image::run(&command, &line, &common),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Set(args) => set_cmd::run(&args).map(|()| 0),
+        Command::Add(args) => change_cmd::add(&args).map(|()| 0),
+        Command::Remove(args) => change_cmd::remove(&args).map(|()| 0),
+        Command::Reload(args) => change_cmd::reload(&args).map(|()| 0),
         Command::Status(args) => status_cmd::run(&args),
         Command::Metrics(args) => metrics_cmd::run(&args),
         Command::Top(args) => top_cmd::run(&args),

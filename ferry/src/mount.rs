@@ -50,7 +50,6 @@ pub fn run(args: MountArgs, line: &[OsString], at: usize, logging: &Logging) -> 
         inherited,
         sandbox_flags: None,
         logging,
-        control: None,
         metrics: metrics.as_ref(),
         trace: trace.as_ref(),
     };
@@ -110,7 +109,7 @@ fn explain(args: MountArgs) -> Result<()> {
 
 /// Returns the report of the server of a mount point, if it is one.
 fn running(path: &Path) -> Option<Result<TransportReport>> {
-    let Target { client, share, file } = match Target::find(path) {
+    let Target { client, share, file, .. } = match Target::find(path) {
         Ok(target) => target,
         // Not a source: its server is dead, so requests to it would fail.
         Err(error) if is_in_mount(path) => return Some(Err(error)),

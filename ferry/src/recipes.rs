@@ -147,6 +147,26 @@ Examples:
   ferry set /run/disk.sock limit=bps=20M log=debug      a disk; both are changed, or nothing
   ferry set /mnt log=debug                              as ferry log /mnt debug";
 
+/// Shown by `ferry add --help`.
+pub const ADD: &str = "\
+Examples:
+  ferry add /run/src.sock share /srv/new --virtiofs /run/new.sock     beside what serves /run/src.sock
+  ferry add 1234 disk /srv/new.raw --vhost-user /run/disk2.sock       a disk, to process 1234";
+
+/// Shown by `ferry remove --help`.
+pub const REMOVE: &str = "\
+Examples:
+  ferry remove /run/new.sock               unless a guest is connected
+  ferry remove /mnt --force                a mount, also with open files";
+
+/// Shown by `ferry reload --help`.
+pub const RELOAD: &str = "\
+Examples:
+  ferry reload /run/src.sock               after a change of the file of ferry share --config
+  systemctl reload ferry-share@NAME        the same, for a unit
+
+SIGHUP reloads nothing: it ends ferry, unless it is ignored (nohup).";
+
 /// Shown by `ferry status --help`.
 pub const STATUS: &str = "\
 Examples:

@@ -1,16 +1,17 @@
 //! `ferry set`: changes settings of a running share, mount or disk.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ferry_control::{Request, ServedShare, Setting, printable};
 use ferry_engine::{PollLimit, TokenBucket};
+use ferry_serve::Timeout;
 use ferry_virtiofs::WindowUsage;
 
 use crate::control::Target;
-use crate::flags::{Limit, POLL_US_MAX, limit};
+use crate::flags::{Limit, POLL_US_MAX, TIMEOUT_MAX, limit};
 use crate::output::print;
 use crate::status::misuse;
 
@@ -21,7 +22,7 @@ pub struct Args {
     #[arg(value_name = "TARGET")]
     pub target: PathBuf,
 
-    /// limit=iops=N,bps=SIZE[,burst=SECONDS]: the rates of --limit; limit=none: no limit; poll-us=N: as --poll-us; log=LEVEL: the level of ferry log.
+    /// limit=iops=N,bps=SIZE[,burst=SECONDS]: the rates of --limit; limit=none: no limit; poll-us=N: as --poll-us; entry-timeout=SECONDS, attr-timeout=SECONDS, negative-timeout=SECONDS: as these flags, or default; log=LEVEL: the level of ferry log.
     #[arg(value_name = "SETTING=VALUE", required = true)]
     pub settings: Vec<String>,
 }
@@ -73,10 +74,33 @@ pub fn polls(served: &mut ServedShare, limit: PollLimit) {
     });
 }
 
+/// Lets `ferry set` change how long clients of these exports may keep names and attributes.
+pub fn keeps(served: &mut ServedShare, exports: &[Weak<ferry_serve::Share>]) {
+    let timeouts =
+        [("entry-timeout", Timeout::Entry), ("attr-timeout", Timeout::Attr), ("negative-timeout", Timeout::Negative)];
+    for (name, timeout) in timeouts {
+        let exports = exports.to_vec();
+        served.settable(name, move |text| {
+            let seconds = (text != "default").then(|| text.parse().ok().filter(|seconds| *seconds <= TIMEOUT_MAX));
+            if seconds == Some(None) {
+                return Err(format!(
+                    "{name}={text} is not possible: write default, or seconds from 0 to {TIMEOUT_MAX}"
+                ));
+            }
+            let (exports, time) = (exports.clone(), seconds.flatten().map(Duration::from_secs));
+            let outcome = format!("{name} {text}");
+            Ok(Box::new(move || {
+                exports.iter().filter_map(Weak::upgrade).for_each(|export| export.set_timeout(timeout, time));
+                outcome
+            }))
+        });
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let settings = args.settings.iter().map(|text| setting(text)).collect::<Result<Vec<_>>>()?;
-    let Target { client, share, file } = Target::find(&args.target)?;
+    let Target { client, share, file, .. } = Target::find(&args.target)?;
     if file.is_some() {
         bail!("{} is a file; name its mount point or shared directory", args.target.display());
     }

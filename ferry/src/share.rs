@@ -26,6 +26,7 @@ use crate::new_files::NewFiles;
 use crate::ninep::NinepSocket;
 use crate::recipes;
 use crate::sandbox::{self, Confinement, Inside, SandboxFlags};
+use crate::service_manager;
 use crate::set_cmd;
 use crate::socket::ListenSocket;
 use crate::source::{self, Sources};
@@ -44,8 +45,6 @@ pub struct Start<'a> {
     /// `None`: no sandbox.
     pub sandbox_flags: Option<&'a SandboxFlags>,
     pub logging: &'a Logging,
-    /// The control socket, if another process has created it.
-    pub control: Option<Socket>,
     /// Where metrics can be fetched.
     pub metrics: Option<&'a MetricsAddress>,
     /// The file of a trace.
@@ -82,8 +81,9 @@ impl<'a> Start<'a> {
         let stores = state::open_all_stores(self.shares)?;
         // The sandbox forbids this later.
         let is_confined = confinement.is_some();
-        let control = (None, self.control.take().or_else(|| is_confined.then(Control::bind).flatten()));
+        let control = (None, is_confined.then(Control::bind).flatten());
         let metrics = (None, self.metrics.map(MetricsSocket::bind).transpose()?);
+        service_manager::close_sockets();
         let trace = self.trace.map(TraceFile::create).transpose()?;
         new_files.add(trace.as_ref().map(TraceFile::try_clone).transpose()?);
         let trace = (None, trace);
@@ -283,6 +283,7 @@ fn start(
         // Each export is a member of the bucket.
         let limiter = || RateLimiter::new(&bucket);
         let mut bypass = set_cmd::Bypass::default();
+        let mut cached = Vec::new();
         // That of all its devices.
         let poll = share.poll();
         let is_device = bound.is_some() || matches!(share.ninep, Some(Address::VhostUser(_)));
@@ -312,6 +313,7 @@ fn start(
                 .with_context(|| format!("cannot share {}", share.source.display()))?;
             control::offered(&mut served, export, Arc::clone(opened_source), store);
             bypass.window = Some(export.window());
+            cached.push(Arc::downgrade(export.share()));
         }
         if let Some(mountpoint) = &share.mount {
             let options = exports::mount_options(share, &name, words, is_shared(shares, opened, opened_source));
@@ -321,8 +323,12 @@ fn start(
             let export = serving.mount(&mountpoint, source, options)?;
             control::set_mounted(&mut served, &mountpoint, &export, Arc::clone(opened_source))?;
             bypass.passthrough = export.explain().passthrough.used;
+            cached.push(Arc::downgrade(export.share()));
         }
         set_cmd::limited(&mut served, share.limit.as_ref(), bucket, bypass);
+        if !cached.is_empty() {
+            set_cmd::keeps(&mut served, &cached);
+        }
         if is_device {
             set_cmd::polls(&mut served, poll);
         }

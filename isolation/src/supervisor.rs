@@ -25,6 +25,12 @@ impl Child {
         Self { pid, _alive: alive }
     }
 
+    /// Returns its process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
     /// Sends it a signal. If it has ended already, [`Self::end`] reports that.
     pub fn signal(&self, signal: Signal) {
         let _ = rustix::process::kill_process(self.pid, signal);

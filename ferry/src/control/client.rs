@@ -1,25 +1,29 @@
 //! The client of the control socket, and the search for the server of a target.
 
+use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ferry_fuse::Mountpoint;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use ferry_control::{
-    Endpoint, FileName, REPLY_BYTES_MAX, REPORT_VERSION, Reply, Request, ServerReport, ShareStatus, Status, printable,
-    sockets,
+    Endpoint, FileName, ManagerRequest, REPLY_BYTES_MAX, REPORT_VERSION, Reply, Request, ServerReport, ShareStatus,
+    Status, managers, printable, sockets,
 };
 
 use crate::status;
 
 /// The timeout of a request: a server answers at once unless it is stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// The timeout of a change, in which servers start and others end.
+const CHANGE_PATIENCE: Duration = Duration::from_secs(60);
 /// The time from the mount to the control socket: the server starts a few threads in between.
 const START_PATIENCE: Duration = Duration::from_secs(2);
 /// The interval of retries in that time.
@@ -40,13 +44,33 @@ pub struct Target {
     pub share: Option<usize>,
     /// The file in the share.
     pub file: Option<FileName>,
+    /// The process that users know, which may have started the server.
+    pub pid: u32,
 }
 
 impl Client {
+    /// Returns that of a server of this user.
+    pub fn own(pid: u32) -> Result<Self> {
+        Ok(Self { endpoint: Endpoint::own(pid)? })
+    }
+
     /// Sends a request; returns the answer and the connection, for the lines that follow.
     pub fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<(T, BufReader<UnixStream>)> {
+        self.ask_within(request, PATIENCE)
+    }
+
+    /// Asks a manager for a change; returns what holds now.
+    pub fn change(&self, request: &ManagerRequest) -> Result<Vec<String>> {
+        Ok(self.ask_within(request, CHANGE_PATIENCE)?.0)
+    }
+
+    fn ask_within<T: DeserializeOwned>(
+        &self,
+        request: &impl Serialize,
+        patience: Duration,
+    ) -> Result<(T, BufReader<UnixStream>)> {
         let pid = self.endpoint.pid;
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + patience;
         let mut stream = self.endpoint.connect().with_context(|| format!("cannot reach process {pid}"))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(request)?;
@@ -152,6 +176,13 @@ fn ask_all<T: Send>(ask: fn(&Client) -> Result<T>) -> Vec<(Client, Result<T>)> {
 /// a server that runs does not report, which is then named on standard error.
 pub fn reports_of(target: Option<&Path>) -> Result<(Vec<(u32, ServerReport)>, u8)> {
     if let Some(target) = target {
+        let servers = pid_of(target).map(|pid| servers_of(pid, running())).unwrap_or_default();
+        if servers.len() > 1 {
+            let report = |(client, _): &(Client, Status)| Ok((client.owner(), client.report()?));
+            let mut reports = servers.iter().map(report).collect::<Result<Vec<_>>>()?;
+            reports.sort_by_key(|(_, report)| report.pid);
+            return Ok((reports, status::DONE));
+        }
         let Target { client, share, .. } = Target::find(target)?;
         let mut report = client.report()?;
         if let Some(share) = share {
@@ -220,18 +251,34 @@ impl Target {
 
     fn find_once(target: &Path) -> Result<Self> {
         let running = running();
-        if let Some(pid) = target.to_str().and_then(|text| text.parse::<u32>().ok()) {
-            let found = running.into_iter().find(|(client, _)| client.endpoint.pid == pid);
-            let (client, _) = found.with_context(|| format!("process {pid} is not a ferry share or mount of yours"))?;
-            return Ok(Self { client, share: None, file: None });
+        if let Some(pid) = pid_of(target) {
+            return Self::of_process(pid, running);
         }
         let by_address = target.to_str().and_then(|text| Self::of_address(text, &running));
         let (client, share, file) = match by_address {
             Some(found) => found,
             None => Self::of_path(target, &running)?,
         };
-        let client = running.into_iter().nth(client).expect("it was found there").0;
-        Ok(Self { client, share: Some(share), file })
+        let (client, status) = running.into_iter().nth(client).expect("it was found there");
+        Ok(Self { client, share: Some(share), file, pid: status.pid })
+    }
+
+    /// Returns the only server of a process, or the only one of its shares.
+    fn of_process(pid: u32, running: Vec<(Client, Status)>) -> Result<Self> {
+        let (of_shares, of_disks): (Vec<_>, Vec<_>) = servers_of(pid, running)
+            .into_iter()
+            .partition(|(_, status)| status.shares.iter().any(|share| share.disk.is_none()));
+        let mut found = if of_shares.is_empty() { of_disks } else { of_shares };
+        if found.len() > 1 {
+            let all: Vec<_> = (0..found.len()).map(|server| (server, 0, None)).collect();
+            bail!(
+                "process {pid} serves each share and disk by another process: name {}",
+                places(&found, &all).join(", or ")
+            );
+        }
+        let (client, _) =
+            found.pop().with_context(|| format!("process {pid} is not a ferry share or mount of yours"))?;
+        Ok(Self { client, share: None, file: None, pid })
     }
 
     fn of_path(target: &Path, running: &[(Client, Status)]) -> Result<Found> {
@@ -319,10 +366,44 @@ fn places(running: &[(Client, Status)], found: &[Found]) -> Vec<String> {
     let place = |(client, share, _): &Found| {
         let status = &running[*client].1;
         let shown = &status.shares[*share];
-        let place = shown.mount.as_ref().or(shown.virtiofs.as_ref()).or(shown.ninep.as_ref());
+        let place = shown.mount.as_ref().or(shown.virtiofs.as_ref()).or(shown.ninep.as_ref()).or(shown.disk.as_ref());
         place.map_or_else(|| status.pid.to_string(), Clone::clone)
     };
     found.iter().map(place).collect()
+}
+
+/// Returns the process that a target names.
+fn pid_of(target: &Path) -> Option<u32> {
+    target.to_str()?.parse().ok()
+}
+
+/// Returns the servers of a process: itself, or those that it has started.
+fn servers_of(pid: u32, running: Vec<(Client, Status)>) -> Vec<(Client, Status)> {
+    // A server of another user may name any process as its parent.
+    let owner = fs::metadata(format!("/proc/{pid}")).ok().map(|found| found.uid());
+    let is_of = |(client, status): &(Client, Status)| {
+        client.endpoint.pid == pid || status.pid == pid && owner == Some(client.endpoint.owner)
+    };
+    running.into_iter().filter(is_of).collect()
+}
+
+/// Returns the manager of the process that serves a target; and the server with the index of the share, unless the target is the
+/// process itself.
+pub fn manager_of(target: &Path) -> Result<(Client, Option<(u32, Option<usize>)>)> {
+    if let Some(endpoint) = pid_of(target).and_then(|pid| managers().into_iter().find(|manager| manager.pid == pid)) {
+        return Ok((Client { endpoint }, None));
+    }
+    let Target { client: Client { endpoint }, share, file, pid } = Target::find(target)?;
+    if file.is_some() {
+        bail!("{} is a file; name its mount point or shared directory", target.display());
+    }
+    let manager = endpoint.of_manager(pid);
+    if !manager.path.exists() {
+        bail!(
+            "process {pid} was not started with ferry share --config, so what it serves cannot change; start another one"
+        );
+    }
+    Ok((Client { endpoint: manager }, Some((endpoint.pid, share))))
 }
 
 /// Whether a path is in a mount of any ferry, running or not.

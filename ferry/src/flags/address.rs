@@ -84,6 +84,14 @@ impl Address {
         }
     }
 
+    /// Returns the path of a unix socket.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Unix(path) | Self::VhostUser(path) => Some(path),
+            Self::Tcp(..) | Self::Tls(..) | Self::Vsock(..) => None,
+        }
+    }
+
     /// Whether two sockets can have this address: TCP port 0 selects a free port.
     pub fn is_any(&self) -> bool {
         matches!(self, Self::Tcp(_, 0) | Self::Tls(_, 0))

@@ -29,7 +29,7 @@ pub const POLL_US_MAX: u64 = 1_000_000;
 /// One day; 0 means no limit.
 const HANDLER_TIMEOUT_MAX: u64 = 86_400;
 /// A hundred years.
-const TIMEOUT_MAX: u64 = 100 * 366 * 86_400;
+pub const TIMEOUT_MAX: u64 = 100 * 366 * 86_400;
 /// Ten times as many threads as the largest machines have CPUs per node.
 const THREADS_MAX: u16 = 1024;
 /// Each entry takes a buffer as large as the longest request, for every CPU.
@@ -46,7 +46,7 @@ const CLIENT_SECONDS_MAX: u64 = 86_400;
 const PATIENCE_MAX: u64 = 7 * 86_400;
 
 /// One source and its exports: a group of flags, or a `[[share]]` table.
-#[derive(Clone, Debug, Default, Deserialize, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, clap::Args)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {

@@ -182,7 +182,7 @@ impl FromStr for DaxFiles {
 }
 
 /// A digest on the command line.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageDigest(pub Digest);
 
 impl FromStr for ImageDigest {

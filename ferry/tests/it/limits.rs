@@ -45,6 +45,34 @@ fn log_of(target: &Path) -> String {
     json["log"].as_str().unwrap().into()
 }
 
+/// What a mount keeps from now on is kept as long as was set; what it kept before, as it was told.
+#[test]
+fn times_of_caches_change_under_a_mount() {
+    needs_fuse!();
+    let place = Place::new();
+    let flags = ["--watch", "never", "--entry-timeout", "3600", "--attr-timeout", "3600"];
+    let pid = place.mounted(&flags);
+    let names = ["kept", "asked", "kept again"];
+    let length = |name: &str| fs::metadata(place.mnt.join(name)).unwrap().len();
+    let grow = |name: &str| fs::write(place.source.join(name), "12345678").unwrap();
+    names.iter().for_each(|name| fs::write(place.source.join(name), "1234").unwrap());
+    assert_eq!(length("kept"), 4);
+    assert_eq!(set(&place.mnt, "attr-timeout=0"), "attr-timeout 0\n");
+    assert_eq!(length("asked"), 4);
+    ["kept", "asked"].into_iter().for_each(grow);
+    assert_eq!((length("kept"), length("asked")), (4, 8));
+    assert_eq!(set(&place.mnt, "attr-timeout=3600"), "attr-timeout 3600\n");
+    assert_eq!(length("kept again"), 4);
+    grow("kept again");
+    assert_eq!(length("kept again"), 4);
+    for wrong in ["attr-timeout=-1", "entry-timeout=soon", "negative-timeout=18446744073709551616", "entry-timeout="] {
+        let said = refused_set(&place.mnt, wrong);
+        assert!(said.contains(&format!("{wrong} is not possible: write default, or seconds from 0 to")), "{said}");
+    }
+    assert_eq!(set(&place.mnt, "entry-timeout=default"), "entry-timeout default\n");
+    place.unmount(pid);
+}
+
 #[test]
 fn a_running_share_is_limited_by_ferry_set() {
     let folder = tempfile::tempdir().unwrap();
@@ -62,7 +90,10 @@ fn a_running_share_is_limited_by_ferry_set() {
         ("limit=bps=2T", "bps=2T is not possible"),
         ("limit=", "\"\" is not a limit"),
         ("limit=iops=1,group=h", "the group is chosen when the share starts"),
-        ("tag=x", "\"tag\" cannot be changed while mem is served (what can be: limit, poll-us, log)"),
+        (
+            "tag=x",
+            "\"tag\" cannot be changed while mem is served (what can be: limit, entry-timeout, attr-timeout, negative-timeout, poll-us, log)",
+        ),
         ("log=loud", "cannot log at \"loud\""),
     ] {
         let said = refused_set(&a, setting);

@@ -136,10 +136,8 @@ fn a_server_in_its_unit_is_confined_as_without() {
             let mut child = manager.start(&mut command);
             let (said, pid) = manager.next(PATIENCE).unwrap();
             assert_eq!(said, "READY=1");
-            // A disk beside others would be a grandchild; here the server's parent is the one that is known or its child.
-            let known = u32::try_from(pid).unwrap();
-            let parent = if name.starts_with("ferry-disk") { only_child(known) } else { known };
-            let confinement = confinement(parent);
+            // The process that is known is the manager; its child waits for the server.
+            let confinement = confinement(only_child(u32::try_from(pid).unwrap()));
             signal(&child, Signal::TERM);
             assert!(manager.next(PATIENCE).is_some());
             assert_eq!(wait(&mut child), Some(0));

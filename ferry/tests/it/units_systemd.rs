@@ -67,6 +67,9 @@ printf '[[share]]\nsource = "/mnt/tree"\nvirtiof = "x"\n' >bad.toml
 
 systemctl start ferry-share@a; show ferry-share@a; ask /run/ferry-share/a.sock
 kill9 ferry-share@a; show ferry-share@a; ask /run/ferry-share/a.sock
+printf '[[share]]\nsource = "mem"\nvirtiofs = "/run/ferry-share/a2.sock"\n' >>a.toml
+systemctl reload ferry-share@a; echo "- reload $?"; ask /run/ferry-share/a2.sock; show ferry-share@a
+echo wrong >>a.toml; systemctl reload ferry-share@a; echo "- reload $?"; ask /run/ferry-share/a.sock; show ferry-share@a
 systemctl stop ferry-share@a; show ferry-share@a; [ -e /run/ferry-share/a.sock ] || echo "- no socket"
 
 systemctl start ferry-share@b.socket; show ferry-share@b; ask /run/ferry-share/b.sock; show ferry-share@b
@@ -95,6 +98,12 @@ const EXPECTED: &str = "\
 - reply of 20 bytes
 - ferry-share@a active 1
 - reply of 20 bytes
+- reload 0
+- reply of 20 bytes
+- ferry-share@a active 1
+- reload 1
+- reply of 20 bytes
+- ferry-share@a active 1
 - ferry-share@a inactive 0
 - no socket
 - ferry-share@b inactive 0

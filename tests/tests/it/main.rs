@@ -9,6 +9,7 @@ mod common;
 
 mod aarch64;
 mod architecture;
+mod changes;
 mod coherence;
 mod conformance;
 mod cycles;

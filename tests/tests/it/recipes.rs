@@ -56,6 +56,7 @@ const NEEDED: &[(&str, &str)] = &[
     ("ferry share /srv/a --quota 10G", "directories of that size: ferry/tests/it/quota.rs has servers with quotas"),
     ("ferry share /srv/src --virtiofs /run/src.sock --events", "root, and a guest: tests/tests/it/events.rs has both"),
     ("ferry agent ", "a guest: tests/tests/it/events.rs runs it there"),
+    ("ferry add ", "a server that runs: tests/tests/it/changes.rs has its own, with guests"),
     ("ferry set ", "servers that run: ferry/tests/it/limits.rs has its own"),
     ("<memoryBacking>", "libvirt with QEMU in a daemon of its own; tests/tests/it/libvirt.rs runs such a domain"),
     ("--memory size=4G,shared=on --fs", "cloud-hypervisor, and KVM, without which it runs no guest"),

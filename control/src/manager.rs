@@ -1,0 +1,263 @@
+//! The socket of a manager: the process that starts and ends servers when it is asked to.
+//!
+//! A manager has one thread, because it forks. So nothing here waits: clients send their request in pieces, as slowly as they like,
+//! and the caller polls [`ManagerSocket::descriptors`].
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use ferry_vhost::Socket;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, FileName, Reply, socket_dir};
+
+/// Enough for a command line with a dozen paths of 4096 bytes as lists of numbers.
+const REQUEST_BYTES_MAX: usize = 256 << 10;
+/// How long a client may take for its request. Clients send it at once.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The maximum number of clients whose request is incomplete; others wait in the backlog of the socket.
+const CLIENTS_MAX: usize = 8;
+
+/// A request to a manager; one line. The reply is a [`Reply`] with a list of sentences that say what holds now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum ManagerRequest {
+    /// Serves more.
+    Add {
+        /// `share` or `disk`, and the rest of its command line.
+        words: Vec<FileName>,
+        /// The folder that relative paths are relative to.
+        folder: FileName,
+    },
+    /// Ends the server of a share or disk.
+    Remove {
+        /// The process whose control socket reports it.
+        pid: u32,
+        /// The index in [`crate::Status::shares`]; `None`: the only one.
+        share: Option<usize>,
+        /// Also while clients are connected.
+        force: bool,
+    },
+    /// Reads the configuration file again, and serves what it lists.
+    Reload {
+        /// Also removes what clients are connected to.
+        force: bool,
+    },
+}
+
+/// A client whose request is complete.
+#[derive(Debug)]
+pub struct ManagerClient(UnixStream);
+
+impl ManagerClient {
+    /// Sends the reply, without waiting for a client that does not read.
+    pub fn reply(mut self, result: Result<Vec<String>, String>) {
+        let reply = match result {
+            Ok(outcomes) => Reply::Ok(outcomes),
+            Err(error) => Reply::Error(error),
+        };
+        let sent = serde_json::to_vec(&reply).map_err(io::Error::from).and_then(|mut line| {
+            line.push(b'\n');
+            self.0.write_all(&line)
+        });
+        if let Err(error) = sent {
+            tracing::debug!("a client of the manager: {error}");
+        }
+    }
+}
+
+/// A client whose request is incomplete.
+#[derive(Debug)]
+struct Incomplete {
+    stream: UnixStream,
+    bytes: Vec<u8>,
+    end: Instant,
+}
+
+/// The listening socket of a manager, and its clients. The file is removed when this is dropped.
+#[derive(Debug)]
+pub struct ManagerSocket {
+    socket: Socket,
+    listener: UnixListener,
+    clients: Vec<Incomplete>,
+}
+
+impl ManagerSocket {
+    /// Creates the socket of this process.
+    ///
+    /// # Errors
+    /// The folder of this user's servers cannot be used.
+    pub fn bind() -> Result<Self, Error> {
+        let folder = socket_dir::own()?;
+        socket_dir::remove_dead(&folder);
+        let socket = Socket::bind(&folder.join(socket_dir::manager_name(std::process::id())))?;
+        let listener = socket.listener()?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { socket, listener, clients: Vec::new() })
+    }
+
+    /// Closes it in a child of the manager.
+    pub fn leave(mut self) {
+        self.socket.leave_file();
+    }
+
+    /// Returns what becomes readable when [`Self::requests`] has something to do.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let listener = (self.clients.len() < CLIENTS_MAX).then(|| self.listener.as_fd());
+        listener.into_iter().chain(self.clients.iter().map(|client| client.stream.as_fd()))
+    }
+
+    /// Returns the time until [`Self::requests`] must be called even if nothing becomes readable.
+    #[must_use]
+    pub fn left(&self) -> Option<Duration> {
+        let ends = self.clients.iter().map(|client| client.end);
+        ends.min().map(|end| end.saturating_duration_since(Instant::now()))
+    }
+
+    /// Accepts clients and reads what they have sent; returns the complete requests. `is_ours` tells whether a user has access.
+    pub fn requests(&mut self, is_ours: fn(u32) -> bool) -> Vec<(ManagerRequest, ManagerClient)> {
+        while self.clients.len() < CLIENTS_MAX {
+            let Ok((stream, _)) = self.listener.accept() else { break };
+            match admitted(&stream, is_ours) {
+                Ok(()) => self.clients.push(Incomplete { stream, bytes: Vec::new(), end: Instant::now() + TIMEOUT }),
+                Err(error) => ManagerClient(stream).reply(Err(error.to_string())),
+            }
+        }
+        let mut complete = Vec::new();
+        for mut client in std::mem::take(&mut self.clients) {
+            match client.read() {
+                Some(Ok(request)) => complete.push((request, ManagerClient(client.stream))),
+                Some(Err(why)) => ManagerClient(client.stream).reply(Err(why)),
+                None => self.clients.push(client),
+            }
+        }
+        complete
+    }
+}
+
+/// Checks that a client may ask, and never waits for it.
+fn admitted(stream: &UnixStream, is_ours: fn(u32) -> bool) -> Result<(), Error> {
+    stream.set_nonblocking(true)?;
+    // The peer's process may have no id in this namespace, which rustix does not allow for.
+    let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials);
+    let peer = peer.map_err(io::Error::from)?.uid();
+    if is_ours(peer) { Ok(()) } else { Err(Error::NoAccess(peer)) }
+}
+
+impl Incomplete {
+    /// Returns the request, or why there is none, once that is known.
+    fn read(&mut self) -> Option<Result<ManagerRequest, String>> {
+        let mut piece = [0; 4096];
+        while self.bytes.len() < REQUEST_BYTES_MAX && !self.bytes.contains(&b'\n') {
+            match self.stream.read(&mut piece) {
+                Ok(0) => return Some(parse(&self.bytes)),
+                Ok(count) => self.bytes.extend_from_slice(&piece[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < self.end => return None,
+                Err(error) => return Some(Err(format!("the request did not arrive: {error}"))),
+            }
+        }
+        Some(parse(&self.bytes))
+    }
+}
+
+/// Parses the first line.
+fn parse(bytes: &[u8]) -> Result<ManagerRequest, String> {
+    let line = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    serde_json::from_slice(line).map_err(|error| Error::InvalidRequest(error).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+
+    use super::*;
+
+    fn requests() -> [ManagerRequest; 3] {
+        [
+            ManagerRequest::Add {
+                words: vec![FileName(b"share".to_vec()), FileName(vec![0xff, b'/'])],
+                folder: FileName(b"/srv".to_vec()),
+            },
+            ManagerRequest::Remove { pid: 7, share: None, force: true },
+            ManagerRequest::Reload { force: false },
+        ]
+    }
+
+    /// A socket in a folder of its own, and the folder.
+    fn socket() -> (ManagerSocket, tempfile::TempDir) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = Socket::bind(&folder.path().join("s")).expect("a free path");
+        let listener = socket.listener().expect("a descriptor");
+        listener.set_nonblocking(true).expect("a socket");
+        (ManagerSocket { socket, listener, clients: Vec::new() }, folder)
+    }
+
+    fn connect(folder: &tempfile::TempDir) -> UnixStream {
+        UnixStream::connect(folder.path().join("s")).expect("it listens")
+    }
+
+    fn answer(client: UnixStream) -> String {
+        client.set_read_timeout(Some(Duration::from_secs(10))).expect("a socket");
+        let mut line = String::new();
+        BufReader::new(client).read_line(&mut line).expect("an answer");
+        line
+    }
+
+    #[test]
+    fn requests_arrive_in_any_pieces() {
+        for request in requests() {
+            let line = serde_json::to_vec(&request).expect("it is text");
+            assert_eq!(parse(&line).as_ref(), Ok(&request));
+            let (mut manager, folder) = socket();
+            let mut client = connect(&folder);
+            for byte in &line {
+                assert!(manager.requests(|_| true).is_empty());
+                client.write_all(&[*byte]).expect("it reads");
+            }
+            assert!(manager.requests(|_| true).is_empty() && manager.left().is_some());
+            client.write_all(b"\nmore").expect("it reads");
+            let (came, from) = manager.requests(|_| true).pop().expect("a request");
+            assert_eq!(came, request);
+            from.reply(Ok(vec!["done".into()]));
+            assert_eq!(answer(client), "{\"ok\":[\"done\"]}\n");
+            assert_eq!((manager.left(), manager.descriptors().count()), (None, 1));
+        }
+    }
+
+    #[test]
+    fn garbage_and_strangers_are_refused_and_hold_up_nobody() {
+        let (mut manager, folder) = socket();
+        let endless = vec![b'x'; 4 * REQUEST_BYTES_MAX];
+        for bytes in
+            [&b"{\n"[..], b"\xff\xff\n", b"{\"do\":\"reload\"}\n", b"{\"do\":\"sail\",\"force\":true}\n", b"\n"]
+        {
+            let mut client = connect(&folder);
+            client.write_all(bytes).expect("it reads");
+            assert!(manager.requests(|_| true).is_empty());
+            assert!(answer(client).starts_with("{\"error\":\"invalid request"), "{bytes:?}");
+        }
+        let client = connect(&folder);
+        let mut sender = client.try_clone().expect("a descriptor");
+        let sends = std::thread::spawn(move || sender.write_all(&endless));
+        while !sends.is_finished() {
+            assert!(manager.requests(|_| true).is_empty());
+        }
+        assert!(answer(client).starts_with("{\"error\":\"invalid request"));
+        sends.join().expect("it ends").expect_err("the manager has left it");
+        let client = connect(&folder);
+        assert!(manager.requests(|_| false).is_empty());
+        assert!(answer(client).contains("has no access"));
+        // Silent clients take places for a while; others wait behind them.
+        let silent: Vec<_> = (0..CLIENTS_MAX).map(|_| connect(&folder)).collect();
+        manager.requests(|_| true);
+        assert_eq!(manager.descriptors().count(), CLIENTS_MAX);
+        drop(silent);
+        let mut client = connect(&folder);
+        client.write_all(b"{\"do\":\"reload\",\"force\":true}\n").expect("it waits");
+        manager.requests(|_| true);
+        assert_eq!(manager.requests(|_| true).len(), 1);
+    }
+}

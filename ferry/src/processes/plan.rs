@@ -1,0 +1,570 @@
+//! What a change of a running process does. All of it is found before anything is done, so a change that is refused changes nothing.
+
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+
+use anyhow::{Result, anyhow, bail, ensure};
+use ferry_control::{MetricsAddress, Setting};
+
+use super::unit::{Unit, need_each_other, places_of_disk, places_of_share};
+use crate::cli::{Cli, Command};
+use crate::config;
+use crate::disk;
+use crate::flags::{Limit, Share};
+use crate::groups::{self, Invocation};
+use crate::sandbox::SandboxFlags;
+use crate::{share, source};
+
+/// The keys of a table that can change while the share or disk is served.
+const LIVE: [&str; 5] = ["limit", "poll-us", "entry-timeout", "attr-timeout", "negative-timeout"];
+
+/// What a change does.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Processes to start.
+    pub starts: Vec<Unit>,
+    /// The indexes of the servers to end.
+    pub ends: Vec<usize>,
+    /// Servers to start in place of others.
+    pub replaces: Vec<Replacement>,
+    /// Settings of items that go on.
+    pub settings: Vec<ItemSettings>,
+    /// What the configuration file says now of items that go on: the index of the server, that of the item, and its table.
+    pub tables: Vec<(usize, usize, toml::Table)>,
+    /// What else the user should know.
+    pub notes: Vec<String>,
+}
+
+/// A server with other flags.
+#[derive(Debug)]
+pub struct Replacement {
+    /// The index of the server that it replaces.
+    pub server: usize,
+    pub unit: Unit,
+    /// What changes, for messages.
+    pub keys: String,
+}
+
+/// The settings of an item that change.
+#[derive(Debug)]
+pub struct ItemSettings {
+    /// The index of the server.
+    pub server: usize,
+    /// The index of the item.
+    pub item: usize,
+    pub settings: Vec<Setting>,
+    /// The values until now.
+    pub undo: Vec<Setting>,
+}
+
+/// A server that runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Served<'a> {
+    pub index: usize,
+    pub unit: &'a Unit,
+}
+
+/// What the process was started with.
+#[derive(Clone, Debug, Default)]
+pub struct Base {
+    /// The confinement of what is added without flags of its own.
+    pub sandbox_flags: SandboxFlags,
+    /// What the configuration file said of it.
+    pub of_file: SandboxFlags,
+    pub metrics: Option<MetricsAddress>,
+}
+
+/// Plans `ferry add`.
+pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base) -> Result<Plan> {
+    let starts = units_of_command(words, folder, &base.sandbox_flags)?;
+    check_places(&starts, served)?;
+    check_beside(&starts, served)?;
+    Ok(Plan { starts, ..Plan::default() })
+}
+
+/// Plans `ferry remove`. `item`: the only one to remove of a server.
+pub fn remove(index: usize, item: Option<usize>, served: &[Served<'_>]) -> Result<Plan> {
+    let unit = served.iter().find(|server| server.index == index).map(|server| server.unit);
+    let unit = unit.ok_or_else(|| anyhow!("it has ended meanwhile"))?;
+    if let Some(item) = item.filter(|_| unit.len() > 1) {
+        let gone = BTreeSet::from([item]);
+        bail!(alone(unit, &gone));
+    }
+    ensure!(served.len() > 1, "{} is the last that this process serves: end the process instead", unit.shown());
+    Ok(Plan { ends: vec![index], ..Plan::default() })
+}
+
+/// Plans `ferry reload`.
+pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<Plan> {
+    check_process(&file, base)?;
+    share::refuse_duplicates(&file.shares, &file.disks)?;
+    let mut difference = Difference { served, matched: BTreeSet::new(), plan: Plan::default(), blocked: Vec::new() };
+    let mut shares = Vec::new();
+    for (share, table) in file.shares.into_iter().zip(file.share_tables) {
+        let is_same = |unit: &Unit, item: usize| unit.shares().get(item) == Some(&share);
+        match difference.find(&places_of_share(&share), &table, is_same) {
+            Found::New => shares.push((share, Some(table))),
+            Found::Known => {}
+            Found::Changed(server, keys) => {
+                let unit = Unit::of_group(vec![(share, Some(table))], &base.sandbox_flags);
+                difference.plan.replaces.push(Replacement { server, unit, keys });
+            }
+        }
+    }
+    let mut starts = Unit::of_shares(shares, &base.sandbox_flags);
+    for (disk, table) in file.disks.into_iter().zip(file.disk_tables) {
+        match difference.find(&places_of_disk(&disk), &table, |unit, _| unit.disk() == Some(&disk)) {
+            Found::New => starts.push(Unit::of_disk(disk, Some(table), &base.sandbox_flags)),
+            Found::Known => {}
+            Found::Changed(server, keys) => {
+                let unit = Unit::of_disk(disk, Some(table), &base.sandbox_flags);
+                difference.plan.replaces.push(Replacement { server, unit, keys });
+            }
+        }
+    }
+    let mut plan = difference.ends()?;
+    let is_replaced = |index| plan.replaces.iter().any(|replacement| replacement.server == index);
+    let others: Vec<_> = served.iter().filter(|server| !is_replaced(server.index)).copied().collect();
+    let stays: Vec<_> = others.iter().filter(|server| !plan.ends.contains(&server.index)).copied().collect();
+    let new = || starts.iter().chain(plan.replaces.iter().map(|replacement| &replacement.unit));
+    // What is removed ends last.
+    check_places(new(), &others)?;
+    check_beside(new(), &stays)?;
+    let uncounted = starts.iter().filter(|unit| base.metrics.is_some() && unit.disk().is_none());
+    plan.notes.extend(uncounted.map(|unit| {
+        format!("the metrics of {} are those of ferry metrics, and at no address until the next start", unit.shown())
+    }));
+    plan.starts = starts;
+    Ok(plan)
+}
+
+/// What is known of an item of the file.
+enum Found {
+    New,
+    /// It is served, and goes on.
+    Known,
+    /// It is served with other flags, by this server alone.
+    Changed(usize, String),
+}
+
+/// The difference between the configuration file and what runs.
+struct Difference<'a> {
+    served: &'a [Served<'a>],
+    /// The items that the file lists: the index of the server, and that of the item.
+    matched: BTreeSet<(usize, usize)>,
+    plan: Plan,
+    /// What cannot change.
+    blocked: Vec<String>,
+}
+
+impl Difference<'_> {
+    /// Finds an item of the file. `is_same` tells whether one that was added by hand is the same.
+    fn find(&mut self, places: &[String], table: &toml::Table, is_same: impl Fn(&Unit, usize) -> bool) -> Found {
+        let Some((server, item)) = find(places, self.served) else { return Found::New };
+        let (index, unit) = (server.index, server.unit);
+        let shown = format!("{} at {}", name_of(unit, item), places.join(", "));
+        if !self.matched.insert((index, item)) {
+            self.blocked.push(format!("{shown} is listed twice"));
+            return Found::Known;
+        }
+        let Some(before) = unit.tables.get(item).and_then(Option::as_ref) else {
+            match is_same(unit, item) {
+                true => self.plan.tables.push((index, item, table.clone())),
+                false => {
+                    self.blocked.push(format!("{shown} was added by hand with other settings: ferry remove it first"))
+                }
+            }
+            return Found::Known;
+        };
+        let keys: BTreeSet<_> = before.keys().chain(table.keys()).collect();
+        let changed = keys.into_iter().filter(|key| before.get(*key) != table.get(*key));
+        let is_live = |key: &&String| LIVE.contains(&key.as_str()) && (*key != "limit" || one_group(before, table));
+        let (live, fixed): (Vec<&String>, Vec<&String>) = changed.partition(is_live);
+        if !fixed.is_empty() {
+            let keys: Vec<_> = fixed.into_iter().map(String::as_str).collect();
+            let keys = format!("{} of {shown}", keys.join(", "));
+            if unit.len() == 1 && unit.metrics.is_none() && unit.trace.is_none() {
+                return Found::Changed(index, keys);
+            }
+            self.blocked.push(format!(
+                "{keys} cannot change while its process serves others, or has an address for metrics: start it again"
+            ));
+        } else if !live.is_empty() {
+            let is_disk = unit.disk().is_some();
+            let values = |table| live.iter().map(|key| value_of(table, key, is_disk)).collect();
+            self.plan.settings.push(ItemSettings {
+                server: index,
+                item,
+                settings: values(table),
+                undo: values(before),
+            });
+            self.plan.tables.push((index, item, table.clone()));
+        }
+        Found::Known
+    }
+
+    /// Adds what the file does not list any more; returns the plan if all of it is possible.
+    fn ends(mut self) -> Result<Plan> {
+        for Served { index, unit } in self.served {
+            let is_gone = |item: &usize| unit.tables[*item].is_some() && !self.matched.contains(&(*index, *item));
+            let gone: BTreeSet<_> = (0..unit.len()).filter(is_gone).collect();
+            match gone.len() {
+                0 => {}
+                count if count == unit.len() => self.plan.ends.push(*index),
+                _ => self.blocked.push(alone(unit, &gone)),
+            }
+        }
+        ensure!(self.blocked.is_empty(), self.blocked.join("; "));
+        Ok(self.plan)
+    }
+}
+
+/// Returns why some items of a server cannot be removed.
+fn alone(unit: &Unit, gone: &BTreeSet<usize>) -> String {
+    let names = |is_gone: bool| {
+        let names = (0..unit.len()).filter(|item| gone.contains(item) == is_gone).map(|item| name_of(unit, item));
+        names.collect::<Vec<_>>().join(", ")
+    };
+    format!(
+        "{} cannot be removed without {}: one process serves them, because they have one source, one group of limits, or one address \
+         for metrics",
+        names(true),
+        names(false)
+    )
+}
+
+fn name_of(unit: &Unit, item: usize) -> String {
+    unit.names().into_iter().nth(item).unwrap_or_default()
+}
+
+/// Returns the item that has one of these places.
+fn find<'a>(places: &[String], served: &[Served<'a>]) -> Option<(Served<'a>, usize)> {
+    served.iter().find_map(|server| {
+        let is_one = |own: &Vec<String>| own.iter().any(|place| places.contains(place));
+        server.unit.places().iter().position(is_one).map(|item| (*server, item))
+    })
+}
+
+/// Whether the limits of two tables belong to the same group.
+fn one_group(before: &toml::Table, after: &toml::Table) -> bool {
+    group_of(before) == group_of(after)
+}
+
+fn limit_of(table: &toml::Table) -> Option<Limit> {
+    table.get("limit").and_then(toml::Value::as_str).and_then(|text| text.parse().ok())
+}
+
+fn group_of(table: &toml::Table) -> Option<String> {
+    limit_of(table).and_then(|limit| limit.group)
+}
+
+/// Returns the value of a setting in a table, as `ferry set` takes it.
+fn value_of(table: &toml::Table, key: &str, is_disk: bool) -> Setting {
+    let value = match key {
+        // The group stays.
+        "limit" => limit_of(table).map_or_else(|| "none".into(), |limit| Limit { group: None, ..limit }.to_string()),
+        "poll-us" => {
+            let default = if is_disk { ferry_blk::Options::default().poll } else { Share::default().poll() };
+            let given = table.get(key).and_then(toml::Value::as_integer);
+            given.map_or_else(|| default.get().as_micros().to_string(), |us| us.to_string())
+        }
+        timeout => {
+            let given = table.get(timeout).and_then(toml::Value::as_integer);
+            given.map_or_else(|| "default".into(), |seconds| seconds.to_string())
+        }
+    };
+    Setting { name: key.into(), value }
+}
+
+/// Checks the keys of the whole process, which holds them until it ends.
+fn check_process(file: &config::File, base: &Base) -> Result<()> {
+    let (now, then) = (file.sandbox_flags(), &base.of_file);
+    let changed = [
+        ("sandbox", now.sandbox != then.sandbox),
+        ("seccomp", now.seccomp != then.seccomp),
+        ("modcaps", now.modcaps != then.modcaps),
+        ("metrics", file.metrics != base.metrics),
+    ];
+    let changed: Vec<_> = changed.into_iter().filter(|(_, is)| *is).map(|(key, _)| key).collect();
+    ensure!(changed.is_empty(), "{} cannot change while the process runs: start it again", changed.join(", "));
+    Ok(())
+}
+
+/// Checks that the places of new processes are free.
+fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served<'_>]) -> Result<()> {
+    for unit in starts {
+        for (item, places) in unit.places().iter().enumerate() {
+            if let Some(fd) = places.iter().find(|place| place.starts_with("descriptor ")) {
+                bail!("{fd} of {}: descriptors are inherited at the start; use a socket", name_of(unit, item));
+            }
+            if let Some((other, at)) = find(places, served) {
+                bail!(
+                    "{} is served already, from {}: ferry remove it first",
+                    places.join(", "),
+                    name_of(other.unit, at)
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks that new processes need not be one with those that run.
+fn check_beside<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served<'_>]) -> Result<()> {
+    let shares = starts.into_iter().flat_map(Unit::shares);
+    let mut pairs =
+        shares.flat_map(|share| served.iter().flat_map(|server| server.unit.shares()).map(move |other| (share, other)));
+    pairs.try_for_each(|(share, other)| check_pair(share, other))
+}
+
+/// Checks that two shares can have a process each.
+fn check_pair(share: &Share, other: &Share) -> Result<()> {
+    let (name, other_name) = (share.source.display(), other.source.display());
+    let group = |share: &Share| share.limit.as_ref().and_then(|limit| limit.group.clone());
+    if let Some(group) = group(share).filter(|name| group(other).as_ref() == Some(name)) {
+        bail!(
+            "--limit group={group}: the shares of a group have one process, and {other_name} is served already: start all of them again"
+        );
+    }
+    if let Some(why) = source::quota_conflict(&[share.clone(), other.clone()]) {
+        bail!(why);
+    }
+    let is_counted = share.quota.is_some() && need_each_other(share, other);
+    ensure!(!is_counted, "--quota: one process must count {name} and {other_name}: start both again, from one file");
+    Ok(())
+}
+
+/// Parses the command line of `ferry add`.
+pub fn units_of_command(words: &[OsString], folder: &Path, sandbox_flags: &SandboxFlags) -> Result<Vec<Unit>> {
+    let line = std::iter::once(OsStr::new("ferry").to_owned()).chain(words.iter().cloned());
+    let Invocation { cli: Cli { command, log, syslog }, more, more_disks, .. } = groups::parse_in(line, folder)?;
+    ensure!(log.is_none() && !syslog, "--log and --syslog are for the whole process: see ferry log");
+    let units = match command {
+        Command::Share(args) => {
+            ensure!(args.config.is_none() && !args.json, "--config and --json are for ferry share");
+            let sandbox_flags = args.sandbox_flags.or(sandbox_flags.clone());
+            let mut shares: Vec<_> = args.share.into_iter().chain(more).collect();
+            shares.iter_mut().for_each(|share| share.resolve_sockets(folder));
+            share::refuse_duplicates(&shares, &[])?;
+            let shares: Vec<_> = shares.into_iter().map(|share| (share, None)).collect();
+            let (mut metrics, mut trace) = (args.metrics, args.trace);
+            metrics.iter_mut().for_each(|metrics| metrics.resolve(folder));
+            trace.iter_mut().for_each(|trace| trace.resolve(folder));
+            match metrics.is_some() || trace.is_some() {
+                true => vec![Unit { metrics, trace, ..Unit::of_group(shares, &sandbox_flags) }],
+                false => Unit::of_shares(shares, &sandbox_flags),
+            }
+        }
+        Command::Disk(first) => {
+            let sandbox_flags = first.sandbox_flags.clone().or(sandbox_flags.clone());
+            let mut disks: Vec<disk::Args> = std::iter::once(*first).chain(more_disks).collect();
+            for disk in &mut disks {
+                ensure!(!disk.json && !disk.print_capabilities, "--json and --print-capabilities are for ferry disk");
+                ensure!(
+                    disk.socket() != (None, None),
+                    "'--vhost-user <SOCKET>' is missing after {}",
+                    disk.path()?.display()
+                );
+                disk.resolve_paths(folder);
+            }
+            disk::refuse_duplicates(&disks)?;
+            disks.into_iter().map(|disk| Unit::of_disk(disk, None, &sandbox_flags)).collect()
+        }
+        _ => bail!("only share and disk can be added"),
+    };
+    Ok(units)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(text: &str) -> config::File {
+        config::parse(text, Path::new("/etc/ferry")).expect(text)
+    }
+
+    /// The processes of a file, as at the start.
+    fn units(text: &str) -> Vec<Unit> {
+        let config::File { shares, share_tables, disks, disk_tables, .. } = file(text);
+        let shares = shares.into_iter().zip(share_tables.into_iter().map(Some)).collect();
+        let flags = SandboxFlags::default();
+        let disks = disks.into_iter().zip(disk_tables).map(|(disk, table)| Unit::of_disk(disk, Some(table), &flags));
+        Unit::of_shares(shares, &flags).into_iter().chain(disks).collect()
+    }
+
+    fn served(units: &[Unit]) -> Vec<Served<'_>> {
+        units.iter().enumerate().map(|(index, unit)| Served { index, unit }).collect()
+    }
+
+    /// What a plan does, in words.
+    fn described(plan: &Plan, units: &[Unit]) -> String {
+        let mut words: Vec<_> = plan.starts.iter().map(|unit| format!("start {}", unit.shown())).collect();
+        words.extend(plan.replaces.iter().map(|one| format!("{} changes to {}", one.keys, one.unit.shown())));
+        words.extend(plan.ends.iter().map(|index| format!("end {}", units[*index].shown())));
+        for ItemSettings { server, item, settings, undo } in &plan.settings {
+            for (now, then) in settings.iter().zip(undo) {
+                words.push(format!(
+                    "{} {}={} not {}",
+                    name_of(&units[*server], *item),
+                    now.name,
+                    now.value,
+                    then.value
+                ));
+            }
+        }
+        words.join("; ")
+    }
+
+    fn planned(before: &str, after: &str) -> Result<String> {
+        let units = units(before);
+        Ok(described(&reload(file(after), &served(&units), &Base::default())?, &units))
+    }
+
+    const A: &str = "[[share]]\nsource = \"/a\"\nvirtiofs = \"a\"\n";
+    const B: &str = "[[share]]\nsource = \"/b\"\nvirtiofs = \"b\"\n";
+    const D: &str = "[[disk]]\nfile = \"d\"\nvhost-user = \"d\"\n";
+
+    #[test]
+    fn a_reload_plans_the_difference() {
+        let default = Share::default().poll().get().as_micros();
+        for (before, after, expected) in [
+            (A.into(), A.into(), String::new()),
+            (format!("{A}{B}"), format!("{B}{A}"), String::new()),
+            (A.into(), A.replace("source", "dir"), String::new()),
+            (A.into(), format!("{A}{B}{D}"), "start /b; start /etc/ferry/d".into()),
+            (format!("{A}{B}{D}"), B.into(), "end /a; end /etc/ferry/d".into()),
+            (A.into(), B.into(), "start /b; end /a".into()),
+            (format!("{A}limit = \"iops=5\""), A.into(), "/a limit=none not iops=5".into()),
+            (A.into(), format!("{A}limit = \"bps=1M\""), "/a limit=bps=1048576 not none".into()),
+            (
+                format!("{A}limit = \"iops=5,group=g\""),
+                format!("{A}limit = \"iops=6,group=g\""),
+                "/a limit=iops=6 not iops=5".into(),
+            ),
+            (format!("{A}poll-us = 0"), A.into(), format!("/a poll-us={default} not 0")),
+            (A.into(), format!("{A}attr-timeout = 5"), "/a attr-timeout=5 not default".into()),
+            (D.into(), format!("{D}limit = \"iops=7\""), "/etc/ferry/d limit=iops=7 not none".into()),
+            // Other flags need another server.
+            (
+                A.into(),
+                format!("{A}cache = \"none\"\ntag = \"x\""),
+                "cache, tag of /a at /etc/ferry/a changes to /a".into(),
+            ),
+            (format!("{A}read-only = true"), A.into(), "read-only of /a at /etc/ferry/a changes to /a".into()),
+            (A.into(), A.replace("/a", "/b"), "source of /a at /etc/ferry/a changes to /b".into()),
+            (A.into(), format!("{A}9p = \"unix:c\""), "9p of /a at /etc/ferry/a, /etc/ferry/c changes to /a".into()),
+            (
+                D.into(),
+                format!("{A}{D}read-only = true"),
+                "start /a; read-only of /etc/ferry/d at /etc/ferry/d changes to /etc/ferry/d".into(),
+            ),
+            (
+                D.into(),
+                "[[share]]\nsource = \"/a\"\nvirtiofs = \"d\"\n".into(),
+                "file, source, vhost-user, virtiofs of /etc/ferry/d at /etc/ferry/d changes to /a".into(),
+            ),
+            // A group may go and come as a whole.
+            (
+                format!("{A}limit = \"iops=5,group=g\"\n{B}limit = \"iops=5,group=g\"\n{D}"),
+                D.into(),
+                "end /a, /b".into(),
+            ),
+        ] {
+            assert_eq!(
+                planned(&before, &after).map_err(|error| error.to_string()),
+                Ok(expected),
+                "{before} -> {after}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_cannot_change_is_named() {
+        let grouped = format!("{A}limit = \"iops=5,group=g\"\n");
+        // One process serves both.
+        let two = format!("{A}{}", A.replace("\"a\"", "\"b\""));
+        for (before, after, words) in [
+            (
+                two.clone(),
+                format!("{two}cache = \"none\"\ntag = \"x\""),
+                "cache, tag of /a at /etc/ferry/b cannot change",
+            ),
+            (two.clone(), two.replacen("/a", "/c", 1), "source of /a"),
+            (two.clone(), format!("{two}limit = \"iops=5,group=g\""), "limit of /a"),
+            (
+                grouped.clone(),
+                format!("{grouped}{B}limit = \"iops=5,group=g\""),
+                "the shares of a group have one process",
+            ),
+            (format!("{grouped}{B}limit = \"iops=5,group=g\""), grouped.clone(), "/b cannot be removed without /a"),
+            (format!("{A}{B}"), format!("{A}9p = \"unix:b\""), "/etc/ferry/a, /etc/ferry/b is served already"),
+            (A.into(), format!("seccomp = \"log\"\n{A}"), "seccomp cannot change while the process runs"),
+            (A.into(), format!("metrics = \"127.0.0.1:1\"\n{A}"), "metrics cannot change"),
+            (
+                A.into(),
+                format!("{A}[[share]]\nsource = \"/b\"\nfd = 3"),
+                "descriptor 3 of /b: descriptors are inherited",
+            ),
+            (A.into(), format!("{A}{A}"), "is given twice"),
+        ] {
+            let error = planned(&before, &after).expect_err(&after).to_string();
+            assert!(error.contains(words), "{before} -> {after}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_was_added_by_hand_stays_until_the_file_has_it() {
+        let mut units = units(&format!("{A}{B}"));
+        units[1].tables = vec![None];
+        let plan = |text: &str| reload(file(text), &served(&units), &Base::default());
+        assert_eq!(described(&plan(A).expect("a plan"), &units), "");
+        let adopts = plan(&format!("{A}{B}")).expect("a plan");
+        assert_eq!((described(&adopts, &units).as_str(), adopts.tables.len()), ("", 1));
+        let error = plan(&format!("{A}{B}cache = \"none\"")).expect_err("it differs").to_string();
+        assert!(error.contains("/b at /etc/ferry/b was added by hand with other settings"), "{error}");
+    }
+
+    #[test]
+    fn command_lines_of_additions_are_checked() {
+        let units = units(&format!("{A}quota = \"1G\"\n{D}"));
+        let plan = |line: &str| {
+            let words: Vec<_> = line.split(' ').map(OsString::from).collect();
+            let plan = add(&words, Path::new("/srv"), &served(&units), &Base::default());
+            plan.map(|plan| described(&plan, &units)).map_err(|error| error.to_string())
+        };
+        assert_eq!(plan("share x --virtiofs s"), Ok("start /srv/x".into()));
+        assert_eq!(plan("share x --virtiofs s y --9p unix:t"), Ok("start /srv/x; start /srv/y".into()));
+        assert_eq!(plan("disk x --vhost-user s"), Ok("start /srv/x".into()));
+        for (line, words) in [
+            ("share x --virtiofs /etc/ferry/a", "/etc/ferry/a is served already, from /a"),
+            ("disk x --vhost-user /etc/ferry/d", "is served already, from /etc/ferry/d"),
+            ("share x --virtiofs s y --virtiofs s", "is given twice"),
+            ("share --config f", "--config and --json are for ferry share"),
+            ("share x --virtiofs s --json", "--config and --json are for ferry share"),
+            ("share x", "is missing after x"),
+            ("disk x", "is missing after x"),
+            ("share x --fd 3", "descriptor 3 of /srv/x"),
+            ("share /a/b --virtiofs s", "--quota"),
+            ("share /a --quota 1G --virtiofs s", "--quota"),
+            ("log", "only share and disk can be added"),
+            ("share x --virtiofs s --syslog", "for the whole process"),
+        ] {
+            let error = plan(line).expect_err(line);
+            assert!(error.contains(words), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_last_server_and_parts_of_one_are_not_removed() {
+        let units = units(&format!("{A}{A}{B}").replacen("\"a\"", "\"c\"", 1));
+        let all = served(&units);
+        assert_eq!(all.len(), 2);
+        let removed = |index, item| remove(index, item, &all).map(|plan| plan.ends).map_err(|error| error.to_string());
+        assert_eq!(removed(1, Some(0)), Ok(vec![1]));
+        assert!(removed(0, Some(1)).is_err_and(|error| error.contains("cannot be removed without")));
+        assert!(removed(2, None).is_err_and(|error| error.contains("has ended")));
+        let error = remove(1, None, &all[1..]).expect_err("it is the last").to_string();
+        assert!(error.contains("/b is the last that this process serves"), "{error}");
+    }
+}
