@@ -1,52 +1,17 @@
 //! `ferry add`, `ferry remove` and `ferry reload`: change what a running process serves.
 
-use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use ferry_control::{FileName, ManagerRequest, printable};
 
+use crate::cli::{AddArgs, ReloadArgs, RemoveArgs};
 use crate::control::{Client, manager_of};
 use crate::output::print;
 use crate::paths::start_dir;
 use crate::sandbox::SandboxFlags;
 use crate::status::misuse;
 use crate::{cli, groups, help, processes};
-
-#[derive(Debug, clap::Args)]
-pub struct AddArgs {
-    /// The process of ferry share --config, by its id, or by the socket, mount point, 9P address or directory of anything that it
-    /// serves.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
-
-    /// share or disk, and what follows it on the command line of ferry share or ferry disk.
-    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
-    command: Vec<OsString>,
-}
-
-#[derive(Debug, clap::Args)]
-pub struct RemoveArgs {
-    /// The socket, mount point, 9P address or directory of a share, or the socket of a disk.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
-
-    /// Remove it also while clients are connected or files are open.
-    #[arg(long)]
-    force: bool,
-}
-
-#[derive(Debug, clap::Args)]
-pub struct ReloadArgs {
-    /// The process of ferry share --config, by its id, or by anything that it serves.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
-
-    /// Remove and replace servers also while clients are connected or files are open.
-    #[arg(long)]
-    force: bool,
-}
 
 /// Runs `ferry add`.
 pub fn add(args: &AddArgs) -> Result<()> {

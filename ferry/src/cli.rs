@@ -112,13 +112,13 @@ pub enum Command {
     #[command(after_long_help = recipes::ADD)]
     #[command(override_usage = "ferry add TARGET share SOURCE --virtiofs SOCKET [OPTIONS]\n       \
                                 ferry add TARGET disk FILE --vhost-user SOCKET [OPTIONS]")]
-    Add(crate::change_cmd::AddArgs),
+    Add(AddArgs),
 
     /// Remove a share or disk from a running process, which serves the others without a break.
     ///
     /// While clients are connected or files are open, nothing changes unless --force is given. Requests under way are finished and synced.
     #[command(after_long_help = recipes::REMOVE)]
-    Remove(crate::change_cmd::RemoveArgs),
+    Remove(RemoveArgs),
 
     /// Read the configuration file of a running process again, and serve what it lists now.
     ///
@@ -126,7 +126,7 @@ pub enum Command {
     /// only while no client is connected, unless --force is given. If anything is wrong or cannot be changed, it is named, and nothing
     /// changes. What ferry add has added stays.
     #[command(after_long_help = recipes::RELOAD)]
-    Reload(crate::change_cmd::ReloadArgs),
+    Reload(ReloadArgs),
 
     /// Show the shares, mounts and disks that run: who uses them, and by which paths.
     ///
@@ -286,6 +286,40 @@ pub struct MountArgs {
     /// Run as the background process.
     #[arg(long, hide = true)]
     pub detached: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct AddArgs {
+    /// The process of ferry share --config, by its id, or by the socket, mount point, 9P address or directory of anything that it
+    /// serves.
+    #[arg(value_name = "TARGET")]
+    pub target: PathBuf,
+
+    /// share or disk, and what follows it on the command line of ferry share or ferry disk.
+    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub command: Vec<OsString>,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct RemoveArgs {
+    /// The socket, mount point, 9P address or directory of a share, or the socket of a disk.
+    #[arg(value_name = "TARGET")]
+    pub target: PathBuf,
+
+    /// Remove it also while clients are connected or files are open.
+    #[arg(long)]
+    pub force: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct ReloadArgs {
+    /// The process of ferry share --config, by its id, or by anything that it serves.
+    #[arg(value_name = "TARGET")]
+    pub target: PathBuf,
+
+    /// Remove and replace servers also while clients are connected or files are open.
+    #[arg(long)]
+    pub force: bool,
 }
 
 #[derive(Debug, clap::Args)]

@@ -1,27 +1,21 @@
-//! Several servers: one process for each disk, and for each share of a configuration file, so that storage that hangs, a crash or a
-//! guest that breaks out harms no other server, and each can be added and removed while the others go on.
+//! Several servers: one process for each disk, and for each share of a configuration file, so that storage that hangs and a guest that
+//! breaks out of its server reach no other one, and each can be added and removed while the others go on.
 //!
 //! The parent starts the children, and waits. It forwards signals, prints in JSON what is up, and removes the socket files of disks at
 //! the end. With a configuration file it is also their manager ([`manager`]), and then keeps the rights that it was started with.
 
+mod child;
 mod manager;
 mod plan;
 mod servers;
 mod unit;
 
-use std::cell::RefCell;
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::Write;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use ferry_control::{Logging, MetricsAddress, TraceOptions};
 use ferry_isolation::BlockedSignals;
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::config;
 use crate::disk;
@@ -35,10 +29,11 @@ use crate::share::{self, Start};
 use crate::socket::ListenSocket;
 use crate::status::misuse;
 
-use manager::Manager;
+use child::ChildContext;
+use manager::{Manager, Outcome, Supervisor};
 use plan::Base;
-use servers::{Outcome, Servers};
-use unit::{Items, Unit};
+use servers::Servers;
+use unit::Unit;
 
 pub use plan::units_of_command;
 
@@ -160,12 +155,13 @@ fn run_all(launch: Launch<'_>) -> Result<u8> {
     // Paths in messages, and the file that is read again, are relative to it.
     start_dir();
     let is_managed = manager.is_some();
-    let mut servers = Servers::new(manager.and_then(|(path, base)| Manager::start(path, base)), is_managed, json);
+    let manager = manager.and_then(|(path, base)| Manager::start(path, base));
+    let mut supervisor = Supervisor { servers: Servers::new(is_managed, json), manager };
     let context = ChildContext { signals, logging, json };
     let mut bound = bound.into_iter();
     while let Some((unit, socket, own)) = bound.next() {
-        if let Some(task) = servers.begin(unit, socket, own, false)? {
-            servers.leave();
+        if let Some(task) = supervisor.servers.begin(unit, socket, own, false)? {
+            supervisor.leave();
             bound.filter_map(|(_, socket, _)| socket).for_each(|mut socket| socket.leave());
             return task.run(&context);
         }
@@ -174,125 +170,12 @@ fn run_all(launch: Launch<'_>) -> Result<u8> {
         sandbox::confine_supervisor(&sandbox_flags)?;
     }
     let arrives = signals.descriptor()?;
-    match servers.wait(&signals, &arrives)? {
+    match supervisor.wait(&signals, &arrives)? {
         Outcome::Ended(status) => Ok(status),
         Outcome::Child(task) => {
             drop(arrives);
-            servers.leave();
+            supervisor.leave();
             task.run(&context)
         }
-    }
-}
-
-/// What every child needs.
-struct ChildContext<'a> {
-    signals: BlockedSignals,
-    logging: &'a Logging,
-    json: bool,
-}
-
-/// What a child has to do.
-struct Task {
-    unit: Unit,
-    /// The socket of a disk.
-    socket: Option<ListenSocket>,
-    /// The inherited sockets of shares.
-    inherited: HashMap<u16, ListenSocket>,
-    report: ReportSender,
-    new_files: NewFiles,
-}
-
-impl Task {
-    /// Serves, and returns the exit status.
-    fn run(self, context: &ChildContext<'_>) -> Result<u8> {
-        service_manager::leave();
-        let Self { unit, socket, inherited, report, new_files } = self;
-        let Unit { items, sandbox_flags, metrics, trace, .. } = unit;
-        let &ChildContext { signals, logging, json } = context;
-        let failure = report.clone();
-        let outcome = match items {
-            Items::Shares(shares) => {
-                let (metrics, trace) = (metrics.as_ref(), trace.as_ref());
-                let start = Start {
-                    shares: &shares,
-                    words: &[],
-                    inherited,
-                    sandbox_flags: Some(&sandbox_flags),
-                    logging,
-                    metrics,
-                    trace,
-                };
-                start.run(signals, new_files, |up| {
-                    let is_announced = report.send(share::statuses(up))?;
-                    if is_announced && !json {
-                        share::announce(&shares, up)?;
-                    }
-                    Ok(is_announced)
-                })
-            }
-            Items::Disk(disk) => serve_disk(&disk, socket, (&sandbox_flags, context), (report, new_files)),
-        };
-        outcome.inspect_err(|error| failure.fail(&format!("{error:#}")))
-    }
-}
-
-fn serve_disk(
-    disk: &disk::Args,
-    mut socket: Option<ListenSocket>,
-    (sandbox_flags, context): (&SandboxFlags, &ChildContext<'_>),
-    (report, new_files): (ReportSender, NewFiles),
-) -> Result<u8> {
-    service_manager::close_sockets();
-    socket.as_mut().map_or(Ok(()), ListenSocket::take_over)?;
-    let &ChildContext { signals, logging, json } = context;
-    disk::serve(std::slice::from_ref(disk), vec![socket], (sandbox_flags, signals, logging), new_files, |opened| {
-        let is_announced = report.send(opened.to_json().into_iter().next().unwrap_or_default())?;
-        if is_announced && !json {
-            opened.announce()?;
-        }
-        Ok(is_announced)
-    })
-}
-
-/// What a child reports, once; a line of JSON.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum Report {
-    /// It is up, and serves this.
-    Up(Value),
-    /// Why it is not.
-    Failed(String),
-}
-
-/// Sends a child's report to the parent. Clones share the pipe, which is closed when the report is sent.
-#[derive(Clone)]
-struct ReportSender {
-    pipe: Rc<RefCell<Option<OwnedFd>>>,
-    success: Rc<Success>,
-}
-
-impl ReportSender {
-    fn new(pipe: OwnedFd, success: Success) -> Self {
-        Self { pipe: Rc::new(RefCell::new(Some(pipe))), success: Rc::new(success) }
-    }
-
-    /// Sends what the child serves; waits for the start's outcome, and returns whether it has succeeded.
-    ///
-    /// # Errors
-    /// The parent has ended.
-    fn send(self, what: Value) -> Result<bool> {
-        self.write(&Report::Up(what)).context("the parent process has ended")?;
-        Ok(self.success.wait())
-    }
-
-    /// Sends why the child serves nothing, unless it has reported.
-    fn fail(&self, why: &str) {
-        // A parent that has ended needs no report.
-        let _ = self.write(&Report::Failed(why.into()));
-    }
-
-    fn write(&self, report: &Report) -> Result<()> {
-        let Some(pipe) = self.pipe.borrow_mut().take() else { return Ok(()) };
-        Ok(File::from(pipe).write_all(format!("{}\n", serde_json::to_string(report)?).as_bytes())?)
     }
 }

@@ -387,9 +387,12 @@ fn servers_of(pid: u32, running: Vec<(Client, Status)>) -> Vec<(Client, Status)>
     running.into_iter().filter(is_of).collect()
 }
 
+/// A server's process, and the index of a share.
+pub type ServerShare = (u32, Option<usize>);
+
 /// Returns the manager of the process that serves a target; and the server with the index of the share, unless the target is the
 /// process itself.
-pub fn manager_of(target: &Path) -> Result<(Client, Option<(u32, Option<usize>)>)> {
+pub fn manager_of(target: &Path) -> Result<(Client, Option<ServerShare>)> {
     if let Some(endpoint) = pid_of(target).and_then(|pid| managers().into_iter().find(|manager| manager.pid == pid)) {
         return Ok((Client { endpoint }, None));
     }

@@ -6,16 +6,19 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ferry_control::{ExportKind, ManagerClient, ManagerRequest, ManagerSocket, Request};
+use ferry_isolation::BlockedSignals;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::Signal;
 
-use super::Task;
+use super::child::Task;
 use super::plan::{self, Base, ItemSettings, Plan, Replacement};
 use super::servers::{Server, Servers};
 use super::unit::Unit;
@@ -83,26 +86,65 @@ impl Manager {
         }
     }
 
-    /// Closes it in a child.
-    pub fn leave(self) {
-        self.socket.leave();
-    }
-
     /// Returns what becomes readable when there is something to do.
-    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.socket.descriptors()
     }
 
     /// Returns the time until something is to do in any case.
-    pub fn left(&self) -> Option<Duration> {
+    fn left(&self) -> Option<Duration> {
         let change = self.change.as_ref().map(|change| change.end.saturating_duration_since(Instant::now()));
         change.into_iter().chain(self.socket.left()).min()
     }
 }
 
-impl Servers {
+/// The parent of servers, which waits for them; with a manager, also starts and ends them when it is asked to.
+pub struct Supervisor {
+    pub servers: Servers,
+    /// `None`: what is served cannot change.
+    pub manager: Option<Manager>,
+}
+
+/// Why the wait for children has ended.
+pub enum Outcome {
+    /// All have; the exit status.
+    Ended(u8),
+    /// This process is a new child.
+    Child(Box<Task>),
+}
+
+impl Supervisor {
+    /// Waits until all have ended, and forwards signals; `arrives` can be read when there is one.
+    pub fn wait(&mut self, signals: &BlockedSignals, arrives: &OwnedFd) -> Result<Outcome> {
+        loop {
+            self.servers.poll()?;
+            // First: the only server may have ended because another one takes its place.
+            if let Some(task) = self.manage()? {
+                return Ok(Outcome::Child(Box::new(task)));
+            }
+            if let Some(status) = self.servers.outcome()? {
+                return Ok(Outcome::Ended(status));
+            }
+            let left = self.servers.left().into_iter().chain(self.manager.as_ref().and_then(Manager::left)).min();
+            let clients = self.manager.iter().flat_map(Manager::descriptors);
+            if is_ready(arrives, self.servers.pipes().chain(clients), left)?
+                && let Some(arrival) = signals.next()?
+            {
+                self.servers.forward(arrival.signal, arrival.from_terminal);
+            }
+        }
+    }
+
+    /// Closes what the parent has, in a child. The parent removes the files.
+    pub fn leave(self) {
+        self.servers.leave();
+        if let Some(manager) = self.manager {
+            manager.socket.leave();
+        }
+    }
+
     /// Handles requests, and goes on with the change under way. In a new child only, returns its task.
-    pub fn manage(&mut self) -> Result<Option<Task>> {
+    fn manage(&mut self) -> Result<Option<Task>> {
         let requests = self.manager.as_mut().map(|manager| manager.socket.requests(OWNER.is_ours));
         for (request, client) in requests.into_iter().flatten() {
             match self.plan(request) {
@@ -121,7 +163,7 @@ impl Servers {
         }
         if self.manager.as_ref().is_some_and(|manager| manager.change.is_none()) {
             // Nothing refers to servers by their index.
-            self.all.retain(|server| !server.is_removed || server.end.is_none());
+            self.servers.all.retain(|server| !server.is_removed || server.end.is_none());
         }
         Ok(None)
     }
@@ -130,9 +172,9 @@ impl Servers {
     fn plan(&self, request: ManagerRequest) -> Result<Plan> {
         let Some(Manager { path, base, change, .. }) = &self.manager else { bail!("there is no manager") };
         ensure!(change.is_none(), "another change is under way: try again");
-        ensure!(self.is_announced, "the process is starting: try again");
-        ensure!(self.ending.is_none(), "the process is ending");
-        let served = self.served();
+        ensure!(self.servers.is_announced, "the process is starting: try again");
+        ensure!(self.servers.ending.is_none(), "the process is ending");
+        let served = self.servers.served();
         let (plan, force) = match request {
             ManagerRequest::Add { words, folder } => {
                 let words: Vec<_> = words.into_iter().map(|word| OsString::from_vec(word.0)).collect();
@@ -140,18 +182,18 @@ impl Servers {
                 (plan::add(&words, &folder, &served, base)?, false)
             }
             ManagerRequest::Remove { pid, share, force } => {
-                let server = self.all.iter().position(|server| server.child.pid() == pid);
+                let server = self.servers.all.iter().position(|server| server.child.pid() == pid);
                 let server = server.with_context(|| format!("process {pid} is not a server of this process"))?;
                 (plan::remove(server, share, &served)?, force)
             }
             ManagerRequest::Reload { force } => (plan::reload(config::read(path)?, &served, base)?, force),
         };
-        let ends = plan.ends.iter().filter(|_| !force).filter_map(|index| self.all.get(*index));
+        let ends = plan.ends.iter().filter(|_| !force).filter_map(|index| self.servers.all.get(*index));
         for server in ends {
             ensure_unused(server)?;
         }
         for Replacement { server, keys, .. } in plan.replaces.iter().filter(|_| !force) {
-            let server = self.all.get(*server).context("a server has ended")?;
+            let server = self.servers.all.get(*server).context("a server has ended")?;
             ensure_unused(server).with_context(|| format!("{keys} cannot change now"))?;
         }
         Ok(plan)
@@ -182,7 +224,7 @@ impl Servers {
         }
         let mut bound = bound.into_iter();
         while let Some((unit, socket)) = bound.next() {
-            match self.begin(unit, socket, HashMap::new(), true) {
+            match self.servers.begin(unit, socket, HashMap::new(), true) {
                 Ok(None) => {}
                 Ok(Some(task)) => {
                     bound.filter_map(|(_, socket)| socket).for_each(|mut socket| socket.leave());
@@ -205,10 +247,12 @@ impl Servers {
     fn next_step(&self) -> Option<Next> {
         let change = self.manager.as_ref()?.change.as_ref()?;
         let is_late = Instant::now() >= change.end;
-        let new = || self.all.iter().filter(|server| server.is_new);
-        let have_ended = self.all.iter().all(|server| !server.is_removed || server.end.is_some());
+        let new = || self.servers.all.iter().filter(|server| server.is_new);
+        let have_ended = self.servers.all.iter().all(|server| !server.is_removed || server.end.is_some());
         match &change.step {
-            Step::Start | Step::Stop if self.ending.is_some() => Some(Next::Undo("the process is ending".into())),
+            Step::Start | Step::Stop if self.servers.ending.is_some() => {
+                Some(Next::Undo("the process is ending".into()))
+            }
             Step::Start => match new().find_map(Server::failure) {
                 Some(why) => Some(Next::Undo(why)),
                 None if new().all(Server::is_up) && change.plan.replaces.is_empty() => Some(Next::Commit),
@@ -222,11 +266,11 @@ impl Servers {
             Step::Stop if have_ended => Some(Next::Replace),
             Step::Stop => is_late.then(|| Next::Undo("a server did not end".into())),
             Step::End(_) if !have_ended && !is_late => None,
-            Step::End(Err(_)) if !change.before.is_empty() && self.ending.is_none() => Some(Next::Restore),
+            Step::End(Err(_)) if !change.before.is_empty() && self.servers.ending.is_none() => Some(Next::Restore),
             Step::End(_) => Some(Next::Finish),
             Step::Restore(_) => {
                 let is_decided = new().all(|server| server.is_up() || server.failure().is_some());
-                (is_decided || is_late || self.ending.is_some()).then_some(Next::Finish)
+                (is_decided || is_late || self.servers.ending.is_some()).then_some(Next::Finish)
             }
         }
     }
@@ -249,7 +293,7 @@ impl Servers {
         let Some(change) = self.manager.as_mut().and_then(|manager| manager.change.as_mut()) else { return };
         (change.step, change.end) = (Step::Stop, Instant::now() + END_TIME);
         for replacement in &change.plan.replaces {
-            let Some(server) = self.all.get_mut(replacement.server) else { continue };
+            let Some(server) = self.servers.all.get_mut(replacement.server) else { continue };
             change.before.push(server.unit.clone());
             server.is_removed = true;
             server.child.signal(Signal::TERM);
@@ -280,7 +324,7 @@ impl Servers {
 
     /// Removes the socket files of disks that have ended.
     fn drop_sockets(&mut self) {
-        let ended = self.all.iter_mut().filter(|server| server.is_removed && server.end.is_some());
+        let ended = self.servers.all.iter_mut().filter(|server| server.is_removed && server.end.is_some());
         ended.for_each(|server| server.socket = None);
     }
 
@@ -288,16 +332,16 @@ impl Servers {
     fn commit(&mut self) {
         let Some(change) = self.change() else { return };
         let plan = std::mem::take(&mut change.plan);
-        let mut outcomes = match set_all(&self.all, &plan.settings) {
+        let mut outcomes = match set_all(&self.servers.all, &plan.settings) {
             Ok(outcomes) => outcomes,
             Err(error) => return self.undo(format!("{error:#}")),
         };
         for (server, item, table) in plan.tables {
-            if let Some(known) = self.all.get_mut(server).and_then(|server| server.unit.tables.get_mut(item)) {
+            if let Some(known) = self.servers.all.get_mut(server).and_then(|server| server.unit.tables.get_mut(item)) {
                 *known = Some(table);
             }
         }
-        for server in self.all.iter_mut().filter(|server| server.is_new) {
+        for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             server.is_new = false;
             server.success.iter().for_each(Success::send);
             for (name, places) in server.unit.names().iter().zip(server.unit.places()) {
@@ -305,7 +349,7 @@ impl Servers {
             }
         }
         for index in plan.ends {
-            let Some(server) = self.all.get_mut(index) else { continue };
+            let Some(server) = self.servers.all.get_mut(index) else { continue };
             server.is_removed = true;
             server.child.signal(Signal::TERM);
             outcomes.push(format!("no longer serving {}", server.unit.shown()));
@@ -320,7 +364,7 @@ impl Servers {
 
     /// Ends what was started, and keeps all else.
     fn undo(&mut self, why: String) {
-        for server in self.all.iter_mut().filter(|server| server.is_new) {
+        for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             (server.is_new, server.is_removed) = (false, true);
             server.success = None;
             server.child.signal(Signal::TERM);
@@ -340,7 +384,7 @@ impl Servers {
         let Some(change) = self.manager.as_mut().and_then(|manager| manager.change.take()) else { return };
         let Change { client, step: Step::End(reply) | Step::Restore(reply), mut lost, .. } = change else { return };
         // Those that run again.
-        for server in self.all.iter_mut().filter(|server| server.is_new) {
+        for server in self.servers.all.iter_mut().filter(|server| server.is_new) {
             server.is_new = false;
             if server.is_up() {
                 server.success.iter().for_each(Success::send);
@@ -350,7 +394,7 @@ impl Servers {
                 server.child.signal(Signal::TERM);
             }
         }
-        let hang = self.all.iter().filter(|server| server.is_removed && server.end.is_none());
+        let hang = self.servers.all.iter().filter(|server| server.is_removed && server.end.is_none());
         let hang: Vec<_> = hang.map(|server| format!("{} is still ending", server.unit.shown())).collect();
         client.reply(match reply {
             Ok(outcomes) => Ok(outcomes.into_iter().chain(hang).collect()),
@@ -421,4 +465,17 @@ fn set_all(all: &[Server], changes: &[ItemSettings]) -> Result<Vec<String>> {
         }
     }
     Ok(outcomes)
+}
+
+/// Waits until one of the descriptors can be read; returns whether it is the first.
+fn is_ready<'a>(first: &OwnedFd, others: impl Iterator<Item = BorrowedFd<'a>>, left: Option<Duration>) -> Result<bool> {
+    let others: Vec<_> = others.collect();
+    let mut polled = vec![PollFd::new(first, PollFlags::IN)];
+    polled.extend(others.iter().map(|other| PollFd::new(other, PollFlags::IN)));
+    let left = left.map(Timespec::try_from).transpose().context("the timeout is too long")?;
+    match poll(&mut polled, left.as_ref()) {
+        Ok(_) => Ok(polled[0].revents().contains(PollFlags::IN)),
+        Err(Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno).context("cannot wait for the servers"),
+    }
 }

@@ -3,21 +3,18 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ferry_isolation::{BlockedSignals, Child, End};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use ferry_isolation::{Child, End};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::manager::Manager;
+use super::child::{Report, ReportSender, Task};
 use super::plan::Served;
 use super::unit::Unit;
-use super::{Report, ReportSender, Task};
 use crate::disk::{self, PATIENCE};
 use crate::new_files::{NewFiles, Success};
 use crate::output::print_json;
@@ -34,8 +31,6 @@ const GRACE: Duration = Duration::from_secs(1);
 
 pub struct Servers {
     pub all: Vec<Server>,
-    /// `None`: what is served cannot change.
-    pub manager: Option<Manager>,
     /// The JSON has a list of shares, which may be empty.
     has_shares: bool,
     json: bool,
@@ -43,6 +38,7 @@ pub struct Servers {
     pub is_announced: bool,
     /// When the first signal to end arrived.
     pub ending: Option<Instant>,
+    begun: Instant,
     status: u8,
 }
 
@@ -64,17 +60,10 @@ pub struct Server {
     pub is_removed: bool,
 }
 
-/// Why the wait for children has ended.
-pub enum Outcome {
-    /// All have; the exit status.
-    Ended(u8),
-    /// This process is a new child.
-    Child(Box<Task>),
-}
-
 impl Servers {
-    pub fn new(manager: Option<Manager>, has_shares: bool, json: bool) -> Self {
-        Self { all: Vec::new(), manager, has_shares, json, is_announced: false, ending: None, status: 0 }
+    pub fn new(has_shares: bool, json: bool) -> Self {
+        let begun = Instant::now();
+        Self { all: Vec::new(), has_shares, json, is_announced: false, ending: None, begun, status: 0 }
     }
 
     /// Starts a child. In the child only, returns its task. `is_new`: a change starts it.
@@ -112,9 +101,6 @@ impl Servers {
     /// Closes what the parent has, in a child. The parent removes the files.
     pub fn leave(mut self) {
         self.all.iter_mut().filter_map(|server| server.socket.as_mut()).for_each(ListenSocket::leave);
-        if let Some(manager) = self.manager.take() {
-            manager.leave();
-        }
     }
 
     /// Returns what runs, or will.
@@ -124,46 +110,51 @@ impl Servers {
         all.map(|(index, server)| Served { index, unit: &server.unit }).collect()
     }
 
-    /// Waits until all have ended, and forwards signals; `arrives` can be read when there is one.
-    pub fn wait(&mut self, signals: &BlockedSignals, arrives: &OwnedFd) -> Result<Outcome> {
-        let begun = Instant::now();
-        loop {
-            for number in 0..self.all.len() {
-                if let Some(end) = self.all[number].poll()? {
-                    self.take_end(number, end);
-                }
-            }
-            if let Some(task) = self.manage()? {
-                return Ok(Outcome::Child(Box::new(task)));
-            }
-            let grace = self.ending.map(|begun| GRACE.saturating_sub(begun.elapsed()));
-            // A child whose storage hangs cannot even be killed; it ends when the storage answers.
-            let hangs =
-                |server: &Server| grace == Some(Duration::ZERO) && server.unit.disk().is_some() && !server.is_up();
-            if self.all.iter().all(|server| server.end.is_some() || hangs(server)) {
-                return Ok(Outcome::Ended(self.status));
-            }
-            let is_decided = self.all.iter().all(|server| server.end.is_some() || server.is_up());
-            // Shares are always announced when they are up; disks are announced in the state that they are in by then.
-            let are_shares_up = self.all.iter().all(|server| server.unit.disk().is_some() || server.is_up());
-            let is_late = are_shares_up && begun.elapsed() >= PATIENCE;
-            if !self.is_announced && self.ending.is_none() && (is_decided || is_late) {
-                self.is_announced = true;
-                self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::send);
-                self.announce()?;
-                service_manager::ready();
-            }
-            let patience = (!self.is_announced && are_shares_up).then(|| PATIENCE.saturating_sub(begun.elapsed()));
-            let left = grace.filter(|left| !left.is_zero()).or(patience.filter(|_| grace.is_none()));
-            let left = left.into_iter().chain(self.manager.as_ref().and_then(Manager::left)).min();
-            let pipes = self.all.iter().filter_map(|server| server.pipe.as_ref()).map(AsFd::as_fd);
-            let clients = self.manager.iter().flat_map(Manager::descriptors);
-            if is_ready(arrives, pipes.chain(clients), left)?
-                && let Some(arrival) = signals.next()?
-            {
-                self.forward(arrival.signal, arrival.from_terminal);
+    /// Looks for reports and ends.
+    pub fn poll(&mut self) -> Result<()> {
+        for number in 0..self.all.len() {
+            if let Some(end) = self.all[number].poll()? {
+                self.take_end(number, end);
             }
         }
+        Ok(())
+    }
+
+    /// Returns the exit status once all have ended; otherwise announces what is up, once.
+    pub fn outcome(&mut self) -> Result<Option<u8>> {
+        let is_over = self.ending.is_some_and(|begun| begun.elapsed() >= GRACE);
+        // A child whose storage hangs cannot even be killed; it ends when the storage answers.
+        let hangs = |server: &Server| is_over && server.unit.disk().is_some() && !server.is_up();
+        if self.all.iter().all(|server| server.end.is_some() || hangs(server)) {
+            return Ok(Some(self.status));
+        }
+        let is_decided = self.all.iter().all(|server| server.end.is_some() || server.is_up());
+        // Shares are always announced when they are up; disks are announced in the state that they are in by then.
+        let is_late = self.are_shares_up() && self.begun.elapsed() >= PATIENCE;
+        if !self.is_announced && self.ending.is_none() && (is_decided || is_late) {
+            self.is_announced = true;
+            self.all.iter().filter_map(|server| server.success.as_ref()).for_each(Success::send);
+            self.announce()?;
+            service_manager::ready();
+        }
+        Ok(None)
+    }
+
+    fn are_shares_up(&self) -> bool {
+        self.all.iter().all(|server| server.unit.disk().is_some() || server.is_up())
+    }
+
+    /// Returns the time until [`Self::outcome`] must be called even if nothing is reported.
+    pub fn left(&self) -> Option<Duration> {
+        match self.ending {
+            Some(begun) => Some(GRACE.saturating_sub(begun.elapsed())).filter(|left| !left.is_zero()),
+            None => (!self.is_announced && self.are_shares_up()).then(|| PATIENCE.saturating_sub(self.begun.elapsed())),
+        }
+    }
+
+    /// Returns what becomes readable when a child reports.
+    pub fn pipes(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.all.iter().filter_map(|server| server.pipe.as_ref()).map(AsFd::as_fd)
     }
 
     /// Handles the end of a child. Before the announcement, and after it for a child that served, it ends all others. A disk whose storage
@@ -190,7 +181,7 @@ impl Servers {
     }
 
     /// Forwards a signal, unless a terminal has sent it to all processes.
-    fn forward(&mut self, signal: Signal, from_terminal: bool) {
+    pub fn forward(&mut self, signal: Signal, from_terminal: bool) {
         if [Signal::TERM, Signal::INT, Signal::QUIT].contains(&signal) {
             service_manager::stopping();
             self.ending.get_or_insert_with(Instant::now);
@@ -269,18 +260,5 @@ impl Server {
             Some(Report::Up(report)) => report.clone(),
             _ => self.unit.disk().map(unknown).unwrap_or_default(),
         }
-    }
-}
-
-/// Waits until one of the descriptors can be read; returns whether it is the first.
-fn is_ready<'a>(first: &OwnedFd, others: impl Iterator<Item = BorrowedFd<'a>>, left: Option<Duration>) -> Result<bool> {
-    let others: Vec<_> = others.collect();
-    let mut polled = vec![PollFd::new(first, PollFlags::IN)];
-    polled.extend(others.iter().map(|other| PollFd::new(other, PollFlags::IN)));
-    let left = left.map(Timespec::try_from).transpose().context("the timeout is too long")?;
-    match poll(&mut polled, left.as_ref()) {
-        Ok(_) => Ok(polled[0].revents().contains(PollFlags::IN)),
-        Err(Errno::INTR) => Ok(false),
-        Err(errno) => Err(errno).context("cannot wait for the servers"),
     }
 }

@@ -195,7 +195,10 @@ fn a_mount_is_limited_while_it_runs() {
         done
     };
     let said = refused_set(&at, "poll-us=1");
-    assert!(said.contains("\"poll-us\" cannot be changed while mem is served (what can be: limit, log)"), "{said}");
+    assert!(
+        said.contains("\"poll-us\" cannot be changed while mem is served (what can be: limit, entry-timeout,"),
+        "{said}"
+    );
     set(&at, "limit=iops=100");
     let waits = || {
         let output = run(ferry().arg("metrics").arg(&at));

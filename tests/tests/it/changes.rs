@@ -372,6 +372,13 @@ fn other_flags_replace_a_server_that_nobody_uses() {
     is_used(&mut served.guest_at("b"), &served.home.at("three"), "new");
     is_used(&mut first, &served.home.at("one"), "all the time");
     drop(first);
+    // The only one, and back.
+    write_config(&served, &share("one", "a", "read-only = true"));
+    done_soon(&served, "reload a");
+    write_config(&served, &share("missing", "a", ""));
+    assert!(refused(&served, "reload a").contains("nothing has changed"));
+    assert_eq!(names(&served), ["one"]);
+    served.guest_at("a").lookup(ROOT, "all the time").unwrap();
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
