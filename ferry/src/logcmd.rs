@@ -13,14 +13,18 @@ use crate::output::print;
 /// Runs the command.
 pub fn run(args: &LogArgs) -> Result<()> {
     let Some(target) = &args.target else { return list(args.json) };
-    let target = Target::find(target)?;
-    let Some(level) = &args.level else { return show(&target.client.status()?, args.json) };
-    let Target { client, share, file, .. } = target;
-    let request = Request::Log { level: level.clone(), share, file, follow: args.follow };
-    let (status, mut lines) = client.ask::<Status>(&request)?;
+    let Some(level) = &args.level else {
+        let targets = Target::find_all(target)?;
+        return targets.iter().try_for_each(|target| show(&target.client.status()?, args.json));
+    };
+    let ask = |Target { client, share, file, .. }| {
+        let request = Request::Log { level: level.clone(), share, file, follow: args.follow };
+        client.ask::<Status>(&request)
+    };
     if !args.follow {
-        return show(&status, args.json);
+        return Target::find_all(target)?.into_iter().try_for_each(|target| show(&ask(target)?.0, args.json));
     }
+    let (status, mut lines) = ask(Target::find(target)?)?;
     eprintln!("ferry: following the log of process {}; Ctrl-C ends it and logs as before", status.pid);
     lines.get_ref().set_read_timeout(None::<Duration>)?;
     let mut out = std::io::stdout().lock();

@@ -100,15 +100,22 @@ pub fn keeps(served: &mut ServedShare, exports: &[Weak<ferry_serve::Share>]) {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let settings = args.settings.iter().map(|text| setting(text)).collect::<Result<Vec<_>>>()?;
-    let Target { client, share, file, .. } = Target::find(&args.target)?;
-    if file.is_some() {
-        bail!("{} is a file; name its mount point or shared directory", args.target.display());
+    // The level is that of every server of a process, and all else of one share.
+    let targets = match settings.iter().all(|setting| setting.name == "log") {
+        true => Target::find_all(&args.target)?,
+        false => vec![Target::find(&args.target)?],
+    };
+    for Target { client, share, file, .. } in targets {
+        if file.is_some() {
+            bail!("{} is a file; name its mount point or shared directory", args.target.display());
+        }
+        let request = Request::Set { share, settings: settings.clone() };
+        let outcomes: Vec<String> =
+            client.ask(&request).with_context(|| format!("cannot set {}", args.settings.join(" ")))?.0;
+        // The server may be another user's program.
+        print(outcomes.iter().map(|outcome| format!("{}\n", printable(outcome))).collect::<String>())?;
     }
-    let request = Request::Set { share, settings };
-    let outcomes: Vec<String> =
-        client.ask(&request).with_context(|| format!("cannot set {}", args.settings.join(" ")))?.0;
-    // The server may be another user's program.
-    print(outcomes.iter().map(|outcome| format!("{}\n", printable(outcome))).collect::<String>())
+    Ok(())
 }
 
 fn setting(text: &str) -> Result<Setting> {

@@ -249,6 +249,16 @@ impl Target {
         }
     }
 
+    /// The same, or all servers of a process, for what concerns each of them.
+    pub fn find_all(target: &Path) -> Result<Vec<Self>> {
+        let servers = pid_of(target).map(|pid| servers_of(pid, running())).unwrap_or_default();
+        if servers.len() < 2 {
+            return Ok(vec![Self::find(target)?]);
+        }
+        let of_server = |(client, status): (Client, Status)| Self { client, share: None, file: None, pid: status.pid };
+        Ok(servers.into_iter().map(of_server).collect())
+    }
+
     fn find_once(target: &Path) -> Result<Self> {
         let running = running();
         if let Some(pid) = pid_of(target) {
@@ -271,10 +281,7 @@ impl Target {
         let mut found = if of_shares.is_empty() { of_disks } else { of_shares };
         if found.len() > 1 {
             let all: Vec<_> = (0..found.len()).map(|server| (server, 0, None)).collect();
-            bail!(
-                "process {pid} serves each share and disk by another process: name {}",
-                places(&found, &all).join(", or ")
-            );
+            bail!("process {pid} has a process for each share and disk: name {}", places(&found, &all).join(", or "));
         }
         let (client, _) =
             found.pop().with_context(|| format!("process {pid} is not a ferry share or mount of yours"))?;

@@ -328,6 +328,48 @@ fn a_reload_with_a_mistake_changes_nothing() {
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
 }
 
+/// Mounts and 9P addresses, with clients of their own; and what concerns all servers of a process.
+#[test]
+fn mounts_and_9p_addresses_come_and_go() {
+    if !is_root() {
+        return;
+    }
+    let mut served = serve(home_of(0), &share("one", "a", ""));
+    for dir in ["mnt", "client"] {
+        fs::create_dir(served.home.at(dir)).unwrap();
+    }
+    let said = done(&served, "add a share two --mount mnt --9p unix:n");
+    assert!(said.contains("/two at ") && said.contains("/mnt") && said.contains("/n"), "{said}");
+    let file = fs::File::create(served.home.at("mnt/file")).unwrap();
+    assert!(served.home.at("two/file").exists());
+    let said = refused(&served, "remove mnt");
+    assert!(said.contains("two has 1 open file at "), "{said}");
+    drop(file);
+    done(&served, "mount 9p:unix:n client");
+    assert!(served.home.at("client/file").exists());
+    let said = refused(&served, "remove two");
+    assert!(said.contains("two has 1 connected client at unix:"), "{said}");
+    let umount = std::process::Command::new("umount").arg(served.home.at("client")).status().unwrap();
+    assert!(umount.success());
+    for line in ["log debug", "set log=info"] {
+        let (command, rest) = line.split_once(' ').unwrap();
+        let said = done(&served, &format!("{command} {} {rest}", pid_of(&served)));
+        assert_eq!(said.matches(rest.trim_start_matches("log=")).count(), 2, "{said}");
+    }
+    let said = refused(&served, &format!("set {} limit=iops=5", pid_of(&served)));
+    assert!(said.contains("has a process for each share and disk: name "), "{said}");
+    done_soon(&served, "remove two");
+    assert!(!served.home.at("mnt/file").exists() && !served.home.at("n").exists());
+    assert_eq!(names(&served), ["one"]);
+    done(&served, "add a share mem --mount mnt");
+    let held = fs::File::create(served.home.at("mnt/held")).unwrap();
+    assert!(refused(&served, "remove mnt").contains("mem has 1 open file"));
+    done(&served, "remove mnt --force");
+    drop(held);
+    assert!(fs::read_dir(served.home.at("mnt")).unwrap().next().is_none());
+    assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
+}
+
 /// Other flags need another server: in place of the one that no client uses, or of any with force; and if it cannot start, the one before
 /// is back.
 #[test]
