@@ -38,7 +38,7 @@ use serde::{Deserialize, Serialize};
 pub use descriptors::open_descriptor_table;
 pub use error::Error;
 pub use escape::{printable, printable_json};
-pub use log::{Logging, Syslog, nearest};
+pub use log::{LogLevel, Logging, Syslog, nearest};
 pub use manager::{ManagerClient, ManagerRequest, ManagerSocket};
 pub use metrics_server::{MetricsAddress, MetricsAddressError, MetricsServer, MetricsSocket};
 pub use openmetrics::{MetricsFormat, metrics_text};

@@ -41,6 +41,26 @@ const SYSLOG: &str = "/dev/log";
 /// The facility "daemon" of RFC 3164.
 const DAEMON: u8 = 3 << 3;
 
+/// A level or a list of `crate=level`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogLevel(String);
+
+impl FromStr for LogLevel {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        filter(text, false).map(|_| Self(text.into()))
+    }
+}
+
+impl LogLevel {
+    /// Returns its text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
 /// The log of this process. Clones share it.
 #[derive(Clone)]
 pub struct Logging {
@@ -82,6 +102,15 @@ impl Logging {
         tracing_subscriber::registry().with(filter).with(lines).try_init().map_err(Error::Start)?;
         let reload = Arc::new(move |filter| handle.reload(filter).map_err(Error::Reload));
         Ok(Self { reload, listeners, own_requests, started: level.into() })
+    }
+
+    /// Logs at another level from now on, as if it had been that of the start.
+    ///
+    /// # Errors
+    /// [`Error::Reload`].
+    pub fn restarted(&self, level: &LogLevel) -> Result<Self, Error> {
+        self.set(&level.0, false)?;
+        Ok(Self { started: level.as_str().into(), ..self.clone() })
     }
 
     /// Returns the level at start.

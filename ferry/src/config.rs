@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::error::ErrorKind;
-use ferry_control::{MetricsAddress, nearest};
+use ferry_control::{LogLevel, MetricsAddress, nearest};
 use serde::Deserialize;
 
 use crate::disk;
@@ -27,6 +27,9 @@ pub struct File {
     /// Where the metrics of the shares can be fetched; each disk has its own.
     #[serde(default, deserialize_with = "parsed")]
     pub metrics: Option<MetricsAddress>,
+    /// The level of the log, unless a flag or the environment sets one.
+    #[serde(default, deserialize_with = "parsed")]
+    pub log: Option<LogLevel>,
     /// The tables of the shares and disks.
     #[serde(skip)]
     pub share_tables: Vec<toml::Table>,
@@ -367,6 +370,8 @@ mod tests {
                 "[[disk]]\nfile = \"image:a\"\nvhost-user = \"s\"\nstore = \"b\"\nformat = \"raw\"",
                 "format is for files",
             ),
+            ("[[share]]\ndir = \"a\"\nvirtiofs = \"s\"\nlog = \"info\"", "line 4: unknown field `log`"),
+            ("log = \"debgu\"\n[[share]]\ndir = \"a\"\nvirtiofs = \"s\"", "line 1: cannot log at \"debgu\""),
             ("", "it has no share or disk"),
         ] {
             let error = parse(text, Path::new("")).expect_err(text).to_string();

@@ -170,8 +170,15 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     let plain = matches!(&cli.command, Command::Mount(args) if args.detached || args.log_file.is_some());
     let common = cli.common();
     // Not with clap's `env`, which would show the flag in every usage line.
+    // Its level, and errors in it, come before the log.
+    let file = match &cli.command {
+        Command::Share(args) => args.config.as_deref().map(config::read).transpose()?,
+        _ => None,
+    };
     let of_environment = || std::env::var("FERRY_LOG").ok().filter(|level| !level.is_empty());
-    let level = cli.log.or_else(of_environment).unwrap_or_else(|| default_level.into());
+    let given = cli.log.or_else(of_environment);
+    let of_file = file.as_ref().and_then(|file| file.log.as_ref()).map(|level| level.as_str().to_owned());
+    let level = given.clone().or(of_file).unwrap_or_else(|| default_level.into());
     let syslog = if cli.syslog { Some(Syslog::connect("ferry", sandbox::pid)?) } else { None };
     let logging = Logging::start(&level, plain, syslog)?;
     // For `bench/run costs` only, which measures what counting costs.
@@ -184,14 +191,14 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
     match cli.command {
         Command::Share(args) => {
             let shares: Vec<_> = args.share.into_iter().chain(more).collect();
-            let Some(path) = args.config else {
+            let (Some(path), Some(file)) = (args.config, file) else {
                 let watched = (args.metrics.as_ref(), args.trace.as_ref());
                 return processes::run_shares(&shares, (&args.sandbox_flags, args.json), watched, &logging);
             };
-            let file = config::read(&path)?;
             let sandbox_flags = args.sandbox_flags.or(file.sandbox_flags());
             let watched = (args.metrics, args.trace);
-            processes::run_file((&path, file), shares, (sandbox_flags, args.json), watched, &logging)
+            let logged = (&logging, given.is_some());
+            processes::run_file((&path, file), shares, (sandbox_flags, args.json), watched, logged)
         }
         Command::Disk(args) => {
             let disks: Vec<disk::Args> = std::iter::once(*args).chain(more_disks).collect();

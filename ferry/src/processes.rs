@@ -70,10 +70,14 @@ pub fn run_file(
     more: Vec<Share>,
     (sandbox_flags, json): (SandboxFlags, bool),
     (metrics, trace): (Option<MetricsAddress>, Option<TraceOptions>),
-    logging: &Logging,
+    (logging, is_level_given): (&Logging, bool),
 ) -> Result<u8> {
-    let base =
-        Base { sandbox_flags: sandbox_flags.clone(), of_file: file.sandbox_flags(), metrics: file.metrics.clone() };
+    let base = Base {
+        sandbox_flags: sandbox_flags.clone(),
+        of_file: file.sandbox_flags(),
+        metrics: file.metrics.clone(),
+        level: if is_level_given { None } else { Some(file.log.clone()) },
+    };
     let metrics = metrics.or(file.metrics);
     let tables = file.share_tables.into_iter().map(Some).chain(std::iter::repeat(None));
     let shares: Vec<_> = file.shares.into_iter().chain(more).zip(tables).collect();

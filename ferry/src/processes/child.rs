@@ -44,8 +44,10 @@ impl Task {
     pub fn run(self, context: &ChildContext<'_>) -> Result<u8> {
         service_manager::leave();
         let Self { unit, socket, inherited, report, new_files } = self;
-        let Unit { items, sandbox_flags, metrics, trace, .. } = unit;
+        let Unit { items, sandbox_flags, metrics, trace, level, .. } = unit;
         let &ChildContext { signals, logging, json } = context;
+        let logging = &level.map_or_else(|| Ok(logging.clone()), |level| logging.restarted(&level))?;
+        let context = &ChildContext { signals, logging, json };
         let failure = report.clone();
         let outcome = match items {
             Items::Shares(shares) => {

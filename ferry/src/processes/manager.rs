@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_control::{ExportKind, ManagerClient, ManagerRequest, ManagerSocket, Request};
+use ferry_control::{ExportKind, ManagerClient, ManagerRequest, ManagerSocket, Request, Setting};
 use ferry_isolation::BlockedSignals;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -336,6 +336,14 @@ impl Supervisor {
             Ok(outcomes) => outcomes,
             Err(error) => return self.undo(format!("{error:#}")),
         };
+        if let Some(level) = plan.level {
+            let setting = plan::level_setting(level.as_ref());
+            outcomes.push(format!("log {}", setting.value));
+            self.set_level(&setting);
+            if let Some(manager) = &mut self.manager {
+                manager.base.level = Some(level);
+            }
+        }
         for (server, item, table) in plan.tables {
             if let Some(known) = self.servers.all.get_mut(server).and_then(|server| server.unit.tables.get_mut(item)) {
                 *known = Some(table);
@@ -360,6 +368,18 @@ impl Supervisor {
         outcomes.extend(plan.notes);
         tracing::info!("changed while it runs: {}", outcomes.join("; "));
         self.wait_for_ends(Ok(outcomes));
+    }
+
+    /// Sets the level of all servers; one that does not take it is named in the log.
+    fn set_level(&self, setting: &Setting) {
+        let runs = |server: &&Server| !server.is_new && !server.is_removed && server.is_up() && server.end.is_none();
+        for server in self.servers.all.iter().filter(runs) {
+            let request = Request::Set { share: None, settings: vec![setting.clone()] };
+            let set = || Client::own(server.child.pid())?.ask::<Vec<String>>(&request);
+            if let Err(error) = set() {
+                tracing::warn!("{} does not log at {}: {error:#}", server.unit.shown(), setting.value);
+            }
+        }
     }
 
     /// Ends what was started, and keeps all else.
@@ -443,7 +463,7 @@ fn plural(count: u64) -> &'static str {
 
 /// Changes settings of servers, all or none; returns what holds now.
 fn set_all(all: &[Server], changes: &[ItemSettings]) -> Result<Vec<String>> {
-    let set = |change: &ItemSettings, settings: &[ferry_control::Setting]| -> Result<Vec<String>> {
+    let set = |change: &ItemSettings, settings: &[Setting]| -> Result<Vec<String>> {
         let server = all.get(change.server).context("a server has ended")?;
         let request = Request::Set { share: Some(change.item), settings: settings.to_vec() };
         let outcomes: Vec<String> = Client::own(server.child.pid())?.ask(&request)?.0;

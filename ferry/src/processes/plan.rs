@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail, ensure};
-use ferry_control::{MetricsAddress, Setting};
+use ferry_control::{LogLevel, MetricsAddress, Setting};
 
 use super::unit::{Unit, need_each_other, places_of_disk, places_of_share};
 use crate::cli::{Cli, Command};
@@ -30,6 +30,8 @@ pub struct Plan {
     pub replaces: Vec<Replacement>,
     /// Settings of items that go on.
     pub settings: Vec<ItemSettings>,
+    /// The new level of the log, if it changes; `None` inside: the default.
+    pub level: Option<Option<LogLevel>>,
     /// What the configuration file says now of items that go on: the index of the server, that of the item, and its table.
     pub tables: Vec<(usize, usize, toml::Table)>,
     /// What else the user should know.
@@ -73,11 +75,22 @@ pub struct Base {
     /// What the configuration file said of it.
     pub of_file: SandboxFlags,
     pub metrics: Option<MetricsAddress>,
+    /// What the configuration file says of the log; `None`: a flag or the environment does.
+    pub level: Option<Option<LogLevel>>,
+}
+
+/// The level of the log if the configuration file has none.
+const DEFAULT_LEVEL: &str = "info";
+
+/// Returns the setting of a level.
+pub fn level_setting(level: Option<&LogLevel>) -> Setting {
+    Setting { name: "log".into(), value: level.map_or(DEFAULT_LEVEL, LogLevel::as_str).into() }
 }
 
 /// Plans `ferry add`.
 pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base) -> Result<Plan> {
-    let starts = units_of_command(words, folder, &base.sandbox_flags)?;
+    let mut starts = units_of_command(words, folder, &base.sandbox_flags)?;
+    starts.iter_mut().for_each(|unit| unit.level = base.level.clone().flatten());
     check_places(&starts, served)?;
     check_beside(&starts, served)?;
     Ok(Plan { starts, ..Plan::default() })
@@ -136,6 +149,15 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
         format!("the metrics of {} are those of ferry metrics, and at no address until the next start", unit.shown())
     }));
     plan.starts = starts;
+    match &base.level {
+        Some(level) => {
+            plan.level = (*level != file.log).then(|| file.log.clone());
+            let replaced = plan.replaces.iter_mut().map(|replacement| &mut replacement.unit);
+            plan.starts.iter_mut().chain(replaced).for_each(|unit| unit.level.clone_from(&file.log));
+        }
+        None if file.log.is_some() => plan.notes.push("log has no effect beside --log and FERRY_LOG".into()),
+        None => {}
+    }
     Ok(plan)
 }
 
@@ -401,6 +423,7 @@ mod tests {
     fn described(plan: &Plan, units: &[Unit]) -> String {
         let mut words: Vec<_> = plan.starts.iter().map(|unit| format!("start {}", unit.shown())).collect();
         words.extend(plan.replaces.iter().map(|one| format!("{} changes to {}", one.keys, one.unit.shown())));
+        words.extend(plan.level.iter().map(|level| format!("log {}", level_setting(level.as_ref()).value)));
         words.extend(plan.ends.iter().map(|index| format!("end {}", units[*index].shown())));
         for ItemSettings { server, item, settings, undo } in &plan.settings {
             for (now, then) in settings.iter().zip(undo) {
@@ -418,7 +441,8 @@ mod tests {
 
     fn planned(before: &str, after: &str) -> Result<String> {
         let units = units(before);
-        Ok(described(&reload(file(after), &served(&units), &Base::default())?, &units))
+        let base = Base { level: Some(file(before).log), ..Base::default() };
+        Ok(described(&reload(file(after), &served(&units), &base)?, &units))
     }
 
     const A: &str = "[[share]]\nsource = \"/a\"\nvirtiofs = \"a\"\n";
@@ -445,6 +469,8 @@ mod tests {
             (format!("{A}poll-us = 0"), A.into(), format!("/a poll-us={default} not 0")),
             (A.into(), format!("{A}attr-timeout = 5"), "/a attr-timeout=5 not default".into()),
             (D.into(), format!("{D}limit = \"iops=7\""), "/etc/ferry/d limit=iops=7 not none".into()),
+            (format!("log = \"warn\"\n{A}"), A.into(), "log info".into()),
+            (A.into(), format!("log = \"debug\"\n{B}{A}"), "start /b; log debug".into()),
             // Other flags need another server.
             (
                 A.into(),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ferry_control::{MetricsAddress, TraceOptions};
+use ferry_control::{LogLevel, MetricsAddress, TraceOptions};
 
 use crate::disk;
 use crate::flags::{Kind, Share};
@@ -20,6 +20,8 @@ pub struct Unit {
     pub metrics: Option<MetricsAddress>,
     /// The file of a trace of its shares.
     pub trace: Option<TraceOptions>,
+    /// The level of its log, if it is not that of the process.
+    pub level: Option<LogLevel>,
 }
 
 /// The shares or the disk.
@@ -38,6 +40,7 @@ impl Unit {
             sandbox_flags: sandbox_flags.clone(),
             metrics: None,
             trace: None,
+            level: None,
         }
     }
 
@@ -64,7 +67,7 @@ impl Unit {
     pub fn of_group(shares: Vec<(Share, Option<toml::Table>)>, sandbox_flags: &SandboxFlags) -> Self {
         let (shares, tables) = shares.into_iter().unzip();
         let sandbox_flags = sandbox_flags.clone();
-        Self { items: Items::Shares(shares), tables, sandbox_flags, metrics: None, trace: None }
+        Self { items: Items::Shares(shares), tables, sandbox_flags, metrics: None, trace: None, level: None }
     }
 
     pub fn shares(&self) -> &[Share] {

@@ -260,14 +260,29 @@ fn a_reload_makes_the_difference() {
     is_used(&mut served.guest_at("c"), &served.home.at("three"), "new");
     disk_is_used(&served, "d");
     is_used(&mut first, &served.home.at("one"), "kept");
+    // The level, of all servers and of those that come.
+    let level = || done(&served, &format!("log {} --json", pid_of(&served)));
+    assert_eq!(level().matches("\"log\":\"info\"").count(), 4, "{}", level());
+    write_config(
+        &served,
+        &("log = \"warn\"\n".to_owned()
+            + &share("one", "a", "")
+            + &share("three", "c", "")
+            + &share("two", "b", "")
+            + disk),
+    );
+    assert!(done(&served, "reload a").contains("log warn\n"));
+    done(&served, "add a share two --9p unix:n");
+    assert_eq!(level().matches("\"log\":\"warn\"").count(), 6, "{}", level());
     // What was added by hand stays, and belongs to the file once that lists it.
     write_config(&served, &(share("one", "a", "") + &share("mem", "m", "")));
     let said = done_soon(&served, "reload a");
-    assert!(said.contains("one: no limit"), "{said}");
-    assert_eq!(names(&served), ["mem", "one"]);
+    assert!(said.contains("no longer serving"), "{said}");
+    assert!(said.contains("log info"), "{said}");
+    assert_eq!(names(&served), ["mem", "one", "two"]);
     write_config(&served, &share("one", "a", ""));
     done(&served, "reload a");
-    assert_eq!(names(&served), ["one"]);
+    assert_eq!(names(&served), ["one", "two"]);
     is_used(&mut first, &served.home.at("one"), "last");
     drop(first);
     assert_eq!(served.ends_by(Signal::TERM), 0, "{}", served.said());
