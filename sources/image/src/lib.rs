@@ -23,6 +23,7 @@ mod read;
 mod store;
 
 pub use build::filter::{Filter, Pattern, Whiteouts};
+pub use build::layer::{BuildLayersError, Layer, LayerError, LayerRef, build_layers};
 pub use build::options::{BuildReport, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
 pub use build::run::build;
 pub use build::trace::Trace;
@@ -33,6 +34,7 @@ pub use format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex, hex};
 pub use format::error::{Error, Flaw, ImageResult, Result, told};
 pub use format::image::{Entries, Entry, IMAGE_BYTES_MAX, Image, Inode, Nid, Xattr};
 pub use format::index::{Index, Object};
+pub use format::layer_index::{Compression, LAYER_CHUNK_BYTES_MAX, LayerBlob};
 pub use format::walk::{Step, walk};
 pub use format::{erofs, pack_table};
 pub use read::diff::{Change, Digests, Kind as ChangeKind, diff};

@@ -3,8 +3,6 @@
 //! A file is split every 64 KiB. Two versions of a large file share all equal chunks, a change costs one or two chunks,
 //! and a partial read verifies only the chunks that it touches.
 
-use std::io;
-
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::{BLOCK_BITS, BLOCK_BYTES};
 
@@ -41,22 +39,4 @@ pub(crate) enum ChunkState {
     Padding,
     /// Other bytes.
     Damaged,
-}
-
-/// Reads a chunk with its padding from an offset in a file, and verifies it.
-pub(crate) fn look(
-    read: impl FnOnce(&mut [u8]) -> io::Result<()>,
-    bytes: u64,
-    digest: Digest,
-    memory: &mut Vec<u8>,
-) -> io::Result<ChunkState> {
-    let bytes = usize::try_from(bytes).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
-    memory.resize(bytes.next_multiple_of(BLOCK_BYTES), 0);
-    read(memory)?;
-    let (chunk, padding) = memory.split_at(bytes);
-    Ok(match (self::digest(chunk) == digest, is_zero(padding)) {
-        (true, true) => ChunkState::Sound,
-        (true, false) => ChunkState::Padding,
-        (false, _) => ChunkState::Damaged,
-    })
 }

@@ -17,6 +17,8 @@ pub enum Algorithm {
     Verity,
     /// BLAKE3 of a tree's contents, see `tree_digest.rs`.
     Tree,
+    /// SHA-256 of a chunk, in the table of contents of a container's layer.
+    Sha256,
 }
 
 impl Algorithm {
@@ -27,6 +29,7 @@ impl Algorithm {
             // As fsverity(1) names them.
             Self::Verity => "sha256",
             Self::Tree => "tree",
+            Self::Sha256 => "chunk",
         }
     }
 }
@@ -62,7 +65,7 @@ impl Digest {
     /// Parses the text form. Digits without a prefix are composefs's.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let prefixed = |algorithm: Algorithm| text.strip_prefix(algorithm.name().as_bytes())?.strip_prefix(b":");
-        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree, Algorithm::Sha256] {
             if let Some(digits) = prefixed(algorithm) {
                 return Self::from_hex(algorithm, digits);
             }
@@ -122,7 +125,7 @@ mod tests {
 
     #[test]
     fn digests_are_read_back() {
-        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree] {
+        for algorithm in [Algorithm::Blake3, Algorithm::Verity, Algorithm::Tree, Algorithm::Sha256] {
             let digest = algorithm.of(b"x");
             assert_eq!(Digest::parse(digest.to_string().as_bytes()), Some(digest));
             assert_eq!(Digest::from_hex(algorithm, digest.hex().as_bytes()), Some(digest));

@@ -11,6 +11,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub const SUPER_OFFSET: usize = 1024;
 /// The offset of the tree's digest in images of the flat layout: EROFS does not use what precedes the superblock.
 pub const TREE_OFFSET: usize = SUPER_OFFSET - crate::format::digest::DIGEST_BYTES;
+/// The offset of the SHA-256 digest of a container's manifest, in images of its layers.
+pub const MANIFEST_OFFSET: usize = TREE_OFFSET - crate::format::digest::DIGEST_BYTES;
 /// The first bytes of a superblock.
 pub const SUPER_MAGIC: u32 = 0xE0F5_E1E2;
 /// The block size that Ferry uses, in bytes: the page size of nearly all machines, which every kernel supports.

@@ -12,8 +12,8 @@ use crate::format::composefs::view::{METACOPY, REDIRECT, digest_of, visible_name
 use crate::format::data::{ChunkIndex, Data, ENTRY_BYTES, PackRef};
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest};
 use crate::format::erofs::{
-    BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET, XATTR_PREFIXES,
-    XattrEntry, XattrHeader, split_xattr,
+    BLOCK_BYTES, Compact, DeviceSlot, Extended, Layout, MANIFEST_OFFSET, SLOT_BYTES, SUPER_OFFSET, Super, TREE_OFFSET,
+    XATTR_PREFIXES, XattrEntry, XattrHeader, split_xattr,
 };
 use crate::format::error::{Flaw, ImageResult};
 
@@ -100,6 +100,12 @@ impl Image {
     pub(crate) fn declared_tree(&self) -> Option<Digest> {
         let bytes: [u8; DIGEST_BYTES] = read_at(&self.bytes, TREE_OFFSET).ok()?;
         (bytes != [0; DIGEST_BYTES]).then(|| Digest::new(Algorithm::Tree, bytes))
+    }
+
+    /// Returns the SHA-256 digest of a container's manifest, for an image of its layers as they are in a registry.
+    pub fn manifest(&self) -> Option<[u8; DIGEST_BYTES]> {
+        let bytes: [u8; DIGEST_BYTES] = read_at(&self.bytes, MANIFEST_OFFSET).ok()?;
+        (!self.is_composefs && bytes != [0; DIGEST_BYTES]).then_some(bytes)
     }
 
     /// Returns the compatible features.

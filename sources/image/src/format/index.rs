@@ -5,7 +5,8 @@
 //!              then, in packs for fs-verity, 64 one bits and the pack's fs-verity digest (SHA-256, blocks of 4 KiB; 32 bytes)
 //! ```
 //!
-//! NAME is the BLAKE3 digest of the index.
+//! NAME is the BLAKE3 digest of the index. The packs of containers' layers have other indexes
+//! ([`crate::format::layer_index`]).
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,6 +18,7 @@ use crate::format::chunk::{self, CHUNK_BYTES, ChunkState};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Result};
+use crate::format::layer_index::{self, LayerBlob};
 
 /// The size of an entry in bytes.
 pub(crate) const RECORD_BYTES: usize = 40;
@@ -34,6 +36,8 @@ pub struct Index {
     pub blocks: u64,
     /// The fs-verity digest of the pack; older packs have none.
     pub verity: Option<Digest>,
+    /// The blob of a container's layer that has the objects, compressed.
+    pub layer: Option<LayerBlob>,
 }
 
 /// An object: a file or a chunk in a pack.
@@ -41,6 +45,10 @@ pub struct Index {
 pub struct Object {
     /// The first block in the pack.
     pub block: u64,
+    /// Where it begins in that block, in bytes; not 0 only for chunks of a layer's file that precedes it.
+    pub skip: u16,
+    /// Zeros between its end and the next object.
+    pub padding: u16,
     /// Length in bytes.
     pub bytes: u64,
     /// The digest of its bytes.
@@ -53,6 +61,9 @@ impl Index {
         let flawed = |reason: &str| Error::Pack { store: store.into(), pack, reason: reason.into() };
         if pack.algorithm().of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
             return Err(flawed("its index is damaged"));
+        }
+        if let Some(index) = layer_index::parse(pack, bytes).map_err(flawed)? {
+            return Ok(index);
         }
         let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
         let (mut block, mut verity) = (0_u64, None);
@@ -73,12 +84,12 @@ impl Index {
                     "its index tells of larger pieces than there are: another version of ferry has made it",
                 ));
             }
-            objects.push(Object { block, bytes, digest });
+            objects.push(Object::aligned(block, bytes, digest));
             block = block
                 .checked_add(bytes.div_ceil(BLOCK_BYTES as u64))
                 .ok_or_else(|| flawed("the lengths in its index are too large"))?;
         }
-        Ok(Self { pack, objects, blocks: block, verity })
+        Ok(Self { pack, objects, blocks: block, verity, layer: None })
     }
 
     /// Returns the objects that begin at a block: an empty one begins where the next one does.
@@ -87,8 +98,16 @@ impl Index {
         self.objects[from..].iter().take_while(move |object| object.block == block)
     }
 
+    /// Returns the objects that others may look for: zeros are had without a pack.
+    pub(crate) fn listed(&self) -> impl Iterator<Item = &Object> {
+        self.objects.iter().filter(|object| !object.is_zeros())
+    }
+
     /// Encodes the index.
     pub fn to_bytes(&self) -> Vec<u8> {
+        if let Some(layer) = &self.layer {
+            return layer_index::write(layer, &self.objects);
+        }
         let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));
         objects.chain(self.verity.map(|digest| record(WHOLE_PACK, digest))).flatten().collect()
     }
@@ -103,14 +122,41 @@ pub(crate) fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
 }
 
 impl Object {
-    /// Returns the number of its blocks.
-    pub(crate) fn blocks(&self) -> u64 {
-        self.bytes.div_ceil(BLOCK_BYTES as u64)
+    /// Creates an object that begins at a block, as the next one does.
+    pub(crate) fn aligned(block: u64, bytes: u64, digest: Digest) -> Self {
+        let rest = (BLOCK_BYTES as u64 - bytes % BLOCK_BYTES as u64) % BLOCK_BYTES as u64;
+        Self { block, skip: 0, padding: u16::try_from(rest).unwrap_or_default(), bytes, digest }
     }
 
-    /// Returns the length of its blocks in bytes.
+    /// Returns its offset in the pack, in bytes.
+    pub(crate) fn begin(&self) -> u64 {
+        self.block * BLOCK_BYTES as u64 + u64::from(self.skip)
+    }
+
+    /// Returns the offset of its end.
+    pub(crate) fn end(&self) -> u64 {
+        self.begin() + self.bytes
+    }
+
+    /// Returns the number of blocks that it touches.
+    pub(crate) fn blocks(&self) -> u64 {
+        (u64::from(self.skip) + self.bytes).div_ceil(BLOCK_BYTES as u64)
+    }
+
+    /// Returns its length with its padding, in bytes.
     pub(crate) fn padded(&self) -> u64 {
-        self.blocks() * BLOCK_BYTES as u64
+        self.bytes + u64::from(self.padding)
+    }
+
+    /// Returns whether it consists of zeros, and has no other digest.
+    pub(crate) fn is_zeros(&self) -> bool {
+        self.digest == layer_index::ZEROS
+    }
+
+    /// Returns whether these are its bytes.
+    pub(crate) fn proves(&self, bytes: &[u8]) -> bool {
+        bytes.len() as u64 == self.bytes
+            && if self.is_zeros() { chunk::is_zero(bytes) } else { self.digest.algorithm().of(bytes) == self.digest }
     }
 }
 
@@ -122,15 +168,23 @@ pub(crate) fn pack_name(hex: &[u8]) -> Option<Digest> {
     Digest::from_hex(Algorithm::Blake3, hex)
 }
 
-/// Reads an object with its padding at a block of a file; returns whether both are correct.
-pub(crate) fn read_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
-    look_at_object(file, block, object, memory).map(|found| found == ChunkState::Sound)
+/// Reads an object with its padding at an offset of a file; returns whether both are correct.
+pub(crate) fn read_object(file: &File, at: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<bool> {
+    look_at_object(file, at, object, memory).map(|found| found == ChunkState::Sound)
 }
 
-/// Reads an object at a block of a file; returns its state.
-pub(crate) fn look_at_object(file: &File, block: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<ChunkState> {
-    let read = |bytes: &mut [u8]| file.read_exact_at(bytes, block * BLOCK_BYTES as u64);
-    chunk::look(read, object.bytes, object.digest, memory)
+/// Reads an object with its padding at an offset of a file; returns its state.
+pub(crate) fn look_at_object(file: &File, at: u64, object: &Object, memory: &mut Vec<u8>) -> io::Result<ChunkState> {
+    let lengths = usize::try_from(object.bytes).ok().zip(usize::try_from(object.padded()).ok());
+    let (bytes, padded) = lengths.ok_or(io::ErrorKind::OutOfMemory)?;
+    memory.resize(padded, 0);
+    file.read_exact_at(memory, at)?;
+    let (found, padding) = memory.split_at(bytes);
+    Ok(match (object.proves(found), chunk::is_zero(padding)) {
+        (true, true) => ChunkState::Sound,
+        (true, false) => ChunkState::Padding,
+        (false, _) => ChunkState::Damaged,
+    })
 }
 
 #[cfg(test)]

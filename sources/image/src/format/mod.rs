@@ -10,6 +10,7 @@ pub(crate) mod error;
 pub(crate) mod flat;
 pub(crate) mod image;
 pub(crate) mod index;
+pub(crate) mod layer_index;
 pub mod pack_table;
 pub(crate) mod tree;
 pub(crate) mod tree_digest;

@@ -67,6 +67,15 @@ pub enum Content {
         /// The index of its first chunk among those of all files (in the order of the build).
         first: usize,
     },
+    /// The bytes of a file in the pack of a container's layer, as one run of blocks.
+    Layer {
+        /// Length in bytes, never 0.
+        bytes: u64,
+        /// The index of the pack among those of the image.
+        pack: usize,
+        /// The first block there.
+        block: u64,
+    },
     /// The bytes of a file in an object store.
     Object {
         /// Length in bytes, never 0.

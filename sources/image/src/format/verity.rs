@@ -162,6 +162,7 @@ impl Algorithm {
     pub fn of(self, bytes: &[u8]) -> Digest {
         match self {
             Self::Blake3 | Self::Tree => Digest::new(self, blake3::hash(bytes).into()),
+            Self::Sha256 => Digest::new(self, Sha256::digest(bytes).into()),
             Self::Verity => {
                 let mut hasher = Hasher::default();
                 hasher.update(bytes);

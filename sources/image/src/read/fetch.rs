@@ -18,14 +18,13 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::format::chunk::{self, CHUNK_BYTES};
-use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::Object;
-use crate::format::index::read_object;
 use crate::read::fetch_locks::{FetchLock, Progress};
 use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
 use crate::read::partial::PartialPack;
 use crate::read::singleflight::{Claim, FetchAction, ObjectSet};
+use crate::store::layer_fetch;
 use crate::store::layout;
 use crate::store::object_error::ObjectError;
 
@@ -111,8 +110,7 @@ impl Pack {
         let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let objects = &self.index.objects[run.clone()];
         let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
-        let from = first.block * BLOCK_BYTES as u64;
-        let range = from..last.block * BLOCK_BYTES as u64 + last.bytes;
+        let range = first.begin()..last.end();
         let mut kept = |at: usize| {
             absent.common.fetched_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
             self.keep(absent, at);
@@ -120,7 +118,7 @@ impl Pack {
         };
         let mut receiver = Receiver::new(self, run, &mut kept);
         let mut wrong = None;
-        let outcome = absent.common.missing.from.read(self.index.pack, range, &mut |bytes| {
+        let outcome = layer_fetch::read(&*absent.common.missing.from, &self.index, range, &mut |bytes| {
             receiver.take(bytes).map_err(|bad| {
                 wrong = Some(bad);
                 io::Error::other("not what was asked for")
@@ -178,7 +176,7 @@ impl Pack {
     pub(crate) fn forget(&self, at: usize) -> io::Result<()> {
         let object = &self.index.objects[at];
         self.states[at].store(UNKNOWN, Ordering::Release);
-        let (from, bytes) = (object.block * BLOCK_BYTES as u64, object.padded());
+        let (from, bytes) = (object.begin(), object.padded());
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.file, flags, from, bytes)?)
     }
@@ -188,6 +186,10 @@ impl Pack {
         let object = &self.index.objects[at];
         let (pack, digest) = (self.index.pack, object.digest);
         let unreadable = |source| ObjectError::Unreadable { pack, digest, source };
+        if object.is_zeros() && !self.is_sound(object).map_err(unreadable)? {
+            let zeros = vec![0; usize::try_from(object.padded()).unwrap_or_default()];
+            self.put(at, &zeros).map_err(|source| ObjectError::Keep { pack, source })?;
+        }
         if object.bytes == 0 {
             if digest != chunk::digest(&[]) {
                 return Err(ObjectError::Damaged { pack, digest });
@@ -204,7 +206,10 @@ impl Pack {
 
     /// Returns whether an object was fetched before.
     fn is_in_file(&self, object: &Object) -> io::Result<bool> {
-        let from = object.block * BLOCK_BYTES as u64;
+        let from = object.begin();
+        if object.is_zeros() {
+            return self.is_sound(object);
+        }
         match rustix::fs::seek(&self.file, SeekFrom::Data(from)) {
             Ok(data) if data >= from + object.bytes => Ok(false),
             Err(Errno::NXIO) => Ok(false),
@@ -230,13 +235,14 @@ impl Pack {
     /// Copies an object from another pack of the store; returns whether there was one.
     fn copy(&self, absent: &PartialPack, at: usize) -> Result<bool, ObjectError> {
         let object = &self.index.objects[at];
-        let Some((pack, block)) = absent.common.elsewhere().get(&object.digest) else { return Ok(false) };
+        let Some((pack, from)) = absent.common.elsewhere().find(&object.digest) else { return Ok(false) };
         let path = layout::packs_folder(&absent.common.store).join(pack.hex());
-        let mut memory = Vec::new();
-        let proved = File::open(path).and_then(|file| read_object(&file, block, object, &mut memory));
-        if !matches!(proved, Ok(true)) {
+        let mut memory = vec![0; usize::try_from(object.bytes).unwrap_or_default()];
+        let read = File::open(path).and_then(|file| file.read_exact_at(&mut memory, from));
+        if read.is_err() || !object.proves(&memory) {
             return Ok(false);
         }
+        memory.resize(memory.len() + usize::from(object.padding), 0);
         let copied = self.put(at, &memory);
         if copied.is_ok() {
             absent.common.deduplicated_bytes.fetch_add(object.bytes, Ordering::Relaxed);
@@ -246,6 +252,6 @@ impl Pack {
 
     /// Writes verified bytes at their location, with zero padding, because other bytes may be there.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.index.objects[at].block * BLOCK_BYTES as u64)
+        self.file.write_all_at(bytes, self.index.objects[at].begin())
     }
 }

@@ -191,11 +191,13 @@ impl Objects {
         let missing = ObjectError::NoObject { pack: index.pack, block, bytes };
         let from = index.objects.partition_point(|object| object.block < block);
         let end = block.checked_mul(BLOCK_BYTES as u64).and_then(|begin| begin.checked_add(bytes));
-        let Some(end) = end.filter(|_| index.objects.get(from).is_some_and(|object| object.block == block)) else {
+        let Some(end) =
+            end.filter(|_| index.objects.get(from).is_some_and(|object| (object.block, object.skip) == (block, 0)))
+        else {
             return Err(missing);
         };
-        let to = index.objects.partition_point(|object| object.block * (BLOCK_BYTES as u64) < end).max(from);
-        let is_whole = |last: &Object| last.block * BLOCK_BYTES as u64 + last.bytes == end;
+        let to = index.objects.partition_point(|object| object.begin() < end).max(from);
+        let is_whole = |last: &Object| last.end() == end;
         if to > from && is_whole(&index.objects[to - 1]) { Ok(from..to) } else { Err(missing) }
     }
 
@@ -285,6 +287,13 @@ impl Objects {
     pub fn incomplete(&self) -> impl Iterator<Item = (usize, &File)> {
         let packs = self.packs.iter().enumerate().filter(|(_, pack)| pack.absent.is_some());
         packs.map(|(number, pack)| (number, &pack.file))
+    }
+
+    /// Returns whether a block of an incomplete pack can have bytes of two objects, of which one may be missing: then a
+    /// block that is not a hole is not proved.
+    pub fn shares_blocks(&self) -> bool {
+        let incomplete = self.packs.iter().filter(|pack| pack.absent.is_some());
+        incomplete.flat_map(|pack| &pack.index.objects).any(|object| object.skip > 0)
     }
 
     /// Replaces the descriptor of a pack's file; returns the old one, which has the lock; `None` once packs are shared.

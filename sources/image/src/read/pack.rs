@@ -16,7 +16,6 @@ use ferry_vfs::Backing;
 use ferry_vfs::sync::{self, lock};
 use rustix::fs::{Advice, FlockOperation};
 
-use crate::format::erofs::BLOCK_BYTES;
 use crate::format::index::read_object;
 use crate::format::index::{Index, Object};
 use crate::read::partial::PartialPack;
@@ -139,7 +138,7 @@ impl Pack {
             return;
         };
         // Only advice: without it, the disk is idle while objects are hashed.
-        let begin = objects[first].block * BLOCK_BYTES as u64;
+        let begin = objects[first].begin();
         for step in (begin..begin + AHEAD_BYTES).step_by(usize::try_from(AHEAD_STEP_BYTES).unwrap_or(usize::MAX)) {
             let _ = rustix::fs::fadvise(&self.file, step, NonZeroU64::new(AHEAD_STEP_BYTES), Advice::WillNeed);
         }
@@ -196,7 +195,7 @@ impl Pack {
 
     /// Verifies an object with a buffer per thread.
     pub(crate) fn is_sound(&self, object: &Object) -> io::Result<bool> {
-        PIECE.with_borrow_mut(|memory| read_object(&self.file, object.block, object, memory))
+        PIECE.with_borrow_mut(|memory| read_object(&self.file, object.begin(), object, memory))
     }
 }
 
@@ -214,12 +213,13 @@ mod tests {
         let (mut file, piece) = (tempfile::tempfile().expect("a file"), vec![7; CHUNK_BYTES]);
         (0..OBJECTS).for_each(|_| file.write_all(&piece).expect("room"));
         let digest = chunk::digest(&piece);
-        let object = |at: u64| Object { block: at * CHUNK_BLOCKS, bytes: CHUNK_BYTES as u64, digest };
+        let object = |at: u64| Object::aligned(at * CHUNK_BLOCKS, CHUNK_BYTES as u64, digest);
         let index = Index {
             pack: digest,
             blocks: OBJECTS * CHUNK_BLOCKS,
             objects: (0..OBJECTS).map(object).collect(),
             verity: None,
+            layer: None,
         };
         let fd = file.try_clone().expect("a descriptor").into();
         Pack::new(file, fd, index, false)

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use crate::format::chunk;
 use crate::format::digest::Digest;
 use crate::format::index::Object;
 use crate::read::pack::Pack;
@@ -66,12 +65,11 @@ impl<'a> Receiver<'a> {
     /// Completes an object.
     fn end(&mut self, object: &Object) -> Result<(), ObjectError> {
         let (pack, digest) = (self.pack.index.pack, object.digest);
-        if chunk::digest(&self.memory) != digest {
+        if !object.proves(&self.memory) {
             return Err(ObjectError::Received { pack, digest });
         }
         let at = self.left.start;
-        // At most a chunk, as all objects of an index.
-        self.memory.resize(usize::try_from(object.padded()).unwrap_or(chunk::CHUNK_BYTES), 0);
+        self.memory.resize(self.memory.len() + usize::from(object.padding), 0);
         self.pack.put(at, &self.memory).map_err(|source| ObjectError::Keep { pack, source })?;
         self.memory.clear();
         (self.kept)(at);

@@ -68,7 +68,7 @@ fn adopt(file: &File, index: &Index, number: usize, limit: &CacheLimit) -> io::R
         let begin = objects.partition_point(|object| object.block + object.blocks() <= first);
         let end = objects.partition_point(|object| object.block < end);
         for (number_in, object) in objects.iter().enumerate().take(end).skip(begin) {
-            limit.keep((number, number_in), object.blocks() * BLOCK_BYTES as u64, || {});
+            limit.keep((number, number_in), object.padded(), || {});
         }
         at = to;
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::{fmt, io};
 
-use crate::format::digest::Digest;
+use crate::format::digest::{DIGEST_BYTES, Digest};
 
 /// Receives bytes in order. After an error it receives no more.
 pub type ByteSink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
@@ -27,6 +27,23 @@ pub trait Fetch: fmt::Debug + Send + Sync {
     ///
     /// It is not available, or the error of `sink`.
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()>;
+
+    /// Passes a range of a container's layer to `sink`, in order and each byte once. The layer's blob has this SHA-256
+    /// digest and this length.
+    ///
+    /// # Errors
+    ///
+    /// It is not available, also because only whole blobs are, or the error of `sink`.
+    fn blob(
+        &self,
+        sha256: [u8; DIGEST_BYTES],
+        bytes: u64,
+        range: Range<u64>,
+        sink: &mut ByteSink<'_>,
+    ) -> io::Result<()> {
+        let _ = (sha256, bytes, range, sink);
+        Err(io::ErrorKind::NotFound.into())
+    }
 }
 
 /// How a store obtains missing objects.

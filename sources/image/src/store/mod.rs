@@ -5,6 +5,7 @@ pub(crate) mod fetch;
 pub(crate) mod file_objects;
 pub(crate) mod fsverity;
 pub(crate) mod garbage;
+pub(crate) mod layer_fetch;
 pub(crate) mod layout;
 pub(crate) mod new_file;
 pub(crate) mod new_objects;

@@ -27,8 +27,9 @@ use crate::format::digest::Digest;
 use crate::format::error::{IoContext, Result};
 use crate::format::image::Image;
 use crate::format::index::{Index, pack_name};
+use crate::format::layer_index::LayerBlob;
 use crate::store::layout::{
-    DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, index_path, is_whole, lock_path, packs_folder, read_index,
+    DAMAGED_SUFFIX, INDEX_SUFFIX, Listing, PART_SUFFIX, index_path, is_whole, lock_path, packs_folder, read_index,
 };
 use crate::store::object_list;
 use crate::store::places::StorePlaces;
@@ -111,6 +112,13 @@ impl Store {
     /// It is missing or damaged.
     pub fn index(&self, pack: Digest) -> Result<Index> {
         read_index(&self.folder, pack)
+    }
+
+    /// Returns the layer whose files a pack has, complete or not; `None` for other packs, and for unknown ones.
+    pub fn layer_of(&self, pack: Digest) -> Option<LayerBlob> {
+        let part = packs_folder(&self.folder).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
+        let index = self.index(pack).ok().or_else(|| Index::of(&self.folder, pack, &fs::read(part).ok()?).ok())?;
+        index.layer
     }
 
     /// Returns all packs by name. A pack without an index is being written or removed.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use ferry_vfs::sync::lock;
 
 use crate::format::digest::Digest;
+use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::format::index::{self, Index, Places};
 use crate::format::pack_table::{self, Damaged, Table, TableEntry, TablePack};
@@ -42,6 +43,12 @@ pub(crate) struct StorePlaces {
 struct UsablePack {
     index: Index,
     damaged: HashSet<Digest>,
+}
+
+impl UsablePack {
+    fn object_at(&self, digest: &Digest, block: u64) -> Option<&index::Object> {
+        self.index.objects_at(block).find(|object| object.digest == *digest)
+    }
 }
 
 impl StorePlaces {
@@ -90,6 +97,15 @@ impl StorePlaces {
         }
     }
 
+    /// Returns the pack of an object, and its offset there in bytes.
+    pub(crate) fn find(&self, digest: &Digest) -> Option<(Digest, u64)> {
+        let (pack, block) = self.get(digest)?;
+        let opened = lock(&self.opened).get(&pack).cloned().flatten();
+        // Packs of layers are known by their indexes only; all other objects begin at blocks.
+        let object = opened.as_ref().and_then(|usable| usable.object_at(digest, block));
+        Some((pack, object.map_or(block * BLOCK_BYTES as u64, index::Object::begin)))
+    }
+
     /// Returns whether there is a location of an object.
     pub(crate) fn contains(&self, digest: &Digest) -> bool {
         self.get(digest).is_some()
@@ -116,10 +132,7 @@ impl StorePlaces {
             let mut opened = lock(&self.opened);
             opened.entry(pack).or_insert_with(|| self.usable(pack).map(Arc::new)).clone()
         };
-        let has = |object: &&index::Object| object.digest == *digest;
-        usable.is_some_and(|usable| {
-            usable.index.objects_at(block).any(|object| has(&object)) && !usable.damaged.contains(digest)
-        })
+        usable.is_some_and(|usable| usable.object_at(digest, block).is_some() && !usable.damaged.contains(digest))
     }
 
     /// Opens a pack if its objects are usable.
@@ -145,7 +158,7 @@ impl StorePlaces {
         }
         let mut places = Places::new();
         for usable in self.listing.packs.iter().filter_map(|pack| self.usable(*pack)) {
-            for object in usable.index.objects.iter().filter(|object| !usable.damaged.contains(&object.digest)) {
+            for object in usable.index.listed().filter(|object| !usable.damaged.contains(&object.digest)) {
                 places.entry(object.digest).or_insert((usable.index.pack, object.block));
             }
         }
@@ -187,7 +200,7 @@ fn make_table(store: &Path, packs: &[Digest]) -> (Option<Table>, ExtraLocations)
 fn collect_locations(indexes: &[Index]) -> ExtraLocations {
     let mut extra = ExtraLocations::new();
     for index in indexes {
-        for object in &index.objects {
+        for object in index.listed() {
             extra.entry(object.digest).or_default().push((index.pack, object.block));
         }
     }
@@ -203,7 +216,7 @@ fn write_table(folder: &Path, packs: &[Digest], indexes: &[Index]) -> Result<()>
         let pack = u32::try_from(*numbers.get(&index.pack)?).ok()?;
         Some(TableEntry { digest: *object.digest.bytes(), pack, block: u32::try_from(object.block).ok()? })
     };
-    let entries = indexes.iter().flat_map(|index| index.objects.iter().filter_map(|object| entry(index, object)));
+    let entries = indexes.iter().flat_map(|index| index.listed().filter_map(|object| entry(index, object)));
     let bytes = pack_table::write(&packs, entries.collect());
     let reason = || std::io::Error::other("there are too many packs or objects");
     let bytes = bytes.ok_or_else(reason).doing("make the table of packs in", folder)?;

@@ -22,19 +22,19 @@ use ferry_vfs::sync::lock;
 use rustix::fs::FlockOperation;
 
 use crate::format::chunk::{self, ChunkState};
-use crate::format::digest::{Algorithm, Digest};
+use crate::format::digest::Digest;
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, IoContext, Result};
 use crate::format::image::Image;
+use crate::format::index::look_at_object;
 use crate::format::index::{Index, Object};
-use crate::format::index::{look_at_object, read_object};
 use crate::store::fetch::Fetch;
 use crate::store::file_objects::remove_damaged;
 use crate::store::layout::noted;
 use crate::store::new_file::{self, NewFile};
 use crate::store::packs::Store;
 use crate::store::places::StorePlaces;
-use crate::store::{fsverity, layout, parallel};
+use crate::store::{fsverity, layer_fetch, layout, parallel};
 
 /// The outcome of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -210,7 +210,7 @@ impl Store {
         let (mut repaired, mut left) = (0, Vec::new());
         for (at, object) in index.objects.iter().enumerate() {
             let mut memory = Vec::new();
-            let found = look_at_object(old, object.block, object, &mut memory);
+            let found = look_at_object(old, object.begin(), object, &mut memory);
             match found {
                 Ok(ChunkState::Sound) => {}
                 Ok(ChunkState::Padding) => {
@@ -218,7 +218,7 @@ impl Store {
                     memory[bytes..].fill(0);
                     repaired += 1;
                 }
-                Ok(ChunkState::Damaged) | Err(_) => match (sources.get(self, index.pack, object), found) {
+                Ok(ChunkState::Damaged) | Err(_) => match (sources.get(self, index, object), found) {
                     (Some(right), _) => {
                         repaired += 1;
                         memory = right;
@@ -234,7 +234,7 @@ impl Store {
                 },
             }
             if !chunk::is_zero(&memory) {
-                new.file.write_all_at(&memory, object.block * BLOCK_BYTES as u64).doing("write to", &*new.path)?;
+                new.file.write_all_at(&memory, object.begin()).doing("write to", &*new.path)?;
             }
         }
         Ok((repaired, left))
@@ -243,16 +243,16 @@ impl Store {
 
 impl Sources<'_> {
     /// Returns the verified bytes of an object, from another pack or a server.
-    fn get(&mut self, store: &Store, pack: Digest, object: &Object) -> Option<Vec<u8>> {
-        if let Some((other, block)) = self.places.get(&object.digest) {
-            let mut memory = Vec::new();
-            let found = File::open(store.pack_path(other));
-            if matches!(found.and_then(|file| read_object(&file, block, object, &mut memory)), Ok(true)) {
+    fn get(&mut self, store: &Store, index: &Index, object: &Object) -> Option<Vec<u8>> {
+        if let Some((other, from)) = self.places.find(&object.digest) {
+            let mut memory = vec![0; usize::try_from(object.bytes).unwrap_or_default()];
+            let found = File::open(store.pack_path(other)).and_then(|file| file.read_exact_at(&mut memory, from));
+            if found.is_ok() && object.proves(&memory) {
                 return Some(memory);
             }
         }
-        match fetch(self.from?, pack, object) {
-            Ok(came) if Algorithm::Blake3.of(&came) == object.digest => return Some(came),
+        match fetch(self.from?, index, object) {
+            Ok(came) if object.proves(&came) => return Some(came),
             Ok(_) => self.fail(object, io::Error::other("it came damaged")),
             Err(error) => {
                 if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) {
@@ -277,10 +277,9 @@ impl Sources<'_> {
 }
 
 /// Fetches the bytes of an object.
-fn fetch(from: &dyn Fetch, pack: Digest, object: &Object) -> io::Result<Vec<u8>> {
-    let begin = object.block * BLOCK_BYTES as u64;
+fn fetch(from: &dyn Fetch, index: &Index, object: &Object) -> io::Result<Vec<u8>> {
     let mut came = Vec::new();
-    from.read(pack, begin..begin + object.bytes, &mut |bytes| {
+    layer_fetch::read(from, index, object.begin()..object.end(), &mut |bytes| {
         if came.len() as u64 + bytes.len() as u64 > object.bytes {
             return Err(io::Error::other("more than was asked for"));
         }
@@ -297,7 +296,7 @@ fn has_other_digest(file: &File, index: &Index) -> bool {
 
 /// Returns the state of an object, if it is readable.
 fn look(file: &File, object: &Object) -> Option<ChunkState> {
-    look_at_object(file, object.block, object, &mut Vec::new()).ok()
+    look_at_object(file, object.begin(), object, &mut Vec::new()).ok()
 }
 
 /// Waits for a concurrent repair of a pack; `None` if nothing is left to repair. The file holds the lock.

@@ -16,6 +16,7 @@ mod flaws;
 mod holes;
 mod input;
 mod kernel;
+mod layers;
 mod layout;
 mod many_packs;
 mod mend;

@@ -34,10 +34,7 @@ impl Layers {
     /// Applies the next layer.
     pub(crate) fn add(&mut self, input: impl Read, source: &Path) -> Result<()> {
         let mut members = Members::of(input, source, Globals::Ignore);
-        if !self.files.is_empty() {
-            self.builder.next_layer();
-        }
-        self.files.push(Vec::new());
+        self.next_layer();
         while let Some(member) = members.next()? {
             self.member(&member).map_err(|reason| refused(source, &member, reason))?;
             members.skip()?;
@@ -45,17 +42,28 @@ impl Layers {
         Ok(())
     }
 
-    fn member(&mut self, member: &Member) -> Result<(), Refusal> {
+    /// Begins the next layer.
+    pub(crate) fn next_layer(&mut self) {
+        if !self.files.is_empty() {
+            self.builder.next_layer();
+        }
+        self.files.push(Vec::new());
+    }
+
+    /// Applies a member of the layer, a regular file with these contents; returns its inode if it is new.
+    pub(crate) fn apply(&mut self, member: &Member, file: Option<Content>) -> Result<Option<NodeId>, Refusal> {
         let names = components(&member.path)?;
         match mark(&names)? {
-            None => {}
-            Some(Mark::Nothing) => return Ok(()),
-            Some(Mark::Opaque(directory)) => return self.builder.make_opaque(directory),
-            Some(Mark::Gone(names)) => return self.builder.whiteout(&names),
+            None => place(&mut self.builder, &names, member, file, self.for_composefs),
+            Some(Mark::Nothing) => Ok(None),
+            Some(Mark::Opaque(directory)) => self.builder.make_opaque(directory).map(|()| None),
+            Some(Mark::Gone(names)) => self.builder.whiteout(&names).map(|()| None),
         }
+    }
+
+    fn member(&mut self, member: &Member) -> Result<(), Refusal> {
         let file = Content::Unread { bytes: member.bytes };
-        let content = (member.kind == Kind::File).then_some(file);
-        let id = place(&mut self.builder, &names, member, content, self.for_composefs)?;
+        let id = self.apply(member, (member.kind == Kind::File).then_some(file))?;
         if let (Kind::File, Some(id), Some(files)) = (member.kind, id, self.files.last_mut()) {
             files.push((member.offset, id));
         }

@@ -16,7 +16,7 @@ const EXTRA_BYTES_MAX: u64 = 1 << 20;
 
 /// The type of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     File,
     /// A hard link.
     Link,
@@ -27,7 +27,7 @@ pub(super) enum Kind {
 }
 
 /// A member.
-pub(super) struct Member {
+pub(crate) struct Member {
     /// The offset of its header in the archive.
     pub offset: u64,
     pub path: Vec<u8>,
@@ -295,7 +295,7 @@ fn time(text: &[u8]) -> Option<Timespec> {
 }
 
 /// Returns the kernel's 32-bit form of a device number.
-fn device(major: i64, minor: i64) -> Result<u32, Refusal> {
+pub(crate) fn device(major: i64, minor: i64) -> Result<u32, Refusal> {
     let wrong = || format!("the device number {major}:{minor} does not fit in 12 and 20 bits");
     let major = u32::try_from(major).ok().filter(|major| *major < 1 << 12).ok_or_else(wrong)?;
     let minor = u32::try_from(minor).ok().filter(|minor| *minor < 1 << 20).ok_or_else(wrong)?;

@@ -26,12 +26,14 @@ use crate::format::error::Result;
 use crate::format::tree::Tree;
 
 use marks::LayerMarks;
-use member::{Kind, Members};
+use member::Members;
 use pax::Globals;
-use place::{at_end, components, contents, directory, place, refused};
+use place::{at_end, contents, directory, place, refused};
 
 pub(crate) use header::{HEADER_BYTES, is_header};
 pub(crate) use layers::{Layers, fill};
+pub(crate) use member::{Kind, Member, device};
+pub(crate) use place::components;
 
 /// Reads an archive; `writer` stores the files' bytes.
 pub(crate) fn read<W: ContentWriter>(

@@ -45,7 +45,7 @@ pub(super) fn place(
 }
 
 /// Returns the names of a member's path without `.`, with which archives of a whole directory begin.
-pub(super) fn components(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
+pub(crate) fn components(path: &[u8]) -> Result<Vec<Name<'_>>, Refusal> {
     if path.is_empty() {
         return Err("it has no name".into());
     }

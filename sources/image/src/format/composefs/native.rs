@@ -234,9 +234,11 @@ fn body(tree: &Tree, id: NodeId, nid: impl Fn(NodeId) -> u64, parent: NodeId) ->
         Content::Object { .. } | Content::Elsewhere { bytes: 1.., .. } => {
             Body { layout: Layout::Chunks, tail: vec![0xff; size_of::<U32>()], blocks: 0 }
         }
-        Content::None | Content::Elsewhere { .. } | Content::Unread { .. } | Content::Packed { .. } => {
-            inline(Vec::new())
-        }
+        Content::None
+        | Content::Elsewhere { .. }
+        | Content::Unread { .. }
+        | Content::Packed { .. }
+        | Content::Layer { .. } => inline(Vec::new()),
     })
 }
 

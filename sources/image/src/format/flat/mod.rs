@@ -5,7 +5,8 @@
 //! and directories are in depth-first order, as `ls -lR` needs them.
 //!
 //! ```text
-//! block 0    zeros, at byte 992 the digest of the tree (32 bytes), superblock, device table (the packs), root directory,
+//! block 0    zeros, at byte 960 the digest of a container's manifest or zeros (32 bytes), at 992 the digest of the tree
+//!            or zeros (32 bytes), superblock, device table (the packs), root directory,
 //!            its files' inodes, ...
 //! ...        directories and inodes
 //! aligned    attributes that several inodes share
@@ -23,11 +24,11 @@ use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::format::chunk::{self, CHUNK_BLOCKS, CHUNK_FORMAT};
-use crate::format::digest::Digest;
+use crate::format::digest::{DIGEST_BYTES, Digest};
 use crate::format::erofs::{
     BLOCK_BITS, BLOCK_BYTES, COMPAT_MTIME, Compact, DeviceSlot, Extended, FLAT_NO_KIND, FLAT_VOLUME, INCOMPAT_CHUNKS,
-    INCOMPAT_DEVICE_TABLE, Layout, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super, TREE_OFFSET, denied_by,
-    put, xattr_count,
+    INCOMPAT_DEVICE_TABLE, Layout, MANIFEST_OFFSET, SLOT_AHEAD, SLOT_BYTES, SUPER_MAGIC, SUPER_OFFSET, Super,
+    TREE_OFFSET, denied_by, put, xattr_count,
 };
 use crate::format::error::{Error, Result};
 use crate::format::index::Places;
@@ -59,6 +60,25 @@ pub struct Pack {
 ///
 /// The tree exceeds what EROFS can number.
 pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<(Vec<u8>, Digest)> {
+    let mut bytes = lay_out(tree, packs, pieces, places)?;
+    let digest = tree_digest::of_tree(tree, pieces);
+    put(&mut bytes, TREE_OFFSET, digest.bytes());
+    Ok((bytes, digest))
+}
+
+/// Returns the metadata of a tree whose files are in the packs of layers, with the digest of the container's manifest.
+/// There is no digest of the tree, because nobody has read the files.
+///
+/// # Errors
+///
+/// As [`write`].
+pub fn write_layers(tree: &Tree, packs: &[Pack], manifest: &[u8; DIGEST_BYTES]) -> Result<Vec<u8>> {
+    let mut bytes = lay_out(tree, packs, &[], &Places::new())?;
+    put(&mut bytes, MANIFEST_OFFSET, manifest);
+    Ok(bytes)
+}
+
+fn lay_out(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) -> Result<Vec<u8>> {
     let packed = ChunkPlacement::of(tree, pieces, places);
     let times = Times::of(tree);
     let xattrs = Xattrs::of(tree);
@@ -83,7 +103,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         next += pack.blocks;
     }
 
-    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, first_blocks: &first_blocks, packed: &packed };
+    let writer = Writer { tree, xattrs: &xattrs, inodes: &inodes, packs, first_blocks: &first_blocks, packed: &packed };
     for (number, id) in order.iter().enumerate() {
         writer.inode(&mut bytes, *id, u32::try_from(number).unwrap_or(u32::MAX))?;
     }
@@ -108,9 +128,7 @@ pub fn write(tree: &Tree, packs: &[Pack], pieces: &[Digest], places: &Places) ->
         ..Super::default()
     };
     put(&mut bytes, SUPER_OFFSET, header.as_bytes());
-    let digest = tree_digest::of_tree(tree, pieces);
-    put(&mut bytes, TREE_OFFSET, digest.bytes());
-    Ok((bytes, digest))
+    Ok(bytes)
 }
 
 /// Returns which attributes no inode has.
@@ -170,6 +188,7 @@ struct Writer<'a> {
     tree: &'a Tree,
     xattrs: &'a Xattrs,
     inodes: &'a [Place],
+    packs: &'a [Pack],
     first_blocks: &'a BTreeMap<Digest, u64>,
     packed: &'a ChunkPlacement<'a>,
 }
@@ -184,6 +203,10 @@ impl Writer<'_> {
             Content::Inline(data) => self.near(bytes, place, xattrs.len(), data)?,
             // Nothing is left unread, and objects belong to the composefs layout.
             Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
+            Content::Layer { bytes: length, pack, block } => {
+                let first = self.packs.get(*pack).and_then(|pack| self.first_blocks.get(&pack.name));
+                (Layout::Plain, *length, number(first.copied().unwrap_or_default() + block)?.get())
+            }
             Content::Packed { bytes: length, first } => {
                 let mut blocks = self
                     .packed

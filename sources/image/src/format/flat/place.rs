@@ -74,7 +74,10 @@ fn place(
     let bytes = match &node.content {
         Content::None | Content::Elsewhere { .. } => 0,
         Content::Inline(data) => data.len() as u64,
-        Content::Packed { bytes, .. } | Content::Object { bytes, .. } | Content::Unread { bytes } => *bytes,
+        Content::Packed { bytes, .. }
+        | Content::Layer { bytes, .. }
+        | Content::Object { bytes, .. }
+        | Content::Unread { bytes } => *bytes,
         Content::Directory(_) => dir::size(tree, id) as u64,
     };
     let compact = times.fits_compact(node, bytes);
