@@ -98,17 +98,19 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
-    /// A container image of podman or docker.
-    #[error(
-        "{name} is a container image, which holds archives: fetch it with \"skopeo copy {options}docker://{place} oci:DIR\", and convert it with \"ferry image build oci:DIR -o IMAGE --store STORE\""
-    )]
+    /// A container image that cannot be used.
+    #[error("the container image {name}: {reason}")]
     Container {
         /// The image.
         name: String,
-        /// Options for skopeo.
-        options: &'static str,
-        /// Its name for skopeo.
-        place: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A server sends whole blobs only.
+    #[error("{url}: the server sends whole blobs only, not the requested parts")]
+    NoRanges {
+        /// The URL of the request.
+        url: String,
     },
     /// An image or a store is not usable.
     #[error(transparent)]

@@ -392,24 +392,23 @@ impl Response<'_> {
         if bytes.len() as u64 > bytes_max { Err(too_long) } else { Ok(bytes) }
     }
 
-    /// Passes the requested range to `sink`, whether the server sent that range or everything. Adds the number of bytes
-    /// to `received`. Bytes beyond the range are not read.
+    /// Passes the requested range to `sink`, whether the server sent that range or everything, unless only the range is
+    /// of use (`is_part`). Adds the number of bytes to `received`. Bytes beyond the range are not read.
     pub(crate) fn read_range(
         self,
         range: &Range<u64>,
+        is_part: bool,
         received: &mut u64,
         sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
     ) -> Result<()> {
+        let content_range = self.header(header::CONTENT_RANGE).unwrap_or_default();
+        let is_range = content_range.starts_with(&format!("bytes {}-{}/", range.start, range.end - 1));
         let mut skip = match self.status() {
-            206 => {
-                let content_range = self.header(header::CONTENT_RANGE).unwrap_or_default();
-                let expected = format!("bytes {}-{}/", range.start, range.end - 1);
-                if !content_range.starts_with(&expected) {
-                    return Err(self.invalid(format!("{:?} is not the requested range", excerpt(content_range))));
-                }
-                0
-            }
+            // Some proxies forget the status.
+            200 | 206 if is_range => 0,
+            206 => return Err(self.invalid(format!("{:?} is not the requested range", excerpt(content_range)))),
             // The server does not support ranges.
+            200 if is_part => return Err(Error::NoRanges { url: shown(&self.url) }),
             200 => range.start,
             _ => return Err(self.into_error()),
         };

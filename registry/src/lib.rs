@@ -20,9 +20,12 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod container;
+mod convert;
 mod credentials;
 mod error;
 mod http;
+mod layers;
 mod manifest;
 mod oci;
 mod packs;
@@ -30,10 +33,12 @@ mod parts;
 mod pull;
 mod push;
 mod reference;
+mod referrers;
 mod remote;
 mod resolver;
 mod s3;
 
+pub use convert::{ConvertOutcome, convert};
 pub use error::{Error, Result};
 pub use http::{Client, Counts, Options};
 pub use manifest::{PART_BYTES, Sha256};

@@ -25,14 +25,16 @@ const CONTAINER_TYPES: [&str; 4] = [
     "application/vnd.docker.distribution.manifest.v2+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
 ];
-const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
+pub(crate) const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
 const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The blob that the specification defines for images without a configuration.
 pub(crate) const EMPTY: &[u8] = b"{}";
 const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v2";
 const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v2";
 const PART_TYPE: &str = "application/vnd.ferry.pack.part.v2";
-const DIGEST_KEY: &str = "ferry.digest";
+pub(crate) const DIGEST_KEY: &str = "ferry.digest";
+/// The digest of the tree, on a manifest that refers to a container image.
+pub(crate) const TREE_KEY: &str = "ferry.tree";
 const PACK_KEY: &str = "ferry.pack";
 
 /// The name of a blob; written as 64 hexadecimal digits.
@@ -89,12 +91,22 @@ impl PackBlobs {
     }
 }
 
+/// The container image that an image was made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Subject {
+    pub media_type: String,
+    pub manifest: Blob,
+    /// The tree that was made of it.
+    pub tree: Digest,
+}
+
 /// An image in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Manifest {
     pub digest: Digest,
     pub image: Blob,
     pub packs: HashMap<Digest, PackBlobs>,
+    pub subject: Option<Subject>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -115,6 +127,10 @@ struct Document {
     artifact_type: Option<String>,
     config: Descriptor,
     layers: Vec<Descriptor>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    subject: Option<Descriptor>,
+    #[serde(default, skip_serializing_if = "HashMap::is_empty")]
+    annotations: HashMap<String, String>,
 }
 
 impl Descriptor {
@@ -206,7 +222,13 @@ impl Manifest {
             (Algorithm::Verity, Some(_)) => Err(format!("an index of composefs's objects {pack}")),
             (_, index) => Ok((pack, PackBlobs { index, parts })),
         };
-        Ok(Self { digest, image, packs: packs.into_iter().map(whole).collect::<Result<_, String>>()? })
+        let packs = packs.into_iter().map(whole).collect::<Result<_, String>>()?;
+        let tree = document.annotations.get(TREE_KEY).and_then(|tree| Digest::parse(tree.as_bytes()));
+        let subject = match document.subject.zip(tree) {
+            Some((found, tree)) => Some(Subject { manifest: found.blob()?, media_type: found.media_type, tree }),
+            None => None,
+        };
+        Ok(Self { digest, image, packs, subject })
     }
 
     /// Encodes the manifest, with packs in the order of the image.
@@ -218,7 +240,13 @@ impl Manifest {
             layers.extend(parts.iter().map(|part| Descriptor::new(PART_TYPE, *part, Some((PACK_KEY, *pack)))));
         }
         let empty = Blob { sha256: Sha256::of(EMPTY), bytes: EMPTY.len() as u64 };
+        let subject = |subject: &Subject| Descriptor::new(&subject.media_type, subject.manifest, None);
+        let annotations = self.subject.iter().flat_map(|subject| {
+            [(DIGEST_KEY.into(), self.digest.to_string()), (TREE_KEY.into(), subject.tree.to_string())]
+        });
         let document = Document {
+            subject: self.subject.as_ref().map(subject),
+            annotations: annotations.collect(),
             schema_version: 2,
             media_type: Some(MANIFEST_TYPE.into()),
             artifact_type: Some(ARTIFACT_TYPE.into()),
@@ -249,6 +277,7 @@ mod tests {
                 digest: Digest::new(Algorithm::Blake3, [1; 32]),
                 image: blob(1, 4096),
                 packs: [(pack, blobs)].into(),
+                subject: None,
             },
             pack,
         )
@@ -259,6 +288,10 @@ mod tests {
         let (manifest, pack) = manifest();
         let bytes = manifest.write(&[pack]);
         assert_eq!(Manifest::read(&bytes).unwrap(), manifest);
+        let tree = Digest::new(Algorithm::Tree, [7; 32]);
+        let subject = Some(Subject { media_type: MANIFEST_TYPE.into(), manifest: blob(8, 500), tree });
+        let referrer = Manifest { subject, ..manifest };
+        assert_eq!(Manifest::read(&referrer.write(&[pack])).unwrap(), referrer);
         let document: Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(
             document["config"]["digest"],

@@ -14,10 +14,12 @@ use url::Url;
 use crate::credentials;
 use crate::error::{Error, Result};
 use crate::http::{Client, Request, Response, Upload, shown};
-use crate::manifest::{Blob, MANIFEST_BYTES_MAX, MANIFEST_TYPE, accepted, excerpt};
+use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted, excerpt};
 use crate::reference::Version;
 use crate::resolver::is_loopback;
 
+/// With it, a registry says that it knows the subject of a manifest.
+const SUBJECT_HEADER: header::HeaderName = header::HeaderName::from_static("oci-subject");
 /// The maximum response of a token server, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
 
@@ -52,11 +54,6 @@ impl Oci {
         };
         let basic = credentials::basic(&base, host)?;
         Ok(Self { base, name: name.into(), basic, authorization: Mutex::default() })
-    }
-
-    /// Returns whether the registry is contacted without encryption.
-    pub(crate) fn is_plain(&self) -> bool {
-        self.base.scheme() == "http"
     }
 
     fn url(&self, rest: &str) -> Url {
@@ -149,11 +146,26 @@ impl Oci {
         }
     }
 
-    pub(crate) fn put_manifest(&self, client: &Client, version: &Version, bytes: &[u8]) -> Result<()> {
+    /// Stores a manifest; returns whether the registry will list it as a referrer of its subject.
+    pub(crate) fn put_manifest(&self, client: &Client, version: &Version, kind: &str, bytes: &[u8]) -> Result<bool> {
         let request = Request::new(Method::PUT, self.url(&format!("manifests/{version}")));
         let mut upload = Upload { reader: &mut std::io::Cursor::new(bytes), bytes: bytes.len() as u64 };
-        let response = self.send(client, request.with(header::CONTENT_TYPE, MANIFEST_TYPE), Some(&mut upload))?;
-        if matches!(response.status(), 200..=202) { Ok(()) } else { Err(response.into_error()) }
+        let response = self.send(client, request.with(header::CONTENT_TYPE, kind), Some(&mut upload))?;
+        let is_listed = response.header(SUBJECT_HEADER).is_some();
+        if matches!(response.status(), 200..=202) { Ok(is_listed) } else { Err(response.into_error()) }
+    }
+
+    /// Returns the list of a manifest's referrers of a type; `None` if the registry keeps none.
+    pub(crate) fn referrers(&self, client: &Client, manifest: Sha256, kind: &str) -> Result<Option<Vec<u8>>> {
+        let mut url = self.url(&format!("referrers/sha256:{manifest}"));
+        url.query_pairs_mut().append_pair("artifactType", kind);
+        let response = self.send(client, Request::new(Method::GET, url), None)?;
+        match response.status() {
+            200 => response.read_all(MANIFEST_BYTES_MAX).map(Some),
+            // Of registries from before version 1.1 of the specification.
+            400 | 404 | 405 => Ok(None),
+            _ => Err(response.into_error()),
+        }
     }
 
     pub(crate) fn has(&self, client: &Client, blob: Blob) -> Result<bool> {

@@ -7,9 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ferry_image::{ByteSink, Digest, Fetch};
 
+use crate::container::Container;
 use crate::error::{Error, Result};
-use crate::manifest::PackBlobs;
-use crate::remote::Remote;
+use crate::layers;
+use crate::manifest::{Blob, PackBlobs, Sha256};
+use crate::remote::{Document, Remote};
 
 /// Returns the error kind: whether only the requested object is missing, or another error.
 fn kind(error: &Error) -> io::ErrorKind {
@@ -20,25 +22,36 @@ fn kind(error: &Error) -> io::ErrorKind {
     }
 }
 
-/// The packs of a manifest.
-type PackMap = Arc<HashMap<Digest, PackBlobs>>;
+/// What the server has.
+#[derive(Clone, Debug)]
+enum Known {
+    /// The packs of a manifest.
+    Packs(Arc<HashMap<Digest, PackBlobs>>),
+    /// The layers of a container.
+    Container(Arc<Container>),
+}
 
 /// The packs of one image on a server. The manifest is fetched on demand.
 #[derive(Debug)]
 pub struct Packs {
     remote: Arc<Remote>,
-    packs: Mutex<Option<PackMap>>,
+    known: Mutex<Option<Known>>,
 }
 
 impl Packs {
     /// Creates the packs of a manifest.
     pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
-        Self { remote, packs: Mutex::new(Some(Arc::new(packs))) }
+        Self { remote, known: Mutex::new(Some(Known::Packs(Arc::new(packs)))) }
+    }
+
+    /// Creates the layers of a container.
+    pub(crate) fn of_container(remote: Arc<Remote>, container: Box<Container>) -> Self {
+        Self { remote, known: Mutex::new(Some(Known::Container(container.into()))) }
     }
 
     /// Creates packs whose manifest is fetched on demand.
     pub(crate) fn on_demand(remote: Arc<Remote>) -> Self {
-        Self { remote, packs: Mutex::new(None) }
+        Self { remote, known: Mutex::new(None) }
     }
 
     /// Fetches the manifest now, so that an unreachable server is reported early.
@@ -47,29 +60,46 @@ impl Packs {
     ///
     /// The server is not reachable, or its response is invalid.
     pub fn fetch_manifest(&self) -> Result<()> {
-        self.packs().map(drop)
+        self.known().map(drop)
     }
 
-    fn packs(&self) -> Result<PackMap> {
-        let mut packs = self.packs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = &*packs {
-            return Ok(Arc::clone(known));
+    fn known(&self) -> Result<Known> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*known {
+            return Ok(known.clone());
         }
-        let known = Arc::new(self.remote.manifest()?.0.packs);
-        *packs = Some(Arc::clone(&known));
-        Ok(known)
+        let found = match self.remote.find()?.0 {
+            Document::Image(manifest) => Known::Packs(Arc::new(manifest.packs)),
+            Document::Container(container) => Known::Container(container.into()),
+        };
+        *known = Some(found.clone());
+        Ok(found)
     }
 
     /// Calls `work` with the server's blobs of a pack.
     fn with_pack<T>(&self, pack: Digest, work: impl FnOnce(&PackBlobs) -> io::Result<T>) -> io::Result<T> {
-        let known = self.packs().map_err(io::Error::other)?;
         let reason = || format!("{} has no such pack", self.remote.reference());
-        work(known.get(&pack).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, reason()))?)
+        let none = || io::Error::new(io::ErrorKind::NotFound, reason());
+        match self.known().map_err(io::Error::other)? {
+            Known::Packs(packs) => work(packs.get(&pack).ok_or_else(none)?),
+            Known::Container(_) => Err(none()),
+        }
+    }
+}
+
+fn told(error: Error) -> io::Error {
+    match error {
+        Error::Sink(error) => error,
+        error => io::Error::new(kind(&error), error),
     }
 }
 
 impl Fetch for Packs {
     fn index(&self, pack: Digest, bytes_max: u64) -> io::Result<Vec<u8>> {
+        if let Known::Container(container) = self.known().map_err(io::Error::other)? {
+            // Made of the layer's table of contents.
+            return layers::index_of(&self.remote, &container, pack).ok_or_else(|| io::ErrorKind::NotFound.into());
+        }
         let index = self.with_pack(pack, |blobs| blobs.index.ok_or_else(|| io::ErrorKind::NotFound.into()))?;
         self.remote.read_all(index, bytes_max).map_err(io::Error::other)
     }
@@ -79,11 +109,13 @@ impl Fetch for Packs {
             blobs.pieces(&range).ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))
         })?;
         for (part, range) in pieces {
-            self.remote.read(part, &range, sink).map_err(|error| match error {
-                Error::Sink(error) => error,
-                error => io::Error::new(kind(&error), error),
-            })?;
+            self.remote.read(part, &range, sink).map_err(told)?;
         }
         Ok(())
+    }
+
+    fn blob(&self, sha256: [u8; 32], bytes: u64, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
+        // The layer itself proves its place, so no manifest is needed.
+        self.remote.read_part(Blob { sha256: Sha256(sha256), bytes }, &range, sink).map_err(told)
     }
 }

@@ -8,13 +8,18 @@ use std::sync::atomic::AtomicBool;
 use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, repair_packs, seal, seal_image, told};
 use sha2::Digest as _;
 
+use crate::container::Container;
 use crate::error::{Error, Result};
+use crate::layers;
 use crate::manifest::{Blob, Manifest, Sha256};
 use crate::packs::Packs;
-use crate::remote::Remote;
+use crate::remote::{Document, Remote};
 
 /// The maximum image in bytes: metadata of some ten million files. It is read into memory.
 const IMAGE_BYTES_MAX: u64 = 1 << 30;
+
+/// The default number of concurrent requests.
+const JOBS: usize = 4;
 
 /// How an image is pulled.
 #[derive(Clone, Debug)]
@@ -29,7 +34,7 @@ pub struct PullOptions {
 
 impl Default for PullOptions {
     fn default() -> Self {
-        Self { digest: None, jobs: 4, metadata_only: false }
+        Self { digest: None, jobs: JOBS, metadata_only: false }
     }
 }
 
@@ -44,7 +49,7 @@ pub struct PullOutcome {
     pub fetched_bytes: u64,
 }
 
-/// Pulls an image. It skips objects in the store, unless they are recorded as damaged, and continues interrupted pulls.
+/// Pulls an image; a container's image is pulled as a whole, and built. It skips objects in the store, unless they are recorded as damaged, and continues interrupted pulls.
 /// The image gets its name when everything is there. Packs for fs-verity are enabled where the file system supports it,
 /// and repaired if damaged; then the image is enabled, too. The caller holds the store open, so that nothing is removed
 /// meanwhile.
@@ -60,7 +65,19 @@ pub fn pull(
     options: &PullOptions,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PullOutcome> {
-    let LocalImage { image, new, packs, manifest } = open(remote, output, options.digest)?;
+    let opened = match remote.find()? {
+        (Document::Image(found), name) => open(remote, (found, name), output, options.digest)?,
+        (Document::Container(container), _) => match of_digest(remote, &container, options.digest)? {
+            Some(found) => open(remote, found, output, options.digest)?,
+            None => {
+                let how = (options.digest, options.jobs);
+                let pull = if options.metadata_only { layers::pull_tables } else { layers::pull_whole };
+                let (digest, fetched_bytes) = pull(remote, &container, output, store, how, progress)?;
+                return Ok(PullOutcome { digest, manifest: container.manifest, fetched_bytes });
+            }
+        },
+    };
+    let LocalImage { image, new, packs, manifest } = opened;
     let repaired = repair_packs(&image, store, Some(&*packs)).map_err(Error::from);
     let fetched = fetch(&image, store, &packs, options, progress);
     let fetched_bytes = match (repaired, fetched) {
@@ -110,6 +127,9 @@ fn fetch(
 /// `output` already. Returns the source of its contents. An existing image stays, because a name on a server may refer
 /// to another image by now. Then nothing is requested ([`Packs::fetch_manifest`]).
 ///
+/// Of a container image, the tables of contents of its layers are fetched. If one is missing or wrong, or the server
+/// sends whole blobs only, the whole image is pulled.
+///
 /// # Errors
 ///
 /// The server is not reachable, or its response is invalid.
@@ -117,7 +137,17 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
     if output.exists() {
         return Ok(Arc::new(Packs::on_demand(Arc::clone(remote))));
     }
-    let LocalImage { image, new, packs, .. } = open(remote, output, digest)?;
+    let opened = match remote.find()? {
+        (Document::Image(found), name) => open(remote, (found, name), output, digest)?,
+        (Document::Container(container), _) => match of_digest(remote, &container, digest)? {
+            Some(found) => open(remote, found, output, digest)?,
+            None => {
+                layers::pull_tables(remote, &container, output, store, (digest, JOBS), &|_, _| {})?;
+                return Ok(Arc::new(Packs::of_container(Arc::clone(remote), container)));
+            }
+        },
+    };
+    let LocalImage { image, new, packs, .. } = opened;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
         Objects::open_repaired(&image, store, Some(missing))?.verify_tree(&image)?;
@@ -126,6 +156,15 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
         publish(new, output)?;
     }
     Ok(packs)
+}
+
+/// Returns the converted image with a digest that is stored beside a container image ([`crate::convert`]). Without a
+/// digest nothing would prove that it is the same image: everybody who may write to the repository can add one.
+fn of_digest(remote: &Remote, container: &Container, digest: Option<Digest>) -> Result<Option<(Manifest, Sha256)>> {
+    let Some(digest) = digest else { return Ok(None) };
+    let found = remote.converted(container.manifest)?;
+    let found = found.iter().find(|found| [found.tree, found.image].contains(&Some(digest)));
+    found.map(|found| remote.converted_image(found)).transpose()
 }
 
 /// An image with local metadata.
@@ -137,9 +176,13 @@ struct LocalImage {
     manifest: Sha256,
 }
 
-fn open(remote: &Arc<Remote>, output: &Path, expected: Option<Digest>) -> Result<LocalImage> {
-    let (manifest, name) = remote.manifest()?;
-    let Manifest { digest, image: blob, packs } = manifest;
+fn open(
+    remote: &Arc<Remote>,
+    (manifest, name): (Manifest, Sha256),
+    output: &Path,
+    expected: Option<Digest>,
+) -> Result<LocalImage> {
+    let Manifest { digest, image: blob, packs, .. } = manifest;
     let invalid = |reason| Error::Manifest { name: remote.reference().to_string(), reason };
     let tree = expected.filter(|expected| expected.algorithm() == Algorithm::Tree);
     if let Some(expected) = expected.filter(|expected| tree.is_none() && *expected != digest) {
@@ -163,11 +206,11 @@ fn open(remote: &Arc<Remote>, output: &Path, expected: Option<Digest>) -> Result
     Ok(LocalImage { image, new, packs, manifest: name })
 }
 
-fn with_path<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
+pub(crate) fn with_path<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
     outcome.map_err(|source| Error::Io { what, path: path.into(), source })
 }
 
-fn parent_dir(path: &Path) -> &Path {
+pub(crate) fn parent_dir(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

@@ -12,9 +12,10 @@ use std::thread;
 use ferry_image::{Digest, FileObject, Image, Objects, Store, file_objects};
 use sha2::Digest as _;
 
+use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::http::Upload;
-use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Sha256};
+use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Sha256, Subject};
 use crate::parts;
 use crate::remote::Remote;
 
@@ -63,6 +64,15 @@ impl<'a> PartSource<'a> {
     }
 }
 
+/// What a pushed image is.
+#[derive(Clone, Debug)]
+pub(crate) enum PushAs<'a> {
+    /// The image that the remote's reference names.
+    Named,
+    /// A referrer of a container image, without a name of its own.
+    Referrer(&'a Container),
+}
+
 /// Pushes an image with its packs, or parts of composefs's objects, that the server lacks. Each object is verified
 /// before.
 ///
@@ -75,6 +85,18 @@ pub fn push(
     digest: Option<Digest>,
     store: &Store,
     folder: &Path,
+    jobs: usize,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<PushOutcome> {
+    push_as(remote, (image, digest), store, folder, &PushAs::Named, jobs, progress)
+}
+
+pub(crate) fn push_as(
+    remote: &Remote,
+    (image, digest): (&Path, Option<Digest>),
+    store: &Store,
+    folder: &Path,
+    kind: &PushAs<'_>,
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PushOutcome> {
@@ -123,10 +145,21 @@ pub fn push(
         let index = if has_index { rest.next() } else { None };
         packs.insert(*name, PackBlobs { index, parts: rest.by_ref().take(parts).collect() });
     }
-    let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs };
+    let tree = opened.shown_digest();
+    let subject = match kind {
+        PushAs::Named => None,
+        PushAs::Referrer(Container { manifest, bytes, media_type, .. }) => {
+            let manifest = Blob { sha256: *manifest, bytes: bytes.len() as u64 };
+            Some(Subject { media_type: media_type.clone(), manifest, tree })
+        }
+    };
+    let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs, subject };
     let bytes = manifest.write(&names);
-    remote.put_manifest(&bytes)?;
-    Ok(PushOutcome { digest: opened.shown_digest(), manifest: Sha256::of(&bytes), sent_bytes })
+    match kind {
+        PushAs::Named => remote.put_manifest(&bytes)?,
+        PushAs::Referrer(container) => remote.put_referrer(container.manifest, &bytes, tree, opened.digest())?,
+    }
+    Ok(PushOutcome { digest: tree, manifest: Sha256::of(&bytes), sent_bytes })
 }
 
 fn io_error(what: &'static str, path: &Path, source: io::Error) -> Error {

@@ -3,15 +3,32 @@
 use std::io;
 use std::ops::Range;
 
+use ferry_image::Digest;
+
+use crate::container::{self, Container};
 use crate::error::{Error, Result};
 use crate::http::{Client, Counts, Response, Upload};
-use crate::manifest::{Blob, Manifest, Sha256, is_container};
+use crate::manifest::{ARTIFACT_TYPE, Blob, MANIFEST_TYPE, Manifest, Sha256, is_container};
 use crate::oci::Oci;
 use crate::reference::{Location, Reference, Version};
+use crate::referrers::{self, Converted};
 use crate::s3::S3;
 
+/// The maximum nesting of indexes of container images.
+const INDEX_DEPTH_MAX: usize = 4;
+/// How often a list of referrers is written, if others write it, too.
+const LIST_TRIES_MAX: usize = 4;
 /// The number of bytes between two failures after which the second one counts as the first.
 const PROGRESS_BYTES: u64 = 1 << 20;
+
+/// Receives bytes in order.
+type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+
+/// What a reference names.
+pub(crate) enum Document {
+    Image(Manifest),
+    Container(Box<Container>),
+}
 
 /// An image on a server.
 #[derive(Debug)]
@@ -51,43 +68,106 @@ impl Remote {
         &self.reference
     }
 
-    /// Returns the manifest, and its digest.
-    pub(crate) fn manifest(&self) -> Result<(Manifest, Sha256)> {
-        let version = &self.reference.version;
+    /// Returns what the reference names, and the digest of its manifest.
+    pub(crate) fn find(&self) -> Result<(Document, Sha256)> {
+        let (bytes, found) = self.fetch_manifest(&self.reference.version)?;
+        if matches!(self.server, Server::Oci(_)) && is_container(&bytes) {
+            return Ok((Document::Container(self.container(bytes)?), found));
+        }
+        let invalid = |reason| Error::Manifest { name: self.reference.to_string(), reason };
+        Ok((Document::Image(Manifest::read(&bytes).map_err(invalid)?), found))
+    }
+
+    /// Returns a manifest, verified by the digest if it is named by one.
+    fn fetch_manifest(&self, version: &Version) -> Result<(Vec<u8>, Sha256)> {
         let bytes = self.client.retry(|| match &self.server {
             Server::Oci(oci) => oci.manifest(&self.client, version),
             Server::S3(s3) => s3.manifest(&self.client, version),
         })?;
         let bytes = bytes.ok_or_else(|| Error::NoImage(self.reference.to_string()))?;
-        let invalid = |reason| Error::Manifest { name: self.reference.to_string(), reason };
         let found = Sha256::of(&bytes);
-        if let Version::Digest(wanted) = version
-            && *wanted != found
-        {
-            return Err(invalid(format!("it has the digest sha256:{found}")));
+        match version {
+            Version::Digest(wanted) if *wanted != found => {
+                let reason = format!("it has the digest sha256:{found}");
+                Err(Error::Manifest { name: self.reference.to_string(), reason })
+            }
+            _ => Ok((bytes, found)),
         }
-        if let Server::Oci(oci) = &self.server
-            && is_container(&bytes)
-        {
-            return Err(self.container_error(oci));
-        }
-        Ok((Manifest::read(&bytes).map_err(invalid)?, found))
     }
 
-    /// Returns the error for a container image, with a remedy.
-    fn container_error(&self, registry: &Oci) -> Error {
-        let name = self.reference.to_string();
-        let options = if registry.is_plain() { "--src-tls-verify=false " } else { "" };
-        let place = name.split_once("://").map_or_else(|| name.trim_start_matches("oci:"), |(_, place)| place).into();
-        Error::Container { name, options, place }
+    /// Follows indexes to the container image for this machine.
+    fn container(&self, mut bytes: Vec<u8>) -> Result<Box<Container>> {
+        let invalid = |reason| Error::Container { name: self.reference.to_string(), reason };
+        for _ in 0..INDEX_DEPTH_MAX {
+            match container::parse(bytes).map_err(invalid)? {
+                container::Found::Container(found) => return Ok(found),
+                container::Found::Index(digest) => bytes = self.fetch_manifest(&Version::Digest(digest))?.0,
+            }
+        }
+        Err(invalid("indexes name indexes, deeper than programs do".into()))
     }
 
     pub(crate) fn put_manifest(&self, bytes: &[u8]) -> Result<()> {
-        let version = &self.reference.version;
+        self.put_manifest_as(&self.reference.version, MANIFEST_TYPE, bytes).map(drop)
+    }
+
+    /// Stores a manifest or an index; returns whether the registry will list it as a referrer of its subject.
+    fn put_manifest_as(&self, version: &Version, kind: &str, bytes: &[u8]) -> Result<bool> {
         self.client.retry(|| match &self.server {
-            Server::Oci(oci) => oci.put_manifest(&self.client, version, bytes),
-            Server::S3(s3) => s3.put_manifest(&self.client, version, bytes),
+            Server::Oci(oci) => oci.put_manifest(&self.client, version, kind, bytes),
+            Server::S3(s3) => s3.put_manifest(&self.client, version, bytes).map(|()| false),
         })
+    }
+
+    /// Stores a manifest that refers to another one, and the list of its referrers if the registry keeps none.
+    pub(crate) fn put_referrer(&self, subject: Sha256, bytes: &[u8], tree: Digest, image: Digest) -> Result<()> {
+        let own = Sha256::of(bytes);
+        if self.put_manifest_as(&Version::Digest(own), MANIFEST_TYPE, bytes)? {
+            return Ok(());
+        }
+        let entry = referrers::entry(own, bytes.len() as u64, tree, image);
+        // Others may write the list at the same time, and the registry keeps one of both.
+        for _ in 0..LIST_TRIES_MAX {
+            let known = self.referrers_list(subject)?;
+            let Some(list) = referrers::add(known.as_deref(), &entry).map_err(|reason| self.invalid_list(reason))?
+            else {
+                return Ok(());
+            };
+            self.put_manifest_as(&Version::Tag(referrers::tag(subject)), referrers::INDEX_TYPE, &list)?;
+        }
+        Err(self.invalid_list("others change it at the same time".into()))
+    }
+
+    /// Returns the list of referrers that clients keep, if there is one.
+    fn referrers_list(&self, subject: Sha256) -> Result<Option<Vec<u8>>> {
+        match self.fetch_manifest(&Version::Tag(referrers::tag(subject))) {
+            Err(Error::NoImage(_)) => Ok(None),
+            // Some registries take the tag for the digest.
+            Ok((_, found)) if found == subject => Ok(None),
+            found => Ok(Some(found?.0)),
+        }
+    }
+
+    fn invalid_list(&self, reason: String) -> Error {
+        Error::Container { name: self.reference.to_string(), reason: format!("its list of referrers: {reason}") }
+    }
+
+    /// Returns the images that were made of a container image and stored beside it.
+    pub(crate) fn converted(&self, subject: Sha256) -> Result<Vec<Converted>> {
+        let Server::Oci(oci) = &self.server else { return Ok(Vec::new()) };
+        let listed = self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE))?;
+        let list = match listed {
+            Some(list) => Some(list),
+            None => self.referrers_list(subject)?,
+        };
+        list.map_or(Ok(Vec::new()), |list| referrers::parse(&list).map_err(|reason| self.invalid_list(reason)))
+    }
+
+    /// Returns a converted image as an image of its own.
+    pub(crate) fn converted_image(&self, found: &Converted) -> Result<(Manifest, Sha256)> {
+        let (bytes, name) = self.fetch_manifest(&Version::Digest(found.manifest))?;
+        let invalid = |reason| Error::Manifest { name: self.reference.to_string(), reason };
+        Ok((Manifest::read(&bytes).map_err(invalid)?, name))
     }
 
     /// Uploads a blob unless it exists. Each attempt reads `upload` from its start. Returns whether it was uploaded.
@@ -123,12 +203,17 @@ impl Remote {
     }
 
     /// Passes a range of a blob to `sink`, each byte once; continues after a failure.
-    pub(crate) fn read(
-        &self,
-        blob: Blob,
-        range: &Range<u64>,
-        sink: &mut dyn FnMut(&[u8]) -> io::Result<()>,
-    ) -> Result<()> {
+    pub(crate) fn read(&self, blob: Blob, range: &Range<u64>, sink: &mut Sink<'_>) -> Result<()> {
+        self.read_as(blob, range, false, sink)
+    }
+
+    /// As [`Self::read`], for a small part of a large blob: a server that would send all of it is refused.
+    pub(crate) fn read_part(&self, blob: Blob, range: &Range<u64>, sink: &mut Sink<'_>) -> Result<()> {
+        let is_part = *range != (0..blob.bytes);
+        self.read_as(blob, range, is_part, sink)
+    }
+
+    fn read_as(&self, blob: Blob, range: &Range<u64>, is_part: bool, sink: &mut Sink<'_>) -> Result<()> {
         let mut at = range.start;
         loop {
             let begin = at;
@@ -139,7 +224,7 @@ impl Remote {
                 let left = at..range.end;
                 let mut received = 0;
                 let response = self.request_range(blob, &left);
-                let outcome = response.and_then(|response| response.read_range(&left, &mut received, sink));
+                let outcome = response.and_then(|response| response.read_range(&left, is_part, &mut received, sink));
                 at += received;
                 outcome
             });

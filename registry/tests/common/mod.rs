@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -88,6 +88,8 @@ struct Shared {
     manifests: Mutex<HashMap<String, Vec<u8>>>,
     requests: Mutex<Vec<Request>>,
     fault: Mutex<Option<Arc<Fault>>>,
+    /// Whether it lists referrers itself.
+    lists_referrers: AtomicBool,
     /// The number of current requests, and its maximum.
     now: AtomicUsize,
     most: AtomicUsize,
@@ -127,6 +129,31 @@ impl Fake {
 
     pub fn heal(&self) {
         *self.shared.fault.lock().unwrap() = None;
+    }
+
+    /// Adds blobs, each by its name.
+    pub fn add_blob(&self, bytes: &[u8]) -> String {
+        let name = sha256(bytes);
+        self.shared.blobs.lock().unwrap().insert(name.clone(), bytes.to_vec());
+        name
+    }
+
+    /// Names a manifest by a tag.
+    pub fn tag(&self, tag: &str, manifest: &serde_json::Value) -> String {
+        let bytes = manifest.to_string().into_bytes();
+        self.shared.manifests.lock().unwrap().insert(tag.into(), bytes.clone());
+        self.add_blob(&bytes)
+    }
+
+    /// Returns the manifest of a tag.
+    pub fn tagged(&self, tag: &str) -> Option<serde_json::Value> {
+        let manifests = self.shared.manifests.lock().unwrap();
+        manifests.get(tag).map(|bytes| serde_json::from_slice(bytes).unwrap())
+    }
+
+    /// Has the server list referrers itself, as registries of version 1.1 of the specification do.
+    pub fn list_referrers(&self) {
+        self.shared.lists_referrers.store(true, Ordering::SeqCst);
     }
 
     /// Returns the requests since the last call.
@@ -206,6 +233,7 @@ impl Shared {
         let last = request.path.rsplit('/').next().unwrap();
         let blob = last.strip_prefix("sha256:").and_then(|name| self.blobs.lock().unwrap().get(name).cloned());
         match request.method.as_str() {
+            "GET" if request.path.contains("/referrers/") => self.referrers(last),
             "GET" if request.is_manifest() => match (self.manifests.lock().unwrap().get(last), blob) {
                 (Some(bytes), _) => Reply::of(200, bytes.clone()),
                 (None, Some(bytes)) => Reply::of(200, bytes),
@@ -229,16 +257,37 @@ impl Shared {
             }
             "PUT" => {
                 self.manifests.lock().unwrap().insert(last.into(), request.body.clone());
-                let mut name = String::new();
-                for byte in sha2::Sha256::digest(&request.body) {
-                    write!(name, "{byte:02x}").unwrap();
-                }
-                self.blobs.lock().unwrap().insert(name, request.body.clone());
-                Reply::of(201, "")
+                self.blobs.lock().unwrap().insert(sha256(&request.body), request.body.clone());
+                let reply = Reply::of(201, "");
+                let is_listed = self.lists_referrers.load(Ordering::SeqCst);
+                if is_listed { reply.with("oci-subject", "sha256:00") } else { reply }
             }
             _ => Reply::of(405, ""),
         }
     }
+}
+
+impl Shared {
+    /// Lists the manifests that refer to one.
+    fn referrers(&self, subject: &str) -> Reply {
+        if !self.lists_referrers.load(Ordering::SeqCst) {
+            return Reply::of(404, "page not found");
+        }
+        let manifests = self.manifests.lock().unwrap();
+        let entry = |bytes: &Vec<u8>| {
+            let manifest: serde_json::Value = serde_json::from_slice(bytes).ok()?;
+            (manifest["subject"]["digest"] == subject).then(|| {
+                serde_json::json!({"digest": format!("sha256:{}", sha256(bytes)), "size": bytes.len(),
+                    "artifactType": manifest["artifactType"], "annotations": manifest["annotations"]})
+            })
+        };
+        let entries: Vec<_> = manifests.values().filter_map(entry).collect();
+        Reply::of(200, serde_json::json!({"schemaVersion": 2, "manifests": entries}).to_string())
+    }
+}
+
+pub fn sha256(bytes: &[u8]) -> String {
+    sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn say(stream: &mut (impl Read + Write), request: &Request, reply: &Reply) -> std::io::Result<()> {

@@ -226,29 +226,6 @@ fn a_manifest_requested_by_digest_is_verified() {
 }
 
 #[test]
-fn pulling_a_container_image_names_the_remedy() {
-    let place = Place::new();
-    let says_what_to_do = |said: &str| {
-        let name = format!("{}/a/b:1", place.fake.address);
-        let line = format!("skopeo copy --src-tls-verify=false docker://{name} oci:DIR\"");
-        assert!(said.contains(&line) && said.contains("ferry image build oci:DIR -o IMAGE --store STORE"), "{said}");
-    };
-    place.fake.edit(|manifest| {
-        *manifest = json!({"schemaVersion": 2, "layers": [],
-            "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": "sha256:0", "size": 2}});
-    });
-    says_what_to_do(&place.refused("copy"));
-    // An index, of which registries say nothing to whoever does not ask for one.
-    const INDEX: &str = "application/vnd.oci.image.index.v1+json";
-    place.fake.edit(|manifest| *manifest = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": []}));
-    place.fake.fault(|request, reply| {
-        let accepted = request.headers.get("accept").cloned().unwrap_or_default();
-        if request.is_manifest() && !accepted.contains(INDEX) { Reply::of(404, "none") } else { reply }
-    });
-    says_what_to_do(&place.refused("copy"));
-}
-
-#[test]
 fn wrong_sizes_are_detected() {
     let place = Place::new();
     let manifest = Arc::new(std::sync::Mutex::new(json!(null)));

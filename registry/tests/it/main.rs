@@ -7,8 +7,11 @@
 mod certificates;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../../sources/image/tests/common/toc_layers.rs"]
+mod toc_layers;
 
 mod credentials;
 mod hostile;
+mod layers;
 mod lazy;
 mod parallel;

@@ -1,0 +1,227 @@
+//! Images of the layers of a container, read chunk by chunk where their tables of contents are proved, or as a whole.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use ferry_image::{BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, build, build_layers};
+use serde_json::json;
+use sha2::Digest as _;
+
+use crate::container::{Container, ContainerLayer};
+use crate::error::{Error, Result};
+use crate::manifest::{Blob, Sha256};
+use crate::pull::{parent_dir, with_path};
+use crate::remote::Remote;
+
+/// The maximum size of a range of a layer that is kept in memory: a table of contents, compressed.
+const TABLE_BYTES_MAX: u64 = 256 << 20;
+
+/// Why layers are not read chunk by chunk.
+enum Refusal {
+    /// They can be read as a whole.
+    Whole(String),
+    Failed(Error),
+}
+
+/// Fetches the tables of contents of all layers.
+fn tables(remote: &Remote, container: &Container) -> std::result::Result<Vec<Layer>, Refusal> {
+    let refused =
+        |at: usize, reason: &str| Refusal::Whole(format!("layer {} of {}: {reason}", at + 1, container.layers.len()));
+    // Before the first request, because one layer without a table is enough.
+    let mut found = Vec::new();
+    for (at, layer) in container.layers.iter().enumerate() {
+        found.push(layer.table().map_err(|error| refused(at, &error.to_string()))?);
+    }
+    let fetch = |at: usize| {
+        let blob = container.layers[at].blob;
+        found[at].fetch(&|range| read_table(remote, blob, &range)).map_err(|error| match error {
+            LayerError::Refused(reason) => refused(at, &reason),
+            LayerError::Read(error) => match error.downcast::<Error>() {
+                Ok(error @ Error::NoRanges { .. }) => refused(at, &error.to_string()),
+                Ok(error) => Refusal::Failed(error),
+                Err(error) => Refusal::Failed(Error::Sink(error)),
+            },
+        })
+    };
+    // Each is a round trip or two; the client limits concurrent requests.
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..found.len()).map(|at| scope.spawn(move || fetch(at))).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// Returns a range of a layer.
+fn read_table(remote: &Remote, blob: Blob, range: &Range<u64>) -> io::Result<Vec<u8>> {
+    if range.end.saturating_sub(range.start) > TABLE_BYTES_MAX {
+        return Err(io::ErrorKind::OutOfMemory.into());
+    }
+    let mut bytes = Vec::new();
+    let outcome = remote.read_part(blob, range, &mut |piece| {
+        bytes.extend_from_slice(piece);
+        Ok(())
+    });
+    outcome.map(|()| bytes).map_err(io::Error::other)
+}
+
+/// Makes an image of a container's tables of contents. Where they are not all there and right, pulls the whole image
+/// and says why. Returns the digest, and the bytes of files that were new in the store.
+///
+/// # Errors
+///
+/// The registry is not reachable or its data are wrong, or the image is not the expected one.
+pub(crate) fn pull_tables(
+    remote: &Remote,
+    container: &Container,
+    output: &Path,
+    store: &Path,
+    (expected, jobs): (Option<Digest>, usize),
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<(Digest, u64)> {
+    let reason = match tables(remote, container) {
+        Ok(layers) => match build_image(remote, container, &layers, output, store, expected) {
+            Err(Refusal::Whole(reason)) => reason,
+            Err(Refusal::Failed(error)) => return Err(error),
+            Ok(digest) => return Ok((digest, 0)),
+        },
+        Err(Refusal::Whole(reason)) => reason,
+        Err(Refusal::Failed(error)) => return Err(error),
+    };
+    tracing::warn!("{}: {reason}; the whole image is pulled", remote.reference());
+    pull_whole(remote, container, output, store, (expected, jobs), progress)
+}
+
+fn build_image(
+    remote: &Remote,
+    container: &Container,
+    layers: &[Layer],
+    output: &Path,
+    store: &Path,
+    expected: Option<Digest>,
+) -> std::result::Result<Digest, Refusal> {
+    let failed = |error: ferry_image::Error| Refusal::Failed(error.into());
+    // It gets its name when it is the right one.
+    let folder = tempfile::Builder::new().prefix(".new-").tempdir_in(parent_dir(output));
+    let folder = with_path("create a folder in", parent_dir(output), folder).map_err(Refusal::Failed)?;
+    let new = folder.path().join("image");
+    let store = Store::create(store).map_err(failed)?;
+    let digest = build_layers(layers, &container.manifest.0, &new, &store).map_err(|error| match error {
+        BuildLayersError::Refused(reason) => Refusal::Whole(reason),
+        BuildLayersError::Image(error) => failed(error),
+    })?;
+    publish(remote, &new, output, (digest, expected)).map_err(Refusal::Failed)?;
+    Ok(digest)
+}
+
+/// Gives a new image its name if it is the expected one.
+fn publish(remote: &Remote, new: &Path, output: &Path, (found, expected): (Digest, Option<Digest>)) -> Result<()> {
+    if let Some(expected) = expected.filter(|expected| *expected != found) {
+        let reason = format!("the image has the digest {found}, not {expected}");
+        return Err(Error::Container { name: remote.reference().to_string(), reason });
+    }
+    with_path("create", output, fs::rename(new, output))?;
+    let folder = parent_dir(output);
+    with_path("sync", folder, File::open(folder).and_then(|folder| folder.sync_all()))
+}
+
+/// Fetches the index of a layer's pack again, for a store that has lost it.
+pub(crate) fn index_of(remote: &Remote, container: &Container, pack: Digest) -> Option<Vec<u8>> {
+    let layers = tables(remote, container).ok()?;
+    layers.iter().map(Layer::index).find(|index| index.pack == pack).map(ferry_image::Index::to_bytes)
+}
+
+/// Fetches all layers of a container, and builds an image of them. Returns its digest, and the bytes of files that were
+/// new in the store.
+///
+/// # Errors
+///
+/// The registry is not reachable or its data are wrong, or the image is not the expected one.
+pub(crate) fn pull_whole(
+    remote: &Remote,
+    container: &Container,
+    output: &Path,
+    store: &Path,
+    (expected, jobs): (Option<Digest>, usize),
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<(Digest, u64)> {
+    let parent = parent_dir(output);
+    let folder = tempfile::Builder::new().prefix(".new-").tempdir_in(parent);
+    let folder = with_path("create a folder in", parent, folder)?;
+    let bundle = folder.path().join("bundle");
+    fetch_bundle(remote, container, &bundle, jobs, progress)?;
+    let (mut source, new) = (std::ffi::OsString::from("oci:"), folder.path().join("image"));
+    source.push(&bundle);
+    let built = build(source.as_ref(), &new, Store::create(store)?, &BuildOptions::default(), &|_, _| {})?;
+    let own = Image::open(&new, None)?.digest();
+    let found = if expected == Some(own) { own } else { built.tree };
+    publish(remote, &new, output, (found, expected))?;
+    Ok((built.tree, built.new_bytes))
+}
+
+/// Fetches a container into an OCI image directory.
+fn fetch_bundle(
+    remote: &Remote,
+    container: &Container,
+    folder: &Path,
+    jobs: usize,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<()> {
+    let blobs = folder.join("blobs/sha256");
+    with_path("create", &blobs, fs::create_dir_all(&blobs))?;
+    let write = |path: &Path, bytes: &[u8]| with_path("write to", path, fs::write(path, bytes));
+    let (digest, size) = (format!("sha256:{}", container.manifest), container.bytes.len());
+    let index = json!({"schemaVersion": 2,
+        "manifests": [{"mediaType": container.media_type, "digest": digest, "size": size}]});
+    write(&folder.join("oci-layout"), br#"{"imageLayoutVersion": "1.0.0"}"#)?;
+    write(&folder.join("index.json"), index.to_string().as_bytes())?;
+    write(&blobs.join(container.manifest.to_string()), &container.bytes)?;
+    let mut wanted: Vec<Blob> = container.layers.iter().map(|ContainerLayer { blob, .. }| *blob).collect();
+    wanted.push(container.config);
+    wanted.sort_by_key(|blob| (blob.sha256.0, blob.bytes));
+    wanted.dedup();
+    let all = wanted.iter().map(|blob| blob.bytes).fold(0, u64::saturating_add);
+    let (next, done) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let failed = Mutex::new(None);
+    let work = || {
+        while failed.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            let Some(blob) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) else { return };
+            let outcome = fetch_blob(remote, *blob, &blobs.join(blob.sha256.to_string()), &|bytes| {
+                progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all);
+            });
+            if let Err(error) = outcome {
+                failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            }
+        }
+    };
+    thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+/// Fetches a blob to a file, and verifies it.
+fn fetch_blob(remote: &Remote, blob: Blob, path: &Path, progress: &dyn Fn(u64)) -> Result<()> {
+    let mut file = with_path("create", path, File::create_new(path))?;
+    let mut hasher = sha2::Sha256::new();
+    if blob.bytes > 0 {
+        let outcome = remote.read(blob, &(0..blob.bytes), &mut |piece| {
+            hasher.update(piece);
+            progress(piece.len() as u64);
+            file.write_all(piece)
+        });
+        match outcome {
+            Err(Error::Sink(error)) => return with_path("write to", path, Err(error)),
+            outcome => outcome?,
+        }
+    }
+    if Sha256(hasher.finalize().into()) == blob.sha256 {
+        return Ok(());
+    }
+    let reason = format!("the blob sha256:{} came damaged", blob.sha256);
+    Err(Error::Container { name: remote.reference().to_string(), reason })
+}
