@@ -14,8 +14,8 @@ use sha2::Digest as _;
 
 use crate::container::{Container, ContainerLayer};
 use crate::error::{Error, Result};
+use crate::files::{parent_dir, with_path};
 use crate::manifest::{Blob, Sha256};
-use crate::pull::{parent_dir, with_path};
 use crate::remote::Remote;
 
 /// The maximum size of a range of a layer that is kept in memory: a table of contents, compressed.

@@ -24,6 +24,7 @@ mod container;
 mod convert;
 mod credentials;
 mod error;
+mod files;
 mod http;
 mod layers;
 mod manifest;

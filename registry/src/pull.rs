@@ -10,6 +10,7 @@ use sha2::Digest as _;
 
 use crate::container::Container;
 use crate::error::{Error, Result};
+use crate::files::{parent_dir, with_path};
 use crate::layers;
 use crate::manifest::{Blob, Manifest, Sha256};
 use crate::packs::Packs;
@@ -204,14 +205,6 @@ fn open(
     }
     let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     Ok(LocalImage { image, new, packs, manifest: name })
-}
-
-pub(crate) fn with_path<T>(what: &'static str, path: &Path, outcome: std::io::Result<T>) -> Result<T> {
-    outcome.map_err(|source| Error::Io { what, path: path.into(), source })
-}
-
-pub(crate) fn parent_dir(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Fetches the image to a file beside its destination, verified by its blob digest.

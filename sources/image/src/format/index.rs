@@ -18,10 +18,11 @@ use crate::format::chunk::{self, CHUNK_BYTES, ChunkState};
 use crate::format::digest::{Algorithm, Digest};
 use crate::format::erofs::BLOCK_BYTES;
 use crate::format::error::{Error, Result};
-use crate::format::layer_index::{self, LayerBlob};
+use crate::format::layer_index::{self, LayerBlob, ParsedLayer};
+use crate::format::object::{RECORD_BYTES, record};
 
-/// The size of an entry in bytes.
-pub(crate) const RECORD_BYTES: usize = 40;
+pub use crate::format::object::Object;
+
 /// The length in the last entry, which is the digest of the whole pack. No object is that long.
 pub(crate) const WHOLE_PACK: u64 = u64::MAX;
 
@@ -40,21 +41,6 @@ pub struct Index {
     pub layer: Option<LayerBlob>,
 }
 
-/// An object: a file or a chunk in a pack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Object {
-    /// The first block in the pack.
-    pub block: u64,
-    /// Where it begins in that block, in bytes; not 0 only for chunks of a layer's file that precedes it.
-    pub skip: u16,
-    /// Zeros between its end and the next object.
-    pub padding: u16,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// The digest of its bytes.
-    pub digest: Digest,
-}
-
 impl Index {
     /// Parses the index of a pack, and verifies it by the pack's name.
     pub(crate) fn of(store: &Path, pack: Digest, bytes: &[u8]) -> Result<Self> {
@@ -62,8 +48,8 @@ impl Index {
         if pack.algorithm().of(bytes) != pack || !bytes.len().is_multiple_of(RECORD_BYTES) {
             return Err(flawed("its index is damaged"));
         }
-        if let Some(index) = layer_index::parse(pack, bytes).map_err(flawed)? {
-            return Ok(index);
+        if let Some(ParsedLayer { layer, objects, blocks }) = layer_index::parse(bytes).map_err(flawed)? {
+            return Ok(Self { pack, objects, blocks, verity: None, layer: Some(layer) });
         }
         let mut objects = Vec::with_capacity(bytes.len() / RECORD_BYTES);
         let (mut block, mut verity) = (0_u64, None);
@@ -110,53 +96,6 @@ impl Index {
         }
         let objects = self.objects.iter().map(|object| record(object.bytes, object.digest));
         objects.chain(self.verity.map(|digest| record(WHOLE_PACK, digest))).flatten().collect()
-    }
-}
-
-/// Encodes an entry of an index.
-pub(crate) fn record(bytes: u64, digest: Digest) -> [u8; RECORD_BYTES] {
-    let mut record = [0; RECORD_BYTES];
-    record[..8].copy_from_slice(&bytes.to_le_bytes());
-    record[8..].copy_from_slice(digest.bytes());
-    record
-}
-
-impl Object {
-    /// Creates an object that begins at a block, as the next one does.
-    pub(crate) fn aligned(block: u64, bytes: u64, digest: Digest) -> Self {
-        let rest = (BLOCK_BYTES as u64 - bytes % BLOCK_BYTES as u64) % BLOCK_BYTES as u64;
-        Self { block, skip: 0, padding: u16::try_from(rest).unwrap_or_default(), bytes, digest }
-    }
-
-    /// Returns its offset in the pack, in bytes.
-    pub(crate) fn begin(&self) -> u64 {
-        self.block * BLOCK_BYTES as u64 + u64::from(self.skip)
-    }
-
-    /// Returns the offset of its end.
-    pub(crate) fn end(&self) -> u64 {
-        self.begin() + self.bytes
-    }
-
-    /// Returns the number of blocks that it touches.
-    pub(crate) fn blocks(&self) -> u64 {
-        (u64::from(self.skip) + self.bytes).div_ceil(BLOCK_BYTES as u64)
-    }
-
-    /// Returns its length with its padding, in bytes.
-    pub(crate) fn padded(&self) -> u64 {
-        self.bytes + u64::from(self.padding)
-    }
-
-    /// Returns whether it consists of zeros, and has no other digest.
-    pub(crate) fn is_zeros(&self) -> bool {
-        self.digest == layer_index::ZEROS
-    }
-
-    /// Returns whether these are its bytes.
-    pub(crate) fn proves(&self, bytes: &[u8]) -> bool {
-        bytes.len() as u64 == self.bytes
-            && if self.is_zeros() { chunk::is_zero(bytes) } else { self.digest.algorithm().of(bytes) == self.digest }
     }
 }
 

@@ -11,6 +11,7 @@ pub(crate) mod flat;
 pub(crate) mod image;
 pub(crate) mod index;
 pub(crate) mod layer_index;
+pub(crate) mod object;
 pub mod pack_table;
 pub(crate) mod tree;
 pub(crate) mod tree_digest;

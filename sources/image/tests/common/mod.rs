@@ -5,7 +5,6 @@ pub mod composefs;
 pub mod damaged;
 pub mod kernel;
 pub mod readers;
-pub mod toc_layers;
 
 use std::fs::{self, File};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

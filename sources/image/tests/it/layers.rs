@@ -2,6 +2,7 @@
 
 use crate::archives;
 use crate::common;
+use crate::toc_layers;
 
 use std::collections::HashMap;
 use std::io;
@@ -11,7 +12,6 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use archives::bundle::{Bundle, Packing};
-use common::toc_layers::{FORMATS, Format, Layer, Writer, footer, sha256};
 use common::{Bench, Facts, facts_of_image};
 use ferry_image::{
     BuildLayersError, BuildOptions, ByteSink, Digest, Fetch, FetchOptions, Image, LayerError, LayerRef, Objects,
@@ -20,6 +20,7 @@ use ferry_image::{
 use ferry_vfs::{Errno, Name};
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use toc_layers::{FORMATS, Format, Layer, Writer, footer, sha256};
 
 const MANIFEST: [u8; 32] = [7; 32];
 

@@ -6,6 +6,8 @@
 mod archives;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/toc_layers.rs"]
+mod toc_layers;
 
 mod changes;
 mod composefs;

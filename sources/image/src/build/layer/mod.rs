@@ -17,7 +17,8 @@ use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex};
 use crate::format::error::{IoContext, Result};
 use crate::format::flat;
 use crate::format::index::Index;
-use crate::format::layer_index::{self, Chunk, Compression, LayerBlob};
+use crate::format::layer_index::{self, Chunk, Compression, LayerBlob, ParsedLayer};
+use crate::format::object::ZEROS;
 use crate::format::tree::{Content, NodeId};
 use crate::store::layout::{self, INDEX_SUFFIX, PART_SUFFIX};
 use crate::store::new_file::{self, NewFile};
@@ -152,7 +153,7 @@ impl LayerRef {
         edges.sort_unstable();
         edges.dedup();
         for item in &mut items {
-            for chunk in item.chunks.iter_mut().filter(|chunk| chunk.digest != layer_index::ZEROS) {
+            for chunk in item.chunks.iter_mut().filter(|chunk| chunk.digest != ZEROS) {
                 // A stream ends where another one, or the table, begins.
                 let next = edges.partition_point(|edge| *edge <= chunk.span.from);
                 let path = item.member.path.escape_ascii();
@@ -161,7 +162,7 @@ impl LayerRef {
         }
         let mut files: Vec<usize> = (0..items.len()).filter(|at| !items[*at].chunks.is_empty()).collect();
         let begin = |item: &Item| {
-            let stored = item.chunks.iter().find(|chunk| chunk.digest != layer_index::ZEROS);
+            let stored = item.chunks.iter().find(|chunk| chunk.digest != ZEROS);
             stored.map_or((u64::MAX, 0), |chunk| (chunk.span.from, chunk.span.inner))
         };
         files.sort_by_key(|at| begin(&items[*at]));
@@ -171,14 +172,16 @@ impl LayerRef {
         let chunks: Vec<Chunk> = files.iter().flat_map(|at| items[*at].chunks.iter().copied()).collect();
         let index = layer_index::encode(&blob, chunks.iter().copied());
         let name = Algorithm::Blake3.of(&index);
-        let parsed = layer_index::parse(name, &index)?.ok_or("its index is none")?;
+        let ParsedLayer { layer, objects, blocks: pack_blocks } =
+            layer_index::parse(&index)?.ok_or("its index is none")?;
         let mut blocks = vec![0; items.len()];
         let mut at = 0;
         for file in files {
-            blocks[file] = parsed.objects[at].block;
+            blocks[file] = objects[at].block;
             at += items[file].chunks.len();
         }
-        Ok(Layer { items, blocks, index: parsed })
+        let index = Index { pack: name, objects, blocks: pack_blocks, verity: None, layer: Some(layer) };
+        Ok(Layer { items, blocks, index })
     }
 }
 

@@ -18,7 +18,8 @@ use serde::Deserialize;
 use crate::build::tar::{Kind, Member, components, device};
 use crate::build::tree_builder::Refusal;
 use crate::format::digest::{Algorithm, Digest, bytes_of_hex};
-use crate::format::layer_index::{Chunk, Span, ZEROS};
+use crate::format::layer_index::{Chunk, Span};
+use crate::format::object::ZEROS;
 
 /// The maximum size of a document in bytes. Images with a million files have 200 MiB.
 pub(super) const TOC_BYTES_MAX: u64 = 256 << 20;
