@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
 use ferry_control::printable;
-use ferry_image::{DumpError, Image, Inode, Nid, Objects, Source, Store, walk};
+use ferry_image::{DumpError, Image, Inode, Nid, Objects, Source, Store, hex, walk};
 use ferry_vfs::{FileType, Name};
 use serde_json::json;
 
@@ -66,6 +66,10 @@ Registries, and S3-compatible stores (configured by AWS_ENDPOINT_URL and the lik
   ferry image pull $FROM --store /var/lib/ferry -o rootfs.img --digest DIGEST
   ferry image mount rootfs.img /mnt --store /var/lib/ferry --from $FROM    # while it is fetched
   ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from $FROM    # on kernels before 6.14
+
+Container images in registries (eStargz and zstd:chunked are read chunk by chunk, others are pulled and built):
+  ferry image mount app.img /mnt --store /var/lib/ferry --from oci:registry.example/app:1
+  ferry image convert oci:registry.example/app:1 --store /var/lib/ferry    # pushes a flat image beside it
 
 HTTPS uses the host's certificate authorities; SSL_CERT_FILE names a file of others, in PEM.
 
@@ -150,6 +154,8 @@ pub enum Command {
     Push(registry::PushArgs),
     /// Pull an image, and the data of its files that the store lacks. A repeated pull resumes.
     Pull(registry::PullArgs),
+    /// Build a flat image of a container image in a registry, and push it beside that as a referrer, if there is none yet.
+    Convert(registry::ConvertArgs),
     /// Remove data from a store that no listed image references. List all images that are to stay usable.
     Gc(store::GcArgs),
     /// Show the space that images take in a store, and what they share.
@@ -195,6 +201,7 @@ pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<
         Command::Trace(args) => return trace::trace(args),
         Command::Push(args) => registry::push(args)?,
         Command::Pull(args) => registry::pull(args)?,
+        Command::Convert(args) => registry::convert(args)?,
         Command::Gc(args) => store::gc(args)?,
         Command::Du(args) => store::du(args)?,
         Command::Diff(args) => return store::diff(args),
@@ -350,24 +357,44 @@ fn info(image: &Image, store: Option<&Path>, json: bool) -> Result<()> {
     let layout = if image.is_composefs() { "composefs" } else { "flat" };
     let proofs = store.map(|store| verity::look(image, store)).transpose()?;
     let proof = |number: usize| proofs.as_ref().and_then(|proofs| proofs.get(number));
+    let opened = store.map(Store::open).transpose()?;
+    let layer = |pack: &ferry_image::PackRef| opened.as_ref()?.layer_of(pack.name);
+    let manifest = image.manifest().map(|manifest| format!("sha256:{}", hex(&manifest)));
     if json {
         let pack = |(number, pack): (usize, &ferry_image::PackRef)| {
             let mut answer = json!({"name": pack.name.hex(), "bytes": pack.blocks * 4096, "ahead": pack.ahead});
             if let Some(proof) = proof(number) {
                 answer["verity"] = verity::word(*proof).into();
             }
+            if let Some(layer) = layer(pack) {
+                answer["layer"] = format!("sha256:{}", hex(&layer.sha256)).into();
+                answer["proved_by"] = format!("sha256:{}", hex(&layer.toc)).into();
+            }
             answer
         };
         let packs: Vec<_> = image.packs().iter().enumerate().map(pack).collect();
         return print(format!(
             "{}\n",
-            json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs})
+            json!({"digest": image.shown_digest().to_string(), "image_digest": digest.to_string(), "layout": layout, "bytes": bytes, "inodes": inodes, "packs": packs, "manifest": manifest})
         ));
     }
     let own = if image.shown_digest() == digest { String::new() } else { format!("image   {digest}\n") };
     let mut text =
         format!("digest  {}\n{own}layout  {layout}\nbytes   {bytes}\ninodes  {inodes}\n", image.shown_digest());
+    if let Some(manifest) = manifest {
+        text +=
+            &format!("proofs  the manifest {manifest} names tables of contents, and they prove each chunk of a file\n");
+    }
     for (number, pack) in image.packs().iter().enumerate() {
+        if let Some(layer) = layer(pack) {
+            let (blob, toc) = (hex(&layer.sha256), hex(&layer.toc));
+            text += &format!(
+                "pack    {} {} bytes, of the layer sha256:{blob}, proved by the table sha256:{toc}\n",
+                pack.name,
+                pack.blocks * 4096
+            );
+            continue;
+        }
         let ahead = if pack.ahead { ", read ahead by mounts" } else { "" };
         let verity = proof(number).map(|proof| format!(", fs-verity: {}", verity::word(*proof))).unwrap_or_default();
         text += &format!("pack    {} {} bytes{ahead}{verity}\n", pack.name, pack.blocks * 4096);

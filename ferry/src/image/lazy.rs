@@ -19,7 +19,7 @@ use signal_hook::iterator::Signals;
 use super::args::LazyArgs;
 use super::mount::{MountArgs, attach};
 use super::registry::{self, Background, Origin};
-use super::watch::{Watch, wait_for_unmount};
+use super::watch::{KernelMountError, Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
 use crate::guardian::{Guardian, GuardianTask};
 use crate::size::Size;
@@ -64,6 +64,12 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     if objects.incomplete().next().is_none() {
         attach(args, &image, &|_| None)?;
         return ready(terminal).map(|()| 0);
+    }
+    if objects.shares_blocks() {
+        // After this server, the guardian could not tell what is missing of a block.
+        return KernelMountError::fail(
+            "the chunks of this image do not begin at blocks, as the kernel needs while some are missing",
+        );
     }
     // Signals are caught before there is a mount that they would leave behind.
     let signals = Signals::new([SIGINT, SIGTERM]).context("cannot wait for signals")?;

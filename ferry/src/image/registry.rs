@@ -67,6 +67,20 @@ pub struct PullArgs {
     json: bool,
 }
 
+#[derive(Debug, clap::Args)]
+pub struct ConvertArgs {
+    #[command(flatten)]
+    remote: RemoteArg,
+    #[command(flatten)]
+    store: StoreArg,
+    /// Keep the image here, too.
+    #[arg(short, long, value_name = "IMAGE")]
+    output: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 /// Where the data of an image comes from, and how it is fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
@@ -112,6 +126,7 @@ macro_rules! unavailable {
 unavailable! {
     push(&PushArgs) -> ();
     pull(&PullArgs) -> ();
+    convert(&ConvertArgs) -> ();
     open(&Path, &Path, Option<Digest>, &Origin) -> Source;
     objects(&Path, &Path, Option<Digest>, &Origin) -> (ferry_image::Image, ferry_image::Objects, Option<Background>);
     restore(&Path, &Path, Option<Digest>, &Origin) -> ferry_image::RepairCounts;
@@ -121,7 +136,7 @@ unavailable! {
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
-pub use with::{objects, open, pull, push, restore};
+pub use with::{convert, objects, open, pull, push, restore};
 
 #[cfg(feature = "registry")]
 mod with {
@@ -132,7 +147,9 @@ mod with {
 
     use anyhow::{Context, bail};
     use ferry_image::{FetchOptions, Image, Objects, RepairCounts, Store, repair_packs, told};
-    use ferry_registry::{Client, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote};
+    use ferry_registry::{
+        Client, ConvertOutcome, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote,
+    };
     use serde_json::json;
 
     use super::super::report::bar;
@@ -195,6 +212,35 @@ mod with {
             return print(format!("{answer}\n"));
         }
         eprintln!("ferry: {fetched_bytes} bytes of files were missing; {requests} requests, {received_bytes} bytes");
+        print(format!("{digest}\n"))
+    }
+
+    pub fn convert(args: &ConvertArgs) -> Result<()> {
+        let remote = remote(&args.remote.reference, args.remote.plain_http, args.remote.jobs)?;
+        let folder = &args.store.store;
+        let store = Store::create(folder)?;
+        let new = tempfile::Builder::new()
+            .prefix(".new-")
+            .tempdir_in(folder)
+            .context("cannot create a folder in the store")?;
+        let unkept = new.path().join("image");
+        let output = args.output.as_deref().unwrap_or(&unkept);
+        let bar = bar("bytes");
+        let jobs = args.remote.jobs.into();
+        let outcome = ferry_registry::convert(&remote, output, folder, jobs, &progress(&bar))?;
+        bar.finish_and_clear();
+        drop(store);
+        let ConvertOutcome { digest, manifest, subject, sent_bytes } = outcome;
+        let Counts { requests, .. } = remote.counts();
+        if args.json {
+            let answer = json!({"digest": digest.to_string(), "manifest": format!("sha256:{manifest}"),
+                "subject": format!("sha256:{subject}"), "new_bytes": sent_bytes, "requests": requests});
+            return print(format!("{answer}\n"));
+        }
+        match sent_bytes {
+            Some(bytes) => eprintln!("ferry: {bytes} bytes were sent; the manifest is sha256:{manifest}"),
+            None => eprintln!("ferry: it was converted before; the manifest is sha256:{manifest}"),
+        }
         print(format!("{digest}\n"))
     }
 

@@ -44,6 +44,10 @@ pub fn look(image: &Image, folder: &Path) -> Result<Vec<PackProof>> {
     let store = Store::open(folder)?;
     let look = |pack: &ferry_image::PackRef| -> Result<PackProof> {
         let path = store.pack_path(pack.name);
+        // The files of layers may be on the server only.
+        if store.layer_of(pack.name).is_some() {
+            return Ok(PackProof::Unnamed);
+        }
         let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
         Ok(store.pack_proof(pack, &file)?)
     };

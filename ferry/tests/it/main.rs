@@ -7,6 +7,8 @@
 mod certificates;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../../sources/image/tests/common/toc_layers.rs"]
+mod toc_layers;
 
 mod composefs;
 mod disk;
@@ -27,6 +29,7 @@ mod places;
 mod pmem;
 mod quota;
 mod registry;
+mod registry_layers;
 mod registry_tls;
 mod registry_verity;
 mod service_manager;

@@ -1,0 +1,249 @@
+//! Container images in Debian's docker-registry: eStargz, and zstd:chunked as skopeo makes it, read chunk by chunk; and
+//! `ferry image convert`.
+#![cfg(feature = "registry")]
+use crate::common;
+use crate::toc_layers;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::images::{content, json, number, text};
+use common::place::{Place as Mounted, until};
+use common::servers::{Program, Proxy, registry};
+use common::{ferry, needs_fuse, refused, run};
+use serde_json::json;
+use toc_layers::{Format, Layer, Writer, sha256};
+
+/// A registry behind a proxy, and what is made for it.
+struct Place {
+    folder: tempfile::TempDir,
+    _server: Program,
+    proxy: Proxy,
+}
+
+impl Place {
+    fn new() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let server = registry(&folder.path().join("server"), false)?;
+        let proxy = Proxy::to(server.address);
+        Some(Self { folder, _server: server, proxy })
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn reference(&self) -> String {
+        format!("oci:{}/os/app:1", self.proxy.address)
+    }
+
+    fn command(&self, command: &str, store: &str) -> Command {
+        let mut line = ferry();
+        line.args(["image", command, "--store"]).arg(self.at(store)).env_remove("REGISTRY_AUTH_FILE");
+        line.env("HOME", self.folder.path()).env_remove("DOCKER_CONFIG").env_remove("XDG_RUNTIME_DIR");
+        line
+    }
+
+    /// Pushes layers by skopeo, with these words: by default as they are.
+    fn push(&self, layers: &[Layer], words: &[&str]) {
+        let bundle = self.at("bundle");
+        lay_out(&bundle, layers);
+        let program = ferry_guest::Cache::from_env().and_then(|cache| cache.skopeo()).expect("skopeo can be fetched");
+        let mut line = Command::new(program);
+        line.args(["--insecure-policy", "copy", "--dest-tls-verify=false"]).args(words);
+        line.arg(format!("oci:{}:1", bundle.display())).arg(format!("docker://{}/os/app:1", self.proxy.address));
+        text(line.env("HOME", self.folder.path()));
+    }
+
+    fn mount(&self, mounted: &Mounted, words: &[&str]) -> Command {
+        let mut line = ferry();
+        line.env("HOME", self.folder.path());
+        line.arg("mount").arg(format!("image:{}", self.at("lazy.img").display())).arg(&mounted.mnt).arg("--store");
+        line.arg(self.at("lazy")).args(["--from", &self.reference()]).args(words);
+        line
+    }
+}
+
+/// Makes an OCI image directory.
+fn lay_out(folder: &Path, layers: &[Layer]) {
+    let blobs = folder.join("blobs/sha256");
+    fs::create_dir_all(&blobs).unwrap();
+    let blob = |bytes: &[u8]| {
+        let name = sha256(bytes);
+        fs::write(blobs.join(name.strip_prefix("sha256:").unwrap()), bytes).unwrap();
+        json!({"digest": name, "size": bytes.len()})
+    };
+    let typed = |mut blob: serde_json::Value, kind: &str| {
+        blob["mediaType"] = kind.into();
+        blob
+    };
+    let plain: Vec<_> = layers.iter().map(|layer| sha256(&layer.plain)).collect();
+    let config =
+        json!({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": plain}});
+    let config = typed(blob(config.to_string().as_bytes()), "application/vnd.oci.image.config.v1+json");
+    layers.iter().for_each(|layer| drop(blob(&layer.blob)));
+    let kind = "application/vnd.oci.image.manifest.v1+json";
+    let layers: Vec<_> = layers.iter().map(Layer::descriptor).collect();
+    let manifest = json!({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": layers});
+    let mut manifest = typed(blob(manifest.to_string().as_bytes()), kind);
+    manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "1"});
+    fs::write(folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [manifest]}).to_string()).unwrap();
+    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).unwrap();
+}
+
+fn layers(format: Format) -> Vec<Layer> {
+    let mut lower = Writer::new(format, &[4 << 20]);
+    lower.dir("sub/");
+    for number in 0..80 {
+        lower.file(&format!("sub/{number:02}"), &content(number, 3000 + 1000 * number as usize));
+    }
+    lower.file("large", &content(1000, 9_000_001));
+    lower.symlink("link", "sub/07");
+    let mut upper = Writer::new(format, &[4 << 20]);
+    upper.file("sub/.wh.79", b"");
+    upper.file("above", &content(2000, 50_000));
+    vec![lower.finish(), upper.finish()]
+}
+
+fn is_right(at: &Path) {
+    for number in (0..79).step_by(13) {
+        let expected = content(number, 3000 + 1000 * number as usize);
+        assert_eq!(fs::read(at.join(format!("sub/{number:02}"))).unwrap(), expected, "{number}");
+    }
+    assert_eq!(fs::read(at.join("large")).unwrap(), content(1000, 9_000_001));
+    assert_eq!(fs::read(at.join("link")).unwrap(), content(7, 10_000));
+    assert_eq!(fs::read(at.join("above")).unwrap(), content(2000, 50_000));
+    assert!(!at.join("sub/79").exists());
+}
+
+/// Mounts an image at once, reads some of it, all of it, and then without the server.
+fn mounts_at_once(place: &Place) {
+    let mounted = Mounted::new();
+    let before = place.proxy.answered();
+    let pid = mounted.mounted_by(&mut place.mount(&mounted, &["--jobs", "0", "--fetch-ahead", "1"]));
+    let begun = place.proxy.answered() - before;
+    assert_eq!(fs::read(mounted.mnt.join("sub/07")).unwrap(), content(7, 10_000));
+    let one = place.proxy.answered() - before;
+    let whole =
+        json(place.command("pull", "whole").arg(place.reference()).arg("-o").arg(place.at("whole.img")).arg("--json"));
+    println!("mounted after {begun} bytes, one file read after {one}; a whole pull: {whole}");
+    assert!(number(&whole, "received_bytes") > 9_000_000, "{whole}");
+    assert!(begun < 600_000 && one - begun < 40_000, "{begun} {one}");
+    is_right(&mounted.mnt);
+    // What is here is read without the server, what is not is EIO.
+    place.proxy.cut();
+    is_right(&mounted.mnt);
+    let error = fs::read(mounted.mnt.join("sub/01")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(rustix::io::Errno::IO.raw_os_error()));
+    place.proxy.revive(place._server.address);
+    mounted.unmount(pid);
+    // The next mount gets the rest by itself.
+    let pid = mounted.mounted_by(&mut place.mount(&mounted, &[]));
+    let packs = place.at("lazy/packs");
+    let is_part = |name: fs::DirEntry| name.file_name().to_string_lossy().contains(".part");
+    until("all of it", || !fs::read_dir(&packs).unwrap().map(Result::unwrap).any(is_part));
+    mounted.unmount(pid);
+    place.proxy.cut();
+    let pid = mounted.mounted_by(&mut place.mount(&mounted, &[]));
+    is_right(&mounted.mnt);
+    mounted.unmount(pid);
+    assert_eq!(text(place.command("verify", "lazy").arg(place.at("lazy.img"))), "clean\n");
+}
+
+#[test]
+fn estargz_is_mounted_before_it_is_here() {
+    needs_fuse!();
+    let Some(place) = Place::new() else { return };
+    place.push(&layers(Format::Estargz), &["--preserve-digests"]);
+    mounts_at_once(&place);
+}
+
+/// The layers are packed by skopeo, from an ordinary image.
+#[test]
+fn zstd_chunked_of_skopeo_is_mounted_before_it_is_here() {
+    needs_fuse!();
+    let Some(place) = Place::new() else { return };
+    let words = ["--dest-compress-format", "zstd:chunked", "--dest-force-compress-format"];
+    place.push(&layers(Format::Estargz), &words);
+    mounts_at_once(&place);
+}
+
+#[test]
+fn what_proves_an_image_of_layers_is_shown() {
+    let Some(place) = Place::new() else { return };
+    let layers = layers(Format::Estargz);
+    place.push(&layers, &["--preserve-digests"]);
+    let pulled = json(
+        place
+            .command("pull", "lazy")
+            .arg(place.reference())
+            .arg("-o")
+            .arg(place.at("lazy.img"))
+            .args(["--metadata-only", "--json"]),
+    );
+    let manifest = pulled["manifest"].as_str().unwrap();
+    let info = |words: &[&str]| place.command("info", "lazy").arg(place.at("lazy.img")).args(words).output().unwrap();
+    let said = String::from_utf8(info(&[]).stdout).unwrap();
+    let table = &layers[0].annotations["containerd.io/snapshot/stargz/toc.digest"];
+    for expected in [manifest, table.as_str(), &sha256(&layers[0].blob), pulled["digest"].as_str().unwrap()] {
+        assert!(said.contains(expected), "{expected}: {said}");
+    }
+    let told: serde_json::Value = serde_json::from_slice(&info(&["--json"]).stdout).unwrap();
+    assert_eq!((&told["manifest"], &told["packs"][0]["proved_by"]), (&json!(manifest), &json!(table)), "{told}");
+    // The same digest wherever it is pulled, and no other image is taken for it.
+    let again = |digest: &str| {
+        let mut line = place.command("pull", "again");
+        line.arg(place.reference()).arg("-o").arg(place.at("again.img")).args(["--metadata-only", "--digest", digest]);
+        line
+    };
+    text(&mut again(pulled["digest"].as_str().unwrap()));
+    let said = refused(1, &mut again(&format!("blake3:{}", "0".repeat(64))));
+    assert!(said.contains("the image has the digest"), "{said}");
+}
+
+#[test]
+fn an_image_without_tables_is_pulled_as_a_whole_with_a_sentence() {
+    let Some(place) = Place::new() else { return };
+    let mut layers = layers(Format::Estargz);
+    layers[1].annotations.clear();
+    place.push(&layers, &["--preserve-digests"]);
+    let output = run(place
+        .command("pull", "lazy")
+        .arg(place.reference())
+        .arg("-o")
+        .arg(place.at("lazy.img"))
+        .arg("--metadata-only"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(
+        said.contains("layer 2 of 2: it has no table of contents that its manifest proves; the whole image is pulled"),
+        "{said}"
+    );
+    assert_eq!(text(place.command("verify", "lazy").arg(place.at("lazy.img"))), "clean\n");
+}
+
+/// docker-registry of Debian keeps no list of referrers.
+#[test]
+fn converted_images_are_stored_beside_the_original() {
+    let Some(place) = Place::new() else { return };
+    place.push(&layers(Format::Estargz), &["--preserve-digests"]);
+    let first = json(place.command("convert", "first").arg(place.reference()).arg("--json"));
+    assert!(number(&first, "new_bytes") > 9_000_000, "{first}");
+    let second = json(place.command("convert", "second").arg(place.reference()).arg("--json"));
+    assert_eq!((&second["digest"], &second["manifest"]), (&first["digest"], &first["manifest"]));
+    assert!(second["new_bytes"].is_null(), "{second}");
+    let digest = first["digest"].as_str().unwrap();
+    let mut line = place.command("pull", "pulled");
+    let pulled =
+        json(line.arg(place.reference()).arg("-o").arg(place.at("pulled.img")).args(["--digest", digest, "--json"]));
+    assert_eq!((&pulled["digest"], &pulled["manifest"]), (&first["digest"], &first["manifest"]));
+    assert_eq!(
+        text(place.command("verify", "pulled").arg(place.at("pulled.img")).args(["--digest", digest])),
+        "clean\n"
+    );
+    // By its own name, too.
+    let exact = format!("{}@{}", place.reference().strip_suffix(":1").unwrap(), first["manifest"].as_str().unwrap());
+    text(place.command("pull", "exact").arg(exact).arg("-o").arg(place.at("exact.img")));
+    assert_eq!(fs::read(place.at("exact.img")).unwrap(), fs::read(place.at("pulled.img")).unwrap());
+}
