@@ -68,6 +68,10 @@ const NEEDED: &[(&str, &str)] = &[
     ("impl FileSystem for Hello", "a compiler: it is a part of examples/hello.rs, which fs/tests run"),
     ("cargo run --example hello", "a compiler: fs/tests/it/host.rs and fs/tests/it/guest.rs run the example so"),
     (
+        "ferry image mount app.img /mnt --store /var/lib/ferry --from",
+        "a registry of this name: ferry/tests/it/registry_layers.rs has its own",
+    ),
+    (
         "ferry share /srv/src --9p vhost-user:",
         "a guest's kernel on QEMU's generic device: tests/tests/it/ninep_qemu.rs has the same line",
     ),
@@ -89,6 +93,8 @@ const NEEDED_BY_LINES: &[(&str, &str)] = &[
     ("echo options fuse", "the next boot"),
     ("ferry image push ", "a registry"),
     ("ferry image pull ", "a registry"),
+    ("ferry image convert ", "a registry"),
+    ("ferry image mount app.img /mnt --store /var/lib/ferry --from", "a registry"),
     ("ferry image mount rootfs.img /mnt --store /var/lib/ferry --from", "a registry"),
     ("ferry mount image:rootfs.img /mnt --store /var/lib/ferry --from", "a registry"),
     ("ferry fsck /dev/pmem0", "persistent memory"),
