@@ -67,7 +67,7 @@ pub fn pull(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PullOutcome> {
     let opened = match remote.find()? {
-        (Document::Image(found), name) => open(remote, (found, name), output, options.digest)?,
+        (Document::Image(found), name) => open(remote, (*found, name), output, options.digest)?,
         (Document::Container(container), _) => match of_digest(remote, &container, options.digest)? {
             Some(found) => open(remote, found, output, options.digest)?,
             None => {
@@ -139,7 +139,7 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
         return Ok(Arc::new(Packs::on_demand(Arc::clone(remote))));
     }
     let opened = match remote.find()? {
-        (Document::Image(found), name) => open(remote, (found, name), output, digest)?,
+        (Document::Image(found), name) => open(remote, (*found, name), output, digest)?,
         (Document::Container(container), _) => match of_digest(remote, &container, digest)? {
             Some(found) => open(remote, found, output, digest)?,
             None => {

@@ -26,7 +26,7 @@ type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 /// What a reference names.
 pub(crate) enum Document {
-    Image(Manifest),
+    Image(Box<Manifest>),
     Container(Box<Container>),
 }
 
@@ -75,7 +75,7 @@ impl Remote {
             return Ok((Document::Container(self.container(bytes)?), found));
         }
         let invalid = |reason| Error::Manifest { name: self.reference.to_string(), reason };
-        Ok((Document::Image(Manifest::read(&bytes).map_err(invalid)?), found))
+        Ok((Document::Image(Box::new(Manifest::read(&bytes).map_err(invalid)?)), found))
     }
 
     /// Returns a manifest, verified by the digest if it is named by one.

@@ -24,7 +24,11 @@ struct Place {
 
 impl Place {
     fn new() -> Option<Self> {
-        let folder = tempfile::tempdir().unwrap();
+        Self::below(&std::env::temp_dir())
+    }
+
+    fn below(folder: &Path) -> Option<Self> {
+        let folder = tempfile::tempdir_in(folder).unwrap();
         let server = registry(&folder.path().join("server"), false)?;
         let proxy = Proxy::to(server.address);
         Some(Self { folder, _server: server, proxy })
@@ -167,6 +171,77 @@ fn zstd_chunked_of_skopeo_is_mounted_before_it_is_here() {
     let words = ["--dest-compress-format", "zstd:chunked", "--dest-force-compress-format"];
     place.push(&layers(Format::Estargz), &words);
     mounts_at_once(&place);
+}
+
+/// The kernel mounts an image of layers at once if its chunks begin at blocks, and others when they are complete.
+#[test]
+fn the_kernel_mounts_layers_before_they_are_here() {
+    if !rustix::process::geteuid().is_root() {
+        ferry_skip::skip!("only root mounts images with the kernel");
+        return;
+    }
+    // A tmpfs cannot be watched, which /tmp may be.
+    let Some(place) = Place::below(Path::new("/var/tmp")) else { return };
+    place.push(&layers(Format::Estargz), &["--preserve-digests"]);
+    let dir = place.at("mnt");
+    fs::create_dir(&dir).unwrap();
+    let mount = |words: &[&str]| {
+        let mut line = place.command("mount", "lazy");
+        line.arg(place.at("lazy.img")).arg(&dir).args(["--from", &place.reference()]).args(words);
+        run(&mut line)
+    };
+    let detach = || rustix::mount::unmount(&dir, rustix::mount::UnmountFlags::DETACH).unwrap();
+    let before = place.proxy.answered();
+    let output = mount(&["--jobs", "0", "--fetch-ahead", "1"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    let read = fs::read(dir.join("sub/07"));
+    let came = place.proxy.answered() - before;
+    let is_by_fuse = said.contains("mounting over FUSE instead");
+    if !is_by_fuse {
+        is_right(&dir);
+        // What is not here is EIO without the server, not zeros.
+        place.proxy.cut();
+        assert_eq!(
+            fs::read(dir.join("sub/01")).unwrap_err().raw_os_error(),
+            Some(rustix::io::Errno::IO.raw_os_error())
+        );
+        place.proxy.revive(place._server.address);
+    }
+    detach();
+    if is_by_fuse {
+        ferry_skip::skip!("{said}");
+        return;
+    }
+    assert_eq!(read.unwrap(), content(7, 10_000));
+    assert!(came < 600_000, "{came}");
+    let output = mount(&["--foreground"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    is_right(&dir);
+    detach();
+    // Chunks that share blocks: what is missing of a block could not be told.
+    let place = Place::below(Path::new("/var/tmp")).unwrap();
+    let mut writer = Writer::new(Format::ZstdChunked, &[5000]);
+    writer.file("large", &content(1000, 500_000));
+    place.push(&[writer.finish()], &["--preserve-digests"]);
+    let dir = place.at("mnt");
+    fs::create_dir(&dir).unwrap();
+    let mount = |words: &[&str]| {
+        let mut line = place.command("mount", "lazy");
+        line.arg(place.at("lazy.img")).arg(&dir).args(["--from", &place.reference()]).args(words);
+        run(&mut line)
+    };
+    for (words, expected) in [(&["--jobs", "1"][..], true), (&["--foreground"], false)] {
+        let output = mount(words);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        assert_eq!(said.contains("do not begin at blocks"), expected, "{said}");
+        assert_eq!(fs::read(dir.join("large")).unwrap(), content(1000, 500_000));
+        let is_part = |name: fs::DirEntry| name.file_name().to_string_lossy().contains(".part");
+        until("all of it", || !fs::read_dir(place.at("lazy/packs")).unwrap().map(Result::unwrap).any(is_part));
+        rustix::mount::unmount(&dir, rustix::mount::UnmountFlags::DETACH).unwrap();
+    }
 }
 
 #[test]

@@ -320,6 +320,29 @@ fn readers_and_the_background_fetch_each_chunk_once() {
     assert!(bytes < place.blob_bytes() * 11 / 10, "{bytes} of {}", place.blob_bytes());
 }
 
+/// With 50 ms of delay per request: the time until the first file is read, beside a whole pull.
+#[test]
+fn a_first_read_from_a_distant_registry_is_early() {
+    for format in FORMATS {
+        let place = Place::new(layers(format));
+        place.fake.fault(|_, reply| {
+            // A delay, and 2 MB per second.
+            std::thread::sleep(Duration::from_millis(50) + Duration::from_micros(reply.body.len() as u64 / 2));
+            reply
+        });
+        let begin = Instant::now();
+        let source = place.open(&place.fake.remote(), "lazy", None).unwrap();
+        assert_eq!(read(&source, "7").unwrap(), noise(7, 10_000));
+        let lazily = begin.elapsed();
+        let begin = Instant::now();
+        place.pull("whole", &PullOptions::default()).unwrap();
+        let whole = begin.elapsed();
+        println!("{format:?}: a file is read after {lazily:?}; a whole pull takes {whole:?}");
+        // A manifest, two tables at once, and a chunk: four delays at most, however slow this machine is.
+        assert!(place.fake.requests().len() <= 4 + 4 && lazily < whole, "{lazily:?} {whole:?}");
+    }
+}
+
 /// An index of several platforms and compressions.
 #[test]
 fn the_image_for_this_machine_is_found_in_an_index() {

@@ -65,7 +65,8 @@ fn fetch(
     let mut out = Objects { objects: &objects[run], spans, at: 0, passed: 0, end, sink };
     out.pass_zeros()?;
     let stored = || spans.iter().filter(|span| span.to > 0);
-    let Some((begin, stop)) = stored().next().zip(stored().last()).map(|(first, last)| (first.from, last.to)) else {
+    let Some((begin, stop)) = stored().next().zip(stored().next_back()).map(|(first, last)| (first.from, last.to))
+    else {
         return Ok(());
     };
     let mut streams = Streams { compression: layer.compression, at: begin, stream: None, out: &mut out };

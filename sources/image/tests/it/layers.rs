@@ -356,6 +356,9 @@ fn a_bounded_cache_drops_chunks_that_share_blocks() {
     }
 }
 
+/// Changes the entries of a table.
+type Change = dyn Fn(&mut Vec<Value>);
+
 /// A layer with a table of contents that was changed.
 fn changed(format: Format, change: impl FnOnce(&mut Vec<Value>)) -> Layer {
     let mut writer = Writer::new(format, &[4096]);
@@ -375,7 +378,7 @@ fn refusal(layer: &Layer) -> String {
 
 #[test]
 fn wrong_tables_are_refused_by_name() {
-    let cases: Vec<(&str, Box<dyn Fn(&mut Vec<Value>)>)> = vec![
+    let cases: Vec<(&str, Box<Change>)> = vec![
         ("leads out of the tree", Box::new(|all| all[1]["name"] = "dir/../../etc/passwd".into())),
         ("leads out of the tree", Box::new(|all| all[0]["name"] = "..".into())),
         ("two entries have this name", Box::new(|all| all.push(all[5].clone()))),
