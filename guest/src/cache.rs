@@ -131,6 +131,11 @@ impl Cache {
         Ok(self.fetch("skopeo")?.join("bin/skopeo"))
     }
 
+    /// Returns a folder with the programs containerd and ctr.
+    pub fn containerd(&self) -> Result<PathBuf> {
+        Ok(self.fetch("containerd")?.join("bin"))
+    }
+
     /// Returns a root directory with libvirt and QEMU, for chroot.
     pub fn libvirt(&self) -> Result<PathBuf> {
         Ok(self.fetch("libvirt")?.join("root"))
