@@ -1,0 +1,92 @@
+//! Mounts by the kernel's EROFS.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use ferry_image::Image;
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags, fsconfig_create, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount, unmount,
+};
+
+use crate::error::{Error, IoContext, Result};
+
+/// `EROFS_SUPER_MAGIC_V1`
+const MAGIC: u64 = 0xe0f5_e1e2;
+
+/// Mounts an image on a directory, read-only. Set-user-id programs and device nodes take effect, as in the directories of layers: only
+/// root can enter the directory above.
+///
+/// # Errors
+///
+/// The kernel has no EROFS, or refuses the image.
+pub fn mount(image: &Image, path: &Path, packs: &[PathBuf], at: &Path) -> Result<()> {
+    let failed = |messages: &str, error: Errno| Error::Mount {
+        path: path.into(),
+        messages: messages.into(),
+        error: error.into(),
+    };
+    let context = fsopen("erofs", FsOpenFlags::FSOPEN_CLOEXEC).map_err(|error| failed("no EROFS", error))?;
+    let configured = || -> rustix::io::Result<()> {
+        let fs = context.as_fd();
+        fsconfig_set_string(fs, "source", path)?;
+        fsconfig_set_flag(fs, "ro")?;
+        if !image.may_have_acls() {
+            fsconfig_set_flag(fs, "noacl")?;
+        }
+        for pack in packs {
+            fsconfig_set_string(fs, "device", pack.as_path())?;
+        }
+        fsconfig_create(fs)
+    };
+    configured().map_err(|error| failed(&messages(&context), error))?;
+    let flags = FsMountFlags::FSMOUNT_CLOEXEC;
+    let mounted = fsmount(context.as_fd(), flags, MountAttrFlags::MOUNT_ATTR_RDONLY);
+    let mounted = mounted.map_err(|error| failed("fsmount", error))?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(mounted.as_fd(), "", CWD, at, flags).map_err(|error| failed("move_mount", error))
+}
+
+/// Returns the kernel's messages for a failed mount, which say more than the number of the error.
+pub(crate) fn messages(context: &OwnedFd) -> String {
+    let mut words = Vec::new();
+    let mut line = [0; 4096];
+    while let Ok(count @ 1..) = rustix::io::read(context, &mut line) {
+        // Messages begin with a letter for their severity.
+        words.push(String::from_utf8_lossy(line.get(2..count).unwrap_or_default()).trim_end().to_owned());
+    }
+    if words.is_empty() { "fsconfig".into() } else { words.join("; ") }
+}
+
+/// Whether an EROFS is mounted on a directory.
+///
+/// # Errors
+///
+/// The directory cannot be inspected.
+pub fn is_mounted(at: &Path) -> Result<bool> {
+    let found = match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
+        Err(Errno::NOENT) => return Ok(false),
+        found => found.doing("inspect", at)?,
+    };
+    let is_erofs = || statfs(at).is_ok_and(|found| u64::try_from(found.f_type) == Ok(MAGIC));
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) && is_erofs())
+}
+
+/// Unmounts a directory, if something is mounted there. Who uses the mount keeps it.
+///
+/// # Errors
+///
+/// The kernel refuses.
+pub fn unmount_all(at: &Path) -> Result<()> {
+    loop {
+        match unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+            Ok(()) => {}
+            // No mount point, or no such directory.
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+            Err(error) => return Err(io::Error::from(error)).doing("unmount", at),
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The directories of snapshots.
+//!
+//! ```text
+//! ROOT/metadata.redb      the records, see [`crate::metadata`]
+//! ROOT/snapshots/ID/fs    the directory of a snapshot without an image: overlayfs's upper one while it is active
+//! ROOT/snapshots/ID/work  overlayfs's work directory
+//! ROOT/snapshots/ID/image the image of a committed layer
+//! ROOT/snapshots/ID/layer where it is mounted
+//! ROOT/trash/             directories that are being removed
+//! ROOT/probe/             what is tried at start
+//! ROOT/store/             the bytes of files of all images
+//! ```
+//!
+//! All of it is below a directory that only root can enter: layers have set-user-id programs and device nodes.
+
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use crate::error::{Error, IoContext, Result};
+
+/// The maximum length of the root's path in bytes: the kernel takes strings of up to 255 bytes for a device of a mount, and packs have
+/// long names.
+pub const ROOT_BYTES_MAX: usize = 128;
+
+/// Owner and permissions of a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// The user.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+    /// The permissions.
+    pub mode: u32,
+}
+
+impl Owner {
+    /// The root directory of a snapshot with nothing below it.
+    pub const ROOT: Self = Self { uid: 0, gid: 0, mode: 0o755 };
+
+    /// Returns those of a directory.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be inspected.
+    pub fn of(path: &Path) -> Result<Self> {
+        let found = fs::metadata(path).doing("inspect", path)?;
+        Ok(Self { uid: found.uid(), gid: found.gid(), mode: found.mode() & 0o7777 })
+    }
+}
+
+/// The root of all directories.
+#[derive(Clone, Debug)]
+pub struct Folders {
+    root: PathBuf,
+}
+
+impl Folders {
+    /// Creates what is missing.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be created, or has a path that cannot be used.
+    pub fn create(root: &Path) -> Result<Self> {
+        let bytes = root.as_os_str().len();
+        if bytes > ROOT_BYTES_MAX || !root.is_absolute() {
+            let why = format!("the root {} is not an absolute path of at most {ROOT_BYTES_MAX} bytes", root.display());
+            return Err(Error::InvalidArgument(why));
+        }
+        // What separates layers, options and their values in the options of mounts, or cannot be in a message of gRPC.
+        let is_odd =
+            |path: &str| path.contains([':', ',', '\\', '"', '\'']) || path.chars().any(|c| c.is_control() || c == ' ');
+        if root.to_str().is_none_or(is_odd) {
+            let why = format!("the root {} has characters that options of mounts cannot have", root.display());
+            return Err(Error::InvalidArgument(why));
+        }
+        create_dir(root, 0o700)?;
+        fs::set_permissions(root, fs::Permissions::from_mode(0o700)).doing("change", root)?;
+        let folders = Self { root: root.into() };
+        for folder in [folders.snapshots(), folders.trash(), folders.store()] {
+            create_dir(&folder, 0o700)?;
+        }
+        Ok(folders)
+    }
+
+    /// Returns the file of the records.
+    #[must_use]
+    pub fn metadata(&self) -> PathBuf {
+        self.root.join("metadata.redb")
+    }
+
+    /// Returns the store of images.
+    #[must_use]
+    pub fn store(&self) -> PathBuf {
+        self.root.join("store")
+    }
+
+    /// Returns the directory of all snapshots.
+    #[must_use]
+    pub fn snapshots(&self) -> PathBuf {
+        self.root.join("snapshots")
+    }
+
+    /// Returns the directory for what is tried at start.
+    #[must_use]
+    pub fn probe(&self) -> PathBuf {
+        self.root.join("probe")
+    }
+
+    fn trash(&self) -> PathBuf {
+        self.root.join("trash")
+    }
+
+    /// Returns the directory of a snapshot.
+    #[must_use]
+    pub fn snapshot(&self, id: u64) -> PathBuf {
+        self.snapshots().join(id.to_string())
+    }
+
+    /// Returns a snapshot's own files.
+    #[must_use]
+    pub fn upper(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("fs")
+    }
+
+    /// Returns overlayfs's work directory.
+    #[must_use]
+    pub fn work(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("work")
+    }
+
+    /// Returns the image of a layer.
+    #[must_use]
+    pub fn image(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("image")
+    }
+
+    /// Returns the mount point of a layer's image.
+    #[must_use]
+    pub fn layer(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("layer")
+    }
+
+    /// Creates the directory of a snapshot. What a killed process left under this id is removed first.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn add(&self, id: u64, owner: Owner, is_writable: bool) -> Result<()> {
+        let folder = self.snapshot(id);
+        if folder.symlink_metadata().is_ok() {
+            self.discard(&folder)?;
+        }
+        create_dir(&folder, 0o700)?;
+        let upper = self.upper(id);
+        create_dir(&upper, 0o755)?;
+        chown(&upper, Some(owner.uid), Some(owner.gid)).doing("change the owner of", &upper)?;
+        // After the change of owner, which can clear bits; and not subject to the umask.
+        fs::set_permissions(&upper, fs::Permissions::from_mode(owner.mode)).doing("change", &upper)?;
+        if is_writable {
+            create_dir(&self.work(id), 0o700)?;
+        }
+        let snapshots = self.snapshots();
+        File::open(&snapshots).and_then(|folder| folder.sync_all()).doing("sync", snapshots)
+    }
+
+    /// Returns the directories of snapshots whose ids are not among these, and everything else beside them.
+    ///
+    /// # Errors
+    ///
+    /// They cannot be listed.
+    pub fn unknown(&self, is_known: impl Fn(u64) -> bool) -> Result<Vec<PathBuf>> {
+        let snapshots = self.snapshots();
+        let mut unknown = Vec::new();
+        for entry in fs::read_dir(&snapshots).doing("list", &snapshots)? {
+            let name = entry.doing("list", &snapshots)?.file_name();
+            let id = name.to_str().and_then(|name| name.parse().ok());
+            if !id.is_some_and(&is_known) {
+                unknown.push(snapshots.join(name));
+            }
+        }
+        Ok(unknown)
+    }
+
+    /// Moves a directory to the trash, from where it is removed when the returned value is closed or dropped; `None`: it does not
+    /// exist. What is there after a crash is removed by [`Self::empty_trash`].
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn take(&self, folder: &Path) -> Result<Option<TempDir>> {
+        let trash = tempfile::tempdir_in(self.trash()).doing("create a directory in", self.trash())?;
+        match fs::rename(folder, trash.path().join(folder.file_name().unwrap_or_default())) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            moved => moved.doing("remove", folder).map(|()| Some(trash)),
+        }
+    }
+
+    /// Removes a directory of a snapshot, on which nothing is mounted, or one in it.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn discard(&self, folder: &Path) -> Result<()> {
+        let Some(trash) = self.take(folder)? else { return Ok(()) };
+        trash.close().doing("remove", folder)
+    }
+
+    /// Removes what was being removed when a process was killed; `unmount` is called with each directory before.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn empty_trash(&self, unmount: impl Fn(&Path) -> Result<()>) -> Result<()> {
+        let list = |folder: &Path| -> Result<Vec<PathBuf>> {
+            let entries = fs::read_dir(folder).doing("list", folder)?;
+            entries.map(|entry| Ok(entry.doing("list", folder)?.path())).collect()
+        };
+        for path in list(&self.trash())? {
+            list(&path)?.iter().try_for_each(|folder| unmount(folder))?;
+            fs::remove_dir_all(&path).doing("remove", path)?;
+        }
+        Ok(())
+    }
+}
+
+/// Creates a directory with these permissions, whatever the umask, unless it exists.
+fn create_dir(path: &Path, mode: u32) -> Result<()> {
+    match DirBuilder::new().recursive(true).mode(mode).create(path) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error).doing("create", path),
+        _ if path.is_dir() => Ok(()),
+        _ => Err(io::Error::from(ErrorKind::NotADirectory)).doing("use", path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roots_that_mounts_cannot_name_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["a:b", "a,b", "a\\b", "a b", "a\"b", "a\nb", &"x".repeat(ROOT_BYTES_MAX)] {
+            let root = folder.path().join(name);
+            assert!(matches!(Folders::create(&root), Err(Error::InvalidArgument(_))), "{name:?}");
+            assert!(!root.exists(), "{name:?}");
+        }
+        assert!(matches!(Folders::create(Path::new("relative")), Err(Error::InvalidArgument(_))));
+    }
+
+    #[test]
+    fn directories_are_added_and_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let folders = Folders::create(&folder.path().join("root")).unwrap();
+        let owner = Owner { mode: 0o1777, ..Owner::of(folder.path()).unwrap() };
+        for writable in [true, false] {
+            // The second finds what the first left.
+            folders.add(7, owner, writable).unwrap();
+            assert_eq!(Owner::of(&folders.upper(7)).unwrap(), owner);
+            assert_eq!(folders.work(7).exists(), writable);
+        }
+        folders.add(8, owner, true).unwrap();
+        fs::write(folders.upper(8).join("file"), "some").unwrap();
+        fs::write(folders.snapshots().join("new-1"), "").unwrap();
+        assert_eq!(folders.unknown(|id| id == 7).unwrap().len(), 2);
+        folders.discard(&folders.snapshot(8)).unwrap();
+        folders.discard(&folders.snapshot(8)).unwrap();
+        assert_eq!(folders.unknown(|id| id == 7).unwrap(), [folders.snapshots().join("new-1")]);
+        fs::create_dir_all(folders.trash().join("left/over")).unwrap();
+        folders
+            .empty_trash(|folder| folder.ends_with("over").then_some(()).ok_or(Error::NotFound("it".into())))
+            .unwrap();
+        assert_eq!(fs::read_dir(folders.trash()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,260 @@
+//! Committed layers as images of the deduplicated store, mounted by the kernel's EROFS.
+//!
+//! A layer is a directory until its image is built and mounted, and stays one where that is impossible. Whiteouts and opaque
+//! directories are in an image as overlayfs has made them.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, RwLock, RwLockReadGuard};
+use std::time::{Duration, SystemTime};
+
+use ferry_image::{Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, LiveSet, Store, build, told};
+use ferry_vfs::sync::{lock, read, write};
+
+use crate::config::Images;
+use crate::erofs;
+use crate::error::{Error, IoContext, Result};
+use crate::folders::Folders;
+use crate::metadata::LayerImage;
+use crate::mounted;
+use crate::overlay;
+
+/// The images of layers.
+#[derive(Debug)]
+pub struct Layers {
+    folders: Folders,
+    /// Whether committed layers become images.
+    builds: bool,
+    /// One image is built at a time: a build uses all processors.
+    building: Mutex<()>,
+    /// Locked while mounts are looked at and changed.
+    mounting: Mutex<()>,
+    /// Read-locked from the start of a build until the image is recorded, so that its packs are not taken for garbage.
+    recording: RwLock<()>,
+    /// Whether the store may have packs without an image.
+    has_garbage: AtomicBool,
+}
+
+impl Layers {
+    /// Finds out what the kernel and the file system can do.
+    ///
+    /// # Errors
+    ///
+    /// There is no overlayfs here; or, if images are required, no EROFS.
+    pub fn new(folders: Folders, images: Images) -> Result<Self> {
+        let builds = match (probe(&folders, images != Images::Never), images) {
+            (Err(error), Images::Auto) => {
+                tracing::warn!("{}: committed layers stay directories", told(&error));
+                probe(&folders, false)?;
+                false
+            }
+            (tried, _) => {
+                tried?;
+                images != Images::Never
+            }
+        };
+        Ok(Self {
+            folders,
+            builds,
+            building: Mutex::default(),
+            mounting: Mutex::default(),
+            recording: RwLock::default(),
+            has_garbage: AtomicBool::new(true),
+        })
+    }
+
+    /// Prevents that packs are removed. Held from before [`Self::build`] until its image is recorded.
+    pub fn recording(&self) -> RwLockReadGuard<'_, ()> {
+        read(&self.recording)
+    }
+
+    /// Makes the directory of an active snapshot an image, and mounts it. Returns `None`, and leaves the directory, if that is
+    /// impossible.
+    pub fn build(&self, id: u64) -> Option<LayerImage> {
+        if !self.builds {
+            return None;
+        }
+        match self.try_build(id) {
+            Ok(image) => image,
+            Err(error) => {
+                tracing::warn!("layer {id} stays a directory: {}", told(&error));
+                self.undo(id);
+                None
+            }
+        }
+    }
+
+    fn try_build(&self, id: u64) -> Result<Option<LayerImage>> {
+        let upper = self.folders.upper(id);
+        // Its directory is removed below, and whoever has it mounted would lose it.
+        if mounted::is_in_use(&upper)? {
+            tracing::warn!("layer {id} is still mounted, and stays a directory");
+            return Ok(None);
+        }
+        let _building = lock(&self.building);
+        // What a commit left whose outcome was not known.
+        self.remove_image(id)?;
+        let store = Store::create(&self.folders.store())?;
+        let report = build(&upper, &self.folders.image(id), store, &BuildOptions::default(), &|_, _| {})?;
+        let image = recorded(&report);
+        self.mount(id, &image)?;
+        Ok(Some(image))
+    }
+
+    /// Removes an image that was not recorded.
+    pub fn undo(&self, id: u64) {
+        self.note_garbage();
+        if let Err(error) = self.remove_image(id) {
+            tracing::warn!("{}", told(&error));
+        }
+    }
+
+    fn remove_image(&self, id: u64) -> Result<()> {
+        self.unmount(id)?;
+        let path = self.folders.image(id);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.doing("remove", path),
+        }
+    }
+
+    /// Mounts the image of a layer, unless it is mounted; returns where.
+    ///
+    /// # Errors
+    ///
+    /// The image is missing or damaged, or the kernel refuses it.
+    pub fn mount(&self, id: u64, image: &LayerImage) -> Result<PathBuf> {
+        let _mounting = lock(&self.mounting);
+        let at = self.folders.layer(id);
+        if !erofs::is_mounted(&at)? {
+            let path = self.folders.image(id);
+            let digest = Digest::parse(image.digest.as_bytes()).ok_or_else(|| {
+                Error::FailedPrecondition(format!("the record of layer {id} has no digest, but {:?}", image.digest))
+            })?;
+            let image = Image::open(&path, Some(digest))?;
+            let store = Store::open(&self.folders.store())?;
+            let packs: Vec<PathBuf> = image.packs().iter().map(|pack| store.pack_path(pack.name)).collect();
+            match fs::create_dir(&at) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
+                _ => erofs::mount(&image, &path, &packs, &at)?,
+            }
+        }
+        Ok(at)
+    }
+
+    /// Unmounts the image of a layer. Who uses the mount keeps it.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses.
+    pub fn unmount(&self, id: u64) -> Result<()> {
+        let _mounting = lock(&self.mounting);
+        erofs::unmount_all(&self.folders.layer(id))
+    }
+
+    /// Notes that the image of a layer is gone.
+    pub fn note_garbage(&self) {
+        self.has_garbage.store(true, Ordering::Relaxed);
+    }
+
+    /// Removes packs that no image needs, if there can be such. `needed` returns the names of all packs of recorded images; none is
+    /// recorded meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// The store cannot be changed.
+    pub fn collect(&self, needed: impl FnOnce() -> Result<BTreeSet<String>>) -> Result<()> {
+        if !self.has_garbage.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let collected = self.collect_now(needed);
+        if collected.is_err() {
+            self.note_garbage();
+        }
+        collected
+    }
+
+    fn collect_now(&self, needed: impl FnOnce() -> Result<BTreeSet<String>>) -> Result<()> {
+        let _recording = write(&self.recording);
+        let packs = needed()?.iter().filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
+        drop(Store::create(&self.folders.store())?);
+        let store = ExclusiveStore::lock(&self.folders.store(), &|| {
+            tracing::warn!("another process uses the store {}: waiting", self.folders.store().display());
+        })?;
+        let report = store.collect(&LiveSet { packs, objects: BTreeSet::new() }, Duration::ZERO, false)?;
+        if report.bytes > 0 {
+            tracing::info!("removed {} packs, {} bytes", report.removed.len(), report.bytes);
+        }
+        for pack in report.missing {
+            tracing::error!("the pack {} is missing: remove the images that need it, and pull them again", pack.hex());
+        }
+        Ok(())
+    }
+}
+
+fn recorded(report: &BuildReport) -> LayerImage {
+    LayerImage { digest: report.digest.to_string(), packs: report.packs.iter().map(Digest::hex).collect() }
+}
+
+/// Tries overlayfs, and with `images` EROFS below it, as they will be used, and removes what that leaves.
+fn probe(folders: &Folders, images: bool) -> Result<()> {
+    let folder = folders.probe();
+    let at = folder.join("layer");
+    let clean = || {
+        erofs::unmount_all(&at)?;
+        match fs::remove_dir_all(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed.doing("remove", &folder),
+        }
+    };
+    clean()?;
+    for name in ["tree", "upper", "work", "layer"] {
+        let path = folder.join(name);
+        fs::create_dir_all(&path).doing("create", path)?;
+    }
+    let tried = (|| {
+        if images {
+            probe_image(&folder, &at)?;
+        }
+        overlay::check(&folder.join("upper"), &folder.join("work"), &at)
+    })();
+    clean().and(tried)
+}
+
+/// Builds an image of two files, mounts it, and compares what the kernel shows: before Linux 6.15 all files have one time, which
+/// programs notice.
+fn probe_image(folder: &Path, at: &Path) -> Result<()> {
+    let tree = folder.join("tree");
+    let contents = vec![7; 10_000];
+    for (name, seconds) in [("old", 1_000_000_000), ("new", 1_700_000_000)] {
+        let path = tree.join(name);
+        let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+        let made = File::create(&path).and_then(|mut file| {
+            file.write_all(&contents)?;
+            file.set_modified(time)
+        });
+        made.doing("create", path)?;
+    }
+    let (path, store) = (folder.join("image"), folder.join("store"));
+    let report = build(&tree, &path, Store::create(&store)?, &BuildOptions::default(), &|_, _| {})?;
+    let image = Image::open(&path, Some(report.digest))?;
+    let store = Store::open(&store)?;
+    let packs: Vec<PathBuf> = report.packs.iter().map(|pack| store.pack_path(*pack)).collect();
+    erofs::mount(&image, &path, &packs, at)?;
+    for name in ["old", "new"] {
+        let shown = |root: &Path| -> io::Result<_> {
+            let path = root.join(name);
+            Ok((fs::read(&path)?, fs::metadata(&path)?.modified()?))
+        };
+        let (expected, found) = (shown(&tree).doing("read", &tree)?, shown(at).doing("read", at)?);
+        if expected != found {
+            let why =
+                "this kernel's EROFS shows other times or contents than images have (Linux 6.15 or later is needed)";
+            return Err(Error::FailedPrecondition(why.into()));
+        }
+    }
+    Ok(())
+}

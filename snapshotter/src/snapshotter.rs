@@ -1,0 +1,389 @@
+//! What each call does. Nothing here is asynchronous: calls run on threads.
+//!
+//! The order of steps makes `kill -9` harmless. A directory exists before its record, and is removed after it; an image is mounted before
+//! it is recorded, and only then the directory that it replaces is removed. [`Snapshotter::open`] removes what such steps left.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+use ferry_image::told;
+
+use crate::api::{Info, Kind, Labels, Mount};
+use crate::config::Config;
+use crate::erofs;
+use crate::error::{Error, IoContext, Result};
+use crate::filter::Filter;
+use crate::folders::{Folders, Owner};
+use crate::idmap::IdMaps;
+use crate::keys::Keys;
+use crate::layers::Layers;
+use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, Usage, too_deep};
+use crate::{overlay, usage};
+
+/// The maximum length of a name or key in bytes; those of containerd have about 200.
+pub const NAME_BYTES_MAX: usize = 4096;
+/// The maximum length of a label with its name in bytes, as in containerd.
+pub const LABEL_BYTES_MAX: usize = 4096;
+/// The maximum number of labels of a snapshot; containerd sets about ten.
+pub const LABELS_MAX: usize = 1024;
+/// Idmapped mounts below overlayfs need Linux 5.19.
+const IDMAP_KERNEL: (u32, u32) = (5, 19);
+
+/// All snapshots below one root.
+#[derive(Debug)]
+pub struct Snapshotter {
+    metadata: Metadata,
+    folders: Folders,
+    layers: Layers,
+    keys: Keys,
+}
+
+/// A new snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NewSnapshot {
+    /// Its name.
+    pub key: String,
+    /// The name of the committed snapshot below it, or nothing.
+    pub parent: String,
+    /// Its labels.
+    pub labels: Labels,
+}
+
+impl Snapshotter {
+    /// Opens the snapshots below a root, or creates it, and removes what a killed process left. Mounts that exist are used on.
+    ///
+    /// # Errors
+    ///
+    /// Another process uses the root, its metadata is damaged, or the kernel lacks what is needed.
+    pub fn open(config: &Config) -> Result<Self> {
+        let folders = Folders::create(&config.root)?;
+        // Locks the root.
+        let metadata = Metadata::open(&folders.metadata())?;
+        log_failure(folders.empty_trash(|folder| erofs::unmount_all(&folder.join("layer"))));
+        let layers = Layers::new(folders.clone(), config.images)?;
+        let snapshotter = Self { metadata, folders, layers, keys: Keys::default() };
+        snapshotter.finish_interrupted()?;
+        snapshotter.cleanup()?;
+        Ok(snapshotter)
+    }
+
+    /// Removes the directories of recorded images, and images that were not recorded.
+    fn finish_interrupted(&self) -> Result<()> {
+        self.metadata.for_each(|name, record| {
+            log_failure(self.finish_one(name, &record));
+            Ok(())
+        })
+    }
+
+    fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
+        let id = record.id;
+        if record.image.is_some() {
+            return self.remove_upper(id);
+        }
+        if !self.folders.upper(id).exists() {
+            tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
+        }
+        let entries = match fs::read_dir(self.folders.snapshot(id)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            entries => entries.doing("list", self.folders.snapshot(id))?,
+        };
+        for entry in entries.flatten().filter(|entry| !["fs", "work"].iter().any(|kept| entry.file_name() == *kept)) {
+            let path = entry.path();
+            erofs::unmount_all(&path)?;
+            let removed = if path.is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) };
+            removed.doing("remove", path)?;
+        }
+        Ok(())
+    }
+
+    /// Returns a snapshot.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]
+    pub fn stat(&self, key: &str) -> Result<Info> {
+        Ok(self.metadata.get(key)?.info(key))
+    }
+
+    /// Changes labels: all, or those that `paths` name (`labels`, or `labels.` and a name). Labels without a value are removed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]; [`Error::InvalidArgument`]: something else cannot be changed.
+    pub fn update(&self, info: &Info, paths: &[String]) -> Result<Info> {
+        let mut updates = Vec::new();
+        for path in paths {
+            match path.strip_prefix("labels.") {
+                Some(label) => updates.push(Some(label)),
+                None if path == "labels" => updates.push(None),
+                None => {
+                    let why = format!("cannot change {path} of snapshot {}: only labels can change", info.name);
+                    return Err(Error::InvalidArgument(why));
+                }
+            }
+        }
+        if paths.is_empty() {
+            updates.push(None);
+        }
+        let changed = self.metadata.update(&info.name, |labels| {
+            for update in updates {
+                match update {
+                    None => labels.clone_from(&info.labels),
+                    Some(label) => {
+                        labels.insert(label.into(), info.labels.get(label).cloned().unwrap_or_default());
+                    }
+                }
+            }
+            *labels = checked_labels(std::mem::take(labels))?;
+            Ok(())
+        })?;
+        Ok(changed.info(&info.name))
+    }
+
+    /// Returns the space that a snapshot takes, without what is below it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`], or its directory cannot be read.
+    pub fn usage(&self, key: &str) -> Result<Usage> {
+        let record = self.metadata.get(key)?;
+        if record.kind() == Kind::Active { usage::of(&self.folders.upper(record.id)) } else { Ok(record.usage) }
+    }
+
+    /// Returns the mounts of an active snapshot or a view.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]; [`Error::FailedPrecondition`]: it is committed; or a layer is damaged.
+    pub fn mounts(&self, key: &str) -> Result<Vec<Mount>> {
+        let record = self.metadata.get(key)?;
+        if record.kind() == Kind::Committed {
+            return Err(Error::FailedPrecondition(format!("snapshot {key} is committed, and has no mounts")));
+        }
+        let lower = self.lower(&record.parent)?;
+        self.mounts_of(&record, &lower)
+    }
+
+    /// Adds a snapshot that can be written to; returns its mounts.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AlreadyExists`]; [`Error::NotFound`]: there is no such parent; [`Error::InvalidArgument`]: it is not committed, or a
+    /// name or label cannot be.
+    pub fn prepare(&self, new: NewSnapshot) -> Result<Vec<Mount>> {
+        self.add(Kind::Active, new)
+    }
+
+    /// Adds a snapshot that can only be read; returns its mounts.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::prepare`].
+    pub fn view(&self, new: NewSnapshot) -> Result<Vec<Mount>> {
+        self.add(Kind::View, new)
+    }
+
+    fn add(&self, kind: Kind, NewSnapshot { key, parent, labels }: NewSnapshot) -> Result<Vec<Mount>> {
+        check_name(&key)?;
+        let labels = checked_labels(labels)?;
+        let idmaps = IdMaps::of(&labels)?;
+        if idmaps.is_some() {
+            check_idmaps()?;
+        }
+        // Before the snapshot exists, which would be in the way when the call is repeated.
+        if self.metadata.get(&key).is_ok() {
+            return Err(Error::AlreadyExists(key));
+        }
+        let lower = self.lower(&parent)?;
+        if lower.len() >= LAYERS_MAX {
+            return Err(too_deep(&key));
+        }
+        // What the layer below shows at its root, the container sees at its root.
+        let mut owner = lower.first().map_or(Ok(Owner::ROOT), |path| Owner::of(path))?;
+        if let Some(maps) = &idmaps {
+            (owner.uid, owner.gid) = maps.root;
+        }
+        let is_writable = kind == Kind::Active;
+        let create = |id| self.folders.add(id, owner, is_writable);
+        let record = self.metadata.insert(&key, (kind, &parent, labels), create)?;
+        self.mounts_of(&record, &lower)
+    }
+
+    /// Returns the directories of a committed snapshot and those below it, nearest first. Mounts their images.
+    fn lower(&self, name: &str) -> Result<Vec<PathBuf>> {
+        let path = |(name, record): (String, Record)| {
+            if record.kind() != Kind::Committed {
+                return Err(Error::InvalidArgument(format!("the parent {name} is not committed")));
+            }
+            match &record.image {
+                Some(image) => self.layers.mount(record.id, image),
+                None => Ok(self.folders.upper(record.id)),
+            }
+        };
+        self.metadata.chain(name)?.into_iter().map(path).collect()
+    }
+
+    fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {
+        let (upper, work) = (self.folders.upper(record.id), self.folders.work(record.id));
+        let idmaps = IdMaps::of(&record.labels)?;
+        let (kind, idmaps) = (record.kind(), idmaps.as_ref());
+        Ok(overlay::Layers { kind, upper: &upper, work: &work, lower, idmaps }.mounts())
+    }
+
+    /// Makes an active snapshot a committed one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AlreadyExists`]; [`Error::NotFound`]; [`Error::FailedPrecondition`]: it is not active, or has the users of a container;
+    /// [`Error::InvalidArgument`]: a name, a label or the parent cannot be.
+    pub fn commit(&self, name: &str, key: &str, parent: &str, labels: Labels) -> Result<()> {
+        check_name(name)?;
+        let labels = checked_labels(labels)?;
+        let _held = self.keys.hold(key);
+        let record = self.metadata.check_commit(key, name, parent)?;
+        if IdMaps::of(&record.labels)?.is_some() {
+            let why = format!(
+                "snapshot {key} has the users of a container (the label {}), and other containers would see other users: \
+                 commit what has no such label",
+                crate::idmap::UID_LABEL
+            );
+            return Err(Error::FailedPrecondition(why));
+        }
+        let usage = usage::of(&self.folders.upper(record.id))?;
+        let recording = self.layers.recording();
+        let image = self.layers.build(record.id);
+        let has_image = image.is_some();
+        let mut committed = self.metadata.commit(key, Commit { name, parent, labels, usage, image });
+        if committed.is_err() {
+            // After a failure of the disk, only the database knows.
+            match self.metadata.get(name) {
+                Ok(found) if found.id == record.id => committed = Ok(()),
+                Ok(_) | Err(Error::NotFound(_)) if has_image => self.layers.undo(record.id),
+                _ => {}
+            }
+        }
+        drop(recording);
+        if has_image && committed.is_ok() {
+            log_failure(self.remove_upper(record.id));
+        }
+        committed
+    }
+
+    /// Removes a snapshot on which no other one is based.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]; [`Error::FailedPrecondition`]: another one is based on it.
+    pub fn remove(&self, key: &str) -> Result<()> {
+        let _held = self.keys.hold(key);
+        let record = self.metadata.remove(key)?;
+        // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
+        if record.image.is_some() {
+            self.layers.note_garbage();
+            log_failure(self.layers.unmount(record.id));
+        }
+        log_failure(self.folders.discard(&self.folders.snapshot(record.id)));
+        Ok(())
+    }
+
+    /// Calls a function with each snapshot that a filter selects.
+    ///
+    /// # Errors
+    ///
+    /// The metadata cannot be read.
+    pub fn walk(&self, filter: &Filter, mut call: impl FnMut(Info)) -> Result<()> {
+        self.metadata.for_each(|name, record| {
+            let info = record.info(name);
+            if filter.matches(&info) {
+                call(info);
+            }
+            Ok(())
+        })
+    }
+
+    /// Removes directories without a snapshot, and packs without an image.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses.
+    pub fn cleanup(&self) -> Result<()> {
+        let unknown: Vec<_> = self.metadata.with_ids(|ids| {
+            let take = |folder: PathBuf| {
+                erofs::unmount_all(&folder.join("layer"))?;
+                self.folders.take(&folder)
+            };
+            self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()
+        })?;
+        // Removing takes long, and others can change snapshots meanwhile.
+        for trash in unknown.into_iter().flatten() {
+            tracing::info!("removing a directory without a snapshot");
+            let path = trash.path().to_owned();
+            trash.close().doing("remove", path)?;
+        }
+        self.layers.collect(|| {
+            let mut needed = BTreeSet::new();
+            self.metadata.for_each(|_, record| {
+                needed.extend(record.image.into_iter().flat_map(|image| image.packs));
+                Ok(())
+            })?;
+            Ok(needed)
+        })
+    }
+
+    /// Removes the directory that an image has replaced.
+    fn remove_upper(&self, id: u64) -> Result<()> {
+        self.folders.discard(&self.folders.work(id))?;
+        self.folders.discard(&self.folders.upper(id))
+    }
+}
+
+/// Logs the failure of a step that the next cleanup repeats.
+fn log_failure(outcome: Result<()>) {
+    if let Err(error) = outcome {
+        tracing::warn!("{}", told(&error));
+    }
+}
+
+fn check_name(name: &str) -> Result<()> {
+    match name.len() {
+        0 => Err(Error::InvalidArgument("the name of a snapshot is empty".into())),
+        1..=NAME_BYTES_MAX => Ok(()),
+        bytes => Err(Error::InvalidArgument(format!(
+            "the name of a snapshot has {bytes} bytes: {NAME_BYTES_MAX} are possible"
+        ))),
+    }
+}
+
+/// Returns labels without those that have no value, as containerd does.
+fn checked_labels(mut labels: Labels) -> Result<Labels> {
+    labels.retain(|_, value| !value.is_empty());
+    if labels.len() > LABELS_MAX {
+        let count = labels.len();
+        return Err(Error::InvalidArgument(format!("{count} labels are too many: {LABELS_MAX} are possible")));
+    }
+    match labels.iter().find(|(name, value)| name.len() + value.len() > LABEL_BYTES_MAX) {
+        Some((name, _)) => {
+            let shown: String = name.chars().take(64).collect();
+            Err(Error::InvalidArgument(format!("the label {shown} is longer than {LABEL_BYTES_MAX} bytes")))
+        }
+        None => Ok(labels),
+    }
+}
+
+/// Checks that this kernel can idmap layers.
+fn check_idmaps() -> Result<()> {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version >= IDMAP_KERNEL {
+        return Ok(());
+    }
+    let (major, minor) = IDMAP_KERNEL;
+    Err(Error::FailedPrecondition(format!(
+        "the label {} needs idmapped layers, which Linux {major}.{minor} or later has, and this is {release}",
+        crate::idmap::UID_LABEL
+    )))
+}

@@ -1,0 +1,187 @@
+//! containerd itself, and its client, with the snapshotter.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferry_guest::Cache;
+
+use crate::server::{Server, can_mount};
+use crate::tree::Change::{Dir, File, Link, Owner, Symlink};
+use crate::tree::{apply, look};
+
+const START_TIME: Duration = Duration::from_secs(60);
+const IMAGE: &str = "ferry.test/image:latest";
+
+/// A running containerd, with all its files in a folder.
+struct Containerd {
+    child: Child,
+    programs: PathBuf,
+    folder: PathBuf,
+}
+
+impl Containerd {
+    fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
+        let config = folder.join("containerd.toml");
+        let at = |name: &str| folder.join(name).display().to_string();
+        let text = format!(
+            "version = 3\nroot = {:?}\nstate = {:?}\n\
+             disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\", \
+             \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
+             [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
+             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n",
+            at("c-root"),
+            at("c-state"),
+            at("c.sock"),
+            at("c.ttrpc"),
+            snapshotter.display().to_string(),
+        );
+        fs::write(&config, text).expect("it can be written");
+        let log = fs::File::create(folder.join("containerd.log")).expect("it can be made");
+        let mut command = Command::new(programs.join("containerd"));
+        command
+            .arg("--config")
+            .arg(config)
+            .arg("--log-level=debug")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        let child = command.spawn().expect("containerd can be started");
+        let containerd = Self { child, programs, folder: folder.into() };
+        let end = Instant::now() + START_TIME;
+        while !containerd.try_ctr(&["version"]).0 {
+            assert!(Instant::now() < end, "containerd does not serve: {}", containerd.log());
+            thread::sleep(Duration::from_millis(50));
+        }
+        containerd
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("containerd.log")).unwrap_or_default()
+    }
+
+    fn try_ctr(&self, args: &[&str]) -> (bool, String) {
+        let mut command = Command::new(self.programs.join("ctr"));
+        let output = command.arg("--address").arg(self.folder.join("c.sock")).args(args).output().expect("ctr starts");
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+    }
+
+    fn ctr(&self, args: &[&str]) -> String {
+        let (succeeded, said) = self.try_ctr(args);
+        assert!(succeeded, "ctr {}: {said}\n{}", args.join(" "), self.log());
+        said
+    }
+}
+
+impl Drop for Containerd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Makes an archive of an image of three layers, with whiteouts and an opaque directory; and what a container of it sees.
+fn image(umoci: &Path, folder: &Path) -> PathBuf {
+    let at = |name: &str| folder.join(name);
+    let run = |args: &[&str]| {
+        let output = Command::new(umoci).args(args).current_dir(folder).output().expect("umoci starts");
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    let long = "more than an inode of an image holds, so that it is in a pack ".repeat(100);
+    fs::create_dir_all(at("one")).expect("it can be made");
+    apply(
+        &at("one"),
+        &[
+            Dir("etc", 0o755),
+            File("etc/kept", &long, 0o644),
+            File("etc/gone", &long, 0o644),
+            Link("etc/kept", "etc/linked"),
+            Symlink("kept", "etc/link"),
+            Dir("opaque", 0o755),
+            File("opaque/old", &long, 0o644),
+            Dir("tmp", 0o1777),
+            File("suid", &long, 0o4755),
+            Owner("etc", 7),
+        ],
+    );
+    fs::create_dir_all(at("two")).expect("it can be made");
+    apply(&at("two"), &[File("new", "new", 0o600), Dir("sub", 0o700), File("sub/file", &long, 0o640)]);
+    run(&["init", "--layout", "bundle"]);
+    run(&["new", "--image", "bundle:latest"]);
+    run(&["insert", "--image", "bundle:latest", "one", "/"]);
+    run(&["insert", "--image", "bundle:latest", "--opaque", "two", "/opaque"]);
+    run(&["insert", "--image", "bundle:latest", "--whiteout", "/etc/gone"]);
+    run(&["unpack", "--image", "bundle:latest", "unpacked"]);
+    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(folder).status();
+    assert!(tar.expect("there is tar").success());
+    at("image.tar")
+}
+
+fn import_mount_and_remove(images: &'static str) {
+    let cache = Cache::from_env().expect("there is a cache");
+    let (programs, umoci) = (cache.containerd().expect("it can be fetched"), cache.umoci().expect("it can be fetched"));
+    let mut server = Server::start(images);
+    drop(server.client());
+    let folder = server.folder.path().to_owned();
+    let archive = image(&umoci, &folder);
+    let containerd = Containerd::start(programs, &folder, &server.socket());
+    let import = [
+        "images",
+        "import",
+        "--snapshotter",
+        "ferry",
+        "--base-name",
+        "ferry.test/image",
+        archive.to_str().expect("it is text"),
+    ];
+    containerd.ctr(&import);
+    let listed = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "ls"]);
+    assert_eq!(listed.matches("Committed").count(), 3, "{listed}");
+    let usage = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "usage"]);
+    assert!(usage.contains("KiB"), "{usage}");
+
+    let at = folder.join("at");
+    fs::create_dir(&at).expect("it can be made");
+    let at = at.to_str().expect("it is text");
+    // The program may be killed at any time.
+    server.kill();
+    drop(server.start_again());
+    for flag in [None, Some("--rw")] {
+        let words = ["images", "mount", "--snapshotter", "ferry"].into_iter().chain(flag).chain([IMAGE, at]);
+        containerd.ctr(&words.collect::<Vec<_>>());
+        assert_eq!(look(Path::new(at)), look(&folder.join("unpacked/rootfs")), "{flag:?}, images {images}");
+        if flag.is_some() {
+            fs::write(Path::new(at).join("etc/new"), "written").expect("it can be written to");
+            fs::remove_file(Path::new(at).join("etc/kept")).expect("it can be removed");
+        }
+        containerd.ctr(&["images", "unmount", "--snapshotter", "ferry", "--rm", at]);
+    }
+    // Importing it again finds all layers.
+    containerd.ctr(&import);
+    containerd.ctr(&["images", "rm", "--sync", IMAGE]);
+    let listed = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "ls"]);
+    assert_eq!(listed.matches("Committed").count(), 0, "{listed}");
+    let mut client = server.client();
+    let end = Instant::now() + START_TIME;
+    while !(client.list(&[]).expect("it serves").is_empty() && server.mount_points().is_empty()) {
+        assert!(Instant::now() < end, "{:?} {:?}", client.list(&[]), server.mount_points());
+        thread::sleep(Duration::from_millis(50));
+    }
+    client.cleanup().expect("it serves");
+    let packs = fs::read_dir(server.root().join("store/packs"))
+        .map(|packs| packs.flatten().map(|pack| pack.file_name()).filter(|name| name != "table").collect::<Vec<_>>());
+    assert_eq!(packs.unwrap_or_default(), [] as [&str; 0]);
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn containerd_imports_mounts_and_removes_images() {
+    if can_mount() {
+        for images in ["never", "auto"] {
+            import_mount_and_remove(images);
+        }
+    }
+}

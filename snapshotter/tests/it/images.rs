@@ -1,0 +1,124 @@
+//! Committed layers as images.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{XattrFlags, lsetxattr};
+
+use crate::server::{Mounted, Server, can_mount};
+
+/// A server that makes images, or `None`, and the test is skipped.
+fn server() -> Option<Server> {
+    if !can_mount() {
+        return None;
+    }
+    let mut server = Server::start("auto");
+    let mut client = server.client();
+    client.prepare("a", "").unwrap();
+    client.commit("empty", "a").unwrap();
+    if server.root().join("snapshots/1/layer").exists() {
+        return Some(server);
+    }
+    ferry_skip::skip!("this kernel does not mount images from files, or shows one time for all");
+    None
+}
+
+#[test]
+fn layers_share_files_and_directories_are_removed() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let contents: Vec<u8> = (0..2_000_000_u32).flat_map(u32::to_le_bytes).collect();
+    for name in ["one", "two"] {
+        let mounted = Mounted::of(&client.prepare("a", "").unwrap());
+        fs::write(mounted.path().join(name), &contents).unwrap();
+        drop(mounted);
+        client.commit(name, "a").unwrap();
+    }
+    let space = |path: &Path| -> u64 {
+        let files = fs::read_dir(path).unwrap().map(Result::unwrap).filter(|file| file.file_name() != "table");
+        files.map(|file| file.metadata().unwrap().blocks() * 512).sum()
+    };
+    let packs = server.root().join("store/packs");
+    assert!((8_000_000..9_000_000).contains(&space(&packs)), "{} bytes", space(&packs));
+    for id in [2, 3] {
+        let folder = server.root().join(format!("snapshots/{id}"));
+        assert!(!folder.join("fs").exists() && !folder.join("work").exists() && folder.join("layer").exists());
+    }
+    let mounted = Mounted::of(&client.view("v", "two").unwrap());
+    assert_eq!(fs::read(mounted.path().join("two")).unwrap(), contents);
+    client.remove("one").unwrap();
+    client.cleanup().unwrap();
+    assert_eq!(fs::read(mounted.path().join("two")).unwrap(), contents, "what is shared stays");
+    drop(mounted);
+    client.remove("v").unwrap();
+    client.remove("two").unwrap();
+    client.cleanup().unwrap();
+    assert_eq!(space(&packs), 0, "nothing is needed any more");
+}
+
+#[test]
+fn times_and_attributes_are_kept() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let mounted = Mounted::of(&client.prepare("a", "").unwrap());
+    let times = [1, 1_700_000_000, 1_700_000_001].map(|s| SystemTime::UNIX_EPOCH + Duration::new(s, 123_000_000));
+    for (number, time) in times.iter().enumerate() {
+        let path = mounted.path().join(number.to_string());
+        fs::write(&path, "some").unwrap();
+        lsetxattr(
+            &path,
+            "security.capability",
+            &[1, 0, 0, 2, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+            XattrFlags::empty(),
+        )
+        .unwrap();
+        fs::File::open(&path).unwrap().set_modified(*time).unwrap();
+    }
+    drop(mounted);
+    client.commit("layer", "a").unwrap();
+    let mounted = Mounted::of(&client.view("v", "layer").unwrap());
+    for (number, time) in times.iter().enumerate() {
+        let path = mounted.path().join(number.to_string());
+        assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), *time);
+        let mut value = [0; 32];
+        assert_eq!(rustix::fs::lgetxattr(&path, "security.capability", &mut value[..]), Ok(20));
+    }
+}
+
+/// A container that was not stopped would lose its files.
+#[test]
+fn a_snapshot_that_is_still_mounted_stays_a_directory() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    for (key, parent) in [("a", ""), ("b", "empty")] {
+        let mounted = Mounted::of(&client.prepare(key, parent).unwrap());
+        fs::write(mounted.path().join("file"), "before").unwrap();
+        client.commit(&format!("{key}-layer"), key).unwrap();
+        assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
+        drop(mounted);
+        let mounted = Mounted::of(&client.view("v", &format!("{key}-layer")).unwrap());
+        assert_eq!(fs::read(mounted.path().join("file")).unwrap(), b"before");
+        drop(mounted);
+        client.remove("v").unwrap();
+    }
+}
+
+/// After a boot nothing is mounted.
+#[test]
+fn images_are_mounted_when_they_are_needed() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    client.prepare("a", "empty").unwrap();
+    client.commit("top", "a").unwrap();
+    client.prepare("container", "top").unwrap();
+    server.stop();
+    for at in server.mount_points() {
+        rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
+    }
+    let mut client = server.start_again();
+    assert!(server.mount_points().is_empty());
+    drop(Mounted::of(&client.mounts("container").unwrap()));
+    assert_eq!(server.mount_points().len(), 2);
+}

@@ -1,0 +1,213 @@
+//! The program as a process, and mounts as containerd makes them.
+
+use std::fs;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferry_snapshotter::api::Mount;
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, UnmountFlags, fsconfig_create,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount_bind_recursive, mount_remount, move_mount, unmount,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::client::Client;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
+/// On a disk: a memory file system cannot be below an EROFS.
+const FOLDER: &str = "/var/tmp";
+const START_TIME: Duration = Duration::from_secs(60);
+
+/// A running program, with its root in a folder of its own.
+pub struct Server {
+    pub folder: TempDir,
+    child: Child,
+    images: &'static str,
+}
+
+/// Whether tests can mount. Skips the test otherwise.
+pub fn can_mount() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    let can = is_root && fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC).is_ok();
+    if !can {
+        ferry_skip::skip!("only root can mount, where the kernel has overlayfs");
+    }
+    can
+}
+
+impl Server {
+    /// Starts with committed layers as images (`auto`, `require`), or as directories (`never`).
+    pub fn start(images: &'static str) -> Self {
+        Self::start_with(images, |_| {})
+    }
+
+    /// The same; a function prepares the root.
+    pub fn start_with(images: &'static str, prepare: impl FnOnce(&Path)) -> Self {
+        let folder = tempfile::Builder::new().prefix("ferry-snapshotter.").tempdir_in(FOLDER).expect("it can be made");
+        fs::create_dir(folder.path().join("root")).expect("it can be made");
+        prepare(&folder.path().join("root"));
+        let child = spawn(folder.path(), images);
+        Self { folder, child, images }
+    }
+
+    pub fn root(&self) -> PathBuf {
+        self.folder.path().join("root")
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    pub fn client(&mut self) -> Client {
+        let end = Instant::now() + START_TIME;
+        loop {
+            match Client::connect(&self.socket()) {
+                Ok(client) => return client,
+                Err(error) if Instant::now() > end => panic!("it does not serve: {error}"),
+                Err(_) => {}
+            }
+            if let Some(status) = self.child.try_wait().expect("it is a child") {
+                panic!("it ended: {status}");
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn signal(&mut self, signal: Signal) -> std::process::ExitStatus {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).expect("it runs");
+        self.child.wait().expect("it is a child")
+    }
+
+    /// Ends it with `kill -9`.
+    pub fn kill(&mut self) {
+        self.signal(Signal::KILL);
+    }
+
+    /// Ends it with SIGTERM.
+    pub fn stop(&mut self) {
+        let status = self.signal(Signal::TERM);
+        assert!(status.success(), "{status}");
+    }
+
+    /// Starts it again after [`Self::kill`] or [`Self::stop`].
+    pub fn start_again(&mut self) -> Client {
+        self.child = spawn(self.folder.path(), self.images);
+        self.client()
+    }
+
+    /// The mount points below the root.
+    pub fn mount_points(&self) -> Vec<PathBuf> {
+        mount_points(&self.root())
+    }
+
+    /// Resident memory in KiB.
+    pub fn resident_kib(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
+        line.trim().trim_end_matches(" kB").parse().expect("it is a number")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        for at in mount_points(self.folder.path()).iter().rev() {
+            let _ = unmount(at, UnmountFlags::DETACH);
+        }
+    }
+}
+
+fn mount_points(folder: &Path) -> Vec<PathBuf> {
+    let table = fs::read_to_string("/proc/self/mountinfo").expect("there is a table of mounts");
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    points.filter(|point| point.starts_with(folder)).collect()
+}
+
+fn command(folder: &Path, images: &str) -> Command {
+    let config = folder.join("config.toml");
+    fs::write(&config, format!("root = \"root\"\naddress = \"s\"\nimages = \"{images}\"\n"))
+        .expect("it can be written");
+    let mut command = Command::new(PROGRAM);
+    command.arg("--config").arg(config).stdin(Stdio::null());
+    command
+}
+
+fn spawn(folder: &Path, images: &str) -> Child {
+    command(folder, images).env("FERRY_LOG", "warn").spawn().expect("the program can be started")
+}
+
+/// Runs the program on a folder, where it must fail; returns what it says.
+pub fn refused(folder: &Path, images: &str) -> String {
+    let mut child = command(folder, images).stderr(Stdio::piped()).spawn().expect("the program can be started");
+    let mut said = String::new();
+    child.stderr.take().expect("it is piped").read_to_string(&mut said).expect("it is text");
+    let status = child.wait().expect("it is a child");
+    assert!(!status.success(), "it starts: {said}");
+    said
+}
+
+/// A mount that ends when this is dropped.
+pub struct Mounted(pub TempDir);
+
+impl Mounted {
+    /// Makes mounts as containerd does.
+    pub fn of(mounts: &[Mount]) -> Self {
+        let folder = tempfile::Builder::new().prefix("ferry-mounted.").tempdir_in(FOLDER).expect("it can be made");
+        let [mount] = mounts else { panic!("one mount is enough: {mounts:?}") };
+        match &*mount.r#type {
+            "bind" => bind(mount, folder.path()),
+            "overlay" => overlay(mount, folder.path()),
+            other => panic!("containerd mounts {other}"),
+        }
+        Self(folder)
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if let Err(error) = unmount(self.0.path(), UnmountFlags::empty()) {
+            eprintln!("{} is still in use: {error}", self.0.path().display());
+            let _ = unmount(self.0.path(), UnmountFlags::DETACH);
+        }
+    }
+}
+
+fn bind(mount: &Mount, at: &Path) {
+    mount_bind_recursive(&mount.source, at).expect("it can be mounted");
+    if mount.options.iter().any(|option| option == "ro") {
+        mount_remount(at, MountFlags::BIND | MountFlags::RDONLY, "").expect("it can be mounted read-only");
+    }
+}
+
+/// By fsconfig(2): containerd shortens the paths instead, when there are many layers.
+fn overlay(mount: &Mount, at: &Path) {
+    let context = fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC).expect("there is overlayfs");
+    let fs = context.as_fd();
+    fsconfig_set_string(fs, "source", &*mount.source).expect("overlayfs takes it");
+    for option in &mount.options {
+        let set = match option.split_once('=') {
+            Some(("lowerdir", layers)) => {
+                layers.split(':').try_for_each(|layer| fsconfig_set_string(fs, "lowerdir+", layer))
+            }
+            Some((name, value)) => fsconfig_set_string(fs, name, value),
+            None => fsconfig_set_flag(fs, &**option),
+        };
+        set.unwrap_or_else(|error| panic!("{option}: {error}"));
+    }
+    fsconfig_create(fs).unwrap_or_else(|error| panic!("{mount:?}: {error}"));
+    let mounted = fsmount(fs, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).expect("it can be mounted");
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(mounted.as_fd(), "", CWD, at, flags).expect("it can be mounted");
+}
