@@ -53,7 +53,11 @@ Exit status:
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let level = args.log.clone().or_else(|| std::env::var("FERRY_LOG").ok()).unwrap_or_else(|| "info".into());
+    let mut level = args.log.clone().or_else(|| std::env::var("FERRY_LOG").ok()).unwrap_or_else(|| "info".into());
+    if level == "debug" {
+        // Each frame of HTTP/2 would be a line.
+        level.push_str(",h2=info");
+    }
     if let Err(error) = Logging::start(&level, false, None) {
         return report(&error.into(), MISUSED);
     }

@@ -31,7 +31,8 @@ impl Containerd {
              disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\", \
              \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
              [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
-             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n",
+             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n\
+             [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n",
             at("c-root"),
             at("c-state"),
             at("c.sock"),

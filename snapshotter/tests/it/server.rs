@@ -12,7 +12,8 @@ use ferry_snapshotter::api::Mount;
 use rustix::fs::CWD;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, UnmountFlags, fsconfig_create,
-    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount_bind_recursive, mount_remount, move_mount, unmount,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount, mount_bind_recursive, mount_remount, move_mount,
+    unmount,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -152,6 +153,11 @@ pub fn refused(folder: &Path, images: &str) -> String {
     let status = child.wait().expect("it is a child");
     assert!(!status.success(), "it starts: {said}");
     said
+}
+
+/// Puts a small memory file system on a root.
+pub fn in_memory(root: &Path) {
+    mount("tmpfs", root, "tmpfs", MountFlags::empty(), c"size=64m").expect("root may mount");
 }
 
 /// A mount that ends when this is dropped.

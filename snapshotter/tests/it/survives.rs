@@ -9,7 +9,7 @@ use std::time::Duration;
 use tonic::Code;
 
 use crate::client::Client;
-use crate::server::{Mounted, Server, can_mount};
+use crate::server::{Mounted, Server, can_mount, in_memory};
 
 /// Adds a committed layer with one file; what was acknowledged is `true`.
 fn layer(client: &mut Client, name: &str, parent: &str) -> bool {
@@ -216,10 +216,7 @@ fn a_full_disk_is_an_error_until_there_is_space() {
     if !can_mount() {
         return;
     }
-    let mut server = Server::start_with("never", |root| {
-        let options = c"size=64m";
-        rustix::mount::mount("tmpfs", root, "tmpfs", rustix::mount::MountFlags::empty(), options).unwrap();
-    });
+    let mut server = Server::start_with("never", in_memory);
     let mut client = server.client();
     client.prepare("base-a", "").unwrap();
     client.commit("base", "base-a").unwrap();

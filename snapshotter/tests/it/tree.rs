@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::Path;
+use std::process::Command;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
@@ -34,7 +35,10 @@ pub fn apply(root: &Path, changes: &[Change<'_>]) {
             Fifo(path) => mknodat(CWD, at(path), FileType::Fifo, Mode::from_raw_mode(0o640), 0).map_err(Into::into),
             Remove(path) if at(path).is_dir() => fs::remove_dir_all(at(path)),
             Remove(path) => fs::remove_file(at(path)),
-            Rename(from, to) => fs::rename(at(from), at(to)),
+            // Overlayfs may not rename directories of lower layers: mv copies them then.
+            Rename(from, to) => {
+                Command::new("mv").arg(at(from)).arg(at(to)).status().map(|status| assert!(status.success()))
+            }
             Owner(path, id) => chown(at(path), Some(*id), Some(*id)),
         };
         let (Dir(path, _) | File(path, ..) | Link(path, _) | Symlink(_, path) | Fifo(path) | Remove(path)) = change
