@@ -1,9 +1,11 @@
 //! A client of the Snapshots API.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::path::Path;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use ferry_snapshotter::api::{
     CleanupRequest, CommitRequest, FieldMask, Info, InfoResponse, KeyRequest, Labels, ListRequest, ListResponse, Mount,
@@ -109,6 +111,30 @@ impl Client {
 
     pub fn commit(&mut self, name: &str, key: &str) -> Answer<()> {
         self.commit_with(name, key, "", root_label())
+    }
+
+    /// Begins a commit, and gives it up after some time.
+    pub fn commit_for(&mut self, name: &str, key: &str, time: Duration) {
+        let request = CommitRequest { name: name.into(), key: key.into(), ..CommitRequest::default() };
+        let end = Instant::now() + time;
+        self.runtime.block_on(async {
+            self.grpc.ready().await.expect("it serves");
+            let codec = ProstCodec::<CommitRequest, ()>::default();
+            let mut call = pin!(self.grpc.unary(tonic::Request::new(request), Self::path("Commit"), codec));
+            let mut is_waiting = false;
+            poll_fn(|context| {
+                let is_over = call.as_mut().poll(context).is_ready() || Instant::now() >= end;
+                if !is_over && !std::mem::replace(&mut is_waiting, true) {
+                    let waker = context.waker().clone();
+                    thread::spawn(move || {
+                        thread::sleep(end.saturating_duration_since(Instant::now()));
+                        waker.wake();
+                    });
+                }
+                if is_over { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+        });
     }
 
     pub fn remove(&mut self, key: &str) -> Answer<()> {

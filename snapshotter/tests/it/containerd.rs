@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_guest::Cache;
 
-use crate::server::{Server, can_mount};
+use crate::server::{PROGRAM, Server, can_mount};
 use crate::tree::Change::{Dir, File, Link, Owner, Symlink};
 use crate::tree::{apply, look};
 
@@ -184,5 +184,31 @@ fn containerd_imports_mounts_and_removes_images() {
         for images in ["never", "auto"] {
             import_mount_and_remove(images);
         }
+    }
+}
+
+/// `tests/clients/containerd` has the suite's version.
+#[test]
+#[ignore = "long: make test-all"]
+fn the_suite_of_containerd_passes() {
+    if !can_mount() {
+        return;
+    }
+    if Command::new("go").arg("version").stdout(Stdio::null()).status().is_err() {
+        return ferry_skip::skip!("no Go here: apt-get install golang-go");
+    }
+    let suite = Cache::from_env().expect("there is a cache").path().join("containerd-suite");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/containerd");
+    let built = Command::new("go").args(["test", "-c", "-o"]).arg(&suite).arg(".").current_dir(source).output();
+    let built = built.expect("Go starts");
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    for images in ["never", "auto"] {
+        // On a disk: a memory file system cannot be below an EROFS.
+        let mut command = Command::new(&suite);
+        command.args(["-test.v", "-test.root"]).env("IMAGES", images).env("TMPDIR", "/var/tmp");
+        let output = command.env("SNAPSHOTTER", PROGRAM).output().expect("it starts");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{images}: {said}{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(said.matches("\n    --- PASS: ").count(), 21, "{images}: {said}");
     }
 }

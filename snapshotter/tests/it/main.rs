@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 mod client;
+mod concurrent;
 mod containerd;
 mod images;
 mod metadata;

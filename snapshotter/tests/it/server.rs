@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 use crate::client::Client;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
+pub const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
 /// On a disk: a memory file system cannot be below an EROFS.
 const FOLDER: &str = "/var/tmp";
 const START_TIME: Duration = Duration::from_secs(60);

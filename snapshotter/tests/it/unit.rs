@@ -1,7 +1,11 @@
 //! The unit of systemd.
 
 use std::fs;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::server::{PROGRAM, can_mount};
 
 const UNIT: &str = include_str!("../../../dist/systemd/ferry-snapshotter.service");
 
@@ -31,4 +35,24 @@ fn the_unit_keeps_mounts_where_they_are_seen() {
         assert!(!has_namespace.iter().any(|prefix| name.starts_with(prefix)), "{name} gives it a namespace of mounts");
         assert!(!["MountFlags", "DynamicUser", "CapabilityBoundingSet", "SystemCallFilter"].contains(&name), "{name}");
     }
+}
+
+#[test]
+fn the_service_manager_is_told_when_calls_are_answered() {
+    if !can_mount() {
+        return;
+    }
+    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
+    let manager = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let mut command = Command::new(PROGRAM);
+    command.arg("--root").arg(folder.path().join("root")).arg("--address").arg(folder.path().join("s"));
+    let mut child = command.env("NOTIFY_SOCKET", folder.path().join("notify")).spawn().unwrap();
+    let mut said = [0; 64];
+    let bytes = manager.recv(&mut said);
+    let connected = UnixStream::connect(folder.path().join("s"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(&said[..bytes.unwrap()], b"READY=1");
+    connected.unwrap();
 }
