@@ -1,4 +1,4 @@
-//! containerd itself, and its client, with the snapshotter.
+//! containerd itself, its client, and its test suite, with the snapshotter.
 
 use std::fs;
 use std::path::{Path, PathBuf};

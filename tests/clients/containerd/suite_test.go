@@ -4,6 +4,7 @@ package containerd
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	api "github.com/containerd/containerd/api/services/snapshots/v1"
+	"github.com/containerd/containerd/v2/core/mount"
 	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/core/snapshots/proxy"
 	"github.com/containerd/containerd/v2/core/snapshots/testsuite"
@@ -57,4 +59,62 @@ func start(_ context.Context, root string) (snapshots.Snapshotter, func() error,
 func TestSuite(t *testing.T) {
 	// The name decides what is asked of renamed directories, which overlayfs may refuse.
 	testsuite.SnapshotterSuite(t, "overlayfs", start)
+}
+
+// A container with users of its own: containerd idmaps the layers, whether they are directories or images.
+func TestIDMap(t *testing.T) {
+	folder, context := t.TempDir(), context.Background()
+	snapshotter, stop, err := start(context, filepath.Join(folder, "root"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	target := filepath.Join(folder, "at")
+	if err := os.Mkdir(target, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	with := func(mounts []mount.Mount, err error, do func() error) {
+		t.Helper()
+		if err == nil {
+			err = mount.All(mounts, target)
+		}
+		if err == nil {
+			err = errors.Join(do(), mount.UnmountAll(target, 0))
+		}
+		if err != nil {
+			t.Fatal(mounts, err)
+		}
+	}
+	parent := ""
+	for _, name := range []string{"one", "two"} {
+		mounts, err := snapshotter.Prepare(context, name+"-key", parent)
+		with(mounts, err, func() error {
+			path := filepath.Join(target, name)
+			return errors.Join(os.WriteFile(path, []byte(name), 0o644), os.Chown(path, 5, 6))
+		})
+		if err := snapshotter.Commit(context, name, name+"-key"); err != nil {
+			t.Fatal(err)
+		}
+		parent = name
+	}
+	labels := snapshots.WithLabels(map[string]string{
+		snapshots.LabelSnapshotUIDMapping: "0:100000:65536",
+		snapshots.LabelSnapshotGIDMapping: "0:200000:65536",
+	})
+	owner := func(name string, uid, gid uint32) error {
+		var found syscall.Stat_t
+		err := syscall.Stat(filepath.Join(target, name), &found)
+		if err == nil && (found.Uid != uid || found.Gid != gid) {
+			err = fmt.Errorf("%s belongs to %d:%d, not %d:%d", name, found.Uid, found.Gid, uid, gid)
+		}
+		return err
+	}
+	mounts, err := snapshotter.Prepare(context, "container", "two", labels)
+	with(mounts, err, func() error {
+		return errors.Join(owner(".", 100000, 200000), owner("one", 100005, 200006), owner("two", 100005, 200006))
+	})
+	mounts, err = snapshotter.View(context, "view", "two", labels)
+	with(mounts, err, func() error {
+		return errors.Join(owner(".", 100000, 200000), owner("one", 100005, 200006))
+	})
 }
