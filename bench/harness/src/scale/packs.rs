@@ -26,10 +26,10 @@ pub const CASES: &[Case] = &[Case {
 fn add_pack(packs: &Path, number: u64) -> Result<()> {
     let object = |at: u64| {
         let digest = Algorithm::Blake3.of(&(number * OBJECTS + at).to_le_bytes());
-        Object { block: at * BLOCKS, bytes: OBJECT_BYTES, digest }
+        Object { block: at * BLOCKS, skip: 0, bytes: OBJECT_BYTES, padding: 0, digest }
     };
     let objects = (0..OBJECTS).map(object).collect();
-    let index = Index { pack: Algorithm::Blake3.of(&[]), objects, blocks: OBJECTS * BLOCKS, verity: None };
+    let index = Index { pack: Algorithm::Blake3.of(&[]), objects, blocks: OBJECTS * BLOCKS, verity: None, layer: None };
     let bytes = index.to_bytes();
     let name = Algorithm::Blake3.of(&bytes).hex();
     File::create(packs.join(&name))?.set_len(OBJECTS * BLOCKS * 4096)?;
