@@ -37,6 +37,8 @@ pub struct Server {
     slot: Arc<SessionSlot>,
     /// The client's session, for as long as a batch takes.
     session: Option<Arc<Session>>,
+    /// The request being served has ended its session.
+    session_ended: bool,
     /// The private copy of the request being served.
     head: Vec<u8>,
     /// Listings, on their way out.
@@ -96,6 +98,7 @@ impl Server {
             share,
             slot,
             session: None,
+            session_ended: false,
             head: vec![0; REQUEST_HEAD_BYTES_MAX],
             scratch: Vec::new(),
             referenced: Vec::new(),
@@ -146,12 +149,25 @@ impl Server {
     }
 
     fn serve_copy(&mut self, carrier: &mut impl FuseCarrier, head: &[u8], message_bytes: usize) -> Served {
-        if self.session.is_none() {
-            self.session = self.slot.current();
+        // Taken, not cloned: all queues share its counter.
+        let session = self.session.take().or_else(|| self.slot.current());
+        self.session_ended = false;
+        let served = self.serve_in(session.as_ref(), carrier, head, message_bytes);
+        if !self.session_ended {
+            self.session = session;
         }
-        let session = self.session.clone();
-        let agreed = session.as_ref().map_or(&Negotiated::BEFORE_INIT, |session| session.negotiated());
-        match (decode(head, message_bytes, agreed), &session) {
+        served
+    }
+
+    fn serve_in(
+        &mut self,
+        session: Option<&Arc<Session>>,
+        carrier: &mut impl FuseCarrier,
+        head: &[u8],
+        message_bytes: usize,
+    ) -> Served {
+        let agreed = session.map_or(&Negotiated::BEFORE_INIT, |session| session.negotiated());
+        match (decode(head, message_bytes, agreed), session) {
             (Err(error), _) => {
                 self.share.metrics.invalid();
                 // Linux passes names on that are too long; every program of the client can make it do so.
@@ -248,7 +264,7 @@ impl Server {
     }
 
     pub(crate) fn end_session(&mut self) {
-        self.session = None;
+        self.session_ended = true;
         self.slot.end();
     }
 
