@@ -109,6 +109,9 @@ pub enum Error {
         /// The error of the source.
         reason: Errno,
     },
+    /// Only requests that reach this server are logged.
+    #[error("the kernel serves the requests of {0}: they do not reach this server, so they cannot be logged")]
+    ServedByKernel(String),
     /// Only mounts have a transport.
     #[error("{0} is not mounted, only shared")]
     NotMounted(String),

@@ -25,7 +25,8 @@ pub struct ServedShare {
     start_status: ShareStatus,
     /// Its name in [`ferry_engine::requests::Filter`].
     name: String,
-    source: Arc<dyn FileSystem>,
+    /// `None`: the kernel serves the requests.
+    source: Option<Arc<dyn FileSystem>>,
     mounted: Option<MountInfo>,
     cache: Option<String>,
     exports: Vec<ExportReporter>,
@@ -63,8 +64,14 @@ impl ServedShare {
     /// Creates a share; `name` is the name that its exports use.
     #[must_use]
     pub fn new(start_status: ShareStatus, name: String, source: Arc<dyn FileSystem>) -> Self {
+        Self { source: Some(source), ..Self::served_by_kernel(start_status, name) }
+    }
+
+    /// As [`Self::new`], for a mount whose requests the kernel serves.
+    #[must_use]
+    pub fn served_by_kernel(start_status: ShareStatus, name: String) -> Self {
         let (exports, settings, metrics) = Default::default();
-        Self { start_status, name, source, mounted: None, cache: None, exports, limit: None, settings, metrics }
+        Self { start_status, name, source: None, mounted: None, cache: None, exports, limit: None, settings, metrics }
     }
 
     /// Records an address for 9P clients.
@@ -180,15 +187,16 @@ impl ServedShare {
     /// Finds the inode of a file by its path from the root of the source.
     ///
     /// # Errors
-    /// [`Error::NoFile`].
+    /// [`Error::NoFile`], or [`Error::ServedByKernel`].
     pub fn find(&self, path: &[u8]) -> Result<HeldInode, Error> {
         let cx = Caller::default();
-        let mut held = HeldInode { source: Arc::clone(&self.source), ino: Ino::ROOT };
+        let source = self.source.as_ref().ok_or_else(|| Error::ServedByKernel(self.start_status.source.clone()))?;
+        let mut held = HeldInode { source: Arc::clone(source), ino: Ino::ROOT };
         for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
-            let entry = Name::new(part).and_then(|name| self.source.lookup(&cx, held.ino, name));
+            let entry = Name::new(part).and_then(|name| source.lookup(&cx, held.ino, name));
             match entry {
                 // The assignment releases the previous inode.
-                Ok(entry) => held = HeldInode { source: Arc::clone(&self.source), ino: entry.ino },
+                Ok(entry) => held = HeldInode { source: Arc::clone(source), ino: entry.ino },
                 Err(reason) => {
                     let path = String::from_utf8_lossy(path).into_owned();
                     return Err(Error::NoFile { path, share: self.start_status.source.clone(), reason });

@@ -11,6 +11,7 @@ use ferry_control::{
     ExportKind, ExportReport, Owner, PathLack, ServedShare, ShareStatus, TransportReport, UsageReport,
 };
 use ferry_engine::{IoMode, RateLimiter};
+use ferry_image::Objects;
 use ferry_vfs::FileSystem;
 use ferry_virtiofs::SessionStore;
 
@@ -142,6 +143,23 @@ pub fn offered_9p(
         ExportReport { kind: ExportKind::Ninep, clients, path: Some(path.into()), usage, ..ExportReport::default() }
     };
     served.exported(move || Some(report().with_requests(&metrics.snapshot())));
+}
+
+/// Returns the status of an image that the kernel mounts: its server fetches what is missing.
+pub fn served_image(image: &Path, dir: &Path, objects: &Arc<Objects>) -> ServedShare {
+    const PATH: &str = "the kernel's EROFS, missing data by fanotify";
+    let source = format!("image:{}", paths::absolute(image));
+    let shown = ShareStatus { source: source.clone(), read_only: true, ..ShareStatus::default() };
+    let mut served = ServedShare::served_by_kernel(shown, source);
+    let explained =
+        TransportReport { text: format!("requests by {PATH}"), json: serde_json::json!({ "path": "erofs" }) };
+    served.mounted(dir.to_string_lossy().into_owned(), explained, || true);
+    let objects = Arc::clone(objects);
+    served.exported(move || {
+        let usage = used(objects.counts());
+        Some(ExportReport { kind: ExportKind::Mount, path: Some(PATH.into()), usage, ..ExportReport::default() })
+    });
+    served
 }
 
 fn used(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Vec<UsageReport> {

@@ -23,7 +23,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use ferry_control::printable;
+use ferry_control::{Logging, printable};
 use ferry_image::{DumpError, Image, Inode, Nid, Objects, Source, Store, hex, walk};
 use ferry_vfs::{FileType, Name};
 use serde_json::json;
@@ -165,11 +165,11 @@ pub enum Command {
 }
 
 /// Runs a command; returns the exit status.
-pub fn run(command: &Command, line: &[OsString], common: &[OsString]) -> Result<u8> {
+pub fn run(command: &Command, line: &[OsString], common: &[OsString], logging: &Logging) -> Result<u8> {
     match command {
         Command::Build(args) => build::build(args)?,
         Command::Dump { image } => dump(&image.open(None)?, &image.image)?,
-        Command::Mount(args) => return fuse_fallback::mount(args, line, common),
+        Command::Mount(args) => return fuse_fallback::mount(args, line, common, logging),
         Command::Ls { image, path, store, long, json } => list(&image.open(store.as_deref())?, path, *long, *json)?,
         Command::Cat { image, path, store } => cat(image, path, &store.store)?,
         Command::Info { image, store, json } => info(&image.open(store.as_deref())?, store.as_deref(), *json)?,

@@ -205,7 +205,7 @@ fn run(Invocation { cli, more, more_disks, args: line, at }: Invocation) -> Resu
             processes::run_disks(disks, &logging)
         }
         Command::Mount(args) => mount::run(args, &line, at, &logging),
-        Command::Image(command) => image::run(&command, &line, &common),
+        Command::Image(command) => image::run(&command, &line, &common, &logging),
         Command::Log(args) => logcmd::run(&args).map(|()| 0),
         Command::Set(args) => set_cmd::run(&args).map(|()| 0),
         Command::Add(args) => change_cmd::add(&args).map(|()| 0),

@@ -7,6 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
+use ferry_control::Logging;
 use ferry_image::{Image, Objects};
 
 use super::lazy;
@@ -16,11 +17,11 @@ use crate::recipes::shell_word;
 
 /// Mounts an image. With a digest, the image must have it, and the kernel must verify the files of a composefs image. One
 /// umount(8) ends all of it: the layers of overlayfs are not mounted anywhere.
-pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result<u8> {
+pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString], logging: &Logging) -> Result<u8> {
     if !args.dir.is_dir() {
         bail!("{} is not a directory: create it first", args.dir.display());
     }
-    match by_kernel(args, line) {
+    match by_kernel(args, line, logging) {
         Err(error) => match error.downcast_ref() {
             Some(why) => fall_back(args, common, why),
             None => Err(error),
@@ -29,11 +30,11 @@ pub fn mount(args: &MountArgs, line: &[OsString], common: &[OsString]) -> Result
     }
 }
 
-fn by_kernel(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+fn by_kernel(args: &MountArgs, line: &[OsString], logging: &Logging) -> Result<u8> {
     // Checked first: all else depends on it.
     drop(mount::context("erofs")?);
     if args.lazily.from.is_some() {
-        return lazy::mount(args, line);
+        return lazy::mount(args, line, logging);
     }
     let (image, file) = Image::open_with_file(&args.image.image, args.image.digest())?;
     // All packs exist and have the right length.

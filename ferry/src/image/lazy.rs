@@ -10,6 +10,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use ferry_control::{Control, Logging};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
@@ -21,6 +22,7 @@ use super::mount::{MountArgs, attach};
 use super::registry::{self, Background, Origin};
 use super::watch::{KernelMountError, Watch, wait_for_unmount};
 use crate::background::{self, Terminal};
+use crate::control;
 use crate::guardian::{Guardian, GuardianTask};
 use crate::size::Size;
 
@@ -39,7 +41,7 @@ enum EndReason {
 }
 
 /// Mounts, and serves missing data until the image is complete.
-pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
+pub fn mount(args: &MountArgs, line: &[OsString], logging: &Logging) -> Result<u8> {
     let lazily = &args.lazily;
     if !lazily.foreground && !lazily.detached {
         let mut words = line.to_vec();
@@ -83,6 +85,8 @@ pub fn mount(args: &MountArgs, line: &[OsString]) -> Result<u8> {
     let objects = Arc::new(objects);
     watch.serve(&objects, THREADS_MIN + usize::from(origin.jobs))?;
     attach(args, &image, &|number| watch.path(number))?;
+    let served = control::served_image(&args.image.image, &dir, &objects);
+    let _control = Control::start(Control::bind(), vec![served].into(), logging.clone(), control::OWNER);
     let over = wait(&dir, signals, background, &objects, terminal).inspect_err(|_| {
         let _ = unmount(&dir, UnmountFlags::DETACH);
     })?;

@@ -520,6 +520,15 @@ fn the_kernel_mounts_an_image_before_it_is_here() {
     assert_eq!(one.read("sub/07").unwrap(), content(7, 10_000));
     let came = target.proxy.answered() - before;
     assert!(came < 1 << 20, "{came} bytes for the metadata and one file");
+    let status = json(ferry().arg("status").arg(&one.dir).arg("--json"));
+    let share = &status["servers"][0]["shares"][0];
+    assert_eq!((&share["mount"], &share["read_only"]), (&one.dir.to_str().unwrap().into(), &true.into()), "{status}");
+    let export = &share["exports"][0];
+    assert!(export["path"].as_str().unwrap().starts_with("the kernel's EROFS"), "{status}");
+    let fetched = export["usage"].as_array().unwrap().iter().find(|one| one["name"] == "image_fetched_bytes_total");
+    assert!((10_000..1 << 20).contains(&fetched.unwrap()["value"].as_u64().unwrap()), "{status}");
+    let said = refused(1, ferry().arg("log").arg(one.dir.join("sub/07")).arg("requests"));
+    assert!(said.contains("the kernel serves the requests"), "{said}");
 
     // Without the registry: what is here is read, what is not is EIO, and nobody waits for ever.
     target.proxy.cut();

@@ -47,7 +47,10 @@ const NEEDED: &[(&str, &str)] = &[
     ("# /etc/ferry/web.toml", "systemd: ferry/tests/it/units_systemd.rs runs such a file in a guest"),
     ("systemctl enable", "systemd: ferry/tests/it/units_systemd.rs starts the units in a guest"),
     ("# /etc/containerd/config.toml", "containerd: snapshotter/tests/it/containerd.rs has such a file"),
-    ("systemctl enable --now ferry-snapshotter", "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image"),
+    (
+        "systemctl enable --now ferry-snapshotter",
+        "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
+    ),
     ("root = \"/var/lib/ferry-snapshotter\"", "root's own folders: snapshotter/tests/it/server.rs writes such a file"),
     ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
     ("ferry status ", "servers that run: ferry/tests/it/status.rs has its own"),

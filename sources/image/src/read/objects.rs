@@ -165,7 +165,7 @@ impl Objects {
     }
 
     /// Returns what was counted since this was opened, see [`ferry_vfs::FileSystem::counts`].
-    pub(crate) fn counts(&self) -> Vec<(&'static str, u64)> {
+    pub fn counts(&self) -> Vec<(&'static str, u64)> {
         let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (verified, deduplicated) = match &self.files {
             Some(files) => {
