@@ -10,6 +10,9 @@ fuzz_target!(|bytes: &[u8]| {
     }
     let Ok(message) = Message::decode(bytes) else { return };
     let mut again = MessageWriter::new(message.is_lossy());
+    if message.is_leased() {
+        again = again.leased();
+    }
     for record in message.records() {
         let Ok(record) = record else { return };
         assert!(again.push(&record), "it was in a message of this length");

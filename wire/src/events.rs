@@ -8,7 +8,8 @@
 //! All numbers are little-endian. A message is a header and records, each a multiple of 8 bytes long:
 //!
 //! ```text
-//! header   0 magic "FEV1" | 4 bytes of the message u32 | 8 records u16 | 10 flags u16 (1: events were lost) | 12 zero u32
+//! header   0 magic "FEV1" | 4 bytes of the message u32 | 8 records u16 | 10 flags u16 (1: events were lost,
+//!          2: caches are leased) | 12 zero u32
 //! record   0 bytes of the record u16 | 2 kind u8 | 3 flags u8 (1: directory, 2: exchanged) | 4 bytes of the name u16
 //!          | 6 bytes of the new name u16 | 8 number u64 | 16 inode or directory u64 | 24 new directory u64
 //!          | 32 name, new name, zeros up to a multiple of 8
@@ -50,6 +51,7 @@ const MAGIC: [u8; 4] = *b"FEV1";
 const HEADER_BYTES: usize = 16;
 const RECORD_BYTES: usize = 32;
 const LOST: u16 = 1;
+const LEASED: u16 = 2;
 const IS_DIR: u8 = 1;
 const EXCHANGED: u8 = 2;
 
@@ -161,6 +163,7 @@ fn part<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
 pub struct MessageWriter {
     bytes: Vec<u8>,
     records: u16,
+    flags: u16,
 }
 
 impl MessageWriter {
@@ -168,10 +171,15 @@ impl MessageWriter {
     pub fn new(is_lossy: bool) -> Self {
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
         bytes.extend(MAGIC);
-        bytes.extend([0; 6]);
-        bytes.extend(if is_lossy { LOST } else { 0 }.to_le_bytes());
-        bytes.extend([0; 4]);
-        Self { bytes, records: 0 }
+        bytes.extend([0; HEADER_BYTES - MAGIC.len()]);
+        Self { bytes, records: 0, flags: if is_lossy { LOST } else { 0 } }
+    }
+
+    /// Says that the client keeps what it knows for as long as an agent asks for events.
+    #[must_use]
+    pub fn leased(mut self) -> Self {
+        self.flags |= LEASED;
+        self
     }
 
     /// Adds a record; returns false, and adds nothing, if there is no room or the record contradicts itself.
@@ -205,6 +213,7 @@ impl MessageWriter {
         let bytes = u32::try_from(self.bytes.len()).unwrap_or(u32::MAX);
         self.bytes[4..8].copy_from_slice(&bytes.to_le_bytes());
         self.bytes[8..10].copy_from_slice(&self.records.to_le_bytes());
+        self.bytes[10..12].copy_from_slice(&self.flags.to_le_bytes());
         self.bytes
     }
 }
@@ -214,7 +223,7 @@ impl MessageWriter {
 pub struct Message<'a> {
     bytes: &'a [u8],
     records: u16,
-    is_lossy: bool,
+    flags: u16,
 }
 
 impl<'a> Message<'a> {
@@ -227,19 +236,25 @@ impl<'a> Message<'a> {
             let (magic, said) = (part::<4>(buffer, 0)?, part(buffer, 4)?);
             let (records, flags, zero) = (part(buffer, 8)?, part(buffer, 10)?, part::<4>(buffer, 12)?);
             let (records, flags) = (u16::from_le_bytes(records), u16::from_le_bytes(flags));
-            let is_known = magic == MAGIC && flags & !LOST == 0 && zero == [0; 4];
-            is_known.then_some((u32::from_le_bytes(said), records, flags & LOST != 0))
+            let is_known = magic == MAGIC && flags & !(LOST | LEASED) == 0 && zero == [0; 4];
+            is_known.then_some((u32::from_le_bytes(said), records, flags))
         };
-        let (said, records, is_lossy) = header().ok_or(EventError::Header(buffer.len()))?;
+        let (said, records, flags) = header().ok_or(EventError::Header(buffer.len()))?;
         let wrong = EventError::Length { said, bytes: buffer.len() };
         let bytes = usize::try_from(said).ok().filter(|said| (HEADER_BYTES..=MESSAGE_BYTES_MAX).contains(said));
         let bytes = bytes.and_then(|bytes| buffer.get(..bytes)).ok_or(wrong)?;
-        Ok(Self { bytes, records, is_lossy })
+        Ok(Self { bytes, records, flags })
     }
 
     /// Whether events before these were lost: the client must forget everything that it has cached.
     pub fn is_lossy(&self) -> bool {
-        self.is_lossy
+        self.flags & LOST != 0
+    }
+
+    /// Whether the client keeps what it knows for as long as an agent asks for events: it must forget that when there is
+    /// no agent any more.
+    pub fn is_leased(&self) -> bool {
+        self.flags & LEASED != 0
     }
 
     /// Returns the records; the first error ends them.
@@ -423,6 +438,9 @@ mod tests {
                 let read: Result<Vec<_>, _> = message.records().collect();
                 let Ok(read) = read else { continue };
                 let mut again = MessageWriter::new(message.is_lossy());
+                if message.is_leased() {
+                    again = again.leased();
+                }
                 read.iter().for_each(|record| assert!(again.push(record)));
                 assert_eq!(again.finish(), changed, "byte {at}: nothing is read that is not written");
             }
