@@ -10,6 +10,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::ending::Ending;
+use crate::guard::Guard;
 use crate::mounts::{MountId, is_mount_point};
 use crate::replay::Replayer;
 use crate::sys;
@@ -92,6 +93,8 @@ pub struct Agent {
     root: Arc<OwnedFd>,
     mount: MountId,
     ending: Arc<Ending>,
+    /// Where caches are leased.
+    guard: Option<Guard>,
 }
 
 fn open(path: &Path, ending: &Ending) -> Result<(Arc<OwnedFd>, MountId), Errno> {
@@ -109,7 +112,7 @@ impl Agent {
     /// It cannot be opened.
     pub fn open(path: &Path, ending: &Arc<Ending>) -> Result<Self, AgentError> {
         let (root, mount) = open(path, ending).map_err(|source| AgentError::Open { path: path.into(), source })?;
-        Ok(Self { path: path.into(), root, mount, ending: Arc::clone(ending) })
+        Ok(Self { path: path.into(), root, mount, ending: Arc::clone(ending), guard: None })
     }
 
     /// Replays events. Calls `ready` when the server has this agent's request, and often afterwards: what happens from now
@@ -194,6 +197,9 @@ impl Agent {
             if message.is_lossy() {
                 forget(&self.root, &self.path);
             }
+            if message.is_leased() {
+                self.keep_guard();
+            }
             ready();
             match self.replay(&message) {
                 // Nothing happens: nothing but the mount table is looked at.
@@ -205,7 +211,21 @@ impl Agent {
         Ok(AgentEnd::Asked)
     }
 
-    fn replay(&self, message: &Message<'_>) -> Replayed {
+    /// Has the kernel drop what it has cached when this process ends: starts a guard if there is none any more.
+    fn keep_guard(&mut self) {
+        if self.guard.as_mut().is_some_and(Guard::beat) {
+            return;
+        }
+        match Guard::start() {
+            Ok(guard) => self.guard = Some(guard),
+            Err(error) => tracing::warn!(
+                "{}: old files may be cached for minutes after the agent's end: cannot start a process that drops them then: {error}",
+                self.path.display()
+            ),
+        }
+    }
+
+    fn replay(&mut self, message: &Message<'_>) -> Replayed {
         let mut replayed = Replayed::Nothing;
         let mut replayer = Replayer::new(&self.root);
         for record in message.records() {
@@ -217,6 +237,9 @@ impl Agent {
                     break;
                 }
             };
+            if let Some(guard) = &mut self.guard {
+                guard.beat();
+            }
             replayed = replayed.max(if is_of_name(&record) { Replayed::Names } else { Replayed::Data });
             if let Err(error) = replayer.replay(&record) {
                 tracing::debug!(?record, %error, "not replayed");

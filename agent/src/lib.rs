@@ -17,6 +17,7 @@
 mod agent;
 mod command;
 mod ending;
+mod guard;
 mod mounts;
 mod notify;
 mod replay;

@@ -60,7 +60,13 @@ impl<'a> Replayer<'a> {
             (Kind::Created, Some(name), _) => create(self.dir(record.ino)?, name.as_bytes(), mode),
             (Kind::Removed, Some(name), _) => {
                 let flags = if record.is_dir { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                rustix::fs::unlinkat(self.dir(record.ino)?, name.as_bytes(), flags)
+                let remove = |flags| rustix::fs::unlinkat(self.dir(record.ino)?, name.as_bytes(), flags);
+                match remove(flags) {
+                    // A server does not always know what it was.
+                    Err(Errno::ISDIR) => remove(AtFlags::REMOVEDIR),
+                    Err(Errno::NOTDIR) => remove(AtFlags::empty()),
+                    outcome => outcome,
+                }
             }
             (Kind::Renamed, Some(name), Some((new_dir, new_name))) => {
                 let flags = if record.exchanged { RenameFlags::EXCHANGE } else { RenameFlags::empty() };

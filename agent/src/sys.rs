@@ -1,13 +1,14 @@
 //! The system calls that `rustix` does not have.
 
-use std::ffi::{c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ffi::{CStr, c_int, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use ferry_vfs::Ino;
 use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, INTERRUPT, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
+use rustix::fs::AtFlags;
 use rustix::io::{Errno, Result};
 use rustix::mount::{FsPickFlags, fsconfig_reconfigure, fspick};
-use rustix::process::Gid;
+use rustix::process::{Gid, Pid};
 
 /// `FILEID_INO64_GEN`, the type of FUSE's handles: two halves of the inode number, and its generation.
 const HANDLE_TYPE: c_int = 0x81;
@@ -92,9 +93,59 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino) -> Result<OwnedFd> {
         return Err(last_error());
     }
     // SAFETY: the call has returned a new descriptor, which nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let opened = unsafe { OwnedFd::from_raw_fd(fd) };
+    keep_name(&opened);
+    Ok(opened)
+}
+
+/// Looks an inode's name up. What was found by its handle Linux takes for expired (`fuse_get_dentry`), and forgets with
+/// its last user: it would not be told of any more.
+fn keep_name(opened: &OwnedFd) {
+    let link = format!("/proc/self/fd/{}", opened.as_raw_fd());
+    if let Ok(path) = rustix::fs::readlink(link, Vec::new()) {
+        // Where another file has the name by now, nothing is lost.
+        let _ = rustix::fs::statat(rustix::fs::CWD, path, AtFlags::SYMLINK_NOFOLLOW);
+    }
 }
 
 fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
+
+/// Runs a function in a new process, which then ends.
+///
+/// # Safety
+/// The function only does what is allowed between `fork` and `exec`: no allocation, no lock.
+pub(crate) unsafe fn fork(child: impl FnOnce()) -> Result<Pid> {
+    // SAFETY: the caller vouches for what the new process does.
+    match unsafe { libc::fork() } {
+        0 => {
+            child();
+            // SAFETY: it takes a number, and runs nothing of the parent's.
+            unsafe { libc::_exit(0) }
+        }
+        pid if pid > 0 => Pid::from_raw(pid).ok_or(Errno::CHILD),
+        _ => Err(last_error()),
+    }
+}
+
+/// Makes this process independent of the one that it was forked from: of its terminal, of signals that end services, and
+/// of all of its descriptors but one.
+pub(crate) fn detach(keep: RawFd) -> Result<()> {
+    let keep = u32::try_from(keep).map_err(|_| Errno::BADF)?;
+    rustix::process::setsid()?;
+    rustix::process::chdir(c"/")?;
+    rustix::thread::set_name(c"ferry-guard")?;
+    // SAFETY: signals are ignored, which needs no handler; and no descriptor that is closed is used afterwards.
+    let closed = unsafe {
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
+        let below = if keep == 0 { 0 } else { libc::syscall(libc::SYS_close_range, 0_u32, keep - 1, 0_u32) };
+        below | libc::syscall(libc::SYS_close_range, keep + 1, u32::MAX, 0_u32)
+    };
+    if closed < 0 { Err(last_error()) } else { Ok(()) }
+}
+
+/// Where the kernel is told to drop what it has cached.
+pub(crate) const DROP_CACHES: &CStr = c"/proc/sys/vm/drop_caches";

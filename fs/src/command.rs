@@ -72,6 +72,10 @@ pub struct VirtiofsArgs {
     #[arg(value_name = "SOCKET")]
     pub socket: PathBuf,
 
+    /// Tell the agents in guests (ferry agent) what others change, for programs there that watch files.
+    #[arg(long)]
+    pub events: bool,
+
     /// What every command has.
     #[command(flatten)]
     pub place: Place,

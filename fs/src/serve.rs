@@ -93,6 +93,7 @@ fn offer(
         name: program(),
         cache: args.place.cache.into(),
         read_only: args.place.read_only,
+        events: args.events,
         ..virtiofs::Options::default()
     };
     let socket = ferry_vhost::Socket::bind(&args.socket)?;

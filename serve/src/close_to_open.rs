@@ -73,7 +73,7 @@ impl Server {
     /// Whether what clients are told of lengths matters when they open files.
     pub(crate) fn checks_size_on_open(&self, cx: &Context<'_>) -> bool {
         // With a write-back cache Linux believes nobody but itself.
-        self.share.policy.close_to_open() && !cx.session.negotiated().has(InitFlags::WRITEBACK_CACHE)
+        self.share.policy.close_to_open(cx.session) && !cx.session.negotiated().has(InitFlags::WRITEBACK_CACHE)
     }
 
     /// Whether the client is to ask for the length of a file that was just opened for it, with these flags.

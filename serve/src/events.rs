@@ -7,6 +7,7 @@
 //!
 //! Here is what a session keeps for that; `operations/agent.rs` and `operations/replay.rs` serve the requests.
 
+mod lease;
 mod queue;
 mod replays;
 mod timer;
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use ferry_vfs::Subscription;
 
+pub(crate) use lease::{Lease, RENEWAL};
 pub(crate) use queue::Queue;
 pub(crate) use replays::{Active, Placeholder, Replays};
 pub(crate) use timer::Timer;
@@ -25,6 +27,7 @@ pub(crate) struct SessionEvents {
     /// From the first request of an agent on.
     queue: OnceLock<(Arc<Queue>, Subscription)>,
     pub(crate) replays: Mutex<Replays>,
+    pub(crate) lease: Lease,
 }
 
 impl SessionEvents {
@@ -34,9 +37,9 @@ impl SessionEvents {
     }
 
     /// The queue; a new one is filled by what `subscribe` returns.
-    pub(crate) fn queue_or(&self, subscribe: impl FnOnce(&Arc<Queue>) -> Subscription) -> &Arc<Queue> {
+    pub(crate) fn queue_or(&self, is_leased: bool, subscribe: impl FnOnce(&Arc<Queue>) -> Subscription) -> &Arc<Queue> {
         let (queue, _) = self.queue.get_or_init(|| {
-            let queue = Arc::<Queue>::default();
+            let queue = Arc::new(Queue::new(is_leased));
             let subscription = subscribe(&queue);
             (queue, subscription)
         });

@@ -41,6 +41,9 @@ pub enum Acl {
 const AUTO_TIMEOUT: Duration = Duration::from_secs(1);
 /// `Always` keeps them this long.
 const ALWAYS_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+/// And this long where an agent vouches for it: so old can be what the client keeps when neither the agent nor its guard
+/// was there to have it dropped.
+const LEASED_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// And names no longer than this, where the client is to be told of changes and cannot be told that any name may have changed:
 /// when changes were missed, or are too many, it goes by names that are wrong for so long.
 const UNTOLD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -100,6 +103,8 @@ pub(crate) struct Policy {
     /// Clients remember no absent names, unless that is chosen.
     events: bool,
     attr_timeout: Lifetime,
+    /// What clients keep for long they keep for long only as long as they have an agent, and as for `Auto` otherwise.
+    is_leased: bool,
     names: Names,
     /// Of clients that cannot be told that any name may have changed.
     names_untold: Names,
@@ -121,9 +126,12 @@ impl Policy {
             Cache::Auto if features.constant => Cache::Always,
             cache => cache,
         };
+        let is_long = matches!(cache, Cache::Metadata | Cache::Always);
+        let is_leased = options.events && is_long && !features.constant;
         let default = match cache {
             Cache::None => Duration::ZERO,
             Cache::Auto => AUTO_TIMEOUT,
+            _ if is_leased => LEASED_TIMEOUT,
             Cache::Metadata | Cache::Always => ALWAYS_TIMEOUT,
         };
         let attr_timeout = options.attr_timeout.unwrap_or(default);
@@ -167,7 +175,7 @@ impl Policy {
             (options.writeback && !omits_opens, InitFlags::WRITEBACK_CACHE),
             (options.allow_idmap, InitFlags::ALLOW_IDMAP),
             (cache == Cache::Auto || options.events, InitFlags::AUTO_INVAL_DATA),
-            (default == ALWAYS_TIMEOUT, InitFlags::CACHE_SYMLINKS),
+            (is_long, InitFlags::CACHE_SYMLINKS),
             (caches_constant, InitFlags::NO_OPENDIR_SUPPORT),
             (omits_opens, InitFlags::NO_OPEN_SUPPORT),
         ];
@@ -180,7 +188,7 @@ impl Policy {
         let required = demanded.fold(InitFlags::empty(), |required, (_, flag)| required | flag);
         let direct_opens = options.direct_opens;
         // A source that waits for somebody else would be asked by each open.
-        let revalidates = cache == Cache::Auto && !features.waits;
+        let revalidates = (cache == Cache::Auto || is_leased) && !features.waits;
         let closes_alone = options.local_locks || features.constant && !features.posix_locks;
         let chosen = ChosenTimeouts {
             entry: options.entry_timeout,
@@ -194,6 +202,7 @@ impl Policy {
             is_told: options.told && publishes,
             events: options.events,
             attr_timeout: Lifetime::default(),
+            is_leased,
             names: Names::default(),
             names_untold: Names::default(),
             direct_opens,
@@ -245,18 +254,39 @@ impl Policy {
     }
 
     /// Whether an open shows where a file ends now, although the client keeps attributes for a while.
-    pub(crate) fn close_to_open(&self) -> bool {
+    pub(crate) fn close_to_open(&self, session: &Session) -> bool {
+        self.revalidates_attrs() && (!self.is_leased || self.has_lapsed(session))
+    }
+
+    /// The same, unless an agent vouches for them.
+    fn revalidates_attrs(&self) -> bool {
         self.revalidates && !self.attr_timeout.get().is_zero()
     }
 
-    /// How long a client may keep names and attributes at most.
-    pub(crate) fn timeouts(&self, agreed: &Negotiated) -> Timeouts {
+    /// Whether agents vouch for what clients keep.
+    pub(crate) fn is_leased(&self) -> bool {
+        self.is_leased
+    }
+
+    /// Whether no agent vouches for what the client keeps, although one should.
+    fn has_lapsed(&self, session: &Session) -> bool {
+        self.is_leased && !session.events.lease.is_valid()
+    }
+
+    fn timeouts_max(&self, agreed: &Negotiated) -> Timeouts {
         Timeouts { entry: self.names(agreed).entry.get(), attr: self.attr_timeout.get() }
+    }
+
+    /// How long a client may keep names and attributes at most.
+    pub(crate) fn timeouts(&self, session: &Session) -> Timeouts {
+        let Timeouts { entry, attr } = self.timeouts_max(session.negotiated());
+        let bound = if self.has_lapsed(session) { AUTO_TIMEOUT } else { Duration::MAX };
+        Timeouts { entry: entry.min(bound), attr: attr.min(bound) }
     }
 
     /// How long a client may keep what it is told of this inode.
     pub(crate) fn timeouts_of(&self, session: &Session, ino: Ino, attr: &Attr) -> Timeouts {
-        let timeouts = self.timeouts(session.negotiated());
+        let timeouts = self.timeouts(session);
         Timeouts { attr: timeouts.attr.min(Self::attr_timeout_max(session, ino, attr)), ..timeouts }
     }
 
@@ -281,7 +311,7 @@ impl Policy {
     }
 
     /// How the client may treat a file that it opened with these flags; whether it reads and writes it in its window.
-    pub(crate) fn file_flags(&self, flags: OFlags, in_window: bool) -> OpenFlags {
+    pub(crate) fn file_flags(&self, session: &Session, flags: OFlags, in_window: bool) -> OpenFlags {
         // With DIRECT_IO and without, opens of one inode may be mixed in Linux: `fuse_file_io_open` counts the ones
         // without only, and excludes nothing but passthrough.
         let direct = self.direct_opens && flags.contains(OFlags::DIRECT);
@@ -289,6 +319,7 @@ impl Policy {
             _ if direct => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::None | Cache::Metadata => OpenFlags::DIRECT_IO | OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Auto => OpenFlags::PARALLEL_DIRECT_WRITES,
+            Cache::Always if self.has_lapsed(session) => OpenFlags::PARALLEL_DIRECT_WRITES,
             Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::PARALLEL_DIRECT_WRITES,
         };
         // In the window there is no page cache to leave out. But with DIRECT_IO, Linux wants to throw out what is stored there where a
@@ -305,8 +336,9 @@ impl Policy {
     }
 
     /// How the client may treat a directory that it opened.
-    pub(crate) fn dir_flags(&self) -> OpenFlags {
+    pub(crate) fn dir_flags(&self, session: &Session) -> OpenFlags {
         match self.cache {
+            _ if self.has_lapsed(session) => OpenFlags::empty(),
             Cache::None | Cache::Auto => OpenFlags::empty(),
             Cache::Metadata | Cache::Always => OpenFlags::KEEP_CACHE | OpenFlags::CACHE_DIR,
         }
@@ -321,7 +353,7 @@ mod tests {
     fn store(options: &ShareOptions, publishes: bool, minor: u32) -> (Duration, Duration, Duration) {
         let policy = Policy::new(options, Features::default(), publishes);
         let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
-        let timeouts = policy.timeouts(&agreed);
+        let timeouts = policy.timeouts_max(&agreed);
         (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
     }
 
@@ -345,6 +377,17 @@ mod tests {
         }
     }
 
+    /// Names that are absent are not remembered: a replay of what is done to them would fail.
+    #[test]
+    fn an_agent_vouches_for_some_minutes() {
+        for (cache, expected) in
+            [(Cache::Auto, AUTO_TIMEOUT), (Cache::Metadata, LEASED_TIMEOUT), (Cache::Always, LEASED_TIMEOUT)]
+        {
+            let options = ShareOptions { cache, events: true, ..ShareOptions::default() };
+            assert_eq!(store(&options, true, EPOCH_MINOR), (expected, expected, Duration::ZERO), "{cache:?}");
+        }
+    }
+
     #[test]
     fn times_change_while_they_are_used() {
         let options = ShareOptions { told: true, ..ShareOptions::default() };
@@ -353,7 +396,7 @@ mod tests {
             for minor in [EPOCH_MINOR - 1, EPOCH_MINOR] {
                 let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
                 let now = || {
-                    let timeouts = policy.timeouts(&agreed);
+                    let timeouts = policy.timeouts_max(&agreed);
                     (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
                 };
                 let before = now();
@@ -363,9 +406,9 @@ mod tests {
                 policy.set_timeout(Timeout::Entry, Some(entry));
                 policy.set_timeout(Timeout::Negative, Some(negative));
                 assert_eq!(now(), (entry, attr, negative), "{cache:?}");
-                assert!(policy.tries_listings() && policy.close_to_open() == (cache == Cache::Auto));
+                assert!(policy.tries_listings() && policy.revalidates_attrs() == (cache == Cache::Auto));
                 policy.set_timeout(Timeout::Attr, Some(Duration::ZERO));
-                assert!(!policy.tries_listings() && !policy.close_to_open());
+                assert!(!policy.tries_listings() && !policy.revalidates_attrs());
                 // The longest that a flag takes.
                 let longest = Duration::from_secs(100 * 366 * 86_400);
                 policy.set_timeout(Timeout::Attr, Some(longest));

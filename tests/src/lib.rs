@@ -143,6 +143,13 @@ impl Share {
         (window.bytes(), window.mapped_bytes())
     }
 
+    /// How many requests of some operations were served.
+    pub fn requests(&self, operations: &[&str]) -> u64 {
+        let snapshot = self.export.as_ref().map(|export| export.share().metrics().snapshot()).unwrap_or_default();
+        let counted = snapshot.operations.iter().filter(|operation| operations.contains(&&*operation.name));
+        counted.map(|operation| operation.requests() + operation.in_flight).sum()
+    }
+
     /// Runs a shell script in a guest on the share.
     pub fn sh(&self, script: &str) -> GuestResult {
         run(self.guest(["sh", "-euc", script]), TIMEOUT)

@@ -24,6 +24,9 @@ pub enum Event {
         name: NameBuf,
         /// It refers to a directory.
         is_dir: bool,
+        /// The inode to which it refers, if the source knows that: what happens to it before a client has looked is told
+        /// by this name.
+        ino: Option<Ino>,
     },
     /// A name was removed.
     Removed {

@@ -441,6 +441,10 @@ pub struct Features {
     pub direct: bool,
     /// Which clients find inodes by number.
     pub by_number: ByNumber,
+    /// It publishes an [`crate::Event`] for each name that is made, removed or moved, and for each change that no client
+    /// made. Without, agents in guests are told what a [`crate::Change`] tells: of a moved name that one was removed and
+    /// another made.
+    pub events: bool,
     /// Nothing in it ever changes, and no method needs the handle: clients may cache everything, and open files and
     /// directories without a call of [`crate::FileSystem::open`] or [`crate::FileSystem::opendir`]. The handle is 0 then.
     /// Either all inodes have a birth time ([`Attr::btime`]) or none has.

@@ -1,6 +1,6 @@
 //! The events that an agent has not replayed yet.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::mem::discriminant;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -22,20 +22,19 @@ struct State {
     events: VecDeque<(u64, Event)>,
     last: u64,
     is_lossy: bool,
+    /// The client's kernel keeps what it knows for as long as an agent asks.
+    is_leased: bool,
+    /// The agent was told that events were lost, and has not asked since.
+    has_dropped: bool,
     /// The changes of data and attributes among the events that later ones are merged with.
     mergeable: HashSet<(std::mem::Discriminant<Event>, Place)>,
+    /// New names that the agent has not replayed yet, by their inodes, which the client does not know.
+    coming: HashMap<Ino, (Ino, NameBuf)>,
     parked: Option<(Instant, AnswerFn)>,
 }
 
 /// The events of one client, in their order.
 pub(crate) struct Queue(Mutex<State>);
-
-impl Default for Queue {
-    /// What happened before is not known.
-    fn default() -> Self {
-        Self(Mutex::new(State { is_lossy: true, ..State::default() }))
-    }
-}
 
 impl State {
     fn add(&mut self, event: Event) {
@@ -45,10 +44,22 @@ impl State {
                     return;
                 }
             }
-            Event::Created { dir, name, .. } | Event::Removed { dir, name, .. } => self.separate(*dir, name),
+            Event::Created { dir, name, ino, .. } => {
+                self.separate(*dir, name);
+                if let Some(ino) = ino
+                    && self.coming.len() < LOOK_AHEAD
+                {
+                    self.coming.insert(*ino, (*dir, name.clone()));
+                }
+            }
+            Event::Removed { dir, name, .. } => {
+                self.separate(*dir, name);
+                self.coming.retain(|_, at| (at.0, &at.1) != (*dir, name));
+            }
             Event::Renamed { from, to, .. } => {
                 self.separate(from.0, &from.1);
                 self.separate(to.0, &to.1);
+                self.coming.values_mut().filter(|at| *at == from).for_each(|at| *at = to.clone());
             }
             _ => return self.lose(),
         }
@@ -74,6 +85,7 @@ impl State {
     fn lose(&mut self) {
         self.events.clear();
         self.mergeable.clear();
+        self.coming.clear();
         self.is_lossy = true;
     }
 
@@ -88,7 +100,11 @@ impl State {
 
     /// The first events as a message; they stay until they are announced.
     fn message(&mut self) -> Vec<u8> {
+        self.has_dropped |= self.is_lossy;
         let mut message = MessageWriter::new(std::mem::take(&mut self.is_lossy));
+        if self.is_leased {
+            message = message.leased();
+        }
         let mut events = self.events.iter();
         while events.next().is_some_and(|(number, event)| record(*number, event).is_some_and(|it| message.push(&it))) {}
         message.finish()
@@ -98,7 +114,7 @@ impl State {
 /// An event as it is sent; `None` for those that are a flag of the message.
 fn record(number: u64, event: &Event) -> Option<Record<'_>> {
     let ((kind, ino, name), is_dir, exchanged, to) = match event {
-        Event::Created { dir, name, is_dir } => ((Kind::Created, *dir, Some(name)), *is_dir, false, None),
+        Event::Created { dir, name, is_dir, .. } => ((Kind::Created, *dir, Some(name)), *is_dir, false, None),
         Event::Removed { dir, name, is_dir, .. } => ((Kind::Removed, *dir, Some(name)), *is_dir, false, None),
         Event::Renamed { from, to, is_dir, exchanged } => {
             let new = Some((to.0, to.1.as_name()));
@@ -113,6 +129,11 @@ fn record(number: u64, event: &Event) -> Option<Record<'_>> {
 }
 
 impl Queue {
+    /// What happened before is not known.
+    pub(crate) fn new(is_leased: bool) -> Self {
+        Self(Mutex::new(State { is_lossy: true, is_leased, ..State::default() }))
+    }
+
     /// Adds an event, and answers the agent that waits.
     pub(crate) fn push(&self, event: Event) {
         let mut state = lock(&self.0);
@@ -124,11 +145,32 @@ impl Queue {
         }
     }
 
+    /// An event of an inode that the client does not know yet, by the name that will make it known.
+    pub(crate) fn by_new_name(&self, event: &Event) -> Option<Event> {
+        let (Event::Modified(place) | Event::Closed(place) | Event::Attributes(place)) = event else { return None };
+        let at = place.name.is_none().then(|| lock(&self.0).coming.get(&place.ino).cloned())?;
+        let place = at.map(|(dir, name)| Place { ino: dir, name: Some(name) })?;
+        Some(match event {
+            Event::Modified(_) => Event::Modified(place),
+            Event::Closed(_) => Event::Closed(place),
+            _ => Event::Attributes(place),
+        })
+    }
+
+    /// Whether the agent has just had the client's kernel drop what it could.
+    pub(crate) fn take_dropped(&self) -> bool {
+        std::mem::take(&mut lock(&self.0).has_dropped)
+    }
+
     /// Calls `answer` with a message once there is something to tell; with an empty one when `until` has passed and
     /// [`Self::expire`] is called. An agent that waits already is told that another has come.
     pub(crate) fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
         let mut state = lock(&self.0);
         let before = state.parked.take();
+        if state.events.is_empty() {
+            // Everything was replayed.
+            state.coming.clear();
+        }
         if state.events.is_empty() && !state.is_lossy {
             state.parked = Some((until, Box::new(answer)));
             drop(state);
@@ -165,6 +207,15 @@ impl Queue {
         if let Some((_, answer)) = parked {
             answer(Err(Errno::INTR));
         }
+    }
+
+    /// Adds the first event again: the agent that has announced it was killed.
+    pub(crate) fn put_back(&self, number: u64, event: Event) {
+        let state = &mut *lock(&self.0);
+        if let Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) = &event {
+            state.mergeable.insert((discriminant(&event), place.clone()));
+        }
+        state.events.push_front((number, event));
     }
 
     /// The agent is about to replay an event: it and those before it are done. Returns it, and whether what it made has
@@ -211,7 +262,7 @@ mod tests {
 
     fn created(name: &str) -> Event {
         let Place { ino: dir, name } = place(name);
-        Event::Created { dir, name: name.unwrap(), is_dir: false }
+        Event::Created { dir, name: name.unwrap(), is_dir: false, ino: None }
     }
 
     /// The kinds and numbers of a message, and whether it is lossy.
@@ -225,7 +276,7 @@ mod tests {
 
     #[test]
     fn events_stay_until_they_are_announced() {
-        let (queue, never) = (Queue::default(), Instant::now() + Duration::from_secs(1000));
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
         assert_eq!(told(&wait(&queue, never)), (true, vec![]), "the first message");
         let parked = wait(&queue, never);
         assert!(parked.lock().unwrap().is_empty());
@@ -241,7 +292,7 @@ mod tests {
 
     #[test]
     fn writes_are_merged_until_a_name_changes() {
-        let (queue, never) = (Queue::default(), Instant::now() + Duration::from_secs(1000));
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
         let _ = wait(&queue, never);
         for _ in 0..1000 {
             queue.push(Event::Modified(place("a")));
@@ -260,7 +311,7 @@ mod tests {
 
     #[test]
     fn too_many_events_are_lost_together() {
-        let (queue, never) = (Queue::default(), Instant::now() + Duration::from_secs(1000));
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
         let _ = wait(&queue, never);
         for number in 0..=EVENTS_MAX {
             queue.push(created(&number.to_string()));
@@ -275,7 +326,7 @@ mod tests {
 
     #[test]
     fn an_agent_waits_no_longer_than_it_may_and_for_the_next_agent() {
-        let (queue, now) = (Queue::default(), Instant::now());
+        let (queue, now) = (Queue::new(false), Instant::now());
         let _ = wait(&queue, now);
         let first = wait(&queue, now + Duration::from_secs(1));
         assert_eq!(queue.expire(now), Some(now + Duration::from_secs(1)));
@@ -290,7 +341,7 @@ mod tests {
 
     #[test]
     fn what_has_gone_from_its_name_is_known() {
-        let (queue, never) = (Queue::default(), Instant::now() + Duration::from_secs(1000));
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
         let _ = wait(&queue, never);
         let name = |text| place(text).name.unwrap();
         queue.push(created("a"));

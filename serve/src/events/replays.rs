@@ -30,6 +30,7 @@ impl Placeholder {
 pub(crate) struct Active {
     /// The thread of the agent.
     pub(crate) pid: u32,
+    pub(crate) number: u64,
     pub(crate) event: Event,
     /// The call was made: the name is looked up as any other from now on.
     pub(crate) is_done: bool,
@@ -51,6 +52,12 @@ impl Replays {
     /// The event that this thread replays.
     pub(crate) fn active(&mut self, pid: u32) -> Option<&mut Active> {
         self.active.as_mut().filter(|active| active.pid == pid)
+    }
+
+    /// Takes the event that another thread has announced and not replayed: an agent was killed.
+    pub(crate) fn take_interrupted(&mut self, pid: u32) -> Option<(u64, Event)> {
+        let active = self.active.take_if(|active| active.pid != pid && !active.is_done)?;
+        Some((active.number, active.event))
     }
 
     pub(crate) fn placeholder(&self, ino: Ino) -> Option<Placeholder> {

@@ -3,13 +3,14 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::{Change, DeliveryGuard, Errno, Event, Ino, Listener, Place, Result, SessionId};
+use ferry_vfs::sync::lock;
+use ferry_vfs::{Change, DeliveryGuard, Errno, Event, FileType, Handle, Ino, Listener, Place, Result, SessionId};
 use ferry_wire::events::{ANNOUNCE, INTERRUPT, MESSAGE_BYTES_MAX, WAIT};
 use ferry_wire::fuse::{Operation, Reply};
 
 use crate::active_request::DetachedRequest;
 use crate::carrier::{FuseCarrier, Served};
-use crate::events::Queue;
+use crate::events::{Queue, RENEWAL};
 use crate::reply;
 use crate::server::{Context, Server};
 use crate::session::Session;
@@ -18,21 +19,36 @@ use crate::session::Session;
 /// then, and a mount can only be unmounted then.
 const WAIT_MAX: Duration = Duration::from_secs(5);
 
+/// The most inodes that a client is told of after it has dropped its caches.
+const REFRESHED_MAX: usize = 4096;
+
 /// Queues what happens to what the client knows.
 struct EventListener {
     session: Weak<Session>,
     queue: Arc<Queue>,
+    /// The source publishes events, which say more than changes.
+    has_events: bool,
 }
 
 impl Listener for EventListener {
-    /// Changes by other sessions. What other processes of the host change comes as events.
+    /// Changes by other sessions, and those that no session made if the source has no events for them.
     fn changed(&self, change: &Change, by: SessionId) {
+        let Some(session) = self.session.upgrade().filter(|session| session.id() != by) else { return };
         let place = |ino: &Ino| Place { ino: *ino, name: None };
         let event = match change {
-            _ if by == SessionId::default() => return,
+            _ if self.has_events && by == SessionId::default() => return,
             Change::Data { ino, .. } => Event::Modified(place(ino)),
             Change::Attr { ino } => Event::Attributes(place(ino)),
-            _ => return,
+            _ if self.has_events => return,
+            Change::Removed { dir, name, ino } => {
+                let is_dir = session.kind_of(*ino) == Some(FileType::Directory);
+                Event::Removed { dir: *dir, name: name.clone(), is_dir, ino: Some(*ino) }
+            }
+            Change::Entry { dir, name } | Change::Unsure { dir, name } if session.knows(*dir) => {
+                session.name_now(*dir, name)
+            }
+            Change::Entry { .. } | Change::Unsure { .. } => return,
+            _ => Event::Lost,
         };
         self.happened(&event, by);
     }
@@ -40,7 +56,7 @@ impl Listener for EventListener {
     fn happened(&self, event: &Event, by: SessionId) {
         if let Some(session) = self.session.upgrade()
             && session.id() != by
-            && let Some(event) = known(&session, event)
+            && let Some(event) = self.queue.by_new_name(event).or_else(|| known(&session, event))
         {
             self.queue.push(event);
         }
@@ -67,7 +83,7 @@ fn known(session: &Session, event: &Event) -> Option<Event> {
             return match (session.knows(from.0), session.knows(to.0)) {
                 (true, true) => Some(event.clone()),
                 (true, false) => Some(Event::Removed { dir: from.0, name: from.1.clone(), is_dir, ino: None }),
-                (false, true) => Some(Event::Created { dir: to.0, name: to.1.clone(), is_dir }),
+                (false, true) => Some(Event::Created { dir: to.0, name: to.1.clone(), is_dir, ino: None }),
                 (false, false) => None,
             };
         }
@@ -76,6 +92,15 @@ fn known(session: &Session, event: &Event) -> Option<Event> {
         _ => false,
     };
     is_known.then(|| event.clone())
+}
+
+/// Events were lost, and the client's kernel has dropped what is not in use: the rest may be old, and would be for minutes.
+fn refresh(session: &Session, queue: &Queue) {
+    for ino in session.inodes().into_iter().take(REFRESHED_MAX).chain([Ino::ROOT]) {
+        let place = Place { ino, name: None };
+        let is_file = session.kind_of(ino) == Some(FileType::RegularFile);
+        queue.push(if is_file { Event::Modified(place) } else { Event::Attributes(place) });
+    }
 }
 
 impl Server {
@@ -94,9 +119,9 @@ impl Server {
             Operation::Ioctl { command: WAIT | ANNOUNCE | INTERRUPT, .. } if !cx.is_of_agent() => {
                 Some(Err(Errno::PERM))
             }
-            Operation::Ioctl { command: WAIT, out_bytes_max, .. } => {
+            Operation::Ioctl { command: WAIT, handle, out_bytes_max, .. } => {
                 let fits = cx.ino == Ino::ROOT && out_bytes_max as usize >= MESSAGE_BYTES_MAX;
-                Some(if fits { self.wait_for_events(cx, carrier) } else { Err(Errno::INVAL) })
+                Some(if fits { self.wait_for_events(cx, handle, carrier) } else { Err(Errno::INVAL) })
             }
             Operation::Ioctl { command: ANNOUNCE, input, .. } => Some(self.announce(cx, input, carrier)),
             Operation::Ioctl { command: INTERRUPT, .. } => {
@@ -108,14 +133,26 @@ impl Server {
         }
     }
 
-    fn wait_for_events(&mut self, cx: &Context<'_>, carrier: &mut impl FuseCarrier) -> Result<Served> {
+    fn wait_for_events(&mut self, cx: &Context<'_>, handle: Handle, carrier: &mut impl FuseCarrier) -> Result<Served> {
         let changes = self.share.source.changes().ok_or(Errno::NOTTY)?;
-        let queue = cx.session.events.queue_or(|queue| {
-            changes.listen(EventListener { session: Arc::downgrade(cx.session), queue: Arc::clone(queue) })
+        let is_leased = self.share.policy.is_leased();
+        let has_events = self.share.source.features().events;
+        let queue = cx.session.events.queue_or(is_leased, |queue| {
+            changes.listen(EventListener { session: Arc::downgrade(cx.session), queue: Arc::clone(queue), has_events })
         });
+        let interrupted = lock(&cx.session.events.replays).take_interrupted(cx.caller.pid);
+        if let Some((number, event)) = interrupted {
+            queue.put_back(number, event);
+        }
+        if queue.take_dropped() && is_leased {
+            refresh(cx.session, queue);
+        }
+        // From here on every change is told.
+        cx.session.events.lease.renew_by(handle);
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
         let request = DetachedRequest::new(self.active.take(), &self.share.metrics);
-        queue.wait(Instant::now() + WAIT_MAX, move |outcome: Result<Vec<u8>>| {
+        let wait_max = if is_leased { RENEWAL } else { WAIT_MAX };
+        queue.wait(Instant::now() + wait_max, move |outcome: Result<Vec<u8>>| {
             let reply = match &outcome {
                 Ok(data) => Ok(Reply::Ioctl { result: 0, data }),
                 Err(errno) => Err(*errno),

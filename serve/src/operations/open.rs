@@ -61,7 +61,7 @@ impl Server {
         let handle = self.share.source.opendir(&cx.caller, cx.ino, flags)?;
         let open = Open { ino: cx.ino, handle, is_dir: true };
         cx.session.opened(open, flags);
-        let written = cx.tell(buffer, &Reply::Open(Opened::new(handle, self.share.policy.dir_flags())));
+        let written = cx.tell(buffer, &Reply::Open(Opened::new(handle, self.share.policy.dir_flags(cx.session))));
         if let ReplyOutcome::Instead(_) = written {
             cx.session.release(&cx.caller, open)?;
         }
@@ -123,6 +123,7 @@ impl Server {
     }
 
     pub(crate) fn releasedir(&self, cx: &Context<'_>, handle: Handle) -> Result<()> {
+        cx.session.events.lease.closed(handle);
         cx.session.release(&cx.caller, Open { ino: cx.ino, handle, is_dir: true })
     }
 
@@ -153,7 +154,7 @@ impl Server {
     /// Notes that the client opened a file with these attributes, and decides how it is to be read and written.
     fn opened(&self, cx: &Context<'_>, (ino, handle): (Ino, Handle), flags: OFlags, attr: Option<&Attr>) -> Opened {
         cx.session.opened(Open { ino, handle, is_dir: false }, flags);
-        let plain = Opened::new(handle, self.share.policy.file_flags(flags, cx.session.is_in_window(ino)));
+        let plain = Opened::new(handle, self.share.policy.file_flags(cx.session, flags, cx.session.is_in_window(ino)));
         let Some(passthrough) = &cx.session.passthrough else { return plain };
         let source = &self.share.source;
         // This must not fail: the open was counted already.

@@ -96,7 +96,7 @@ impl Server {
         let mut referenced = std::mem::take(&mut self.referenced);
         scratch.clear();
         referenced.clear();
-        let timeouts = self.share.policy.timeouts(cx.session.negotiated());
+        let timeouts = self.share.policy.timeouts(cx.session);
         let writer = DirWriter::new(&mut scratch, bytes_max, at.plus, timeouts, cx.session.negotiated());
         let share = Arc::clone(&self.share);
         let (plus, session, policy) = (at.plus, &**cx.session, &share.policy);

@@ -29,11 +29,12 @@ impl Server {
     pub(super) fn announce(&self, cx: &Context<'_>, input: &[u8], buffer: &mut impl ReplyBuffer) -> Result<Served> {
         let announcement = Announcement::decode(input).map_err(|_| Errno::INVAL)?;
         let queue = cx.session.events.queue().ok_or(Errno::NOENT)?;
+        cx.session.events.lease.renew();
         // The one before has ended in any case.
         lock(&cx.session.events.replays).active = None;
         let (event, mut is_gone) = queue.announce(announcement.number).ok_or(Errno::NOENT)?;
         let mut mode = 0;
-        if let Event::Created { dir, name, is_dir } = &event {
+        if let Event::Created { dir, name, is_dir, .. } = &event {
             let found = if is_gone { None } else { self.kind_now(cx, *dir, name.as_name()) };
             is_gone = found.is_none_or(|kind| (kind == FileType::Directory) != *is_dir);
             mode = match found.filter(|_| !is_gone) {
@@ -43,7 +44,7 @@ impl Server {
             };
         }
         let pid = cx.caller.pid;
-        let active = Active { pid, event, is_done: false, is_gone, has_attributes: false };
+        let active = Active { pid, number: announcement.number, event, is_done: false, is_gone, has_attributes: false };
         lock(&cx.session.events.replays).active = Some(active);
         let data = Announcement { number: announcement.number, mode }.encode();
         Ok(cx.done(buffer, &Reply::Ioctl { result: 0, data: &data }))
@@ -191,26 +192,26 @@ impl Server {
         }
     }
 
-    /// Before a change of data is replayed, the client's kernel is shown another time of change, so that it drops
-    /// what it has cached of the file, even if the clock has not moved between two writes.
+    /// Attributes of a file whose event is replayed, although it may have gone since. Before a change of data, the client's
+    /// kernel is shown another time of change, so that it drops what it has cached, even if the clock has not moved
+    /// between two writes.
     fn replay_getattr(&self, cx: &Context<'_>, reply: impl FnOnce(Attr, Duration) -> Served) -> Option<Result<Served>> {
         let replays = &mut *lock(&cx.session.events.replays);
         if let Some(placeholder) = replays.placeholder(cx.ino) {
             return Some(Ok(reply(placeholder.attr(), Duration::ZERO)));
         }
         let active = replays.active(cx.caller.pid)?;
-        let is_first = !std::mem::replace(&mut active.has_attributes, true);
-        match &active.event {
-            Event::Modified(place) if is_first && (place.name.is_some() || place.ino == cx.ino) => {}
-            Event::Attributes(place) if place.name.is_none() && place.ino == cx.ino => {
-                return Some(self.attr_of_removed(cx, cx.ino).map(|attr| reply(attr, Duration::ZERO)));
-            }
-            _ => return None,
+        let (Event::Modified(place) | Event::Closed(place) | Event::Attributes(place)) = &active.event else {
+            return None;
+        };
+        // The directory of a name is on the way to the file.
+        if place.name.is_some() == (place.ino == cx.ino) {
+            return None;
         }
-        let attr = self.share.source.getattr(&cx.caller, cx.ino, None);
-        Some(attr.map(|attr| {
-            let mut attr = self.visible_attr(cx, cx.ino, attr);
-            attr.mtime.nsec ^= 1;
+        let is_modified = matches!(active.event, Event::Modified(_));
+        let is_first = is_modified && !std::mem::replace(&mut active.has_attributes, true);
+        Some(self.attr_of_removed(cx, cx.ino).map(|mut attr| {
+            attr.mtime.nsec ^= u32::from(is_first);
             reply(attr, Duration::ZERO)
         }))
     }

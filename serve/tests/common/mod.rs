@@ -119,6 +119,7 @@ pub struct Client {
     /// Who asks.
     pub uid: u32,
     pub gid: u32,
+    pub pid: u32,
     unique: u64,
 }
 
@@ -167,6 +168,7 @@ impl Client {
             contexts,
             uid: 0,
             gid: 0,
+            pid: 1,
             unique: 0,
         }
     }
@@ -196,7 +198,8 @@ impl Client {
         let count = u32::from(!self.contexts.is_empty());
         let security = SecurityContexts::parse(&self.contexts, count).expect("contexts");
         let extensions = Extensions { security, ..Extensions::default() };
-        let request = Request { unique: self.unique, ino, uid: self.uid, gid: self.gid, pid: 1, extensions, operation };
+        let request =
+            Request { unique: self.unique, ino, uid: self.uid, gid: self.gid, pid: self.pid, extensions, operation };
         let mut bytes = Vec::new();
         request.encode(&self.negotiated, &mut bytes);
         bytes.extend_from_slice(data);

@@ -3,12 +3,14 @@
 use crate::common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use common::{Answer, Client};
-use ferry_serve::{SessionSlot, ShareOptions};
+use ferry_serve::{Cache, SessionSlot, ShareOptions};
 use ferry_vfs::*;
 use ferry_wire::events::*;
-use ferry_wire::fuse::{InitFlags, Operation};
+use ferry_wire::fuse::{InitFlags, Operation, Release};
 
 /// What the ioctl's reply has before its data.
 const IOCTL_BYTES: usize = 16;
@@ -17,6 +19,8 @@ const IOCTL_BYTES: usize = 16;
 #[derive(Default)]
 struct Source {
     changes: Changes,
+    /// Files have been removed.
+    is_gone: AtomicBool,
 }
 
 fn attr(mode: u32) -> Attr {
@@ -36,18 +40,28 @@ impl FileSystem for Source {
             _ => Err(Errno::NOENT),
         }
     }
+    fn open(&self, _: &Caller<'_>, _: Ino, flags: OFlags) -> Result<Handle> {
+        if flags.is_empty() { Ok(Handle(1)) } else { Err(Errno::NOSYS) }
+    }
     fn lookup_self(&self, _: &Caller<'_>, ino: Ino) -> Result<Entry> {
         Ok(Entry { ino, generation: 0, attr: attr(0o100_644) })
     }
     fn getattr(&self, _: &Caller<'_>, ino: Ino, _: Option<Handle>) -> Result<Attr> {
-        Ok(attr(if ino == Ino::ROOT { 0o040_755 } else { 0o100_644 }))
+        match ino {
+            Ino::ROOT => Ok(attr(0o040_755)),
+            _ if self.is_gone.load(Ordering::Relaxed) => Err(Errno::STALE),
+            _ => Ok(attr(0o100_644)),
+        }
     }
 }
 
 fn client(events: bool) -> (Client, Arc<Source>) {
+    client_of(&ShareOptions { events, ..ShareOptions::default() })
+}
+
+fn client_of(options: &ShareOptions) -> (Client, Arc<Source>) {
     let source = Arc::<Source>::default();
-    let options = ShareOptions { events, ..ShareOptions::default() };
-    let mut client = Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, &options, SessionSlot::default());
+    let mut client = Client::new(Arc::clone(&source) as Arc<dyn FileSystem>, options, SessionSlot::default());
     client.gid = REPLAY_GID;
     (client, source)
 }
@@ -59,11 +73,16 @@ fn ioctl(command: u32, input: &[u8]) -> Operation<'_> {
 
 /// The numbers of the events that an agent is told, and whether some were lost.
 fn wait(client: &mut Client) -> (bool, Vec<u64>) {
-    assert_eq!(client.ask(Ino::ROOT, ioctl(WAIT, &[])), Answer::Late);
-    let reply = client.late.recv_timeout(std::time::Duration::from_secs(30)).unwrap();
-    let Answer::Reply(bytes) = common::answer(client.next_unique() - 2, &reply) else { panic!("{reply:?}") };
-    let message = Message::decode(&bytes[IOCTL_BYTES..]).unwrap();
+    let bytes = wait_for_message(client);
+    let message = Message::decode(&bytes).unwrap();
     (message.is_lossy(), message.records().map(|record| record.unwrap().number).collect())
+}
+
+fn wait_for_message(client: &mut Client) -> Vec<u8> {
+    assert_eq!(client.ask(Ino::ROOT, ioctl(WAIT, &[])), Answer::Late);
+    let reply = client.late.recv_timeout(Duration::from_secs(30)).unwrap();
+    let Answer::Reply(bytes) = common::answer(client.next_unique() - 2, &reply) else { panic!("{reply:?}") };
+    bytes[IOCTL_BYTES..].to_vec()
 }
 
 fn announce(client: &mut Client, number: u64) -> Answer {
@@ -119,7 +138,7 @@ fn requests_of_an_agent_change_nothing() {
         let (dir, other) = (Ino::ROOT, name(b"other").to_buf());
         for operation in changes() {
             source.changes.publish_event(SessionId::default(), || {
-                Some(Event::Created { dir, name: other.clone(), is_dir: false })
+                Some(Event::Created { dir, name: other.clone(), is_dir: false, ino: None })
             });
             let number = wait(&mut client).1[0];
             assert!(matches!(announce(&mut client, number), Answer::Reply(_)));
@@ -128,7 +147,7 @@ fn requests_of_an_agent_change_nothing() {
         }
         // The real operation of another process on the same name reaches the source, also while the replay runs.
         source.changes.publish_event(SessionId::default(), || {
-            Some(Event::Created { dir, name: name(b"there").to_buf(), is_dir: false })
+            Some(Event::Created { dir, name: name(b"there").to_buf(), is_dir: false, ino: None })
         });
         let number = wait(&mut client).1[0];
         assert!(matches!(announce(&mut client, number), Answer::Reply(_)));
@@ -190,4 +209,167 @@ fn a_wait_can_be_interrupted() {
     assert!(matches!(client.ask(Ino::ROOT, ioctl(INTERRUPT, &[])), Answer::Reply(_)));
     let reply = client.late.recv_timeout(std::time::Duration::from_secs(30)).unwrap();
     assert_eq!(common::answer(client.next_unique() - 4, &reply), Answer::Error(Errno::INTR));
+}
+
+/// What happened to a file that has gone since is replayed all the same: its kernel asks for attributes, and may not fail.
+#[test]
+fn events_of_a_file_that_has_gone_are_replayed() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }), Answer::Reply(_)));
+    let getattr = || Operation::Getattr { handle: None };
+    source.is_gone.store(true, Ordering::Relaxed);
+    assert_eq!(client.ask(Ino(2), getattr()), Answer::Error(Errno::STALE), "not announced");
+    for event in [Event::Attributes, Event::Modified, Event::Closed] {
+        for by_name in [false, true] {
+            let name = by_name.then(|| name(b"there").to_buf());
+            let place = Place { ino: if by_name { Ino::ROOT } else { Ino(2) }, name };
+            source.changes.publish_event(SessionId::default(), || Some(event(place)));
+            let number = wait(&mut client).1[0];
+            assert!(matches!(announce(&mut client, number), Answer::Reply(_)));
+            assert!(matches!(client.ask(Ino::ROOT, getattr()), Answer::Reply(_)));
+            assert!(matches!(client.ask(Ino(2), getattr()), Answer::Reply(_)), "{event:?}, by name {by_name}");
+        }
+    }
+}
+
+/// A directory on the way to a file whose data changed is shown with its own times, and the file with others, once.
+#[test]
+fn the_file_itself_is_shown_as_changed() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }), Answer::Reply(_)));
+    let getattr = |client: &mut Client, ino| match client.ask(ino, Operation::Getattr { handle: None }) {
+        // Without the time for which it is valid.
+        Answer::Reply(bytes) => bytes[16..].to_vec(),
+        other => panic!("{other:?}"),
+    };
+    let (dir, file) = (getattr(&mut client, Ino::ROOT), getattr(&mut client, Ino(2)));
+    let place = Place { ino: Ino::ROOT, name: Some(name(b"there").to_buf()) };
+    source.changes.publish_event(SessionId::default(), || Some(Event::Modified(place)));
+    let number = wait(&mut client).1[0];
+    assert!(matches!(announce(&mut client, number), Answer::Reply(_)));
+    assert_eq!(getattr(&mut client, Ino::ROOT), dir);
+    assert_ne!(getattr(&mut client, Ino(2)), file);
+    assert_eq!(getattr(&mut client, Ino(2)), file);
+}
+
+/// How long a client may keep a name and its attributes, and the data of files that it opens (`FOPEN_KEEP_CACHE`).
+fn kept(client: &mut Client) -> (u64, u64, bool) {
+    client.gid = 0;
+    let Answer::Reply(entry) = client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }) else {
+        panic!("entry")
+    };
+    let open = Operation::Open { flags: OFlags::RDONLY, clear_privileges: false };
+    let Answer::Reply(opened) = client.ask(Ino(2), open) else { panic!("opened") };
+    client.gid = REPLAY_GID;
+    let word = |at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().unwrap());
+    (word(16), word(24), opened[8] & 2 != 0)
+}
+
+#[test]
+fn caches_last_while_an_agent_asks() {
+    let (short, long) = ((1, 1, false), (600, 600, true));
+    let (mut client, _source) =
+        client_of(&ShareOptions { events: true, cache: Cache::Always, ..ShareOptions::default() });
+    assert_eq!(kept(&mut client), short, "before there is an agent");
+    assert_eq!(wait(&mut client), (true, vec![]));
+    assert_eq!(kept(&mut client), long);
+    // What the client may still know is told of, for it to ask again.
+    assert_eq!(wait(&mut client), (false, vec![1, 2]));
+    assert!(matches!(announce(&mut client, 2), Answer::Reply(_)));
+    // An agent that waits is answered in time to renew the lease.
+    let start = Instant::now();
+    assert_eq!(wait(&mut client), (false, vec![]));
+    assert!(start.elapsed() < Duration::from_millis(1900), "{:?}", start.elapsed());
+    assert_eq!(kept(&mut client), long);
+    std::thread::sleep(Duration::from_millis(2100));
+    assert_eq!(kept(&mut client), short, "the agent hangs");
+    assert_eq!(announce(&mut client, 7), Answer::Error(Errno::NOENT));
+    assert_eq!(kept(&mut client), long, "it goes on");
+    let release = Release { handle: Handle(0), flags: OFlags::empty(), flush: false, unlock_flock: false, owner: 0 };
+    let _ = client.ask(Ino::ROOT, Operation::Releasedir(release));
+    assert_eq!(kept(&mut client), short, "its kernel has closed its root directory");
+}
+
+/// A source that publishes changes and no events: what they say is told.
+#[test]
+fn changes_are_told_as_events() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    assert!(matches!(client.ask(Ino::ROOT, Operation::Lookup { name: name(b"there") }), Answer::Reply(_)));
+    let own = client.session.current().unwrap().id();
+    let (dir, ino) = (Ino::ROOT, Ino(2));
+    let entry = |bytes| Change::Entry { dir, name: name(bytes).to_buf() };
+    source.changes.publish(own, || entry(b"there"));
+    for change in [
+        entry(b"there"),
+        entry(b"absent"),
+        Change::Entry { dir: Ino(9), name: name(b"there").to_buf() },
+        Change::Removed { dir, name: name(b"there").to_buf(), ino },
+        Change::Data { ino, offset: 0, len: 1 },
+        Change::Attr { ino },
+    ] {
+        source.changes.publish(SessionId::default(), || change);
+    }
+    let message = wait_for_message(&mut client);
+    let message = Message::decode(&message).unwrap();
+    let kinds: Vec<_> = message.records().map(|record| record.unwrap().kind).collect();
+    assert_eq!(kinds, [Kind::Created, Kind::Removed, Kind::Removed, Kind::Modified, Kind::Attributes]);
+    source.changes.publish(SessionId::default(), || Change::All);
+    assert_eq!(wait(&mut client), (true, vec![]));
+}
+
+/// An agent that is killed between the announcement and the call leaves the event to the next one.
+#[test]
+fn what_a_killed_agent_has_not_replayed_the_next_one_does() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    let dir = Ino::ROOT;
+    for bytes in [b"there", b"later"] {
+        let name = name(bytes).to_buf();
+        source
+            .changes
+            .publish_event(SessionId::default(), || Some(Event::Created { dir, name, is_dir: false, ino: None }));
+    }
+    assert_eq!(wait(&mut client), (false, vec![1, 2]));
+    assert!(matches!(announce(&mut client, 1), Answer::Reply(_)));
+    client.pid += 1;
+    assert_eq!(wait(&mut client), (false, vec![1, 2]));
+    assert!(matches!(announce(&mut client, 1), Answer::Reply(_)));
+    assert!(matches!(client.ask(dir, mknod(b"there")), Answer::Reply(_)));
+    client.pid += 1;
+    assert_eq!(wait(&mut client), (false, vec![2]), "the call was made");
+}
+
+/// What happens to a new file before the agent has replayed its name is told by the name; the client does not know the inode.
+#[test]
+fn events_of_a_new_file_wait_for_its_name() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    let (dir, new, other) = (Ino::ROOT, name(b"there").to_buf(), SessionId::unique());
+    let created = || Event::Created { dir, name: new.clone(), is_dir: false, ino: Some(Ino(2)) };
+    source.changes.publish_event(other, || Some(created()));
+    source.changes.publish(other, || Change::Data { ino: Ino(2), offset: 0, len: 1 });
+    source.changes.publish(other, || Change::Data { ino: Ino(3), offset: 0, len: 1 });
+    let moved = || Event::Renamed {
+        from: (dir, new.clone()),
+        to: (dir, name(b"moved").to_buf()),
+        is_dir: false,
+        exchanged: false,
+    };
+    source.changes.publish_event(other, || Some(moved()));
+    source.changes.publish(other, || Change::Attr { ino: Ino(2) });
+    let message = wait_for_message(&mut client);
+    let message = Message::decode(&message).unwrap();
+    let told: Vec<_> =
+        message.records().map(|record| record.unwrap()).map(|record| (record.kind, record.ino, record.name)).collect();
+    let (new, moved) = (Some(name(b"there")), Some(name(b"moved")));
+    let names = [(Kind::Created, new), (Kind::Modified, new), (Kind::Renamed, new), (Kind::Attributes, moved)];
+    assert_eq!(told, names.map(|(kind, name)| (kind, dir, name)));
+    assert!(matches!(announce(&mut client, 4), Answer::Reply(_)));
+    // All was replayed, and the client does not know the inode: it has forgotten it.
+    assert_eq!(wait(&mut client), (false, vec![]));
+    source.changes.publish(other, || Change::Attr { ino: Ino(2) });
+    assert_eq!(wait(&mut client), (false, vec![]));
 }

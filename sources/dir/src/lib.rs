@@ -250,6 +250,7 @@ impl Dir {
                 waits: false,
                 direct: options.direct_io,
                 by_number,
+                events: true,
                 constant: false,
             },
             options,

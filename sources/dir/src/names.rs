@@ -25,8 +25,9 @@ impl Dir {
         self.changes.publish(by, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
-    fn created(&self, by: SessionId, dir: &Inode, name: Name<'_>, is_dir: bool) {
-        self.changes.publish_event(by, || Some(Event::Created { dir: dir.ino, name: name.to_buf(), is_dir }));
+    fn created(&self, by: SessionId, dir: &Inode, name: Name<'_>, made: Option<(Ino, bool)>) {
+        let (ino, is_dir) = (made.map(|(ino, _)| ino), made.is_some_and(|(_, is_dir)| is_dir));
+        self.changes.publish_event(by, || Some(Event::Created { dir: dir.ino, name: name.to_buf(), is_dir, ino }));
     }
 
     /// Publishes that attributes changed.
@@ -134,8 +135,7 @@ impl Dir {
         make(fd.as_fd())?;
         let found = self.find(&dir, fd.as_fd(), name.as_bytes());
         self.entry_changed(by, &dir, name);
-        let is_dir = found.as_ref().is_ok_and(|(inode, _)| inode.is_dir());
-        self.created(by, &dir, name, is_dir);
+        self.created(by, &dir, name, found.as_ref().ok().map(|(inode, _)| (inode.ino, inode.is_dir())));
         let (inode, st) = found?;
         Ok(self.entry(&inode, &st))
     }
@@ -283,7 +283,7 @@ impl Dir {
         let (inode, st) = self.find_open(&dir, At::Name(name.as_bytes()), file.as_fd())?;
         let made = self.add_open(cx, inode, &st, file, host)?;
         self.entry_changed(cx.session, &dir, name);
-        self.created(cx.session, &dir, name, false);
+        self.created(cx.session, &dir, name, Some((made.0.ino, false)));
         Ok(made)
     }
 

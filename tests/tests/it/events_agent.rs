@@ -124,7 +124,7 @@ fn only_what_is_cached_of_the_share_is_dropped() {
         dmesg | grep -c drop_caches || :"
     );
     let said = while_guest_runs(&watched, &script, |dir| {
-        let known = || watched.share.dir.usage().inodes;
+        let known = || watched.share().dir.usage().inodes;
         assert!(known() > 1000, "{}", known());
         std::fs::write(dir.with_file_name("known"), "").unwrap();
         let end = Instant::now() + SETTLE;

@@ -52,7 +52,8 @@ impl History {
         if let Some((dirs, name)) = &event.entry
             && has(libc::FAN_CREATE)
         {
-            self.out.extend(dirs.iter().map(|dir| Event::Created { dir: *dir, name: (*name).clone(), is_dir }));
+            let ino = event.targets.first().copied();
+            self.out.extend(dirs.iter().map(|dir| Event::Created { dir: *dir, name: (*name).clone(), is_dir, ino }));
         }
         let places = || -> Vec<Place> {
             match &event.entry {
@@ -114,7 +115,9 @@ impl History {
                 let ino = event.targets.first().copied();
                 self.out.push(Event::Removed { dir, name, is_dir, ino });
             }
-            (None, Some((dir, name))) => self.out.push(Event::Created { dir, name, is_dir }),
+            (None, Some((dir, name))) => {
+                self.out.push(Event::Created { dir, name, is_dir, ino: event.targets.first().copied() })
+            }
             (None, None) => {}
         }
     }
@@ -151,7 +154,7 @@ mod tests {
         let place = || Place { ino: Ino(2), name: Some(file.clone()) };
         let (dir, is_dir) = (Ino(2), false);
         let expected = [
-            Event::Created { dir, name: file.clone(), is_dir },
+            Event::Created { dir, name: file.clone(), is_dir, ino: Some(Ino(9)) },
             Event::Attributes(place()),
             Event::Modified(place()),
             Event::Closed(place()),
@@ -202,7 +205,7 @@ mod tests {
         history.add(&known(libc::FAN_RENAME, Some((0, &a)), Some((3, &b)), 7));
         history.add(&known(libc::FAN_RENAME | libc::FAN_ONDIR, Some((2, &a)), Some((0, &b)), 7));
         let expected = [
-            Event::Created { dir: Ino(3), name: b.clone(), is_dir: false },
+            Event::Created { dir: Ino(3), name: b.clone(), is_dir: false, ino: Some(Ino(9)) },
             Event::Removed { dir: Ino(2), name: a.clone(), is_dir: true, ino: Some(Ino(9)) },
         ];
         assert_eq!(history.finish(), expected);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferry_vfs::{Caller, Change, CreateArgs, Entry, Errno, FileType, Ino, Name, Result};
+use ferry_vfs::{Caller, Change, CreateArgs, Entry, Errno, Event, FileType, Ino, Name, Result};
 
 use super::acl::{self, Acl};
 use super::attrs::{S_IFMT, S_ISGID, S_IXGRP, now_after};
@@ -129,13 +129,17 @@ impl<S: Store> Tree<S> {
         if state.dir_mut()?.get(name).is_some() {
             return Err(Errno::EXIST);
         }
-        if FileType::from_raw_mode(draft.mode) == FileType::Directory && state.nlink >= LINKS_MAX {
+        let is_dir = FileType::from_raw_mode(draft.mode) == FileType::Directory;
+        if is_dir && state.nlink >= LINKS_MAX {
             return Err(Errno::MLINK);
         }
         let made = self.make(cx, (&node, &mut state), Some(name), draft)?;
         drop(state);
         drop(change);
         self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+        self.changes.publish_event(cx.session, || {
+            Some(Event::Created { dir, name: name.to_buf(), is_dir, ino: Some(made.ino) })
+        });
         Ok(made)
     }
 
@@ -246,6 +250,9 @@ impl<S: Store> Tree<S> {
         drop(dir_state);
         drop(change);
         self.changes.publish(cx.session, || Change::Entry { dir, name: name.to_buf() });
+        self.changes.publish_event(cx.session, || {
+            Some(Event::Created { dir, name: name.to_buf(), is_dir: false, ino: Some(ino) })
+        });
         self.changes.publish(cx.session, || Change::Attr { ino });
         self.entry(&node)
     }
@@ -286,6 +293,8 @@ impl<S: Store> Tree<S> {
         self.end_if_unused(&node, state);
         drop(change);
         self.changes.publish(cx.session, || Change::Removed { dir, name: name.to_buf(), ino: node.ino });
+        let event = || Event::Removed { dir, name: name.to_buf(), is_dir: directory, ino: Some(node.ino) };
+        self.changes.publish_event(cx.session, || Some(event()));
         if has_names {
             self.changes.publish(cx.session, || Change::Attr { ino: node.ino });
         }

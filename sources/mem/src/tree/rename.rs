@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLockWriteGuard};
 
 use ferry_vfs::sync::lock;
-use ferry_vfs::{Caller, Change, Errno, FileType, Ino, Name, RenameFlags, Result, Timespec};
+use ferry_vfs::{Caller, Change, Errno, Event, FileType, Ino, Name, RenameFlags, Result, Timespec};
 
 use super::attrs::now_after;
 use super::names::LINKS_MAX;
@@ -228,6 +228,15 @@ impl<S: Store> Tree<S> {
             changes.publish(cx.session, || Change::Removed { dir: to.0, name: to.1.to_buf(), ino: node.ino });
         }
         changes.publish(cx.session, || Change::Entry { dir: to.0, name: to.1.to_buf() });
+        changes.publish_event(cx.session, || {
+            let (from, to) = ((from.0, from.1.to_buf()), (to.0, to.1.to_buf()));
+            let exchanged = step.flags.contains(RenameFlags::EXCHANGE);
+            Some(Event::Renamed { from, to, is_dir: step.source.is_dir(), exchanged })
+        });
+        if step.flags.contains(RenameFlags::WHITEOUT) {
+            let created = || Event::Created { dir: from.0, name: from.1.to_buf(), is_dir: false, ino: None };
+            changes.publish_event(cx.session, || Some(created()));
+        }
         for node in std::iter::once(&step.source).chain(&step.target) {
             changes.publish(cx.session, || Change::Attr { ino: node.ino });
         }

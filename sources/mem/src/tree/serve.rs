@@ -23,6 +23,7 @@ impl<S: Store> FileSystem for Tree<S> {
             direct: false,
             // A persistent store may reuse the number of a removed inode after a restart.
             by_number: if S::JOURNALED { ByNumber::Host } else { ByNumber::Any },
+            events: true,
             constant: false,
         }
     }

@@ -1,0 +1,97 @@
+//! Has the kernel drop what it has cached when the agent ends, however it ends.
+//!
+//! Where caches are leased, the server lets the guest's kernel keep what it knows for minutes, and the agent corrects it.
+//! An agent that is killed cannot take that back, and no request makes the kernel do so. So a second process waits for
+//! the end of the first.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::{Errno, Result};
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, WaitOptions, waitpid};
+
+use crate::sys;
+
+/// The pause between two signs of life, at least.
+const BEAT: Duration = Duration::from_millis(500);
+/// An agent that gives none for so long is stopped, or hangs.
+const SILENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
+/// The server may count an agent that has ended as there for this long, and until then let the kernel keep what it says.
+const LEASE: Timespec = Timespec { tv_sec: 2, tv_nsec: 500_000_000 };
+
+/// A process that waits for the end of this one.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    pipe: Option<OwnedFd>,
+    process: Pid,
+    last: Instant,
+}
+
+impl Guard {
+    /// Starts it.
+    pub(crate) fn start() -> Result<Self> {
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        // SAFETY: the new process has one thread, and makes nothing but system calls: no allocation, no lock.
+        let process = unsafe { sys::fork(|| run(&read)) }?;
+        Ok(Self { pipe: Some(write), process, last: Instant::now() })
+    }
+
+    /// Shows that the agent goes on; returns whether there still is a guard.
+    pub(crate) fn beat(&mut self) -> bool {
+        if self.last.elapsed() < BEAT {
+            return true;
+        }
+        self.last = Instant::now();
+        let Some(pipe) = &self.pipe else { return false };
+        // A full pipe is one of a guard that is stopped.
+        matches!(rustix::io::write(pipe, b"."), Ok(_) | Err(Errno::AGAIN | Errno::INTR))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.pipe = None;
+        // One that was killed is waited for, too.
+        let _ = waitpid(Some(self.process), WaitOptions::NOHANG);
+    }
+}
+
+/// The guard's process: returns when the agent has ended, and nothing is cached on its word any more.
+fn run(pipe: &OwnedFd) {
+    // What ends the agent must not end its guard first, and nothing of the agent's may be kept open.
+    if sys::detach(pipe.as_raw_fd()).is_err() {
+        return;
+    }
+    let mut has_dropped = false;
+    loop {
+        let mut fds = [PollFd::new(pipe, PollFlags::IN)];
+        match poll(&mut fds, Some(&SILENCE)) {
+            Ok(0) if has_dropped => {}
+            Ok(0) => {
+                drop_caches();
+                has_dropped = true;
+            }
+            Ok(_) => match rustix::io::read(pipe.as_fd(), &mut [0; 64]) {
+                Ok(0) => break,
+                Ok(_) => has_dropped = false,
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(_) => break,
+            },
+            Err(Errno::INTR) => {}
+            Err(_) => break,
+        }
+    }
+    drop_caches();
+    let _ = rustix::thread::nanosleep(&LEASE);
+    drop_caches();
+}
+
+/// As [`sys::drop_caches`], without allocations.
+fn drop_caches() {
+    if let Ok(file) = rustix::fs::open(sys::DROP_CACHES, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()) {
+        let _ = rustix::io::write(file, b"3");
+    }
+}
