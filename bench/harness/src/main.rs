@@ -7,6 +7,7 @@
 mod agent;
 mod blk;
 mod chart;
+mod coherence;
 mod costs;
 mod data;
 mod dax;
@@ -99,6 +100,7 @@ enum Table {
     Costs,
     Locks,
     Scale,
+    Coherence,
 }
 
 impl Cli {
@@ -172,6 +174,7 @@ fn main() -> ExitCode {
         Table::Costs => costs::run(&cli),
         Table::Locks => locks::run(&cli),
         Table::Scale => scale::run(&cli),
+        Table::Coherence => coherence::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
         Table::Virtiofs => run(&cli),
     };

@@ -436,6 +436,7 @@ fn caches_are_leased_to_the_agent() {
         agent; warm 1; size 2
         kill -9 $agent; : >killed; size 3
         agent; warm 2; size 4
+        kill -STOP $agent; : >stopped; size 5; kill -CONT $agent
         wc -c <d/closed
         for guard in /proc/[0-9]*/comm; do
             if [ \"$(cat $guard 2>/dev/null)\" = ferry-guard ]; then guard=${{guard%/comm}}; kill -9 ${{guard#/proc/}}; fi
@@ -472,20 +473,23 @@ fn caches_are_leased_to_the_agent() {
         let killed = grow("file", "size3");
         let second = warm("2");
         let told_again = grow("file", "size4");
+        until("stopped");
+        let stopped = grow("file", "size5");
         until("gone");
         let opened = grow("closed", "opened");
-        (first, told, killed, second, told_again, opened)
+        (first, told, killed, second, told_again, stopped, opened)
     }));
     let GuestResult { status, out, err, .. } = collect(guest, TIMEOUT, start);
-    let Ok((first, told, killed, second, told_again, opened)) = waited else { panic!("{out}\n{err}") };
+    let Ok((first, told, killed, second, told_again, stopped, opened)) = waited else { panic!("{out}\n{err}") };
     assert_eq!(status, 0, "{out}\n{err}");
     let said = format!(
-        "warm: {first}, {second} requests; an agent tells after {told:?}, {told_again:?}; killed: {killed:?}; without \
-         its guard: {opened:?}"
+        "warm: {first}, {second} requests; an agent tells after {told:?}, {told_again:?}; killed: {killed:?}; stopped: \
+         {stopped:?}; without its guard: {opened:?}"
     );
     println!("{said}");
     // Those that make the file that says so.
     assert!(first < 10 && second < 10, "{said}\n{err}");
     assert!(told.max(told_again) < Duration::from_secs(2), "{said}");
-    assert!(killed < Duration::from_secs(6) && opened < Duration::from_secs(4), "{said}\n{err}");
+    assert!(killed < Duration::from_secs(6) && stopped < Duration::from_secs(8), "{said}\n{err}");
+    assert!(opened < Duration::from_secs(4), "{said}\n{err}");
 }
