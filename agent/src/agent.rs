@@ -179,6 +179,8 @@ impl Agent {
                     self.ending.sleep(RETRY);
                     if let Ok((root, mount)) = open(&self.path, &self.ending) {
                         (self.root, self.mount) = (root, mount);
+                        // The next one is that of the new mount.
+                        self.guard = None;
                     }
                     continue;
                 }
@@ -216,7 +218,7 @@ impl Agent {
         if self.guard.as_mut().is_some_and(Guard::beat) {
             return;
         }
-        match Guard::start() {
+        match Guard::start(&self.root) {
             Ok(guard) => self.guard = Some(guard),
             Err(error) => tracing::warn!(
                 "{}: old files may be cached for minutes after the agent's end: cannot start a process that drops them then: {error}",
@@ -264,13 +266,7 @@ fn is_of_name(record: &Record<'_>) -> bool {
 /// Has the kernel forget what it has cached of a mount and is not in use: no events were told for a while.
 fn forget(root: &OwnedFd, path: &Path) {
     tracing::info!("{}: events may have been missed: dropping what is cached of it", path.display());
-    // Without any change, a reconfiguration drops the unused names of one file system, and FUSE keeps no inode without
-    // a name. Before Linux 5.2 only those of all file systems can be dropped.
-    let outcome = sys::reconfigure(root).or_else(|error| {
-        tracing::debug!(%error, "not reconfigured");
-        std::fs::write("/proc/sys/vm/drop_caches", "3")
-    });
-    if let Err(error) = outcome {
+    if let Err(error) = sys::reconfigure(sys::pick(root).ok().as_ref()) {
         tracing::warn!("{}: old data may be cached until it expires: cannot drop caches: {error}", path.display());
     }
 }

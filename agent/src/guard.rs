@@ -8,7 +8,6 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, WaitOptions, waitpid};
@@ -31,11 +30,12 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    /// Starts it.
-    pub(crate) fn start() -> Result<Self> {
+    /// Starts it, for the file system with this root.
+    pub(crate) fn start(root: &OwnedFd) -> Result<Self> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        let picked = sys::pick(root).ok();
         // SAFETY: the new process has one thread, and makes nothing but system calls: no allocation, no lock.
-        let process = unsafe { sys::fork(|| run(&read)) }?;
+        let process = unsafe { sys::fork(|| run(&read, picked.as_ref())) }?;
         Ok(Self { pipe: Some(write), process, last: Instant::now() })
     }
 
@@ -60,11 +60,15 @@ impl Drop for Guard {
 }
 
 /// The guard's process: returns when the agent has ended, and nothing is cached on its word any more.
-fn run(pipe: &OwnedFd) {
-    // What ends the agent must not end its guard first, and nothing of the agent's may be kept open.
-    if sys::detach(pipe.as_raw_fd()).is_err() {
+fn run(pipe: &OwnedFd, picked: Option<&OwnedFd>) {
+    // What ends the agent must not end its guard first, and nothing else of the agent's may be kept open.
+    let pipe_fd = pipe.as_raw_fd();
+    if sys::detach(&mut [pipe_fd, picked.map_or(pipe_fd, OwnedFd::as_raw_fd)]).is_err() {
         return;
     }
+    let drop_caches = || {
+        let _ = sys::reconfigure(picked);
+    };
     let mut has_dropped = false;
     loop {
         let mut fds = [PollFd::new(pipe, PollFlags::IN)];
@@ -87,11 +91,4 @@ fn run(pipe: &OwnedFd) {
     drop_caches();
     let _ = rustix::thread::nanosleep(&LEASE);
     drop_caches();
-}
-
-/// As [`sys::drop_caches`], without allocations.
-fn drop_caches() {
-    if let Ok(file) = rustix::fs::open(sys::DROP_CACHES, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()) {
-        let _ = rustix::io::write(file, b"3");
-    }
 }

@@ -1,11 +1,11 @@
 //! The system calls that `rustix` does not have.
 
-use std::ffi::{CStr, c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use ferry_vfs::Ino;
 use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, INTERRUPT, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
-use rustix::fs::AtFlags;
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 use rustix::mount::{FsPickFlags, fsconfig_reconfigure, fspick};
 use rustix::process::{Gid, Pid};
@@ -62,10 +62,19 @@ pub(crate) fn interrupt(root: &OwnedFd) -> Result<()> {
     unsafe { ioctl(root, INTERRUPT, std::ptr::null_mut()) }
 }
 
-/// Reconfigures a mounted file system without changing anything.
-pub(crate) fn reconfigure(root: &OwnedFd) -> Result<()> {
-    let context = fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)?;
-    fsconfig_reconfigure(&context)
+/// Opens a mounted file system for [`reconfigure`], without keeping its mount busy.
+pub(crate) fn pick(root: &OwnedFd) -> Result<OwnedFd> {
+    fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)
+}
+
+/// Reconfigures a file system without changing anything: the kernel drops its names that are not in use, and FUSE keeps no inode
+/// without a name. Before Linux 5.2 only those of all file systems can be dropped. It allocates nothing.
+pub(crate) fn reconfigure(picked: Option<&OwnedFd>) -> Result<()> {
+    let dropped = picked.ok_or(Errno::NOSYS).and_then(|picked| fsconfig_reconfigure(picked.as_fd()));
+    dropped.or_else(|_| {
+        let file = rustix::fs::open(c"/proc/sys/vm/drop_caches", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+        rustix::io::write(file, b"3").map(drop)
+    })
 }
 
 /// # Safety
@@ -130,22 +139,29 @@ pub(crate) unsafe fn fork(child: impl FnOnce()) -> Result<Pid> {
 }
 
 /// Makes this process independent of the one that it was forked from: of its terminal, of signals that end services, and
-/// of all of its descriptors but one.
-pub(crate) fn detach(keep: RawFd) -> Result<()> {
-    let keep = u32::try_from(keep).map_err(|_| Errno::BADF)?;
+/// of all of its descriptors but these, which are sorted.
+pub(crate) fn detach(keep: &mut [RawFd]) -> Result<()> {
     rustix::process::setsid()?;
     rustix::process::chdir(c"/")?;
     rustix::thread::set_name(c"ferry-guard")?;
-    // SAFETY: signals are ignored, which needs no handler; and no descriptor that is closed is used afterwards.
-    let closed = unsafe {
-        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
-            libc::signal(signal, libc::SIG_IGN);
+    for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: signals are ignored, which needs no handler.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    keep.sort_unstable();
+    let mut first = 0;
+    for kept in keep {
+        let kept = u32::try_from(*kept).map_err(|_| Errno::BADF)?;
+        if kept > first {
+            close_range(first, kept - 1)?;
         }
-        let below = if keep == 0 { 0 } else { libc::syscall(libc::SYS_close_range, 0_u32, keep - 1, 0_u32) };
-        below | libc::syscall(libc::SYS_close_range, keep + 1, u32::MAX, 0_u32)
-    };
-    if closed < 0 { Err(last_error()) } else { Ok(()) }
+        first = kept + 1;
+    }
+    close_range(first, u32::MAX)
 }
 
-/// Where the kernel is told to drop what it has cached.
-pub(crate) const DROP_CACHES: &CStr = c"/proc/sys/vm/drop_caches";
+fn close_range(first: u32, last: u32) -> Result<()> {
+    // SAFETY: no descriptor that is closed is used afterwards.
+    let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0_u32) };
+    if closed < 0 { Err(last_error()) } else { Ok(()) }
+}

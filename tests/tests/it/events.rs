@@ -260,7 +260,11 @@ fn each_operation(watched: fn(Cache) -> Option<Watched>, untold: &[&str]) {
         rm gone; s; rmdir dir; s; rm link fifo new; s; chmod 700 sub; s; mv sub bus; s; rm bus/here; s; rmdir bus; s"
     );
     let mut seen = watched.compare("d d/file d/gone d/replaced d/sub d/moved", "", &script, "stat -c '%a %s' d/file");
-    seen.host.retain(|event| !untold.contains(&&**event));
+    // On the host it comes when the server closes the directory, which may be after the watcher's end.
+    let last = "d/sub DELETE_SELF ";
+    assert!(seen.guest.iter().any(|event| event == last), "{}", seen.said);
+    seen.guest.retain(|event| event != last);
+    seen.host.retain(|event| event != last && !untold.contains(&&**event));
     assert_eq!(by_watch(&seen.guest), by_watch(&seen.host), "{}", seen.said);
 }
 
