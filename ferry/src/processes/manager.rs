@@ -248,7 +248,7 @@ impl Supervisor {
         let change = self.manager.as_ref()?.change.as_ref()?;
         let is_late = Instant::now() >= change.end;
         let new = || self.servers.all.iter().filter(|server| server.is_new);
-        let have_ended = self.servers.all.iter().all(|server| !server.is_removed || server.end.is_some());
+        let have_ended = !self.servers.all.iter().any(Server::is_ending);
         match &change.step {
             Step::Start | Step::Stop if self.servers.ending.is_some() => {
                 Some(Next::Undo("the process is ending".into()))
@@ -414,8 +414,12 @@ impl Supervisor {
                 server.child.signal(Signal::TERM);
             }
         }
-        let hang = self.servers.all.iter().filter(|server| server.is_removed && server.end.is_none());
-        let hang: Vec<_> = hang.map(|server| format!("{} is still ending", server.unit.shown())).collect();
+        // Storage that hangs can hold up an end for any time.
+        let mut hang = Vec::new();
+        for server in self.servers.all.iter_mut().filter(|server| server.is_ending()) {
+            server.is_abandoned = true;
+            hang.push(format!("{} is still ending", server.unit.shown()));
+        }
         client.reply(match reply {
             Ok(outcomes) => Ok(outcomes.into_iter().chain(hang).collect()),
             Err(why) if lost.is_empty() => Err(unchanged(&why)),

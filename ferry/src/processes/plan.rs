@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail, ensure};
 use ferry_control::{LogLevel, MetricsAddress, Setting};
 
-use super::unit::{Unit, need_each_other, places_of_disk, places_of_share};
+use super::unit::{Unit, places_of_disk, places_of_share};
 use crate::cli::{Cli, Command};
 use crate::config;
 use crate::disk;
@@ -18,6 +18,9 @@ use crate::{share, source};
 
 /// The keys of a table that can change while the share or disk is served.
 const LIVE: [&str; 5] = ["limit", "poll-us", "entry-timeout", "attr-timeout", "negative-timeout"];
+
+/// The maximum number of server processes; clients read reports of a thousand shares.
+const SERVERS_MAX: usize = 1000;
 
 /// What a change does.
 #[derive(Debug, Default)]
@@ -61,10 +64,18 @@ pub struct ItemSettings {
 }
 
 /// A server that runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Served<'a> {
     pub index: usize,
     pub unit: &'a Unit,
+    /// The places of its items.
+    places: Vec<Vec<String>>,
+}
+
+impl<'a> Served<'a> {
+    pub fn new(index: usize, unit: &'a Unit) -> Self {
+        Self { index, unit, places: unit.places() }
+    }
 }
 
 /// What the process was started with.
@@ -91,6 +102,7 @@ pub fn level_setting(level: Option<&LogLevel>) -> Setting {
 pub fn add(words: &[OsString], folder: &Path, served: &[Served<'_>], base: &Base) -> Result<Plan> {
     let mut starts = units_of_command(words, folder, &base.sandbox_flags)?;
     starts.iter_mut().for_each(|unit| unit.level = base.level.clone().flatten());
+    check_count(&starts, served)?;
     check_places(&starts, served)?;
     check_beside(&starts, served)?;
     Ok(Plan { starts, ..Plan::default() })
@@ -138,9 +150,10 @@ pub fn reload(file: config::File, served: &[Served<'_>], base: &Base) -> Result<
     }
     let mut plan = difference.ends()?;
     let is_replaced = |index| plan.replaces.iter().any(|replacement| replacement.server == index);
-    let others: Vec<_> = served.iter().filter(|server| !is_replaced(server.index)).copied().collect();
-    let stays: Vec<_> = others.iter().filter(|server| !plan.ends.contains(&server.index)).copied().collect();
+    let others: Vec<_> = served.iter().filter(|server| !is_replaced(server.index)).cloned().collect();
+    let stays: Vec<_> = others.iter().filter(|server| !plan.ends.contains(&server.index)).cloned().collect();
     let new = || starts.iter().chain(plan.replaces.iter().map(|replacement| &replacement.unit));
+    check_count(&starts, served)?;
     // What is removed ends last.
     check_places(new(), &others)?;
     check_beside(new(), &stays)?;
@@ -183,8 +196,7 @@ struct Difference<'a> {
 impl Difference<'_> {
     /// Finds an item of the file. `is_same` tells whether one that was added by hand is the same.
     fn find(&mut self, places: &[String], table: &toml::Table, is_same: impl Fn(&Unit, usize) -> bool) -> Found {
-        let Some((server, item)) = find(places, self.served) else { return Found::New };
-        let (index, unit) = (server.index, server.unit);
+        let Some((index, unit, item)) = find(places, self.served) else { return Found::New };
         let shown = format!("{} at {}", name_of(unit, item), places.join(", "));
         if !self.matched.insert((index, item)) {
             self.blocked.push(format!("{shown} is listed twice"));
@@ -228,7 +240,7 @@ impl Difference<'_> {
 
     /// Adds what the file does not list any more; returns the plan if all of it is possible.
     fn ends(mut self) -> Result<Plan> {
-        for Served { index, unit } in self.served {
+        for Served { index, unit, .. } in self.served {
             let is_gone = |item: &usize| unit.tables[*item].is_some() && !self.matched.contains(&(*index, *item));
             let gone: BTreeSet<_> = (0..unit.len()).filter(is_gone).collect();
             match gone.len() {
@@ -261,10 +273,10 @@ fn name_of(unit: &Unit, item: usize) -> String {
 }
 
 /// Returns the item that has one of these places.
-fn find<'a>(places: &[String], served: &[Served<'a>]) -> Option<(Served<'a>, usize)> {
+fn find<'a>(places: &[String], served: &[Served<'a>]) -> Option<(usize, &'a Unit, usize)> {
     served.iter().find_map(|server| {
         let is_one = |own: &Vec<String>| own.iter().any(|place| places.contains(place));
-        server.unit.places().iter().position(is_one).map(|item| (*server, item))
+        server.places.iter().position(is_one).map(|item| (server.index, server.unit, item))
     })
 }
 
@@ -313,6 +325,15 @@ fn check_process(file: &config::File, base: &Base) -> Result<()> {
     Ok(())
 }
 
+fn check_count(starts: &[Unit], served: &[Served<'_>]) -> Result<()> {
+    let count = starts.len() + served.len();
+    ensure!(
+        count <= SERVERS_MAX,
+        "there would be {count} server processes, and {SERVERS_MAX} are the most: start another manager"
+    );
+    Ok(())
+}
+
 /// Checks that the places of new processes are free.
 fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served<'_>]) -> Result<()> {
     for unit in starts {
@@ -320,12 +341,8 @@ fn check_places<'a>(starts: impl IntoIterator<Item = &'a Unit>, served: &[Served
             if let Some(fd) = places.iter().find(|place| place.starts_with("descriptor ")) {
                 bail!("{fd} of {}: descriptors are inherited at the start; use a socket", name_of(unit, item));
             }
-            if let Some((other, at)) = find(places, served) {
-                bail!(
-                    "{} is served already, from {}: ferry remove it first",
-                    places.join(", "),
-                    name_of(other.unit, at)
-                );
+            if let Some((_, other, at)) = find(places, served) {
+                bail!("{} is served already, from {}: ferry remove it first", places.join(", "), name_of(other, at));
             }
         }
     }
@@ -349,10 +366,13 @@ fn check_pair(share: &Share, other: &Share) -> Result<()> {
             "--limit group={group}: the shares of a group have one process, and {other_name} is served already: start all of them again"
         );
     }
+    if share.quota.is_none() && other.quota.is_none() {
+        return Ok(());
+    }
     if let Some(why) = source::quota_conflict(&[share.clone(), other.clone()]) {
         bail!(why);
     }
-    let is_counted = share.quota.is_some() && need_each_other(share, other);
+    let is_counted = share.quota.is_some() && share.kind().canonical() == other.kind().canonical();
     ensure!(!is_counted, "--quota: one process must count {name} and {other_name}: start both again, from one file");
     Ok(())
 }
@@ -416,7 +436,7 @@ mod tests {
     }
 
     fn served(units: &[Unit]) -> Vec<Served<'_>> {
-        units.iter().enumerate().map(|(index, unit)| Served { index, unit }).collect()
+        units.iter().enumerate().map(|(index, unit)| Served::new(index, unit)).collect()
     }
 
     /// What a plan does, in words.
@@ -579,6 +599,17 @@ mod tests {
             let error = plan(line).expect_err(line);
             assert!(error.contains(words), "{line}: {error}");
         }
+    }
+
+    #[test]
+    fn servers_are_counted() {
+        let some = |count: usize| {
+            let one = |number| format!("[[share]]\nsource = \"/{number}\"\nvirtiofs = \"{number}\"\n");
+            (0..count).map(one).collect::<String>()
+        };
+        assert!(planned(A, &some(SERVERS_MAX - 1)).is_ok());
+        let error = planned(A, &some(SERVERS_MAX)).expect_err("too many").to_string();
+        assert!(error.contains("1001 server processes, and 1000 are the most"), "{error}");
     }
 
     #[test]

@@ -58,6 +58,8 @@ pub struct Server {
     pub is_new: bool,
     /// A change ends it.
     pub is_removed: bool,
+    /// The change no longer waits for its end.
+    pub is_abandoned: bool,
 }
 
 impl Servers {
@@ -94,6 +96,7 @@ impl Servers {
             end: None,
             is_new,
             is_removed: false,
+            is_abandoned: false,
         });
         Ok(None)
     }
@@ -107,7 +110,7 @@ impl Servers {
     pub fn served(&self) -> Vec<Served<'_>> {
         let runs = |server: &Server| server.end.is_none() && !server.is_removed;
         let all = self.all.iter().enumerate().filter(|(_, server)| runs(server));
-        all.map(|(index, server)| Served { index, unit: &server.unit }).collect()
+        all.map(|(index, server)| Served::new(index, &server.unit)).collect()
     }
 
     /// Looks for reports and ends.
@@ -214,6 +217,11 @@ impl Servers {
 impl Server {
     pub fn is_up(&self) -> bool {
         matches!(self.report, Some(Report::Up(_)))
+    }
+
+    /// Whether a change waits for its end.
+    pub fn is_ending(&self) -> bool {
+        self.is_removed && !self.is_abandoned && self.end.is_none()
     }
 
     /// Returns why it does not serve, once that is known.

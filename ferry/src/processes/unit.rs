@@ -1,6 +1,6 @@
 //! What one server process serves: shares that need each other, or a disk.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ferry_control::{LogLevel, MetricsAddress, TraceOptions};
 
@@ -46,9 +46,11 @@ impl Unit {
 
     /// Returns the processes of shares: each share has its own, except those that need each other.
     pub fn of_shares(shares: Vec<(Share, Option<toml::Table>)>, sandbox_flags: &SandboxFlags) -> Vec<Self> {
-        let mut groups: Vec<Vec<(Share, Option<toml::Table>)>> = Vec::new();
-        for one in shares {
-            let needs = |group: &Vec<(Share, _)>| group.iter().any(|(other, _)| need_each_other(&one.0, other));
+        let mut groups: Vec<Vec<(Share, Option<toml::Table>, Needs)>> = Vec::new();
+        for (share, table) in shares {
+            let needs = Needs::of(&share);
+            let one = (share, table, needs);
+            let needs = |group: &Vec<(Share, _, Needs)>| group.iter().any(|(.., other)| one.2.meet(other));
             let found: Vec<_> = (0..groups.len()).filter(|at| needs(&groups[*at])).collect();
             match found.split_first() {
                 None => groups.push(vec![one]),
@@ -60,7 +62,8 @@ impl Unit {
                 }
             }
         }
-        groups.into_iter().map(|group| Self::of_group(group, sandbox_flags)).collect()
+        let plain = |group: Vec<(Share, _, Needs)>| group.into_iter().map(|(share, table, _)| (share, table)).collect();
+        groups.into_iter().map(|group| Self::of_group(plain(group), sandbox_flags)).collect()
     }
 
     /// Returns the one process of all these shares.
@@ -111,16 +114,31 @@ impl Unit {
     }
 }
 
-/// Whether one process must serve both shares: they have one source or one limit, or one does not see the mount of the other.
-pub fn need_each_other(one: &Share, other: &Share) -> bool {
-    let (kind, other_kind) = (one.kind().canonical(), other.kind().canonical());
-    let group = |share: &Share| share.limit.as_ref().and_then(|limit| limit.group.clone());
-    let contains = |kind: &Kind, share: &Share| match (kind, &share.mount) {
-        (Kind::Dir(path), Some(mount)) => mount.canonicalize().is_ok_and(|mount| mount.starts_with(path)),
-        _ => false,
-    };
-    let is_one_limit = group(one).is_some_and(|name| group(other) == Some(name));
-    kind == other_kind || is_one_limit || contains(&kind, other) || contains(&other_kind, one)
+/// What a share has that another one of its process may need.
+struct Needs {
+    source: Kind,
+    limit_group: Option<String>,
+    mount: Option<PathBuf>,
+}
+
+impl Needs {
+    fn of(share: &Share) -> Self {
+        Self {
+            source: share.kind().canonical(),
+            limit_group: share.limit.as_ref().and_then(|limit| limit.group.clone()),
+            mount: share.mount.as_ref().and_then(|mount| mount.canonicalize().ok()),
+        }
+    }
+
+    /// Whether one process must serve both: they have one source or one limit, or one does not see the mount of the other.
+    fn meet(&self, other: &Self) -> bool {
+        let contains = |one: &Self, other: &Self| match (&one.source, &other.mount) {
+            (Kind::Dir(path), Some(mount)) => mount.starts_with(path),
+            _ => false,
+        };
+        let is_one_limit = self.limit_group.is_some() && self.limit_group == other.limit_group;
+        self.source == other.source || is_one_limit || contains(self, other) || contains(other, self)
+    }
 }
 
 /// Returns where clients find a share.
