@@ -9,6 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use ferry_vhost::Socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, FileName, Reply, socket_dir};
@@ -52,6 +53,13 @@ pub enum ManagerRequest {
 pub struct ManagerClient(UnixStream);
 
 impl ManagerClient {
+    /// Whether it has gone, so that nobody waits for the reply.
+    #[must_use]
+    pub fn has_gone(&self) -> bool {
+        let mut polled = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+    }
+
     /// Sends the reply, without waiting for a client that does not read.
     pub fn reply(mut self, result: Result<Vec<String>, String>) {
         let reply = match result {
@@ -220,7 +228,7 @@ mod tests {
             assert!(manager.requests(|_| true).is_empty() && manager.left().is_some());
             client.write_all(b"\nmore").expect("it reads");
             let (came, from) = manager.requests(|_| true).pop().expect("a request");
-            assert_eq!(came, request);
+            assert_eq!((came, from.has_gone()), (request, false));
             from.reply(Ok(vec!["done".into()]));
             assert_eq!(answer(client), "{\"ok\":[\"done\"]}\n");
             assert_eq!((manager.left(), manager.descriptors().count()), (None, 1));
@@ -247,6 +255,10 @@ mod tests {
         }
         assert!(answer(client).starts_with("{\"error\":\"invalid request"));
         sends.join().expect("it ends").expect_err("the manager has left it");
+        let mut client = connect(&folder);
+        client.write_all(b"{\"do\":\"reload\",\"force\":true}\n").expect("it reads");
+        drop(client);
+        assert!(manager.requests(|_| true).pop().is_some_and(|(_, client)| client.has_gone()));
         let client = connect(&folder);
         assert!(manager.requests(|_| false).is_empty());
         assert!(answer(client).contains("has no access"));

@@ -4,7 +4,7 @@
 //! at the start. A change is made in steps: plan it, start what is new, replace what has other flags, change settings, end what is
 //! removed. Until the last step, whatever fails undoes all of it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::OsString;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
@@ -31,6 +31,9 @@ const START_TIME: Duration = Duration::from_secs(30);
 /// The time in which servers end before the reply is sent. They sync what was written.
 const END_TIME: Duration = Duration::from_secs(10);
 
+/// The maximum number of requests that wait for a change; more come from no script that waits for its changes.
+const WAITING_MAX: usize = 64;
+
 /// The manager's state.
 pub struct Manager {
     socket: ManagerSocket,
@@ -38,6 +41,8 @@ pub struct Manager {
     path: PathBuf,
     base: Base,
     change: Option<Change>,
+    /// Requests that wait for the change under way.
+    waiting: VecDeque<(ManagerRequest, ManagerClient)>,
 }
 
 /// A change under way; one at a time.
@@ -78,7 +83,7 @@ impl Manager {
     /// Starts to listen. On failure it logs a warning, and what is served cannot change.
     pub fn start(path: PathBuf, base: Base) -> Option<Self> {
         match ManagerSocket::bind() {
-            Ok(socket) => Some(Self { socket, path, base, change: None }),
+            Ok(socket) => Some(Self { socket, path, base, change: None, waiting: VecDeque::new() }),
             Err(error) => {
                 tracing::warn!("ferry add, remove and reload will not find this process: {error}");
                 None
@@ -143,10 +148,30 @@ impl Supervisor {
         }
     }
 
-    /// Handles requests, and goes on with the change under way. In a new child only, returns its task.
+    /// Handles requests, one after the other, and goes on with the change under way. In a new child only, returns its task.
     fn manage(&mut self) -> Result<Option<Task>> {
-        let requests = self.manager.as_mut().map(|manager| manager.socket.requests(OWNER.is_ours));
-        for (request, client) in requests.into_iter().flatten() {
+        let Some(manager) = &mut self.manager else { return Ok(None) };
+        for (request, client) in manager.socket.requests(OWNER.is_ours) {
+            match manager.waiting.len() < WAITING_MAX {
+                true => manager.waiting.push_back((request, client)),
+                false => client.reply(Err(unchanged(&format!("{WAITING_MAX} changes wait already")))),
+            }
+        }
+        loop {
+            while let Some(next) = self.next_step() {
+                if let Some(task) = self.go_on(next)? {
+                    return Ok(Some(task));
+                }
+            }
+            let Some(manager) = self.manager.as_mut().filter(|manager| manager.change.is_none()) else { break };
+            // Nothing refers to servers by their index.
+            self.servers.all.retain(|server| !server.is_removed || server.end.is_none());
+            let is_starting = !self.servers.is_announced && self.servers.ending.is_none();
+            let request = manager.waiting.pop_front_if(|_| !is_starting);
+            let Some((request, client)) = request else { break };
+            if client.has_gone() {
+                continue;
+            }
             match self.plan(request) {
                 Ok(plan) => {
                     if let Some(task) = self.begin_change(plan, client)? {
@@ -156,23 +181,12 @@ impl Supervisor {
                 Err(error) => client.reply(Err(unchanged(&format!("{error:#}")))),
             }
         }
-        while let Some(next) = self.next_step() {
-            if let Some(task) = self.go_on(next)? {
-                return Ok(Some(task));
-            }
-        }
-        if self.manager.as_ref().is_some_and(|manager| manager.change.is_none()) {
-            // Nothing refers to servers by their index.
-            self.servers.all.retain(|server| !server.is_removed || server.end.is_none());
-        }
         Ok(None)
     }
 
     /// Finds out what a request changes, without any effect.
     fn plan(&self, request: ManagerRequest) -> Result<Plan> {
-        let Some(Manager { path, base, change, .. }) = &self.manager else { bail!("there is no manager") };
-        ensure!(change.is_none(), "another change is under way: try again");
-        ensure!(self.servers.is_announced, "the process is starting: try again");
+        let Some(Manager { path, base, .. }) = &self.manager else { bail!("there is no manager") };
         ensure!(self.servers.ending.is_none(), "the process is ending");
         let served = self.servers.served();
         let (plan, force) = match request {
