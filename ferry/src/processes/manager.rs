@@ -166,9 +166,10 @@ impl Supervisor {
             let Some(manager) = self.manager.as_mut().filter(|manager| manager.change.is_none()) else { break };
             // Nothing refers to servers by their index.
             self.servers.all.retain(|server| !server.is_removed || server.end.is_none());
-            let is_starting = !self.servers.is_announced && self.servers.ending.is_none();
-            let request = manager.waiting.pop_front_if(|_| !is_starting);
-            let Some((request, client)) = request else { break };
+            if !self.servers.is_announced && self.servers.ending.is_none() {
+                break;
+            }
+            let Some((request, client)) = manager.waiting.pop_front() else { break };
             if client.has_gone() {
                 continue;
             }
