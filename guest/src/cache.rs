@@ -131,7 +131,7 @@ impl Cache {
         Ok(self.fetch("skopeo")?.join("bin/skopeo"))
     }
 
-    /// Returns a folder with the programs containerd and ctr.
+    /// Returns a folder with the programs containerd, ctr, and those that run containers.
     pub fn containerd(&self) -> Result<PathBuf> {
         Ok(self.fetch("containerd")?.join("bin"))
     }

@@ -67,12 +67,20 @@ pub(crate) fn messages(context: &OwnedFd) -> String {
 ///
 /// The directory cannot be inspected.
 pub fn is_mounted(at: &Path) -> Result<bool> {
-    let found = match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
-        Err(Errno::NOENT) => return Ok(false),
-        found => found.doing("inspect", at)?,
-    };
     let is_erofs = || statfs(at).is_ok_and(|found| u64::try_from(found.f_type) == Ok(MAGIC));
-    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) && is_erofs())
+    Ok(is_mount_point(at)? && is_erofs())
+}
+
+/// Whether something is mounted on a directory.
+///
+/// # Errors
+///
+/// The directory cannot be inspected.
+pub fn is_mount_point(at: &Path) -> Result<bool> {
+    match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
+        Err(Errno::NOENT) => Ok(false),
+        found => Ok(found.doing("inspect", at)?.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)),
+    }
 }
 
 /// Unmounts a directory, if something is mounted there. Who uses the mount keeps it.

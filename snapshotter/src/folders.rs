@@ -6,6 +6,7 @@
 //! ROOT/snapshots/ID/work  overlayfs's work directory
 //! ROOT/snapshots/ID/image the image of a committed layer
 //! ROOT/snapshots/ID/layer where it is mounted
+//! ROOT/snapshots/ID/lower/NUMBER   the layers below, with the users of a container
 //! ROOT/trash/             directories that are being removed
 //! ROOT/probe/             what is tried at start
 //! ROOT/store/             the bytes of files of all images
@@ -142,6 +143,12 @@ impl Folders {
     #[must_use]
     pub fn layer(&self, id: u64) -> PathBuf {
         self.snapshot(id).join("layer")
+    }
+
+    /// Returns the folder of idmapped layers.
+    #[must_use]
+    pub fn lower(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("lower")
     }
 
     /// Creates the directory of a snapshot. What a killed process left under this id is removed first.

@@ -1,7 +1,7 @@
 //! The labels that map users of a container to users of this host.
 //!
-//! A label is a list of `CONTAINER-ID:HOST-ID:SIZE`, separated by commas. containerd idmaps the lower layers when it mounts; the upper
-//! directory is created for the container's root.
+//! A label is a list of `CONTAINER-ID:HOST-ID:SIZE`, separated by commas. The layers below are idmapped
+//! ([`crate::idmapped`]); the upper directory is created for the container's root.
 
 use crate::api::Labels;
 use crate::error::{Error, Result};

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, RwLock, RwLockReadGuard};
@@ -18,6 +19,8 @@ use crate::config::Images;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 use crate::folders::Folders;
+use crate::idmap::IdMaps;
+use crate::idmapped;
 use crate::metadata::LayerImage;
 use crate::mounted;
 use crate::overlay;
@@ -145,14 +148,38 @@ impl Layers {
         Ok(at)
     }
 
-    /// Unmounts the image of a layer. Who uses the mount keeps it.
+    /// Mounts layers a second time, with the users of a container, unless they are; returns where.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses.
+    pub fn idmap(&self, id: u64, layers: &[PathBuf], maps: &IdMaps) -> Result<Vec<PathBuf>> {
+        let _mounting = lock(&self.mounting);
+        let folder = self.folders.lower(id);
+        let at: Vec<PathBuf> = (0..layers.len()).map(|number| folder.join(number.to_string())).collect();
+        let mut namespace = None;
+        for (layer, at) in layers.iter().zip(&at) {
+            if erofs::is_mount_point(at)? {
+                continue;
+            }
+            let namespace = match &namespace {
+                Some(namespace) => namespace,
+                None => namespace.insert(idmapped::user_namespace(maps)?),
+            };
+            fs::create_dir_all(at).doing("create", at)?;
+            idmapped::mount(layer, namespace.as_fd(), at)?;
+        }
+        Ok(at)
+    }
+
+    /// Unmounts what is mounted in the directory of a snapshot. Who uses the mounts keeps them.
     ///
     /// # Errors
     ///
     /// The kernel refuses.
     pub fn unmount(&self, id: u64) -> Result<()> {
         let _mounting = lock(&self.mounting);
-        erofs::unmount_all(&self.folders.layer(id))
+        unmount_in(&self.folders.snapshot(id))
     }
 
     /// Notes that the image of a layer is gone.
@@ -193,6 +220,24 @@ impl Layers {
         }
         Ok(())
     }
+}
+
+/// Unmounts what is mounted in a directory of a snapshot: its image, and idmapped layers.
+///
+/// # Errors
+///
+/// The kernel refuses.
+pub fn unmount_in(folder: &Path) -> Result<()> {
+    erofs::unmount_all(&folder.join("layer"))?;
+    let lower = folder.join("lower");
+    let entries = match fs::read_dir(&lower) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.doing("list", &lower)?,
+    };
+    for entry in entries {
+        erofs::unmount_all(&entry.doing("list", &lower)?.path())?;
+    }
+    Ok(())
 }
 
 fn recorded(report: &BuildReport) -> LayerImage {

@@ -11,7 +11,7 @@
 //! snapshotter.commit("layer", "unpack", "", Default::default())?;
 //! # Ok::<(), ferry_snapshotter::Error>(())
 //! ```
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod api;
 mod config;
@@ -20,6 +20,7 @@ mod error;
 mod filter;
 mod folders;
 mod idmap;
+mod idmapped;
 mod keys;
 mod layers;
 mod metadata;

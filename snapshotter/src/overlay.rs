@@ -8,7 +8,6 @@ use rustix::mount::{FsOpenFlags, fsconfig_create, fsconfig_set_string, fsopen};
 use crate::api::{Kind, Mount};
 use crate::erofs::messages;
 use crate::error::{Error, Result};
-use crate::idmap::IdMaps;
 
 /// Exists if this kernel's overlayfs knows the option `index`.
 const INDEX_PARAMETER: &str = "/sys/module/overlay/parameters/index";
@@ -24,8 +23,6 @@ pub struct Layers<'a> {
     pub work: &'a Path,
     /// The layers below, nearest first.
     pub lower: &'a [PathBuf],
-    /// The users of a container.
-    pub idmaps: Option<&'a IdMaps>,
 }
 
 impl Layers<'_> {
@@ -34,9 +31,6 @@ impl Layers<'_> {
     #[must_use]
     pub fn mounts(&self) -> Vec<Mount> {
         let mut options = Vec::new();
-        if let Some(maps) = self.idmaps {
-            options.extend([format!("uidmap={}", maps.users), format!("gidmap={}", maps.groups)]);
-        }
         let is_writable = self.kind == Kind::Active;
         let bound = match (is_writable, self.lower) {
             (_, []) => Some(self.upper),
@@ -98,23 +92,17 @@ mod tests {
 
     #[test]
     fn mounts_are_those_of_containerd() {
-        let maps = IdMaps { users: "0:5:1".into(), groups: "0:6:1".into(), root: (5, 6) };
         let lower: Vec<PathBuf> = ["/s/2/layer", "/s/1/fs"].map(PathBuf::from).into();
-        for (kind, count, idmaps, expected) in [
-            (Kind::Active, 0, None, "bind /s/9/fs rw rbind"),
-            (Kind::View, 0, None, "bind /s/9/fs ro rbind"),
-            (Kind::View, 1, None, "bind /s/2/layer ro rbind"),
-            (Kind::View, 2, None, "overlay overlay lowerdir=/s/2/layer:/s/1/fs"),
-            (Kind::Active, 1, None, "overlay overlay workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/layer"),
-            (
-                Kind::Active,
-                2,
-                Some(&maps),
-                "overlay overlay uidmap=0:5:1 gidmap=0:6:1 workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/layer:/s/1/fs",
-            ),
+        for (kind, count, expected) in [
+            (Kind::Active, 0, "bind /s/9/fs rw rbind"),
+            (Kind::View, 0, "bind /s/9/fs ro rbind"),
+            (Kind::View, 1, "bind /s/2/layer ro rbind"),
+            (Kind::View, 2, "overlay overlay lowerdir=/s/2/layer:/s/1/fs"),
+            (Kind::Active, 1, "overlay overlay workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/layer"),
+            (Kind::Active, 2, "overlay overlay workdir=/s/9/work upperdir=/s/9/fs lowerdir=/s/2/layer:/s/1/fs"),
         ] {
             let (upper, work) = (Path::new("/s/9/fs"), Path::new("/s/9/work"));
-            let mounts = Layers { kind, upper, work, lower: &lower[..count], idmaps }.mounts();
+            let mounts = Layers { kind, upper, work, lower: &lower[..count] }.mounts();
             let [Mount { r#type, source, target, options }] = &mounts[..] else { panic!("{mounts:?}") };
             let options = options.iter().filter(|option| *option != "index=off").cloned().collect::<Vec<_>>().join(" ");
             assert_eq!((format!("{} {source} {options}", r#type), &**target), (expected.to_owned(), ""));

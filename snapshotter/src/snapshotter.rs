@@ -18,7 +18,7 @@ use crate::filter::Filter;
 use crate::folders::{Folders, Owner};
 use crate::idmap::IdMaps;
 use crate::keys::Keys;
-use crate::layers::Layers;
+use crate::layers::{Layers, unmount_in};
 use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, Usage, too_deep};
 use crate::{overlay, usage};
 
@@ -61,7 +61,7 @@ impl Snapshotter {
         let folders = Folders::create(&config.root)?;
         // Locks the root.
         let metadata = Metadata::open(&folders.metadata())?;
-        log_failure(folders.empty_trash(|folder| erofs::unmount_all(&folder.join("layer"))));
+        log_failure(folders.empty_trash(unmount_in));
         let layers = Layers::new(folders.clone(), config.images)?;
         let snapshotter = Self { metadata, folders, layers, keys: Keys::default() };
         snapshotter.finish_interrupted()?;
@@ -89,7 +89,9 @@ impl Snapshotter {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             entries => entries.doing("list", self.folders.snapshot(id))?,
         };
-        for entry in entries.flatten().filter(|entry| !["fs", "work"].iter().any(|kept| entry.file_name() == *kept)) {
+        for entry in
+            entries.flatten().filter(|entry| !["fs", "work", "lower"].iter().any(|kept| entry.file_name() == *kept))
+        {
             let path = entry.path();
             erofs::unmount_all(&path)?;
             let removed = if path.is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) };
@@ -208,7 +210,11 @@ impl Snapshotter {
         let is_writable = kind == Kind::Active;
         let create = |id| self.folders.add(id, owner, is_writable);
         let record = self.metadata.insert(&key, (kind, &parent, labels), create)?;
-        self.mounts_of(&record, &lower)
+        let mounts = self.mounts_of(&record, &lower);
+        if mounts.is_err() {
+            log_failure(self.remove(&key));
+        }
+        mounts
     }
 
     /// Returns the directories of a committed snapshot and those below it, nearest first. Mounts their images.
@@ -227,9 +233,10 @@ impl Snapshotter {
 
     fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {
         let (upper, work) = (self.folders.upper(record.id), self.folders.work(record.id));
-        let idmaps = IdMaps::of(&record.labels)?;
-        let (kind, idmaps) = (record.kind(), idmaps.as_ref());
-        Ok(overlay::Layers { kind, upper: &upper, work: &work, lower, idmaps }.mounts())
+        let idmapped =
+            IdMaps::of(&record.labels)?.map(|maps| self.layers.idmap(record.id, lower, &maps)).transpose()?;
+        let lower = idmapped.as_deref().unwrap_or(lower);
+        Ok(overlay::Layers { kind: record.kind(), upper: &upper, work: &work, lower }.mounts())
     }
 
     /// Makes an active snapshot a committed one.
@@ -282,8 +289,8 @@ impl Snapshotter {
         // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
         if record.image.is_some() {
             self.layers.note_garbage();
-            log_failure(self.layers.unmount(record.id));
         }
+        log_failure(self.layers.unmount(record.id));
         log_failure(self.folders.discard(&self.folders.snapshot(record.id)));
         Ok(())
     }
@@ -311,7 +318,7 @@ impl Snapshotter {
     pub fn cleanup(&self) -> Result<()> {
         let unknown: Vec<_> = self.metadata.with_ids(|ids| {
             let take = |folder: PathBuf| {
-                erofs::unmount_all(&folder.join("layer"))?;
+                unmount_in(&folder)?;
                 self.folders.take(&folder)
             };
             self.folders.unknown(|id| ids.contains(&id))?.into_iter().map(take).collect::<Result<_>>()

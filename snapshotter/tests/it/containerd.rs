@@ -41,7 +41,9 @@ impl Containerd {
         );
         fs::write(&config, text).expect("it can be written");
         let log = fs::File::create(folder.join("containerd.log")).expect("it can be made");
+        let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap_or_default());
         let mut command = Command::new(programs.join("containerd"));
+        command.env("PATH", path);
         command
             .arg("--config")
             .arg(config)
@@ -184,6 +186,74 @@ fn containerd_imports_mounts_and_removes_images() {
         for images in ["never", "auto"] {
             import_mount_and_remove(images);
         }
+    }
+}
+
+/// Containers of runc, with this host's users and with their own; the program is killed and started while one runs.
+#[test]
+#[ignore = "long: make test-all"]
+fn containers_run_and_do_not_notice_restarts() {
+    if !can_mount() {
+        return;
+    }
+    let cache = Cache::from_env().expect("there is a cache");
+    let busybox = cache.uml().expect("it can be fetched").busybox;
+    let (programs, umoci) = (cache.containerd().expect("it can be fetched"), cache.umoci().expect("it can be fetched"));
+    for images in ["never", "auto"] {
+        let mut server = Server::start(images);
+        drop(server.client());
+        let folder = server.folder.path().to_owned();
+        fs::create_dir_all(folder.join("two/bin")).expect("it can be made");
+        fs::copy(&busybox, folder.join("two/bin/busybox")).expect("it can be copied");
+        let archive = image(&umoci, &folder);
+        let containerd = Containerd::start(programs.clone(), &folder, &server.socket());
+        let archive = archive.to_str().expect("it is text");
+        containerd.ctr(&[
+            "images",
+            "import",
+            "--local",
+            "--snapshotter",
+            "ferry",
+            "--base-name",
+            "ferry.test/image",
+            archive,
+        ]);
+        let busybox = "/opaque/bin/busybox";
+        let run = |name: &str, flags: &[&str], script: &str| {
+            let words = ["run", "--snapshotter", "ferry"].into_iter().chain(flags.iter().copied());
+            containerd.ctr(&words.chain([IMAGE, name, busybox, "sh", "-c", script]).collect::<Vec<_>>())
+        };
+        let script =
+            "b=/opaque/bin/busybox; $b stat -c '%u %a' / /etc /suid; echo x >/etc/new && $b cat /etc/new; $b id -u";
+        let said = run("own", &["--rm"], script);
+        assert_eq!(said, "0 755\n7 755\n0 4755\nx\n0\n", "{images}");
+        // The same, but the host sees other users.
+        let maps = ["--rm", "--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536", "--remap-labels"];
+        assert_eq!(run("mapped", &maps, script), said, "{images}");
+
+        run("stays", &["--detach"], "while :; do /opaque/bin/busybox sleep 1; done");
+        for round in 0..3 {
+            server.kill();
+            let exec = format!("/opaque/bin/busybox cat /etc/kept >/etc/copy-{round}");
+            let id = format!("exec-{round}");
+            containerd.ctr(&["task", "exec", "--exec-id", &id, "stays", busybox, "sh", "-c", &exec]);
+            // ctr loses output of programs that end soon, so the file is looked for.
+            let snapshots = fs::read_dir(server.root().join("snapshots")).expect("it can be listed");
+            let copies =
+                snapshots.flatten().filter_map(|id| fs::read(id.path().join(format!("fs/etc/copy-{round}"))).ok());
+            assert_eq!(copies.map(|copy| copy.len()).collect::<Vec<_>>(), [6200], "what is in the layer");
+            drop(server.start_again());
+        }
+        containerd.ctr(&["task", "kill", "--signal", "SIGKILL", "stays"]);
+        let end = Instant::now() + START_TIME;
+        while !containerd.try_ctr(&["task", "rm", "stays"]).0 {
+            assert!(Instant::now() < end, "it does not end: {}", containerd.log());
+            thread::sleep(Duration::from_millis(50));
+        }
+        containerd.ctr(&["container", "rm", "stays"]);
+        containerd.ctr(&["images", "rm", "--sync", IMAGE]);
+        let mut client = server.client();
+        assert!(client.list(&[]).expect("it serves").is_empty());
     }
 }
 

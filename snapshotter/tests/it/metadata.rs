@@ -1,7 +1,8 @@
 //! The cases of containerd's test suite about names, labels and kinds, and refusals.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
 
 use ferry_snapshotter::api::{Info, KeyRequest, Kind, Labels, Timestamp};
 use ferry_snapshotter::{GID_LABEL, LABEL_BYTES_MAX, LABELS_MAX, NAME_BYTES_MAX, UID_LABEL};
@@ -192,22 +193,34 @@ fn a_container_with_users_of_its_own_gets_idmapped_layers() {
     if !can_mount() {
         return;
     }
-    let mut server = Server::start("never");
+    let mut server = Server::start("auto");
     let mut client = server.client();
-    client.prepare("a", "").unwrap();
+    let mounted = Mounted::of(&client.prepare("a", "").unwrap());
+    fs::write(mounted.path().join("file"), "some").unwrap();
+    drop(mounted);
     client.commit("image", "a").unwrap();
+    let before = server.mount_points();
     let maps = labels(&[(UID_LABEL, "0:100000:65536"), (GID_LABEL, "0:200000:65536")]);
-    let mounts = client.prepare_with("container", "image", maps).unwrap();
-    assert_eq!(mounts[0].options[..2], ["uidmap=0:100000:65536", "gidmap=0:200000:65536"]);
-    let upper = mounts[0].options.iter().find_map(|option| option.strip_prefix("upperdir=")).unwrap();
-    let found = fs::metadata(upper).unwrap();
-    let owner = (std::os::unix::fs::MetadataExt::uid(&found), std::os::unix::fs::MetadataExt::gid(&found));
-    assert_eq!(owner, (100_000, 200_000));
+    let mounts = client.prepare_with("container", "image", maps.clone()).unwrap();
+    let owner = |path: &Path| {
+        let found = fs::metadata(path).unwrap();
+        (found.uid(), found.gid())
+    };
+    let mounted = Mounted::of(&mounts);
+    assert_eq!((owner(mounted.path()), owner(&mounted.path().join("file"))), ((100_000, 200_000), (100_000, 200_000)));
+    server.kill();
+    let mut client = server.start_again();
+    drop(mounted);
     assert_eq!(client.mounts("container").unwrap(), mounts);
     // A layer with the users of one container would be wrong for all others.
     let error = client.commit("other", "container").unwrap_err();
     assert!(error.code() == Code::FailedPrecondition && error.message().contains(UID_LABEL), "{error}");
     client.remove("container").unwrap();
+    assert_eq!(server.mount_points(), before);
+    // The kernel refuses maps in which ids are twice: the snapshot is not left behind.
+    let twice = labels(&[(UID_LABEL, "0:100000:10,5:200000:10"), (GID_LABEL, "0:200000:65536")]);
+    assert_eq!(client.prepare_with("container", "image", twice).unwrap_err().code(), Code::Internal);
+    client.prepare_with("container", "image", maps).unwrap();
 }
 
 #[test]

@@ -61,7 +61,7 @@ func TestSuite(t *testing.T) {
 	testsuite.SnapshotterSuite(t, "overlayfs", start)
 }
 
-// A container with users of its own: containerd idmaps the layers, whether they are directories or images.
+// A container with users of its own, whether layers are directories or images.
 func TestIDMap(t *testing.T) {
 	folder, context := t.TempDir(), context.Background()
 	snapshotter, stop, err := start(context, filepath.Join(folder, "root"))
@@ -117,4 +117,9 @@ func TestIDMap(t *testing.T) {
 	with(mounts, err, func() error {
 		return errors.Join(owner(".", 100000, 200000), owner("one", 100005, 200006))
 	})
+	for _, key := range []string{"container", "view"} {
+		if err := snapshotter.Remove(context, key); err != nil {
+			t.Fatal(err)
+		}
+	}
 }

@@ -1,0 +1,81 @@
+//! Idmapped copies of mounts: who looks through them sees the users of a container.
+//!
+//! containerd has such mounts, too, but from 2.1.5 on it makes one of the directory above all layers, without the images that are mounted
+//! in it, so that containers would see empty directories.
+#![allow(unsafe_code, reason = "a child in a user namespace of its own, and a system call without a wrapper")]
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use rustix::fs::CWD;
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
+use crate::error::{IoContext, Result};
+use crate::idmap::IdMaps;
+
+/// Returns a user namespace with these maps. It exists as long as the descriptor or a mount with it.
+///
+/// # Errors
+///
+/// The kernel allows no user namespaces, or refuses the maps.
+pub fn user_namespace(maps: &IdMaps) -> Result<OwnedFd> {
+    // Any program that waits for the end of its input.
+    let mut command = Command::new("cat");
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).env_clear().current_dir("/");
+    // SAFETY: the closure runs in the child between fork and exec, where only async-signal-safe functions may be called: unshare(2) is a
+    // plain system call that allocates nothing. No descriptor is closed or moved by a new user namespace.
+    unsafe { command.pre_exec(|| unshare_unsafe(UnshareFlags::NEWUSER).map_err(io::Error::from)) };
+    let mut child = command.spawn().doing("create a user namespace by", "cat")?;
+    let process = format!("/proc/{}", child.id());
+    let namespace = [("uid_map", &maps.users), ("gid_map", &maps.groups)]
+        .into_iter()
+        .try_for_each(|(name, map)| {
+            let path = Path::new(&process).join(name);
+            // One range per line, all in one call.
+            fs::write(&path, map.replace(':', " ").replace(',', "\n")).doing("write ids to", path)
+        })
+        .and_then(|()| {
+            let path = Path::new(&process).join("ns/user");
+            File::open(&path).doing("open", path)
+        });
+    drop(child.stdin.take());
+    // What it returns says nothing that is not known.
+    let _ = child.wait();
+    Ok(namespace?.into())
+}
+
+/// Mounts a directory, with what it has of this mount only, a second time: read-only, and with other users.
+///
+/// # Errors
+///
+/// The file system of the directory, or the kernel, has no idmapped mounts.
+pub fn mount(source: &Path, namespace: BorrowedFd<'_>, at: &Path) -> Result<()> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let tree = open_tree(CWD, source, flags).doing("clone the mount of", source)?;
+    set_users(tree.as_fd(), namespace).doing("idmap", source)?;
+    move_mount(tree.as_fd(), "", CWD, at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).doing("mount on", at)
+}
+
+/// Calls mount_setattr(2), which the library lacks.
+fn set_users(tree: BorrowedFd<'_>, namespace: BorrowedFd<'_>) -> io::Result<()> {
+    let userns_fd = u64::try_from(namespace.as_raw_fd()).map_err(io::Error::other)?;
+    let attr_set = libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_IDMAP;
+    let attributes = libc::mount_attr { attr_set, attr_clr: 0, propagation: 0, userns_fd };
+    // SAFETY: mount_setattr reads a path that ends with NUL and a structure of the given length; both outlive the call.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
