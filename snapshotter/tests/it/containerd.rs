@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferry_guest::Cache;
 
+use crate::client::Client;
 use crate::server::{PROGRAM, Server, can_mount};
 use crate::tree::Change::{Dir, File, Link, Owner, Symlink};
 use crate::tree::{apply, look};
@@ -81,6 +82,10 @@ impl Containerd {
 
 impl Drop for Containerd {
     fn drop(&mut self) {
+        // What a failed test left running would outlive containerd.
+        for task in self.try_ctr(&["task", "ls", "--quiet"]).1.split_whitespace() {
+            self.try_ctr(&["task", "rm", "--force", task]);
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -121,6 +126,21 @@ fn image(umoci: &Path, folder: &Path) -> PathBuf {
     let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(folder).status();
     assert!(tar.expect("there is tar").success());
     at("image.tar")
+}
+
+/// Waits until containerd has removed all snapshots, which it does in the background. What it could not remove while the program was
+/// killed, it removes only with another one (containerd issue 13416).
+fn wait_until_empty(containerd: &Containerd, server: &mut Server) -> Client {
+    let mut client = server.client();
+    let end = Instant::now() + START_TIME;
+    while !(client.list(&[]).expect("it serves").is_empty() && server.mount_points().is_empty()) {
+        assert!(Instant::now() < end, "{:?} {:?}", client.list(&[]), server.mount_points());
+        thread::sleep(Duration::from_millis(200));
+        containerd.try_ctr(&["snapshots", "--snapshotter", "ferry", "prepare", "another", ""]);
+        containerd.try_ctr(&["snapshots", "--snapshotter", "ferry", "rm", "another"]);
+        containerd.try_ctr(&["content", "prune", "references"]);
+    }
+    client
 }
 
 fn import_mount_and_remove(images: &'static str) {
@@ -167,12 +187,7 @@ fn import_mount_and_remove(images: &'static str) {
     containerd.ctr(&["images", "rm", "--sync", IMAGE]);
     let listed = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "ls"]);
     assert_eq!(listed.matches("Committed").count(), 0, "{listed}");
-    let mut client = server.client();
-    let end = Instant::now() + START_TIME;
-    while !(client.list(&[]).expect("it serves").is_empty() && server.mount_points().is_empty()) {
-        assert!(Instant::now() < end, "{:?} {:?}", client.list(&[]), server.mount_points());
-        thread::sleep(Duration::from_millis(50));
-    }
+    let mut client = wait_until_empty(&containerd, &mut server);
     client.cleanup().expect("it serves");
     let packs = fs::read_dir(server.root().join("store/packs"))
         .map(|packs| packs.flatten().map(|pack| pack.file_name()).filter(|name| name != "table").collect::<Vec<_>>());
@@ -219,9 +234,12 @@ fn containers_run_and_do_not_notice_restarts() {
             archive,
         ]);
         let busybox = "/opaque/bin/busybox";
+        // runc knows all containers of this machine by their names.
+        let named = |name: &str| format!("{name}-{}-{images}", std::process::id());
+        let stays = &*named("stays");
         let run = |name: &str, flags: &[&str], script: &str| {
             let words = ["run", "--snapshotter", "ferry"].into_iter().chain(flags.iter().copied());
-            containerd.ctr(&words.chain([IMAGE, name, busybox, "sh", "-c", script]).collect::<Vec<_>>())
+            containerd.ctr(&words.chain([IMAGE, &named(name), busybox, "sh", "-c", script]).collect::<Vec<_>>())
         };
         let script =
             "b=/opaque/bin/busybox; $b stat -c '%u %a' / /etc /suid; echo x >/etc/new && $b cat /etc/new; $b id -u";
@@ -236,7 +254,7 @@ fn containers_run_and_do_not_notice_restarts() {
             server.kill();
             let exec = format!("/opaque/bin/busybox cat /etc/kept >/etc/copy-{round}");
             let id = format!("exec-{round}");
-            containerd.ctr(&["task", "exec", "--exec-id", &id, "stays", busybox, "sh", "-c", &exec]);
+            containerd.ctr(&["task", "exec", "--exec-id", &id, stays, busybox, "sh", "-c", &exec]);
             // ctr loses output of programs that end soon, so the file is looked for.
             let snapshots = fs::read_dir(server.root().join("snapshots")).expect("it can be listed");
             let copies =
@@ -244,16 +262,15 @@ fn containers_run_and_do_not_notice_restarts() {
             assert_eq!(copies.map(|copy| copy.len()).collect::<Vec<_>>(), [6200], "what is in the layer");
             drop(server.start_again());
         }
-        containerd.ctr(&["task", "kill", "--signal", "SIGKILL", "stays"]);
+        containerd.ctr(&["task", "kill", "--signal", "SIGKILL", stays]);
         let end = Instant::now() + START_TIME;
-        while !containerd.try_ctr(&["task", "rm", "stays"]).0 {
+        while !containerd.try_ctr(&["task", "rm", stays]).0 {
             assert!(Instant::now() < end, "it does not end: {}", containerd.log());
             thread::sleep(Duration::from_millis(50));
         }
-        containerd.ctr(&["container", "rm", "stays"]);
+        containerd.ctr(&["container", "rm", stays]);
         containerd.ctr(&["images", "rm", "--sync", IMAGE]);
-        let mut client = server.client();
-        assert!(client.list(&[]).expect("it serves").is_empty());
+        wait_until_empty(&containerd, &mut server);
     }
 }
 
