@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::{XattrFlags, lsetxattr};
 
-use crate::server::{Mounted, Server, can_mount};
+use crate::server::{Mounted, Server, can_mount, in_memory, refused};
 
 /// A server that makes images, or `None`, and the test is skipped.
 fn server() -> Option<Server> {
@@ -121,4 +121,29 @@ fn images_are_mounted_when_they_are_needed() {
     assert!(server.mount_points().is_empty());
     drop(Mounted::of(&client.mounts("container").unwrap()));
     assert_eq!(server.mount_points().len(), 2);
+}
+
+/// What the kernel cannot do is found out before a layer is lost to it.
+#[test]
+fn where_images_cannot_be_mounted_layers_stay_directories() {
+    if !can_mount() {
+        return;
+    }
+    let mut server = Server::start_with("auto", in_memory);
+    let mut client = server.client();
+    for (name, parent) in [("one", ""), ("two", "one")] {
+        let mounted = Mounted::of(&client.prepare("a", parent).unwrap());
+        fs::write(mounted.path().join(name), "some").unwrap();
+        drop(mounted);
+        client.commit(name, "a").unwrap();
+    }
+    let mounted = Mounted::of(&client.view("v", "two").unwrap());
+    assert_eq!(fs::read_dir(mounted.path()).unwrap().count(), 2);
+    assert_eq!(server.mount_points(), [server.root()], "only what the root itself is");
+    assert!(server.root().join("snapshots/1/fs/one").exists());
+    drop(mounted);
+    server.stop();
+    let said = refused(server.folder.path(), "require");
+    assert!(said.contains("cannot use") && said.contains("does not mount"), "{said}");
+    assert!(!server.root().join("probe").exists(), "nothing is left of what was tried");
 }
