@@ -19,7 +19,12 @@ use crate::manifest::{Blob, Sha256};
 use crate::remote::Remote;
 
 /// The maximum size of a range of a layer that is kept in memory: a table of contents, compressed.
-const TABLE_BYTES_MAX: u64 = 256 << 20;
+const TABLE_BYTES_MAX: u64 = 160 << 20;
+
+/// The maximum size of all tables of contents of an image in bytes, to limit memory.
+const TABLES_BYTES_MAX: u64 = 512 << 20;
+/// The number of tables that are fetched at once: each may take much memory.
+const TABLE_REQUESTS: usize = 4;
 
 /// Why layers are not read chunk by chunk.
 enum Refusal {
@@ -48,14 +53,30 @@ fn tables(remote: &Remote, container: &Container) -> std::result::Result<Vec<Lay
             },
         })
     };
-    // Each is a round trip or two; the client limits concurrent requests.
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..found.len()).map(|at| scope.spawn(move || fetch(at))).collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
+    // Each is a round trip or two.
+    let (next, bytes, tables) = (AtomicUsize::new(0), AtomicU64::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= found.len() {
+                return;
+            }
+            let table = fetch(at).and_then(|table: Layer| {
+                let all = bytes.fetch_add(table.toc_bytes(), Ordering::Relaxed) + table.toc_bytes();
+                let too_large =
+                    || refused(at, &format!("the tables of contents have more than {TABLES_BYTES_MAX} bytes"));
+                if all > TABLES_BYTES_MAX { Err(too_large()) } else { Ok(table) }
+            });
+            if table.is_err() {
+                next.store(found.len(), Ordering::Relaxed);
+            }
+            tables.lock().unwrap_or_else(PoisonError::into_inner).push((at, table));
+        }
+    };
+    thread::scope(|scope| (0..TABLE_REQUESTS.min(found.len())).for_each(|_| _ = scope.spawn(work)));
+    let mut tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+    tables.sort_by_key(|(at, _)| *at);
+    tables.into_iter().map(|(_, table)| table).collect()
 }
 
 /// Returns a range of a layer.

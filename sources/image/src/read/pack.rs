@@ -34,6 +34,8 @@ pub(crate) const AHEAD_OBJECTS: usize = 64;
 const AHEAD_BYTES: u64 = 8 << 20;
 /// The step of disk read-ahead: the usual maximum per request to the kernel.
 const AHEAD_STEP_BYTES: u64 = 128 << 10;
+/// The maximum buffer that a thread keeps, in bytes.
+const PIECE_BYTES_MAX: usize = 1 << 20;
 /// A thread that would wait for an object verifies one of this many following ones instead.
 const HELP_OBJECTS: usize = 16;
 
@@ -142,7 +144,13 @@ impl Pack {
         for step in (begin..begin + AHEAD_BYTES).step_by(usize::try_from(AHEAD_STEP_BYTES).unwrap_or(usize::MAX)) {
             let _ = rustix::fs::fadvise(&self.file, step, NonZeroU64::new(AHEAD_STEP_BYTES), Advice::WillNeed);
         }
+        let mut bytes = 0;
         for at in first..objects.len().min(first + AHEAD_OBJECTS) {
+            // Chunks of layers can be much larger than others.
+            bytes += objects[at].bytes;
+            if bytes > AHEAD_BYTES {
+                break;
+            }
             // Readers get the error.
             let _ = self.verify(at);
         }
@@ -195,7 +203,14 @@ impl Pack {
 
     /// Verifies an object with a buffer per thread.
     pub(crate) fn is_sound(&self, object: &Object) -> io::Result<bool> {
-        PIECE.with_borrow_mut(|memory| read_object(&self.file, object.begin(), object, memory))
+        PIECE.with_borrow_mut(|memory| {
+            let found = read_object(&self.file, object.begin(), object, memory);
+            // Chunks of layers can be much larger than others.
+            if memory.capacity() > PIECE_BYTES_MAX {
+                *memory = Vec::new();
+            }
+            found
+        })
     }
 }
 

@@ -142,7 +142,7 @@ impl LayerRef {
                 (estargz::unpack(&packed, &self.toc)?, begin)
             }
         };
-        Ok(self.parse_toc(&json, end)?)
+        Ok(Layer { toc_bytes: json.len() as u64, ..self.parse_toc(&json, end)? })
     }
 
     /// Parses a verified table of contents; files end at `end` in the blob.
@@ -181,7 +181,7 @@ impl LayerRef {
             at += items[file].chunks.len();
         }
         let index = Index { pack: name, objects, blocks: pack_blocks, verity: None, layer: Some(layer) };
-        Ok(Layer { items, blocks, index })
+        Ok(Layer { items, blocks, index, toc_bytes: 0 })
     }
 }
 
@@ -191,6 +191,7 @@ pub struct Layer {
     /// The first block of each item in the layer's pack.
     blocks: Vec<u64>,
     index: Index,
+    toc_bytes: u64,
 }
 
 impl std::fmt::Debug for Layer {
@@ -203,6 +204,11 @@ impl std::fmt::Debug for Layer {
 }
 
 impl Layer {
+    /// Returns the length of its table of contents, which is about the memory that this takes.
+    pub fn toc_bytes(&self) -> u64 {
+        self.toc_bytes
+    }
+
     /// Returns the index of the layer's pack.
     pub fn index(&self) -> &Index {
         &self.index

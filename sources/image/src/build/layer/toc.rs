@@ -21,8 +21,8 @@ use crate::format::digest::{Algorithm, Digest, bytes_of_hex};
 use crate::format::layer_index::{Chunk, Span};
 use crate::format::object::ZEROS;
 
-/// The maximum size of a document in bytes. Images with a million files have 200 MiB.
-pub(super) const TOC_BYTES_MAX: u64 = 256 << 20;
+/// The maximum size of a document in bytes: half a million files.
+pub(super) const TOC_BYTES_MAX: u64 = 160 << 20;
 /// The maximum number of chunks, to limit memory: 64 GiB in chunks of 64 KiB.
 const CHUNKS_MAX: usize = 1 << 20;
 /// The length of objects that files of zeros are divided into, in bytes.
