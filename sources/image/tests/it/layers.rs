@@ -546,6 +546,11 @@ fn large_tables_are_fetched_and_endless_ones_are_not() {
     assert_eq!(server.requests().len(), 2);
     let source = open(&bench, &server, "image", None);
     assert_eq!(read(&source, "4711").unwrap(), 4711_u32.to_le_bytes());
+    // More than 50 MiB, where other programs give up.
+    for format in FORMATS {
+        let large = Writer::new(format, &[1]).finish_with(|json| [json, vec![b' '; 60 << 20]].concat());
+        table(&Server::of(&[&large]), &large).unwrap();
+    }
     let endless = Writer::new(Format::Estargz, &[1]).finish_with(|_| vec![b' '; (256 << 20) + 1]);
     assert!(refusal(&endless).contains("which may have"), "{}", refusal(&endless));
 }
