@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::images::{content, json, number, text};
-use common::place::{Place as Mounted, until};
+use common::place::{Place as Mounted, detach, runs, until};
 use common::servers::{Program, Proxy, registry};
 use common::{ferry, needs_fuse, refused, run};
 use serde_json::json;
@@ -171,6 +171,32 @@ fn zstd_chunked_of_skopeo_is_mounted_before_it_is_here() {
     let words = ["--dest-compress-format", "zstd:chunked", "--dest-force-compress-format"];
     place.push(&layers(Format::Estargz), &words);
     mounts_at_once(&place);
+}
+
+/// Killed at any time, also while a chunk is written that shares a block with another one.
+#[test]
+fn servers_that_are_killed_leave_nothing_unproved() {
+    needs_fuse!();
+    let Some(place) = Place::new() else { return };
+    let mut writer = Writer::new(Format::ZstdChunked, &[5000, 70_000, 300]);
+    writer.file("large", &content(1000, 9_000_001));
+    (0..40).for_each(|number| writer.file(&format!("{number}"), &content(number, 30_000)));
+    place.push(&[writer.finish()], &["--preserve-digests"]);
+    let mounted = Mounted::new();
+    for wait_ms in [0, 3, 10, 20, 40, 80, 120, 200] {
+        let pid = mounted.mounted_by(&mut place.mount(&mounted, &["--jobs", "4"]));
+        std::thread::sleep(std::time::Duration::from_millis(wait_ms));
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        detach(&mounted.mnt);
+        until("the server is gone", || !runs(pid));
+    }
+    let pid = mounted.mounted_by(&mut place.mount(&mounted, &[]));
+    assert_eq!(fs::read(mounted.mnt.join("large")).unwrap(), content(1000, 9_000_001));
+    assert_eq!(fs::read(mounted.mnt.join("7")).unwrap(), content(7, 30_000));
+    let is_part = |name: fs::DirEntry| name.file_name().to_string_lossy().contains(".part");
+    until("all of it", || !fs::read_dir(place.at("lazy/packs")).unwrap().map(Result::unwrap).any(is_part));
+    mounted.unmount(pid);
+    assert_eq!(text(place.command("verify", "lazy").arg(place.at("lazy.img"))), "clean\n");
 }
 
 /// The kernel mounts an image of layers at once if its chunks begin at blocks, and others when they are complete.
