@@ -62,7 +62,7 @@ test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo containerd packages packaging qemu-arm64
 	@mkdir -p target
 	@CARGO='$(CARGO)' scripts/static
-	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-tests/ferry-probe
+	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-tests/ferry-probe ferry-tests/ferry-watch
 	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
 
 conformance:

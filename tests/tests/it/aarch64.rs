@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferry_tests::guest::Arch;
 use ferry_tests::mounts::{ServerVendor, Source};
-use ferry_tests::{Kind, Options, Place, Share, folder, run, static_program};
+use ferry_tests::{Cache, Kind, Options, Place, Share, alone, folder, run, static_program};
 
+use crate::events::Watched;
 use crate::{mounts_suites, ninep};
 
 /// Each suite takes a minute under emulation on a machine with nothing else to do.
@@ -122,4 +123,36 @@ fn sources_and_exports_pass_the_probe() {
         ran.err
     );
     share.assert_released();
+}
+
+/// The small program has all that it needs in a guest with nothing but busybox.
+#[test]
+#[ignore = "long: emulates another architecture"]
+fn the_agent_replays_events() {
+    let programs = ["ferry-agent", "ferry-watch"].map(|name| static_program(Arch::Aarch64, name));
+    let [Some(agent), Some(watch)] = programs else { return };
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Auto) else { return };
+    fs::copy(agent, watched.path("ferry-agent")).unwrap();
+    fs::copy(watch, watched.path("ferry-watch")).unwrap();
+    let script = "./ferry-agent --log warn . & agent=$!; ./ferry-watch watch d >/tmp/out & watch=$!
+        sleep 5; : >ready; wait $watch; cat /tmp/out; kill $agent; wait $agent; echo agent $?";
+    let mut guest = watched.guest(script);
+    guest.kind = Kind::Qemu { cpus: 2, root: None };
+    guest.arch = Arch::Aarch64;
+    guest.boot_timeout = BOOT;
+    let dir = watched.path("d");
+    let host = std::thread::spawn(move || {
+        let begin = Instant::now();
+        while !dir.with_file_name("ready").exists() && begin.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let script = "mkfifo fifo; sleep 0.5; mv fifo moved; sleep 0.5; rm moved; sleep 0.5; : >end";
+        assert!(Command::new("sh").args(["-euc", script]).current_dir(dir).status().unwrap().success());
+    });
+    let said = run(guest, LIMIT).ok();
+    host.join().unwrap();
+    let expected =
+        ["d CREATE fifo", "d MOVED_FROM fifo 0", "d MOVED_TO moved 0", "d DELETE moved", "d CREATE end", "agent 0"];
+    assert_eq!(said.lines().collect::<Vec<_>>(), expected);
 }
