@@ -31,14 +31,10 @@ pub(crate) struct Watched {
 
 /// What is shared, until it is dropped.
 enum Source {
-    Dir(Box<Share>),
-    /// Files in memory, which the host sees in a mount.
+    Dir(Share),
+    /// Files in memory, for a guest and in a mount that the host sees, in a folder.
     #[allow(dead_code, reason = "dropped in this order")]
-    Mem {
-        guest: Export,
-        mount: ferry_fuse::Export,
-        folder: TempDir,
-    },
+    Mem(Box<(Export, ferry_fuse::Export, TempDir)>),
 }
 
 /// The events of a host and of its guest, each without those of `ping*` and `end`.
@@ -73,12 +69,7 @@ impl Watched {
     }
 
     fn of(share: Share) -> Self {
-        Self {
-            path: share.path.clone(),
-            socket: share.socket.clone(),
-            source: Source::Dir(Box::new(share)),
-            programs: None,
-        }
+        Self { path: share.path.clone(), socket: share.socket.clone(), source: Source::Dir(share), programs: None }
     }
 
     /// Without file handles, and so without fanotify, as for users.
@@ -111,7 +102,7 @@ impl Watched {
         let guest = Export::listen(&socket, Arc::clone(&mem) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
         let mount = ferry_fuse::Export::mount(&path, mem, ferry_fuse::Options::default()).unwrap();
         fs::create_dir(path.join("d")).unwrap();
-        Self { path, socket, source: Source::Mem { guest, mount, folder }, programs: None }
+        Self { path, socket, source: Source::Mem(Box::new((guest, mount, folder))), programs: None }
     }
 
     pub(crate) fn share(&self) -> &Share {

@@ -145,9 +145,9 @@ impl Pack {
             let _ = rustix::fs::fadvise(&self.file, step, NonZeroU64::new(AHEAD_STEP_BYTES), Advice::WillNeed);
         }
         let mut bytes = 0;
-        for at in first..objects.len().min(first + AHEAD_OBJECTS) {
+        for (at, object) in objects.iter().enumerate().skip(first).take(AHEAD_OBJECTS) {
             // Chunks of layers can be much larger than others.
-            bytes += objects[at].bytes;
+            bytes += object.bytes;
             if bytes > AHEAD_BYTES {
                 break;
             }
