@@ -37,7 +37,7 @@ impl Dir {
 
     /// Changes size, owner, mode and times, in an order in which no step undoes an earlier one.
     pub(crate) fn setattr(&self, cx: &Caller<'_>, ino: Ino, handle: Option<Handle>, set: &SetAttr) -> Result<Attr> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let open = handle.map(|handle| self.handles.get(cx.session, ino, handle)).transpose()?;
         // An open handle of a directory or file serves as well as an O_PATH descriptor.
         let path;
@@ -209,7 +209,7 @@ impl Dir {
         let (_, fd) = self.path(ino)?;
         let access = Access::from_bits(mask).ok_or(Errno::INVAL)?;
         if access.contains(Access::WRITE_OK) {
-            self.writable()?;
+            let _operation = self.writable()?;
         }
         let _guard = self.creds.enter_plain(cx)?;
         rustix::fs::accessat(&self.proc_fds, DecInt::from_fd(fd.as_fd()), access, AtFlags::EACCESS)

@@ -144,7 +144,7 @@ impl Dir {
     /// As [`Self::extent`], for a write. A transfer of an extent lets the host's kernel clear suid and sgid as for a
     /// user outside of the file's groups. If that is wrong for this caller, this function writes the bytes itself.
     pub(crate) fn write(&self, cx: &Caller<'_>, at: &IoRange, input: &mut dyn Input) -> Result<Data> {
-        self.writable()?;
+        let _operation = self.writable()?;
         if at.clear_privileges {
             let open = self.handles.get(cx.session, at.ino, at.handle)?;
             let file = open.file.as_fd();
@@ -217,7 +217,7 @@ impl Dir {
         len: u64,
         flags: FallocateFlags,
     ) -> Result<()> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let open = self.handles.get(cx.session, ino, handle)?;
         let _shortening = match flags.contains(FallocateFlags::COLLAPSE_RANGE) {
             true => {
@@ -262,7 +262,7 @@ impl Dir {
     }
 
     pub(crate) fn copy_file_range(&self, cx: &Caller<'_>, copy: &CopyRange) -> Result<u64> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let from = self.handles.get(cx.session, copy.from.0, copy.from.1)?;
         let to = self.handles.get(cx.session, copy.to.0, copy.to.1)?;
         let (mut from_offset, mut to_offset) = (copy.from.2, copy.to.2);

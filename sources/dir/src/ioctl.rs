@@ -56,7 +56,7 @@ impl Dir {
         let mut argument = Argument::default();
         match known {
             FileIoctl::SetFlags | FileIoctl::SetXflags => {
-                self.writable()?;
+                let _operation = self.writable()?;
                 if !fits(input.len()) {
                     return Err(Errno::INVAL);
                 }

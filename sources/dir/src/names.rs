@@ -15,6 +15,7 @@ use crate::creds::mode_under_umask;
 use crate::resolve::{self, At, has_name, key, statx};
 use crate::sys;
 use crate::table::{Inode, PathFd};
+use crate::watch::{Directories, OperationGuard};
 
 /// The maximum depth of a directory; see [`Dir::lookup_parent`].
 const DEPTH_MAX: usize = 65_536;
@@ -35,9 +36,13 @@ impl Dir {
         self.changes.publish(by, || Change::Attr { ino: inode.ino });
     }
 
+    /// Begins an operation that changes something; it ends when the guard is dropped, after its changes were published.
     /// Returns an error if the share is read-only.
-    pub(crate) fn writable(&self) -> Result<()> {
-        if self.options.read_only { Err(Errno::ROFS) } else { Ok(()) }
+    pub(crate) fn writable(&self) -> Result<Option<OperationGuard<'_>>> {
+        if self.options.read_only {
+            return Err(Errno::ROFS);
+        }
+        Ok(self.table.directories().and_then(Directories::begin_operation))
     }
 
     pub(crate) fn lookup(&self, _: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<Entry> {
@@ -130,7 +135,7 @@ impl Dir {
         (dir, name): (Ino, Name<'_>),
         make: impl FnOnce(BorrowedFd<'_>) -> Result<()>,
     ) -> Result<Entry> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let (dir, fd) = self.path(dir)?;
         make(fd.as_fd())?;
         let found = self.find(&dir, fd.as_fd(), name.as_bytes());
@@ -193,7 +198,7 @@ impl Dir {
     }
 
     fn remove(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, flags: AtFlags) -> Result<()> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let pinned = self.pin(fd.as_fd(), name.as_bytes());
         let result = rustix::fs::unlinkat(fd.as_fd(), name.as_bytes(), flags);
@@ -224,7 +229,7 @@ impl Dir {
         to: (Ino, Name<'_>),
         flags: RenameFlags,
     ) -> Result<()> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let (from_dir, from_fd) = self.path(from.0)?;
         let (to_dir, to_fd) = self.path(to.0)?;
         let replaces = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
@@ -271,7 +276,7 @@ impl Dir {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let host = self.host_flags(flags)? - OFlags::TRUNC;
         self.watch_directory(&dir);
@@ -313,7 +318,7 @@ impl Dir {
         new: &CreateArgs,
         flags: OFlags,
     ) -> Result<(Entry, Handle)> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let (dir, fd) = self.path(dir)?;
         let mut host = self.host_flags(flags)? - OFlags::TRUNC;
         if host & OFlags::ACCMODE == OFlags::RDONLY {

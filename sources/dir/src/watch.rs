@@ -37,6 +37,7 @@ pub use changes::{OwnChanges, WatchError};
 pub(crate) use fanotify::Group;
 pub use fanotify::can_watch;
 pub(crate) use inotify::{Directories, WatchMark};
+pub(crate) use own::OperationGuard;
 
 /// The size of a read in bytes: a few hundred events of at most about 600 bytes.
 const READ_BYTES: usize = 64 << 10;
@@ -116,10 +117,7 @@ impl Watched {
                 history.finish()
             }
             Self::Directories(directories) => {
-                if directories.tells_events() {
-                    // What clients did is recorded after it was done.
-                    std::thread::sleep(directory_history::DELAY);
-                }
+                directories.wait_for_records();
                 let is_all = bytes.len() < READ_BYTES - EVENT_BYTES_MAX;
                 directories.events(bytes, is_all.then_some(begin), tell)
             }

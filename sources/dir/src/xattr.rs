@@ -171,7 +171,7 @@ impl Dir {
         flags: XattrFlags,
         clear_sgid: bool,
     ) -> Result<()> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let name = c_name(name)?;
         if value.len() > BYTES_MAX {
             return Err(Errno::TOOBIG);
@@ -192,7 +192,7 @@ impl Dir {
     }
 
     pub(crate) fn removexattr(&self, cx: &Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        self.writable()?;
+        let _operation = self.writable()?;
         let name = c_name(name)?;
         let (inode, fd) = self.path(ino)?;
         self.by_magic(

@@ -8,8 +8,8 @@ use ferry_vfs::{Changes, Ino, NameBuf, Subscription};
 use super::history::{History, Known};
 use super::own::{InodeKind, NameKind, OwnEvents};
 
-/// How long the watcher waits before it compares events with what clients did, which is recorded after it was done. The
-/// other half of a rename comes meanwhile, too.
+/// How long the watcher waits before it compares events with what clients did. Data that they write are recorded after
+/// they were written, and the other half of a rename comes meanwhile, too.
 pub(super) const DELAY: Duration = Duration::from_millis(2);
 
 /// One event of inotify, with the inodes that clients know.

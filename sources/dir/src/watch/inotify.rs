@@ -22,8 +22,9 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::Bell;
 use super::changes::changes_of;
-use super::directory_history::{DirectoryEvent, DirectoryHistory};
+use super::directory_history::{DELAY, DirectoryEvent, DirectoryHistory};
 use super::history::History;
+use super::own::{OperationGuard, Operations};
 use crate::int_hasher::IntHasher;
 use crate::table::Inode;
 
@@ -146,6 +147,8 @@ pub(crate) struct Directories {
     has_warned: AtomicBool,
     /// What happened, if somebody is told of that.
     history: OnceLock<Mutex<DirectoryHistory>>,
+    /// What this process does meanwhile.
+    operations: Operations,
 }
 
 impl fmt::Debug for Directories {
@@ -164,7 +167,15 @@ impl Directories {
     pub(super) fn new(max: usize, bell: Arc<Bell>) -> Result<Self> {
         let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
         let has_warned = AtomicBool::new(false);
-        Ok(Self { inotify, max: max.max(1), state: Mutex::default(), bell, has_warned, history: OnceLock::new() })
+        Ok(Self {
+            inotify,
+            max: max.max(1),
+            state: Mutex::default(),
+            bell,
+            has_warned,
+            history: OnceLock::new(),
+            operations: Operations::default(),
+        })
     }
 
     /// Tells what happens from now on, too.
@@ -172,9 +183,17 @@ impl Directories {
         self.history.get_or_init(|| Mutex::new(DirectoryHistory::new(changes)));
     }
 
-    /// Whether it is told what happens.
-    pub(super) fn tells_events(&self) -> bool {
-        self.history.get().is_some()
+    /// Begins an operation of a client, if it is told what happens.
+    pub(crate) fn begin_operation(&self) -> Option<OperationGuard<'_>> {
+        self.history.get().map(|_| self.operations.begin())
+    }
+
+    /// Waits until it is recorded what clients have done, if it is told what happens.
+    pub(super) fn wait_for_records(&self) {
+        if self.history.get().is_some() {
+            std::thread::sleep(DELAY);
+            self.operations.wait();
+        }
     }
 
     /// Whether half of a rename waits for the other.

@@ -2,6 +2,7 @@
 //! their own kernels.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,52 @@ const MATCH_MAX: Duration = Duration::from_millis(200);
 const CLOSE_MAX: Duration = Duration::from_millis(50);
 /// The most names and inodes. With more, clients are told of some of their own changes.
 const ENTRIES_MAX: usize = 1 << 16;
+
+/// How long the watcher waits for operations under way. What a slower one does may be told as that of others.
+const OPERATION_MAX: Duration = Duration::from_millis(100);
+/// The pause between two looks at them.
+const OPERATION_INTERVAL: Duration = Duration::from_micros(200);
+
+/// The operations of clients that are under way. What they do is recorded before they end.
+#[derive(Debug, Default)]
+pub(super) struct Operations {
+    /// Its last bit says which of the counts new operations belong to.
+    epoch: AtomicUsize,
+    active: [AtomicUsize; 2],
+}
+
+/// An operation, until dropped.
+#[derive(Debug)]
+pub(crate) struct OperationGuard<'a>(&'a AtomicUsize);
+
+impl Drop for OperationGuard<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Operations {
+    pub(super) fn begin(&self) -> OperationGuard<'_> {
+        loop {
+            let epoch = self.epoch.load(Ordering::SeqCst) % 2;
+            self.active[epoch].fetch_add(1, Ordering::SeqCst);
+            let guard = OperationGuard(&self.active[epoch]);
+            // Otherwise the watcher may have looked already.
+            if self.epoch.load(Ordering::SeqCst) % 2 == epoch {
+                return guard;
+            }
+        }
+    }
+
+    /// Waits until the operations that are under way have ended. New ones may begin.
+    pub(super) fn wait(&self) {
+        let epoch = self.epoch.fetch_add(1, Ordering::SeqCst) % 2;
+        let begin = Instant::now();
+        while self.active[epoch].load(Ordering::SeqCst) != 0 && begin.elapsed() < OPERATION_MAX {
+            std::thread::sleep(OPERATION_INTERVAL);
+        }
+    }
+}
 
 /// What happens to a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,4 +209,33 @@ impl Listener for Recorder {
     }
 
     fn when_delivered(&self, _: DeliveryGuard) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_operations_under_way_are_waited_for() {
+        let operations = Operations::default();
+        let wait = || {
+            let begin = Instant::now();
+            operations.wait();
+            begin.elapsed()
+        };
+        assert!(wait() < OPERATION_MAX);
+        let first = operations.begin();
+        assert!(wait() >= OPERATION_MAX, "it does not end");
+        drop(first);
+        std::thread::scope(|scope| {
+            let guard = operations.begin();
+            scope.spawn(|| {
+                std::thread::sleep(OPERATION_MAX / 4);
+                drop(guard);
+            });
+            let waited = wait();
+            assert!((OPERATION_MAX / 4..OPERATION_MAX).contains(&waited), "{waited:?}");
+        });
+        assert!(wait() < OPERATION_MAX && operations.active.iter().all(|count| count.load(Ordering::SeqCst) == 0));
+    }
 }
