@@ -117,14 +117,14 @@ fn kills(images: &'static str, rounds: u64) {
 #[test]
 fn directories_survive_kills() {
     if can_mount() {
-        kills("never", 8);
+        kills("never", 5);
     }
 }
 
 #[test]
 fn images_survive_kills() {
     if can_mount() {
-        kills("auto", 8);
+        kills("auto", 5);
     }
 }
 
