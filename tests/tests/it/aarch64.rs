@@ -135,8 +135,9 @@ fn the_agent_replays_events() {
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     fs::copy(agent, watched.path("ferry-agent")).unwrap();
     fs::copy(watch, watched.path("ferry-watch")).unwrap();
-    let script = "./ferry-agent --log warn . & agent=$!; ./ferry-watch watch d >/tmp/out & watch=$!
-        sleep 5; : >ready; wait $watch; cat /tmp/out; kill $agent; wait $agent; echo agent $?";
+    let script = "./ferry-agent . 2>/tmp/log & agent=$!; until grep -q dropping /tmp/log; do sleep 0.2; done
+        ./ferry-watch watch d >/tmp/out & watch=$!
+        until grep -q inotify /proc/$watch/fdinfo/* 2>/dev/null; do sleep 0.2; done; : >ready; wait $watch; cat /tmp/out; kill $agent; wait $agent; echo agent $?";
     let mut guest = watched.guest(script);
     guest.kind = Kind::Qemu { cpus: 2, root: None };
     guest.arch = Arch::Aarch64;
