@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn what_clients_do_is_left_out_once() {
         let (mut tried, a) = (Tried::new(), name(b"a"));
-        let created = || Event::Created { dir: DIR, name: a.clone(), is_dir: false, ino: None };
+        let created = || Event::Created { dir: DIR, name: a.clone(), is_dir: false, ino: Some(FILE) };
         tried.changes.publish_event(tried.client, || Some(created()));
         assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]), []);
         assert_eq!(tried.told(&[(libc::IN_CREATE, 0, &a)]), [created()], "somebody else's");
