@@ -65,7 +65,6 @@ const NEEDED: &[(&str, &str)] = &[
         "root, and a guest: tests/tests/it/events.rs has both",
     ),
     (
-        "ferry share /srv/src --virtiofs /run/src.sock --events --cache",
         "root, and a guest: tests/tests/it/events.rs has both",
     ),
     ("ferry agent ", "a guest: tests/tests/it/events.rs runs it there"),
