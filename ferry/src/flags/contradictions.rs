@@ -55,7 +55,8 @@ impl Share {
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
             (self.watch != Watch::default(), "watch"),
             (self.quota.is_some(), "quota"),
-            (self.events, "events"),
+            // Files in memory publish what happens, others only a part of it.
+            (self.events && !matches!(kind, Kind::Mem | Kind::Pmem(_)), "events"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
             return Some(format!("--{flag} is for directories, and {source} is not one"));

@@ -170,11 +170,12 @@ impl Watched {
             watch.arg("watch").args(paths.split(' ')).current_dir(&self.path).stdout(Stdio::piped());
             let mut watch = watch.spawn().unwrap();
             wait_for_watches(watch.id(), paths.split(' ').count());
+            // While it runs: a watcher whose output nobody takes loses events.
+            let output = watch.stdout.take().unwrap();
+            let reader = std::thread::spawn(move || std::io::read_to_string(output).unwrap());
             assert!(self.host(&format!("{script}\n: >end")).wait().unwrap().success());
-            let mut text = String::new();
-            std::io::Read::read_to_string(&mut watch.stdout.take().unwrap(), &mut text).unwrap();
+            beside = Some(reader.join().unwrap());
             watch.wait().unwrap();
-            beside = Some(text);
         }
         let GuestResult { status, out, err, .. } = collect(guest, TIMEOUT, start);
         assert!(status == 0 && waited.is_ok(), "{out}\n{err}");
