@@ -60,13 +60,7 @@ const NEEDED: &[(&str, &str)] = &[
     ("ferry share /srv/a --limit iops=2000,bps=100M", "clients: ferry/tests/it/limits.rs has servers with such limits"),
     ("ferry share /srv/a --limit iops=2000,group=g", "two guests: tests/tests/alone/limits.rs has them"),
     ("ferry share /srv/a --quota 10G", "directories of that size: ferry/tests/it/quota.rs has servers with quotas"),
-    (
-        "ferry share /srv/src --virtiofs /run/src.sock --events\n",
-        "root, and a guest: tests/tests/it/events.rs has both",
-    ),
-    (
-        "root, and a guest: tests/tests/it/events.rs has both",
-    ),
+    ("ferry share /srv/src --virtiofs /run/src.sock --events", "root, and a guest: tests/tests/it/events.rs has both"),
     ("ferry agent ", "a guest: tests/tests/it/events.rs runs it there"),
     ("ferry add ", "a server that runs: tests/tests/it/changes.rs has its own, with guests"),
     ("ferry set ", "servers that run: ferry/tests/it/limits.rs has its own"),
