@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{ferry, refused, wait};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, sockopt};
@@ -238,7 +238,16 @@ impl<T: Read + std::io::Write> ReadWrite for T {}
 
 /// Asks a device for its features (VHOST_USER_GET_FEATURES), which only a server that accepts the connection answers.
 fn vhost_user_features(socket: &Path) {
-    let mut stream = UnixStream::connect(socket).unwrap();
+    let begin = Instant::now();
+    let mut stream = loop {
+        match UnixStream::connect(socket) {
+            // systemd-socket-activate makes the file before it listens.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused && begin.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            stream => break stream.unwrap(),
+        }
+    };
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     std::io::Write::write_all(&mut stream, &[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut reply = [0; 20];

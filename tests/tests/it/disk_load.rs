@@ -132,6 +132,12 @@ fn nothing_is_lost_or_torn_when_servers_are_killed() {
         let folder = folder(Place::Disk);
         ferry_disk::grow(&folder.path().join("disk"), BYTES, &Options::default()).unwrap();
         let mut server = start_server(folder.path());
+        // The first connection must be made before the server is killed: only later ones are made again.
+        let start = std::time::Instant::now();
+        while !folder.path().join("s").exists() {
+            assert!(start.elapsed() < TIMEOUT, "the server does not start");
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let done = AtomicBool::new(false);
         let load = Load { packed, sleep, seconds: Some(4.0), requests: None, reattach: Some(TIMEOUT), ..base() };
         let report = std::thread::scope(|scope| {
