@@ -40,7 +40,7 @@ ferry mount /disk/tree /dir --allow-other
 suite dir /dir
 umount /dir
 
-ferry share /disk/shared --9p unix:/run/9p.sock --seccomp kill &
+ferry share /disk/shared --9p unix:/run/9p.sock --posix-acl always --modcaps +sys_admin --seccomp kill &
 server=$!
 for attempt in $(seq 300); do [ -S /run/9p.sock ] && break; sleep 0.1; done
 mount -t 9p -o version=9p2000.L,trans=unix,access=client,$1 /run/9p.sock /9p
@@ -108,10 +108,15 @@ fn sources_and_exports_pass_the_probe() {
             None => suites.entry(suite).or_default().push(line),
         }
     }
+    // It fails if this kernel writes a mapping back in time.
+    let mut by_9p = ninep::known(NINEP_MODE);
+    if !failures(&suites["9p"]).contains("set-id-exec-after-mapping") {
+        by_9p.remove("set-id-exec-after-mapping");
+    }
     for (name, known) in [
         ("mem", mounts_suites::known(Source::Mem)),
         ("dir", mounts_suites::known(Source::Dir)),
-        ("9p", ninep::known(NINEP_MODE)),
+        ("9p", by_9p),
         ("client", mounts_suites::known(Source::NineP(ServerVendor::Ferry))),
     ] {
         assert_eq!(failures(&suites[name]), known, "{name}: {:#?}\n{}", suites[name], ran.err);
