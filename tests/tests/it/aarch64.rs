@@ -46,7 +46,7 @@ for attempt in $(seq 300); do [ -S /run/9p.sock ] && break; sleep 0.1; done
 mount -t 9p -o version=9p2000.L,trans=unix,access=client,$1 /run/9p.sock /9p
 suite 9p /9p
 umount /9p
-ferry mount 9p:unix:/run/9p.sock /client --allow-other
+ferry mount 9p:unix:/run/9p.sock /client --allow-other -o suid,dev
 suite client /client
 umount /client
 
