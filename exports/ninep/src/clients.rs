@@ -131,8 +131,10 @@ struct Registration {
     is_ended: bool,
 }
 
-fn add(counts: &[AtomicUsize], resource: Resource, amount: usize) -> usize {
-    counts[resource as usize].fetch_add(amount, Ordering::AcqRel).saturating_add(amount)
+/// Adds if the sum is within the bound; returns whether it is.
+fn add_within(counts: &[AtomicUsize], resource: Resource, amount: usize, bound: usize) -> bool {
+    let sum = |count: usize| count.checked_add(amount).filter(|sum| *sum <= bound);
+    counts[resource as usize].fetch_update(Ordering::AcqRel, Ordering::Acquire, sum).is_ok()
 }
 
 fn subtract(counts: &[AtomicUsize], resource: Resource, amount: usize) {
@@ -188,21 +190,22 @@ impl Clients {
         holder
     }
 
-    /// Closes connections of the clients that hold most until the total is within its limit; returns whether the caller
-    /// may stay, which it may not if it holds most.
-    fn make_room(&self, resource: Resource, asker: &ConnectionAccount) -> bool {
+    /// Closes connections of the clients that hold most until the amount fits, and adds it to the total; returns whether it
+    /// does, which it does not if the asker would hold most.
+    fn make_room(&self, resource: Resource, amount: usize, asker: &ConnectionAccount) -> bool {
         // Dropped after the lock.
         let (mut holders, mut ended): (Vec<Arc<ConnectionAccount>>, Vec<Arc<Connection>>) = Default::default();
         let registry = lock(&self.registry);
         holders.extend(registry.holders.values().filter_map(Weak::upgrade));
         let of_client = |holder: &ConnectionAccount| holder.account.held[resource as usize].load(Ordering::Acquire);
         let room = loop {
-            if self.held(resource) <= self.bounds.all[resource as usize] {
+            if add_within(&self.held, resource, amount, self.bounds.all[resource as usize]) {
                 break true;
             }
             // The last one of those with the maximum; of one client, the newest connection.
             let most = holders.iter().max_by_key(|holder| (of_client(holder), holder.holds(resource), holder.number));
-            let Some(most) = most.filter(|most| of_client(most) > of_client(asker)) else { break false };
+            let of_asker = of_client(asker).saturating_add(amount);
+            let Some(most) = most.filter(|most| of_client(most) > of_asker) else { break false };
             match most.end(resource) {
                 Some(connection) => ended.extend(connection),
                 None => break false,
@@ -238,20 +241,22 @@ impl ConnectionAccount {
     /// Adds to the account; without room it adds nothing.
     pub(crate) fn take(&self, resource: Resource, amount: usize) -> Result<(), LimitReached> {
         let Clients { bounds, held, .. } = &*self.clients;
+        let (of_client, of_all) = (bounds.client[resource as usize], bounds.all[resource as usize]);
+        // What cannot be added anyway takes nobody's room.
+        let before = self.account.held[resource as usize].load(Ordering::Acquire);
+        if before.saturating_add(amount) > of_client || lock(&self.state).is_ended {
+            return Err(LimitReached);
+        }
+        if !add_within(held, resource, amount, of_all) && !self.clients.make_room(resource, amount, self) {
+            return Err(LimitReached);
+        }
         let mut state = lock(&self.state);
-        if state.is_ended {
+        if state.is_ended || !add_within(&self.account.held, resource, amount, of_client) {
+            subtract(held, resource, amount);
             return Err(LimitReached);
         }
         state.amounts[resource as usize] += amount;
-        let of_client = add(&self.account.held, resource, amount);
-        let of_all = add(held, resource, amount);
-        drop(state);
-        let fits = of_client <= bounds.client[resource as usize]
-            && (of_all <= bounds.all[resource as usize] || self.clients.make_room(resource, self));
-        if !fits {
-            self.release(resource, amount);
-        }
-        if fits { Ok(()) } else { Err(LimitReached) }
+        Ok(())
     }
 
     /// As [`Self::take`], until the charge is dropped.
@@ -394,7 +399,7 @@ mod tests {
                     for round in 0..2000 {
                         let Ok(holder) = clients.welcome(Peer::User(thread / 2)) else { continue };
                         let charges: Vec<_> = (0..round % 7).map(|part| holder.charge(BYTES, part + 1)).collect();
-                        assert!(clients.held(BYTES) <= 60 + 8 * 7);
+                        assert!(clients.held(BYTES) <= 60);
                         drop(charges);
                     }
                 });
