@@ -114,14 +114,7 @@ pub(crate) fn parse(bytes: Vec<u8>) -> Result<Found, String> {
 
 /// Picks the manifest for this machine.
 fn pick(manifests: &[Descriptor]) -> Result<Sha256, String> {
-    let architecture = match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "x86" => "386",
-        "aarch64" => "arm64",
-        "powerpc64" => "ppc64le",
-        "loongarch64" => "loong64",
-        other => other,
-    };
+    let architecture = ferry_image::architecture_here();
     let is_for = |found: &&Descriptor| match &found.platform {
         Some(platform) => (platform.os.as_str(), platform.architecture.as_str()) == ("linux", architecture),
         None => manifests.len() == 1,

@@ -11,6 +11,7 @@ use std::thread;
 use ferry_image::{BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, build, build_layers};
 use serde_json::json;
 use sha2::Digest as _;
+use tempfile::TempDir;
 
 use crate::container::{Container, ContainerLayer};
 use crate::error::{Error, Result};
@@ -128,9 +129,7 @@ fn build_image(
     expected: Option<Digest>,
 ) -> std::result::Result<Digest, Refusal> {
     let failed = |error: ferry_image::Error| Refusal::Failed(error.into());
-    // It gets its name when it is the right one.
-    let folder = tempfile::Builder::new().prefix(".new-").tempdir_in(parent_dir(output));
-    let folder = with_path("create a folder in", parent_dir(output), folder).map_err(Refusal::Failed)?;
+    let folder = folder_beside(output).map_err(Refusal::Failed)?;
     let new = folder.path().join("image");
     let store = Store::create(store).map_err(failed)?;
     let digest = build_layers(layers, &container.manifest.0, &new, &store).map_err(|error| match error {
@@ -139,6 +138,12 @@ fn build_image(
     })?;
     publish(remote, &new, output, (digest, expected)).map_err(Refusal::Failed)?;
     Ok(digest)
+}
+
+/// Creates a folder for an image that gets its name when it is the right one.
+fn folder_beside(output: &Path) -> Result<TempDir> {
+    let parent = parent_dir(output);
+    with_path("create a folder in", parent, tempfile::Builder::new().prefix(".new-").tempdir_in(parent))
 }
 
 /// Gives a new image its name if it is the expected one.
@@ -172,9 +177,7 @@ pub(crate) fn pull_whole(
     (expected, jobs): (Option<Digest>, usize),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
-    let parent = parent_dir(output);
-    let folder = tempfile::Builder::new().prefix(".new-").tempdir_in(parent);
-    let folder = with_path("create a folder in", parent, folder)?;
+    let folder = folder_beside(output)?;
     let bundle = folder.path().join("bundle");
     fetch_bundle(remote, container, &bundle, jobs, progress)?;
     let (mut source, new) = (std::ffi::OsString::from("oci:"), folder.path().join("image"));

@@ -55,15 +55,20 @@ impl Reference {
 
 /// The default platform of images.
 pub(crate) fn platform_here() -> String {
-    let architecture = match std::env::consts::ARCH {
+    format!("linux/{}", architecture_here())
+}
+
+/// Returns this machine's architecture as OCI images name it.
+#[must_use]
+pub fn architecture_here() -> &'static str {
+    match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "x86" => "386",
         "aarch64" => "arm64",
         "powerpc64" => "ppc64le",
         "loongarch64" => "loong64",
         other => other,
-    };
-    format!("linux/{architecture}")
+    }
 }
 
 /// Reads the tree of an image's layers; `writer` stores the files' bytes.
