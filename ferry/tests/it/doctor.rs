@@ -91,8 +91,9 @@ fn text_and_json_agree() {
 #[test]
 fn what_a_mount_says_of_its_paths_is_what_the_doctor_says() {
     needs_fuse!();
-    let (report, _) = report(&mut doctor(&["--for", "mount"]));
-    let explained = run(ferry().args(["mount", "--explain", "--json"]));
+    let temporary = tempfile::tempdir().unwrap();
+    let (report, _) = report(doctor(&["--for", "mount"]).env("TMPDIR", temporary.path()));
+    let explained = run(ferry().args(["mount", "--explain", "--json"]).env("TMPDIR", temporary.path()));
     let explained: Value = serde_json::from_slice(&explained.stdout).unwrap();
     for (name, field) in [("fuse ring", "uring"), ("passthrough", "passthrough")] {
         let (check, verdict) = (check(&report, name), &explained[field]);
@@ -102,7 +103,8 @@ fn what_a_mount_says_of_its_paths_is_what_the_doctor_says() {
         }
     }
     let left = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    assert!(!left.contains("ferry-explain."), "{left}");
+    assert!(!left.contains(temporary.path().to_str().unwrap()), "{left}");
+    assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 0);
 }
 
 #[test]

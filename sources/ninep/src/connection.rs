@@ -9,7 +9,7 @@ mod pending;
 mod threads;
 
 use std::collections::VecDeque;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -407,8 +407,11 @@ impl Connection {
             self.work.notify_one();
             wake.wake(answer);
         }
-        if let Err(error) = outcome {
-            self.fail(&format!("a request cannot be sent: {error}"));
+        match outcome {
+            Ok(()) => {}
+            // What the server has said before it went tells more, such as the alert of TLS: the reader takes it, and ends.
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => (self.hang_up)(),
+            Err(error) => self.fail(&format!("a request cannot be sent: {error}")),
         }
     }
 
