@@ -56,6 +56,17 @@ impl<'a> Replayer<'a> {
             self.open(record.ino)?;
         }
         let mode = sys::announce(self.root, record.number)?;
+        match (self.call(record, mode), record.name) {
+            // The kernel may remember that the name is absent, and asks again only to make it, which the server refuses.
+            (Err(Errno::NOENT), Some(name)) if record.kind != Kind::Created => {
+                let _ = create(self.dir(record.ino)?, name.as_bytes(), FileType::RegularFile.as_raw_mode());
+                self.call(record, mode)
+            }
+            (outcome, _) => outcome,
+        }
+    }
+
+    fn call(&self, record: &Record<'_>, mode: u32) -> Result<()> {
         match (record.kind, record.name, record.to) {
             (Kind::Created, Some(name), _) => create(self.dir(record.ino)?, name.as_bytes(), mode),
             (Kind::Removed, Some(name), _) => {

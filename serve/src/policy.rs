@@ -100,8 +100,6 @@ pub(crate) struct Policy {
     default_timeout: Duration,
     /// Clients are told of changes.
     is_told: bool,
-    /// Clients remember no absent names, unless that is chosen.
-    events: bool,
     attr_timeout: Lifetime,
     /// What clients keep for long they keep for long only as long as they have an agent, and as for `Auto` otherwise.
     is_leased: bool,
@@ -200,7 +198,6 @@ impl Policy {
             chosen: Mutex::new(chosen),
             default_timeout: default,
             is_told: options.told && publishes,
-            events: options.events,
             attr_timeout: Lifetime::default(),
             is_leased,
             names: Names::default(),
@@ -230,9 +227,7 @@ impl Policy {
         let default = self.default_timeout;
         let entry = chosen.entry.unwrap_or(default);
         // Others may make the name at any time, and to see it late is worse than to see old attributes.
-        let by_mode = if default == ALWAYS_TIMEOUT { entry } else { Duration::ZERO };
-        // A replay of what was done to a name that the client remembers as absent would fail in its kernel.
-        let negative = chosen.negative.unwrap_or(if self.events { Duration::ZERO } else { by_mode });
+        let negative = chosen.negative.unwrap_or(if default > AUTO_TIMEOUT { entry } else { Duration::ZERO });
         let bound = |chosen: Option<Duration>, timeout: Duration| match chosen {
             None if self.is_told => timeout.min(UNTOLD_TIMEOUT),
             _ => timeout,
@@ -301,8 +296,8 @@ impl Policy {
     }
 
     /// How long a client may remember that a name does not exist.
-    pub(crate) fn negative_timeout(&self, agreed: &Negotiated) -> Duration {
-        self.names(agreed).negative.get()
+    pub(crate) fn negative_timeout(&self, session: &Session) -> Duration {
+        if self.has_lapsed(session) { Duration::ZERO } else { self.names(session.negotiated()).negative.get() }
     }
 
     /// What every export of the share would like; each adds its own.
@@ -354,7 +349,7 @@ mod tests {
         let policy = Policy::new(options, Features::default(), publishes);
         let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
         let timeouts = policy.timeouts_max(&agreed);
-        (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
+        (timeouts.entry, timeouts.attr, policy.names(&agreed).negative.get())
     }
 
     #[test]
@@ -377,14 +372,15 @@ mod tests {
         }
     }
 
-    /// Names that are absent are not remembered: a replay of what is done to them would fail.
     #[test]
     fn an_agent_vouches_for_some_minutes() {
-        for (cache, expected) in
-            [(Cache::Auto, AUTO_TIMEOUT), (Cache::Metadata, LEASED_TIMEOUT), (Cache::Always, LEASED_TIMEOUT)]
-        {
+        for (cache, expected, negative) in [
+            (Cache::Auto, AUTO_TIMEOUT, Duration::ZERO),
+            (Cache::Metadata, LEASED_TIMEOUT, LEASED_TIMEOUT),
+            (Cache::Always, LEASED_TIMEOUT, LEASED_TIMEOUT),
+        ] {
             let options = ShareOptions { cache, events: true, ..ShareOptions::default() };
-            assert_eq!(store(&options, true, EPOCH_MINOR), (expected, expected, Duration::ZERO), "{cache:?}");
+            assert_eq!(store(&options, true, EPOCH_MINOR), (expected, expected, negative), "{cache:?}");
         }
     }
 
@@ -397,7 +393,7 @@ mod tests {
                 let agreed = Negotiated { minor, ..Negotiated::BEFORE_INIT };
                 let now = || {
                     let timeouts = policy.timeouts_max(&agreed);
-                    (timeouts.entry, timeouts.attr, policy.negative_timeout(&agreed))
+                    (timeouts.entry, timeouts.attr, policy.names(&agreed).negative.get())
                 };
                 let before = now();
                 let [entry, attr, negative] = [70, 80, 90].map(Duration::from_secs);

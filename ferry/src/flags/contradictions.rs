@@ -187,11 +187,6 @@ impl Share {
             true if self.watch == Watch::Never => {
                 Some("--events needs to watch the directory: omit --watch never".into())
             }
-            true if self.negative_timeout.is_some() => Some(
-                "--events and --negative-timeout exclude each other: what happens to a name that a guest remembers as \
-                 absent cannot be replayed"
-                    .into(),
-            ),
             true => None,
         }
     }

@@ -644,7 +644,6 @@ fn events_that_could_not_be_told_are_refused() {
     };
     for (flags, why) in [
         (&["--writeback"][..], "--events and --writeback exclude each other"),
-        (&["--negative-timeout", "1"], "--events and --negative-timeout exclude each other"),
         (&["--watch", "never"], "--events needs to watch the directory"),
     ] {
         let said = said(share(&dir, flags).arg("--virtiofs").arg(&socket));

@@ -17,7 +17,7 @@ impl Server {
             }
             Err(Errno::NOENT) => {
                 cx.session.removals.record_lookup((cx.ino, name), None);
-                match self.share.policy.negative_timeout(cx.session.negotiated()) {
+                match self.share.policy.negative_timeout(cx.session) {
                     timeout if timeout.is_zero() => Err(Errno::NOENT),
                     timeout => Ok(cx.done(buffer, &Reply::Negative { timeout })),
                 }

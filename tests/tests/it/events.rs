@@ -139,6 +139,7 @@ impl Watched {
             "trap '[ $? = 0 ] || {{ : >failed; cat /tmp/agent >&2; }}' EXIT
             {before}
             {WATCH} agent . 2>/tmp/agent & agent=$!
+            echo $agent >/tmp/agent.pid
             {WATCH} watch {paths} >/tmp/out & watch=$!
             tries=0; until [ -s /tmp/out ]; do sleep 0.05; tries=$((tries + 1)); [ $tries -lt 200 ]; kill -0 $agent; done
             : >ready
@@ -359,6 +360,31 @@ fn what_other_shares_miss_is_seen() {
     assert_eq!(guest, host, "{}", seen.said);
     assert!(seen.said.starts_with("x2\nnewer\nagain\n3\n"), "{}", seen.said);
     assert_eq!(fs::read_to_string(watched.path("d/gone")).unwrap(), "again\n");
+}
+
+/// A guest remembers that names are absent. Here it looks at them when they have gone on the host, and the agent has not heard of it.
+#[test]
+fn what_happened_to_names_that_a_guest_takes_for_absent_is_seen() {
+    let _alone = alone();
+    let Some(watched) = Watched::new(Cache::Always) else { return };
+    for name in ["gone", "changed", "old"] {
+        fs::write(watched.path("d").join(name), "x").unwrap();
+    }
+    fs::write(watched.path("signal"), "0").unwrap();
+    // What is read directly comes from the server, whatever the guest keeps.
+    let before = "(
+            until grep -qs 'CREATE begin' /tmp/out; do sleep 0.02; done
+            kill -STOP $(cat /tmp/agent.pid)
+            : >stopped
+            until [ \"$(dd iflag=direct if=signal bs=4096 2>/dev/null)\" = 1 ]; do sleep 0.02; done
+            for name in gone changed old; do [ ! -e d/$name ] || echo $name is there; done
+            kill -CONT $(cat /tmp/agent.pid)
+        ) &";
+    let script = ": >begin; until [ -e ../stopped ]; do sleep 0.02; done
+        rm gone; printf y >>changed; rm changed; mv old new; printf 1 >../signal; sleep 0.1";
+    let seen = watched.compare("d", before, script, "cat d/new");
+    assert_eq!(by_watch(&seen.guest), by_watch(&seen.host), "{}", seen.said);
+    assert!(seen.said.starts_with('x'), "{}", seen.said);
 }
 
 /// Random operations: each event of a name is seen exactly once. Returns which other events the host has and the guest has not.
