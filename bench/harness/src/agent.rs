@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ferry_guest::{Cache, Device, Guest, Input, Mount, Output, Running};
+use ferry_guest::{Cache, Device, DeviceKind, Guest, Input, Mount, Output, Running};
 
 use crate::server::TAG;
 
@@ -57,13 +57,16 @@ pub struct Agent {
 const GUEST_MIB: u32 = 1024;
 
 impl Agent {
-    /// Boots a guest on one CPU of the host and mounts the share that is served at `socket`.
-    pub fn boot(cache: &Cache, socket: &Path, host_cpu: usize, log: &Path) -> Result<Self> {
+    /// Boots a guest on one CPU of the host and mounts its device: a share, or a disk with ext4.
+    pub fn boot(cache: &Cache, device: Device, host_cpu: usize, log: &Path) -> Result<Self> {
         let mut guest = Guest::new(cache.clone(), [""; 0]);
         guest.host_cpu = Some(host_cpu);
         guest.memory_mib = GUEST_MIB;
-        guest.devices = vec![Device::fs(socket, TAG)];
-        guest.mounts = vec![Mount::virtiofs(TAG, MOUNT_POINT)];
+        let mut mount = Mount::virtiofs(TAG, MOUNT_POINT);
+        if device.kind == DeviceKind::Block {
+            (mount.fstype, mount.source) = ("ext4".into(), "/dev/vda".into());
+        }
+        (guest.devices, guest.mounts) = (vec![device], vec![mount]);
         guest.cwd = MOUNT_POINT.into();
         Self::start(guest, log)
     }

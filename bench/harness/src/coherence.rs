@@ -1,23 +1,24 @@
 //! The coherence table: how late a guest sees what the host changes, and what it costs to look when nothing has changed.
 
+mod guests;
+mod trees;
+
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow};
 use ferry_guest::Cache;
 
-use crate::agent::Agent;
-use crate::line::{FERRY, Line};
+use crate::line::{FERRY, Line, Requests};
 use crate::machine::Machine;
 use crate::progress::Progress;
-use crate::server::{Server, TAG};
 use crate::stats::Better;
-use crate::{Cli, parts, session};
+use crate::{Cli, parts};
+use guests::{Guest, Place, System};
+use trees::Size;
 
 /// The table's name.
 const TABLE: &str = "coherence";
@@ -25,67 +26,8 @@ const TABLE: &str = "coherence";
 const CONFIG: &str = "always-events";
 /// The file that changes.
 const FILE: &str = "changes";
-/// The directories of the tree, and the files in each.
-const TREE: (usize, usize) = (40, 50);
-/// The longest that a guest may take to see a change.
-const TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Something to measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum System {
-    /// With an agent, to which caches are leased.
-    Leased,
-    /// With an agent, and names and attributes for a second.
-    Events,
-    /// Without.
-    Auto,
-    /// The reference.
-    Virtiofsd,
-}
-
-impl System {
-    const ALL: [Self; 4] = [Self::Leased, Self::Events, Self::Auto, Self::Virtiofsd];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Leased => FERRY,
-            Self::Events => "ferry-auto-events",
-            Self::Auto => "ferry-auto",
-            Self::Virtiofsd => "virtiofsd",
-        }
-    }
-
-    fn has_agent(self) -> bool {
-        matches!(self, Self::Leased | Self::Events)
-    }
-
-    fn command(self, place: &Place, socket: &Path) -> Result<Vec<OsString>> {
-        let flags = match self {
-            Self::Leased => "--cache always --events",
-            Self::Events => "--cache auto --events",
-            Self::Auto => "--cache auto",
-            Self::Virtiofsd => "--sandbox none --seccomp none --log-level warn --cache auto",
-        };
-        let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
-        let share = || OsString::from(&place.share);
-        Ok(match self {
-            Self::Virtiofsd => {
-                let program = place.virtiofsd.clone().context("virtiofsd is not there")?;
-                let mut command = vec![program.into(), "--tag".into(), TAG.into(), "--shared-dir".into(), share()];
-                command.extend(["--socket-path".into(), socket.into()]);
-                command.extend(words(flags));
-                command
-            }
-            _ => {
-                let mut command = vec![place.ferry.clone().into()];
-                command.extend(words(&format!("--log warn share --tag {TAG} {flags}")));
-                command.extend([share(), "--virtiofs".into(), socket.into()]);
-                command
-            }
-        })
-    }
-}
-
+/// The pause before a command is run again.
+const AGAIN_AFTER: Duration = Duration::from_secs(2);
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Row {
@@ -95,30 +37,64 @@ enum Row {
     Stat,
     /// From a change of the data to the first read, of a file opened for it, that shows it.
     Read,
-    /// Looking at each file of a tree that has not changed.
-    WarmTree,
+    /// Looking at each file of the repository, which has not changed.
+    Find,
+    /// What git finds there.
+    GitStatus,
+    /// The packages of node.
+    NpmLs,
+    /// Crates that are built already.
+    CargoCheck,
 }
 
 impl Row {
-    const ALL: [Self; 4] = [Self::Nothing, Self::Stat, Self::Read, Self::WarmTree];
+    const ALL: [Self; 7] =
+        [Self::Nothing, Self::Stat, Self::Read, Self::Find, Self::GitStatus, Self::NpmLs, Self::CargoCheck];
 
     fn name(self) -> &'static str {
         match self {
             Self::Nothing => "a command in the guest that looks at nothing",
             Self::Stat => "a changed length is seen by stat",
             Self::Read => "changed data are seen by open and read",
-            Self::WarmTree => "find in a tree of 2,000 files that has not changed",
+            Self::Find => "find -size, warm",
+            Self::GitStatus => "git status, warm",
+            Self::NpmLs => "npm ls, warm",
+            Self::CargoCheck => "cargo check with nothing to do, warm",
         }
     }
 
+    /// What is run twice, the second time to be measured, where nothing changes; and how many files it is about.
+    fn warm(self, size: Size) -> Option<(&'static str, usize)> {
+        let files = size.dirs * Size::FILES;
+        match self {
+            Self::Nothing | Self::Stat | Self::Read => None,
+            Self::Find => Some(("find tree -type f -size +1G", files)),
+            Self::GitStatus => Some(("git -C tree --no-optional-locks status --porcelain", files)),
+            Self::NpmLs => Some(("(cd packages && npm ls --all --offline --no-update-notifier)", 2 * size.packages)),
+            Self::CargoCheck => {
+                let line = "(cd crates && PATH=~/.cargo/bin:$PATH cargo check --quiet --offline)";
+                Some((line, size.crates * (Size::MODULES + 2)))
+            }
+        }
+    }
+
+    fn systems(self) -> impl Iterator<Item = System> {
+        System::ALL.into_iter().filter(move |system| !matches!(self, Self::Stat | Self::Read) || system.sees_changes())
+    }
+
     /// One measurement, in milliseconds.
-    fn measure(self, share: &Path, guest: &mut Guest, number: usize) -> Result<f64> {
-        let file = share.join(FILE);
+    fn measure(self, bench: &Bench, guest: &mut Guest, number: usize) -> Result<f64> {
+        if let Some((line, _)) = self.warm(bench.size) {
+            guest.run(line)?;
+            // Time limits of a second have passed, as they have for people who look again.
+            std::thread::sleep(AGAIN_AFTER);
+            return Ok(guest.run(line)?.as_secs_f64() * 1e3);
+        }
+        let file = bench.place.share.join(FILE);
         // A time limit of a second begins when the guest has looked.
         std::thread::sleep(Duration::from_millis(u64::try_from(number * 379 % 1000)?));
         let begin = Instant::now();
         let line = match self {
-            Self::Nothing => ":".into(),
             Self::Stat => {
                 let is_full = fs::metadata(&file)?.len() != 0;
                 fs::write(&file, if is_full { "" } else { "1" })?;
@@ -128,49 +104,19 @@ impl Row {
                 fs::write(&file, format!("{number:8}"))?;
                 format!("v=; until [[ $v == {number} ]]; do read -r v <{FILE} || :; done")
             }
-            Self::WarmTree => "find tree -type f -size +1G".into(),
+            _ => ":".into(),
         };
-        let done = guest.run(&line)?;
-        let elapsed = if self == Self::WarmTree { done } else { begin.elapsed() };
-        Ok(elapsed.as_secs_f64() * 1e3)
+        guest.run(&line)?;
+        Ok(begin.elapsed().as_secs_f64() * 1e3)
     }
 }
 
-/// Where everything is.
-struct Place {
-    ferry: PathBuf,
-    virtiofsd: Option<PathBuf>,
-    share: PathBuf,
-    folder: PathBuf,
-}
-
-/// A guest, which goes before its server.
-struct Guest {
-    agent: Agent,
-    server: Server,
-}
-
-impl Guest {
-    fn start(system: System, cache: &Cache, place: &Place) -> Result<Self> {
-        let (cpu, server_cpus) = session::divide_cpus()?;
-        let socket = place.folder.join(system.name());
-        let server = Server::spawn(system.name(), &socket, &server_cpus, system.command(place, &socket)?)?;
-        let agent = Agent::boot(cache, &socket, cpu, &socket.with_extension("guest"))?;
-        let mut guest = Self { agent, server };
-        if system.has_agent() {
-            let ferry = crate::shell_word(&place.ferry);
-            guest.run(&format!("{ferry} agent . >/run/agent 2>&1 & sleep 2; kill -0 $!"))?;
-        }
-        // Twice: also what is looked at for the second time only.
-        guest.run("for i in 1 2; do find tree -type f -size +1G; cat changes; done")?;
-        Ok(guest)
-    }
-
-    fn run(&mut self, line: &str) -> Result<Duration> {
-        let server = &mut self.server;
-        let done = self.agent.run(line, TIMEOUT, &mut || server.is_alive());
-        done.map(|done| done.elapsed).with_context(|| self.server.last_words())
-    }
+/// What all rows need.
+struct Bench {
+    place: Place,
+    size: Size,
+    /// Measurements of how late a change is seen, and of each command where nothing changes.
+    runs: (usize, usize),
 }
 
 /// The value below which so many hundredths of the samples are.
@@ -187,74 +133,95 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(code) = cli.listed(TABLE, rows.iter().map(|row| row.name())) {
         return Ok(code);
     }
-    let runs = if cli.quick { 15 } else { 100 };
     let cache = Cache::from_env()?;
     let virtiofsd = cache.peer("virtiofsd").ok();
     let machine = Machine::look(&cli.work, virtiofsd.as_deref(), None);
     let (share, folder) = (cli.work.join("share"), cli.work.join("run"));
-    let place = Place { ferry: crate::program("ferry")?, virtiofsd, share, folder };
-    fs::create_dir_all(&place.folder)?;
-    for dir in 0..TREE.0 {
-        let dir = place.share.join(format!("tree/{dir}"));
-        fs::create_dir_all(&dir)?;
-        (0..TREE.1).try_for_each(|file| fs::write(dir.join(file.to_string()), "x"))?;
-    }
-    fs::write(place.share.join(FILE), "")?;
+    fs::create_dir_all(&folder)?;
+    fs::create_dir_all(&share)?;
+    let mkfs = cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string());
+    let place = Place { ferry: crate::program("ferry")?, virtiofsd, mkfs, share, folder };
+    let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (100, 5)) };
+    let bench = Bench { place, size, runs };
     let progress = Progress::new(rows.len());
+    progress.show("making the trees");
+    trees::make(&bench.place.share, size)?;
+    fs::write(bench.place.share.join(FILE), "")?;
     progress.show("booting the guests");
-    let mut guests: Vec<(System, Result<Guest>)> =
-        System::ALL.map(|system| (system, Guest::start(system, &cache, &place))).into_iter().collect();
-    let lines = progress.measure(
-        &rows,
-        |row| row.name().into(),
-        &[],
-        |row| vec![line(*row, &place.share, &mut guests, runs)],
-    )?;
+    let start = |system| (system, Guest::start(system, &cache, &bench.place));
+    let mut guests: Vec<(System, Result<Guest>)> = System::ALL.map(start).into_iter().collect();
+    let lines = progress.measure(&rows, |row| row.name().into(), &[], |row| vec![line(*row, &bench, &mut guests)])?;
     drop(guests);
     if let Some(folder) = cli.results() {
         let machine = Machine { command: crate::command(), ..machine };
-        let text = markdown(&lines, &machine, runs);
+        let text = markdown(&lines, &machine, &bench);
         parts::save(&folder, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
     }
     Ok(crate::verdict(&lines))
 }
 
-fn line(row: Row, share: &Path, guests: &mut [(System, Result<Guest>)], runs: usize) -> Line {
+fn line(row: Row, bench: &Bench, guests: &mut [(System, Result<Guest>)]) -> Line {
     let mut line = Line::new(TABLE, row.name().into(), CONFIG, "ms", Better::Lower);
     let mut samples = BTreeMap::<String, Vec<f64>>::new();
-    // One guest at a time looks: the others would take its CPU.
-    for (system, guest) in guests {
-        let measured = match guest {
-            Ok(guest) => (0..runs).map(|number| row.measure(share, guest, number)).collect::<Result<Vec<_>>>(),
-            Err(error) => Err(anyhow::anyhow!("{error:#}")),
-        };
-        match measured {
-            Ok(measured) => {
-                let p99 = percentile(&measured, 99).unwrap_or_default();
-                line.also.entry("p99").or_default().insert(system.name().into(), crate::stats::round(p99));
-                samples.insert(system.name().into(), measured);
+    let warm = row.warm(bench.size);
+    let systems: Vec<System> = row.systems().collect();
+    let mut failed = Vec::new();
+    // In turn, one at a time: the others would take its CPU.
+    for number in 0..if warm.is_some() { bench.runs.1 } else { bench.runs.0 } {
+        for (system, guest) in guests.iter_mut().filter(|(system, _)| systems.contains(system)) {
+            if failed.contains(system) {
+                continue;
             }
-            Err(error) if *system == System::Virtiofsd => line.skip(&format!("{}: {error:#}", system.name())),
+            let guest = guest.as_mut().map_err(|error| anyhow!("{error:#}"));
+            match guest.and_then(|guest| row.measure(bench, guest, number)) {
+                Ok(measured) => samples.entry(system.name().into()).or_default().push(measured),
+                Err(error) => {
+                    failed.push(*system);
+                    let reason = format!("{}: {error:#}", system.name());
+                    if system.is_ours() { line.fail(&reason) } else { line.skip(&reason) }
+                }
+            }
+        }
+    }
+    for (name, measured) in &samples {
+        let p99 = percentile(measured, 99).filter(|_| warm.is_none());
+        p99.map(|p99| line.also.entry("p99").or_default().insert(name.clone(), crate::stats::round(p99)));
+    }
+    line.fill(&samples);
+    let Some((command, files)) = warm else { return line };
+    for (system, guest) in guests.iter_mut().filter(|(system, _)| system.is_ours()) {
+        let Ok(guest) = guest else { continue };
+        match guest.requests(command, &bench.place) {
+            Ok(by_name) => {
+                let per_file = crate::stats::round(by_name.values().sum::<u64>() as f64 / files as f64);
+                line.requests.insert(system.name().into(), Requests { per_file, by_name });
+            }
             Err(error) => line.fail(&format!("{}: {error:#}", system.name())),
         }
     }
-    line.fill(&samples);
     line
 }
 
-fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
+fn markdown(lines: &[Line], machine: &Machine, bench: &Bench) -> String {
     let Machine { cpu, cpus, kernel, ferry, virtiofsd, command, date, .. } = machine;
-    let mut out = String::from("# How late a guest sees what the host changes\n\n");
+    let (Bench { size, runs, .. }, files) = (bench, Size::FILES);
+    let mut out = String::from("# How late a guest sees what the host changes, and what looking costs\n\n");
     let _ = writeln!(
         out,
-        "`{command}`, begun {date} UTC, on {cpu}, {cpus} CPUs, Linux {kernel}; Ferry {ferry}; virtiofsd {virtiofsd}. {runs} \
-         measurements of each in a User-mode Linux guest with one CPU: the median, with the least and the greatest in brackets, and the \
-         99th percentile.\n\n\
+        "`{command}`, begun {date} UTC, on {cpu}, {cpus} CPUs, Linux {kernel}; Ferry {ferry}; virtiofsd {virtiofsd}. {} \
+         measurements of each change and {} of each command in a User-mode Linux guest with one CPU: the median, with the least and the \
+         greatest in brackets, and the 99th percentile.\n\n\
          A change is timed from before the host makes it until the host has read that the guest has seen it; the first row is what that costs \
-         without a change. The guest looks all the time, on the CPU that the agent needs, too. Before each change there is a pause of up to a second.\n"
+         without a change. The guest looks all the time, on the CPU that the agent needs, too. Before each change there is a pause of up to a second. \
+         A command is run twice, with a pause of two seconds, and the second time is measured by the guest's clock: a repository of {} files, {} packages, {} crates.\n",
+        runs.0,
+        runs.1,
+        size.dirs * files,
+        size.packages,
+        size.crates
     );
     let names = System::ALL.map(System::name);
-    let _ = writeln!(out, "| ms | {} |\n| --- | --- | --- | --- | --- |", names.join(" | "));
+    let _ = writeln!(out, "| ms | {} |\n| --- |{}", names.join(" | "), " --- |".repeat(names.len()));
     for line in lines {
         let p99 = |name: &str| line.also.get("p99").and_then(|all| all.get(name)).map(|value| format!("; p99 {value}"));
         let figures = names.map(|name| parts::figure(line, name) + &p99(name).unwrap_or_default());
@@ -263,8 +230,16 @@ fn markdown(lines: &[Line], machine: &Machine, runs: usize) -> String {
     let _ = writeln!(
         out,
         "\n{FERRY}: `--cache always --events` and an agent in the guest; ferry-auto-events: `--cache auto --events` and an agent; \
-         ferry-auto: `--cache auto`; virtiofsd: `--cache auto`.\n"
+         ferry-auto: `--cache auto`; virtiofsd: `--cache auto`; virtiofsd-always: `--cache always`, whose guest sees no change; \
+         ext4: a disk of the guest's own.\n\n## Requests of one more run\n\n| row | server | for each file | by name |\n| --- | --- | --- | --- |"
     );
+    for line in lines {
+        for (server, Requests { per_file, by_name }) in &line.requests {
+            let by_name = by_name.iter().map(|(name, count)| format!("{name} {count}")).collect::<Vec<_>>().join(", ");
+            let _ = writeln!(out, "| {} | {server} | {per_file} | {by_name} |", line.row);
+        }
+    }
+    out.push('\n');
     parts::disappointments(&mut out, lines, |_| true);
     out
 }
@@ -288,7 +263,14 @@ mod tests {
             line.also.entry("p99").or_default().insert(FERRY.into(), 2.5);
             line
         });
-        let text = markdown(&lines, &Machine::default(), 2);
+        let place = Place {
+            ferry: "ferry".into(),
+            virtiofsd: None,
+            mkfs: Err("none".into()),
+            share: "share".into(),
+            folder: "run".into(),
+        };
+        let text = markdown(&lines, &Machine::default(), &Bench { place, size: Size::QUICK, runs: (2, 2) });
         assert_eq!(text.matches("; p99 2.5 |").count(), Row::ALL.len(), "{text}");
     }
 }

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use ferry_guest::Cache;
+use ferry_guest::{Cache, Device};
 
 use crate::agent::{Agent, Done, Failed};
 use crate::rows::Config;
-use crate::server::{Peer, Programs, Server, Sharing};
+use crate::server::{Peer, Programs, Server, Sharing, TAG};
 
 /// What all sessions have in common.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl Session {
     fn start_as(place: &Place, peer: Peer, config: Config, logs: bool) -> Result<Self> {
         let mut server = place.serve_as(peer, config, config.name(), None, logs)?;
         let log = place.folder.join(format!("{}-{}.guest", peer.name(), config.name()));
-        let agent = match Agent::boot(&place.cache, server.socket(), place.guest_cpu, &log) {
+        let agent = match Agent::boot(&place.cache, Device::fs(server.socket(), TAG), place.guest_cpu, &log) {
             Ok(agent) => agent,
             Err(error) => return Err(blame(error, &mut server)),
         };

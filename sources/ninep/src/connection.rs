@@ -410,7 +410,9 @@ impl Connection {
         match outcome {
             Ok(()) => {}
             // What the server has said before it went tells more, such as the alert of TLS: the reader takes it, and ends.
-            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => (self.hang_up)(),
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                (self.hang_up)()
+            }
             Err(error) => self.fail(&format!("a request cannot be sent: {error}")),
         }
     }

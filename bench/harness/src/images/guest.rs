@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use ferry_guest::Cache;
+use ferry_guest::{Cache, Device};
 
 use super::made::{BuiltImage, Programs};
 use super::mounts::Tree;
@@ -69,7 +69,7 @@ impl GuestWalk {
         };
         // Beside the server's, which is guest.log.
         let log = folder.join("console.log");
-        let agent = Agent::boot(&place.cache, server.socket(), place.guest_cpu, &log);
+        let agent = Agent::boot(&place.cache, Device::fs(server.socket(), TAG), place.guest_cpu, &log);
         let mut visit = Self { agent: agent.context("no guest")?, server, _tree: tree };
         visit.run(READ_PROGRAMS)?;
         Ok(visit)
