@@ -4,9 +4,10 @@ mod guests;
 mod trees;
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
@@ -16,12 +17,16 @@ use crate::line::{FERRY, Line, Requests};
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::stats::Better;
-use crate::{Cli, parts};
+use crate::{Cli, earlier, parts, process};
 use guests::{Guest, Place, System};
 use trees::Size;
 
 /// The table's name.
 const TABLE: &str = "coherence";
+/// The unit of all figures.
+const UNIT: &str = "ms";
+/// How long tar may take.
+const TAR_TIMEOUT: Duration = Duration::from_secs(300);
 /// What the lines of ours are about.
 const CONFIG: &str = "always-events";
 /// The file that changes.
@@ -45,11 +50,21 @@ enum Row {
     NpmLs,
     /// Crates that are built already.
     CargoCheck,
+    /// What watching costs the host: the repository's files are unpacked in the share, while one guest has it mounted.
+    Unpack,
 }
 
 impl Row {
-    const ALL: [Self; 7] =
-        [Self::Nothing, Self::Stat, Self::Read, Self::Find, Self::GitStatus, Self::NpmLs, Self::CargoCheck];
+    const ALL: [Self; 8] = [
+        Self::Nothing,
+        Self::Stat,
+        Self::Read,
+        Self::Find,
+        Self::GitStatus,
+        Self::NpmLs,
+        Self::CargoCheck,
+        Self::Unpack,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -60,6 +75,7 @@ impl Row {
             Self::GitStatus => "git status, warm",
             Self::NpmLs => "npm ls, warm",
             Self::CargoCheck => "cargo check with nothing to do, warm",
+            Self::Unpack => "tar x on the host",
         }
     }
 
@@ -67,7 +83,7 @@ impl Row {
     fn warm(self, size: Size) -> Option<(&'static str, usize)> {
         let files = size.dirs * Size::FILES;
         match self {
-            Self::Nothing | Self::Stat | Self::Read => None,
+            Self::Nothing | Self::Stat | Self::Read | Self::Unpack => None,
             Self::Find => Some(("find tree -type f -size +1G", files)),
             Self::GitStatus => Some(("git -C tree --no-optional-locks status --porcelain", files)),
             Self::NpmLs => Some(("(cd packages && npm ls --all --offline --no-update-notifier)", 2 * size.packages)),
@@ -79,7 +95,11 @@ impl Row {
     }
 
     fn systems(self) -> impl Iterator<Item = System> {
-        System::ALL.into_iter().filter(move |system| !matches!(self, Self::Stat | Self::Read) || system.sees_changes())
+        System::ALL.into_iter().filter(move |system| match self {
+            Self::Stat | Self::Read => system.sees_changes(),
+            Self::Unpack => matches!(system, System::Leased | System::Auto | System::Virtiofsd),
+            _ => true,
+        })
     }
 
     /// One measurement, in milliseconds.
@@ -92,6 +112,12 @@ impl Row {
         }
         let file = bench.place.share.join(FILE);
         // A time limit of a second begins when the guest has looked.
+        match self {
+            // A read would have attributes asked for again, for the time of access.
+            Self::Stat => _ = guest.run(&format!("[[ -s {FILE} ]]; :"))?,
+            Self::Read => _ = guest.run(&format!("cat {FILE}"))?,
+            _ => {}
+        }
         std::thread::sleep(Duration::from_millis(u64::try_from(number * 379 % 1000)?));
         let begin = Instant::now();
         let line = match self {
@@ -110,6 +136,9 @@ impl Row {
         Ok(begin.elapsed().as_secs_f64() * 1e3)
     }
 }
+
+/// The guests of all systems, or why there is none.
+type Guests = Vec<(System, Result<Guest>)>;
 
 /// What all rows need.
 struct Bench {
@@ -141,18 +170,37 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     fs::create_dir_all(&share)?;
     let mkfs = cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string());
     let place = Place { ferry: crate::program("ferry")?, virtiofsd, mkfs, share, folder };
-    let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (100, 5)) };
+    let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (50, 5)) };
     let bench = Bench { place, size, runs };
     let progress = Progress::new(rows.len());
     progress.show("making the trees");
     trees::make(&bench.place.share, size)?;
     fs::write(bench.place.share.join(FILE), "")?;
-    progress.show("booting the guests");
-    let start = |system| (system, Guest::start(system, &cache, &bench.place));
-    let mut guests: Vec<(System, Result<Guest>)> = System::ALL.map(start).into_iter().collect();
-    let lines = progress.measure(&rows, |row| row.name().into(), &[], |row| vec![line(*row, &bench, &mut guests)])?;
+    let mut guests: Option<Guests> = None;
+    let mut lines = progress.measure(
+        &rows,
+        |row| row.name().into(),
+        &[],
+        |row| {
+            if *row == Row::Unpack {
+                guests = None;
+                return vec![unpack(&cache, &bench)];
+            }
+            let start = |system| (system, Guest::start(system, &cache, &bench.place));
+            let guests = guests.get_or_insert_with(|| System::ALL.map(start).into_iter().collect());
+            vec![line(*row, &bench, guests)]
+        },
+    )?;
     drop(guests);
     if let Some(folder) = cli.results() {
+        if cli.add {
+            let known = |name: &str| {
+                Row::ALL.iter().find(|row| row.name() == name)?;
+                Some(earlier::Row { unit: UNIT, better: Better::Lower })
+            };
+            let order = Row::ALL.into_iter().map(|row| (row.name().to_owned(), CONFIG));
+            lines = parts::join(&earlier::read(&folder, TABLE, known)?, &lines, order);
+        }
         let machine = Machine { command: crate::command(), ..machine };
         let text = markdown(&lines, &machine, &bench);
         parts::save(&folder, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
@@ -160,8 +208,47 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     Ok(crate::verdict(&lines))
 }
 
-fn line(row: Row, bench: &Bench, guests: &mut [(System, Result<Guest>)]) -> Line {
-    let mut line = Line::new(TABLE, row.name().into(), CONFIG, "ms", Better::Lower);
+/// Measures the unpacking, each time beside one server and its guest only: all that watch would be told.
+fn unpack(cache: &Cache, bench: &Bench) -> Line {
+    let mut line = Line::new(TABLE, Row::Unpack.name().into(), CONFIG, UNIT, Better::Lower);
+    let mut samples = BTreeMap::<String, Vec<f64>>::new();
+    let Place { share, folder, .. } = &bench.place;
+    let (archive, target) = (folder.join("tree.tar"), share.join("unpacked"));
+    let tar = |arguments: &[&OsStr]| {
+        let mut command = Command::new("tar");
+        command.args(arguments);
+        process::run(command, folder, TAR_TIMEOUT)
+    };
+    let measure = |system| -> Result<f64> {
+        fs::create_dir(&target)?;
+        let guest = Guest::start(system, cache, &bench.place)?;
+        rustix::fs::sync();
+        let begin = Instant::now();
+        tar(&["-xf".as_ref(), archive.as_ref(), "-C".as_ref(), target.as_ref()])?;
+        let elapsed = begin.elapsed();
+        drop(guest);
+        Ok(elapsed.as_secs_f64() * 1e3)
+    };
+    let packed = tar(&["-cf".as_ref(), archive.as_ref(), "-C".as_ref(), share.as_ref(), "tree".as_ref()]);
+    if let Err(error) = packed {
+        line.fail(&format!("{error:#}"));
+        return line;
+    }
+    for _ in 0..bench.runs.1 {
+        for system in Row::Unpack.systems() {
+            match measure(system) {
+                Ok(measured) => samples.entry(system.name().into()).or_default().push(measured),
+                Err(error) => line.fail(&format!("{}: {error:#}", system.name())),
+            }
+            let _ = fs::remove_dir_all(&target);
+        }
+    }
+    line.fill(&samples);
+    line
+}
+
+fn line(row: Row, bench: &Bench, guests: &mut Guests) -> Line {
+    let mut line = Line::new(TABLE, row.name().into(), CONFIG, UNIT, Better::Lower);
     let mut samples = BTreeMap::<String, Vec<f64>>::new();
     let warm = row.warm(bench.size);
     let systems: Vec<System> = row.systems().collect();
@@ -213,7 +300,8 @@ fn markdown(lines: &[Line], machine: &Machine, bench: &Bench) -> String {
          greatest in brackets, and the 99th percentile.\n\n\
          A change is timed from before the host makes it until the host has read that the guest has seen it; the first row is what that costs \
          without a change. The guest looks all the time, on the CPU that the agent needs, too. Before each change there is a pause of up to a second. \
-         A command is run twice, with a pause of two seconds, and the second time is measured by the guest's clock: a repository of {} files, {} packages, {} crates.\n",
+         A command is run twice, with a pause of two seconds, and the second time is measured by the guest's clock: a repository of {} files, {} packages, {} crates. \
+         That repository is unpacked in the share, too, where the guest knows the directory it is in, and no other guest has it mounted.\n",
         runs.0,
         runs.1,
         size.dirs * files,

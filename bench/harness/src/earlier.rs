@@ -11,7 +11,7 @@ use crate::line::{Line, MessageCounts, Requests};
 use crate::stats::Better;
 
 /// What was found beside figures, in the tables that are run in parts.
-const ALSO: [&str; 1] = ["mount_ms"];
+const ALSO: [&str; 2] = ["mount_ms", "p99"];
 
 /// What the rows of a table are like.
 #[derive(Debug, Clone, Copy)]

@@ -78,7 +78,7 @@ struct Cli {
     /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, metadata, virtiofs --dax)
+    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, metadata, coherence, virtiofs --dax)
     #[arg(long)]
     add: bool,
     /// Only print the names of the rows
@@ -160,9 +160,9 @@ fn main() -> ExitCode {
         eprintln!("bench/run: --dax is for the table virtiofs");
         return ExitCode::from(2);
     }
-    let has_parts = cli.dax || matches!(cli.table, Table::V9fs | Table::Images | Table::Metadata);
+    let has_parts = cli.dax || matches!(cli.table, Table::V9fs | Table::Images | Table::Metadata | Table::Coherence);
     if cli.add && !has_parts {
-        eprintln!("bench/run: --add is for the tables v9fs, images, metadata and virtiofs --dax");
+        eprintln!("bench/run: --add is for the tables v9fs, images, metadata, coherence and virtiofs --dax");
         return ExitCode::from(2);
     }
     let result = match cli.table {
