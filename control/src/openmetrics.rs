@@ -119,7 +119,7 @@ const FAMILIES: [Family; 6] = [
 ];
 
 /// What exports and their sources report as [`crate::UsageReport`]: the name there, which makes a counter if it ends in `_total`, and what it is.
-const USAGE: [(&str, &str); 19] = [
+const USAGE: [(&str, &str); 22] = [
     ("fids", "Fids of 9P clients."),
     ("connections", "Connections of 9P clients, or virtual machine monitors of a 9P device."),
     ("threads", "Threads that serve 9P clients."),
@@ -139,6 +139,9 @@ const USAGE: [(&str, &str); 19] = [
     ("ring_fallbacks_total", "Times that io_uring was not available, and a slower path was chosen."),
     ("restarts_total", "Times that a server has taken over the guests of the one before (--state)."),
     ("limit_waits_total", "Times that requests had to wait for their limit (--limit)."),
+    ("snapshots", "Snapshots of containers, by kind."),
+    ("layer_mounts", "Layers of containers that are mounted."),
+    ("store_bytes", "Bytes on disk of the store that all layers share."),
     ("image_fetched_bytes_total", "Bytes of objects of an image that were fetched."),
     ("image_verified_bytes_total", "Bytes of objects of an image that were verified."),
     ("image_deduplicated_bytes_total", "Bytes of objects of an image that the store had, and were not fetched."),
@@ -233,8 +236,9 @@ impl Text {
 
     /// Writes a family of what exports use, if any export reports it.
     fn usage(&mut self, series: &[Series<'_>], name: &str, help: &str) {
-        let of = |one: &Series<'_>| one.export.usage.iter().find(|usage| usage.name == name).map(|usage| usage.value);
-        if series.iter().all(|one| of(one).is_none()) {
+        let all = series.iter().flat_map(|one| one.export.usage.iter().map(move |usage| (one, usage)));
+        let mut all = all.filter(|(_, usage)| usage.name == name).peekable();
+        if all.peek().is_none() {
             return;
         }
         let (family, kind, suffix) = match name.strip_suffix("_total") {
@@ -242,8 +246,9 @@ impl Text {
             None => (name, Kind::Gauge, ""),
         };
         self.header(&format!("ferry_{family}"), kind, help);
-        for (one, value) in series.iter().filter_map(|one| Some((one, of(one)?))) {
-            self.sample(suffix, one, &[], value);
+        for (one, usage) in all {
+            let kind = usage.kind.as_deref().map(|kind| ("kind", kind));
+            self.sample(suffix, one, kind.as_slice(), usage.value);
         }
     }
 
@@ -295,7 +300,10 @@ mod tests {
             kind: ExportKind::Ninep,
             clients: Some(2),
             operations: vec![operation],
-            usage: vec![UsageReport { name: "fids".into(), value: 7 }],
+            usage: vec![
+                UsageReport { name: "fids".into(), value: 7, kind: None },
+                UsageReport { name: "snapshots".into(), value: 3, kind: Some("view".into()) },
+            ],
             ..ExportReport::default()
         };
         let share = ShareStatus { source: source.into(), ninep: Some("unix:/s".into()), ..ShareStatus::default() };
@@ -318,6 +326,7 @@ mod tests {
             format!(r#"ferry_request_duration_seconds_bucket{{{labels},operation="read",le="+Inf"}} 4"#),
             format!(r#"ferry_request_duration_seconds_sum{{{labels},operation="read"}} 1.5"#),
             format!("ferry_fids{{{labels}}} 7"),
+            format!(r#"ferry_snapshots{{{labels},kind="view"}} 3"#),
             "ferry_uptime_seconds 3".into(),
             "ferry_descriptors 12".into(),
             "# TYPE ferry_request_errors counter".into(),

@@ -46,6 +46,9 @@ pub struct ShareStatus {
     /// The path of the socket of a disk, whose source is its file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
+    /// The socket on which containerd connects, of a snapshotter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshotter: Option<String>,
     /// Whether the share is read-only.
     pub read_only: bool,
     /// The number of request queues of the device.
@@ -79,6 +82,7 @@ impl ShareStatus {
             ExportKind::Disk => self.disk.clone().or_else(|| self.descriptor()),
             ExportKind::Ninep => self.ninep.clone(),
             ExportKind::Mount => self.mount.clone(),
+            ExportKind::Snapshotter => self.snapshotter.clone(),
         }
     }
 
@@ -101,11 +105,13 @@ pub enum ExportKind {
     Mount,
     /// A disk.
     Disk,
+    /// Snapshots for containerd.
+    Snapshotter,
 }
 
 impl ExportKind {
     /// All kinds, in the order in which they are shown.
-    pub const ALL: [Self; 4] = [Self::Virtiofs, Self::Ninep, Self::Mount, Self::Disk];
+    pub const ALL: [Self; 5] = [Self::Virtiofs, Self::Ninep, Self::Mount, Self::Disk, Self::Snapshotter];
 
     /// Returns the word for it in text and JSON.
     #[must_use]
@@ -115,6 +121,7 @@ impl ExportKind {
             Self::Ninep => "9p",
             Self::Mount => "mount",
             Self::Disk => "disk",
+            Self::Snapshotter => "snapshotter",
         }
     }
 }
@@ -199,6 +206,9 @@ pub struct BucketReport {
 pub struct UsageReport {
     /// What is counted, as the metric is named without `ferry_`.
     pub name: String,
+    /// Which of them, for a metric with the label `kind`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
     /// How many.
     pub value: u64,
 }
@@ -212,7 +222,7 @@ impl ExportReport {
         let operations: Vec<_> = counted.operations.iter().map(OperationReport::of).collect();
         let errors = operations.iter().flat_map(|operation| &operation.errors).map(|error| error.requests);
         let mut usage = self.usage;
-        usage.push(UsageReport { name: "invalid_requests_total".into(), value: counted.invalid });
+        usage.push(UsageReport { name: "invalid_requests_total".into(), value: counted.invalid, kind: None });
         Self {
             requests: Some(counted.requests()),
             read_bytes: Some(bytes("read")),

@@ -35,11 +35,9 @@ pub fn served_share(share: &Share, name: &str, source: Arc<dyn FileSystem>) -> S
         tag: has_tag.then(|| share.tag_or_default().as_str().to_owned()),
         virtiofs: share.virtiofs.as_deref().map(paths::absolute),
         fd: share.fd,
-        ninep: None,
-        mount: None,
-        disk: None,
         read_only: share.read_only,
         queues: is_device.then(|| share.queue_count()),
+        ..ShareStatus::default()
     };
     let mut served = ServedShare::new(shown, name.into(), source);
     if let Some(cache) = share.cache.to_possible_value() {
@@ -163,7 +161,7 @@ pub fn served_image(image: &Path, dir: &Path, objects: &Arc<Objects>) -> ServedS
 }
 
 fn used(counts: impl IntoIterator<Item = (&'static str, u64)>) -> Vec<UsageReport> {
-    counts.into_iter().map(|(name, value)| UsageReport { name: name.into(), value }).collect()
+    counts.into_iter().map(|(name, value)| UsageReport { name: name.into(), value, kind: None }).collect()
 }
 
 /// What a mount does now; `None` if it has ended.

@@ -1,13 +1,16 @@
 //! The program `ferry-snapshotter`: it reads the command line and the configuration file, and serves.
 
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use clap::Parser;
-use ferry_control::{Logging, printable};
-use ferry_snapshotter::{Config, Snapshotter, Socket, serve};
+use clap::builder::Resettable;
+use clap::{CommandFactory, Parser};
+use clap_complete::Shell;
+use ferry_control::{Control, Logging, Owner, printable};
+use ferry_snapshotter::{Config, Snapshotter, Socket, serve, served};
 
 /// The exit status for a wrong command line or configuration file, as in `ferry`.
 const MISUSED: u8 = 2;
@@ -18,7 +21,7 @@ const MISUSED: u8 = 2;
 /// containers do not notice a restart. Needs root: layers have files of all owners, device nodes and set-user-id programs, and the
 /// kernel mounts them.
 #[derive(Debug, Parser)]
-#[command(name = "ferry-snapshotter", version, max_term_width = 110)]
+#[command(name = NAME, version, max_term_width = 110)]
 #[command(after_long_help = EXAMPLES)]
 struct Args {
     /// The configuration file [default: /etc/ferry/snapshotter.toml, if it exists].
@@ -33,7 +36,12 @@ struct Args {
     /// What to log on standard error: error, warn, info, debug, trace [default: the environment's FERRY_LOG, or info].
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
+    /// Print a document for packages: man (the manual page), or completions for bash, zsh or fish.
+    #[arg(long, value_name = "DOCUMENT", hide = true, value_parser = ["man", "bash", "zsh", "fish"])]
+    print: Option<String>,
 }
+
+const NAME: &str = "ferry-snapshotter";
 
 const EXAMPLES: &str = "\
 Configuration file, with the defaults:
@@ -53,19 +61,23 @@ Exit status:
 
 fn main() -> ExitCode {
     let args = Args::parse();
+    if let Some(document) = &args.print {
+        return print(document).map_or_else(|error| report(&error, 1), |()| ExitCode::SUCCESS);
+    }
     let mut level = args.log.clone().or_else(|| std::env::var("FERRY_LOG").ok()).unwrap_or_else(|| "info".into());
     if level == "debug" {
         // Each frame of HTTP/2 would be a line.
         level.push_str(",h2=info");
     }
-    if let Err(error) = Logging::start(&level, false, None) {
-        return report(&error.into(), MISUSED);
-    }
+    let logging = match Logging::start(&level, false, None) {
+        Ok(logging) => logging,
+        Err(error) => return report(&error.into(), MISUSED),
+    };
     let config = match config(&args) {
         Ok(config) => config,
         Err(error) => return report(&error, MISUSED),
     };
-    match run(&config) {
+    match run(&config, logging) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => report(&error, 1),
     }
@@ -97,13 +109,36 @@ fn config(args: &Args) -> Result<Config> {
     Ok(config)
 }
 
-fn run(config: &Config) -> Result<()> {
+/// Prints the manual page, or the completions of a shell.
+fn print(document: &str) -> Result<()> {
+    let mut text = Vec::new();
+    match document.parse::<Shell>() {
+        Ok(shell) => clap_complete::generate(shell, &mut Args::command(), NAME, &mut text),
+        Err(_) => {
+            let page = clap_mangen::Man::new(Args::command().after_long_help(Resettable::Reset));
+            // The generator's title has no quotes around the date, and it fills lines of examples.
+            writeln!(text, ".TH \"{NAME}\" \"8\" \"\" \"ferry {}\" \"Ferry\"", env!("CARGO_PKG_VERSION"))?;
+            page.render_name_section(&mut text)?;
+            page.render_synopsis_section(&mut text)?;
+            page.render_description_section(&mut text)?;
+            page.render_options_section(&mut text)?;
+            let examples = EXAMPLES.replace('\\', "\\e").replace('-', "\\-").replace('\n', "\n\\&");
+            write!(text, ".SH EXAMPLES\n.nf\n\\&{examples}\n.fi\n")?;
+        }
+    }
+    std::io::stdout().write_all(&text).context("cannot write to standard output")
+}
+
+fn run(config: &Config, logging: Logging) -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
         "only root can run this: the kernel mounts layers, and they have files of all owners"
     );
+    let control = Control::bind();
     let snapshotter = Snapshotter::open(config).with_context(|| format!("cannot use {}", config.root.display()))?;
     let socket = Socket::bind(&config.address)?;
+    let snapshotter = Arc::new(snapshotter);
+    let _control = Control::start(control, vec![served(config, &snapshotter)].into(), logging, Owner::default());
     tracing::info!("serving {} on {}", config.root.display(), config.address.display());
-    serve(snapshotter, socket)
+    serve(&snapshotter, socket)
 }

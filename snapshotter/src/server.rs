@@ -71,13 +71,13 @@ impl Socket {
 /// # Errors
 ///
 /// The socket or signals cannot be used.
-pub fn serve(snapshotter: Snapshotter, socket: Socket) -> Result<()> {
+pub fn serve(snapshotter: &Arc<Snapshotter>, socket: Socket) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .max_blocking_threads(CALLS_MAX)
         .build()
         .context("cannot start the runtime")?;
-    let snapshotter = Arc::new(snapshotter);
+    let snapshotter = Arc::clone(snapshotter);
     let outcome = runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(socket.listener).context("cannot use the socket")?;
         let mut signals = [SignalKind::terminate(), SignalKind::interrupt()]

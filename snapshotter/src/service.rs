@@ -19,6 +19,7 @@ use crate::api::{
 };
 use crate::error::{Error, Result};
 use crate::filter::Filter;
+use crate::operations::CallCounter;
 use crate::snapshotter::{NewSnapshot, Snapshotter};
 
 /// The number of snapshots in one message of List, as in containerd.
@@ -47,10 +48,13 @@ impl From<Error> for Status {
 /// None: failures are statuses of gRPC.
 pub async fn answer(
     snapshotter: Arc<Snapshotter>,
-    request: Request<Incoming>,
+    mut request: Request<Incoming>,
 ) -> std::result::Result<Response<Body>, Infallible> {
     let path = request.uri().path().to_owned();
     let all = snapshotter;
+    if let Some(counter) = CallCounter::of(&all, path.strip_prefix(SERVICE).unwrap_or_default()) {
+        request.extensions_mut().insert(counter);
+    }
     Ok(match path.strip_prefix(SERVICE).unwrap_or_default() {
         "Prepare" => unary(request, move |call| mounts(all.prepare(new(call)))).await,
         "View" => unary(request, move |call| mounts(all.view(new(call)))).await,
@@ -116,7 +120,7 @@ type Answer<T> = Pin<Box<dyn Future<Output = std::result::Result<tonic::Response
 /// Runs a call on a thread that may block. If the client gives up meanwhile, the call is finished all the same.
 fn on_thread<Q, A, F>(
     call: &mut Option<F>,
-    request: tonic::Request<Q>,
+    mut request: tonic::Request<Q>,
 ) -> impl Future<Output = std::result::Result<A, Status>> + use<Q, A, F>
 where
     F: FnOnce(Q) -> Result<A> + Send + 'static,
@@ -124,9 +128,12 @@ where
     A: Send + 'static,
 {
     let call = call.take();
+    let counter = request.extensions_mut().remove::<CallCounter>();
     async move {
         let call = call.ok_or_else(|| Status::internal("a call is answered once"))?;
-        let answered = tokio::task::spawn_blocking(move || call(request.into_inner())).await;
+        let call = move || call(request.into_inner());
+        let call = move || if let Some(counter) = counter { counter.count(call) } else { call() };
+        let answered = tokio::task::spawn_blocking(call).await;
         answered.map_err(|error| Status::internal(format!("the call failed: {error}")))?.map_err(Status::from)
     }
 }

@@ -7,7 +7,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use ferry_engine::metrics::Metrics;
 use ferry_image::told;
 
 use crate::api::{Info, Kind, Labels, Mount};
@@ -20,7 +22,7 @@ use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
 use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, Usage, too_deep};
-use crate::{overlay, usage};
+use crate::{operations, overlay, usage};
 
 /// The maximum length of a name or key in bytes; those of containerd have about 200.
 pub const NAME_BYTES_MAX: usize = 4096;
@@ -38,6 +40,19 @@ pub struct Snapshotter {
     folders: Folders,
     layers: Layers,
     keys: Keys,
+    metrics: Arc<Metrics>,
+}
+
+/// What a snapshotter holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub active: u64,
+    pub committed: u64,
+    pub views: u64,
+    /// Layers that are mounted.
+    pub layer_mounts: u64,
+    /// Bytes on disk of the store.
+    pub store_bytes: u64,
 }
 
 /// A new snapshot.
@@ -63,7 +78,8 @@ impl Snapshotter {
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
         let layers = Layers::new(folders.clone(), config.images)?;
-        let snapshotter = Self { metadata, folders, layers, keys: Keys::default() };
+        let (keys, metrics) = (Keys::default(), operations::metrics());
+        let snapshotter = Self { metadata, folders, layers, keys, metrics };
         snapshotter.finish_interrupted()?;
         snapshotter.cleanup()?;
         Ok(snapshotter)
@@ -337,6 +353,29 @@ impl Snapshotter {
             })?;
             Ok(needed)
         })
+    }
+
+    /// Returns the counters of calls.
+    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
+    }
+
+    /// Counts the snapshots, and what they take.
+    pub(crate) fn counts(&self) -> Result<Counts> {
+        let mut counts = Counts::default();
+        self.metadata.for_each(|_, record| {
+            *match record.kind() {
+                Kind::View => &mut counts.views,
+                Kind::Committed => &mut counts.committed,
+                _ => &mut counts.active,
+            } += 1;
+            if record.image.is_some() && erofs::is_mounted(&self.folders.layer(record.id))? {
+                counts.layer_mounts += 1;
+            }
+            Ok(())
+        })?;
+        counts.store_bytes = u64::try_from(usage::of(&self.folders.store())?.bytes).unwrap_or(0);
+        Ok(counts)
     }
 
     /// Removes the directory that an image has replaced.

@@ -326,7 +326,11 @@ impl Target {
                 .ninep
                 .as_deref()
                 .and_then(|address| address.strip_prefix("unix:").or_else(|| address.strip_prefix("vhost-user:")));
-            let mut sockets = shown.virtiofs.as_deref().into_iter().chain(shown.disk.as_deref()).chain(ninep);
+            let mut sockets = [&shown.virtiofs, &shown.disk, &shown.snapshotter]
+                .into_iter()
+                .flatten()
+                .map(String::as_str)
+                .chain(ninep);
             let same = |socket| Path::new(socket).canonicalize().is_ok_and(|socket| socket == path);
             sockets.any(same).then_some((client, share, None))
         })
@@ -440,17 +444,8 @@ mod tests {
     use super::*;
 
     fn server(pid: u32, mounts: &[&str]) -> (Client, Status) {
-        let share = |mount: &&str| ShareStatus {
-            source: "mem".into(),
-            tag: None,
-            virtiofs: None,
-            fd: None,
-            ninep: None,
-            mount: Some((*mount).into()),
-            disk: None,
-            read_only: false,
-            queues: None,
-        };
+        let share =
+            |mount: &&str| ShareStatus { source: "mem".into(), mount: Some((*mount).into()), ..ShareStatus::default() };
         let shares = mounts.iter().map(share).collect();
         let endpoint = Endpoint { pid, owner: 0, path: "/s".into() };
         (Client { endpoint }, Status { pid, shares, log: "info".into(), requests: None })

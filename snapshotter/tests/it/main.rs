@@ -5,6 +5,7 @@
 mod client;
 mod concurrent;
 mod containerd;
+mod control;
 mod images;
 mod metadata;
 mod server;

@@ -108,6 +108,10 @@ impl Server {
         mount_points(&self.root())
     }
 
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Resident memory in KiB.
     pub fn resident_kib(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");

@@ -28,7 +28,7 @@ fn systemd_takes_the_unit() {
 fn the_unit_keeps_mounts_where_they_are_seen() {
     let set: Vec<_> =
         UNIT.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once('=')).collect();
-    assert!(set.contains(&("KillMode", "mixed")) && set.contains(&("Type", "notify")));
+    assert!(set.contains(&("KillMode", "process")) && set.contains(&("Type", "notify")));
     for (name, _) in set {
         let has_namespace =
             ["Private", "Protect", "ReadOnly", "ReadWrite", "Bind", "Temporary", "Inaccessible", "Root"];

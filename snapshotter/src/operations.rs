@@ -1,0 +1,123 @@
+//! What the control socket tells of a running snapshotter: its calls with their latencies and errors, and what it holds.
+
+use std::sync::{Arc, Weak};
+
+use ferry_control::{ExportKind, ExportReport, ServedShare, ShareStatus, UsageReport};
+use ferry_engine::metrics::Metrics;
+use ferry_image::told;
+use ferry_vfs::Errno;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::snapshotter::{Counts, Snapshotter};
+
+/// The calls of the API, by the names of their metrics.
+const CALLS: [&str; 10] =
+    ["prepare", "view", "mounts", "commit", "remove", "stat", "update", "usage", "cleanup", "list"];
+
+/// Returns counters for all calls.
+pub(crate) fn metrics() -> Arc<Metrics> {
+    Arc::new(Metrics::new(|call| CALLS.get(call).copied().unwrap_or("other").to_owned()))
+}
+
+/// Counts one call.
+#[derive(Clone)]
+pub(crate) struct CallCounter {
+    metrics: Arc<Metrics>,
+    call: usize,
+}
+
+impl CallCounter {
+    /// Creates that of a method, as the API names it; `None`: there is none.
+    pub(crate) fn of(snapshotter: &Snapshotter, method: &str) -> Option<Self> {
+        let call = CALLS.iter().position(|call| method.eq_ignore_ascii_case(call))?;
+        Some(Self { metrics: Arc::clone(snapshotter.metrics()), call })
+    }
+
+    /// Runs the call.
+    pub(crate) fn count<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let timer = self.metrics.begin(self.call);
+        let outcome = call();
+        self.metrics.end(timer, outcome.as_ref().map(|_| 0).map_err(errno));
+        outcome
+    }
+}
+
+/// Returns the error number that stands for an error in the metrics.
+fn errno(error: &Error) -> Errno {
+    match error {
+        Error::NotFound(_) => Errno::NOENT,
+        Error::AlreadyExists(_) => Errno::EXIST,
+        Error::FailedPrecondition(_) => Errno::BUSY,
+        Error::InvalidArgument(_) => Errno::INVAL,
+        Error::Io { error, .. } | Error::Mount { error, .. } => {
+            error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
+        }
+        _ => Errno::IO,
+    }
+}
+
+/// Returns the snapshotter as the control socket shows it.
+#[must_use]
+pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
+    let shown = ShareStatus {
+        source: config.root.display().to_string(),
+        snapshotter: Some(config.address.display().to_string()),
+        ..ShareStatus::default()
+    };
+    let mut served = ServedShare::served_by_kernel(shown, "snapshotter".into());
+    // Its threads outlive the snapshotter, whose metadata must be closed by then.
+    let snapshotter = Arc::downgrade(snapshotter);
+    served.exported(move || Weak::upgrade(&snapshotter).map(|snapshotter| report(&snapshotter)));
+    served
+}
+
+fn report(snapshotter: &Snapshotter) -> ExportReport {
+    let usage = match snapshotter.counts() {
+        Ok(Counts { active, committed, views, layer_mounts, store_bytes }) => [
+            ("snapshots", Some("active"), active),
+            ("snapshots", Some("committed"), committed),
+            ("snapshots", Some("view"), views),
+            ("layer_mounts", None, layer_mounts),
+            ("store_bytes", None, store_bytes),
+        ]
+        .map(|(name, kind, value)| UsageReport { name: name.into(), kind: kind.map(Into::into), value })
+        .into(),
+        Err(error) => {
+            tracing::warn!("cannot count the snapshots: {}", told(&error));
+            Vec::new()
+        }
+    };
+    let report = ExportReport { kind: ExportKind::Snapshotter, path: Some("gRPC".into()), usage, ..Default::default() };
+    let counted = report.with_requests(&snapshotter.metrics().snapshot());
+    // Calls move no data of files.
+    ExportReport { read_bytes: None, written_bytes: None, ..counted }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn each_call_of_the_api_has_a_name_and_each_error_a_number() {
+        let metrics = metrics();
+        let counter = CallCounter { metrics: Arc::clone(&metrics), call: 3 };
+        counter.count(|| Ok(())).unwrap();
+        let full = io::Error::from_raw_os_error(28);
+        for error in [
+            Error::NotFound("a".into()),
+            Error::AlreadyExists("a".into()),
+            Error::FailedPrecondition("a".into()),
+            Error::InvalidArgument("a".into()),
+            Error::Io { action: "write to", path: "/a".into(), error: full },
+        ] {
+            counter.count::<()>(|| Err(error)).unwrap_err();
+        }
+        let counted = metrics.snapshot();
+        let [commit] = &counted.operations[..] else { panic!("{counted:?}") };
+        assert_eq!((commit.name.as_str(), commit.requests(), commit.in_flight), ("commit", 6, 0));
+        assert_eq!(commit.errors, [(2, 1), (16, 1), (17, 1), (22, 1), (28, 1)]);
+    }
+}
