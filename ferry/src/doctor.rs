@@ -65,6 +65,7 @@ fn all_checks() -> Vec<Check> {
     checks.extend(confinement::checks());
     checks.extend(limits::checks());
     checks.extend(files::checks());
+    checks.extend(version::layers());
     checks.extend(vmm::checks());
     checks
 }

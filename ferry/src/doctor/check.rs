@@ -18,11 +18,13 @@ pub enum Export {
     Ninep,
     /// `ferry image mount`.
     Image,
+    /// `ferry-snapshotter`, and layers for podman.
+    Containers,
 }
 
 impl Export {
     /// All of them, in the order of reports.
-    pub const ALL: [Self; 5] = [Self::Virtiofs, Self::Mount, Self::Disk, Self::Ninep, Self::Image];
+    pub const ALL: [Self; 6] = [Self::Virtiofs, Self::Mount, Self::Disk, Self::Ninep, Self::Image, Self::Containers];
     /// Those that serve virtual machines or 9P clients, and confine themselves.
     pub const SERVERS: &[Self] = &[Self::Virtiofs, Self::Disk, Self::Ninep];
 
@@ -34,6 +36,7 @@ impl Export {
             Self::Disk => "disk",
             Self::Ninep => "9p",
             Self::Image => "image",
+            Self::Containers => "containers",
         }
     }
 }

@@ -27,8 +27,8 @@ fn for_root_or(otherwise: &'static str) -> &'static str {
 
 /// The checks of mounts on this host: a mount of `mem` that is made and removed at once, as by `ferry mount --explain`.
 fn fuse() -> Vec<Check> {
-    let device = Check::new("fuse device", &[Export::Mount], &[Export::Image]);
-    let mount = Check::new("fuse mount", &[Export::Mount], &[Export::Image]);
+    let device = Check::new("fuse device", &[Export::Mount], &[Export::Image, Export::Containers]);
+    let mount = Check::new("fuse mount", &[Export::Mount], &[Export::Image, Export::Containers]);
     let consequence = "ferry mount, and image mounts that the kernel does not make, fail";
     if let Err(error) = File::options().read(true).write(true).open(FUSE_DEVICE) {
         let remedy = match error.kind() {
@@ -112,27 +112,35 @@ fn watch() -> Check {
 }
 
 fn erofs() -> Check {
-    let check = Check::new("erofs", &[], &[Export::Image]);
+    let check = Check::new("erofs", &[], &[Export::Image, Export::Containers]);
     match kernel::erofs() {
         Ok(true) => check.found("the kernel mounts images from files"),
         Ok(false) => check.has_less(
             "no mounts from the files that were tried (files of overlayfs and tmpfs cannot be mounted)",
-            "images are mounted from loop devices",
+            "images are mounted from loop devices, and layers of containers stay directories",
             "# boot Linux 6.12 or later, built with CONFIG_EROFS_FS_BACKED_BY_FILE=y; keep images on ext4, XFS or btrfs",
         ),
         Err(error) => {
-            check.lacks(format!("{error:#}"), "ferry image mount uses Ferry's own mount", for_root_or("modprobe erofs"))
+            check.lacks(
+                format!("{error:#}"),
+                "ferry image mount uses Ferry's own mount, and layers of containers stay directories",
+                for_root_or("modprobe erofs"),
+            )
         }
     }
 }
 
 fn overlayfs() -> Check {
-    let check = Check::new("overlayfs", &[], &[Export::Image]);
+    let check = Check::new("overlayfs", &[Export::Containers], &[Export::Image]);
     match kernel::has("overlay") {
         Ok(()) => check.found("the kernel has it"),
+        // Only root can ask.
+        Err(error) if !rustix::process::geteuid().is_root() => {
+            check.has_less(format!("{error:#}"), "no --upper, and no snapshots of containers", for_root_or(""))
+        }
         Err(error) => check.lacks(
             format!("{error:#}"),
-            "no --upper, and composefs images are mounted by Ferry's own mount",
+            "no --upper, no snapshots of containers, and composefs images are mounted by Ferry's own mount",
             for_root_or("modprobe overlay"),
         ),
     }

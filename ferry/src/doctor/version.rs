@@ -28,6 +28,28 @@ pub fn first_version(text: &str) -> Option<Version> {
     })
 }
 
+/// What layers of containers need: EROFS shows the times of files since the first, and layers are idmapped since the second.
+const LAYER_KERNELS: [(&str, Version, &str); 2] = [
+    (
+        "layers as images",
+        Version(6, 15),
+        "committed layers of containers stay directories: EROFS shows one time for all files",
+    ),
+    ("idmapped layers", Version(5, 19), "containers with users of their own get copies of their images"),
+];
+
+/// The checks of the running kernel for layers of containers.
+pub fn layers() -> impl Iterator<Item = Check> {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    LAYER_KERNELS.into_iter().map(move |(name, needed, consequence)| {
+        let (check, found) = (Check::new(name, &[], &[Export::Containers]), format!("Linux {}", release.trim()));
+        match first_version(&release) {
+            Some(version) if version >= needed => check.found(found),
+            _ => check.lacks(found, consequence, format!("# boot Linux {needed} or later")),
+        }
+    })
+}
+
 /// The check of the running kernel.
 pub fn kernel() -> Check {
     let check = Check::new("kernel", &[], &Export::ALL);

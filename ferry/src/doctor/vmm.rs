@@ -1,4 +1,4 @@
-//! Checks of KVM and of the virtual machine monitors that are installed.
+//! Checks of KVM, and of the virtual machine monitors and container engines that are installed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -22,7 +22,7 @@ const OUTPUT_BYTES_MAX: usize = 256 << 10;
 /// The most of a version that is shown.
 const SHOWN_CHARS_MAX: usize = 100;
 
-/// A virtual machine monitor.
+/// A virtual machine monitor, or a container engine.
 struct Vmm {
     name: &'static str,
     /// The names of its program; the first one that is found counts.
@@ -79,9 +79,23 @@ const VMMS: [Vmm; 4] = [
     Vmm { name: "crosvm", programs: &["crosvm"], version: &["version"], steps: &[] },
 ];
 
+const ENGINES: [Vmm; 2] = [
+    Vmm { name: "containerd", programs: &["containerd"], version: &["--version"], steps: &[] },
+    Vmm {
+        name: "podman",
+        programs: &["podman"],
+        version: &["--version"],
+        steps: &[Step { from: Version(3, 2), lacks: "additional layer stores", since: FIRST }],
+    },
+];
+
 pub fn checks() -> Vec<Check> {
     let folders = folders();
     let mut checks = vec![kvm()];
+    for engine in &ENGINES {
+        let Some(program) = find(engine.programs, &folders) else { continue };
+        checks.push(judge(engine, &program, output(&program, engine.version).as_deref(), &[Export::Containers]));
+    }
     let found: Vec<_> = VMMS.iter().filter_map(|vmm| Some((vmm, find(vmm.programs, &folders)?))).collect();
     let any = Check::new("vmm", &[Export::Virtiofs, Export::Disk], &[]);
     checks.push(match found.as_slice() {
@@ -93,7 +107,8 @@ pub fn checks() -> Vec<Check> {
         found => any.found(found.iter().map(|(vmm, _)| vmm.name).collect::<Vec<_>>().join(", ")),
     });
     for (vmm, program) in found {
-        checks.push(judge(vmm, &program, output(&program, vmm.version).as_deref()));
+        let helps = &[Export::Virtiofs, Export::Disk, Export::Ninep];
+        checks.push(judge(vmm, &program, output(&program, vmm.version).as_deref(), helps));
         if vmm.name == "QEMU" {
             checks.push(devices(output(&program, &["-device", "help"]).as_deref()));
         }
@@ -123,8 +138,8 @@ fn kvm() -> Check {
 }
 
 /// What the version of a program means.
-fn judge(vmm: &Vmm, program: &Path, output: Option<&str>) -> Check {
-    let check = Check::new(vmm.name, &[], &[Export::Virtiofs, Export::Disk, Export::Ninep]);
+fn judge(vmm: &Vmm, program: &Path, output: Option<&str>, helps: &'static [Export]) -> Check {
+    let check = Check::new(vmm.name, &[], helps);
     let program = program.display();
     let Some((output, version)) = output.and_then(|output| Some((output, first_version(output)?))) else {
         return check.has_less(
@@ -228,19 +243,19 @@ mod tests {
             (hypervisor, "cloud-hypervisor v52.0", &[]),
             (crosvm, "crosvm 0.1.0-0123abc", &[]),
         ] {
-            let check = judge(vmm, Path::new("/bin/it"), Some(output));
+            let check = judge(vmm, Path::new("/bin/it"), Some(output), &[]);
             let said = check.lack.as_ref().map(|lack| lack.consequence.clone()).unwrap_or_default();
             assert_eq!(check.lack.is_none(), lacks.is_empty(), "{output}: {said}");
             assert!(lacks.iter().all(|word| said.contains(word)), "{output}: {said}");
             assert_eq!(said.contains("--tag"), lacks.contains(&"--tag"), "{output}: {said}");
         }
         for bad in [None, Some(""), Some("no version"), Some("\x1b]0;1.x\x07")] {
-            let check = judge(qemu, Path::new("/bin/it"), bad);
+            let check = judge(qemu, Path::new("/bin/it"), bad, &[]);
             assert!(check.found.contains("prints no version"), "{bad:?}: {check:?}");
             assert_eq!(check.state(&Export::ALL), State::Degraded, "{bad:?}");
         }
         let long = format!("QEMU 11.1 {}", "x".repeat(10_000));
-        assert!(judge(qemu, Path::new("/bin/it"), Some(&long)).found.len() < 200);
+        assert!(judge(qemu, Path::new("/bin/it"), Some(&long), &[]).found.len() < 200);
     }
 
     #[test]
