@@ -20,7 +20,7 @@ help:
 	@echo 'make bench     the benchmarks, against the other servers'
 	@echo 'make install   the program, its man pages, completions, units of systemd and descriptors for libvirt (PREFIX, DESTDIR)'
 	@echo 'make deb, rpm  a package for Debian, and for distributions with RPM, in target/dist'
-	@echo 'make static    the programs without shared libraries, target/static/ARCH/ferry and ferry-agent (ARCH=aarch64 for another machine)'
+	@echo 'make static    the programs without shared libraries, in target/static/ARCH (ARCH=aarch64 for another machine)'
 	@echo 'make container an image with that program (ARCH), an OCI image directory in target/dist'
 	@echo 'make uninstall removes them (with the same PREFIX and DESTDIR)'
 	@echo 'make lint      rustfmt, clippy, rustdoc, cargo-deny, and whether what can be published can be packed'
@@ -33,10 +33,10 @@ setup:
 	@scripts/setup
 
 build:
-	$(CARGO) build --release --locked -p ferry -p ferry-agent
+	$(CARGO) build --release --locked -p ferry -p ferry-agent -p ferry-snapshotter
 
 install: build
-	@scripts/install
+	@FERRY_SNAPSHOTTER=$${CARGO_TARGET_DIR:-target}/release/ferry-snapshotter scripts/install
 
 # Packages, below target/dist (dist/package has the rest).
 deb rpm: build
@@ -62,7 +62,7 @@ test-all:
 	@scripts/setup disk xfs diod dbench erofs composefs umoci registry skopeo containerd packages packaging qemu-arm64
 	@mkdir -p target
 	@CARGO='$(CARGO)' scripts/static
-	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-tests/ferry-probe ferry-tests/ferry-watch
+	@CARGO='$(CARGO)' scripts/static aarch64 ferry/ferry ferry-agent/ferry-agent ferry-snapshotter/ferry-snapshotter ferry-tests/ferry-probe ferry-tests/ferry-watch
 	@CARGO='$(CARGO)' FERRY_TEST_LOG=target/test-all.log scripts/test --profile test-all -- --include-ignored
 
 conformance:

@@ -38,7 +38,7 @@ fn build(kind: &str, program: &Path, folder: &Path, umask: &str) -> PathBuf {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("umask {umask}; exec {script} {kind}")]);
     // What is packed as the agent does not matter here.
-    command.env("FERRY_AGENT", program);
+    command.env("FERRY_AGENT", program).env("FERRY_SNAPSHOTTER", program.with_file_name("ferry-snapshotter"));
     command.env("FERRY", program).env("CARGO_TARGET_DIR", folder).env("SOURCE_DATE_EPOCH", "1790000000");
     PathBuf::from(checked(&mut command).trim_end())
 }
@@ -82,6 +82,9 @@ fn packages_are_reproducible_and_complete() {
         for file in [
             "/usr/bin/ferry",
             "/usr/bin/ferry-agent",
+            "/usr/bin/ferry-snapshotter",
+            "/usr/share/man/man8/ferry-snapshotter.8.gz",
+            "systemd/system/ferry-snapshotter.service",
             "/usr/sbin/mount.ferry",
             "/usr/share/man/man5/ferry.toml.5.gz",
             "systemd/system/ferry-mount@.service",
@@ -307,7 +310,9 @@ fn the_container_image_is_reproducible_and_shares_its_volume() {
 #[ignore = "long: make test-all builds the programs"]
 fn static_programs_need_no_library_and_are_small() {
     for arch in [Arch::HOST, Arch::Aarch64] {
-        for (name, bytes_max) in [("ferry", PROGRAM_BYTES_MAX), ("ferry-agent", AGENT_BYTES_MAX)] {
+        let programs =
+            [("ferry", PROGRAM_BYTES_MAX), ("ferry-snapshotter", PROGRAM_BYTES_MAX), ("ferry-agent", AGENT_BYTES_MAX)];
+        for (name, bytes_max) in programs {
             let Some(program) = static_program(arch, name) else { continue };
             let bytes = fs::read(&program).unwrap();
             assert!(bytes.len() as u64 <= bytes_max, "{}: {} bytes", program.display(), bytes.len());
