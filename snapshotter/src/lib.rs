@@ -14,6 +14,7 @@
 #![deny(unsafe_code)]
 
 pub mod api;
+mod calls;
 mod config;
 mod erofs;
 mod error;
@@ -25,8 +26,8 @@ mod keys;
 mod layers;
 mod metadata;
 mod mounted;
-mod operations;
 mod overlay;
+mod report;
 mod server;
 mod service;
 mod snapshotter;
@@ -38,6 +39,6 @@ pub use filter::{FILTER_BYTES_MAX, FILTERS_MAX, Filter};
 pub use folders::ROOT_BYTES_MAX;
 pub use idmap::{GID_LABEL, IdMaps, UID_LABEL};
 pub use metadata::{LAYERS_MAX, Usage};
-pub use operations::served;
+pub use report::served;
 pub use server::{Socket, serve};
 pub use snapshotter::{LABEL_BYTES_MAX, LABELS_MAX, NAME_BYTES_MAX, NewSnapshot, Snapshotter};

@@ -17,9 +17,9 @@ use crate::api::{
     CleanupRequest, CommitRequest, InfoResponse, KeyRequest, ListRequest, ListResponse, Mount, MountsResponse,
     PrepareRequest, SERVICE, UpdateRequest, UsageResponse,
 };
+use crate::calls::CallCounter;
 use crate::error::{Error, Result};
 use crate::filter::Filter;
-use crate::operations::CallCounter;
 use crate::snapshotter::{NewSnapshot, Snapshotter};
 
 /// The number of snapshots in one message of List, as in containerd.
@@ -52,7 +52,7 @@ pub async fn answer(
 ) -> std::result::Result<Response<Body>, Infallible> {
     let path = request.uri().path().to_owned();
     let all = snapshotter;
-    if let Some(counter) = CallCounter::of(&all, path.strip_prefix(SERVICE).unwrap_or_default()) {
+    if let Some(counter) = CallCounter::of(all.metrics(), path.strip_prefix(SERVICE).unwrap_or_default()) {
         request.extensions_mut().insert(counter);
     }
     Ok(match path.strip_prefix(SERVICE).unwrap_or_default() {

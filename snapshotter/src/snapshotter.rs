@@ -22,7 +22,7 @@ use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
 use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, Usage, too_deep};
-use crate::{operations, overlay, usage};
+use crate::{calls, overlay, usage};
 
 /// The maximum length of a name or key in bytes; those of containerd have about 200.
 pub const NAME_BYTES_MAX: usize = 4096;
@@ -78,7 +78,7 @@ impl Snapshotter {
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
         let layers = Layers::new(folders.clone(), config.images)?;
-        let (keys, metrics) = (Keys::default(), operations::metrics());
+        let (keys, metrics) = (Keys::default(), calls::metrics());
         let snapshotter = Self { metadata, folders, layers, keys, metrics };
         snapshotter.finish_interrupted()?;
         snapshotter.cleanup()?;

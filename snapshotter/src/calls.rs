@@ -1,15 +1,11 @@
-//! What the control socket tells of a running snapshotter: its calls with their latencies and errors, and what it holds.
+//! Counts calls with their latencies and errors.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-use ferry_control::{ExportKind, ExportReport, ServedShare, ShareStatus, UsageReport};
 use ferry_engine::metrics::Metrics;
-use ferry_image::told;
 use ferry_vfs::Errno;
 
-use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::snapshotter::{Counts, Snapshotter};
 
 /// The calls of the API, by the names of their metrics.
 const CALLS: [&str; 10] =
@@ -29,9 +25,9 @@ pub(crate) struct CallCounter {
 
 impl CallCounter {
     /// Creates that of a method, as the API names it; `None`: there is none.
-    pub(crate) fn of(snapshotter: &Snapshotter, method: &str) -> Option<Self> {
+    pub(crate) fn of(metrics: &Arc<Metrics>, method: &str) -> Option<Self> {
         let call = CALLS.iter().position(|call| method.eq_ignore_ascii_case(call))?;
-        Some(Self { metrics: Arc::clone(snapshotter.metrics()), call })
+        Some(Self { metrics: Arc::clone(metrics), call })
     }
 
     /// Runs the call.
@@ -55,43 +51,6 @@ fn errno(error: &Error) -> Errno {
         }
         _ => Errno::IO,
     }
-}
-
-/// Returns the snapshotter as the control socket shows it.
-#[must_use]
-pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
-    let shown = ShareStatus {
-        source: config.root.display().to_string(),
-        snapshotter: Some(config.address.display().to_string()),
-        ..ShareStatus::default()
-    };
-    let mut served = ServedShare::served_by_kernel(shown, "snapshotter".into());
-    // Its threads outlive the snapshotter, whose metadata must be closed by then.
-    let snapshotter = Arc::downgrade(snapshotter);
-    served.exported(move || Weak::upgrade(&snapshotter).map(|snapshotter| report(&snapshotter)));
-    served
-}
-
-fn report(snapshotter: &Snapshotter) -> ExportReport {
-    let usage = match snapshotter.counts() {
-        Ok(Counts { active, committed, views, layer_mounts, store_bytes }) => [
-            ("snapshots", Some("active"), active),
-            ("snapshots", Some("committed"), committed),
-            ("snapshots", Some("view"), views),
-            ("layer_mounts", None, layer_mounts),
-            ("store_bytes", None, store_bytes),
-        ]
-        .map(|(name, kind, value)| UsageReport { name: name.into(), kind: kind.map(Into::into), value })
-        .into(),
-        Err(error) => {
-            tracing::warn!("cannot count the snapshots: {}", told(&error));
-            Vec::new()
-        }
-    };
-    let report = ExportReport { kind: ExportKind::Snapshotter, path: Some("gRPC".into()), usage, ..Default::default() };
-    let counted = report.with_requests(&snapshotter.metrics().snapshot());
-    // Calls move no data of files.
-    ExportReport { read_bytes: None, written_bytes: None, ..counted }
 }
 
 #[cfg(test)]

@@ -1,0 +1,46 @@
+//! What the control socket tells of a running snapshotter: its calls, and what it holds.
+
+use std::sync::{Arc, Weak};
+
+use ferry_control::{ExportKind, ExportReport, ServedShare, ShareStatus, UsageReport};
+use ferry_image::told;
+
+use crate::config::Config;
+use crate::snapshotter::{Counts, Snapshotter};
+
+/// Returns the snapshotter as the control socket shows it.
+#[must_use]
+pub fn served(config: &Config, snapshotter: &Arc<Snapshotter>) -> ServedShare {
+    let shown = ShareStatus {
+        source: config.root.display().to_string(),
+        snapshotter: Some(config.address.display().to_string()),
+        ..ShareStatus::default()
+    };
+    let mut served = ServedShare::served_by_kernel(shown, "snapshotter".into());
+    // Its threads outlive the snapshotter, whose metadata must be closed by then.
+    let snapshotter = Arc::downgrade(snapshotter);
+    served.exported(move || Weak::upgrade(&snapshotter).map(|snapshotter| report(&snapshotter)));
+    served
+}
+
+fn report(snapshotter: &Snapshotter) -> ExportReport {
+    let usage = match snapshotter.counts() {
+        Ok(Counts { active, committed, views, layer_mounts, store_bytes }) => [
+            ("snapshots", Some("active"), active),
+            ("snapshots", Some("committed"), committed),
+            ("snapshots", Some("view"), views),
+            ("layer_mounts", None, layer_mounts),
+            ("store_bytes", None, store_bytes),
+        ]
+        .map(|(name, kind, value)| UsageReport { name: name.into(), kind: kind.map(Into::into), value })
+        .into(),
+        Err(error) => {
+            tracing::warn!("cannot count the snapshots: {}", told(&error));
+            Vec::new()
+        }
+    };
+    let report = ExportReport { kind: ExportKind::Snapshotter, path: Some("gRPC".into()), usage, ..Default::default() };
+    let counted = report.with_requests(&snapshotter.metrics().snapshot());
+    // Calls move no data of files.
+    ExportReport { read_bytes: None, written_bytes: None, ..counted }
+}
