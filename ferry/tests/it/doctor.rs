@@ -53,7 +53,8 @@ fn check<'a>(report: &'a Value, name: &str) -> &'a Value {
 
 #[test]
 fn every_lack_has_a_consequence_and_a_remedy_of_one_line() {
-    for exports in ["virtiofs", "mount", "disk", "9p", "image", "containers", "virtiofs,mount,disk,9p,image,containers"] {
+    for exports in ["virtiofs", "mount", "disk", "9p", "image", "containers", "virtiofs,mount,disk,9p,image,containers"]
+    {
         let (report, _) = report(&mut doctor(&["--for", exports]));
         let checks = report["checks"].as_array().unwrap();
         assert!(checks.len() > 3, "{report}");
