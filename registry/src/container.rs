@@ -70,6 +70,14 @@ impl ContainerLayer {
         let Descriptor { media_type, .. } = &self.descriptor;
         LayerRef::parse(self.blob.sha256.0, self.blob.bytes, media_type, |key| self.descriptor.annotation(key))
     }
+
+    pub(crate) fn annotation(&self, key: &str) -> Option<&str> {
+        self.descriptor.annotation(key)
+    }
+
+    pub(crate) fn is_zstd(&self) -> bool {
+        self.descriptor.media_type.ends_with("zstd")
+    }
 }
 
 /// A container image for one platform.

@@ -81,7 +81,7 @@ fn tables(remote: &Remote, container: &Container) -> std::result::Result<Vec<Lay
 }
 
 /// Returns a range of a layer.
-fn read_table(remote: &Remote, blob: Blob, range: &Range<u64>) -> io::Result<Vec<u8>> {
+pub(crate) fn read_table(remote: &Remote, blob: Blob, range: &Range<u64>) -> io::Result<Vec<u8>> {
     if range.end.saturating_sub(range.start) > TABLE_BYTES_MAX {
         return Err(io::ErrorKind::OutOfMemory.into());
     }
@@ -229,7 +229,7 @@ fn fetch_bundle(
 }
 
 /// Fetches a blob to a file, and verifies it.
-fn fetch_blob(remote: &Remote, blob: Blob, path: &Path, progress: &dyn Fn(u64)) -> Result<()> {
+pub(crate) fn fetch_blob(remote: &Remote, blob: Blob, path: &Path, progress: &dyn Fn(u64)) -> Result<()> {
     let mut file = with_path("create", path, File::create_new(path))?;
     let mut hasher = sha2::Sha256::new();
     if blob.bytes > 0 {

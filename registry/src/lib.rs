@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod container;
+mod container_image;
 mod convert;
 mod credentials;
 mod error;
@@ -39,6 +40,7 @@ mod remote;
 mod resolver;
 mod s3;
 
+pub use container_image::{ContainerImage, StackedLayer};
 pub use convert::{ConvertOutcome, convert};
 pub use error::{Error, Result};
 pub use http::{Client, Counts, Options};

@@ -23,7 +23,7 @@ mod read;
 mod store;
 
 pub use build::filter::{Filter, Pattern, Whiteouts};
-pub use build::layer::{BuildLayersError, Layer, LayerError, LayerRef, build_layers};
+pub use build::layer::{BuildLayersError, Layer, LayerError, LayerRef, build_layer, build_layers};
 pub use build::oci::architecture_here;
 pub use build::options::{BuildReport, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
 pub use build::run::build;

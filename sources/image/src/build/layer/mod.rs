@@ -11,7 +11,7 @@ mod zstd_chunked;
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::build::tar::{Kind, Layers};
+use crate::build::tar::{Kind, Layers, OverlayLayer};
 use crate::build::tree_builder::Refusal;
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex};
 use crate::format::error::{IoContext, Result};
@@ -19,7 +19,7 @@ use crate::format::flat;
 use crate::format::index::Index;
 use crate::format::layer_index::{self, Chunk, Compression, LayerBlob, ParsedLayer};
 use crate::format::object::ZEROS;
-use crate::format::tree::{Content, NodeId};
+use crate::format::tree::{Content, NodeId, Tree};
 use crate::store::layout::{self, INDEX_SUFFIX, PART_SUFFIX};
 use crate::store::new_file::{self, NewFile};
 use crate::store::packs::Store;
@@ -110,6 +110,11 @@ impl LayerRef {
     /// Returns the digest of the layer's blob.
     pub fn sha256(&self) -> &[u8; DIGEST_BYTES] {
         &self.sha256
+    }
+
+    /// Returns the digest of the table of contents.
+    pub fn toc(&self) -> &[u8; DIGEST_BYTES] {
+        &self.toc
     }
 
     /// Fetches the table of contents, verifies it, and parses it. `read` returns exactly a range of the blob.
@@ -245,7 +250,36 @@ pub fn build_layers(
             })?;
         }
     }
-    let (mut tree, _) = merged.finish(image)?;
+    write(merged.finish(image)?.0, &packs, layers, manifest, image, store)
+}
+
+/// Makes an image of one layer, for overlayfs to stack: it has overlayfs's whiteouts and opaque directories. The same layer gives the
+/// same image, bit for bit. Returns its digest.
+///
+/// # Errors
+///
+/// As of [`build_layers`].
+pub fn build_layer(layer: &Layer, image: &Path, store: &Store) -> std::result::Result<Digest, BuildLayersError> {
+    let mut tree = OverlayLayer::begin();
+    for (item, block) in layer.items.iter().zip(&layer.blocks) {
+        tree.apply(&item.member, contents(item, 0, *block))
+            .map_err(|reason| BuildLayersError::Refused(format!("{}: {reason}", item.member.path.escape_ascii())))?;
+    }
+    let tree = tree.finish().map_err(BuildLayersError::Refused)?;
+    let pack = flat::Pack { name: layer.index.pack, blocks: layer.index.blocks, ahead: false };
+    let blob = layer.index.layer.as_ref().map_or([0; DIGEST_BYTES], |layer| layer.sha256);
+    write(tree, &[pack], std::slice::from_ref(layer), &blob, image, store)
+}
+
+/// Writes the image of a tree with the packs that it needs. `origin` is what it was made of: a manifest, or a layer.
+fn write(
+    mut tree: Tree,
+    packs: &[flat::Pack],
+    layers: &[Layer],
+    origin: &[u8; DIGEST_BYTES],
+    image: &Path,
+    store: &Store,
+) -> std::result::Result<Digest, BuildLayersError> {
     let used: Vec<usize> = used(&tree.nodes.iter().filter_map(|node| pack_of(&node.content)).collect::<Vec<_>>());
     for node in &mut tree.nodes {
         if let Content::Layer { pack, .. } = &mut node.content {
@@ -256,7 +290,7 @@ pub fn build_layers(
         keep_index(&layer.index, store)?;
     }
     let packs: Vec<flat::Pack> = used.iter().map(|pack| packs[*pack]).collect();
-    let bytes = flat::write_layers(&tree, &packs, manifest)?;
+    let bytes = flat::write_layers(&tree, &packs, origin)?;
     let digest = Algorithm::Blake3.of(&bytes);
     let mut new = NewFile::begin(new_file::folder_of(image))?;
     new.file.write_all(&bytes).doing("write to", &*new.path)?;
@@ -288,13 +322,16 @@ fn used(packs: &[usize]) -> Vec<usize> {
 }
 
 fn add(merged: &mut Layers, item: &Item, pack: usize, block: u64) -> std::result::Result<Option<NodeId>, Refusal> {
-    let member = &item.member;
-    let file = match member.bytes {
-        _ if member.kind != Kind::File => None,
+    merged.apply(&item.member, contents(item, pack, block))
+}
+
+/// Returns the contents of a regular file.
+fn contents(item: &Item, pack: usize, block: u64) -> Option<Content> {
+    match item.member.bytes {
+        _ if item.member.kind != Kind::File => None,
         0 => Some(Content::Inline(Vec::new())),
         bytes => Some(Content::Layer { bytes, pack, block }),
-    };
-    merged.apply(member, file)
+    }
 }
 
 /// Stores the index of an incomplete pack, where fetches look for it.

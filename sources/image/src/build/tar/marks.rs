@@ -5,10 +5,11 @@
 
 use ferry_vfs::{FileType, Name, NameBuf, Timespec};
 
-use super::place::directory;
+use super::member::Member;
+use super::place::{components, directory, place};
 use crate::build::filter::Whiteouts;
 use crate::build::tree_builder::{Refusal, TreeBuilder};
-use crate::format::tree::{Content, Node, set_xattr};
+use crate::format::tree::{Content, Node, Tree, set_xattr};
 
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
@@ -94,6 +95,33 @@ impl LayerMarks {
             }
         }
         Ok(())
+    }
+}
+
+/// A layer as a tree of its own, with overlayfs's whiteouts.
+pub(crate) struct OverlayLayer {
+    builder: TreeBuilder,
+    marks: LayerMarks,
+}
+
+impl OverlayLayer {
+    pub(crate) fn begin() -> Self {
+        Self { builder: TreeBuilder::default(), marks: LayerMarks::new(Some(Whiteouts::Overlay)) }
+    }
+
+    /// Applies a member, a regular file with these contents.
+    pub(crate) fn apply(&mut self, member: &Member, file: Option<Content>) -> Result<(), Refusal> {
+        let names = components(&member.path)?;
+        if !self.marks.takes(&names, member.mtime)? {
+            place(&mut self.builder, &names, member, file, false)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn finish(mut self) -> Result<Tree, Refusal> {
+        self.builder.enter(&[], directory)?;
+        self.marks.finish(&mut self.builder)?;
+        Ok(self.builder.finish_compact()?.0)
     }
 }
 

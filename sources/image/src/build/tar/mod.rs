@@ -32,6 +32,7 @@ use place::{at_end, contents, directory, place, refused};
 
 pub(crate) use header::{HEADER_BYTES, is_header};
 pub(crate) use layers::{Layers, fill};
+pub(crate) use marks::OverlayLayer;
 pub(crate) use member::{Kind, Member, device};
 pub(crate) use place::components;
 
