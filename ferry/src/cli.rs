@@ -53,7 +53,7 @@ pub enum Command {
     ///
     /// Each source is followed by its own flags; one process serves all sources. A source is a directory, mem (a memory file
     /// system), pmem:PATH (a memory file system that persists in a file or DAX device), image:PATH (a verified image of a tree),
-    /// or 9p: and the address of a 9P server. If several shares name the same source, their guests and mounts share one instance
+    /// layers:DIR (layers of containers, for podman), or 9p: and the address of a 9P server. If several shares name the same source, their guests and mounts share one instance
     /// of it. SIGTERM and SIGINT finish the requests under way, sync, and exit with status 0; a second signal exits at once.
     /// SIGQUIT also discards the state that --state keeps.
     #[command(after_long_help = format!("{}
@@ -67,7 +67,7 @@ pub enum Command {
     /// Mount a source on this host.
     ///
     /// A source is a directory, mem (a memory file system), pmem:PATH (a memory file system that persists in a file or DAX
-    /// device), image:PATH (a verified image of a tree), or 9p: and the address of a 9P server. A directory named mem is written
+    /// device), image:PATH (a verified image of a tree), layers:DIR (layers of containers, for podman), or 9p: and the address of a 9P server. A directory named mem is written
     /// as ./mem. The command returns when the mount exists. The server runs in the background until the mount is unmounted;
     /// SIGTERM and SIGINT unmount it. Users other than root mount through fusermount3.
     #[command(after_long_help = recipes::MOUNT)]

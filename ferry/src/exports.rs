@@ -163,7 +163,7 @@ pub fn device_options(share: &Share) -> ferry_virtiofs::Options {
         cache: share.cache.into(),
         entry_timeout: share.entry_timeout.map(Duration::from_secs),
         attr_timeout: share.attr_timeout.map(Duration::from_secs),
-        negative_timeout: share.negative_timeout.map(Duration::from_secs),
+        negative_timeout: negative_timeout(share),
         writeback: kernel_writeback(share),
         mmap: !share.no_mmap,
         readdirplus: !share.no_readdirplus,
@@ -214,7 +214,7 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         cache: share.cache.into(),
         entry_timeout: share.entry_timeout.map(Duration::from_secs),
         attr_timeout: share.attr_timeout.map(Duration::from_secs),
-        negative_timeout: share.negative_timeout.map(Duration::from_secs),
+        negative_timeout: negative_timeout(share),
         writeback: kernel_writeback(share),
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
@@ -233,6 +233,12 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
     }
 }
 
+/// How long clients keep that a name does not exist. A layer that is not found now may be found later.
+fn negative_timeout(share: &Share) -> Option<Duration> {
+    let default = matches!(share.kind(), Kind::Layers(_)).then_some(0);
+    share.negative_timeout.or(default).map(Duration::from_secs)
+}
+
 /// Whether the kernel collects writes. Its write-back cache uses its own length of a file. With `--cache auto`, an open must see
 /// truncation by other clients of a 9P server, so only the source collects writes there.
 fn kernel_writeback(share: &Share) -> bool {
@@ -245,7 +251,7 @@ fn is_on_overlayfs(share: &Share) -> bool {
     /// `OVERLAYFS_SUPER_MAGIC` of Linux.
     const MAGIC: i64 = 0x794c_7630;
     let files = match share.kind() {
-        Kind::Dir(path) => Some(path),
+        Kind::Dir(path) | Kind::Layers(path) => Some(path),
         Kind::Image(_) => share.store.clone(),
         Kind::Mem | Kind::Pmem(_) | Kind::Ninep(_) => None,
     };

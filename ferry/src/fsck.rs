@@ -14,7 +14,7 @@ pub fn run(args: &FsckArgs) -> Result<u8> {
     let path = match Kind::of(&args.image) {
         Kind::Pmem(path) | Kind::Dir(path) => path,
         // A file may have this name, too.
-        Kind::Mem | Kind::Image(_) | Kind::Ninep(_) => args.image.clone(),
+        Kind::Mem | Kind::Image(_) | Kind::Layers(_) | Kind::Ninep(_) => args.image.clone(),
     };
     let report = match pmem::fsck(&path, args.tier2.as_deref(), args.repair) {
         Ok(report) => report,

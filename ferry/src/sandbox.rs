@@ -225,6 +225,7 @@ fn unfit(shares: &[Share]) -> Option<String> {
                 Some(format!("{source} is watched for changes"))
             }
             Kind::Image(_) if share.from.is_some() => Some(format!("{source} fetches data from its server (--from)")),
+            Kind::Layers(_) => Some(format!("{source} fetches layers from their registries")),
             Kind::Dir(_) | Kind::Mem | Kind::Image(_) | Kind::Pmem(_) | Kind::Ninep(_) => None,
         }
     })

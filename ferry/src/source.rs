@@ -16,7 +16,7 @@ use ferry_quota::{Limits, Quota};
 use ferry_vfs::{Caller, FileSystem, Ino, SetAttr};
 
 use crate::flags::{Acl, FileHandles, Kind, MapUser, Share};
-use crate::image::registry::Origin;
+use crate::image::registry::{LayerOptions, Origin};
 use crate::remote;
 
 pub use opening::Sources;
@@ -34,6 +34,7 @@ struct Options {
     store: Option<PathBuf>,
     digest: Option<Digest>,
     from: Option<Origin>,
+    layers: LayerOptions,
     needs_handles: bool,
     quota: Option<Limits>,
 }
@@ -83,6 +84,7 @@ impl Options {
             store: share.store.clone(),
             digest: share.digest.map(|digest| digest.0),
             from: Origin::of(share),
+            layers: LayerOptions::of(share),
             needs_handles: share.inode_file_handles == FileHandles::Mandatory,
             quota: share.quota.map(|quota| quota.0),
         }

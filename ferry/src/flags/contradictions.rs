@@ -45,6 +45,9 @@ impl Share {
             (Kind::Image(_), Some(flag)) => {
                 return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} is an image"));
             }
+            (Kind::Layers(_), Some(flag)) => {
+                return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} has layers"));
+            }
             (Kind::Ninep(_), Some(flag)) => {
                 return Some(format!("--{flag} is for the sources mem and pmem:PATH, and {source} is on a server"));
             }
@@ -71,11 +74,12 @@ impl Share {
         }
         let of_images =
             [(self.store.is_some(), "store"), (self.digest.is_some(), "digest"), (self.from.is_some(), "from")];
+        let has_layers = matches!(kind, Kind::Layers(_));
         let of_registries = [
             (self.jobs.is_some(), "jobs"),
             (self.cache_size.is_some() && !matches!(kind, Kind::Ninep(_)), "cache-size"),
-            (self.fetch_ahead.is_some(), "fetch-ahead"),
-            (self.plain_http, "plain-http"),
+            (self.fetch_ahead.is_some() && !has_layers, "fetch-ahead"),
+            (self.plain_http && !has_layers, "plain-http"),
         ];
         if let (None, Some(flag)) = (&self.from, given(&of_registries)) {
             return Some(format!("--{flag} applies to fetched data: add --from, or omit it"));

@@ -50,7 +50,7 @@ const PATIENCE_MAX: u64 = 7 * 86_400;
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 #[allow(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub struct Share {
-    /// A directory, mem, pmem:PATH, image:PATH, or 9p: with unix:PATH, tcp:HOST:PORT[/TREE], tls: or vsock:.
+    /// A directory, mem, pmem:PATH, image:PATH, layers:DIR, or 9p: with unix:PATH, tcp:HOST:PORT[/TREE], tls: or vsock:.
     #[arg(index = 1, value_name = "SOURCE", required = false)]
     #[serde(alias = "dir")]
     pub source: PathBuf,
@@ -309,11 +309,11 @@ pub struct Share {
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub cache_size: Option<Size>,
 
-    /// Fetch this much in addition to a file that is read: what was built after it [default: 256K].
+    /// Fetch this much in addition to a file that is read: what was built after it. Also for layers:DIR [default: 256K].
     #[arg(long, value_name = "SIZE", help_heading = "For image:PATH")]
     pub fetch_ahead: Option<Size>,
 
-    /// Allow unencrypted HTTP to other machines.
+    /// Allow unencrypted HTTP to other machines. Also for layers:DIR.
     #[arg(long, help_heading = "For image:PATH")]
     pub plain_http: bool,
 
@@ -486,7 +486,7 @@ impl Share {
     /// Returns the given tag, or one made from the name of the source.
     pub fn tag_or_default(&self) -> Tag {
         self.tag.clone().unwrap_or_else(|| match self.kind() {
-            Kind::Dir(path) | Kind::Pmem(path) | Kind::Image(path) => default_tag(&path),
+            Kind::Dir(path) | Kind::Pmem(path) | Kind::Image(path) | Kind::Layers(path) => default_tag(&path),
             Kind::Mem => tag_from_name("mem"),
             Kind::Ninep(_) => tag_from_name("9p"),
         })

@@ -10,6 +10,8 @@ use super::address::{ANY_CID, Address};
 const PMEM: &[u8] = b"pmem:";
 /// The prefix of images.
 const IMAGE: &[u8] = b"image:";
+/// The prefix of layers of containers.
+const LAYERS: &[u8] = b"layers:";
 /// The prefix of 9P servers.
 const NINEP: &[u8] = b"9p:";
 
@@ -24,6 +26,8 @@ pub enum Kind {
     Pmem(PathBuf),
     /// The tree in this image.
     Image(PathBuf),
+    /// Layers of container images, kept in this folder.
+    Layers(PathBuf),
     /// The tree of a 9P server, by its address; [`Server`] parses it.
     Ninep(OsString),
 }
@@ -31,10 +35,10 @@ pub enum Kind {
 impl Kind {
     /// Whether owners and types of files come from outside this host: from a server, or the author of an image.
     pub fn is_foreign(&self) -> bool {
-        matches!(self, Self::Image(_) | Self::Ninep(_))
+        matches!(self, Self::Image(_) | Self::Layers(_) | Self::Ninep(_))
     }
 
-    /// Parses `mem`, `pmem:PATH`, `image:PATH`, `9p:ADDRESS`, or else a directory; `./mem` is a directory.
+    /// Parses `mem`, `pmem:PATH`, `image:PATH`, `layers:DIR`, `9p:ADDRESS`, or else a directory; `./mem` is a directory.
     pub fn of(word: &Path) -> Self {
         let bytes = word.as_os_str().as_bytes();
         if let Some(address) = bytes.strip_prefix(NINEP) {
@@ -42,6 +46,9 @@ impl Kind {
         }
         if let Some(path) = bytes.strip_prefix(IMAGE) {
             return Self::Image(OsStr::from_bytes(path).into());
+        }
+        if let Some(path) = bytes.strip_prefix(LAYERS) {
+            return Self::Layers(OsStr::from_bytes(path).into());
         }
         match bytes.strip_prefix(PMEM) {
             Some(path) => Self::Pmem(OsStr::from_bytes(path).into()),
@@ -56,6 +63,7 @@ impl Kind {
             Self::Dir(path) => Self::Dir(path.canonicalize().unwrap_or(path)),
             Self::Pmem(path) => Self::Pmem(path.canonicalize().unwrap_or(path)),
             Self::Image(path) => Self::Image(path.canonicalize().unwrap_or(path)),
+            Self::Layers(path) => Self::Layers(path.canonicalize().unwrap_or(path)),
             other @ (Self::Mem | Self::Ninep(_)) => other,
         }
     }
@@ -74,6 +82,7 @@ impl Kind {
             Self::Dir(path) => plain(path),
             Self::Pmem(path) => below(PMEM, path),
             Self::Image(path) => below(IMAGE, path),
+            Self::Layers(path) => below(LAYERS, path),
             Self::Ninep(address) => {
                 let seen = Server::of(&address).map(|server| server.in_folder(folder).word());
                 let mut word = OsStr::from_bytes(NINEP).to_owned();
@@ -159,6 +168,7 @@ mod tests {
             ("9p:unix:/s", Kind::Ninep("unix:/s".into())),
             ("./9p:unix", Kind::Dir("./9p:unix".into())),
             ("image:a.img", Kind::Image("a.img".into())),
+            ("layers:a", Kind::Layers("a".into())),
         ] {
             assert_eq!(Kind::of(word.as_ref()), kind, "{word}");
         }
@@ -176,6 +186,7 @@ mod tests {
             ("pmem:/a", "pmem:/a"),
             ("9p:unix:s", "9p:unix:/f/s"),
             ("image:a.img", "image:/f/a.img"),
+            ("layers:a", "layers:/f/a"),
             ("9p:tcp:h:1/t", "9p:tcp:h:1/t"),
         ] {
             assert_eq!(Kind::of(word.as_ref()).word_in("/f".as_ref()), Path::new(seen), "{word}");

@@ -113,6 +113,20 @@ impl Origin {
     }
 }
 
+/// How layers of containers are fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerOptions {
+    ahead_bytes: u64,
+    plain_http: bool,
+}
+
+impl LayerOptions {
+    pub fn of(share: &Share) -> Self {
+        let ahead_bytes = share.fetch_ahead.map_or(AHEAD_BYTES, |Size(bytes)| bytes);
+        Self { ahead_bytes, plain_http: share.plain_http }
+    }
+}
+
 #[cfg(not(feature = "registry"))]
 macro_rules! unavailable {
     ($($name:ident($($argument:ty),+) -> $output:ty;)+) => {$(
@@ -128,6 +142,7 @@ unavailable! {
     pull(&PullArgs) -> ();
     convert(&ConvertArgs) -> ();
     open(&Path, &Path, Option<Digest>, &Origin) -> Source;
+    open_layers(&Path, LayerOptions) -> std::sync::Arc<dyn ferry_vfs::FileSystem>;
     objects(&Path, &Path, Option<Digest>, &Origin) -> (ferry_image::Image, ferry_image::Objects, Option<Background>);
     restore(&Path, &Path, Option<Digest>, &Origin) -> ferry_image::RepairCounts;
 }
@@ -136,7 +151,7 @@ unavailable! {
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
-pub use with::{convert, objects, open, pull, push, restore};
+pub use with::{convert, objects, open, open_layers, pull, push, restore};
 
 #[cfg(feature = "registry")]
 mod with {
@@ -255,6 +270,13 @@ mod with {
             fetch.context("cannot start a thread")?;
         }
         Ok(source)
+    }
+
+    /// Opens the layers of containers that a folder has, and that are still in their registries.
+    pub fn open_layers(folder: &Path, options: LayerOptions) -> Result<Arc<dyn ferry_vfs::FileSystem>> {
+        let LayerOptions { ahead_bytes, plain_http } = options;
+        let options = ferry_layers::Options { ahead_bytes, plain_http, ..ferry_layers::Options::default() };
+        Ok(Arc::new(ferry_layers::LayerStore::open(folder, options)?))
     }
 
     /// The same, for direct access to the packs.

@@ -86,7 +86,7 @@ impl Sources {
             match &source.named {
                 Kind::Dir(path) => drop(source.options.open_dir(path)?),
                 Kind::Mem => drop(source.options.open_mem()?),
-                Kind::Pmem(_) | Kind::Image(_) | Kind::Ninep(_) => {}
+                Kind::Pmem(_) | Kind::Image(_) | Kind::Layers(_) | Kind::Ninep(_) => {}
             }
         }
         Ok(())
@@ -195,6 +195,7 @@ impl Source {
         self.stage = match &self.named {
             Kind::Dir(_) | Kind::Mem => Stage::Closed,
             Kind::Image(path) => self.options.open_image(path)?,
+            Kind::Layers(path) => Stage::Open(registry::open_layers(path, self.options.layers)?),
             Kind::Pmem(path) => {
                 let is_new = is_new(path);
                 let mut opened = pmem::open_files(path, &self.options.pmem())?;

@@ -303,6 +303,40 @@ fn what_proves_an_image_of_layers_is_shown() {
     assert!(said.contains("the image has the digest"), "{said}");
 }
 
+/// As podman looks for them; and the mount is one like others.
+#[test]
+fn layers_are_mounted_and_watched() {
+    needs_fuse!();
+    let Some(place) = Place::new() else { return };
+    let layers = layers(Format::Estargz);
+    place.push(&layers, &["--preserve-digests"]);
+    let mounted = Mounted::new();
+    let mut line = ferry();
+    line.env("HOME", place.folder.path()).env_remove("REGISTRY_AUTH_FILE").env_remove("XDG_RUNTIME_DIR");
+    let source = format!("layers:{}", place.at("layers").display());
+    let pid = mounted.mounted_by(line.arg("mount").arg(&source).arg(&mounted.mnt).args(["--fetch-ahead", "1"]));
+    let name = ferry_layers::reference_name(place.reference().strip_prefix("oci:").unwrap());
+    let table = &layers[0].annotations["containerd.io/snapshot/stargz/toc.digest"];
+    let layer = mounted.mnt.join(name).join(table);
+    assert_eq!(fs::read(layer.join("diff/sub/07")).unwrap(), content(7, 10_000));
+    assert_eq!(fs::read_link(layer.join("diff/link")).unwrap(), Path::new("sub/07"));
+    assert!(!layer.with_file_name(sha256(b"none")).exists());
+    let status = json(ferry().args(["status", "--json"]).arg(&mounted.mnt));
+    assert_eq!(status["servers"][0]["shares"][0]["source"], source, "{status}");
+    let metrics = text(ferry().arg("metrics").arg(&mounted.mnt));
+    let value =
+        |name: &str| metrics.lines().find(|line| line.starts_with(name)).and_then(|line| line.rsplit(' ').next());
+    assert_eq!(value("ferry_layer_mounts{"), Some("1"), "{metrics}");
+    let fetched: u64 = value("ferry_image_fetched_bytes_total{").unwrap().parse().unwrap();
+    assert!((10_000..100_000).contains(&fetched), "{fetched}");
+    mounted.unmount(pid);
+    for (flag, value) in [("--jobs", "1"), ("--store", "/srv")] {
+        let output = run(ferry().arg("mount").arg(&source).arg(&mounted.mnt).args([flag, value]));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(flag), "{said}");
+    }
+}
+
 #[test]
 fn an_image_without_tables_is_pulled_as_a_whole_with_a_sentence() {
     let Some(place) = Place::new() else { return };

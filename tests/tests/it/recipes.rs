@@ -52,6 +52,16 @@ const NEEDED: &[(&str, &str)] = &[
         "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
     ),
     ("root = \"/var/lib/ferry-snapshotter\"", "root's own folders: snapshotter/tests/it/server.rs writes such a file"),
+    ("# /etc/ferry/layers.toml", "systemd; sources/layers/tests/it/mounts.rs makes such a mount"),
+    ("# /etc/containers/storage.conf", "podman: sources/layers/tests/it/engines.rs writes such a file"),
+    (
+        "mkdir -p /var/lib/ferry-layers.mnt",
+        "systemd, podman and a registry: sources/layers/tests/it/engines.rs pulls so",
+    ),
+    (
+        "ferry status /run/ferry-snapshotter/snapshotter.sock",
+        "a snapshotter that runs: snapshotter/tests/it/control.rs asks one",
+    ),
     ("ferry doctor ", "nothing: ferry/tests/it/doctor.rs runs it with each of these flags"),
     ("ferry status ", "servers that run: ferry/tests/it/status.rs has its own"),
     ("ferry metrics ", "servers that run, and a collector: ferry/tests/it/metrics.rs has its own"),

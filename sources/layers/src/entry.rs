@@ -1,0 +1,265 @@
+//! What is kept on disk:
+//!
+//! ```text
+//! ROOT/store/          the bytes of files that were read
+//! ROOT/layers/NAME.img the image of a layer, by the digests of its blob and of its table of contents
+//! ROOT/entries/HASH    what was found under a reference and a digest, in JSON
+//! ROOT/lock            locked by the process that uses the folder
+//! ```
+
+use std::collections::{BTreeSet, HashSet};
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ferry_image::{ExclusiveStore, Image, LiveSet, Store, hex};
+use ferry_registry::StackedLayer;
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+use sha2::Digest as _;
+
+use crate::error::{Error, IoContext, Result};
+
+/// gzip, as containers/storage numbers it.
+const GZIP: u8 = 2;
+/// zstd, likewise.
+const ZSTD: u8 = 4;
+
+/// A reference and a digest.
+pub(crate) type Key = (String, String);
+
+/// What was found under a reference and a digest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Entry {
+    pub reference: String,
+    /// The digest of the table of contents, or of the blob.
+    pub name: String,
+    pub blob: String,
+    pub bytes: u64,
+    pub toc: String,
+    pub diff_id: String,
+    pub diff_bytes: Option<u64>,
+    pub is_zstd: bool,
+    /// How often engines have said that they use it, and not that they have ended that.
+    pub uses: u64,
+}
+
+/// The record of a layer in containers/storage.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Info<'a> {
+    compressed_diff_digest: &'a str,
+    compressed_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    diff_digest: Option<&'a str>,
+    /// -1: not known. Exports need it.
+    diff_size: i64,
+    toc_digest: &'a str,
+    compression: u8,
+}
+
+impl Entry {
+    pub(crate) fn new(reference: &str, name: &str, layer: &StackedLayer, toc: &str) -> Self {
+        Self {
+            reference: reference.into(),
+            name: name.into(),
+            blob: format!("sha256:{}", layer.blob),
+            bytes: layer.bytes,
+            toc: toc.into(),
+            diff_id: format!("sha256:{}", layer.diff_id),
+            diff_bytes: layer.diff_bytes,
+            is_zstd: layer.is_zstd,
+            uses: 0,
+        }
+    }
+
+    /// Returns the record of the layer for engines.
+    pub(crate) fn info(&self) -> Vec<u8> {
+        // Nothing proves that the archive with this digest has the files of the table of contents, and engines would take it for a layer
+        // of other images, too. Those that look for blobs cannot do without it.
+        let diff_digest = (self.name == self.blob).then_some(&*self.diff_id);
+        let compression = if self.is_zstd { ZSTD } else { GZIP };
+        let (compressed_diff_digest, toc_digest) = (&*self.blob, &*self.toc);
+        let compressed_size = self.bytes;
+        let diff_size = self.diff_bytes.and_then(|bytes| bytes.try_into().ok()).unwrap_or(-1);
+        let info = Info { compressed_diff_digest, compressed_size, diff_digest, diff_size, toc_digest, compression };
+        serde_json::to_vec(&info).unwrap_or_default()
+    }
+}
+
+/// The folder of all that is kept.
+#[derive(Debug)]
+pub(crate) struct Entries {
+    root: PathBuf,
+    _lock: File,
+}
+
+impl Entries {
+    /// Locks the folder, and removes what no entry needs.
+    pub(crate) fn open(root: &Path) -> Result<Self> {
+        let root = std::path::absolute(root).doing("find", root)?;
+        for folder in [root.clone(), root.join("layers"), root.join("entries")] {
+            // Layers have set-user-id programs.
+            DirBuilder::new().recursive(true).mode(0o700).create(&folder).doing("create", folder)?;
+        }
+        let path = root.join("lock");
+        let lock = File::options().create(true).append(true).open(&path).doing("open", &path)?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(Error::InUse(root)),
+            locked => locked.map_err(io::Error::from).doing("lock", path)?,
+        }
+        drop(Store::create(&root.join("store"))?);
+        let entries = Self { root, _lock: lock };
+        entries.collect()?;
+        Ok(entries)
+    }
+
+    pub(crate) fn store(&self) -> PathBuf {
+        self.root.join("store")
+    }
+
+    /// Returns the image of a layer.
+    pub(crate) fn image(&self, entry: &Entry) -> PathBuf {
+        let digits = |digest: &str| digest.trim_start_matches("sha256:").to_owned();
+        self.root.join("layers").join(format!("{}-{}.img", digits(&entry.blob), digits(&entry.toc)))
+    }
+
+    fn path(&self, reference: &str, name: &str) -> PathBuf {
+        let hash = sha2::Sha256::new().chain_update(reference).chain_update([0]).chain_update(name).finalize();
+        self.root.join("entries").join(hex(&hash.into()))
+    }
+
+    /// Returns what was found before.
+    pub(crate) fn get(&self, reference: &str, name: &str) -> Result<Option<Entry>> {
+        let found = read(&self.path(reference, name))?;
+        Ok(found.filter(|entry| (&*entry.reference, &*entry.name) == (reference, name)))
+    }
+
+    pub(crate) fn put(&self, entry: &Entry) -> Result<()> {
+        let (path, folder) = (self.path(&entry.reference, &entry.name), self.root.join("entries"));
+        let mut new =
+            tempfile::Builder::new().prefix(".new-").tempfile_in(&folder).doing("create a file in", &folder)?;
+        let bytes = serde_json::to_vec(entry).map_err(|error| Error::Record { path: path.clone(), error })?;
+        new.write_all(&bytes).doing("write to", &path)?;
+        new.persist(&path).map_err(|error| error.error).doing("create", path)?;
+        Ok(())
+    }
+
+    /// Counts one more use, or one less. What is used no more is forgotten.
+    pub(crate) fn count_use(&self, reference: &str, name: &str, is_begin: bool) -> Result<()> {
+        let Some(mut entry) = self.get(reference, name)? else { return Ok(()) };
+        entry.uses = if is_begin { entry.uses.saturating_add(1) } else { entry.uses.saturating_sub(1) };
+        if is_begin || entry.uses > 0 {
+            return self.put(&entry);
+        }
+        let path = self.path(reference, name);
+        fs::remove_file(&path).doing("remove", path)
+    }
+
+    /// Removes images without an entry, and packs without an image.
+    fn collect(&self) -> Result<()> {
+        let list = |folder: &Path| -> Result<Vec<PathBuf>> {
+            let entries = fs::read_dir(folder).doing("list", folder)?;
+            entries.map(|entry| Ok(entry.doing("list", folder)?.path())).collect()
+        };
+        let mut needed = HashSet::new();
+        for path in list(&self.root.join("entries"))? {
+            match read(&path) {
+                Ok(Some(entry)) if self.path(&entry.reference, &entry.name) == path => {
+                    needed.insert(self.image(&entry));
+                }
+                // A new file that a killed process left, or a damaged one. Engines look again.
+                _ => fs::remove_file(&path).doing("remove", path)?,
+            }
+        }
+        let mut packs = BTreeSet::new();
+        for path in list(&self.root.join("layers"))? {
+            match Image::open(&path, None) {
+                Ok(image) if needed.contains(&path) => packs.extend(image.packs().iter().map(|pack| pack.name)),
+                _ if path.is_dir() => fs::remove_dir_all(&path).doing("remove", path)?,
+                _ => fs::remove_file(&path).doing("remove", path)?,
+            }
+        }
+        let waiting = || tracing::warn!("another process uses the store {}: waiting", self.store().display());
+        let store = ExclusiveStore::lock(&self.store(), &waiting)?;
+        let report = store.collect(&LiveSet { packs, objects: BTreeSet::new() }, Duration::ZERO, false)?;
+        if report.bytes > 0 {
+            tracing::info!("removed {} packs, {} bytes", report.removed.len(), report.bytes);
+        }
+        Ok(())
+    }
+}
+
+fn read(path: &Path) -> Result<Option<Entry>> {
+    match fs::read(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        bytes => {
+            let entry = serde_json::from_slice(&bytes.doing("read", path)?);
+            entry.map(Some).map_err(|error| Error::Record { path: path.into(), error })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str) -> Entry {
+        let digest = |digit: &str| format!("sha256:{}", digit.repeat(64));
+        Entry {
+            reference: "h/a:1".into(),
+            name: digest(name),
+            blob: digest("b"),
+            bytes: 7,
+            toc: digest("c"),
+            diff_id: digest("d"),
+            diff_bytes: None,
+            is_zstd: true,
+            uses: 0,
+        }
+    }
+
+    #[test]
+    fn an_archive_is_named_to_those_who_look_for_blobs_only() {
+        let info = |name: &str| serde_json::from_slice::<serde_json::Value>(&entry(name).info()).unwrap();
+        let (blob, toc) = (info("b"), info("c"));
+        assert_eq!(
+            (&blob["diff-digest"], toc.get("diff-digest")),
+            (&format!("sha256:{}", "d".repeat(64)).into(), None)
+        );
+        assert_eq!(toc["toc-digest"], format!("sha256:{}", "c".repeat(64)));
+        assert_eq!(
+            (&toc["compressed-size"], &toc["compression"], &toc["diff-size"]),
+            (&7.into(), &4.into(), &(-1).into())
+        );
+    }
+
+    #[test]
+    fn entries_outlive_the_process_until_their_last_use_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = || Entries::open(folder.path()).unwrap();
+        let (entries, entry) = (open(), entry("c"));
+        assert!(matches!(Entries::open(folder.path()), Err(Error::InUse(_))));
+        entries.put(&entry).unwrap();
+        fs::write(entries.image(&entry), "not an image").unwrap();
+        for is_begin in [true, true, false] {
+            entries.count_use(&entry.reference, &entry.name, is_begin).unwrap();
+        }
+        drop(entries);
+        fs::write(folder.path().join("entries/.new-1"), "half").unwrap();
+        fs::write(folder.path().join("layers/other.img"), "of nobody").unwrap();
+        let entries = open();
+        assert_eq!(entries.get(&entry.reference, &entry.name).unwrap(), Some(Entry { uses: 1, ..entry.clone() }));
+        assert_eq!(fs::read_dir(folder.path().join("entries")).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(folder.path().join("layers")).unwrap().count(), 0, "no images");
+        assert_eq!(entries.get("h/a:2", &entry.name).unwrap(), None);
+        entries.count_use(&entry.reference, &entry.name, false).unwrap();
+        entries.count_use(&entry.reference, &entry.name, false).unwrap();
+        assert_eq!(entries.get(&entry.reference, &entry.name).unwrap(), None);
+        fs::write(entries.path("h/a:1", "x"), "{}").unwrap();
+        assert!(matches!(entries.get("h/a:1", "x"), Err(Error::Record { .. })));
+    }
+}

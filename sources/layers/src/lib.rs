@@ -1,0 +1,67 @@
+//! The source "layers": layers of container images, found by the image's reference and a digest, as podman and CRI-O look for them
+//! (`additionallayerstores` of containers-storage.conf(5), with the option `ref`).
+//!
+//! ```text
+//! BASE64(REFERENCE)/sha256:DIGEST/diff    the files of the layer, with overlayfs's whiteouts
+//!                                /info    its record in JSON, as containers/storage keeps it
+//!                                /blob    the layer as it is in the registry
+//!                                /use     cannot be made: the attempt counts a use, and removing the directory ends one
+//! ```
+//!
+//! The digest is that of a layer's table of contents, or of its blob (podman before version 5). A lookup fetches the manifest and the
+//! table of contents; files are fetched when they are read, and verified. What cannot be read that way does not exist here, and engines
+//! pull it as usual. Directories above layers list nothing.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use std::sync::Arc;
+//! use ferry_layers::{LayerStore, Options};
+//!
+//! let store = LayerStore::open(Path::new("/var/lib/ferry-layers"), Options::default())?;
+//! let source: Arc<dyn ferry_vfs::FileSystem> = Arc::new(store);
+//! # Ok::<(), ferry_layers::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod entry;
+mod error;
+mod images;
+mod lookup;
+mod name;
+mod options;
+mod source;
+mod tree;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ferry_vfs::Changes;
+
+pub use error::{Error, Result};
+pub use name::{reference_name, reference_of};
+pub use options::Options;
+
+use entry::Entries;
+use images::Images;
+use tree::Tree;
+
+/// A file system of container layers. See the crate documentation.
+#[derive(Debug)]
+pub struct LayerStore {
+    finder: Arc<lookup::Finder>,
+    changes: Changes,
+}
+
+impl LayerStore {
+    /// Opens the folder of all that is fetched, or creates it, and removes what no layer needs any more.
+    ///
+    /// # Errors
+    ///
+    /// Another process uses the folder, or it cannot be used.
+    pub fn open(root: &Path, options: Options) -> Result<Self> {
+        let entries = Entries::open(root)?;
+        let (images, tree) = (Images::new(options.plain_http), Tree::new(options.layers_max));
+        let finder = Arc::new(lookup::Finder { entries, images, options, tree, flights: Default::default() });
+        Ok(Self { finder, changes: Changes::default() })
+    }
+}

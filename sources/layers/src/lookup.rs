@@ -1,0 +1,191 @@
+//! Lookups of layers: one at a time for each, on threads of their own, within a time limit.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferry_image::{FetchOptions, Image, Source, told};
+use ferry_registry::{ContainerImage, StackedLayer, pull_metadata};
+use ferry_vfs::sync::lock;
+use ferry_vfs::{Errno, RatelimitedLog};
+
+use crate::entry::{Entries, Entry, Key};
+use crate::error::{Error, IoContext, Result};
+use crate::images::Images;
+use crate::options::Options;
+use crate::tree::{MountedLayer, Tree};
+
+/// The maximum number of lookups that run at once. Engines look for one layer after the other.
+const LOOKUPS_MAX: usize = 32;
+
+/// Finds layers.
+#[derive(Debug)]
+pub(crate) struct Finder {
+    pub entries: Entries,
+    pub images: Images,
+    pub options: Options,
+    pub tree: Tree,
+    pub flights: Mutex<HashMap<Key, Arc<Flight>>>,
+}
+
+/// A lookup that runs.
+#[derive(Debug, Default)]
+pub(crate) struct Flight {
+    has_ended: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl Flight {
+    /// Waits for the end; returns whether it has ended.
+    fn wait(&self, time: Duration) -> bool {
+        let is_running = |has_ended: &mut bool| !*has_ended;
+        let waited = self.ended.wait_timeout_while(lock(&self.has_ended), time, is_running);
+        waited.is_ok_and(|(has_ended, _)| *has_ended)
+    }
+}
+
+/// Ends a lookup when it is dropped, also by a panic.
+struct EndOnDrop {
+    finder: Arc<Finder>,
+    key: Key,
+}
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        if let Some(flight) = lock(&self.finder.flights).remove(&self.key) {
+            *lock(&flight.has_ended) = true;
+            flight.ended.notify_all();
+        }
+    }
+}
+
+impl Finder {
+    /// Returns a layer, with one more reference; opens it if necessary.
+    ///
+    /// # Errors
+    ///
+    /// `NOENT`: it cannot be read by chunks, or not in time. The log has the reason.
+    pub(crate) fn layer(self: &Arc<Self>, reference: &str, name: &str) -> ferry_vfs::Result<Arc<MountedLayer>> {
+        let end = Instant::now() + self.options.lookup_timeout;
+        let key = (reference.to_owned(), name.to_owned());
+        let mut has_run = false;
+        loop {
+            if let Some(layer) = self.tree.refer(&key) {
+                return Ok(layer);
+            }
+            if has_run {
+                return Err(Errno::NOENT);
+            }
+            let flight = self.begin(&key)?;
+            has_run = flight.wait(end.saturating_duration_since(Instant::now()));
+            if !has_run {
+                let seconds = self.options.lookup_timeout.as_secs();
+                tracing::warn!(
+                    "{reference}: layer {name} was not found in {seconds} s: it is left to the engine to pull"
+                );
+                return Err(Errno::NOENT);
+            }
+        }
+    }
+
+    /// Returns the lookup of a layer, and begins it if necessary.
+    fn begin(self: &Arc<Self>, key: &Key) -> ferry_vfs::Result<Arc<Flight>> {
+        let mut flights = lock(&self.flights);
+        if let Some(flight) = flights.get(key) {
+            return Ok(Arc::clone(flight));
+        }
+        if flights.len() >= LOOKUPS_MAX {
+            tracing::warn!("{}: {LOOKUPS_MAX} lookups run: layer {} is left to the engine to pull", key.0, key.1);
+            return Err(Errno::NOENT);
+        }
+        let flight = Arc::<Flight>::default();
+        flights.insert(key.clone(), Arc::clone(&flight));
+        drop(flights);
+        let end = EndOnDrop { finder: Arc::clone(self), key: key.clone() };
+        let work = move || {
+            let (finder, (reference, name)) = (&end.finder, &end.key);
+            match finder.open(reference, name) {
+                Ok((entry, source)) => finder.tree.mount(&end.key, &entry, source),
+                // A digest that no layer has a table for is no fault: engines look for each layer.
+                Err(error @ (Error::NoLayer { .. } | Error::Recent(_))) => tracing::debug!("{}", told(&error)),
+                Err(error) => {
+                    tracing::warn!("{reference}: layer {name}: {}; it is left to the engine to pull", told(&error))
+                }
+            }
+            drop(end);
+        };
+        thread::Builder::new().name("layer-lookup".into()).spawn(work).map_err(|error| {
+            tracing::warn!("cannot start a thread: {error}");
+            Errno::NOENT
+        })?;
+        Ok(flight)
+    }
+
+    /// Opens a layer: by what is known of it, or by its registry.
+    fn open(&self, reference: &str, name: &str) -> Result<(Entry, Source)> {
+        let remote = self.images.remote(reference)?;
+        let store = self.entries.store();
+        let known = self.entries.get(reference, name)?;
+        let entry = match known.filter(|entry| self.entries.image(entry).exists()) {
+            Some(entry) => entry,
+            None => {
+                let (image, number, layer, toc) = self.find(reference, name)?;
+                let entry = Entry::new(reference, name, &layer, &toc);
+                let path = self.entries.image(&entry);
+                if !path.exists() {
+                    image.pull_layer(number, &path, &store)?;
+                }
+                self.entries.put(&entry)?;
+                entry
+            }
+        };
+        let path = self.entries.image(&entry);
+        let digest = Image::open(&path, None)?.digest();
+        // As the image exists, nothing is requested.
+        let from = pull_metadata(&remote, &path, &store, None)?;
+        let missing = FetchOptions { from, ahead_bytes: self.options.ahead_bytes, cache_bytes: None };
+        Ok((entry, Source::open_with(&path, &store, Some(digest), Some(missing))?))
+    }
+
+    /// Returns the image that has a layer, with its number, and the digest of its table of contents.
+    fn find(&self, reference: &str, name: &str) -> Result<(Arc<ContainerImage>, usize, StackedLayer, String)> {
+        let toc = |layer: &StackedLayer| layer.toc.map(|toc| format!("sha256:{toc}"));
+        let place = |image: &ContainerImage| {
+            image
+                .layers()
+                .iter()
+                .position(|layer| toc(layer).is_some_and(|toc| toc == name || format!("sha256:{}", layer.blob) == name))
+        };
+        let image = self.images.find(reference, |image| place(image).is_some())?;
+        let none = || Error::NoLayer { reference: reference.to_owned(), name: name.to_owned() };
+        let number = place(&image).ok_or_else(none)?;
+        let layer = image.layers()[number];
+        let toc = toc(&layer).ok_or_else(none)?;
+        Ok((image, number, layer, toc))
+    }
+
+    /// Fetches the whole blob of a layer, verified, to a file without a name.
+    pub(crate) fn fetch_blob(&self, entry: &Entry) -> Result<File> {
+        let place = |image: &ContainerImage| {
+            image.layers().iter().position(|layer| format!("sha256:{}", layer.blob) == entry.blob)
+        };
+        let image = self.images.find(&entry.reference, |image| place(image).is_some())?;
+        let none = || Error::NoLayer { reference: entry.reference.clone(), name: entry.blob.clone() };
+        let folder = self.entries.image(entry).with_extension("blob");
+        let folder = tempfile::Builder::new()
+            .prefix(".new-")
+            .tempdir_in(folder.parent().unwrap_or(&folder))
+            .doing("create a folder for", &folder)?;
+        let path = folder.path().join("blob");
+        image.fetch_layer(place(&image).ok_or_else(none)?, &path)?;
+        File::open(&path).doing("open", path)
+    }
+
+    /// Logs why the blob of a layer cannot be read.
+    pub(crate) fn refuse_blob(log: &RatelimitedLog, error: &Error) -> Errno {
+        log.error(format_args!("{}; its readers get EIO", told(error)));
+        Errno::IO
+    }
+}

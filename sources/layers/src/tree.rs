@@ -1,0 +1,248 @@
+//! The open images and layers, their inode numbers, and the references that clients hold.
+//!
+//! ```text
+//! 1                        the root
+//! 2^63 + N                 the directory of an image
+//! N * 2^40                 the directory of a layer
+//! N * 2^40 + 2^39 + 1, 2   its info and blob
+//! N * 2^40 + INODE         an inode of the layer; 1 is diff
+//! ```
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use ferry_image::Source;
+use ferry_vfs::sync::lock;
+use ferry_vfs::{FileSystem, Ino, RatelimitedLog};
+
+use crate::entry::{Entry, Key};
+
+/// The maximum number of images that clients know.
+const IMAGES_MAX: usize = 4096;
+/// Set in the number of the directory of an image.
+const IMAGE_BIT: u64 = 1 << 63;
+/// The bits of an inode in its layer. Images have less than 2^32 inodes.
+const LAYER_SHIFT: u32 = 40;
+/// Set in the number of a file that describes a layer.
+const FILE_BIT: u64 = 1 << 39;
+
+/// What an inode number means.
+#[derive(Clone, Debug)]
+pub(crate) enum Node {
+    Root,
+    Image(Arc<str>),
+    Layer(Arc<MountedLayer>),
+    Info(Arc<MountedLayer>),
+    Blob(Arc<MountedLayer>),
+    /// An inode of a layer, by its number there.
+    File(Arc<MountedLayer>, Ino),
+}
+
+/// A layer that is open.
+#[derive(Debug)]
+pub(crate) struct MountedLayer {
+    number: u64,
+    pub key: Key,
+    pub entry: Entry,
+    pub info: Vec<u8>,
+    pub source: Source,
+    /// Its blob, once somebody has read it.
+    pub blob: Mutex<Option<Arc<File>>>,
+    pub log: RatelimitedLog,
+    /// The references of clients to all of its inodes.
+    references: AtomicU64,
+}
+
+impl MountedLayer {
+    fn base(&self) -> u64 {
+        self.number << LAYER_SHIFT
+    }
+
+    /// Returns the number of its directory.
+    pub(crate) fn ino(&self) -> Ino {
+        Ino(self.base())
+    }
+
+    pub(crate) fn info_ino(&self) -> Ino {
+        Ino(self.base() | FILE_BIT | 1)
+    }
+
+    pub(crate) fn blob_ino(&self) -> Ino {
+        Ino(self.base() | FILE_BIT | 2)
+    }
+
+    /// Returns the number of one of its inodes.
+    pub(crate) fn file_ino(&self, ino: Ino) -> Ino {
+        Ino(self.base() | ino.0)
+    }
+
+    /// Counts one more reference, to an inode of a layer to which there is one.
+    pub(crate) fn refer(&self) {
+        self.references.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// What is open.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    layers_max: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By number: the reference, and the references of clients.
+    images: HashMap<u64, (Arc<str>, u64)>,
+    image_numbers: HashMap<Arc<str>, u64>,
+    images_ever: u64,
+    layers: HashMap<u64, (Arc<MountedLayer>, Instant)>,
+    layer_numbers: HashMap<Key, u64>,
+    layers_ever: u64,
+    /// What layers that are closed have counted.
+    closed: HashMap<&'static str, u64>,
+}
+
+impl State {
+    fn close(&mut self, number: u64) {
+        let Some((layer, _)) = self.layers.remove(&number) else { return };
+        self.layer_numbers.remove(&layer.key);
+        for (name, count) in layer.source.counts() {
+            *self.closed.entry(name).or_default() += count;
+        }
+    }
+
+    /// Closes the layer to which no client has a reference, and that was looked for longest ago.
+    fn close_one(&mut self) -> bool {
+        let unused = self.layers.iter().filter(|(_, (layer, _))| layer.references.load(Ordering::Relaxed) == 0);
+        let oldest = unused.min_by_key(|(_, (_, used))| *used).map(|(number, _)| *number);
+        oldest.map(|number| self.close(number)).is_some()
+    }
+}
+
+impl Tree {
+    pub(crate) fn new(layers_max: usize) -> Self {
+        Self { layers_max: layers_max.max(4), state: Mutex::default() }
+    }
+
+    /// Returns the number of the directory of an image, with one more reference; `None`: there are too many.
+    pub(crate) fn refer_image(&self, reference: &str) -> Option<Ino> {
+        let mut state = lock(&self.state);
+        if let Some(number) = state.image_numbers.get(reference).copied() {
+            state.images.get_mut(&number)?.1 += 1;
+            return Some(Ino(IMAGE_BIT | number));
+        }
+        if state.images.len() >= IMAGES_MAX {
+            return None;
+        }
+        state.images_ever += 1;
+        let (number, reference) = (state.images_ever, Arc::<str>::from(reference));
+        state.images.insert(number, (Arc::clone(&reference), 1));
+        state.image_numbers.insert(reference, number);
+        Some(Ino(IMAGE_BIT | number))
+    }
+
+    /// Returns a layer that is open, with one more reference.
+    pub(crate) fn refer(&self, key: &Key) -> Option<Arc<MountedLayer>> {
+        let mut state = lock(&self.state);
+        let number = *state.layer_numbers.get(key)?;
+        let (layer, used) = state.layers.get_mut(&number)?;
+        *used = Instant::now();
+        layer.refer();
+        Some(Arc::clone(layer))
+    }
+
+    /// Adds a layer, and closes another one if there are too many.
+    pub(crate) fn mount(&self, key: &Key, entry: &Entry, source: Source) {
+        let mut state = lock(&self.state);
+        while state.layers.len() >= self.layers_max {
+            if !state.close_one() {
+                tracing::warn!(
+                    "{} layers are in use: layer {} of {} is left to the engine to pull",
+                    state.layers.len(),
+                    key.1,
+                    key.0
+                );
+                return;
+            }
+        }
+        state.layers_ever += 1;
+        let number = state.layers_ever;
+        let layer = MountedLayer {
+            number,
+            key: key.clone(),
+            info: entry.info(),
+            entry: entry.clone(),
+            source,
+            blob: Mutex::default(),
+            log: RatelimitedLog::default(),
+            references: AtomicU64::new(0),
+        };
+        state.layers.insert(number, (Arc::new(layer), Instant::now()));
+        state.layer_numbers.insert(key.clone(), number);
+    }
+
+    /// Returns the references of images that clients know, if there are so many images or layers that clients should drop what they
+    /// do not use.
+    pub(crate) fn crowd(&self) -> Vec<Arc<str>> {
+        let state = lock(&self.state);
+        let is_crowded = state.layers.len() * 4 >= self.layers_max * 3 || state.images.len() * 4 >= IMAGES_MAX * 3;
+        if is_crowded { state.image_numbers.keys().cloned().collect() } else { Vec::new() }
+    }
+
+    pub(crate) fn node(&self, ino: Ino) -> Option<Node> {
+        if ino == Ino::ROOT {
+            return Some(Node::Root);
+        }
+        let state = lock(&self.state);
+        if ino.0 & IMAGE_BIT != 0 {
+            return state.images.get(&(ino.0 ^ IMAGE_BIT)).map(|(reference, _)| Node::Image(Arc::clone(reference)));
+        }
+        let layer = Arc::clone(&state.layers.get(&(ino.0 >> LAYER_SHIFT))?.0);
+        Some(match ino.0 & ((1 << LAYER_SHIFT) - 1) {
+            0 => Node::Layer(layer),
+            number if number == FILE_BIT | 1 => Node::Info(layer),
+            number if number == FILE_BIT | 2 => Node::Blob(layer),
+            number => Node::File(layer, Ino(number)),
+        })
+    }
+
+    pub(crate) fn forget(&self, ino: Ino, count: u64) {
+        let mut state = lock(&self.state);
+        if ino.0 & IMAGE_BIT == 0 {
+            let Some((layer, _)) = state.layers.get(&(ino.0 >> LAYER_SHIFT)) else { return };
+            let less = |references: u64| Some(references.saturating_sub(count));
+            let before = layer.references.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+            // Some stay open, for engines that come back.
+            if before.is_ok_and(|before| before <= count) && state.layers.len() * 2 > self.layers_max {
+                state.close(ino.0 >> LAYER_SHIFT);
+            }
+            return;
+        }
+        let number = ino.0 ^ IMAGE_BIT;
+        let Some((reference, references)) = state.images.get_mut(&number) else { return };
+        *references = references.saturating_sub(count);
+        if *references == 0 {
+            let reference = Arc::clone(reference);
+            state.images.remove(&number);
+            state.image_numbers.remove(&reference);
+        }
+    }
+
+    /// Returns what all layers have counted, and how many are open.
+    pub(crate) fn counts(&self) -> Vec<(&'static str, u64)> {
+        let state = lock(&self.state);
+        let mut sums = state.closed.clone();
+        for (layer, _) in state.layers.values() {
+            for (name, count) in layer.source.counts() {
+                *sums.entry(name).or_default() += count;
+            }
+        }
+        let mut counts: Vec<_> = sums.into_iter().collect();
+        counts.sort_unstable();
+        counts.push(("layer_mounts", state.layers.len() as u64));
+        counts
+    }
+}
