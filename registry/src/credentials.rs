@@ -1,7 +1,7 @@
 //! Registry credentials, from the files of podman and docker.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -21,15 +21,15 @@ struct Entry {
     auth: Option<String>,
 }
 
-/// Returns `USER:PASSWORD` in base64 for a registry, from `REGISTRY_AUTH_FILE`, podman's file, or docker's. An entry
-/// with a scheme applies to that scheme only.
+/// Returns `USER:PASSWORD` in base64 for a registry, from a named file or `REGISTRY_AUTH_FILE`, podman's file, or docker's.
+/// An entry with a scheme applies to that scheme only.
 ///
 /// # Errors
 ///
 /// The named file is missing, or a file is invalid.
-pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
+pub(crate) fn basic(base: &Url, host: &str, named: Option<&Path>) -> Result<Option<String>> {
     let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let files = match var("REGISTRY_AUTH_FILE") {
+    let files = match named.map(PathBuf::from).or_else(|| var("REGISTRY_AUTH_FILE")) {
         Some(file) => vec![(file, true)],
         None => {
             let podman = var("XDG_RUNTIME_DIR").map(|folder| folder.join("containers/auth.json"));
@@ -50,8 +50,14 @@ pub(crate) fn basic(base: &Url, host: &str) -> Result<Option<String>> {
         let config: Config = serde_json::from_slice(&text)
             .map_err(|error| invalid(format!("no JSON as podman writes it, line {}", error.line())))?;
         let scheme = base.scheme();
-        let paths = ["", "/v1/", "/v2/"].map(|path| format!("{scheme}://{host}{path}"));
-        let hosts = [host.to_owned()].into_iter().chain(paths);
+        // The name under which docker logs in to docker.io.
+        let host = host.to_owned();
+        let by_port = base.port_or_known_default().map(|port| format!("{host}:{port}"));
+        let hub = (host == "docker.io").then(|| "index.docker.io".to_owned());
+        let hosts = [Some(host.clone()), by_port, hub].into_iter().flatten().flat_map(|name| {
+            let paths = ["", "/v1/", "/v2/"].map(|path| format!("{scheme}://{name}{path}"));
+            [name].into_iter().chain(paths)
+        });
         let auth = hosts.filter_map(|host| config.auths.get(&host)).next().and_then(|entry| entry.auth.clone());
         if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
             let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());

@@ -4,18 +4,20 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Seek};
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use ureq::http::{Method, header};
-use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::http::{HeaderValue, Method, header};
+use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Body, SendBody};
 use url::Url;
 
 use crate::error::{Error, Result};
+use crate::hosts::Host;
 use crate::manifest::excerpt;
 use crate::resolver::{OriginResolver, RemoteResolver, THIS_MACHINE, ThisMachine, is_loopback, names_this_machine};
 
@@ -43,11 +45,24 @@ pub struct Options {
     pub patience: Duration,
     /// The maximum number of concurrent requests; further ones wait. At least 1.
     pub requests_max: usize,
+    /// How often a request is tried. At least 1.
+    pub attempts_max: u32,
+    /// Folders with containerd's `hosts.toml` files; the first one that describes a registry counts.
+    pub hosts: Vec<PathBuf>,
+    /// The file with credentials; otherwise those that podman and docker use.
+    pub credentials: Option<PathBuf>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { plain_http: false, patience: Duration::from_secs(30), requests_max: IDLE_MAX }
+        Self {
+            plain_http: false,
+            patience: Duration::from_secs(30),
+            requests_max: IDLE_MAX,
+            attempts_max: ATTEMPTS_MAX,
+            hosts: Vec::new(),
+            credentials: None,
+        }
     }
 }
 
@@ -126,13 +141,16 @@ pub(crate) struct Request {
     pub headers: Vec<(header::HeaderName, String)>,
     /// Credentials or a token for the server of `url`. A redirect to another server drops it.
     pub authorization: Option<String>,
+    /// Headers that are set for the server of `url`, dropped likewise.
+    pub own_headers: Vec<(header::HeaderName, HeaderValue)>,
     /// The expected length of the response, which determines its time limit.
     pub bytes: u64,
 }
 
 impl Request {
     pub(crate) fn new(method: Method, url: Url) -> Self {
-        Self { method, origin: url.clone(), url, headers: Vec::new(), authorization: None, bytes: 0 }
+        let (headers, own_headers) = Default::default();
+        Self { method, origin: url.clone(), url, headers, authorization: None, own_headers, bytes: 0 }
     }
 
     pub(crate) fn with(mut self, name: header::HeaderName, value: impl Into<String>) -> Self {
@@ -191,13 +209,46 @@ fn check_redirect(from: &Url, to: &Url, is_local: bool) -> Result<()> {
 impl Client {
     /// Creates a client that trusts the host's authorities (or those of `SSL_CERT_FILE`).
     pub fn new(options: Options) -> Self {
-        let found = rustls_native_certs::load_native_certs();
-        for error in found.errors {
-            tracing::debug!("cannot use a certificate of this host: {error}");
+        Self::with(options, authorities(), None, false)
+    }
+
+    /// Creates a client for a server of a `hosts.toml`, with these options.
+    ///
+    /// # Errors
+    ///
+    /// A file with a certificate cannot be read.
+    pub(crate) fn for_host(host: &Host, options: Options) -> Result<Self> {
+        let mut trusted = authorities();
+        for path in &host.authorities {
+            trusted.extend(pem(path)?.0);
         }
-        let trusted: Vec<_> = found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect();
+        let client = host.client.as_ref().map(|(certificate, key)| {
+            let invalid = |path: &Path| Error::Setting {
+                what: format!("the certificate in {}", path.display()),
+                reason: "it has no certificate or no key in PEM".into(),
+            };
+            let (certificates, _) = pem(certificate)?;
+            let key = pem(key)?.1.ok_or_else(|| invalid(key))?;
+            if certificates.is_empty() {
+                return Err(invalid(certificate));
+            }
+            Ok(ClientCert::new_with_certs(&certificates, key))
+        });
+        // The file says so.
+        let plain_http = options.plain_http || host.url.scheme() == "http";
+        Ok(Self::with(Options { plain_http, ..options }, trusted, client.transpose()?, host.skip_verify))
+    }
+
+    fn with(
+        options: Options,
+        trusted: Vec<Certificate<'static>>,
+        client: Option<ClientCert>,
+        skip_verify: bool,
+    ) -> Self {
         let tls = TlsConfig::builder()
             .root_certs(RootCerts::new_with_certs(&trusted))
+            .client_cert(client)
+            .disable_verification(skip_verify)
             .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .build();
         let config = Agent::config_builder()
@@ -234,8 +285,8 @@ impl Client {
         }
     }
 
-    pub(crate) fn allows_plain(&self) -> bool {
-        self.options.plain_http
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
     }
 
     /// Checks that a request without encryption stays on this machine, unless allowed.
@@ -275,6 +326,7 @@ impl Client {
             if to.origin() != request.url.origin() {
                 // A redirect back does not restore it.
                 request.authorization = None;
+                request.own_headers.clear();
             }
             request.url = to;
         }
@@ -304,6 +356,10 @@ impl Client {
         if let Some(value) = &request.authorization {
             builder = builder.header(header::AUTHORIZATION, value);
         }
+        let is_set = |name: &header::HeaderName| *name == header::AUTHORIZATION && request.authorization.is_some();
+        for (name, value) in request.own_headers.iter().filter(|(name, _)| !is_set(name)) {
+            builder = builder.header(name, value);
+        }
         let invalid = |error| failed(ureq::Error::Http(error));
         let outcome = match upload {
             Some(Upload { reader, bytes }) => {
@@ -329,7 +385,7 @@ impl Client {
             let outcome = attempt();
             drop(slot);
             match outcome {
-                Err(error) if error.is_transient() && attempts < ATTEMPTS_MAX => {
+                Err(error) if error.is_transient() && attempts < self.options.attempts_max => {
                     tracing::debug!("{error}: the request is retried");
                     thread::sleep(pause(attempts, error.retry_after()));
                     attempts += 1;
@@ -338,6 +394,30 @@ impl Client {
             }
         }
     }
+}
+
+/// Returns the authorities that this host trusts.
+fn authorities() -> Vec<Certificate<'static>> {
+    let found = rustls_native_certs::load_native_certs();
+    for error in found.errors {
+        tracing::debug!("cannot use a certificate of this host: {error}");
+    }
+    found.certs.iter().map(|one| Certificate::from_der(one).to_owned()).collect()
+}
+
+/// Reads the certificates of a file, and its first key.
+fn pem(path: &Path) -> Result<(Vec<Certificate<'static>>, Option<PrivateKey<'static>>)> {
+    let invalid = |reason: String| Error::Setting { what: path.display().to_string(), reason };
+    let text = std::fs::read(path).map_err(|error| invalid(error.to_string()))?;
+    let (mut certificates, mut key) = (Vec::new(), None);
+    for item in parse_pem(&text) {
+        match item.map_err(|error| invalid(error.to_string()))? {
+            PemItem::Certificate(certificate) => certificates.push(certificate),
+            PemItem::PrivateKey(found) => key = key.or(Some(found)),
+            _ => {}
+        }
+    }
+    Ok((certificates, key))
 }
 
 /// Returns the pause after this many attempts, randomized so that clients do not retry together.

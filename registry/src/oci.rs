@@ -6,13 +6,15 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ureq::http::{Method, header};
+use ureq::http::{HeaderName, HeaderValue, Method, header};
 use url::Url;
 
 use crate::credentials;
 use crate::error::{Error, Result};
+use crate::hosts::Host;
 use crate::http::{Client, Request, Response, Upload, shown};
 use crate::manifest::{Blob, MANIFEST_BYTES_MAX, Sha256, accepted, excerpt};
 use crate::reference::Version;
@@ -23,9 +25,16 @@ const SUBJECT_HEADER: header::HeaderName = header::HeaderName::from_static("oci-
 /// The maximum response of a token server, in bytes.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
 
+/// The registry of images whose reference names `docker.io`.
+const DOCKER_HUB: &str = "registry-1.docker.io";
+
 pub(crate) struct Oci {
+    /// The URL of the API, with a slash at its end.
     base: Url,
     name: String,
+    /// The registry, for a server that is only a mirror of it.
+    mirrored: Option<String>,
+    headers: Vec<(HeaderName, HeaderValue)>,
     /// `USER:PASSWORD` in base64.
     basic: Option<String>,
     /// The authorization of the last successful request.
@@ -39,26 +48,38 @@ impl fmt::Debug for Oci {
 }
 
 impl Oci {
-    pub(crate) fn new(scheme: Option<&str>, host: &str, name: &str, plain_http: bool) -> Result<Self> {
+    /// Returns the URL of a registry.
+    pub(crate) fn base(scheme: Option<&str>, host: &str, name: &str, plain_http: bool) -> Result<Url> {
         let parse = |scheme: &str| {
+            let host = if host == "docker.io" { DOCKER_HUB } else { host };
             let url = Url::parse(&format!("{scheme}://{host}/v2/"));
             url.map_err(|error| Error::Reference { text: format!("oci:{host}/{name}"), reason: error.to_string() })
         };
-        let base = match scheme {
-            Some(scheme) => parse(scheme)?,
-            None if plain_http => parse("http")?,
+        match scheme {
+            Some(scheme) => parse(scheme),
+            None if plain_http => parse("http"),
             None => match parse("http")? {
-                local if is_loopback(&local) => local,
-                _ => parse("https")?,
+                local if is_loopback(&local) => Ok(local),
+                _ => parse("https"),
             },
-        };
-        let basic = credentials::basic(&base, host)?;
-        Ok(Self { base, name: name.into(), basic, authorization: Mutex::default() })
+        }
+    }
+
+    /// Creates a repository on a server; `credentials` is a file with them.
+    pub(crate) fn new(host: Host, name: &str, mirrored: Option<String>, credentials: Option<&Path>) -> Result<Self> {
+        let Host { url: base, headers, .. } = host;
+        let named = base.host_str().unwrap_or_default();
+        let named = base.port().map_or_else(|| named.to_owned(), |port| format!("{named}:{port}"));
+        let basic = credentials::basic(&base, if named == DOCKER_HUB { "docker.io" } else { &named }, credentials)?;
+        Ok(Self { base, name: name.into(), mirrored, headers, basic, authorization: Mutex::default() })
     }
 
     fn url(&self, rest: &str) -> Url {
         let mut url = self.base.clone();
-        url.set_path(&format!("/v2/{}/{rest}", self.name));
+        url.set_path(&format!("{}{}/{rest}", self.base.path(), self.name));
+        if let Some(registry) = &self.mirrored {
+            url.query_pairs_mut().append_pair("ns", registry);
+        }
         url
     }
 
@@ -77,9 +98,10 @@ impl Oci {
         request: Request,
         mut upload: Option<&mut Upload<'_>>,
     ) -> Result<Response<'a>> {
-        let request = Request { origin: self.base.clone(), ..request };
         // A registry may redirect uploads to another server, which gets no authorization.
         let is_registry = request.url.origin() == self.base.origin();
+        let own_headers = if is_registry { self.headers.clone() } else { Vec::new() };
+        let request = Request { origin: self.base.clone(), own_headers, ..request };
         let authorization = self.authorization().clone().filter(|_| is_registry);
         let response = client.send(Request { authorization, ..request.clone() }, upload.as_deref_mut())?;
         // Only a challenge of the registry itself is answered, not one of a redirect or upload server.
@@ -236,11 +258,12 @@ mod tests {
 
     #[test]
     fn only_this_machine_is_contacted_without_encryption() {
-        let base = |scheme, host, plain| Oci::new(scheme, host, "a", plain).map(|oci| oci.base.to_string()).ok();
+        let base = |scheme, host, plain| Oci::base(scheme, host, "a", plain).map(|base| base.to_string()).ok();
         assert_eq!(base(None, "localhost:5000", false).as_deref(), Some("http://localhost:5000/v2/"));
         assert_eq!(base(Some("https"), "localhost:5000", false).as_deref(), Some("https://localhost:5000/v2/"));
         assert_eq!(base(None, "a.example", false).as_deref(), Some("https://a.example/v2/"));
         assert_eq!(base(None, "a.example", true).as_deref(), Some("http://a.example/v2/"));
+        assert_eq!(base(None, "docker.io", false).as_deref(), Some("https://registry-1.docker.io/v2/"));
         assert_eq!(base(None, "a:b:c", true), None);
     }
 }

@@ -2,12 +2,15 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use ferry_image::Digest;
 
 use crate::container::{self, Container};
 use crate::error::{Error, Result};
-use crate::http::{Client, Counts, Response, Upload};
+use crate::hosts::{self, Host};
+use crate::http::{Client, Counts, Options, Response, Upload};
 use crate::manifest::{ARTIFACT_TYPE, Blob, MANIFEST_TYPE, Manifest, Sha256, is_container};
 use crate::oci::Oci;
 use crate::reference::{Location, Reference, Version};
@@ -20,6 +23,11 @@ const INDEX_DEPTH_MAX: usize = 4;
 const LIST_TRIES_MAX: usize = 4;
 /// The number of bytes between two failures after which the second one counts as the first.
 const PROGRESS_BYTES: u64 = 1 << 20;
+
+/// How often a mirror is tried before the next server is.
+const MIRROR_ATTEMPTS: u32 = 2;
+/// How long a mirror that failed is left out.
+const MIRROR_PAUSE: Duration = Duration::from_secs(60);
 
 /// Receives bytes in order.
 type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
@@ -36,6 +44,42 @@ pub struct Remote {
     client: Client,
     reference: Reference,
     server: Server,
+    /// Servers that are asked before it.
+    mirrors: Vec<Mirror>,
+}
+
+/// A server that has images of a registry, by a `hosts.toml`.
+#[derive(Debug)]
+struct Mirror {
+    client: Client,
+    oci: Oci,
+    pulls: bool,
+    resolves: bool,
+    /// When it failed last.
+    failed: Mutex<Option<Instant>>,
+}
+
+impl Mirror {
+    fn new(host: Host, reference: (&str, &str), options: &Options) -> Result<Self> {
+        let attempts_max = options.attempts_max.min(MIRROR_ATTEMPTS);
+        let client = Client::for_host(&host, Options { attempts_max, ..options.clone() })?;
+        let (registry, name) = reference;
+        let (pulls, resolves) = (host.pulls, host.resolves);
+        let oci = Oci::new(host, name, Some(registry.to_owned()), options.credentials.as_deref())?;
+        Ok(Self { client, oci, pulls, resolves, failed: Mutex::default() })
+    }
+
+    fn is_usable(&self) -> bool {
+        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.is_none_or(|when| when.elapsed() >= MIRROR_PAUSE)
+    }
+
+    fn note(&self, error: &Error) {
+        tracing::debug!("{error}: the next server is asked");
+        if error.is_transient() {
+            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -51,16 +95,47 @@ impl Remote {
     ///
     /// The environment has an invalid endpoint or invalid credentials.
     pub fn open(reference: &Reference, client: Client) -> Result<Self> {
+        let (mut client, mut mirrors) = (client, Vec::new());
+        let options = client.options().clone();
         let server = match &reference.location {
-            Location::Oci { scheme, host, name } => Server::Oci(Oci::new(*scheme, host, name, client.allows_plain())?),
+            Location::Oci { scheme, host, name } => {
+                let base = Oci::base(*scheme, host, name, options.plain_http)?;
+                // Who names a scheme means that server.
+                let folders = if scheme.is_none() { &*options.hosts } else { &[] };
+                let server = base[..url::Position::BeforePath].to_owned();
+                let found = hosts::find(folders, host, &server)?;
+                let mut own = Host::of(base);
+                if let Some(mut all) = found
+                    && let Some(last) = all.pop()
+                {
+                    client = Client::for_host(&last, options.clone())?;
+                    own = last;
+                    let mirror = |found| Mirror::new(found, (host, name), &options);
+                    mirrors = all.into_iter().map(mirror).collect::<Result<_>>()?;
+                }
+                Server::Oci(Oci::new(own, name, None, options.credentials.as_deref())?)
+            }
             Location::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
         };
-        Ok(Self { client, reference: reference.clone(), server })
+        Ok(Self { client, reference: reference.clone(), server, mirrors })
     }
 
     /// Returns the counters of requests.
     pub fn counts(&self) -> Counts {
-        self.client.counts()
+        self.mirrors.iter().fold(self.client.counts(), |sum, mirror| {
+            let Counts { requests, received_bytes, sent_bytes } = mirror.client.counts();
+            Counts {
+                requests: sum.requests + requests,
+                received_bytes: sum.received_bytes + received_bytes,
+                sent_bytes: sum.sent_bytes + sent_bytes,
+            }
+        })
+    }
+
+    /// Asks the mirrors one after another.
+    fn by_mirror<T>(&self, can: impl Fn(&Mirror) -> bool, ask: impl Fn(&Mirror) -> Result<T>) -> Option<T> {
+        let mut usable = self.mirrors.iter().filter(|mirror| can(mirror) && mirror.is_usable());
+        usable.find_map(|mirror| ask(mirror).inspect_err(|error| mirror.note(error)).ok())
     }
 
     /// Returns its location.
@@ -80,10 +155,22 @@ impl Remote {
 
     /// Returns a manifest, verified by the digest if it is named by one.
     fn fetch_manifest(&self, version: &Version) -> Result<(Vec<u8>, Sha256)> {
+        let can = |mirror: &Mirror| if matches!(version, Version::Tag(_)) { mirror.resolves } else { mirror.pulls };
+        let found = self.by_mirror(can, |mirror| {
+            let Mirror { client, oci, .. } = mirror;
+            self.checked_manifest(client.retry(|| oci.manifest(client, version))?, version)
+        });
+        if let Some(found) = found {
+            return Ok(found);
+        }
         let bytes = self.client.retry(|| match &self.server {
             Server::Oci(oci) => oci.manifest(&self.client, version),
             Server::S3(s3) => s3.manifest(&self.client, version),
         })?;
+        self.checked_manifest(bytes, version)
+    }
+
+    fn checked_manifest(&self, bytes: Option<Vec<u8>>, version: &Version) -> Result<(Vec<u8>, Sha256)> {
         let bytes = bytes.ok_or_else(|| Error::NoImage(self.reference.to_string()))?;
         let found = Sha256::of(&bytes);
         match version {
@@ -155,7 +242,18 @@ impl Remote {
     /// Returns the images that were made of a container image and stored beside it.
     pub(crate) fn converted(&self, subject: Sha256) -> Result<Vec<Converted>> {
         let Server::Oci(oci) = &self.server else { return Ok(Vec::new()) };
-        let listed = self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE))?;
+        let by_mirror = self.by_mirror(
+            |mirror| mirror.resolves,
+            |mirror| {
+                let Mirror { client, oci, .. } = mirror;
+                let listed = client.retry(|| oci.referrers(client, subject, ARTIFACT_TYPE))?;
+                listed.ok_or_else(|| Error::NoImage(self.reference.to_string()))
+            },
+        );
+        let listed = match by_mirror {
+            Some(list) => Some(list),
+            None => self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE))?,
+        };
         let list = match listed {
             Some(list) => Some(list),
             None => self.referrers_list(subject)?,
@@ -214,26 +312,17 @@ impl Remote {
     }
 
     fn read_as(&self, blob: Blob, range: &Range<u64>, is_part: bool, sink: &mut Sink<'_>) -> Result<()> {
-        let mut at = range.start;
-        loop {
-            let begin = at;
-            let outcome = self.client.retry(|| {
-                if at == range.end {
-                    return Ok(());
-                }
-                let left = at..range.end;
-                let mut received = 0;
-                let response = self.request_range(blob, &left);
-                let outcome = response.and_then(|response| response.read_range(&left, is_part, &mut received, sink));
-                at += received;
-                outcome
-            });
-            match outcome {
-                // Enough progress to restart the count of attempts.
-                Err(error) if error.is_transient() && at - begin >= PROGRESS_BYTES => {}
-                outcome => return outcome,
+        let mut left = range.clone();
+        for mirror in self.mirrors.iter().filter(|mirror| mirror.pulls && mirror.is_usable()) {
+            let Mirror { client, oci, .. } = mirror;
+            match read_from(client, &mut left, is_part, sink, &|left| oci.read(client, blob, left)) {
+                Err(error @ Error::Sink(_)) => return Err(error),
+                // What has come is proved later, from whichever server it is.
+                Err(error) => mirror.note(&error),
+                Ok(()) => return Ok(()),
             }
         }
+        read_from(&self.client, &mut left, is_part, sink, &|left| self.request_range(blob, left))
     }
 
     /// Returns a whole small blob, verified by its digest.
@@ -252,5 +341,33 @@ impl Remote {
             return Err(invalid(format!("the blob sha256:{} came damaged", blob.sha256)));
         }
         Ok(bytes)
+    }
+}
+
+/// Passes what is left of a range to `sink`, and takes it from `left`; continues after a failure.
+fn read_from<'a>(
+    client: &Client,
+    left: &mut Range<u64>,
+    is_part: bool,
+    sink: &mut Sink<'_>,
+    request: &dyn Fn(&Range<u64>) -> Result<Response<'a>>,
+) -> Result<()> {
+    loop {
+        let begin = left.start;
+        let outcome = client.retry(|| {
+            if left.is_empty() {
+                return Ok(());
+            }
+            let mut received = 0;
+            let response = request(left);
+            let outcome = response.and_then(|response| response.read_range(left, is_part, &mut received, sink));
+            left.start += received;
+            outcome
+        });
+        match outcome {
+            // Enough progress to restart the count of attempts.
+            Err(error) if error.is_transient() && left.start - begin >= PROGRESS_BYTES => {}
+            outcome => return outcome,
+        }
     }
 }

@@ -171,13 +171,17 @@ mod with {
     use super::*;
     use crate::output::print;
 
+    /// Names folders with containerd's `hosts.toml` files, with colons between them.
+    const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
     /// The pause after a failed background fetch.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
     fn remote(reference: &str, plain_http: bool, jobs: u16) -> Result<Arc<Remote>> {
         // The background never takes all requests: readers wait only for other readers.
         let requests_max = usize::from(jobs) + READERS;
-        let client = Client::new(Options { plain_http, requests_max, ..Options::default() });
+        let hosts = std::env::var_os(HOSTS).unwrap_or_default();
+        let hosts = std::env::split_paths(&hosts).filter(|folder| !folder.as_os_str().is_empty()).collect();
+        let client = Client::new(Options { plain_http, requests_max, hosts, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
     }
 

@@ -138,6 +138,11 @@ impl Fake {
         name
     }
 
+    /// Returns a blob by its name.
+    pub fn blob(&self, name: &str) -> Vec<u8> {
+        self.shared.blobs.lock().unwrap()[name].clone()
+    }
+
     /// Names a manifest by a tag.
     pub fn tag(&self, tag: &str, manifest: &serde_json::Value) -> String {
         let bytes = manifest.to_string().into_bytes();

@@ -243,7 +243,7 @@ fn realms_named_without_tls_get_no_credentials() {
     assert!(tokens.requests().iter().all(|request| authorization(request).is_none()));
 }
 
-fn by_tls(folder: &Path) -> Arc<rustls::ServerConfig> {
+pub fn by_tls(folder: &Path) -> Arc<rustls::ServerConfig> {
     let certificate = CertificateDer::from_pem_file(folder.join("server.pem")).unwrap();
     let key = PrivateKeyDer::from_pem_file(folder.join("server.key")).unwrap();
     let provider = Arc::new(rustls::crypto::ring::default_provider());

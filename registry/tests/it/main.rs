@@ -12,6 +12,7 @@ mod toc_layers;
 
 mod credentials;
 mod hostile;
+mod hosts;
 mod layers;
 mod lazy;
 mod parallel;

@@ -1,0 +1,158 @@
+//! Mirrors and settings of containerd's `hosts.toml`.
+
+use crate::certificates::Certificates;
+use crate::common;
+use crate::credentials::by_tls;
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Fake, Place, Reply, Request};
+use ferry_registry::{Client, Error, Options, PullOptions, Remote, parse_hosts, pull};
+use proptest::prelude::*;
+
+/// A name that no machine has: all requests go where the file says.
+const REGISTRY: &str = "registry.invalid";
+
+fn remote(folder: &Path) -> Result<Arc<Remote>, Error> {
+    let options = Options { hosts: vec![folder.into()], attempts_max: 1, ..Options::default() };
+    Ok(Arc::new(Remote::open(&format!("oci:{REGISTRY}/a/b:1").parse().unwrap(), Client::new(options))?))
+}
+
+fn describe(folder: &Path, text: &str) {
+    fs::create_dir_all(folder.join(REGISTRY)).unwrap();
+    fs::write(folder.join(REGISTRY).join("hosts.toml"), text).unwrap();
+}
+
+/// Pulls the image that a place has pushed.
+fn pull_to(place: &Place, store: &str, remote: &Arc<Remote>) -> Result<(), Error> {
+    drop(ferry_image::Store::create(&place.at(store)).unwrap());
+    let output = place.at(&format!("{store}.img"));
+    pull(remote, &output, &place.at(store), &PullOptions::default(), &|_, _| {}).map(drop)?;
+    place.is_whole(store);
+    Ok(())
+}
+
+/// Copies the blobs of an image.
+fn copy_blobs(from: &Fake, to: &Fake) {
+    for layer in from.tagged("1").unwrap()["layers"].as_array().unwrap() {
+        let name = layer["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap();
+        to.add_blob(&from.blob(name));
+    }
+}
+
+fn paths(requests: &[Request]) -> Vec<&str> {
+    requests.iter().map(|request| &*request.path).collect()
+}
+
+#[test]
+fn mirrors_are_asked_first_and_the_registry_has_the_rest() {
+    let place = Place::new();
+    let mirror = Fake::start();
+    let hosts = place.at("certs.d");
+    let own = place.fake.address;
+    // It has nothing yet: all of it comes from the registry.
+    let text = format!(
+        "server = \"http://{own}\"\n[host.\"http://127.0.0.1:1\"]\n[host.\"http://{0}\"]\n[host.\"http://{0}\".header]\n\
+         x-team = \"a\"\n",
+        mirror.address
+    );
+    describe(&hosts, &text);
+    let asking = remote(&hosts).unwrap();
+    pull_to(&place, "first", &asking).unwrap();
+    let asked = mirror.requests();
+    assert!(asked.iter().any(Request::is_blob) && asked.iter().any(Request::is_manifest), "{:?}", paths(&asked));
+    for request in &asked {
+        assert_eq!((&*request.query, request.headers["x-team"].as_str()), ("ns=registry.invalid", "a"), "{request:?}");
+    }
+    let served = place.fake.requests();
+    assert!(served.iter().any(Request::is_blob));
+    assert!(served.iter().all(|request| request.query.is_empty() && !request.headers.contains_key("x-team")));
+    assert!(asking.counts().requests >= (asked.len() + served.len()) as u64);
+    // One that may not resolve tags, but has all blobs.
+    copy_blobs(&place.fake, &mirror);
+    describe(
+        &hosts,
+        &format!("server = \"http://{own}\"\n[host.\"http://{}\"]\ncapabilities = [\"pull\"]\n", mirror.address),
+    );
+    pull_to(&place, "second", &remote(&hosts).unwrap()).unwrap();
+    assert!(!mirror.requests().iter().any(Request::is_manifest));
+    assert!(!place.fake.requests().iter().any(Request::is_blob), "the mirror has them");
+}
+
+/// A registry behind a proxy's path, and one whose path is complete.
+#[test]
+fn paths_of_hosts_are_kept() {
+    let place = Place::new();
+    let hosts = place.at("certs.d");
+    place.fake.fault(|request, reply| match request.path.contains("/proxy/v2/a/b/") {
+        true => reply,
+        false => Reply::of(404, ""),
+    });
+    for (store, text) in [
+        ("added", format!("server = \"http://{}/proxy\"", place.fake.address)),
+        ("kept", format!("server = \"http://{}/proxy/v2\"\noverride_path = true", place.fake.address)),
+    ] {
+        describe(&hosts, &text);
+        pull_to(&place, store, &remote(&hosts).unwrap()).unwrap();
+    }
+}
+
+/// A mirror that sends the wrong manifest is not believed; one that stops in the middle of a blob is continued by the registry.
+#[test]
+fn what_a_mirror_breaks_the_registry_mends() {
+    let place = Place::new();
+    let hosts = place.at("certs.d");
+    let mirror = Fake::start();
+    let name = place.fake.tagged("1").unwrap();
+    let manifest = place.fake.tag("1", &name);
+    mirror.fault(|request, _| Reply::of(200, if request.is_manifest() { "{}" } else { "" }));
+    describe(&hosts, &format!("server = \"http://{}\"\n[host.\"http://{}\"]", place.fake.address, mirror.address));
+    let options = Options { hosts: vec![hosts.clone()], attempts_max: 1, ..Options::default() };
+    let reference = format!("oci:{REGISTRY}/a/b@sha256:{manifest}").parse().unwrap();
+    let asking = Arc::new(Remote::open(&reference, Client::new(options)).unwrap());
+    pull_to(&place, "by-digest", &asking).unwrap();
+    assert!(!mirror.requests().is_empty());
+}
+
+#[test]
+fn authorities_of_a_host_are_trusted_and_others_are_not_unless_all_are() {
+    let place = Place::new();
+    let made = Certificates::new();
+    made.authority("ours").signed("server", "ours", 3);
+    let ca = made.path("ours.pem");
+    let tls = by_tls(ca.parent().unwrap());
+    let secret = Fake::start_at("127.0.0.1:0", Some(tls));
+    secret.tag("1", &place.fake.tagged("1").unwrap());
+    copy_blobs(&place.fake, &secret);
+    let hosts = place.at("certs.d");
+    let server = format!("server = \"https://{}\"\n", secret.address);
+    for (store, more, works) in [
+        ("none", String::new(), false),
+        ("ca", format!("ca = {ca:?}\n"), true),
+        ("all", "skip_verify = true\n".to_owned(), true),
+    ] {
+        describe(&hosts, &format!("{server}{more}"));
+        let pulled = pull_to(&place, store, &remote(&hosts).unwrap());
+        assert_eq!(pulled.is_ok(), works, "{store}: {:?}", pulled.err());
+    }
+    describe(&hosts, &format!("{server}ca = \"none.pem\"\n"));
+    let error = remote(&hosts).unwrap_err().to_string();
+    assert!(error.contains("none.pem"), "{error}");
+}
+
+proptest! {
+    #[test]
+    fn every_file_is_read_or_refused_with_one_sentence(text in "(\\[host\\.\"\\PC{0,20}\"\\]\n|[a-z_]{1,12} = [\"\\[]?\\PC{0,10}[\"\\]]?\n){0,6}") {
+        match parse_hosts(&text, "https://h.example", Path::new("/etc")) {
+            Ok(hosts) => {
+                prop_assert!(!hosts.is_empty());
+                for host in hosts {
+                    prop_assert!(host.url.path().ends_with('/') && matches!(host.url.scheme(), "http" | "https"));
+                }
+            }
+            Err(reason) => prop_assert!(!reason.contains('\n'), "{reason}"),
+        }
+    }
+}
