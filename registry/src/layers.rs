@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use ferry_image::{BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, build, build_layers};
-use serde_json::json;
+use serde_json::{Value, json};
 use sha2::Digest as _;
 use tempfile::TempDir;
 
@@ -28,7 +28,7 @@ const TABLES_BYTES_MAX: u64 = 512 << 20;
 const TABLE_REQUESTS: usize = 4;
 
 /// Why layers are not read chunk by chunk.
-enum Refusal {
+pub(crate) enum Refusal {
     /// They can be read as a whole.
     Whole(String),
     Failed(Error),
@@ -107,12 +107,8 @@ pub(crate) fn pull_tables(
     (expected, jobs): (Option<Digest>, usize),
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<(Digest, u64)> {
-    let reason = match tables(remote, container) {
-        Ok(layers) => match build_image(remote, container, &layers, output, store, expected) {
-            Err(Refusal::Whole(reason)) => reason,
-            Err(Refusal::Failed(error)) => return Err(error),
-            Ok(digest) => return Ok((digest, 0)),
-        },
+    let reason = match build_tables(remote, container, output, store, expected) {
+        Ok(digest) => return Ok((digest, 0)),
         Err(Refusal::Whole(reason)) => reason,
         Err(Refusal::Failed(error)) => return Err(error),
     };
@@ -120,19 +116,20 @@ pub(crate) fn pull_tables(
     pull_whole(remote, container, output, store, (expected, jobs), progress)
 }
 
-fn build_image(
+/// The same, but the image is not pulled.
+pub(crate) fn build_tables(
     remote: &Remote,
     container: &Container,
-    layers: &[Layer],
     output: &Path,
     store: &Path,
     expected: Option<Digest>,
 ) -> std::result::Result<Digest, Refusal> {
+    let layers = tables(remote, container)?;
     let failed = |error: ferry_image::Error| Refusal::Failed(error.into());
     let folder = folder_beside(output).map_err(Refusal::Failed)?;
     let new = folder.path().join("image");
     let store = Store::create(store).map_err(failed)?;
-    let digest = build_layers(layers, &container.manifest.0, &new, &store).map_err(|error| match error {
+    let digest = build_layers(&layers, &container.manifest.0, &new, &store).map_err(|error| match error {
         BuildLayersError::Refused(reason) => Refusal::Whole(reason),
         BuildLayersError::Image(error) => failed(error),
     })?;
@@ -225,7 +222,37 @@ fn fetch_bundle(
         }
     };
     thread::scope(|scope| (0..jobs.max(1)).for_each(|_| _ = scope.spawn(work)));
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
+    shorten(remote, container, folder)
+}
+
+/// Removes the upper layers, which were not fetched, from a bundle's documents.
+fn shorten(remote: &Remote, container: &Container, folder: &Path) -> Result<()> {
+    let invalid = |error: serde_json::Error| Error::Container {
+        name: remote.reference().to_string(),
+        reason: format!("its documents: {error}"),
+    };
+    let count = container.layers.len();
+    let mut manifest: Value = serde_json::from_slice(&container.bytes).map_err(invalid)?;
+    let blobs = folder.join("blobs/sha256");
+    let Some(layers) = manifest["layers"].as_array_mut().filter(|layers| layers.len() > count) else { return Ok(()) };
+    layers.truncate(count);
+    let write = |path: &Path, bytes: &[u8]| with_path("write to", path, fs::write(path, bytes));
+    let put = |document: &Value| {
+        let bytes = document.to_string().into_bytes();
+        write(&blobs.join(Sha256::of(&bytes).to_string()), &bytes)?;
+        Ok::<_, Error>((format!("sha256:{}", Sha256::of(&bytes)), bytes.len()))
+    };
+    let path = blobs.join(container.config.sha256.to_string());
+    let mut config: Value = serde_json::from_slice(&with_path("read", &path, fs::read(&path))?).map_err(invalid)?;
+    if let Some(plain) = config.pointer_mut("/rootfs/diff_ids").and_then(Value::as_array_mut) {
+        plain.truncate(count);
+    }
+    let (digest, size) = put(&config)?;
+    (manifest["config"]["digest"], manifest["config"]["size"]) = (digest.into(), size.into());
+    let (digest, size) = put(&manifest)?;
+    let entry = json!({"mediaType": container.media_type, "digest": digest, "size": size});
+    write(&folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [entry]}).to_string().as_bytes())
 }
 
 /// Fetches a blob to a file, and verifies it.

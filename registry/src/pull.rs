@@ -138,17 +138,27 @@ pub fn pull_metadata(remote: &Arc<Remote>, output: &Path, store: &Path, digest: 
     if output.exists() {
         return Ok(Arc::new(Packs::on_demand(Arc::clone(remote))));
     }
-    let opened = match remote.find()? {
-        (Document::Image(found), name) => open(remote, (*found, name), output, digest)?,
+    match remote.find()? {
+        (Document::Image(found), name) => open_metadata(remote, (*found, name), output, store, digest),
         (Document::Container(container), _) => match of_digest(remote, &container, digest)? {
-            Some(found) => open(remote, found, output, digest)?,
+            Some(found) => open_metadata(remote, found, output, store, digest),
             None => {
                 layers::pull_tables(remote, &container, output, store, (digest, JOBS), &|_, _| {})?;
-                return Ok(Arc::new(Packs::of_container(Arc::clone(remote), container)));
+                Ok(Arc::new(Packs::of_container(Arc::clone(remote), container)))
             }
         },
-    };
-    let LocalImage { image, new, packs, .. } = opened;
+    }
+}
+
+/// Fetches the metadata of an image, and with the digest of a tree the indexes that verify it.
+pub(crate) fn open_metadata(
+    remote: &Arc<Remote>,
+    found: (Manifest, Sha256),
+    output: &Path,
+    store: &Path,
+    digest: Option<Digest>,
+) -> Result<Arc<Packs>> {
+    let LocalImage { image, new, packs, .. } = open(remote, found, output, digest)?;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
         Objects::open_repaired(&image, store, Some(missing))?.verify_tree(&image)?;

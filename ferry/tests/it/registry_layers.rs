@@ -13,7 +13,7 @@ use common::place::{Place as Mounted, detach, runs, until};
 use common::servers::{Program, Proxy, registry};
 use common::{ferry, needs_fuse, refused, run};
 use serde_json::json;
-use toc_layers::{Format, Layer, Writer, sha256};
+use toc_layers::{Format, Layer, Writer, lay_out, sha256};
 
 /// A registry behind a proxy, and what is made for it.
 struct Place {
@@ -67,33 +67,6 @@ impl Place {
         line.arg(self.at("lazy")).args(["--from", &self.reference()]).args(words);
         line
     }
-}
-
-/// Makes an OCI image directory.
-fn lay_out(folder: &Path, layers: &[Layer]) {
-    let blobs = folder.join("blobs/sha256");
-    fs::create_dir_all(&blobs).unwrap();
-    let blob = |bytes: &[u8]| {
-        let name = sha256(bytes);
-        fs::write(blobs.join(name.strip_prefix("sha256:").unwrap()), bytes).unwrap();
-        json!({"digest": name, "size": bytes.len()})
-    };
-    let typed = |mut blob: serde_json::Value, kind: &str| {
-        blob["mediaType"] = kind.into();
-        blob
-    };
-    let plain: Vec<_> = layers.iter().map(|layer| sha256(&layer.plain)).collect();
-    let config =
-        json!({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": plain}});
-    let config = typed(blob(config.to_string().as_bytes()), "application/vnd.oci.image.config.v1+json");
-    layers.iter().for_each(|layer| drop(blob(&layer.blob)));
-    let kind = "application/vnd.oci.image.manifest.v1+json";
-    let layers: Vec<_> = layers.iter().map(Layer::descriptor).collect();
-    let manifest = json!({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": layers});
-    let mut manifest = typed(blob(manifest.to_string().as_bytes()), kind);
-    manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "1"});
-    fs::write(folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [manifest]}).to_string()).unwrap();
-    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).unwrap();
 }
 
 fn layers(format: Format) -> Vec<Layer> {

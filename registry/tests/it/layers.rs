@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Fake, Reply, Request, Way, sha256};
 use ferry_image::{Digest, FetchOptions, Image, Objects, Source, Store};
-use ferry_registry::{Error, PullOptions, PullOutcome, Remote, convert, pull, pull_metadata};
+use ferry_registry::{Error, LazyOptions, PullOptions, PullOutcome, Remote, convert, pull, pull_lazily, pull_metadata};
 use ferry_vfs::{Errno, Name};
 use serde_json::{Value, json};
 use toc_layers::{FORMATS, Format, Layer, Writer};
@@ -506,4 +506,79 @@ fn lists_of_referrers_that_are_wrong_are_refused() {
     let said = ferry_registry::convert(&images.fake.remote(), &place.at("i"), &place.at("store"), 1, &|_, _| {});
     let said = said.unwrap_err().to_string();
     assert!(said.contains("an image of Ferry already"), "{said}");
+}
+
+/// What a snapshotter asks for: as many layers as have tables, exactly some, or the converted image.
+#[test]
+fn as_many_layers_as_have_tables_are_read_before_they_are_here() {
+    let mut all = layers(Format::Estargz);
+    let mut plain = Writer::new(Format::Estargz, &[4 << 20]);
+    plain.file("top", &noise(102, 5000));
+    let mut plain = plain.finish();
+    plain.annotations.clear();
+    all.push(plain);
+    let place = Place::new(all);
+    let get = |name: &str, options: LazyOptions| {
+        drop(Store::create(&place.at(name)).unwrap());
+        pull_lazily(&place.fake.remote(), &place.at(&format!("{name}.img")), &place.at(name), options)
+    };
+    let names = |name: &str| {
+        let image = Image::open(&place.at(&format!("{name}.img")), None).unwrap();
+        ["0", "29", "above", "top"].map(|file| {
+            let root = image.inode(image.root()).unwrap();
+            image.lookup(&root, Name::new(file.as_bytes()).unwrap()).unwrap().is_some()
+        })
+    };
+    let image = get("two", LazyOptions::default()).unwrap();
+    assert_eq!((image.covers, image.layers.len(), image.packs.len()), (2, 3, 2));
+    assert_eq!(image.layers[2].table, None);
+    assert_eq!(image.layers[1].table.as_ref(), place.layers[1].annotations.values().next());
+    assert_eq!(names("two"), [true, false, true, false]);
+    let manifest = sha256(place.fake.tagged("1").unwrap().to_string().as_bytes());
+    assert!(image.from.to_string().ends_with(&format!("/a/b@sha256:{manifest}")), "{}", image.from);
+    let only = |layers| LazyOptions { layers: Some(layers), trusts_converted: true };
+    let layer = is_layer(&place);
+    assert_eq!(get("one", only(1)).unwrap().covers, 1);
+    assert_eq!(names("one"), [true, true, false, false]);
+    // One of them has no table: they are pulled.
+    place.fake.requests();
+    assert_eq!(get("three", only(3)).unwrap().covers, 3);
+    assert_eq!(names("three"), [true, false, true, true]);
+    assert!(place.fake.requests().iter().any(&layer));
+    Objects::open(&Image::open(&place.at("three.img"), None).unwrap(), &place.at("three"))
+        .unwrap()
+        .verify_all()
+        .unwrap();
+    for layers in [0, 4] {
+        let error = get("none", only(layers)).unwrap_err().to_string();
+        assert!(error.contains("it has 3 layers"), "{error}");
+    }
+    // The converted image has all layers; nobody takes it who does not trust it.
+    let _held = Store::create(&place.at("own")).unwrap();
+    convert(&place.fake.remote(), &place.at("own.img"), &place.at("own"), 2, &|_, _| {}).unwrap();
+    let image = get("converted", LazyOptions { layers: None, trusts_converted: true }).unwrap();
+    assert_eq!(image.covers, 3);
+    assert_ne!(image.from, image.container);
+    assert_eq!(names("converted"), [true, false, true, true]);
+    assert_eq!(get("again", LazyOptions::default()).unwrap().covers, 2);
+}
+
+/// Lower layers of which one has no table are pulled without those above.
+#[test]
+fn lower_layers_without_tables_are_pulled_alone() {
+    let mut all = layers(Format::Estargz);
+    all.iter_mut().for_each(|layer| layer.annotations.clear());
+    let place = Place::new(all);
+    drop(Store::create(&place.at("store")).unwrap());
+    let get = |options| pull_lazily(&place.fake.remote(), &place.at("image"), &place.at("store"), options);
+    let error = get(LazyOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("layer 1 of 2: it has no table of contents that its manifest proves"), "{error}");
+    place.fake.requests();
+    assert_eq!(get(LazyOptions { layers: Some(1), trusts_converted: false }).unwrap().covers, 1);
+    let upper = sha256(&place.layers[1].blob);
+    assert!(!place.fake.requests().iter().any(|request| request.path.ends_with(&upper)));
+    let image = Image::open(&place.at("image"), None).unwrap();
+    Objects::open(&image, &place.at("store")).unwrap().verify_all().unwrap();
+    let root = image.inode(image.root()).unwrap();
+    assert!(image.lookup(&root, Name::new(b"29").unwrap()).unwrap().is_some(), "the upper layer hides it");
 }

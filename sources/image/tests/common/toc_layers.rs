@@ -2,7 +2,9 @@
 #![allow(dead_code, missing_docs, clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
 use std::collections::HashMap;
+use std::fs;
 use std::io::Write;
+use std::path::Path;
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -205,4 +207,31 @@ fn header(name: &str, kind: u8, bytes: usize, link: &str) -> Vec<u8> {
     let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
     header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
     header
+}
+
+/// Makes an OCI image directory.
+pub fn lay_out(folder: &Path, layers: &[Layer]) {
+    let blobs = folder.join("blobs/sha256");
+    fs::create_dir_all(&blobs).unwrap();
+    let blob = |bytes: &[u8]| {
+        let name = sha256(bytes);
+        fs::write(blobs.join(name.strip_prefix("sha256:").unwrap()), bytes).unwrap();
+        json!({"digest": name, "size": bytes.len()})
+    };
+    let typed = |mut blob: Value, kind: &str| {
+        blob["mediaType"] = kind.into();
+        blob
+    };
+    let plain: Vec<_> = layers.iter().map(|layer| sha256(&layer.plain)).collect();
+    let config =
+        json!({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": plain}});
+    let config = typed(blob(config.to_string().as_bytes()), "application/vnd.oci.image.config.v1+json");
+    layers.iter().for_each(|layer| drop(blob(&layer.blob)));
+    let kind = "application/vnd.oci.image.manifest.v1+json";
+    let layers: Vec<_> = layers.iter().map(Layer::descriptor).collect();
+    let manifest = json!({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": layers});
+    let mut manifest = typed(blob(manifest.to_string().as_bytes()), kind);
+    manifest["annotations"] = json!({"org.opencontainers.image.ref.name": "1"});
+    fs::write(folder.join("index.json"), json!({"schemaVersion": 2, "manifests": [manifest]}).to_string()).unwrap();
+    fs::write(folder.join("oci-layout"), r#"{"imageLayoutVersion": "1.0.0"}"#).unwrap();
 }

@@ -1,0 +1,130 @@
+//! Container images whose files are read before the layers are here, for a program that wants to know what that covers.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ferry_image::{Digest, Image};
+
+use crate::container::Container;
+use crate::error::{Error, Result};
+use crate::layers::{self, Refusal};
+use crate::manifest::Sha256;
+use crate::pull::open_metadata;
+use crate::reference::{Reference, Version};
+use crate::remote::{Document, Remote};
+
+/// The annotation with the digest of a table of contents of eStargz.
+const TABLE_KEY: &str = "containerd.io/snapshot/stargz/toc.digest";
+/// The number of layers that are fetched at once, where the image has to be pulled.
+const JOBS: usize = 4;
+
+/// What is wanted of a container image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LazyOptions {
+    /// An image of exactly so many layers, from the lowest; they are pulled if their tables of contents are not there or wrong.
+    /// Otherwise of as many as have tables of contents.
+    pub layers: Option<usize>,
+    /// Whether an image that was stored beside the container image ([`crate::convert`]) is taken for it. Nothing proves that it is
+    /// the same one.
+    pub trusts_converted: bool,
+}
+
+/// A layer of a container image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LazyLayer {
+    /// The digest of its blob.
+    pub digest: String,
+    /// The digest of its table of contents of eStargz, as the manifest says.
+    pub table: Option<String>,
+}
+
+/// An image of the lower layers of a container image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LazyImage {
+    /// All layers of the container image, from the lowest.
+    pub layers: Vec<LazyLayer>,
+    /// The number of them that it shows.
+    pub covers: usize,
+    /// The manifest of the container image, by its digest.
+    pub container: Reference,
+    /// The digest of the image.
+    pub digest: Digest,
+    /// The packs that it needs.
+    pub packs: Vec<Digest>,
+    /// Where its data come from.
+    pub from: Reference,
+}
+
+/// Makes an image of the tables of contents of a container image's layers, or fetches the metadata of its converted image. Files are
+/// fetched when they are read.
+///
+/// # Errors
+///
+/// The registry is not reachable or its data are wrong, or the lowest layer has no table of contents.
+pub fn pull_lazily(remote: &Arc<Remote>, output: &Path, store: &Path, options: LazyOptions) -> Result<LazyImage> {
+    let refused = |reason: String| Error::Container { name: remote.reference().to_string(), reason };
+    let Document::Container(container) = remote.find()?.0 else {
+        return Err(refused("it is an image of Ferry".into()));
+    };
+    let all = container.layers.len();
+    let at = |manifest| Reference { location: remote.reference().location.clone(), version: Version::Digest(manifest) };
+    let described = |layer: &crate::container::ContainerLayer| LazyLayer {
+        digest: format!("sha256:{}", layer.blob.sha256),
+        table: layer.annotation(TABLE_KEY).map(str::to_owned),
+    };
+    let found = |covers, from| -> Result<LazyImage> {
+        let image = Image::open(output, None)?;
+        let (digest, packs) = (image.digest(), image.packs().iter().map(|pack| pack.name).collect());
+        let layers = container.layers.iter().map(described).collect();
+        Ok(LazyImage { layers, covers, container: at(container.manifest), digest, packs, from: at(from) })
+    };
+    if options.trusts_converted && options.layers.is_none_or(|layers| layers == all) {
+        match converted(remote, &container, output, store) {
+            Ok(Some(manifest)) => return found(all, manifest),
+            Ok(None) => {}
+            Err(error) => tracing::warn!("{error}: the image that was converted of it is not used"),
+        }
+    }
+    let tables = container.layers.iter().map(|layer| layer.table());
+    let covers = tables.take_while(std::result::Result::is_ok).count();
+    match options.layers {
+        Some(layers) if layers == 0 || layers > all => Err(refused(format!("it has {all} layers, not {layers}"))),
+        Some(layers) => {
+            layers::pull_tables(remote, &lowest(&container, layers), output, store, (None, JOBS), &|_, _| {})?;
+            found(layers, container.manifest)
+        }
+        None => {
+            let none = || refused("it has no layers".into());
+            if covers == 0 {
+                let lowest = container.layers.first().ok_or_else(none)?;
+                let reason = lowest.table().err().map(|error| error.to_string()).unwrap_or_default();
+                return Err(refused(format!("layer 1 of {all}: {reason}")));
+            }
+            match layers::build_tables(remote, &lowest(&container, covers), output, store, None) {
+                Ok(_) => found(covers, container.manifest),
+                Err(Refusal::Whole(reason)) => Err(refused(reason)),
+                Err(Refusal::Failed(error)) => Err(error),
+            }
+        }
+    }
+}
+
+/// Returns the container without its upper layers.
+fn lowest(container: &Container, layers: usize) -> Container {
+    let mut lowest = container.clone();
+    lowest.layers.truncate(layers);
+    lowest
+}
+
+/// Fetches the metadata of the image that was converted of a container image; returns its manifest, if there is one.
+fn converted(remote: &Arc<Remote>, container: &Container, output: &Path, store: &Path) -> Result<Option<Sha256>> {
+    let known = remote.converted(container.manifest)?;
+    let Some(found) = known.iter().find(|known| known.tree.is_some()) else { return Ok(None) };
+    let (manifest, name) = remote.converted_image(found)?;
+    let invalid = |reason: &str| Error::Manifest { name: remote.reference().to_string(), reason: reason.into() };
+    if manifest.subject.as_ref().is_none_or(|subject| subject.manifest.sha256 != container.manifest) {
+        return Err(invalid("it was made of another container image"));
+    }
+    open_metadata(remote, (manifest, name), output, store, found.tree)?;
+    Ok(Some(name))
+}
