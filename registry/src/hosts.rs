@@ -120,10 +120,8 @@ impl Host {
             }
         }
         let at = |path: String| folder.join(path);
-        let client = match entry.client.map(pair).transpose().map_err(|why| format!("client of {text} {why}"))? {
-            Some((certificate, key)) => Some((at(certificate), at(key))),
-            None => None,
-        };
+        let client = entry.client.map(pair).transpose().map_err(|why| format!("client of {text} {why}"))?;
+        let client = client.map(|(certificate, key)| (at(certificate), at(key)));
         let authorities = entry.ca.map(Vec::from).unwrap_or_default().into_iter().map(at).collect();
         Ok(Self { url, pulls, resolves, authorities, client, skip_verify: entry.skip_verify, headers })
     }

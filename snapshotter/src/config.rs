@@ -17,6 +17,37 @@ pub enum Images {
     Require,
 }
 
+/// Which images start before their layers are here, and what fetches them.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct LazyConfig {
+    /// Registries or repositories whose images may: `HOST`, `HOST/NAME` with all below it, or `*`.
+    pub from: Vec<String>,
+    /// Those of them whose converted images are taken for the originals, which nothing proves.
+    pub converted_from: Vec<String>,
+    /// The folders with containerd's `hosts.toml` files: its `config_path`.
+    pub hosts: Vec<PathBuf>,
+    /// The file with credentials, as docker and podman write it; otherwise theirs.
+    pub credentials: Option<PathBuf>,
+    /// The number of requests in parallel that fetch the rest of an image; 0: only what is read is fetched.
+    pub jobs: u16,
+    /// The program `ferry`; otherwise the one beside this program, or on the path.
+    pub program: Option<PathBuf>,
+}
+
+impl Default for LazyConfig {
+    fn default() -> Self {
+        Self {
+            from: vec!["*".into()],
+            converted_from: Vec::new(),
+            hosts: vec!["/etc/containerd/certs.d".into()],
+            credentials: None,
+            jobs: 4,
+            program: None,
+        }
+    }
+}
+
 /// What the configuration file sets.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
@@ -27,6 +58,8 @@ pub struct Config {
     pub address: PathBuf,
     /// Whether committed layers become images.
     pub images: Images,
+    /// Which images start before their layers are here.
+    pub lazy: LazyConfig,
 }
 
 impl Default for Config {
@@ -35,6 +68,7 @@ impl Default for Config {
             root: "/var/lib/ferry-snapshotter".into(),
             address: "/run/ferry-snapshotter/snapshotter.sock".into(),
             images: Images::default(),
+            lazy: LazyConfig::default(),
         }
     }
 }
@@ -50,7 +84,8 @@ impl Config {
     /// What is wrong with it, and where.
     pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
-        for path in [&mut config.root, &mut config.address] {
+        let Self { root, address, lazy: LazyConfig { hosts, credentials, program, .. }, .. } = &mut config;
+        for path in [root, address].into_iter().chain(hosts).chain(credentials).chain(program) {
             *path = folder.join(&*path);
         }
         Ok(config)
@@ -68,9 +103,15 @@ mod tests {
         let config = parse("root = 'data'\naddress = '/run/s.sock'\nimages = 'never'").unwrap();
         assert_eq!((config.root, config.address), ("/etc/ferry/data".into(), "/run/s.sock".into()));
         assert_eq!(config.images, Images::Never);
-        for (text, why) in
-            [("rot = 1", "unknown field"), ("images = 'maybe'", "unknown variant"), ("root = 1", "invalid type")]
-        {
+        let lazy = parse("[lazy]\nfrom = []\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;
+        assert_eq!((lazy.hosts, lazy.program), (vec!["/etc/ferry/h".into()], Some("/bin/ferry".into())));
+        for (text, why) in [
+            ("rot = 1", "unknown field"),
+            ("[lazy]\nfrom = 1", "invalid type"),
+            ("[lazy]\nrot = 1", "unknown field"),
+            ("images = 'maybe'", "unknown variant"),
+            ("root = 1", "invalid type"),
+        ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
         }

@@ -39,6 +39,14 @@ pub enum Error {
     /// A layer's image cannot be built or read.
     #[error("the image of a layer")]
     Image(#[from] ferry_image::Error),
+    /// An image in a registry cannot be used before it is here.
+    #[error("{image}: {reason}")]
+    Lazy {
+        /// Its reference.
+        image: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// The kernel does not mount a layer.
     #[error("the kernel does not mount {path}: {messages}")]
     Mount {

@@ -10,6 +10,7 @@
 //! ROOT/trash/             directories that are being removed
 //! ROOT/probe/             what is tried at start
 //! ROOT/store/             the bytes of files of all images
+//! ROOT/lazy/KEY/          images that are read before they are here, see [`crate::lazy`]
 //! ```
 //!
 //! All of it is below a directory that only root can enter: layers have set-user-id programs and device nodes.
@@ -81,7 +82,7 @@ impl Folders {
         create_dir(root, 0o700)?;
         fs::set_permissions(root, fs::Permissions::from_mode(0o700)).doing("change", root)?;
         let folders = Self { root: root.into() };
-        for folder in [folders.snapshots(), folders.trash(), folders.store()] {
+        for folder in [folders.snapshots(), folders.trash(), folders.store(), folders.lazy()] {
             create_dir(&folder, 0o700)?;
         }
         Ok(folders)
@@ -97,6 +98,12 @@ impl Folders {
     #[must_use]
     pub fn store(&self) -> PathBuf {
         self.root.join("store")
+    }
+
+    /// Returns the directory of images that are read before they are here.
+    #[must_use]
+    pub fn lazy(&self) -> PathBuf {
+        self.root.join("lazy")
     }
 
     /// Returns the directory of all snapshots.

@@ -188,34 +188,54 @@ impl Layers {
     }
 
     /// Removes packs that no image needs, if there can be such. `needed` returns the names of all packs of recorded images; none is
-    /// recorded meanwhile.
+    /// recorded meanwhile. Those of `incomplete` are needed, too, and may not be there.
     ///
     /// # Errors
     ///
     /// The store cannot be changed.
-    pub fn collect(&self, needed: impl FnOnce() -> Result<BTreeSet<String>>) -> Result<()> {
+    pub fn collect(
+        &self,
+        incomplete: &BTreeSet<String>,
+        needed: impl FnOnce() -> Result<BTreeSet<String>>,
+    ) -> Result<()> {
         if !self.has_garbage.swap(false, Ordering::Relaxed) {
             return Ok(());
         }
-        let collected = self.collect_now(needed);
+        let collected = self.collect_now(incomplete, needed);
         if collected.is_err() {
             self.note_garbage();
         }
         collected
     }
 
-    fn collect_now(&self, needed: impl FnOnce() -> Result<BTreeSet<String>>) -> Result<()> {
+    fn collect_now(
+        &self,
+        incomplete: &BTreeSet<String>,
+        needed: impl FnOnce() -> Result<BTreeSet<String>>,
+    ) -> Result<()> {
         let _recording = write(&self.recording);
-        let packs = needed()?.iter().filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
+        let needed = needed()?;
+        let packs: BTreeSet<Digest> =
+            needed.union(incomplete).filter_map(|name| Digest::from_hex(Algorithm::Blake3, name.as_bytes())).collect();
         drop(Store::create(&self.folders.store())?);
         let store = ExclusiveStore::lock(&self.folders.store(), &|| {
             tracing::warn!("another process uses the store {}: waiting", self.folders.store().display());
         })?;
-        let report = store.collect(&LiveSet { packs, objects: BTreeSet::new() }, Duration::ZERO, false)?;
+        let live = LiveSet { packs, objects: BTreeSet::new() };
+        let report = store.collect(&live, Duration::ZERO, false)?;
+        // What a process that ends just now has open is removed the next time.
+        let is_needed = |name: &str| {
+            let pack = name.split('.').next().unwrap_or(name);
+            Digest::from_hex(Algorithm::Blake3, pack.as_bytes()).is_none_or(|pack| live.packs.contains(&pack))
+        };
+        let files = fs::read_dir(self.folders.store().join("packs")).into_iter().flatten().flatten();
+        if !files.map(|file| file.file_name()).all(|name| name.to_str().is_none_or(is_needed)) {
+            self.note_garbage();
+        }
         if report.bytes > 0 {
             tracing::info!("removed {} packs, {} bytes", report.removed.len(), report.bytes);
         }
-        for pack in report.missing {
+        for pack in report.missing.iter().filter(|pack| needed.contains(&pack.hex())) {
             tracing::error!("the pack {} is missing: remove the images that need it, and pull them again", pack.hex());
         }
         Ok(())

@@ -24,6 +24,7 @@ mod idmap;
 mod idmapped;
 mod keys;
 mod layers;
+mod lazy;
 mod metadata;
 mod mounted;
 mod overlay;
@@ -33,7 +34,7 @@ mod service;
 mod snapshotter;
 mod usage;
 
-pub use config::{Config, Images};
+pub use config::{Config, Images, LazyConfig};
 pub use error::{Error, Result};
 pub use filter::{FILTER_BYTES_MAX, FILTERS_MAX, Filter};
 pub use folders::ROOT_BYTES_MAX;

@@ -48,6 +48,8 @@ Configuration file, with the defaults:
   root = \"/var/lib/ferry-snapshotter\"
   address = \"/run/ferry-snapshotter/snapshotter.sock\"
   images = \"auto\"      # or \"never\": committed layers stay directories; or \"require\"
+  [lazy]
+  from = [\"*\"]         # whose images start before their layers are here
 
 In /etc/containerd/config.toml:
   [proxy_plugins.ferry]

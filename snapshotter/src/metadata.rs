@@ -57,6 +57,9 @@ pub struct Record {
     /// The image that it was made, if it is not a directory.
     #[prost(message, optional, tag = "8")]
     pub image: Option<LayerImage>,
+    /// The layers of a container image that it stands for, together with those below, if they are read before they are here.
+    #[prost(message, optional, tag = "9")]
+    pub remote: Option<RemoteLayers>,
 }
 
 /// The space that a snapshot takes without what is below it.
@@ -79,6 +82,17 @@ pub struct LayerImage {
     /// The names of the packs with its data, in hexadecimal digits.
     #[prost(string, repeated, tag = "2")]
     pub packs: Vec<String>,
+}
+
+/// The lower layers of a container image in a registry.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct RemoteLayers {
+    /// Its manifest, by its digest: `oci:HOST/NAME@sha256:DIGEST`.
+    #[prost(string, tag = "1")]
+    pub container: String,
+    /// The number of its layers, from the lowest.
+    #[prost(uint32, tag = "2")]
+    pub layers: u32,
 }
 
 impl Record {
@@ -221,7 +235,7 @@ impl Metadata {
         })
     }
 
-    /// Adds an active snapshot or a view. `create` makes its directory before the snapshot exists.
+    /// Adds a snapshot; a committed one has remote layers. `create` makes its directory before the snapshot exists.
     ///
     /// # Errors
     ///
@@ -229,7 +243,7 @@ impl Metadata {
     pub fn insert(
         &self,
         name: &str,
-        (kind, parent, labels): (Kind, &str, Labels),
+        (kind, parent, labels, remote): (Kind, &str, Labels, Option<RemoteLayers>),
         create: impl FnOnce(u64) -> Result<()>,
     ) -> Result<Record> {
         self.with(|database| {
@@ -251,8 +265,9 @@ impl Metadata {
                 state.insert(NEXT_ID, id + 1)?;
                 let now = Timestamp::now();
                 let parent = parent.into();
+                let kind = kind.into();
                 let record =
-                    Record { id, kind: kind.into(), parent, created: now, updated: now, labels, ..Record::default() };
+                    Record { id, kind, parent, created: now, updated: now, labels, remote, ..Record::default() };
                 snapshots.insert(name, &*record.encode_to_vec())?;
                 create(id)?;
                 record
@@ -413,7 +428,7 @@ mod tests {
     }
 
     fn prepare(metadata: &Metadata, name: &str, parent: &str) -> Result<Record> {
-        metadata.insert(name, (Kind::Active, parent, Labels::new()), |_| Ok(()))
+        metadata.insert(name, (Kind::Active, parent, Labels::new(), None), |_| Ok(()))
     }
 
     fn commit(metadata: &Metadata, key: &str, name: &str, parent: &str) -> Result<()> {
@@ -429,7 +444,7 @@ mod tests {
         assert_eq!(prepare(&metadata, "b", "").unwrap().id, 2);
         metadata.remove("b").unwrap();
         assert!(matches!(prepare(&metadata, "a", ""), Err(Error::AlreadyExists(_))));
-        let failed = metadata.insert("c", (Kind::View, "", Labels::new()), |_| Err(Error::NotFound("c".into())));
+        let failed = metadata.insert("c", (Kind::View, "", Labels::new(), None), |_| Err(Error::NotFound("c".into())));
         assert!(failed.is_err() && metadata.get("c").is_err(), "what could not be made is not there");
         commit(&metadata, "a", "base", "").unwrap();
         assert!(Metadata::open(&folder.path().join("metadata.redb")).is_err(), "it is in use");

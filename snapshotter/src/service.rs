@@ -32,7 +32,12 @@ impl From<Error> for Status {
             Error::AlreadyExists(_) => Code::AlreadyExists,
             Error::FailedPrecondition(_) => Code::FailedPrecondition,
             Error::InvalidArgument(_) => Code::InvalidArgument,
-            Error::Io { .. } | Error::Metadata(_) | Error::Record(..) | Error::Image(_) | Error::Mount { .. } => {
+            Error::Io { .. }
+            | Error::Metadata(_)
+            | Error::Record(..)
+            | Error::Image(_)
+            | Error::Lazy { .. }
+            | Error::Mount { .. } => {
                 tracing::error!("{}", told(&error));
                 Code::Internal
             }

@@ -21,7 +21,8 @@ use crate::folders::{Folders, Owner};
 use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
-use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, Usage, too_deep};
+use crate::lazy::{Lazy, Request};
+use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, RemoteLayers, Usage, too_deep};
 use crate::{calls, overlay, usage};
 
 /// The maximum length of a name or key in bytes; those of containerd have about 200.
@@ -39,6 +40,8 @@ pub struct Snapshotter {
     metadata: Metadata,
     folders: Folders,
     layers: Layers,
+    /// Images that start before their layers are here.
+    lazy: Arc<Lazy>,
     keys: Keys,
     metrics: Arc<Metrics>,
 }
@@ -78,10 +81,12 @@ impl Snapshotter {
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
         let layers = Layers::new(folders.clone(), config.images)?;
+        let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
         let (keys, metrics) = (Keys::default(), calls::metrics());
-        let snapshotter = Self { metadata, folders, layers, keys, metrics };
+        let snapshotter = Self { metadata, folders, layers, lazy, keys, metrics };
         snapshotter.finish_interrupted()?;
         snapshotter.cleanup()?;
+        snapshotter.lazy.revive();
         Ok(snapshotter)
     }
 
@@ -95,7 +100,7 @@ impl Snapshotter {
 
     fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
         let id = record.id;
-        if record.image.is_some() {
+        if record.image.is_some() || record.remote.is_some() {
             return self.remove_upper(id);
         }
         if !self.folders.upper(id).exists() {
@@ -167,6 +172,9 @@ impl Snapshotter {
     /// [`Error::NotFound`], or its directory cannot be read.
     pub fn usage(&self, key: &str) -> Result<Usage> {
         let record = self.metadata.get(key)?;
+        if let Some(remote) = &record.remote {
+            return self.lazy.usage(remote);
+        }
         if record.kind() == Kind::Active { usage::of(&self.folders.upper(record.id)) } else { Ok(record.usage) }
     }
 
@@ -184,14 +192,43 @@ impl Snapshotter {
         self.mounts_of(&record, &lower)
     }
 
-    /// Adds a snapshot that can be written to; returns its mounts.
+    /// Adds a snapshot that can be written to; returns its mounts. If labels name a layer of an image that is read before it is here, a
+    /// committed snapshot is added instead, with the name that a label asks for.
     ///
     /// # Errors
     ///
-    /// [`Error::AlreadyExists`]; [`Error::NotFound`]: there is no such parent; [`Error::InvalidArgument`]: it is not committed, or a
+    /// [`Error::AlreadyExists`], also when a committed snapshot was added; [`Error::NotFound`]: there is no such parent; [`Error::InvalidArgument`]: it is not committed, or a
     /// name or label cannot be.
     pub fn prepare(&self, new: NewSnapshot) -> Result<Vec<Mount>> {
-        self.add(Kind::Active, new)
+        match Request::of(&new.labels) {
+            Some(request) if self.add_remote(&request, &new)? => Err(Error::AlreadyExists(request.target)),
+            _ => self.add(Kind::Active, new),
+        }
+    }
+
+    /// Adds the committed snapshot of a layer that is read before it is here; returns whether it is there. Otherwise the layer has to
+    /// be unpacked.
+    fn add_remote(&self, request: &Request, new: &NewSnapshot) -> Result<bool> {
+        let NewSnapshot { key, parent, labels } = new;
+        let target = &request.target;
+        check_name(key)?;
+        check_name(target)?;
+        // Two pulls of one image.
+        let _held = self.keys.hold(target);
+        let is_known = |record: &Record| record.remote.is_some() && record.parent == *parent;
+        match (self.metadata.get(target), self.metadata.get(key)) {
+            (Ok(known), _) => return Ok(is_known(&known)),
+            (_, Ok(_)) => return Err(Error::AlreadyExists(key.clone())),
+            _ => {}
+        }
+        let below = self.metadata.chain(parent)?.len();
+        let Some(remote) = self.lazy.find(request, below) else { return Ok(false) };
+        let labels = checked_labels(labels.clone())?;
+        match self.metadata.insert(target, (Kind::Committed, parent, labels, Some(remote)), |_| Ok(())) {
+            Ok(_) => Ok(true),
+            Err(Error::AlreadyExists(_)) => Ok(is_known(&self.metadata.get(target)?)),
+            Err(error) => Err(error),
+        }
     }
 
     /// Adds a snapshot that can only be read; returns its mounts.
@@ -225,7 +262,7 @@ impl Snapshotter {
         }
         let is_writable = kind == Kind::Active;
         let create = |id| self.folders.add(id, owner, is_writable);
-        let record = self.metadata.insert(&key, (kind, &parent, labels), create)?;
+        let record = self.metadata.insert(&key, (kind, &parent, labels, None), create)?;
         let mounts = self.mounts_of(&record, &lower);
         if mounts.is_err() {
             log_failure(self.remove(&key));
@@ -235,16 +272,22 @@ impl Snapshotter {
 
     /// Returns the directories of a committed snapshot and those below it, nearest first. Mounts their images.
     fn lower(&self, name: &str) -> Result<Vec<PathBuf>> {
-        let path = |(name, record): (String, Record)| {
+        let mut lower = Vec::new();
+        for (name, record) in self.metadata.chain(name)? {
             if record.kind() != Kind::Committed {
                 return Err(Error::InvalidArgument(format!("the parent {name} is not committed")));
             }
-            match &record.image {
-                Some(image) => self.layers.mount(record.id, image),
-                None => Ok(self.folders.upper(record.id)),
+            if let Some(remote) = &record.remote {
+                // It shows those below it, too.
+                lower.push(self.lazy.layer(remote)?);
+                break;
             }
-        };
-        self.metadata.chain(name)?.into_iter().map(path).collect()
+            lower.push(match &record.image {
+                Some(image) => self.layers.mount(record.id, image)?,
+                None => self.folders.upper(record.id),
+            });
+        }
+        Ok(lower)
     }
 
     fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {
@@ -303,8 +346,11 @@ impl Snapshotter {
         let _held = self.keys.hold(key);
         let record = self.metadata.remove(key)?;
         // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
-        if record.image.is_some() {
+        if record.image.is_some() || record.remote.is_some() {
             self.layers.note_garbage();
+        }
+        if let Some(remote) = &record.remote {
+            log_failure(self.lazy.remove(remote));
         }
         log_failure(self.layers.unmount(record.id));
         log_failure(self.folders.discard(&self.folders.snapshot(record.id)));
@@ -345,13 +391,26 @@ impl Snapshotter {
             let path = trash.path().to_owned();
             trash.close().doing("remove", path)?;
         }
-        self.layers.collect(|| {
-            let mut needed = BTreeSet::new();
+        let known = || {
+            let mut known: Vec<RemoteLayers> = Vec::new();
             self.metadata.for_each(|_, record| {
-                needed.extend(record.image.into_iter().flat_map(|image| image.packs));
+                known.extend(record.remote);
                 Ok(())
             })?;
-            Ok(needed)
+            Ok(known)
+        };
+        self.lazy.collect(known, |is_less, incomplete| {
+            if is_less {
+                self.layers.note_garbage();
+            }
+            self.layers.collect(incomplete, || {
+                let mut needed = BTreeSet::new();
+                self.metadata.for_each(|_, record| {
+                    needed.extend(record.image.into_iter().flat_map(|image| image.packs));
+                    Ok(())
+                })?;
+                Ok(needed)
+            })
         })
     }
 

@@ -80,7 +80,7 @@ fn words(args: &MountArgs) -> Vec<OsString> {
     // As with a mount by the kernel.
     words.push("--nonempty".into());
     if rustix::process::geteuid().is_root() {
-        words.push("--allow-other".into());
+        words.extend(["--allow-other".into(), "--allow-idmap".into()]);
     }
     words
 }
@@ -112,7 +112,7 @@ mod tests {
              --plain-http --foreground --nonempty"
         );
         let mut found = words(&args);
-        found.retain(|word| word != "--allow-other");
+        found.retain(|word| word != "--allow-other" && word != "--allow-idmap");
         assert_eq!(found, expected.split(' ').map(OsString::from).collect::<Vec<_>>());
         // The result is a valid command line.
         let understood = crate::groups::parse([OsString::from("ferry")].into_iter().chain(found));

@@ -17,7 +17,7 @@ const START_TIME: Duration = Duration::from_secs(60);
 const IMAGE: &str = "ferry.test/image:latest";
 
 /// A running containerd, with all its files in a folder.
-struct Containerd {
+pub struct Containerd {
     child: Child,
     programs: PathBuf,
     folder: PathBuf,
@@ -25,6 +25,11 @@ struct Containerd {
 
 impl Containerd {
     fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
+        Self::start_with(programs, folder, snapshotter, "")
+    }
+
+    /// The same, with further lines for the plugin.
+    pub fn start_with(programs: PathBuf, folder: &Path, snapshotter: &Path, lines: &str) -> Self {
         let config = folder.join("containerd.toml");
         let at = |name: &str| folder.join(name).display().to_string();
         let text = format!(
@@ -32,7 +37,7 @@ impl Containerd {
              disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\", \
              \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
              [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
-             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n\
+             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n{lines}\
              [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n",
             at("c-root"),
             at("c-state"),
@@ -62,18 +67,18 @@ impl Containerd {
         containerd
     }
 
-    fn log(&self) -> String {
+    pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("containerd.log")).unwrap_or_default()
     }
 
-    fn try_ctr(&self, args: &[&str]) -> (bool, String) {
+    pub fn try_ctr(&self, args: &[&str]) -> (bool, String) {
         let mut command = Command::new(self.programs.join("ctr"));
         let output = command.arg("--address").arg(self.folder.join("c.sock")).args(args).output().expect("ctr starts");
         let said = [output.stdout, output.stderr].concat();
         (output.status.success(), String::from_utf8_lossy(&said).into_owned())
     }
 
-    fn ctr(&self, args: &[&str]) -> String {
+    pub fn ctr(&self, args: &[&str]) -> String {
         let (succeeded, said) = self.try_ctr(args);
         assert!(succeeded, "ctr {}: {said}\n{}", args.join(" "), self.log());
         said
@@ -130,7 +135,7 @@ fn image(umoci: &Path, folder: &Path) -> PathBuf {
 
 /// Waits until containerd has removed all snapshots, which it does in the background. What it could not remove while the program was
 /// killed, it removes only with another one (containerd issue 13416).
-fn wait_until_empty(containerd: &Containerd, server: &mut Server) -> Client {
+pub fn wait_until_empty(containerd: &Containerd, server: &mut Server) -> Client {
     let mut client = server.client();
     let end = Instant::now() + START_TIME;
     while !(client.list(&[]).expect("it serves").is_empty() && server.mount_points().is_empty()) {

@@ -2,11 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
+#[path = "../../../registry/tests/common/mod.rs"]
+mod fake;
+#[path = "../../../ferry/tests/common/servers.rs"]
+#[allow(dead_code, missing_docs, reason = "a test uses a part")]
+mod servers;
+#[path = "../../../sources/image/tests/common/toc_layers.rs"]
+mod toc_layers;
+
 mod client;
 mod concurrent;
 mod containerd;
 mod control;
 mod images;
+mod lazy;
+mod lazy_containerd;
 mod metadata;
 mod server;
 mod suite;

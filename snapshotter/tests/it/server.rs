@@ -86,6 +86,11 @@ impl Server {
         self.child.wait().expect("it is a child")
     }
 
+    /// Adds lines to the configuration of the next start.
+    pub fn configure(&self, more: &str) {
+        fs::write(self.folder.path().join("more.toml"), more).expect("it can be written");
+    }
+
     /// Ends it with `kill -9`.
     pub fn kill(&mut self) {
         self.signal(Signal::KILL);
@@ -138,7 +143,8 @@ fn mount_points(folder: &Path) -> Vec<PathBuf> {
 
 fn command(folder: &Path, images: &str) -> Command {
     let config = folder.join("config.toml");
-    fs::write(&config, format!("root = \"root\"\naddress = \"s\"\nimages = \"{images}\"\n"))
+    let more = fs::read_to_string(folder.join("more.toml")).unwrap_or_default();
+    fs::write(&config, format!("root = \"root\"\naddress = \"s\"\nimages = \"{images}\"\n{more}"))
         .expect("it can be written");
     let mut command = Command::new(PROGRAM);
     command.arg("--config").arg(config).stdin(Stdio::null());

@@ -48,6 +48,15 @@ const NEEDED: &[(&str, &str)] = &[
     ("systemctl enable", "systemd: ferry/tests/it/units_systemd.rs starts the units in a guest"),
     ("# /etc/containerd/config.toml", "containerd: snapshotter/tests/it/containerd.rs has such a file"),
     (
+        "# /etc/containerd/config.toml, besides",
+        "containerd: snapshotter/tests/it/lazy_containerd.rs has such a file, without Kubernetes",
+    ),
+    (
+        "ctr images pull --snapshotter ferry ghcr.io/",
+        "containerd and this registry: snapshotter/tests/it/lazy_containerd.rs has its own",
+    ),
+    ("[lazy]", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
+    (
         "systemctl enable --now ferry-snapshotter",
         "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
     ),

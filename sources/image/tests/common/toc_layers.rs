@@ -97,7 +97,12 @@ impl Writer {
     }
 
     pub fn file(&mut self, name: &str, bytes: &[u8]) {
-        self.stream(&header(name, b'0', bytes.len(), ""));
+        self.file_as(name, bytes, 0o644);
+    }
+
+    /// A file with these permissions.
+    pub fn file_as(&mut self, name: &str, bytes: &[u8], mode: u32) {
+        self.stream(&header_as(name, b'0', bytes.len(), "", mode));
         let padding = vec![0; bytes.len().next_multiple_of(512) - bytes.len()];
         let (mut at, mut turn) = (0, self.chunks.clone().into_iter().cycle());
         if bytes.is_empty() {
@@ -112,6 +117,7 @@ impl Writer {
             let mut more =
                 json!({"offset": offset, "chunkOffset": at, "chunkSize": size, "chunkDigest": sha256(chunk)});
             if at == 0 {
+                more["mode"] = mode.into();
                 more["size"] = bytes.len().into();
                 more["digest"] = sha256(bytes).into();
             }
@@ -191,10 +197,14 @@ pub fn footer(at: usize) -> Vec<u8> {
 }
 
 fn header(name: &str, kind: u8, bytes: usize, link: &str) -> Vec<u8> {
+    header_as(name, kind, bytes, link, if kind == b'5' { 0o755 } else { 0o644 })
+}
+
+fn header_as(name: &str, kind: u8, bytes: usize, link: &str, mode: u32) -> Vec<u8> {
     let mut header = vec![0; 512];
     let mut put = |at: usize, text: &str| header[at..at + text.len()].copy_from_slice(text.as_bytes());
     put(0, name);
-    put(100, if kind == b'5' { "0000755" } else { "0000644" });
+    put(100, &format!("{mode:07o}"));
     put(108, "0000000");
     put(116, "0000000");
     put(124, &format!("{bytes:011o}"));

@@ -1,0 +1,139 @@
+//! The labels by which containerd says of which layer of which image it wants a snapshot. CRI and the transfer service set those of
+//! `cri`; clients for eStargz set the others.
+
+use crate::api::Labels;
+
+/// The name that the committed snapshot is to have.
+pub const TARGET: &str = "containerd.io/snapshot.ref";
+/// The reference of the image, by who sets it.
+const REFERENCES: [&str; 2] =
+    ["containerd.io/snapshot/cri.image-ref", "containerd.io/snapshot/remote/stargz.reference"];
+/// The digest of its manifest.
+const MANIFEST: &str = "containerd.io/snapshot/cri.manifest-digest";
+/// The digest of the layer's blob.
+const DIGESTS: [&str; 2] = ["containerd.io/snapshot/cri.layer-digest", "containerd.io/snapshot/remote/stargz.digest"];
+/// The digests of this layer and those above it, as many as a label has room for.
+const LAYERS: [&str; 2] = ["containerd.io/snapshot/cri.image-layers", "containerd.io/snapshot/remote/stargz.layers"];
+/// The digest of the layer's table of contents, an annotation of the manifest.
+const TABLE: &str = "containerd.io/snapshot/stargz/toc.digest";
+
+/// A snapshot that may be made of a layer in a registry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The name of the committed snapshot.
+    pub target: String,
+    /// The registry and the repository: `HOST/NAME`.
+    pub repository: String,
+    /// The manifest, or an index with it: `oci:HOST/NAME:TAG`, or by its digest.
+    pub reference: String,
+    /// The digests of the layer and of those above it, as far as they are known.
+    pub layers: Vec<String>,
+    /// The digest of the layer's table of contents.
+    pub table: Option<String>,
+}
+
+impl Request {
+    /// Returns what labels say, if they name a layer of an image.
+    #[must_use]
+    pub fn of(labels: &Labels) -> Option<Self> {
+        let get = |name: &str| labels.get(name).filter(|value| !value.is_empty());
+        let first = |names: [&str; 2]| names.iter().find_map(|name| get(name));
+        let (target, reference, digest) = (get(TARGET)?, first(REFERENCES)?, first(DIGESTS)?);
+        let (name, by_digest) = match reference.split_once('@') {
+            Some((name, digest)) => (name, Some(digest)),
+            None => (reference.as_str(), None),
+        };
+        // A colon in the host is one of a port.
+        let (folder, last) = name.rsplit_once('/')?;
+        let (last, tag) = last.split_once(':').map_or((last, "latest"), |(last, tag)| (last, tag));
+        let repository = format!("{folder}/{last}");
+        let reference = match get(MANIFEST).map(String::as_str).or(by_digest) {
+            Some(digest) => format!("oci:{repository}@{digest}"),
+            None => format!("oci:{repository}:{tag}"),
+        };
+        let above = first(LAYERS).map(|layers| layers.split(',').map(str::to_owned).collect::<Vec<_>>());
+        let mut layers = above.unwrap_or_default();
+        if layers.first() != Some(digest) {
+            layers = vec![digest.clone()];
+        }
+        Some(Self { target: target.clone(), repository, reference, layers, table: get(TABLE).cloned() })
+    }
+}
+
+/// Whether a list of registries and repositories has one.
+#[must_use]
+pub fn includes(list: &[String], repository: &str) -> bool {
+    list.iter().any(|entry| {
+        entry == "*" || repository.strip_prefix(&**entry).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn labels(all: &[(&str, &str)]) -> Labels {
+        all.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn labels_of_cri_and_of_stargz_are_read() {
+        let target = (TARGET, "sha256:chain");
+        let cri = |reference: &'static str, more: &[(&'static str, &'static str)]| {
+            let mut all = vec![target, (REFERENCES[0], reference), (DIGESTS[0], "sha256:a")];
+            all.extend(more);
+            Request::of(&labels(&all))
+        };
+        for (reference, more, repository, expected) in [
+            ("docker.io/library/debian:12", &[][..], "docker.io/library/debian", "oci:docker.io/library/debian:12"),
+            ("h:5000/a/b", &[], "h:5000/a/b", "oci:h:5000/a/b:latest"),
+            ("h:5000/a/b@sha256:m", &[], "h:5000/a/b", "oci:h:5000/a/b@sha256:m"),
+            ("h/a:1@sha256:index", &[(MANIFEST, "sha256:m")], "h/a", "oci:h/a@sha256:m"),
+        ] {
+            let found = cri(reference, more).unwrap();
+            assert_eq!((&*found.repository, &*found.reference, &*found.target), (repository, expected, "sha256:chain"));
+            assert_eq!((found.layers, found.table), (vec!["sha256:a".to_owned()], None));
+        }
+        let found = cri("h/a:1", &[(LAYERS[0], "sha256:a,sha256:b"), (TABLE, "sha256:t")]).unwrap();
+        assert_eq!(found.layers, ["sha256:a", "sha256:b"]);
+        assert_eq!(found.table.as_deref(), Some("sha256:t"));
+        assert_eq!(cri("h/a:1", &[(LAYERS[0], "sha256:b")]).unwrap().layers, ["sha256:a"]);
+        let stargz = labels(&[target, (REFERENCES[1], "h/a:1"), (DIGESTS[1], "sha256:a"), (LAYERS[1], "sha256:a")]);
+        assert_eq!(Request::of(&stargz).unwrap().reference, "oci:h/a:1");
+        for missing in [TARGET, REFERENCES[1], DIGESTS[1]] {
+            let mut stargz = stargz.clone();
+            stargz.remove(missing);
+            assert_eq!(Request::of(&stargz), None, "{missing}");
+        }
+    }
+
+    #[test]
+    fn lists_name_registries_and_what_is_below_a_repository() {
+        let list = |entries: &[&str]| entries.iter().map(|entry| (*entry).to_owned()).collect::<Vec<_>>();
+        for (entries, repository, expected) in [
+            (&["*"][..], "h/a", true),
+            (&[], "h/a", false),
+            (&["h"], "h/a/b", true),
+            (&["h/a"], "h/a", true),
+            (&["h/a"], "h/a/b", true),
+            (&["h/a"], "h/ab", false),
+            (&["h"], "h:5000/a", false),
+            (&["x", "h:5000"], "h:5000/a", true),
+            (&[""], "h/a", false),
+        ] {
+            assert_eq!(includes(&list(entries), repository), expected, "{entries:?} {repository}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_reference_is_read_or_none(reference in "\\PC*", digest in "\\PC*") {
+            let all = labels(&[(TARGET, "t"), (REFERENCES[0], &reference), (DIGESTS[0], &digest)]);
+            if let Some(found) = Request::of(&all) {
+                prop_assert!(found.reference.starts_with("oci:") && !found.layers.is_empty());
+            }
+        }
+    }
+}

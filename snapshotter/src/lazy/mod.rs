@@ -1,0 +1,409 @@
+//! Images of containers that start before their layers are here.
+//!
+//! ```text
+//! ROOT/lazy/KEY/image      metadata of an image of the lower layers of a container image; KEY: its manifest and the number of layers
+//! ROOT/lazy/KEY/about.toml what it is, and where its data come from
+//! ROOT/lazy/KEY/layer      where it is mounted
+//! ROOT/lazy/KEY/process    the process that fetches what is read
+//! ROOT/lazy/.new-*         what is being made
+//! ```
+//!
+//! A snapshot of such an image consists of the number of layers that it stands for. What is mounted for it shows all of them at once.
+
+mod labels;
+mod process;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, RwLock, TryLockError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferry_image::{Digest, Image, Objects, told};
+use ferry_registry::{Client, LazyImage, LazyOptions, Options, Reference, Remote, pull_lazily};
+use ferry_vfs::sync::{lock, read};
+use serde::{Deserialize, Serialize};
+
+pub use self::labels::{Request, includes};
+use self::process::{Job, Mounted};
+use crate::config::LazyConfig;
+use crate::erofs;
+use crate::error::{Error, IoContext, Result};
+use crate::folders::Folders;
+use crate::keys::Keys;
+use crate::layers::unmount_in;
+use crate::metadata::{RemoteLayers, Usage};
+
+/// How long the first call for an image may wait for its registry; the image then starts as others do.
+const START_TIME: Duration = Duration::from_secs(30);
+/// How long a registry may be silent, and how often it is asked, before an image starts as others do.
+const PATIENCE: Duration = Duration::from_secs(10);
+const ATTEMPTS: u32 = 2;
+/// How long it is remembered whether an image starts lazily, and how long its image may be without a snapshot: the calls of a pull
+/// follow one another, but layers that are not read lazily come between them.
+const PLAN_TIME: Duration = Duration::from_secs(600);
+/// The maximum number of images that are remembered.
+const PLANS_MAX: usize = 200;
+/// The maximum number of registries that are waited for.
+const WAITING_MAX: usize = 16;
+const NEW_PREFIX: &str = ".new-";
+
+/// What is known of an image that is being pulled.
+#[derive(Clone, Debug)]
+struct Plan {
+    when: Instant,
+    /// `None`: it does not start lazily.
+    image: Option<Arc<LazyImage>>,
+}
+
+/// What an image is.
+#[derive(Debug, Serialize, Deserialize)]
+struct About {
+    digest: String,
+    from: String,
+    inodes: u64,
+    packs: Vec<String>,
+}
+
+/// The images below one root.
+#[derive(Debug)]
+pub struct Lazy {
+    folders: Folders,
+    config: LazyConfig,
+    /// By their references.
+    plans: Mutex<BTreeMap<String, Plan>>,
+    /// Images that are looked for, by their references, and mounted, by their keys.
+    held: Keys,
+    /// Read-locked while packs come into the store without an image.
+    pulling: RwLock<()>,
+    waiting: Mutex<usize>,
+    /// The keys of images of which everything was here.
+    complete: Mutex<BTreeSet<String>>,
+}
+
+fn key(container: &str, layers: usize) -> String {
+    let digest = container.rsplit_once(':').map_or(container, |(_, digest)| digest);
+    format!("{digest}-{layers}")
+}
+
+impl RemoteLayers {
+    fn key(&self) -> String {
+        key(&self.container, self.layers as usize)
+    }
+}
+
+impl Lazy {
+    /// Creates it; nothing is mounted or requested.
+    pub fn new(folders: Folders, config: LazyConfig) -> Self {
+        let (plans, held, pulling, waiting, complete) = Default::default();
+        Self { folders, config, plans, held, pulling, waiting, complete }
+    }
+
+    /// Returns the layers that a snapshot stands for, if its image starts lazily; mounts the image. `below` is the number of
+    /// snapshots below it.
+    pub fn find(self: &Arc<Self>, request: &Request, below: usize) -> Option<RemoteLayers> {
+        if !includes(&self.config.from, &request.repository) {
+            return None;
+        }
+        let image = self.plan(request)?;
+        let is_it = |found: &ferry_registry::LazyLayer, wanted: &String| found.digest == *wanted;
+        let fits = image.layers.get(below..).is_some_and(|layers| {
+            layers.len() >= request.layers.len() && layers.iter().zip(&request.layers).all(|(a, b)| is_it(a, b))
+        });
+        // The name may have got another image since containerd asked for it.
+        let table = image.layers.get(below).and_then(|layer| layer.table.as_ref());
+        if !fits || request.table.as_ref().is_some_and(|wanted| Some(wanted) != table) {
+            tracing::warn!("layer {} of {} is not the one that is pulled: it is unpacked", below + 1, image.container);
+            return None;
+        }
+        let layers = u32::try_from(below + 1).ok().filter(|_| below < image.covers)?;
+        Some(RemoteLayers { container: image.container.to_string(), layers })
+    }
+
+    /// Returns the image of a pull, which is looked for at the first of its calls.
+    fn plan(self: &Arc<Self>, request: &Request) -> Option<Arc<LazyImage>> {
+        let reference = &request.reference;
+        let _held = self.held.hold(reference);
+        // Until it is remembered, or has a snapshot, nothing else says that it is needed.
+        let _pulling = read(&self.pulling);
+        let known = lock(&self.plans).get(reference).cloned();
+        match known {
+            Some(Plan { when, image: None }) if when.elapsed() < PLAN_TIME => return None,
+            Some(Plan { image: Some(image), .. }) if self.is_here(&image) => {
+                self.remember(reference, Some(Arc::clone(&image)));
+                return Some(image);
+            }
+            _ => {}
+        }
+        let started = self.start_within(START_TIME, request);
+        let image = match started {
+            Ok(image) => {
+                let LazyImage { layers, covers, container, .. } = &image;
+                tracing::info!("{container}: {covers} of {} layers are read before they are here", layers.len());
+                Some(Arc::new(image))
+            }
+            Err(error) => {
+                tracing::info!("{}; its layers are unpacked", told(&error));
+                None
+            }
+        };
+        self.remember(reference, image.clone());
+        image
+    }
+
+    fn remember(&self, reference: &str, image: Option<Arc<LazyImage>>) {
+        let mut plans = lock(&self.plans);
+        plans.retain(|_, plan| plan.when.elapsed() < PLAN_TIME);
+        if plans.len() < PLANS_MAX {
+            plans.insert(reference.into(), Plan { when: Instant::now(), image });
+        }
+    }
+
+    fn is_here(&self, image: &LazyImage) -> bool {
+        self.folder(&key(&image.container.to_string(), image.covers)).join("image").exists()
+    }
+
+    /// Looks for an image on a thread, which goes on if it takes too long.
+    fn start_within(self: &Arc<Self>, time: Duration, request: &Request) -> Result<LazyImage> {
+        let failed = |reason: String| Error::Lazy { image: request.reference.clone(), reason };
+        {
+            let mut waiting = lock(&self.waiting);
+            if *waiting >= WAITING_MAX {
+                return Err(failed(format!("{WAITING_MAX} other images wait for their registries")));
+            }
+            *waiting += 1;
+        }
+        let (sender, receiver) = sync_channel(1);
+        let (lazy, request) = (Arc::clone(self), request.clone());
+        let start = move || {
+            let trusts_converted = includes(&lazy.config.converted_from, &request.repository);
+            let options = LazyOptions { layers: None, trusts_converted };
+            let image = lazy.pull(&request.reference, options, Some(ATTEMPTS));
+            let mounted = image.and_then(|image| {
+                lazy.mount(&key(&image.container.to_string(), image.covers))?;
+                Ok(image)
+            });
+            *lock(&lazy.waiting) -= 1;
+            // Nobody waits any more.
+            let _ = sender.send(mounted);
+        };
+        if let Err(error) = thread::Builder::new().name("lazy-start".into()).spawn(start) {
+            *lock(&self.waiting) -= 1;
+            return Err(failed(format!("cannot start a thread: {error}")));
+        }
+        receiver.recv_timeout(time).unwrap_or_else(|_| {
+            Err(failed(format!("its registry did not answer completely within {} s", time.as_secs())))
+        })
+    }
+
+    /// Fetches the metadata of an image, and gives it its place.
+    fn pull(&self, reference: &str, options: LazyOptions, attempts: Option<u32>) -> Result<LazyImage> {
+        let failed = |error: ferry_registry::Error| Error::Lazy { image: reference.into(), reason: told(&error) };
+        let mut how = Options { hosts: self.config.hosts.clone(), ..Options::default() };
+        how.credentials.clone_from(&self.config.credentials);
+        if let Some(attempts) = attempts {
+            (how.patience, how.attempts_max) = (PATIENCE, attempts);
+        }
+        let parsed: Reference = reference.parse().map_err(failed)?;
+        let remote = Arc::new(Remote::open(&parsed, Client::new(how)).map_err(failed)?);
+        let _pulling = read(&self.pulling);
+        let lazy = self.folders.lazy();
+        let new =
+            tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
+        let path = new.path().join("image");
+        let image = pull_lazily(&remote, &path, &self.folders.store(), options).map_err(failed)?;
+        let about = About {
+            digest: image.digest.to_string(),
+            from: image.from.to_string(),
+            inodes: Image::open(&path, Some(image.digest))?.inodes(),
+            packs: image.packs.iter().map(Digest::hex).collect(),
+        };
+        let text = toml::to_string(&about).map_err(std::io::Error::other).doing("describe", &path)?;
+        let about = new.path().join("about.toml");
+        fs::write(&about, text).doing("write to", &about)?;
+        fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
+        for path in [&about, &path] {
+            File::open(path).and_then(|file| file.sync_all()).doing("sync", path)?;
+        }
+        let folder = self.folder(&key(&image.container.to_string(), image.covers));
+        match fs::rename(new.path(), &folder) {
+            // Of an earlier pull; the same manifest makes the same image.
+            Err(error) if matches!(error.kind(), ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists) => {}
+            renamed => {
+                renamed.doing("create", &folder)?;
+                let _ = new.keep();
+            }
+        }
+        File::open(&lazy).and_then(|folder| folder.sync_all()).doing("sync", &lazy)?;
+        Ok(image)
+    }
+
+    fn folder(&self, key: &str) -> PathBuf {
+        self.folders.lazy().join(key)
+    }
+
+    fn about(&self, key: &str) -> Result<Option<About>> {
+        let path = self.folder(key).join("about.toml");
+        let text = match fs::read_to_string(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            text => text.doing("read", &path)?,
+        };
+        toml::from_str(&text).map(Some).map_err(std::io::Error::other).doing("read", path)
+    }
+
+    /// Returns where the layers of a snapshot are mounted; mounts them if they are not, and starts the process that fetches what is
+    /// read if it has ended.
+    ///
+    /// # Errors
+    ///
+    /// The registry is not reachable, and not everything is here.
+    pub fn layer(&self, remote: &RemoteLayers) -> Result<PathBuf> {
+        let key = remote.key();
+        let _held = self.held.hold(&remote.container);
+        if self.about(&key)?.is_none() {
+            // Another image is based on some of the layers only.
+            let repository = remote.container.split_once(':').map_or("", |(_, rest)| rest);
+            let repository = repository.split_once('@').map_or(repository, |(repository, _)| repository);
+            let trusts_converted = includes(&self.config.converted_from, repository);
+            let options = LazyOptions { layers: Some(remote.layers as usize), trusts_converted };
+            self.pull(&remote.container, options, None)?;
+        }
+        self.mount(&key)
+    }
+
+    /// Mounts an image, unless it is mounted and what is missing is fetched; returns where.
+    fn mount(&self, key: &str) -> Result<PathBuf> {
+        let _held = self.held.hold(key);
+        let folder = self.folder(key);
+        let at = folder.join("layer");
+        let about =
+            self.about(key)?.ok_or_else(|| Error::Lazy { image: key.into(), reason: "it was removed".into() })?;
+        match process::mounted(&at)? {
+            Mounted::Fuse => return Ok(at),
+            Mounted::Erofs if self.is_served(key, &about)? => return Ok(at),
+            // A mount on top of it serves the readers of the one below, too.
+            Mounted::Erofs | Mounted::Nothing => {}
+            Mounted::Dead => {
+                tracing::warn!("the process that fetches {} has ended, and is started again", about.from);
+                erofs::unmount_all(&at)?;
+            }
+        }
+        let job = Job {
+            image: &folder.join("image"),
+            digest: &about.digest,
+            store: &self.folders.store(),
+            from: &about.from,
+            at: &at,
+            process: &folder.join("process"),
+        };
+        process::mount(&self.config, &job)?;
+        Ok(at)
+    }
+
+    /// Whether what the kernel has mounted is complete, or a process fetches what is missing.
+    fn is_served(&self, key: &str, about: &About) -> Result<bool> {
+        let folder = self.folder(key);
+        if lock(&self.complete).contains(key) || process::runs(&folder.join("process")) {
+            return Ok(true);
+        }
+        let image = Image::open(&folder.join("image"), Digest::parse(about.digest.as_bytes()))?;
+        let is_complete = Objects::open(&image, &self.folders.store()).is_ok();
+        if is_complete {
+            lock(&self.complete).insert(key.into());
+        }
+        Ok(is_complete)
+    }
+
+    /// Starts the processes of mounted images again that have ended, in the background.
+    pub fn revive(self: &Arc<Self>) {
+        let lazy = Arc::clone(self);
+        let revive = move || {
+            for key in lazy.keys().unwrap_or_default() {
+                let is_mounted = process::mounted(&lazy.folder(&key).join("layer"));
+                if is_mounted.is_ok_and(|mounted| mounted != Mounted::Nothing)
+                    && let Err(error) = lazy.mount(&key)
+                {
+                    tracing::warn!("{}", told(&error));
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("lazy-revive".into()).spawn(revive) {
+            tracing::warn!("cannot start a thread: {error}");
+        }
+    }
+
+    fn keys(&self) -> Result<BTreeSet<String>> {
+        let lazy = self.folders.lazy();
+        let entries = fs::read_dir(&lazy).doing("list", &lazy)?;
+        entries.map(|entry| Ok(entry.doing("list", &lazy)?.file_name().to_string_lossy().into_owned())).collect()
+    }
+
+    /// Returns the space that the image of a snapshot takes now, with the packs that it shares with others.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be read.
+    pub fn usage(&self, remote: &RemoteLayers) -> Result<Usage> {
+        use std::os::unix::fs::MetadataExt;
+        let Some(about) = self.about(&remote.key())? else { return Ok(Usage::default()) };
+        let packs = self.folders.store().join("packs");
+        let files = about.packs.iter().flat_map(|pack| ["", ".part"].map(|end| packs.join(format!("{pack}{end}"))));
+        let files = files.chain([self.folder(&remote.key()).join("image")]);
+        let blocks: u64 = files.filter_map(|file| fs::metadata(file).ok()).map(|found| found.blocks()).sum();
+        let number = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
+        Ok(Usage { bytes: number(blocks.saturating_mul(512)), inodes: number(about.inodes) })
+    }
+
+    /// Removes the image of a snapshot that is gone. Who has it mounted keeps it.
+    ///
+    /// # Errors
+    ///
+    /// The kernel or the file system refuses.
+    pub fn remove(&self, remote: &RemoteLayers) -> Result<()> {
+        self.discard(&remote.key())
+    }
+
+    fn discard(&self, key: &str) -> Result<()> {
+        let _held = self.held.hold(key);
+        let folder = self.folder(key);
+        unmount_in(&folder)?;
+        lock(&self.complete).remove(key);
+        self.folders.discard(&folder)
+    }
+
+    /// Removes images without a snapshot, and calls a function with whether there were any, and the names of the packs that the others
+    /// need; not while an image is being pulled. `known` returns what snapshots stand for.
+    ///
+    /// # Errors
+    ///
+    /// The file system refuses, or the function fails.
+    pub fn collect(
+        &self,
+        known: impl FnOnce() -> Result<Vec<RemoteLayers>>,
+        call: impl FnOnce(bool, &BTreeSet<String>) -> Result<()>,
+    ) -> Result<()> {
+        let _quiet = match self.pulling.try_write() {
+            Ok(quiet) => quiet,
+            Err(TryLockError::Poisoned(quiet)) => quiet.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        // What is made for a snapshot is made after its record.
+        let mut keep: BTreeSet<String> = known()?.iter().map(RemoteLayers::key).collect();
+        for plan in lock(&self.plans).values().filter(|plan| plan.when.elapsed() < PLAN_TIME) {
+            keep.extend(plan.image.iter().map(|image| key(&image.container.to_string(), image.covers)));
+        }
+        let (mut packs, mut is_less) = (BTreeSet::new(), false);
+        for key in self.keys()? {
+            if !keep.contains(&key) {
+                self.discard(&key)?;
+                is_less = true;
+            } else if let Some(about) = self.about(&key)? {
+                packs.extend(about.packs);
+            }
+        }
+        call(is_less, &packs)
+    }
+}

@@ -1,0 +1,196 @@
+//! The process that mounts an image and fetches what is read: `ferry image mount --from`. It outlives this one.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
+use rustix::io::Errno;
+
+use crate::config::LazyConfig;
+use crate::erofs;
+use crate::error::{Error, IoContext, Result};
+
+/// How long a mount may take: the process asks the registry once.
+const MOUNT_TIME: Duration = Duration::from_secs(60);
+const TICK: Duration = Duration::from_millis(2);
+/// A thread that only waits for the end of a process.
+const STACK_BYTES: usize = 128 << 10;
+
+/// What is on a mount point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mounted {
+    /// Nothing.
+    Nothing,
+    /// EROFS, by the kernel.
+    Erofs,
+    /// A process that lives, by FUSE.
+    Fuse,
+    /// A file system of a process that has ended.
+    Dead,
+}
+
+/// Returns what is on a mount point.
+///
+/// # Errors
+///
+/// It cannot be inspected.
+pub fn mounted(at: &Path) -> Result<Mounted> {
+    match statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) {
+        Err(Errno::NOENT) => return Ok(Mounted::Nothing),
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => return Ok(Mounted::Dead),
+        found if !found.doing("inspect", at)?.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) => {
+            return Ok(Mounted::Nothing);
+        }
+        _ => {}
+    }
+    if erofs::is_mounted(at)? {
+        return Ok(Mounted::Erofs);
+    }
+    // Attributes can be in the kernel's memory; this cannot.
+    match statfs(at) {
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => Ok(Mounted::Dead),
+        found => found.doing("inspect", at).map(|_| Mounted::Fuse),
+    }
+}
+
+/// Returns the number of the mount that a directory is on.
+fn mount_id(at: &Path) -> Result<u64> {
+    let found = statx(CWD, at, AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT, StatxFlags::MNT_ID);
+    found.doing("inspect", at).map(|found| found.stx_mnt_id)
+}
+
+/// An image to mount.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// The image.
+    pub image: &'a Path,
+    /// Its digest.
+    pub digest: &'a str,
+    /// Where its data are.
+    pub store: &'a Path,
+    /// Where they come from.
+    pub from: &'a str,
+    /// Where it is mounted.
+    pub at: &'a Path,
+    /// The file that names the process.
+    pub process: &'a Path,
+}
+
+/// Starts the process, and waits until the image is mounted.
+///
+/// # Errors
+///
+/// It cannot be started, ends, or takes too long.
+pub fn mount(config: &LazyConfig, job: &Job<'_>) -> Result<()> {
+    let program = program(config);
+    let failed = |reason: String| Error::Lazy { image: job.from.into(), reason };
+    let mut command = Command::new(&program);
+    command.args(["image", "mount"]).arg(job.image).arg(job.at).arg("--store").arg(job.store);
+    // The kernel shows set-user-id programs and devices, as in the directories of ordinary layers: only root can enter the root.
+    command.args(["--from", job.from, "--digest", job.digest, "--foreground", "-o", "suid,dev"]);
+    command.args(["--jobs", &config.jobs.to_string()]);
+    let hosts = std::env::join_paths(&config.hosts).map_err(|error| failed(format!("hosts: {error}")))?;
+    command.env("FERRY_REGISTRY_HOSTS", hosts).env_remove("NOTIFY_SOCKET");
+    if let Some(credentials) = &config.credentials {
+        command.env("REGISTRY_AUTH_FILE", credentials);
+    }
+    // Its messages go to the log; signals of a terminal are not for it.
+    command.stdin(Stdio::null()).stdout(Stdio::null()).current_dir("/").process_group(0);
+    // It may be mounted already, by a process that has ended.
+    let before = mount_id(job.at)?;
+    let mut child = command.spawn().map_err(|error| failed(format!("cannot start {}: {error}", program.display())))?;
+    let named = started(child.id()).unwrap_or_default();
+    fs::write(job.process, format!("{} {named}", child.id())).doing("write to", job.process)?;
+    let end = Instant::now() + MOUNT_TIME;
+    let outcome = loop {
+        let status = child.try_wait().doing("wait for", &program)?;
+        if matches!(mounted(job.at)?, Mounted::Erofs | Mounted::Fuse) && mount_id(job.at)? != before {
+            break Ok(());
+        }
+        if let Some(status) = status {
+            break Err(failed(format!("{} ended with {status}; the log has its reason", program.display())));
+        }
+        if Instant::now() > end {
+            break Err(failed(format!("it was not mounted after {} s", MOUNT_TIME.as_secs())));
+        }
+        thread::sleep(TICK);
+    };
+    if outcome.is_err() {
+        let _ = child.kill();
+    }
+    // Nobody else waits for its end.
+    let waiting = thread::Builder::new().name("lazy-wait".into()).stack_size(STACK_BYTES).spawn(move || child.wait());
+    if let Err(error) = waiting {
+        tracing::warn!("cannot start a thread: {error}");
+    }
+    outcome
+}
+
+/// Whether the process that a file names runs.
+#[must_use]
+pub fn runs(process: &Path) -> bool {
+    let text = fs::read_to_string(process).unwrap_or_default();
+    let Some((pid, time)) = text.split_once(' ') else { return false };
+    pid.parse().ok().and_then(started).is_some_and(|found| found == time)
+}
+
+/// Returns when a process was started, in the kernel's words; a number is used for another process one day. `None`: it has ended.
+fn started(pid: u32) -> Option<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in parentheses, can have anything in it.
+    let mut fields = text.rsplit_once(')')?.1.split_whitespace();
+    let is_over = matches!(fields.next()?, "Z" | "X");
+    fields.nth(18).filter(|_| !is_over).map(str::to_owned)
+}
+
+fn program(config: &LazyConfig) -> PathBuf {
+    config.program.clone().unwrap_or_else(|| {
+        let own = std::env::current_exe().ok();
+        let beside = own.and_then(|own| Some(own.parent()?.join("ferry")));
+        beside.filter(|beside| beside.is_file()).unwrap_or_else(|| "ferry".into())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_its_number_and_its_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("process");
+        assert!(!runs(&file));
+        let own = std::process::id();
+        for (text, expected) in [
+            (format!("{own} {}", started(own).unwrap()), true),
+            (format!("{own} 1"), false),
+            (String::new(), false),
+            ("x y".into(), false),
+        ] {
+            fs::write(&file, &text).unwrap();
+            assert_eq!(runs(&file), expected, "{text}");
+        }
+        let mut child = Command::new("true").spawn().unwrap();
+        fs::write(&file, format!("{} {}", child.id(), started(child.id()).unwrap_or_default())).unwrap();
+        child.wait().unwrap();
+        assert!(!runs(&file));
+    }
+
+    #[test]
+    fn a_process_that_fails_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        let (image, process) = (at.join("image"), at.join("process"));
+        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", at, process: &process };
+        for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
+            let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
+            let error = mount(&config, &job).unwrap_err().to_string();
+            assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
+        }
+        assert_eq!(mounted(at).unwrap(), Mounted::Nothing);
+    }
+}

@@ -1,0 +1,643 @@
+//! Layers that are read before they are here: Prepare as containerd calls it, a registry in memory, and the program `ferry`.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferry_snapshotter::api::{Kind, Labels, Mount};
+use ferry_snapshotter::{GID_LABEL, UID_LABEL};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use tonic::Code;
+
+use crate::client::Client;
+use crate::fake::{Fake, Reply, Request, Way};
+use crate::server::{Mounted, PROGRAM, Server, can_mount};
+use crate::toc_layers::{FORMATS, Format, Layer, Writer, sha256};
+
+/// Far more than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+const LARGE: usize = 6_000_000;
+
+/// The program `ferry` that was built with this one, or else built now.
+pub fn ferry() -> &'static Path {
+    static FERRY: OnceLock<PathBuf> = OnceLock::new();
+    FERRY.get_or_init(|| {
+        let path = Path::new(PROGRAM).with_file_name("ferry");
+        if !path.is_file() {
+            let mut command = Command::new(env!("CARGO"));
+            command.args(["build", "--locked", "-p", "ferry", "--profile"]);
+            command.arg(if PROGRAM.contains("/release/") { "release" } else { "dev" });
+            let status = command.current_dir(env!("CARGO_MANIFEST_DIR")).status();
+            assert!(status.is_ok_and(|status| status.success()) && path.is_file(), "cannot build ferry");
+        }
+        path
+    })
+}
+
+pub fn noise(seed: u32, length: usize) -> Vec<u8> {
+    let words = (0..).map(|at: u32| (at ^ seed.wrapping_mul(40_503)).wrapping_mul(2_654_435_761).rotate_left(at % 31));
+    words.flat_map(u32::to_le_bytes).take(length).collect()
+}
+
+/// A lower layer with a large file, and an upper one that hides a file. The kernel can mount those of eStargz before they are here: chunks
+/// begin at blocks.
+fn layers(format: Format) -> Vec<Layer> {
+    let chunks = if format == Format::Estargz { [128 << 10] } else { [100_000] };
+    let mut lower = Writer::new(format, &chunks);
+    lower.file("small", &noise(1, 20_000));
+    lower.file("other", &noise(2, 20_000));
+    lower.file("hidden", &noise(3, 20_000));
+    lower.file("large", &noise(4, LARGE));
+    let mut upper = Writer::new(format, &chunks);
+    upper.file(".wh.hidden", b"");
+    upper.file("above", &noise(5, 20_000));
+    vec![lower.finish(), upper.finish()]
+}
+
+fn without_tables(mut layers: Vec<Layer>) -> Vec<Layer> {
+    layers.iter_mut().for_each(|layer| layer.annotations.clear());
+    layers
+}
+
+/// Waits for something.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what} does not happen");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A container image on a registry, and a snapshotter.
+struct Place {
+    server: Server,
+    fake: Arc<Fake>,
+    layers: Vec<Layer>,
+    manifest: String,
+    jobs: u16,
+}
+
+impl Place {
+    fn new(layers: Vec<Layer>) -> Self {
+        Self::configured(layers, 0, "")
+    }
+
+    fn configured(layers: Vec<Layer>, jobs: u16, more: &str) -> Self {
+        let fake = Arc::new(Fake::start());
+        let mut server = Server::start_with("never", |root| {
+            let more = format!("[lazy]\njobs = {jobs}\nprogram = {:?}\nhosts = [\"certs.d\"]\n{more}", ferry());
+            fs::write(root.with_file_name("more.toml"), more).unwrap();
+        });
+        drop(server.client());
+        let mut place = Self { server, fake, layers, manifest: String::new(), jobs };
+        place.manifest = place.push("1");
+        place
+    }
+
+    /// Stores the image under a tag; returns the digest of its manifest.
+    fn push(&self, tag: &str) -> String {
+        let plain: Vec<_> = self.layers.iter().map(|layer| sha256(&layer.plain)).collect();
+        let config = json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": plain}});
+        let config = config.to_string();
+        self.fake.add_blob(config.as_bytes());
+        let descriptors = self.layers.iter().map(|layer| {
+            self.fake.add_blob(&layer.blob);
+            layer.descriptor()
+        });
+        let manifest = json!({"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "layers": descriptors.collect::<Vec<_>>(),
+            "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "size": config.len(),
+                "digest": sha256(config.as_bytes())}});
+        format!("sha256:{}", self.fake.tag(tag, &manifest))
+    }
+
+    /// The labels that CRI and the transfer service set.
+    fn labels(&self, layer: usize) -> Labels {
+        let names: Vec<_> = self.layers[layer..].iter().map(|layer| sha256(&layer.blob)).collect();
+        let mut labels = crate::client::root_label();
+        for (name, value) in [
+            ("containerd.io/snapshot.ref", format!("sha256:chain-{layer}")),
+            ("containerd.io/snapshot/cri.image-ref", format!("{}/os/app:1", self.fake.address)),
+            ("containerd.io/snapshot/cri.manifest-digest", self.manifest.clone()),
+            ("containerd.io/snapshot/cri.layer-digest", names[0].clone()),
+            ("containerd.io/snapshot/cri.image-layers", names.join(",")),
+        ] {
+            labels.insert(name.into(), value);
+        }
+        if let Some(table) = self.layers[layer].annotations.get("containerd.io/snapshot/stargz/toc.digest") {
+            labels.insert("containerd.io/snapshot/stargz/toc.digest".into(), table.clone());
+        }
+        labels
+    }
+
+    /// Prepares a layer as containerd does. Whether it need not be unpacked.
+    fn prepare(&self, client: &mut Client, layer: usize, parent: &str, labels: Labels) -> Result<(), Vec<Mount>> {
+        let key = format!("extract-{layer}-{}", client.list(&[]).unwrap().len());
+        match client.prepare_with(&key, parent, labels) {
+            Ok(mounts) => Err(mounts),
+            Err(error) => {
+                assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+                assert_eq!(client.stat(&key).unwrap_err().code(), Code::NotFound);
+                Ok(())
+            }
+        }
+    }
+
+    /// Pulls the image: every layer starts lazily.
+    fn pull(&self, client: &mut Client) {
+        for layer in 0..self.layers.len() {
+            let parent = if layer == 0 { String::new() } else { format!("sha256:chain-{}", layer - 1) };
+            let name = format!("sha256:chain-{layer}");
+            assert_eq!(self.prepare(client, layer, &parent, self.labels(layer)), Ok(()), "layer {layer}");
+            // How containerd finds it.
+            let filter = format!("labels.\"containerd.io/snapshot.ref\"=={name},parent=={parent:?}");
+            let found = client.list(&[&filter]).unwrap();
+            let [info] = &found[..] else { panic!("{found:?}") };
+            assert_eq!((&*info.name, info.kind(), &*info.parent), (&*name, Kind::Committed, &*parent));
+        }
+    }
+
+    fn top(&self) -> String {
+        format!("sha256:chain-{}", self.layers.len() - 1)
+    }
+
+    /// Bytes of layers that were requested since the last call.
+    fn fetched(&self) -> usize {
+        let names: Vec<_> = self.layers.iter().map(|layer| sha256(&layer.blob)).collect();
+        let is_layer = |request: &&Request| names.iter().any(|name| request.path.ends_with(name));
+        let bytes = |request: &Request| request.range().map_or(usize::MAX, |(from, to)| to - from);
+        self.fake.requests().iter().filter(is_layer).map(bytes).fold(0, usize::saturating_add)
+    }
+
+    /// The folders of images.
+    fn images(&self) -> Vec<PathBuf> {
+        fs::read_dir(self.server.root().join("lazy")).unwrap().map(|entry| entry.unwrap().path()).collect()
+    }
+
+    /// The process that serves an image.
+    fn process(&self) -> Option<Pid> {
+        let [image] = &self.images()[..] else { panic!("one image: {:?}", self.images()) };
+        let text = fs::read_to_string(image.join("process")).unwrap();
+        let pid: i32 = text.split(' ').next().unwrap().parse().unwrap();
+        // A process of a killed program is nobody's child here.
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        (!stat.rsplit_once(')')?.1.trim_start().starts_with('Z')).then(|| Pid::from_raw(pid).unwrap())
+    }
+
+    fn is_complete(&self) -> bool {
+        let packs = fs::read_dir(self.server.root().join("store/packs")).unwrap();
+        !packs.flatten().any(|pack| pack.file_name().to_string_lossy().contains(".part"))
+    }
+}
+
+fn is_right(at: &Path) {
+    for (name, seed, length) in [("small", 1, 20_000), ("other", 2, 20_000), ("large", 4, LARGE), ("above", 5, 20_000)]
+    {
+        assert!(fs::read(at.join(name)).unwrap() == noise(seed, length), "{name}");
+    }
+    assert!(!at.join("hidden").exists());
+}
+
+#[test]
+fn layers_are_read_before_they_are_here_and_nobody_notices_kills() {
+    if !can_mount() {
+        return;
+    }
+    for format in FORMATS {
+        let mut place = Place::new(layers(format));
+        let mut client = place.server.client();
+        place.pull(&mut client);
+        let tables = place.fetched();
+        // In the place where containers are made, and in that of another user's containers.
+        let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+        assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000));
+        assert!(!mounted.path().join("hidden").exists());
+        let some = place.fetched();
+        let all: usize = place.layers.iter().map(|layer| layer.blob.len()).sum();
+        println!("{format:?}: {tables} bytes until the pull, {some} more until a file was read, of {all}");
+        assert!(tables < 300_000 && some < 1_000_000, "{tables} {some} {all}");
+        let usage = client.usage(&place.top()).unwrap();
+        assert!(usage.size > 0 && usize::try_from(usage.size).unwrap() < all && usage.inodes > 3, "{usage:?}");
+        // A pull of what is here asks nobody.
+        place.pull(&mut client);
+        assert_eq!(place.fetched(), 0);
+        let mut labels = crate::client::root_label();
+        labels.extend([UID_LABEL, GID_LABEL].map(|name| (name.to_owned(), "0:100000:65536".to_owned())));
+        let mapped = Mounted::of(&client.prepare_with("mapped", &place.top(), labels).unwrap());
+        assert_eq!(fs::metadata(mapped.path().join("small")).unwrap().uid(), 100_000, "the host sees other users");
+        assert_eq!(fs::read(mapped.path().join("small")).unwrap(), noise(1, 20_000));
+        drop(mapped);
+        client.remove("mapped").unwrap();
+        let before = place.server.mount_points();
+        for round in 0..3 {
+            if round == 1 {
+                place.server.stop()
+            } else {
+                place.server.kill()
+            }
+            // What was not read before is fetched without the program.
+            if round == 0 {
+                assert_eq!(fs::read(mounted.path().join("above")).unwrap(), noise(5, 20_000));
+                assert!(place.fetched() > 0);
+            }
+            fs::write(mounted.path().join(format!("written-{round}")), "some").unwrap();
+            client = place.server.start_again();
+            client.mounts("container").unwrap();
+            assert_eq!(place.server.mount_points(), before, "mounts are used on");
+        }
+        is_right(mounted.path());
+        drop(mounted);
+        let mounted = Mounted::of(&client.view("view", &place.top()).unwrap());
+        is_right(mounted.path());
+        drop(mounted);
+        assert_eq!(place.jobs, 0);
+        // All of it goes again.
+        for name in ["view", "container"] {
+            client.remove(name).unwrap();
+        }
+        let process = place.process();
+        for layer in (0..place.layers.len()).rev() {
+            client.remove(&format!("sha256:chain-{layer}")).unwrap();
+        }
+        client.cleanup().unwrap();
+        assert_eq!(place.images(), [] as [PathBuf; 0]);
+        assert_eq!(place.server.mount_points(), [] as [PathBuf; 0]);
+        if let Some(process) = process {
+            let path = format!("/proc/{}/stat", process.as_raw_nonzero());
+            until("the end of the process", || {
+                !fs::read_to_string(&path)
+                    .is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, state)| !state.starts_with(" Z")))
+            });
+        }
+        until("the end of the packs", || {
+            client.cleanup().unwrap();
+            let packs = fs::read_dir(place.server.root().join("store/packs")).unwrap().flatten();
+            packs.filter(|pack| pack.file_name() != "table").count() == 0
+        });
+    }
+}
+
+/// containerd/stargz-snapshotter issue 1520 and others: after a crash of what serves the files, snapshots could not be used.
+#[test]
+fn a_process_that_died_is_started_again() {
+    if !can_mount() {
+        return;
+    }
+    for format in FORMATS {
+        let mut place = Place::new(layers(format));
+        let mut client = place.server.client();
+        place.pull(&mut client);
+        for round in 0..3 {
+            if round == 2 {
+                place.server.kill();
+            }
+            let process = place.process().expect("it serves");
+            kill_process(process, Signal::KILL).unwrap();
+            until("its end", || place.process() != Some(process));
+            if round == 2 {
+                client = place.server.start_again();
+            }
+            let key = format!("container-{round}");
+            let mounted = Mounted::of(&client.prepare(&key, &place.top()).unwrap());
+            assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000), "{format:?}");
+            assert_ne!(place.process(), Some(process));
+            drop(mounted);
+            client.remove(&key).unwrap();
+        }
+        let mounted = Mounted::of(&client.view("view", &place.top()).unwrap());
+        is_right(mounted.path());
+    }
+}
+
+#[test]
+fn what_is_complete_needs_no_registry() {
+    if !can_mount() {
+        return;
+    }
+    for format in FORMATS {
+        let mut place = Place::configured(layers(format), 2, "");
+        let mut client = place.server.client();
+        place.pull(&mut client);
+        until("all of it", || place.is_complete());
+        place.fake.fault(|_, _| Reply::of(503, "gone"));
+        let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+        is_right(mounted.path());
+        drop(mounted);
+        // After a boot nothing is mounted.
+        place.server.stop();
+        for at in place.server.mount_points() {
+            rustix::mount::unmount(&at, rustix::mount::UnmountFlags::DETACH).unwrap();
+        }
+        client = place.server.start_again();
+        let mounted = Mounted::of(&client.mounts("container").unwrap());
+        is_right(mounted.path());
+    }
+}
+
+/// What is here is read without the registry, and what is not is an error, not zeros.
+#[test]
+fn a_registry_that_goes_away_costs_only_what_is_missing() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000));
+    // A status that is not tried again.
+    place.fake.fault(|_, _| Reply::of(403, "no"));
+    assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000));
+    let error = fs::read(mounted.path().join("large")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EIO), "{error}");
+    // Bytes of another registry's layer.
+    place.fake.fault(|request, reply| match request.is_blob() {
+        true => Reply { body: reply.body.iter().map(|byte| byte ^ 1).collect(), ..reply },
+        false => reply,
+    });
+    let error = fs::read(mounted.path().join("large")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EIO), "{error}");
+    place.fake.heal();
+    until("the file", || fs::read(mounted.path().join("small")).is_ok());
+    drop(mounted);
+    // containerd/stargz-snapshotter pull requests 901, 2359, awslabs/soci-snapshotter issue 93: after a boot, without the registry, the
+    // program did not start, and images could not be removed.
+    place.fake.fault(|_, _| Reply::of(403, "no"));
+    place.server.stop();
+    for at in place.server.mount_points() {
+        rustix::mount::unmount(&at, rustix::mount::UnmountFlags::DETACH).unwrap();
+    }
+    let mut client = place.server.start_again();
+    let error = client.mounts("container").unwrap_err();
+    assert!(error.code() == Code::Internal && error.message().contains(&place.manifest), "{error}");
+    place.fake.heal();
+    let mounted = Mounted::of(&client.mounts("container").unwrap());
+    is_right(mounted.path());
+    drop(mounted);
+    place.fake.fault(|_, _| Reply::of(403, "no"));
+    for name in ["container", "sha256:chain-1", "sha256:chain-0"] {
+        client.remove(name).unwrap();
+    }
+    assert_eq!(place.images(), [] as [PathBuf; 0]);
+}
+
+/// Whatever is wrong with the registry or the tables: the layer is unpacked as others are.
+#[test]
+fn a_pull_never_fails_because_it_cannot_be_lazy() {
+    if !can_mount() {
+        return;
+    }
+    type Fault = fn(&Request, Reply) -> Reply;
+    let mut other = layers(Format::Estargz);
+    other[0].annotations.insert("containerd.io/snapshot/stargz/toc.digest".into(), sha256(b"another table"));
+    let wrong_table = Writer::new(Format::Estargz, &[1]).finish_with(|_| b"{\"version\": 1, \"entries\": 7}".to_vec());
+    for (what, layers, fault) in [
+        ("no tables", without_tables(layers(Format::Estargz)), None),
+        ("a table that is not the one of the manifest", other, None),
+        ("a table that cannot be read", vec![wrong_table], None),
+        ("an error", layers(Format::Estargz), Some((|_, _| Reply::of(500, "")) as Fault)),
+        ("too many requests", layers(Format::Estargz), Some(|_, _| Reply::of(429, "").with("retry-after", "1"))),
+        ("no access", layers(Format::Estargz), Some(|_, _| Reply::of(401, ""))),
+        (
+            "an end in the middle",
+            layers(Format::ZstdChunked),
+            Some(|request, reply| match request.is_blob() {
+                true => Reply { way: Way::Cut(10), ..reply },
+                false => reply,
+            }),
+        ),
+        (
+            "whole blobs only",
+            layers(Format::ZstdChunked),
+            Some(|request, reply| match request.is_blob() {
+                true => Reply { status: 200, headers: Vec::new(), ..reply },
+                false => reply,
+            }),
+        ),
+        (
+            "another manifest",
+            layers(Format::Estargz),
+            Some(|request, reply| match request.is_manifest() {
+                true => Reply::of(200, "{}"),
+                false => reply,
+            }),
+        ),
+    ] {
+        let mut place = Place::new(layers);
+        if let Some(fault) = fault {
+            place.fake.fault(fault);
+        }
+        let mut client = place.server.client();
+        let mounts = place.prepare(&mut client, 0, "", place.labels(0)).expect_err(what);
+        let mounted = Mounted::of(&mounts);
+        fs::write(mounted.path().join("unpacked"), what).unwrap();
+        drop(mounted);
+        let key = client.list(&[]).unwrap()[0].name.clone();
+        let asked = place.fake.requests().len();
+        assert!(asked <= 20, "{what}: {asked} requests");
+        client.commit_with("sha256:chain-0", &key, "", place.labels(0)).unwrap();
+        // Nobody is asked again for the other layers.
+        if place.layers.len() > 1 {
+            place.prepare(&mut client, 1, "sha256:chain-0", place.labels(1)).expect_err(what);
+            assert_eq!(place.fake.requests().len(), 0, "{what}");
+        }
+        client.cleanup().unwrap();
+        assert_eq!(place.images(), [] as [PathBuf; 0], "{what}");
+    }
+}
+
+/// A registry that says nothing, and a program that cannot be started.
+#[test]
+fn a_silent_registry_or_a_missing_program_delays_a_pull_and_no_more() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    place.fake.fault(|_, _| Reply { way: Way::Silence, ..Reply::default() });
+    let mut client = place.server.client();
+    // Others need not wait.
+    let prepared = thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let mut client = Client::connect(&place.server.socket()).unwrap();
+            place.prepare(&mut client, 0, "", place.labels(0))
+        });
+        while place.fake.requests().is_empty() {
+            thread::yield_now();
+        }
+        client.prepare("another", "").unwrap();
+        assert!(!waiting.is_finished());
+        waiting.join().unwrap()
+    });
+    assert!(prepared.is_err(), "it is unpacked");
+
+    let mut place = Place::new(layers(Format::Estargz));
+    place.server.stop();
+    place.server.configure("[lazy]\nprogram = \"/nowhere/ferry\"\n");
+    let mut client = place.server.start_again();
+    assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err());
+}
+
+/// Labels that do not fit the image: an older manifest of the tag, another layer, another table; and repositories that are not listed.
+#[test]
+fn only_the_layer_that_containerd_means_is_used() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::configured(layers(Format::Estargz), 0, "from = [\"127.0.0.1\", \"other.example/a\"]\n");
+    let mut client = place.server.client();
+    assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err(), "another port is another registry");
+    assert_eq!(place.fake.requests().len(), 0);
+    place.server.stop();
+    let from = format!("[lazy]\njobs = 0\nprogram = {:?}\nfrom = [\"{}/os\"]\n", ferry(), place.fake.address);
+    place.server.configure(&from);
+    let mut client = place.server.start_again();
+    let changed = |name: &str, value: Option<&str>| {
+        let mut labels = place.labels(0);
+        labels.remove("containerd.io/snapshot/cri.manifest-digest");
+        match value {
+            Some(value) => labels.insert(format!("containerd.io/snapshot/{name}"), value.into()),
+            None => None,
+        };
+        labels
+    };
+    let zeros = format!("sha256:{}", "0".repeat(64));
+    for (name, value) in [
+        ("cri.layer-digest", &*zeros),
+        ("stargz/toc.digest", &zeros),
+        ("cri.manifest-digest", &zeros),
+        ("cri.manifest-digest", "no digest"),
+        ("cri.image-ref", "127.0.0.1"),
+    ] {
+        let labels = changed(name, Some(value));
+        assert!(place.prepare(&mut client, 0, "", labels).is_err(), "{name}");
+    }
+    // The tag alone is enough if its layers are those.
+    assert_eq!(place.prepare(&mut client, 0, "", changed("", None)), Ok(()));
+    // The second layer is no first one.
+    assert!(place.prepare(&mut client, 1, "", place.labels(1)).is_err());
+}
+
+#[test]
+fn of_two_pulls_at_once_and_removals_all_end_well() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let place = &place;
+        let pulls: Vec<_> = (0..3)
+            .map(|number| {
+                scope.spawn(move || {
+                    let mut client = Client::connect(&place.server.socket()).unwrap();
+                    for round in 0..10 {
+                        let (one, two) = (place.labels(0), place.labels(1));
+                        let key = format!("{number}-{round}");
+                        for (layer, parent, labels) in [(0, "", one), (1, "sha256:chain-0", two)] {
+                            let error = client.prepare_with(&format!("{key}-{layer}"), parent, labels).err();
+                            // Another thread has removed the layer below.
+                            let code = error.map(|error| error.code());
+                            assert!(matches!(code, Some(Code::AlreadyExists | Code::NotFound)), "{code:?}");
+                        }
+                        let Ok(mounts) = client.prepare(&key, "sha256:chain-1") else { continue };
+                        let mounted = Mounted::of(&mounts);
+                        assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000));
+                        drop(mounted);
+                        client.remove(&key).unwrap();
+                    }
+                })
+            })
+            .collect();
+        let removing = scope.spawn(|| {
+            let mut client = Client::connect(&place.server.socket()).unwrap();
+            while !is_over.load(Ordering::SeqCst) {
+                for name in ["sha256:chain-1", "sha256:chain-0"] {
+                    let code = client.remove(name).err().map(|error| error.code());
+                    assert!(matches!(code, None | Some(Code::NotFound | Code::FailedPrecondition)), "{name}: {code:?}");
+                }
+                client.cleanup().unwrap();
+            }
+        });
+        for pull in pulls {
+            pull.join().unwrap();
+        }
+        is_over.store(true, Ordering::SeqCst);
+        removing.join().unwrap();
+    });
+    place.pull(&mut client);
+    is_right(Mounted::of(&client.view("view", &place.top()).unwrap()).path());
+}
+
+/// Another image is based on the lower layer only, which was never here by itself.
+#[test]
+fn some_of_the_layers_can_be_a_parent() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::new(layers(Format::Estargz));
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let mounted = Mounted::of(&client.prepare("unpack", "sha256:chain-0").unwrap());
+    assert_eq!(fs::read(mounted.path().join("hidden")).unwrap(), noise(3, 20_000));
+    assert!(!mounted.path().join("above").exists());
+    fs::write(mounted.path().join("added"), "some").unwrap();
+    drop(mounted);
+    client.commit_with("other", "unpack", "sha256:chain-0", crate::client::root_label()).unwrap();
+    assert_eq!(place.images().len(), 2);
+    let mounted = Mounted::of(&client.view("view", "other").unwrap());
+    assert_eq!(fs::read(mounted.path().join("added")).unwrap(), b"some");
+    assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000));
+    drop(mounted);
+    // A cleanup and a restart keep both.
+    client.cleanup().unwrap();
+    place.server.kill();
+    let mut client = place.server.start_again();
+    assert_eq!(place.images().len(), 2);
+    assert_eq!(client.remove("sha256:chain-0").unwrap_err().code(), Code::FailedPrecondition);
+    for name in ["view", "other", "sha256:chain-1", "sha256:chain-0"] {
+        client.remove(name).unwrap();
+    }
+    assert_eq!(place.images(), [] as [PathBuf; 0]);
+}
+
+/// An image that was converted is used where that is allowed, whatever its layers are.
+#[test]
+fn converted_images_are_used_from_repositories_that_are_trusted() {
+    if !can_mount() {
+        return;
+    }
+    for is_trusted in [true, false] {
+        let mut place = Place::configured(without_tables(layers(Format::Estargz)), 0, "");
+        let store = place.server.folder.path().join("convert");
+        let reference = format!("oci:{}/os/app:1", place.fake.address);
+        let mut convert = Command::new(ferry());
+        convert.args(["image", "convert", &reference, "--store"]).arg(&store);
+        let output = convert.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        place.server.stop();
+        let trusted = if is_trusted { format!("{:?}", place.fake.address.to_string()) } else { String::new() };
+        place.server.configure(&format!("[lazy]\njobs = 0\nprogram = {:?}\nconverted-from = [{trusted}]\n", ferry()));
+        let mut client = place.server.start_again();
+        if !is_trusted {
+            assert!(place.prepare(&mut client, 0, "", place.labels(0)).is_err());
+            continue;
+        }
+        place.fake.requests();
+        place.pull(&mut client);
+        let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+        is_right(mounted.path());
+        assert_eq!(place.fetched(), 0, "no layer is needed");
+        assert_eq!(fs::metadata(mounted.path().join("small")).unwrap().size(), 20_000);
+        drop(mounted);
+        // The lower layer has to be pulled for another image.
+        let mounted = Mounted::of(&client.prepare("other", "sha256:chain-0").unwrap());
+        assert_eq!(fs::read(mounted.path().join("hidden")).unwrap(), noise(3, 20_000));
+    }
+}
