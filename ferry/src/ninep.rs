@@ -144,6 +144,7 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
         name: share.name(),
         read_only: share.read_only,
         xattr: !share.no_xattr,
+        events: share.events,
         posix_acl: share.posix_acl == Acl::Always,
         users,
         remote: share.ninep_remote,

@@ -1,6 +1,7 @@
 //! 9P messages: what decodes is the same again after another round trip, in either direction.
 #![no_main]
 
+use ferry_wire::events::Message;
 use ferry_wire::ninep::{DirEntries, Reply, Request};
 use libfuzzer_sys::fuzz_target;
 
@@ -28,6 +29,11 @@ fuzz_target!(|bytes: &[u8]| {
     } else if let Ok((tag, reply)) = Reply::decode(&message) {
         if let Reply::Readdir(data) = reply {
             DirEntries::new(data).for_each(drop);
+        }
+        if let Reply::Events(data) = reply
+            && let Ok(message) = Message::decode(data)
+        {
+            message.records().flatten().for_each(|record| assert_eq!(record.event().is_none(), record.kind.is_stale()));
         }
         reply.encode(tag, &mut again);
         assert_eq!(Reply::decode(&again), Ok((tag, reply)));

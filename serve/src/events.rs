@@ -5,9 +5,12 @@
 //! requests that the agent causes are recognised by the group of the caller (`REPLAY_GID`) and answered from what is
 //! true already. They never change the source, whether they were announced or not.
 //!
-//! Here is what a session keeps for that; `operations/agent.rs` and `operations/replay.rs` serve the requests.
+//! Here is what a session keeps for that; `operations/agent.rs` and `operations/replay.rs` serve the requests. What other
+//! exports need for clients of theirs is public: [`subscribe`] fills a [`Queue`] with what happens to what an
+//! [`EventClient`] knows.
 
 mod lease;
+mod listener;
 mod queue;
 mod replays;
 mod timer;
@@ -17,9 +20,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use ferry_vfs::Subscription;
 
 pub(crate) use lease::{Lease, RENEWAL};
-pub(crate) use queue::Queue;
+pub use listener::{EventClient, subscribe};
+pub use queue::Queue;
 pub(crate) use replays::{Active, Placeholder, Replays};
-pub(crate) use timer::Timer;
+pub use timer::Timer;
 
 /// What one session tells its agent.
 #[derive(Default)]

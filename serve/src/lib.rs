@@ -69,7 +69,7 @@ mod blocking_locks;
 mod carrier;
 mod close_to_open;
 mod dispatch;
-mod events;
+pub mod events;
 mod mappings;
 mod open_file;
 mod operations;

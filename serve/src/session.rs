@@ -12,15 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferry_state::{Init, JournalEntry, Slot};
 use ferry_vfs::sync::lock;
-use ferry_vfs::{
-    Attr, ByNumber, Caller, Entry, Errno, Event, FileSystem, FileType, Ino, NameBuf, OFlags, Removals, Result,
-    SessionId,
-};
+use ferry_vfs::{Attr, ByNumber, Caller, Entry, Errno, FileSystem, FileType, Ino, OFlags, Removals, Result, SessionId};
 use ferry_wire::fuse::{InitFlags, Negotiated};
 
 use crate::blocking_locks::BlockedLocks;
 use crate::close_to_open::{ReportedSize, StaleOpens};
-use crate::events::SessionEvents;
+use crate::events::{EventClient, SessionEvents};
 use crate::mappings::Mappings;
 use crate::open_file::Open;
 use crate::passthrough::Passthrough;
@@ -88,6 +85,22 @@ impl Shard {
             self.open_inodes.remove(&open.ino);
         }
         left == 0
+    }
+}
+
+impl EventClient for Session {
+    const IS_AGENT: bool = true;
+
+    fn session(&self) -> SessionId {
+        self.id
+    }
+
+    fn source(&self) -> &dyn FileSystem {
+        &*self.source
+    }
+
+    fn known(&self, ino: Ino) -> Option<(Ino, bool)> {
+        self.knows(ino).then(|| (ino, self.kind_of(ino) == Some(FileType::Directory)))
     }
 }
 
@@ -289,19 +302,6 @@ impl Session {
     /// The file type of an inode, as the client was told.
     pub(crate) fn kind_of(&self, ino: Ino) -> Option<FileType> {
         self.shard(ino.0).references.get(&ino).and_then(|known| known.kind)
-    }
-
-    /// What has happened to a name of which it is only known that it is another: it was made if it is there.
-    pub(crate) fn name_now(&self, dir: Ino, name: &NameBuf) -> Event {
-        let caller = Caller { session: self.id, ..Caller::default() };
-        match self.source.lookup(&caller, dir, name.as_name()) {
-            Ok(entry) => {
-                self.source.forget(entry.ino, 1);
-                let is_dir = entry.attr.kind() == FileType::Directory;
-                Event::Created { dir, name: name.clone(), is_dir, ino: Some(entry.ino) }
-            }
-            Err(_) => Event::Removed { dir, name: name.clone(), is_dir: false, ino: None },
-        }
     }
 
     /// Whether the client knows of an inode.

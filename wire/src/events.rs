@@ -3,7 +3,8 @@
 //! They travel in ioctls on the root directory of the mount, so every VMM carries them. [`WAIT`] returns a message of
 //! events when there are any. [`ANNOUNCE`] names the event whose system call the agent makes next. [`INTERRUPT`] ends
 //! the wait of an agent that is to end, which the guest's kernel cannot. The numbers of the ioctls contain the lengths
-//! and so the version: a server of another version returns ENOTTY.
+//! and so the version: a server of another version returns ENOTTY. 9P clients get the same messages as data of Revents;
+//! inodes are paths of qids there.
 //!
 //! All numbers are little-endian. A message is a header and records, each a multiple of 8 bytes long:
 //!
@@ -11,27 +12,28 @@
 //! header   0 magic "FEV1" | 4 bytes of the message u32 | 8 records u16 | 10 flags u16 (1: events were lost,
 //!          2: caches are leased) | 12 zero u32
 //! record   0 bytes of the record u16 | 2 kind u8 | 3 flags u8 (1: directory, 2: exchanged) | 4 bytes of the name u16
-//!          | 6 bytes of the new name u16 | 8 number u64 | 16 inode or directory u64 | 24 new directory u64
-//!          | 32 name, new name, zeros up to a multiple of 8
+//!          | 6 bytes of the new name u16 | 8 number u64 | 16 inode or directory u64
+//!          | 24 new directory, or the removed inode u64 | 32 name, new name, zeros up to a multiple of 8
 //! announcement and its reply
 //!          0 number of the event u64 | 8 mode of what was created u32 (reply) | 12 zero u32
 //! ```
 //!
 //! ```
-//! use ferry_vfs::{Ino, Name};
+//! use ferry_vfs::{Event, Ino, Name};
 //! use ferry_wire::events::*;
 //!
-//! let name = Some(Name::new(b"new")?);
-//! let record = Record { number: 7, kind: Kind::Created, is_dir: false, exchanged: false, ino: Ino::ROOT, name, to: None };
+//! let event = Event::Created { dir: Ino::ROOT, name: Name::new(b"new")?.to_buf(), is_dir: false, ino: None };
+//! let record = Record::of(7, &event).ok_or("no record")?;
 //! let mut message = MessageWriter::new(false);
 //! assert!(message.push(&record));
 //! let bytes = message.finish();
 //! let message = Message::decode(&bytes)?;
 //! assert!(!message.is_lossy() && message.records().eq([Ok(record)]));
+//! assert_eq!(record.event(), Some(event));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-use ferry_vfs::{Ino, Name};
+use ferry_vfs::{Event, Ino, Name, NameBuf, Place};
 
 /// The longest message: an ioctl's length has 14 bits, and records are multiples of 8 bytes.
 pub const MESSAGE_BYTES_MAX: usize = 16_376;
@@ -62,7 +64,7 @@ const fn command(direction: u32, number: u32, bytes: usize) -> u32 {
 }
 
 /// What happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A name was made.
     Created,
@@ -76,11 +78,28 @@ pub enum Kind {
     Closed,
     /// Attributes were changed.
     Attributes,
+    /// No event: data that the client has are not valid any more. Not for agents, who see by the events.
+    StaleData,
+    /// The same of attributes.
+    StaleAttributes,
 }
 
 impl Kind {
-    const ALL: [Self; 6] =
-        [Self::Created, Self::Removed, Self::Renamed, Self::Modified, Self::Closed, Self::Attributes];
+    const ALL: [Self; 8] = [
+        Self::Created,
+        Self::Removed,
+        Self::Renamed,
+        Self::Modified,
+        Self::Closed,
+        Self::Attributes,
+        Self::StaleData,
+        Self::StaleAttributes,
+    ];
+
+    /// Whether it is no event.
+    pub fn is_stale(self) -> bool {
+        matches!(self, Self::StaleData | Self::StaleAttributes)
+    }
 
     fn to_raw(self) -> u8 {
         match self {
@@ -90,6 +109,8 @@ impl Kind {
             Self::Modified => 4,
             Self::Closed => 5,
             Self::Attributes => 6,
+            Self::StaleData => 7,
+            Self::StaleAttributes => 8,
         }
     }
 
@@ -115,13 +136,70 @@ pub struct Record<'a> {
     pub name: Option<Name<'a>>,
     /// The new directory and name, exactly with [`Kind::Renamed`].
     pub to: Option<(Ino, Name<'a>)>,
+    /// The inode that had the name, if the client knows it; only with [`Kind::Removed`], and not for agents.
+    pub removed: Option<Ino>,
 }
 
-impl Record<'_> {
+impl<'a> Record<'a> {
+    /// Returns the record of an event; `None` for those that are a flag of the message.
+    pub fn of(number: u64, event: &'a Event) -> Option<Self> {
+        let (kind, place) = match event {
+            Event::Modified(place) => (Kind::Modified, Some(place)),
+            Event::Closed(place) => (Kind::Closed, Some(place)),
+            Event::Attributes(place) => (Kind::Attributes, Some(place)),
+            Event::Created { .. } => (Kind::Created, None),
+            Event::Removed { .. } => (Kind::Removed, None),
+            Event::Renamed { .. } => (Kind::Renamed, None),
+            _ => return None,
+        };
+        let (ino, name) = match event {
+            Event::Created { dir, name, .. } | Event::Removed { dir, name, .. } => (*dir, Some(name)),
+            Event::Renamed { from, .. } => (from.0, Some(&from.1)),
+            _ => place.map(|place| (place.ino, place.name.as_ref()))?,
+        };
+        let name = name.map(NameBuf::as_name);
+        let base = Self { number, kind, is_dir: false, exchanged: false, ino, name, to: None, removed: None };
+        Some(match event {
+            Event::Created { is_dir, .. } => Self { is_dir: *is_dir, ..base },
+            Event::Removed { is_dir, ino, .. } => {
+                Self { is_dir: *is_dir, removed: ino.filter(|ino| *ino != Ino(0)), ..base }
+            }
+            Event::Renamed { to, is_dir, exchanged, .. } => {
+                Self { is_dir: *is_dir, exchanged: *exchanged, to: Some((to.0, to.1.as_name())), ..base }
+            }
+            _ => base,
+        })
+    }
+
+    /// Returns the record that says that something of an inode is not valid any more.
+    pub fn stale(kind: Kind, ino: Ino) -> Self {
+        Self { number: 0, kind, is_dir: false, exchanged: false, ino, name: None, to: None, removed: None }
+    }
+
+    /// Returns the event; `None` if it is none ([`Kind::is_stale`]).
+    pub fn event(&self) -> Option<Event> {
+        let (is_dir, name) = (self.is_dir, self.name.map(|name| name.to_buf()));
+        let place = |name| Place { ino: self.ino, name };
+        Some(match self.kind {
+            Kind::Created => Event::Created { dir: self.ino, name: name?, is_dir, ino: None },
+            Kind::Removed => Event::Removed { dir: self.ino, name: name?, is_dir, ino: self.removed },
+            Kind::Renamed => {
+                let (dir, new) = self.to?;
+                Event::Renamed { from: (self.ino, name?), to: (dir, new.to_buf()), is_dir, exchanged: self.exchanged }
+            }
+            Kind::Modified => Event::Modified(place(name)),
+            Kind::Closed => Event::Closed(place(name)),
+            Kind::Attributes => Event::Attributes(place(name)),
+            Kind::StaleData | Kind::StaleAttributes => return None,
+        })
+    }
+
     fn is_valid(&self) -> bool {
         (self.name.is_some() || !self.kind.is_of_name())
+            && (self.name.is_none() || !self.kind.is_stale())
             && self.to.is_some() == (self.kind == Kind::Renamed)
             && (!self.exchanged || self.kind == Kind::Renamed)
+            && self.removed.is_none_or(|ino| ino != Ino(0) && self.kind == Kind::Removed)
     }
 
     /// Returns the length in a message.
@@ -162,6 +240,7 @@ fn part<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
 #[derive(Debug)]
 pub struct MessageWriter {
     bytes: Vec<u8>,
+    bytes_max: usize,
     records: u16,
     flags: u16,
 }
@@ -172,7 +251,14 @@ impl MessageWriter {
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
         bytes.extend(MAGIC);
         bytes.extend([0; HEADER_BYTES - MAGIC.len()]);
-        Self { bytes, records: 0, flags: if is_lossy { LOST } else { 0 } }
+        Self { bytes, bytes_max: MESSAGE_BYTES_MAX, records: 0, flags: if is_lossy { LOST } else { 0 } }
+    }
+
+    /// Keeps it shorter than [`MESSAGE_BYTES_MAX`].
+    #[must_use]
+    pub fn within(mut self, bytes_max: usize) -> Self {
+        self.bytes_max = self.bytes_max.min(bytes_max);
+        self
     }
 
     /// Says that the client keeps what it knows for as long as an agent asks for events.
@@ -185,11 +271,12 @@ impl MessageWriter {
     /// Adds a record; returns false, and adds nothing, if there is no room or the record contradicts itself.
     pub fn push(&mut self, record: &Record<'_>) -> bool {
         let bytes = record.bytes();
-        if !record.is_valid() || self.bytes.len() + bytes > MESSAGE_BYTES_MAX {
+        if !record.is_valid() || self.bytes.len() + bytes > self.bytes_max {
             return false;
         }
         let name = record.name.map_or(&[][..], |name| name.as_bytes());
-        let (new_dir, new_name) = record.to.map_or((0, &[][..]), |(dir, name)| (dir.0, name.as_bytes()));
+        let removed = record.removed.map_or(0, |ino| ino.0);
+        let (new_dir, new_name) = record.to.map_or((removed, &[][..]), |(dir, name)| (dir.0, name.as_bytes()));
         // Names are at most 255 bytes long.
         let short = |bytes: usize| u16::try_from(bytes).unwrap_or(u16::MAX).to_le_bytes();
         let flags = if record.is_dir { IS_DIR } else { 0 } | if record.exchanged { EXCHANGED } else { 0 };
@@ -294,12 +381,13 @@ fn record(bytes: &[u8], at: usize) -> Option<(Record<'_>, usize)> {
     let (new_name, padding) = rest.split_at_checked(new_bytes)?;
     let kind = Kind::ALL.into_iter().find(|kind| kind.to_raw() == raw_kind)?;
     let name = if name.is_empty() { None } else { Some(Name::new(name).ok()?) };
-    let to = match kind {
-        Kind::Renamed => Some((new_dir, Name::new(new_name).ok()?)),
-        _ if new_dir == Ino(0) && new_name.is_empty() => None,
-        _ => return None,
+    let (to, removed) = match kind {
+        Kind::Renamed => (Some((new_dir, Name::new(new_name).ok()?)), None),
+        _ if !new_name.is_empty() => return None,
+        _ => (None, (new_dir != Ino(0)).then_some(new_dir)),
     };
-    let record = Record { number, kind, is_dir: flags & IS_DIR != 0, exchanged: flags & EXCHANGED != 0, ino, name, to };
+    let (is_dir, exchanged) = (flags & IS_DIR != 0, flags & EXCHANGED != 0);
+    let record = Record { number, kind, is_dir, exchanged, ino, name, to, removed };
     let is_valid = record.is_valid()
         && record.bytes() == len
         && flags & !(IS_DIR | EXCHANGED) == 0
@@ -362,10 +450,14 @@ mod tests {
                     is_dir: number.is_multiple_of(2),
                     exchanged: to.is_some() && number.is_multiple_of(3),
                     ino: Ino(number + 1),
-                    name: Some(name(bytes)),
+                    name: (!kind.is_stale()).then(|| name(bytes)),
                     to,
+                    removed: None,
                 };
                 all.push(record);
+                if kind == Kind::Removed {
+                    all.push(Record { removed: Some(Ino(u64::MAX - number)), ..record });
+                }
                 if !kind.is_of_name() {
                     all.push(Record { name: None, ..record });
                 }
@@ -400,6 +492,27 @@ mod tests {
     }
 
     #[test]
+    fn records_are_events_and_back() {
+        let names = [b"one".to_vec(), b"another".to_vec()];
+        for record in records(&names) {
+            assert_eq!(record.event().is_none(), record.kind.is_stale());
+            let Some(event) = record.event() else { continue };
+            let is_dir = record.is_dir && record.kind.is_of_name();
+            assert_eq!(Record::of(record.number, &event), Some(Record { is_dir, ..record }));
+        }
+        assert_eq!(Record::of(1, &Event::Lost), None);
+    }
+
+    #[test]
+    fn short_messages_hold_fewer_records() {
+        let long = vec![b'x'; Name::BYTES_MAX];
+        let event = Event::Modified(Place { ino: Ino(1), name: Some(name(&long).to_buf()) });
+        let mut message = MessageWriter::new(false).within(1000);
+        let pushed = (1..).take_while(|number| message.push(&Record::of(*number, &event).unwrap())).count();
+        assert_eq!((pushed, message.finish().len()), (3, HEADER_BYTES + 3 * 288));
+    }
+
+    #[test]
     fn contradictions_are_not_written() {
         let base = Record {
             number: 1,
@@ -409,6 +522,7 @@ mod tests {
             ino: Ino(1),
             name: Some(name(b"a")),
             to: None,
+            removed: None,
         };
         let to = Some((Ino(1), name(b"b")));
         for wrong in [
@@ -416,6 +530,9 @@ mod tests {
             Record { to, ..base },
             Record { exchanged: true, ..base },
             Record { kind: Kind::Renamed, ..base },
+            Record { removed: Some(Ino(1)), ..base },
+            Record { kind: Kind::StaleData, ..base },
+            Record { kind: Kind::Removed, removed: Some(Ino(0)), ..base },
         ] {
             assert!(!MessageWriter::new(false).push(&wrong), "{wrong:?}");
         }

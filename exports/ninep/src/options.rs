@@ -63,6 +63,9 @@ pub struct Options {
     pub msize_max: u32,
     /// How far the host is asked to read ahead of clients that read one piece after the other, in bytes; 0: not at all.
     pub read_ahead_bytes_max: u64,
+    /// Clients of Ferry's are told what others do, if the source publishes that. Those whose permissions are checked
+    /// ([`Users`]) are not: they might learn of names that they may not list.
+    pub events: bool,
     /// What clients may take up.
     pub limits: Limits,
     /// Limits the rate of all clients' requests together. Requests that wait take no thread.
@@ -80,6 +83,7 @@ impl Default for Options {
             remote: false,
             msize_max: MSIZE_DEFAULT,
             read_ahead_bytes_max: WINDOW_BYTES_MAX,
+            events: false,
             limits: Limits::default(),
             limiter: None,
         }

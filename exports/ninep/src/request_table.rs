@@ -80,7 +80,10 @@ impl RequestTable {
 
     /// Fids, requests under way, and those of them that wait for a lock.
     pub(crate) fn usage(&self) -> (usize, usize, usize) {
-        (self.session.as_ref().map_or(0, |session| session.fids()), self.requests(), self.parked)
+        let session = self.session.as_ref();
+        let for_events = session.is_some_and(|session| session.waits_for_events());
+        let for_locks = self.parked.saturating_sub(for_events.into());
+        (session.map_or(0, |session| session.fids()), self.requests(), for_locks)
     }
 
     /// A request comes in.

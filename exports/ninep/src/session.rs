@@ -5,14 +5,17 @@ use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
+use ferry_serve::events::{EventClient, Queue, subscribe};
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
-    Attr, Caller, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result, SessionId,
-    XattrFlags, checks,
+    Attr, Caller, Changes, Entry, Errno, FileSystem, FileType, Handle, Ino, Name, NameBuf, OFlags, Removals, Result,
+    SessionId, Subscription, XattrFlags, checks,
 };
-use ferry_wire::ninep::{Fid, LockRequest, Qid, QidKind, Reply, VERSION_UNKNOWN, VersionReply, agree};
+use ferry_wire::ninep::{
+    Fid, LockRequest, Qid, QidKind, READ_HEAD_BYTES, Reply, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree,
+};
 
 use crate::append_tracking::AppendTracking;
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
@@ -44,6 +47,27 @@ pub(crate) struct Session {
     pub(crate) removals: Removals,
     /// On whose account all that is.
     pub(crate) holder: Arc<ConnectionAccount>,
+    /// The client may ask for events.
+    pub(crate) has_events: bool,
+    /// What others do, from the client's first Tevents on.
+    events: OnceLock<(Arc<Queue>, Subscription)>,
+}
+
+impl EventClient for Session {
+    const IS_AGENT: bool = false;
+
+    fn session(&self) -> SessionId {
+        self.id
+    }
+
+    fn source(&self) -> &dyn FileSystem {
+        &*self.source
+    }
+
+    /// The client's numbers are the paths of qids.
+    fn known(&self, ino: Ino) -> Option<(Ino, bool)> {
+        lock(&self.paths.0).inodes.get(&ino).map(|known| (Ino(known.path), known.is_dir))
+    }
 }
 
 impl Drop for Session {
@@ -95,8 +119,6 @@ pub(crate) struct Node {
     pub(crate) generation: u64,
     pub(crate) kind: FileType,
     path: u64,
-    /// The path is in the table.
-    entered: Option<u64>,
     paths: Arc<Paths>,
     source: Arc<dyn FileSystem>,
     /// The source counts a reference.
@@ -117,9 +139,7 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if let Some(number) = self.entered {
-            self.paths.leave(number);
-        }
+        self.paths.leave(self.ino);
         if self.counted {
             sure(|| self.source.forget(self.ino, 1));
         }
@@ -138,37 +158,54 @@ fn version(attr: &Attr) -> u32 {
     u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
-/// Inode numbers need not be unique, but the paths of qids must be: a second inode with a number gets another path.
+/// Inode numbers need not be unique, but the paths of qids must be: a second inode with a number gets another path. An
+/// inode keeps its path for as long as there are fids of it.
 #[derive(Debug, Default)]
-struct Paths(Mutex<HashMap<u64, (Ino, usize)>>);
+struct Paths(Mutex<PathTables>);
+
+#[derive(Debug, Default)]
+struct PathTables {
+    inodes: HashMap<Ino, KnownInode>,
+    /// The inodes whose paths are their numbers.
+    numbers: HashMap<u64, Ino>,
+}
+
+/// An inode that there are fids of.
+#[derive(Debug)]
+struct KnownInode {
+    path: u64,
+    nodes: u32,
+    is_dir: bool,
+}
 
 /// The paths of those: no file system of Linux has numbers like these.
 const OTHER_PATHS: u64 = 1 << 63;
 
 impl Paths {
-    /// The path of an inode, and whether it is to be left again.
-    fn enter(&self, ino: Ino, number: u64) -> (u64, Option<u64>) {
-        match lock(&self.0).entry(number) {
-            Slot::Vacant(slot) => {
-                slot.insert((ino, 1));
-                (number, Some(number))
-            }
-            Slot::Occupied(mut slot) if slot.get().0 == ino => {
-                slot.get_mut().1 += 1;
-                (number, Some(number))
-            }
-            Slot::Occupied(_) => (OTHER_PATHS | ino.0, None),
-        }
+    /// The path of an inode, which is left again.
+    fn enter(&self, ino: Ino, attr: &Attr) -> u64 {
+        let PathTables { inodes, numbers } = &mut *lock(&self.0);
+        let known = inodes.entry(ino).or_insert_with(|| {
+            let is_own = *numbers.entry(attr.ino).or_insert(ino) == ino;
+            let path = if is_own { attr.ino } else { OTHER_PATHS | ino.0 };
+            KnownInode { path, nodes: 0, is_dir: attr.kind() == FileType::Directory }
+        });
+        // There are fewer fids.
+        known.nodes += 1;
+        known.path
     }
 
-    fn leave(&self, number: u64) {
-        let mut known = lock(&self.0);
-        if let Slot::Occupied(mut slot) = known.entry(number) {
-            slot.get_mut().1 -= 1;
-            if slot.get().1 == 0 {
-                slot.remove();
-                shrink(&mut known);
+    fn leave(&self, ino: Ino) {
+        let PathTables { inodes, numbers } = &mut *lock(&self.0);
+        let Slot::Occupied(mut known) = inodes.entry(ino) else { return };
+        known.get_mut().nodes -= 1;
+        if known.get().nodes == 0 {
+            let path = known.remove().path;
+            if numbers.get(&path) == Some(&ino) {
+                numbers.remove(&path);
             }
+            shrink(inodes);
+            shrink(numbers);
         }
     }
 }
@@ -311,7 +348,7 @@ impl Drop for NewValue {
 }
 
 impl Session {
-    pub(crate) fn new(share: &Share, holder: &Arc<ConnectionAccount>, msize: u32) -> Self {
+    pub(crate) fn new(share: &Share, holder: &Arc<ConnectionAccount>, (msize, is_ferry): (u32, bool)) -> Self {
         Self {
             id: holder.session(),
             msize,
@@ -323,7 +360,25 @@ impl Session {
             values_bytes: Arc::default(),
             removals: Removals::default(),
             holder: Arc::clone(holder),
+            has_events: is_ferry && share.options.events,
+            events: OnceLock::new(),
         }
+    }
+
+    /// What others do, from the first call on.
+    pub(crate) fn events(self: &Arc<Self>, changes: &Changes) -> &Arc<Queue> {
+        let bytes_max = usize::try_from(self.msize).unwrap_or(usize::MAX) - READ_HEAD_BYTES;
+        let (queue, _) = self.events.get_or_init(|| {
+            let queue = Arc::new(Queue::of_client(bytes_max));
+            let subscription = subscribe(changes, self, &queue);
+            (queue, subscription)
+        });
+        queue
+    }
+
+    /// Whether the client waits for what others do.
+    pub(crate) fn waits_for_events(&self) -> bool {
+        self.events.get().is_some_and(|(queue, _)| queue.is_waiting())
     }
 
     /// How many fids there are.
@@ -425,13 +480,11 @@ impl Session {
     }
 
     fn node_of(&self, entry: &Entry, counted: bool) -> Node {
-        let (path, entered) = self.paths.enter(entry.ino, entry.attr.ino);
         Node {
             ino: entry.ino,
             generation: entry.generation,
             kind: entry.attr.kind(),
-            path,
-            entered,
+            path: self.paths.enter(entry.ino, &entry.attr),
             paths: Arc::clone(&self.paths),
             source: Arc::clone(&self.source),
             counted,
@@ -495,7 +548,8 @@ pub(crate) fn agree_on(
 ) -> (Option<Arc<Session>>, Reply<'static>) {
     match agree(msize, version, share.options.msize_max) {
         VersionReply::Session { msize, version } => {
-            (Some(Arc::new(Session::new(share, holder, msize))), Reply::Version { msize, version })
+            let agreed = (msize, version == VERSION_OF_FERRY);
+            (Some(Arc::new(Session::new(share, holder, agreed))), Reply::Version { msize, version })
         }
         VersionReply::Unknown => (None, Reply::Version { msize, version: VERSION_UNKNOWN }),
         VersionReply::TooSmall => (None, Reply::Error(Errno::MSGSIZE)),
@@ -539,7 +593,7 @@ mod tests {
     fn owners_of_locks_are_remembered_until_they_have_none_and_are_bounded() {
         let clients = Clients::new(1, 0);
         let holder = clients.welcome(Peer::Guest).unwrap();
-        let session = Session::new(&Share::new(Arc::new(Nothing), crate::Options::default()), &holder, 8192);
+        let session = Session::new(&Share::new(Arc::new(Nothing), crate::Options::default()), &holder, (8192, false));
         let count = || session.owner_count.load(Ordering::Relaxed);
         let root = session.root(&Attr::new(Ino::ROOT, FileType::Directory, 0o755));
         let user = User { uid: 0, gid: 0, checked: false };
@@ -566,12 +620,14 @@ mod tests {
     #[test]
     fn inodes_with_one_number_have_two_paths() {
         let paths = Paths::default();
-        assert_eq!(paths.enter(Ino(2), 12), (12, Some(12)));
-        assert_eq!(paths.enter(Ino(2), 12), (12, Some(12)));
-        assert_eq!(paths.enter(Ino(3), 12), (OTHER_PATHS | 3, None));
-        paths.leave(12);
-        assert_eq!(paths.enter(Ino(3), 12), (OTHER_PATHS | 3, None));
-        paths.leave(12);
-        assert_eq!(paths.enter(Ino(3), 12), (12, Some(12)));
+        let attr = Attr { ino: 12, ..Attr::new(Ino(2), FileType::RegularFile, 0o600) };
+        assert_eq!([2, 2, 3, 3].map(|ino| paths.enter(Ino(ino), &attr)), [12, 12, OTHER_PATHS | 3, OTHER_PATHS | 3]);
+        [2, 3, 2].into_iter().for_each(|ino| paths.leave(Ino(ino)));
+        assert_eq!(paths.enter(Ino(3), &attr), OTHER_PATHS | 3, "it keeps its path");
+        [3, 3].into_iter().for_each(|ino| paths.leave(Ino(ino)));
+        assert_eq!(paths.enter(Ino(3), &attr), 12);
+        paths.leave(Ino(3));
+        let tables = lock(&paths.0);
+        assert!(tables.inodes.is_empty() && tables.numbers.is_empty());
     }
 }

@@ -6,6 +6,7 @@ use std::thread;
 
 use ferry_engine::metrics::Metrics;
 use ferry_engine::{BlockingPool, RatelimitedLog};
+use ferry_serve::events::Timer;
 use ferry_vfs::{Caller, Errno, FileSystem, Ino};
 
 use crate::{Error, Options};
@@ -21,6 +22,8 @@ pub(crate) struct Share {
     pub(crate) metrics: Arc<Metrics>,
     /// What the host was asked to read ahead of clients.
     pub(crate) read_ahead_bytes: AtomicU64,
+    /// Ends waits for events.
+    pub(crate) event_timer: Timer,
 }
 
 impl std::fmt::Debug for Share {
@@ -39,6 +42,7 @@ impl Share {
             blocking_pool: BlockingPool::default(),
             metrics: Arc::new(crate::serve::metrics()),
             read_ahead_bytes: AtomicU64::new(0),
+            event_timer: Timer::default(),
         }
     }
 

@@ -1,7 +1,8 @@
-//! The events that an agent has not replayed yet.
+//! The events that a client has not received yet.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::mem::discriminant;
+use std::fmt;
+use std::mem::{Discriminant, discriminant};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -9,7 +10,7 @@ use ferry_vfs::sync::lock;
 use ferry_vfs::{Errno, Event, Ino, NameBuf, Place, Result};
 use ferry_wire::events::{Kind, MessageWriter, Record};
 
-/// The most events of one client: a guest that takes longer to replay them than this forgets everything instead.
+/// The most events of one client: a client that takes longer to deal with them than this forgets everything instead.
 pub(crate) const EVENTS_MAX: usize = 1 << 16;
 
 /// How far the queue is searched for what becomes of a new name. Those who make a file and move it away do so at once.
@@ -17,39 +18,74 @@ const LOOK_AHEAD: usize = 1024;
 
 type AnswerFn = Box<dyn FnOnce(Result<Vec<u8>>) + Send>;
 
-#[derive(Default)]
+/// Who reads the messages.
+#[derive(Clone, Copy, Debug)]
+enum Reader {
+    /// An agent, which announces each event before it replays it.
+    Agent {
+        /// The client's kernel keeps what it knows for as long as an agent asks.
+        is_leased: bool,
+    },
+    /// A client, which acknowledges what it has dealt with.
+    Client {
+        /// The longest message that it takes.
+        bytes_max: usize,
+    },
+}
+
 struct State {
+    reader: Reader,
     events: VecDeque<(u64, Event)>,
     last: u64,
+    /// The last event that a client was sent.
+    sent: u64,
     is_lossy: bool,
-    /// The client's kernel keeps what it knows for as long as an agent asks.
-    is_leased: bool,
     /// The agent was told that events were lost, and has not asked since.
     has_dropped: bool,
     /// The changes of data and attributes among the events that later ones are merged with.
-    mergeable: HashSet<(std::mem::Discriminant<Event>, Place)>,
-    /// New names that the agent has not replayed yet, by their inodes, which the client does not know.
+    mergeable: HashSet<MergeKey>,
+    /// What is not valid any more, which a client is told before the events.
+    stale: HashSet<(Kind, Ino)>,
+    /// New names that the client has not looked up yet, by their inodes, which it does not know.
     coming: HashMap<Ino, (Ino, NameBuf)>,
+    /// Those of a client, in their order.
+    coming_order: VecDeque<Ino>,
     parked: Option<(Instant, AnswerFn)>,
 }
 
+type MergeKey = (Discriminant<Event>, Place);
+
+/// What events have in common that are merged.
+fn merge_key(event: &Event) -> Option<MergeKey> {
+    match event {
+        Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => {
+            Some((discriminant(event), place.clone()))
+        }
+        _ => None,
+    }
+}
+
 /// The events of one client, in their order.
-pub(crate) struct Queue(Mutex<State>);
+pub struct Queue(Mutex<State>);
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Queue").field("reader", &lock(&self.0).reader).finish_non_exhaustive()
+    }
+}
 
 impl State {
     fn add(&mut self, event: Event) {
         match &event {
-            Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => {
-                if !self.mergeable.insert((discriminant(&event), place.clone())) {
+            Event::Modified(_) | Event::Closed(_) | Event::Attributes(_) => {
+                if merge_key(&event).is_some_and(|key| !self.mergeable.insert(key)) {
                     return;
                 }
             }
             Event::Created { dir, name, ino, .. } => {
                 self.separate(*dir, name);
-                if let Some(ino) = ino
-                    && self.coming.len() < LOOK_AHEAD
-                {
-                    self.coming.insert(*ino, (*dir, name.clone()));
+                if let Some(ino) = ino {
+                    self.comes(*ino, (*dir, name.clone()));
                 }
             }
             Event::Removed { dir, name, .. } => {
@@ -70,6 +106,22 @@ impl State {
         self.events.push_back((self.last, event));
     }
 
+    /// The client will look up an inode by this name. Agents do so when they replay the event. When a client does is not
+    /// known, so its last ones are kept.
+    fn comes(&mut self, ino: Ino, at: (Ino, NameBuf)) {
+        if matches!(self.reader, Reader::Client { .. }) {
+            self.coming_order.push_back(ino);
+            if self.coming_order.len() > LOOK_AHEAD
+                && let Some(oldest) = self.coming_order.pop_front()
+            {
+                self.coming.remove(&oldest);
+            }
+        }
+        if self.coming.len() < LOOK_AHEAD {
+            self.coming.insert(ino, at);
+        }
+    }
+
     /// A name refers to another file from now on: later changes are not those of before.
     fn separate(&mut self, dir: Ino, name: &NameBuf) {
         if self.mergeable.is_empty() {
@@ -84,60 +136,114 @@ impl State {
 
     fn lose(&mut self) {
         self.events.clear();
+        self.stale.clear();
         self.mergeable.clear();
         self.coming.clear();
+        self.coming_order.clear();
         self.is_lossy = true;
     }
 
     /// Removes the first event, which is about to be replayed.
     fn take(&mut self) -> Option<Event> {
         let (_, event) = self.events.pop_front()?;
-        if let Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) = &event {
-            self.mergeable.remove(&(discriminant(&event), place.clone()));
-        }
+        merge_key(&event).iter().for_each(|key| _ = self.mergeable.remove(key));
         Some(event)
     }
 
-    /// The first events as a message; they stay until they are announced.
+    /// The first events as a message; they stay until they are announced or acknowledged.
     fn message(&mut self) -> Vec<u8> {
         self.has_dropped |= self.is_lossy;
-        let mut message = MessageWriter::new(std::mem::take(&mut self.is_lossy));
-        if self.is_leased {
-            message = message.leased();
+        let message = MessageWriter::new(std::mem::take(&mut self.is_lossy));
+        let (mut message, is_client) = match self.reader {
+            Reader::Agent { is_leased: true } => (message.leased(), false),
+            Reader::Agent { .. } => (message, false),
+            Reader::Client { bytes_max } => (message.within(bytes_max), true),
+        };
+        // Without acknowledgement: a message that is not received loses everything.
+        self.stale.retain(|(kind, ino)| !message.push(&Record::stale(*kind, *ino)));
+        for (number, event) in self.events.iter().filter(|_| self.stale.is_empty()) {
+            let record = Record::of(*number, event).map(|record| match is_client {
+                true => record,
+                false => Record { removed: None, ..record },
+            });
+            if !record.is_some_and(|record| message.push(&record)) {
+                break;
+            }
+            if is_client {
+                // What happens from now on, the client may deal with after this, and is told once more.
+                self.sent = *number;
+                merge_key(event).iter().for_each(|key| _ = self.mergeable.remove(key));
+            }
         }
-        let mut events = self.events.iter();
-        while events.next().is_some_and(|(number, event)| record(*number, event).is_some_and(|it| message.push(&it))) {}
         message.finish()
     }
 }
 
-/// An event as it is sent; `None` for those that are a flag of the message.
-fn record(number: u64, event: &Event) -> Option<Record<'_>> {
-    let ((kind, ino, name), is_dir, exchanged, to) = match event {
-        Event::Created { dir, name, is_dir, .. } => ((Kind::Created, *dir, Some(name)), *is_dir, false, None),
-        Event::Removed { dir, name, is_dir, .. } => ((Kind::Removed, *dir, Some(name)), *is_dir, false, None),
-        Event::Renamed { from, to, is_dir, exchanged } => {
-            let new = Some((to.0, to.1.as_name()));
-            ((Kind::Renamed, from.0, Some(&from.1)), *is_dir, *exchanged, new)
-        }
-        Event::Modified(place) => ((Kind::Modified, place.ino, place.name.as_ref()), false, false, None),
-        Event::Closed(place) => ((Kind::Closed, place.ino, place.name.as_ref()), false, false, None),
-        Event::Attributes(place) => ((Kind::Attributes, place.ino, place.name.as_ref()), false, false, None),
-        _ => return None,
-    };
-    Some(Record { number, kind, is_dir, exchanged, ino, name: name.map(NameBuf::as_name), to })
-}
-
 impl Queue {
-    /// What happened before is not known.
+    /// Of an agent. What happened before is not known.
     pub(crate) fn new(is_leased: bool) -> Self {
-        Self(Mutex::new(State { is_lossy: true, is_leased, ..State::default() }))
+        Self::of(Reader::Agent { is_leased })
     }
 
-    /// Adds an event, and answers the agent that waits.
+    /// Of a client that acknowledges events ([`Self::acknowledge`]) and takes messages of up to `bytes_max` bytes. What
+    /// happened before is not known.
+    pub fn of_client(bytes_max: usize) -> Self {
+        Self::of(Reader::Client { bytes_max })
+    }
+
+    fn of(reader: Reader) -> Self {
+        Self(Mutex::new(State {
+            reader,
+            events: VecDeque::new(),
+            last: 0,
+            sent: 0,
+            is_lossy: true,
+            has_dropped: false,
+            mergeable: HashSet::new(),
+            stale: HashSet::new(),
+            coming: HashMap::new(),
+            coming_order: VecDeque::new(),
+            parked: None,
+        }))
+    }
+
+    /// Removes what the client has dealt with: events that it was sent, up to this number.
+    pub fn acknowledge(&self, number: u64) {
+        let state = &mut *lock(&self.0);
+        let number = number.min(state.sent);
+        while state.events.front().is_some_and(|(first, _)| *first <= number) {
+            state.events.pop_front();
+        }
+    }
+
+    /// Has the client forget everything: it has not received a message.
+    pub fn lose(&self) {
+        lock(&self.0).lose();
+    }
+
+    /// Whether the client waits.
+    pub fn is_waiting(&self) -> bool {
+        lock(&self.0).parked.is_some()
+    }
+
+    /// Adds an event, and answers the reader that waits.
     pub(crate) fn push(&self, event: Event) {
+        self.change(|state| state.add(event));
+    }
+
+    /// Something that the client has of an inode is not valid any more.
+    pub(crate) fn stale(&self, kind: Kind, ino: Ino) {
+        self.change(|state| {
+            state.stale.insert((kind, ino));
+            if state.stale.len() > EVENTS_MAX {
+                state.lose();
+            }
+        });
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
         let mut state = lock(&self.0);
-        state.add(event);
+        change(&mut state);
         if let Some((_, answer)) = state.parked.take() {
             let message = state.message();
             drop(state);
@@ -162,16 +268,16 @@ impl Queue {
         std::mem::take(&mut lock(&self.0).has_dropped)
     }
 
-    /// Calls `answer` with a message once there is something to tell; with an empty one when `until` has passed and
-    /// [`Self::expire`] is called. An agent that waits already is told that another has come.
-    pub(crate) fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
+    /// Calls `answer` with a message once there is something to tell; with an empty one when `until` has passed, if a
+    /// [`super::Timer`] watches the queue. A reader that waits already is told that another has come (`BUSY`).
+    pub fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
         let mut state = lock(&self.0);
         let before = state.parked.take();
-        if state.events.is_empty() {
+        if state.events.is_empty() && matches!(state.reader, Reader::Agent { .. }) {
             // Everything was replayed.
             state.coming.clear();
         }
-        if state.events.is_empty() && !state.is_lossy {
+        if state.events.is_empty() && state.stale.is_empty() && !state.is_lossy {
             state.parked = Some((until, Box::new(answer)));
             drop(state);
         } else {
@@ -212,9 +318,7 @@ impl Queue {
     /// Adds the first event again: the agent that has announced it was killed.
     pub(crate) fn put_back(&self, number: u64, event: Event) {
         let state = &mut *lock(&self.0);
-        if let Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) = &event {
-            state.mergeable.insert((discriminant(&event), place.clone()));
-        }
+        state.mergeable.extend(merge_key(&event));
         state.events.push_front((number, event));
     }
 
@@ -350,5 +454,87 @@ mod tests {
         queue.push(Event::Renamed { from, to, is_dir: false, exchanged: false });
         assert_eq!(queue.announce(1), Some((created("a"), true)));
         assert_eq!(queue.announce(2), Some((created("b"), false)));
+    }
+
+    #[test]
+    fn a_client_acknowledges_and_what_was_sent_is_not_merged_with() {
+        let (queue, never) = (Queue::of_client(4096), Instant::now() + Duration::from_secs(1000));
+        let _ = wait(&queue, never);
+        queue.acknowledge(u64::MAX);
+        queue.push(Event::Modified(place("a")));
+        queue.push(Event::Modified(place("a")));
+        assert_eq!(told(&wait(&queue, never)).1, [(1, Kind::Modified)]);
+        // While the client deals with the first.
+        queue.push(Event::Modified(place("a")));
+        queue.push(Event::Modified(place("a")));
+        queue.acknowledge(0);
+        assert_eq!(told(&wait(&queue, never)).1, [(1, Kind::Modified), (2, Kind::Modified)], "a reply was lost");
+        queue.push(created("b"));
+        queue.acknowledge(u64::MAX);
+        assert_eq!(told(&wait(&queue, never)).1, [(3, Kind::Created)], "only what was sent");
+        queue.acknowledge(3);
+        assert!(wait(&queue, never).lock().unwrap().is_empty() && queue.is_waiting());
+        queue.lose();
+        queue.push(created("c"));
+        assert!(!queue.is_waiting());
+    }
+
+    #[test]
+    fn messages_for_a_client_are_as_short_as_it_wants() {
+        let (queue, never) = (Queue::of_client(100), Instant::now() + Duration::from_secs(1000));
+        let _ = wait(&queue, never);
+        (0..100).for_each(|number| queue.push(created(&number.to_string())));
+        let mut numbers = Vec::new();
+        while numbers.len() < 100 {
+            let answers = wait(&queue, never);
+            assert!(answers.lock().unwrap()[0].as_ref().unwrap().len() <= 100);
+            numbers.extend(told(&answers).1.iter().map(|(number, _)| *number));
+            queue.acknowledge(*numbers.last().unwrap());
+        }
+        assert!(numbers.into_iter().eq(1..=100));
+    }
+
+    #[test]
+    fn what_is_stale_is_told_before_the_events() {
+        let (queue, never) = (Queue::of_client(100), Instant::now() + Duration::from_secs(1000));
+        let _ = wait(&queue, never);
+        let parked = wait(&queue, never);
+        queue.stale(Kind::StaleData, Ino(1));
+        assert_eq!(told(&parked).1, [(0, Kind::StaleData)]);
+        assert!(wait(&queue, never).lock().unwrap().is_empty(), "once");
+        queue.push(Event::Modified(place("a")));
+        for round in 0..1000 {
+            queue.stale(Kind::StaleAttributes, Ino(round % 7));
+        }
+        let (mut stale, mut messages) = (0, Vec::new());
+        while stale < 7 {
+            let (is_lossy, records) = told(&wait(&queue, never));
+            assert!(!is_lossy);
+            stale += records.iter().filter(|(_, kind)| kind.is_stale()).count();
+            messages.push(records);
+        }
+        let last = messages.pop().unwrap();
+        assert!(messages.iter().flatten().all(|(_, kind)| kind.is_stale()), "{messages:?}");
+        assert_eq!((stale, last.last()), (7, Some(&(1, Kind::Modified))));
+        (0..=EVENTS_MAX as u64).for_each(|number| queue.stale(Kind::StaleData, Ino(number)));
+        assert!(told(&wait(&queue, never)).0, "too much");
+    }
+
+    #[test]
+    fn new_files_of_a_client_have_their_names_for_long() {
+        let (queue, never) = (Queue::of_client(4096), Instant::now() + Duration::from_secs(1000));
+        let new = |number: u64| {
+            let Event::Created { dir, name, is_dir, .. } = created(&number.to_string()) else { unreachable!() };
+            Event::Created { dir, name, is_dir, ino: Some(Ino(1000 + number)) }
+        };
+        let by_name = |number| queue.by_new_name(&Event::Modified(Place { ino: Ino(1000 + number), name: None }));
+        for number in 0..2 * LOOK_AHEAD as u64 {
+            queue.push(new(number));
+            let _ = wait(&queue, never);
+            queue.acknowledge(number + 1);
+            assert_eq!(by_name(number), Some(Event::Modified(place(&number.to_string()))));
+        }
+        assert_eq!((by_name(0), by_name(LOOK_AHEAD as u64).is_some()), (None, true));
+        assert!(lock(&queue.0).coming.len() <= LOOK_AHEAD);
     }
 }

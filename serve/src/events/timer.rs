@@ -1,4 +1,4 @@
-//! Ends the waiting of agents, on one thread for all clients of a share.
+//! Ends the waiting for events, on one thread for all clients of a share.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use super::queue::Queue;
 struct State {
     queues: Vec<Weak<Queue>>,
     has_thread: bool,
-    /// An agent waits since the thread has looked.
+    /// Somebody waits since the thread has looked.
     is_changed: bool,
     is_over: bool,
 }
@@ -22,13 +22,19 @@ struct Inner {
     bell: Condvar,
 }
 
-/// Answers agents that have waited for as long as they may.
+/// Answers readers of queues that have waited for as long as they may.
 #[derive(Default)]
-pub(crate) struct Timer(Arc<Inner>);
+pub struct Timer(Arc<Inner>);
+
+impl std::fmt::Debug for Timer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Timer")
+    }
+}
 
 impl Timer {
-    /// An agent waits at a queue.
-    pub(crate) fn watch(&self, queue: &Arc<Queue>) {
+    /// Somebody waits at a queue.
+    pub fn watch(&self, queue: &Arc<Queue>) {
         let mut state = lock(&self.0.state);
         let queue = Arc::downgrade(queue);
         if !state.queues.iter().any(|known| known.ptr_eq(&queue)) {
@@ -40,7 +46,7 @@ impl Timer {
             let thread = std::thread::Builder::new().name("events".into()).spawn(move || inner.run());
             match thread {
                 Ok(_) => state.has_thread = true,
-                Err(error) => tracing::warn!("agents wait until something happens: cannot start a thread: {error}"),
+                Err(error) => tracing::warn!("events are waited for without a limit: cannot start a thread: {error}"),
             }
         }
         state.is_changed = true;

@@ -140,6 +140,7 @@ fn request(message_kind: u8, mut body: Body<'_>) -> Result<Request<'_>, FieldErr
             ensure(lock_kind != LockKind::Unlock, "a lock test with type unlock")?;
             Request::Getlock { fid, lock: lock_request(lock_kind, b)? }
         }
+        kind::TEVENTS => Request::Events { fid: b.fid()?, acknowledged: b.u64()?, wait_ms: b.u32()? },
         other => by_name(other, b)?,
     };
     body.end()?;

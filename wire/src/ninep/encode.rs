@@ -120,6 +120,7 @@ impl Request<'_> {
             Self::Unlinkat { dir, name, is_dir } => {
                 m.fid(dir).string(name.as_bytes()).u32(if is_dir { AT_REMOVEDIR } else { 0 })
             }
+            Self::Events { fid, acknowledged, wait_ms } => m.fid(fid).u64(acknowledged).u32(wait_ms),
         };
     }
 
@@ -154,6 +155,7 @@ impl Request<'_> {
             Self::Mkdir { .. } => kind::TMKDIR,
             Self::Renameat { .. } => kind::TRENAMEAT,
             Self::Unlinkat { .. } => kind::TUNLINKAT,
+            Self::Events { .. } => kind::TEVENTS,
         }
     }
 }

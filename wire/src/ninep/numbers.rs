@@ -107,7 +107,7 @@ pub mod kind {
             $(pub const $name: u8 = $value;)*
 
             /// All T messages.
-            pub const ALL: [u8; 28] = [$($name,)*];
+            pub const ALL: [u8; 29] = [$($name,)*];
         };
     }
 
@@ -131,6 +131,8 @@ pub mod kind {
         TMKDIR = 72,
         TRENAMEAT = 74,
         TUNLINKAT = 76,
+        // Only in `super::VERSION_OF_FERRY`.
+        TEVENTS = 78,
         TVERSION = 100,
         TAUTH = 102,
         TATTACH = 104,

@@ -111,6 +111,8 @@ pub enum Reply<'a> {
     Mkdir(Qid),
     Renameat,
     Unlinkat,
+    /// A message of [`crate::events`], in which inodes are paths of qids.
+    Events(&'a [u8]),
 }
 
 /// Returns the first bytes of an Rread or Rreaddir, for servers that have the data in place after them. `kind` is the
@@ -141,7 +143,7 @@ impl Reply<'_> {
                 m.u16(u16::try_from(qids.count).unwrap_or(0));
                 qids.as_slice().iter().fold(m, |m, qid| m.qid(*qid))
             }
-            Self::Read(data) | Self::Readdir(data) => m.data(data),
+            Self::Read(data) | Self::Readdir(data) | Self::Events(data) => m.data(data),
             Self::Write { bytes } => m.u32(bytes),
             Self::Statfs { totals, id } => put_statfs(m, &totals, id),
             Self::Open { qid, iounit } | Self::Create { qid, iounit } => m.qid(qid).u32(iounit),
@@ -195,6 +197,7 @@ impl Reply<'_> {
             Self::Mkdir(_) => kind::TMKDIR,
             Self::Renameat => kind::TRENAMEAT,
             Self::Unlinkat => kind::TUNLINKAT,
+            Self::Events(_) => kind::TEVENTS,
         };
         request + 1
     }

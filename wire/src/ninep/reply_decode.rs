@@ -66,6 +66,7 @@ fn reply(message_kind: u8, mut body: Body<'_>) -> Result<Reply<'_>, FieldError> 
         kind::TMKDIR => Reply::Mkdir(b.qid()?),
         kind::TRENAMEAT => Reply::Renameat,
         kind::TUNLINKAT => Reply::Unlinkat,
+        kind::TEVENTS => Reply::Events(b.data()?),
         _ => return Err(FieldError::new(Errno::OPNOTSUPP, "an unknown message type")),
     };
     body.end()?;

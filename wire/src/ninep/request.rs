@@ -234,4 +234,13 @@ pub enum Request<'a> {
     Renameat { dir: Fid, name: Name<'a>, new_dir: Fid, new_name: Name<'a> },
     /// Removes a name, of a directory or of another file.
     Unlinkat { dir: Fid, name: Name<'a>, is_dir: bool },
+    /// Waits for what others do to files that this client has fids of. Only in [`super::VERSION_OF_FERRY`].
+    Events {
+        /// The root, as a user who may see everything.
+        fid: Fid,
+        /// The number of the last event that the client has received, or 0. Later ones are repeated.
+        acknowledged: u64,
+        /// How long the reply may take, if nothing happens.
+        wait_ms: u32,
+    },
 }

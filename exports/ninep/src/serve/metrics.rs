@@ -29,6 +29,7 @@ fn name(message: u8) -> &'static str {
         kind::TMKDIR => "mkdir",
         kind::TRENAMEAT => "renameat",
         kind::TUNLINKAT => "unlinkat",
+        kind::TEVENTS => "events",
         kind::TAUTH => "auth",
         kind::TATTACH => "attach",
         kind::TWALK => "walk",

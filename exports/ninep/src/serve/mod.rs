@@ -1,6 +1,7 @@
 //! Dispatches requests to calls of the source.
 
 mod data;
+mod events;
 mod locks;
 mod metrics;
 mod names;
@@ -177,6 +178,7 @@ fn serve_one(cx: &Context<'_>, request: &Request<'_>, carrier: &mut impl NinepCa
             None => return Ok(ReplyPlace::Parked),
         },
         Request::Getlock { fid, lock } => cx.getlock(fid, lock)?,
+        Request::Events { fid, acknowledged, wait_ms } => return cx.events(fid, acknowledged, wait_ms),
         ref other => serve_infrequent(cx, other)?,
     };
     cx.done(carrier, &reply)

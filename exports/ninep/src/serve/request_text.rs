@@ -63,6 +63,7 @@ impl fmt::Debug for RequestText<'_> {
             Request::Renameat { name, new_name, .. } => write!(f, "Renameat {name:?} to {new_name:?}"),
             Request::Unlinkat { name, is_dir: false, .. } => write!(f, "Unlinkat {name:?}"),
             Request::Unlinkat { name, is_dir: true, .. } => write!(f, "Unlinkat of the directory {name:?}"),
+            Request::Events { .. } => write!(f, "Events"),
         }
     }
 }

@@ -29,7 +29,8 @@ pub(super) fn subject(request: &Request<'_>) -> Option<Fid> {
         | Request::Getlock { fid, .. }
         | Request::Rename { fid, .. }
         | Request::Xattrwalk { fid, .. }
-        | Request::Xattrcreate { fid, .. } => Some(fid),
+        | Request::Xattrcreate { fid, .. }
+        | Request::Events { fid, .. } => Some(fid),
         Request::Symlink { dir, .. }
         | Request::Mknod { dir, .. }
         | Request::Mkdir { dir, .. }

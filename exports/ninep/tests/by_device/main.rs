@@ -6,6 +6,8 @@
 mod ahead;
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../it/events.rs"]
+mod events;
 #[path = "../it/locks.rs"]
 mod locks;
 mod long_messages_by_device;

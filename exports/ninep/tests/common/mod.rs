@@ -320,10 +320,16 @@ impl<S: Stream> Client<S> {
 
     #[track_caller]
     pub fn hello(&mut self, msize: u32) -> u32 {
-        self.send(Tag::NONE, &Request::Version { msize, version: VERSION });
+        self.hello_in(msize, VERSION)
+    }
+
+    /// Begins a session in this version.
+    #[track_caller]
+    pub fn hello_in(&mut self, msize: u32, version: &[u8]) -> u32 {
+        self.send(Tag::NONE, &Request::Version { msize, version });
         let (tag, message) = self.receive();
         match Reply::decode(&message).unwrap() {
-            (_, Reply::Version { msize, version: VERSION }) if tag == Tag::NONE => msize,
+            (_, Reply::Version { msize, version: agreed }) if tag == Tag::NONE && agreed == version => msize,
             other => panic!("{other:?}"),
         }
     }

@@ -10,6 +10,7 @@ mod common;
 
 mod ahead;
 mod device;
+mod events;
 mod hostile;
 mod idle;
 mod limits;

@@ -128,6 +128,7 @@ pub(super) fn requests<'a>(seed: &'a Seed, buffer: &'a mut Vec<u8>) -> Vec<Reque
         Request::Mkdir { dir: fid, name, mode: seed.u32(1) & 0o7777, gid },
         Request::Renameat { dir: fid, name, new_dir: other, new_name },
         Request::Unlinkat { dir: fid, name, is_dir: seed.bit(3) },
+        Request::Events { fid, acknowledged: seed.words[3], wait_ms: seed.u32(4) },
     ]
 }
 
@@ -192,5 +193,6 @@ pub(super) fn replies(seed: &Seed) -> Vec<Reply<'_>> {
         Reply::Mkdir(qid),
         Reply::Renameat,
         Reply::Unlinkat,
+        Reply::Events(&seed.bytes),
     ]
 }
