@@ -67,7 +67,7 @@ pub(crate) const WANTED: u64 = valid::BASIC | valid::BTIME | valid::GENERATION;
 
 impl Shared {
     pub(crate) fn new(link: Link) -> std::result::Result<Arc<Self>, Error> {
-        let inodes = Inodes::new(link.current().root_qid);
+        let inodes = Inodes::new(link.current().root_qid, link.has_events);
         let wants_cache = link.options.cache != options::Cache::None;
         let message_bytes_max = Self::message_bytes(&link.current());
         let mut limits = Limits { message_bytes_max, ..Limits::of(link.options.cache_bytes) };
@@ -155,19 +155,22 @@ impl Shared {
         if let Some(file) = inode.cached().filter(|file| file.is_dirty()) {
             file.write_out();
         }
-        self.link.with_retry(|session| {
-            let mark = inode.cached().map(|file| file.size_mark());
-            let found = self.by_any_fid(session, inode, |fid| {
-                session.ask(&Request::Getattr { fid: fid.fid(), mask: WANTED }, attributes)
-            })?;
-            let mut attr = inode.note(&found)?;
-            if let (Some(file), Some(mark)) = (inode.cached(), mark)
-                && !file.set_size(mark, attr.size)
-            {
-                attr.size = file.size();
-            }
-            Ok(attr)
-        })
+        self.link.with_retry(|session| self.getattr_in(session, inode))
+    }
+
+    /// As [`Self::getattr_of`], in this session, and without unwritten data.
+    pub(crate) fn getattr_in(&self, session: &Arc<Session>, inode: &Inode) -> Outcome<Attr> {
+        let mark = inode.cached().map(|file| file.size_mark());
+        let found = self.by_any_fid(session, inode, |fid| {
+            session.ask(&Request::Getattr { fid: fid.fid(), mask: WANTED }, attributes)
+        })?;
+        let mut attr = inode.note(&found)?;
+        if let (Some(file), Some(mark)) = (inode.cached(), mark)
+            && !file.set_size(mark, attr.size)
+        {
+            attr.size = file.size();
+        }
+        Ok(attr)
     }
 
     /// Returns the known attributes of a file with unwritten data: the server does not know its size.

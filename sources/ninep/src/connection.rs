@@ -341,6 +341,21 @@ impl Connection {
         ticket
     }
 
+    /// As [`Self::send_one`], for a request that the server keeps for a while: it takes no slot.
+    pub(crate) fn send_one_parked(&self, mut request: Outgoing) -> Ticket {
+        let (ticket, wake) = Ticket::new(request.kind);
+        let mut state = lock(&self.state);
+        if state.broken.is_some() {
+            drop(state);
+            wake.wake(Answer::Lost { sent: false, buffer: None });
+            return ticket;
+        }
+        let tag = self.register(&mut state, &mut request, wake, false);
+        drop(state);
+        self.write(tag, request);
+        ticket
+    }
+
     /// Sends a request that may never end; returns its tag for [`Self::give_up`].
     pub(crate) fn park(&self, mut request: Outgoing, wake: Wake) -> Result<Tag, Errno> {
         let mut state = lock(&self.state);

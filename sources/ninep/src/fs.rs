@@ -13,8 +13,8 @@ use crate::Client;
 
 impl FileSystem for Client {
     fn features(&self) -> Features {
-        let read_only = self.shared.link.options.read_only;
-        Features { read_only, posix_locks: true, waits: true, ..Features::default() }
+        let (read_only, events) = (self.shared.link.options.read_only, self.shared.link.has_events);
+        Features { read_only, events, posix_locks: true, waits: true, ..Features::default() }
     }
 
     fn changes(&self) -> Option<&Changes> {

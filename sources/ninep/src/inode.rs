@@ -1,6 +1,6 @@
 //! The inode table.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Instant;
@@ -33,8 +33,8 @@ pub(crate) fn now_in_changes() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
-/// Identifies a file of a server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// Identifies a file of a server. Those with one path are next to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub(crate) path: u64,
     generation: u64,
@@ -276,7 +276,7 @@ struct InodeEntry {
 #[derive(Debug, Default)]
 struct Tables {
     inodes: HashMap<Ino, InodeEntry>,
-    by_key: HashMap<Key, Ino>,
+    by_key: BTreeMap<Key, Ino>,
     next: u64,
     /// The number of unreferenced inodes that are kept for a sync.
     unsynced: usize,
@@ -299,12 +299,23 @@ impl Tables {
 pub(crate) struct Inodes {
     root: Arc<Inode>,
     tables: RwLock<Tables>,
+    /// The server tells what others do to files that this client has fids of.
+    has_events: bool,
 }
 
 impl Inodes {
-    pub(crate) fn new(root: Qid) -> Self {
+    pub(crate) fn new(root: Qid, has_events: bool) -> Self {
         let root = Inode::new(Ino::ROOT, root.path, FileType::Directory, None, None);
-        Self { root, tables: RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() }) }
+        Self { root, tables: RwLock::new(Tables { next: Ino::ROOT.0 + 1, ..Tables::default() }), has_events }
+    }
+
+    /// Returns the files with this path: one, mostly.
+    pub(crate) fn by_path(&self, path: u64) -> Vec<Arc<Inode>> {
+        let root = Some(&self.root).filter(|root| root.path == path);
+        let [first, last] = [(0, 0), (u64::MAX, u32::MAX)].map(|(generation, kind)| Key { path, generation, kind });
+        let tables = sync::read(&self.tables);
+        let known = tables.by_key.range(first..=last).filter_map(|(_, ino)| tables.inodes.get(ino));
+        root.into_iter().chain(known.map(|known| &known.inode)).map(Arc::clone).collect()
     }
 
     pub(crate) fn get(&self, ino: Ino) -> Result<Arc<Inode>> {
@@ -384,6 +395,10 @@ impl Inodes {
             // Otherwise the server would keep the file when it is removed.
             let fid = lock(&inode.fid).take();
             drop(fid);
+            if let Some(file) = inode.cached().filter(|_| self.has_events) {
+                // From now on nothing is told of it.
+                file.forget();
+            }
             return;
         }
         tables.is_overfull |= is_unsynced;

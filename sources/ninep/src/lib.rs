@@ -17,7 +17,8 @@
 //!   state that Tversion begins, users and fids; `link`: the access to the server, which outlives connections;
 //! * `inode`: files, each with its fid and the place where it was found; `file`, `names`, `listing`, `xattr`, `locks`: the
 //!   requests;
-//! * [`cache`]: the bytes of files, read ahead and written behind.
+//! * [`cache`]: the bytes of files, read ahead and written behind;
+//! * `events`: what others do, as servers of Ferry's tell.
 //!
 //! # When the connection is lost
 //!
@@ -39,6 +40,8 @@ mod client;
 mod connection;
 mod connector;
 mod data;
+mod event_batch;
+mod events;
 mod extra_connections;
 mod file;
 mod fs;
@@ -97,6 +100,8 @@ pub struct Usage {
 pub struct Client {
     shared: Arc<Shared>,
     keeper: Option<JoinHandle<()>>,
+    /// Receives events, if the server has some.
+    listener: Option<JoinHandle<()>>,
 }
 
 impl Client {
@@ -151,9 +156,14 @@ impl Client {
         let keeper = connector.start(Box::new(work)).map_err(Error::Threads)?;
         let link = link.recv().map_err(|_| Error::Threads(connector::has_ended()))??;
         let shared = Shared::new(link)?;
-        let client = Self { shared, keeper: Some(keeper) };
+        let mut client = Self { shared, keeper: Some(keeper), listener: None };
         // The keeper waits for it.
         drop(known.send(Arc::downgrade(&client.shared)));
+        if client.shared.link.has_events {
+            let shared = Arc::clone(&client.shared);
+            let listener = std::thread::Builder::new().name("9p-events".into()).spawn(move || shared.receive_events());
+            client.listener = Some(listener.map_err(Error::Threads)?);
+        }
         Ok(client)
     }
 
@@ -173,9 +183,8 @@ impl Client {
 impl Drop for Client {
     fn drop(&mut self) {
         self.shared.link.end();
-        if let Some(keeper) = self.keeper.take() {
-            // It is joined only so that it has ended.
-            drop(keeper.join());
-        }
+        // They are joined only so that they have ended. What the listener publishes may drop the last reference to this.
+        let threads = self.keeper.take().into_iter().chain(self.listener.take());
+        threads.filter(|thread| thread.thread().id() != std::thread::current().id()).for_each(|it| drop(it.join()));
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_vfs::sync::lock;
+use ferry_vfs::sync::{lock, wait};
 use ferry_vfs::{Errno, Result};
 
 use crate::connection::{Counts, Outcome, RequestError};
@@ -23,6 +23,8 @@ pub(crate) struct Link {
     transport: Arc<dyn Transport>,
     pub(crate) options: Options,
     pub(crate) counts: Arc<Counts>,
+    /// The server tells what others do, or did at first.
+    pub(crate) has_events: bool,
     session: Mutex<Arc<Session>>,
     /// A new session, or the end of the link.
     changed: Condvar,
@@ -34,11 +36,12 @@ pub(crate) struct Link {
 impl Link {
     pub(crate) fn new(transport: Arc<dyn Transport>, options: Options) -> std::result::Result<Self, Error> {
         let counts = Arc::default();
-        let session = Session::begin(&*transport, &options, 0, &counts)?;
+        let session = Session::begin(&*transport, &options, 0, (&counts, true))?;
         Ok(Self {
             transport,
             options,
             counts,
+            has_events: session.has_events,
             session: Mutex::new(Arc::new(session)),
             changed: Condvar::new(),
             is_over: AtomicBool::new(false),
@@ -54,6 +57,18 @@ impl Link {
     /// Returns the current session, broken or not.
     pub(crate) fn current(&self) -> Arc<Session> {
         Arc::clone(&lock(&self.session))
+    }
+
+    /// Waits for the session after this one, however long that takes; `None` at the end of the link.
+    pub(crate) fn session_after(&self, serial: Option<u64>) -> Option<Arc<Session>> {
+        let mut session = lock(&self.session);
+        while !self.is_over() {
+            if serial.is_none_or(|serial| serial < session.serial) {
+                return Some(Arc::clone(&session));
+            }
+            session = wait(&self.changed, session);
+        }
+        None
     }
 
     /// Waits for a session with a connection until this time, or until the server was away for longer than the limit.
@@ -108,7 +123,8 @@ impl Link {
         let mut back_off = BACK_OFF_MIN;
         let mut told = None;
         while !self.is_over() {
-            match Session::begin(&*self.transport, &self.options, broken.serial + 1, &self.counts) {
+            let counts = (&self.counts, self.has_events);
+            match Session::begin(&*self.transport, &self.options, broken.serial + 1, counts) {
                 Ok(session) => {
                     let session = Arc::new(session);
                     restore(&session);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ferry_vfs::sync::lock;
 use ferry_vfs::{
-    Caller, Change, CreateArgs, Entry, Errno, FileType, Handle, Ino, Name, NameBuf, OFlags, RenameFlags, Result,
+    Caller, Change, CreateArgs, Entry, Errno, Event, FileType, Handle, Ino, Name, NameBuf, OFlags, RenameFlags, Result,
 };
 use ferry_wire::ninep::{Fid, Getattr, Qid, QidKind, Reply, Request, Step, Steps};
 
@@ -92,6 +92,12 @@ impl Shared {
         self.changes.publish(cx.session, || Change::Entry { dir: dir.ino, name: name.to_buf() });
     }
 
+    /// Publishes that this client made a name.
+    fn publish_created(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, found: &Entry) {
+        let (is_dir, ino) = (found.attr.kind() == FileType::Directory, Some(found.ino));
+        self.publish_event(cx, || Event::Created { dir, name: name.to_buf(), is_dir, ino });
+    }
+
     /// Returns the group of a new file in a directory, and whether it inherits setgid. With setgid it is the
     /// directory's group, as in Linux's client (`v9fs_get_fsgid_for_create`), for servers that do not derive it.
     fn group_in(&self, dir: &Inode, cx: &Caller<'_>) -> Result<(u32, u32)> {
@@ -130,7 +136,9 @@ impl Shared {
             session.take(&message, |_| Some(()))
         })?;
         self.publish_entry(cx, &dir, name);
-        self.link.with_retry(|session| self.find(session, &dir, name))
+        let entry = self.link.with_retry(|session| self.find(session, &dir, name))?;
+        self.publish_created(cx, dir.ino, name, &entry);
+        Ok(entry)
     }
 
     pub(crate) fn mkdir(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>, new: &CreateArgs) -> Result<Entry> {
@@ -188,6 +196,7 @@ impl Shared {
             self.open_made(cx, &inode, (held, flags), entry.attr.size)
         };
         dir.change();
+        self.publish_created(cx, dir.ino, name, &entry);
         let handle = open().inspect_err(|_| self.inodes.forget(entry.ino, 1))?;
         Ok((entry, handle))
     }
@@ -201,7 +210,9 @@ impl Shared {
         })?;
         self.publish_entry(cx, &dir, name);
         self.changes.publish(cx.session, || Change::Attr { ino });
-        self.link.with_retry(|session| self.find(session, &dir, name))
+        let entry = self.link.with_retry(|session| self.find(session, &dir, name))?;
+        self.publish_created(cx, dir.ino, name, &entry);
+        Ok(entry)
     }
 
     pub(crate) fn unlink(&self, cx: &Caller<'_>, dir: Ino, name: Name<'_>) -> Result<()> {
@@ -222,6 +233,7 @@ impl Shared {
             )
         })?;
         self.publish_entry(cx, &dir, name);
+        self.publish_event(cx, || Event::Removed { dir: dir.ino, name: name.to_buf(), is_dir, ino: None });
         Ok(())
     }
 
@@ -253,11 +265,13 @@ impl Shared {
             )
         })?;
         // So that it is known where to look for it should the connection be lost.
-        if let Ok(entry) = self.link.with_retry(|session| self.find(session, &new_dir, to.1)) {
-            self.inodes.forget(entry.ino, 1);
-        }
+        let found = self.link.with_retry(|session| self.find(session, &new_dir, to.1));
+        let found = found.inspect(|entry| self.inodes.forget(entry.ino, 1));
         self.publish_entry(cx, &dir, from.1);
         self.publish_entry(cx, &new_dir, to.1);
+        let is_dir = found.is_ok_and(|entry| entry.attr.kind() == FileType::Directory);
+        let [from, to] = [from, to].map(|(dir, name)| (dir, name.to_buf()));
+        self.publish_event(cx, || Event::Renamed { from, to, is_dir, exchanged: false });
         Ok(())
     }
 }

@@ -3,12 +3,14 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use ferry_vfs::Errno;
 use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Fid, MSIZE_MIN, Qid, Reply, Request, Steps, User, VERSION, VERSION_OF_FERRY};
 
 use crate::connection::{Connection, Counts, Outcome, Outgoing, RequestError};
+use crate::event_batch::EventBatch;
 use crate::options::{Error, Options};
 use crate::transport::Transport;
 
@@ -70,6 +72,8 @@ pub(crate) struct Session {
     in_order: AtomicBool,
     /// Whether the server supports Tunlinkat and Trenameat, as far as known; diod does not.
     has_at: AtomicBool,
+    /// The server tells what others do from now on.
+    pub(crate) has_events: bool,
 }
 
 impl std::ops::Deref for Session {
@@ -86,7 +90,7 @@ impl Session {
         transport: &dyn Transport,
         options: &Options,
         serial: u64,
-        counts: &Arc<Counts>,
+        (counts, wants_events): (&Arc<Counts>, bool),
     ) -> Result<Self, Error> {
         let Root { fid: root, qid: root_qid, is_ferry } = connect(transport, options, counts)?;
         let mut session = Self {
@@ -98,9 +102,22 @@ impl Session {
             users: Mutex::default(),
             in_order: AtomicBool::new(is_ferry),
             has_at: AtomicBool::new(true),
+            has_events: false,
         };
+        // Data that were written on further connections would be told as those of others.
+        if is_ferry && wants_events && options.connections == 1 {
+            session.has_events = session.ask_events(0, Duration::ZERO).is_ok();
+        }
         session.connect_further(transport, options, counts);
         Ok(session)
+    }
+
+    /// Asks what others did after an event, and waits for that as long as the server may take.
+    pub(crate) fn ask_events(&self, acknowledged: u64, wait: Duration) -> Outcome<EventBatch> {
+        let wait_ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
+        let request = Request::Events { fid: self.root.fid(), acknowledged, wait_ms };
+        let message = self.send_one_parked(Outgoing::new(&request)).wait(self)?;
+        self.take(&message, |reply| if let Reply::Events(data) = reply { EventBatch::decode(data) } else { None })
     }
 
     /// Opens the additional connections. The session continues without them: a server may have a limit.

@@ -115,6 +115,11 @@ impl CachedFile {
         self.lock().forget_clean(range.start, range.end);
     }
 
+    /// Drops the cached data that the server has, too, and does not wait. Data kept for a restart of the server stay.
+    pub fn forget(&self) {
+        self.lock().forget_clean(0, u64::MAX);
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }

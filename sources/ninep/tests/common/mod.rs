@@ -5,6 +5,7 @@ pub mod fake;
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,8 @@ pub struct Served {
     pub socket: PathBuf,
     pub source: Arc<dyn FileSystem>,
     users: Users,
+    /// Clients are told what others do.
+    events: AtomicBool,
     _folder: TempDir,
 }
 
@@ -42,16 +45,32 @@ impl Served {
     pub fn of(source: Arc<dyn FileSystem>, users: Users) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("s");
-        let served = Self { export: Mutex::default(), socket, source, users, _folder: folder };
+        let (export, events) = (Mutex::default(), AtomicBool::new(false));
+        let served = Self { export, socket, source, users, events, _folder: folder };
         served.start();
         served
+    }
+
+    /// Of a memory file system, with events.
+    pub fn with_events() -> Self {
+        let served = Self::new();
+        served.restart(true);
+        served
+    }
+
+    /// Stops it, and starts it with or without events.
+    pub fn restart(&self, events: bool) {
+        self.stop();
+        self.events.store(events, Ordering::Relaxed);
+        self.start();
     }
 
     /// Starts the server, again if it was stopped.
     pub fn start(&self) {
         let _ = std::fs::remove_file(&self.socket);
         let listener = UnixListener::bind(&self.socket).unwrap();
-        let options = ferry_ninep::Options { users: self.users.clone(), ..ferry_ninep::Options::default() };
+        let (users, events) = (self.users.clone(), self.events.load(Ordering::Relaxed));
+        let options = ferry_ninep::Options { users, events, ..ferry_ninep::Options::default() };
         let export = Export::start(vec![listener.into()], Arc::clone(&self.source), options).unwrap();
         *self.export.lock().unwrap() = Some(export);
     }

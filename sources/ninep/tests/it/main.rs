@@ -14,6 +14,7 @@ mod cache_messages;
 mod cache_model;
 mod close_to_open;
 mod connections;
+mod events;
 mod hostile;
 mod listings;
 mod locks;
