@@ -146,6 +146,15 @@ impl Serve for Shares<'_> {
     fn start(&mut self) -> Result<()> {
         let opened = self.sources.begin()?;
         self.sources.watch(self.start.shares)?;
+        if let Some((share, _)) =
+            self.start.shares.iter().zip(&opened).find(|(share, source)| share.events && !source.features().events)
+        {
+            bail!(
+                "--events: {} does not tell what others do: its server must be Ferry with --events, and there must be one \
+                 connection to it",
+                share.source.display()
+            );
+        }
         let sockets = std::mem::take(&mut self.sockets);
         self.up = start(self.start.shares, &opened, sockets, self.start.words, &mut self.serving)?.into();
         self.trace.0 = self.trace.1.take().map(|file| Trace::start(file, &self.up)).transpose()?;

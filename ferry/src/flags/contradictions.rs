@@ -58,8 +58,8 @@ impl Share {
             (self.inode_file_handles != FileHandles::default(), "inode-file-handles"),
             (self.watch != Watch::default(), "watch"),
             (self.quota.is_some(), "quota"),
-            // Files in memory publish what happens, others only a part of it.
-            (self.events && !matches!(kind, Kind::Mem | Kind::Pmem(_)), "events"),
+            // Files in memory publish what happens, and so may a server; others only a part of it.
+            (self.events && !matches!(kind, Kind::Mem | Kind::Pmem(_) | Kind::Ninep(_)), "events"),
         ];
         if let (false, Some(flag)) = (matches!(kind, Kind::Dir(_)), given(&of_dirs)) {
             return Some(format!("--{flag} is for directories, and {source} is not one"));
@@ -173,13 +173,25 @@ impl Share {
         }
     }
 
-    /// Returns a conflict about what agents in guests are told.
+    /// Returns a conflict about what agents in guests and 9P clients are told.
     fn events_conflict(&self) -> Option<String> {
         let source = self.source.display();
+        let has_guests = self.virtiofs.is_some() || self.fd.is_some();
+        let has_clients = self.ninep.as_ref().is_some_and(|address| !matches!(address, Address::VhostUser(_)));
         match self.events {
             false => None,
-            true if self.virtiofs.is_none() && self.fd.is_none() => {
-                Some(format!("--events is for virtual machines, and {source} is not shared with one: add --virtiofs"))
+            true if !has_guests && !has_clients => Some(format!(
+                "--events is for virtual machines and for 9P clients that are Ferry, and {source} is shared with neither: \
+                 add --virtiofs or --9p"
+            )),
+            true if has_guests
+                && matches!(self.kind(), Kind::Ninep(_))
+                && matches!(self.cache, Cache::Always | Cache::Metadata) =>
+            {
+                Some(format!(
+                    "--events with --cache always or metadata is for files of this host: the connection to the server of {source} \
+                     may end unnoticed for a while; use --cache auto"
+                ))
             }
             true if self.writeback => Some(
                 "--events and --writeback exclude each other: with it a guest believes its own lengths of files".into(),

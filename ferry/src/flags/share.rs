@@ -171,8 +171,9 @@ pub struct Share {
     #[arg(long, help_heading = "Users and attributes")]
     pub no_xattr: bool,
 
-    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it. For
-    /// a directory of root's, this adds work to every change on its file system; for other users it is less exact.
+    /// Tell the agents in guests (ferry agent) what others do, so that programs there that watch files (inotify) see it, and
+    /// 9P clients that are Ferry, so that their caches are right. For a directory of root's, this adds work to every change on
+    /// its file system; for other users it is less exact.
     #[arg(long, help_heading = "For virtual machines")]
     pub events: bool,
 

@@ -3,6 +3,7 @@ use crate::common;
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -105,6 +106,123 @@ fn umount_is_refused_for_open_files_alone_and_at_once() {
     assert_eq!((status, umount(&tmpfs).0), (Some(0), Some(0)));
     assert!(time < AT_ONCE, "{time:?}");
     until("its end", || !runs(pid));
+}
+
+/// What the host does is seen in a mount that would keep what it has seen for a day, at once, and also what it did while the
+/// server was away.
+#[test]
+fn a_mount_of_a_server_with_events_sees_what_the_host_does() {
+    needs_fuse!();
+    let place = Place::new();
+    let serve = || {
+        let mut share = ferry();
+        share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
+        Server::start(&mut share)
+    };
+    let server = serve();
+    let pid = mounted(&place, &["--cache", "always"]);
+    let (there, here) = (|name: &str| place.source.join(name), |name: &str| place.mnt.join(name));
+    let names = || {
+        let names = fs::read_dir(&place.mnt).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort_unstable();
+        names
+    };
+    let file = File::open(here("file")).unwrap();
+    let look = |name: &str| {
+        let _ = fs::metadata(here(name));
+        fs::read_to_string(here(name)).ok()
+    };
+    assert_eq!(
+        (look("file").as_deref(), look("new"), names()),
+        (Some("from the source"), None, vec!["file".into(), "other".into()])
+    );
+    // Programs on the mount that watch, too.
+    let mut watch = Command::new("sh");
+    let script = "until [ ! -e other ]; do sleep 0.05; done";
+    let mut watch = watch.args(["-c", script]).current_dir(&place.mnt).spawn().unwrap();
+    fs::write(there("file"), "by the host").unwrap();
+    until("the new text", || look("file").as_deref() == Some("by the host"));
+    until("the new length of an open file", || file.metadata().unwrap().len() == 11);
+    fs::write(there("new"), "new").unwrap();
+    until("the new file", || look("new").as_deref() == Some("new"));
+    fs::rename(there("new"), there("moved")).unwrap();
+    until("the new name", || look("new").is_none() && look("moved").as_deref() == Some("new"));
+    fs::remove_file(there("other")).unwrap();
+    assert_eq!(wait(&mut watch), Some(0));
+    until("the new listing", || names() == ["file", "moved"]);
+    fs::set_permissions(there("file"), fs::Permissions::from_mode(0o640)).unwrap();
+    until("the new mode", || fs::metadata(here("file")).unwrap().mode() & 0o777 == 0o640);
+    // What nobody tells of: the server is away.
+    drop(server);
+    fs::write(there("file"), "meanwhile").unwrap();
+    fs::remove_file(there("moved")).unwrap();
+    let server = serve();
+    until("what happened meanwhile", || look("file").as_deref() == Some("meanwhile") && look("moved").is_none());
+    fs::write(there("file"), "afterwards").unwrap();
+    until("what happens afterwards", || look("file").as_deref() == Some("afterwards"));
+    drop(file);
+    place.unmount(pid);
+    drop(server);
+}
+
+/// What users of other mounts report: stale bytes under a new length, files that are replaced, empty, removed and made once
+/// more, and readers that keep a file open. In no mode is anything old seen once the new length or name is.
+#[test]
+fn what_other_mounts_of_servers_miss_is_seen() {
+    needs_fuse!();
+    for cache in ["auto", "always"] {
+        let place = Place::new();
+        let mut share = ferry();
+        share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
+        let server = Server::start(&mut share);
+        let pid = mounted(&place, &["--cache", cache]);
+        let (there, here) = (|name: &str| place.source.join(name), |name: &str| place.mnt.join(name));
+        let text = |name: &str| fs::read_to_string(here(name));
+        // It grows, and keeps its length: once it is known to be another, all of it is.
+        let grown = File::open(here("file")).unwrap();
+        for number in 0..20 {
+            let new = format!("{number}").repeat(5000 + number % 2);
+            fs::write(there("file"), &new).unwrap();
+            until("the new bytes", || text("file").unwrap() == new);
+            let mut bytes = vec![0; new.len()];
+            assert_eq!(grown.read_at(&mut bytes, 0).unwrap(), new.len(), "{cache}");
+            assert!(bytes == new.as_bytes(), "{cache}: by an open file");
+        }
+        // Editors replace a file; who looks at it at that time finds the one or the other.
+        for number in 0..50 {
+            fs::write(there("replacing"), format!("version {number}")).unwrap();
+            fs::rename(there("replacing"), there("file")).unwrap();
+            until("the new version", || text("file").unwrap() == format!("version {number}"));
+        }
+        File::create(there("empty")).unwrap();
+        until("the empty file", || text("empty").is_ok_and(|text| text.is_empty()));
+        fs::write(there("empty"), "not any more").unwrap();
+        until("what is in it", || text("empty").unwrap() == "not any more");
+        // Removed by the host, and made by the mount.
+        fs::remove_file(there("empty")).unwrap();
+        until("its end", || text("empty").is_err());
+        fs::write(here("empty"), "by the mount").unwrap();
+        assert_eq!(fs::read_to_string(there("empty")).unwrap(), "by the mount");
+        // What follows the end of a log.
+        let log = File::open(here("other")).unwrap();
+        let mut end = log.metadata().unwrap().len();
+        for number in 0..20 {
+            let mut file = File::options().append(true).open(there("other")).unwrap();
+            file.write_all(format!("line {number}\n").as_bytes()).unwrap();
+            let mut line = vec![0; 100];
+            let mut bytes = 0;
+            until("the next line", || {
+                bytes = log.read_at(&mut line, end).unwrap();
+                bytes != 0
+            });
+            assert_eq!(&line[..bytes], format!("line {number}\n").as_bytes(), "{cache}");
+            end += bytes as u64;
+        }
+        drop((grown, log));
+        place.unmount(pid);
+        drop(server);
+    }
 }
 
 #[test]

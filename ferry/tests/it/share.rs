@@ -649,11 +649,19 @@ fn events_that_could_not_be_told_are_refused() {
         let said = said(share(&dir, flags).arg("--virtiofs").arg(&socket));
         assert!(said.contains(why), "{flags:?}: {said}");
     }
-    let on_9p = said(share(&dir, &["--9p"]).arg(format!("unix:{}", socket.display())));
-    assert!(on_9p.contains("--events is for virtual machines"), "{on_9p}");
-    // Of another server's files nobody tells what happens. Files in memory are served: there is a server to be found.
-    let of_server = said(share(Path::new("9p:unix:/absent"), &["--virtiofs"]).arg(&socket));
-    assert!(of_server.contains("--events is for directories, and 9p:unix:/absent is not one"), "{of_server}");
+    let device = said(share(&dir, &["--9p"]).arg(format!("vhost-user:{}", socket.display())));
+    assert!(device.contains("--events is for virtual machines and for 9P clients that are Ferry"), "{device}");
+    // Of another server's files only Ferry's tells what happens, and only if it is to.
+    let of_server = said(share(Path::new("9p:unix:/absent"), &["--cache", "always", "--virtiofs"]).arg(&socket));
+    assert!(of_server.contains("--events with --cache always or metadata is for files of this host"), "{of_server}");
+    let plain = folder.path().join("p");
+    let address = format!("unix:{}", plain.display());
+    let server = Server::start(ferry().arg("share").arg(&dir).args(["--9p", &address]));
+    let output = run(share(Path::new(&format!("9p:{address}")), &["--virtiofs"]).arg(&socket));
+    let why = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && why.contains("does not tell what others do"), "{why}");
+    drop(server);
+    // Files in memory are served: there is a server to be found.
     let memory = folder.path().join("m");
     let mut child = share(Path::new("mem"), &["--virtiofs"]).arg(&memory).spawn().unwrap();
     let start = std::time::Instant::now();

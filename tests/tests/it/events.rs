@@ -35,6 +35,9 @@ enum Source {
     /// Files in memory, for a guest and in a mount that the host sees, in a folder.
     #[allow(dead_code, reason = "dropped in this order")]
     Mem(Box<(Export, ferry_fuse::Export, TempDir)>),
+    /// A directory, which a guest has from a 9P client of its server.
+    #[allow(dead_code, reason = "dropped in this order")]
+    Ninep(Box<(Export, ferry_ninep::Export, TempDir)>),
 }
 
 /// The events of a host and of its guest, each without those of `ping*` and `end`.
@@ -103,6 +106,30 @@ impl Watched {
         let mount = ferry_fuse::Export::mount(&path, mem, ferry_fuse::Options::default()).unwrap();
         fs::create_dir(path.join("d")).unwrap();
         Self { path, socket, source: Source::Mem(Box::new((guest, mount, folder))), programs: None }
+    }
+
+    /// By way of a 9P server and its client.
+    fn by_ninep(cache: Cache) -> Option<Self> {
+        let folder = folder(Place::Disk);
+        let [path, socket, server] = ["shared", "s", "9p"].map(|name| folder.path().join(name));
+        fs::create_dir_all(path.join("d")).unwrap();
+        let dir = Arc::new(ferry_dir::Dir::open(&path, ferry_dir::Options::default()).unwrap());
+        match dir.watch(OwnChanges::Skip) {
+            Ok(WatchKind::FileSystem) => {}
+            other => {
+                ferry_skip::skip!("changes on the host cannot be watched by fanotify: {other:?}");
+                return None;
+            }
+        }
+        let listener = std::os::unix::net::UnixListener::bind(&server).unwrap();
+        let options = ferry_ninep::Options { events: true, ..ferry_ninep::Options::default() };
+        let ninep = ferry_ninep::Export::start(vec![listener.into()], dir, options).unwrap();
+        let options = ferry_9p_client::Options::default();
+        let client = ferry_9p_client::Client::connect(Arc::new(ferry_9p_client::Unix(server)), options).unwrap();
+        let tag = Some("t".parse().unwrap());
+        let options = Options { cache, tag, events: true, ..Options::default() };
+        let guest = Export::listen(&socket, Arc::new(client) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
+        Some(Self { path, socket, source: Source::Ninep(Box::new((guest, ninep, folder))), programs: None })
     }
 
     pub(crate) fn share(&self) -> &Share {
@@ -228,6 +255,12 @@ fn each_operation_is_seen_as_what_it_is() {
 #[test]
 fn each_operation_is_seen_by_inotify() {
     each_operation(Watched::by_inotify, &["d/replaced ATTRIB "]);
+}
+
+/// By way of a 9P server, its client and the agent in the guest.
+#[test]
+fn each_operation_is_seen_by_way_of_9p() {
+    each_operation(Watched::by_ninep, &[]);
 }
 
 #[test]
