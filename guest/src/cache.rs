@@ -136,6 +136,21 @@ impl Cache {
         Ok(self.fetch("containerd")?.join("bin"))
     }
 
+    /// Returns the program docker-registry.
+    pub fn registry(&self) -> Result<PathBuf> {
+        Ok(self.fetch("registry")?.join("bin/docker-registry"))
+    }
+
+    /// Returns the directory of other snapshotters for containerd, with their tools in `bin`.
+    pub fn snapshotters(&self) -> Result<PathBuf> {
+        self.fetch("snapshotters")
+    }
+
+    /// Returns the directory of packages that container images are made of: `NAME.list` lists those of an image, in `root`.
+    pub fn rootfs(&self) -> Result<PathBuf> {
+        self.fetch("rootfs")
+    }
+
     /// Returns a root directory with libvirt and QEMU, for chroot.
     pub fn libvirt(&self) -> Result<PathBuf> {
         Ok(self.fetch("libvirt")?.join("root"))

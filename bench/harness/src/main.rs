@@ -8,6 +8,7 @@ mod agent;
 mod blk;
 mod chart;
 mod coherence;
+mod containers;
 mod costs;
 mod data;
 mod dax;
@@ -78,7 +79,7 @@ struct Cli {
     /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, metadata, coherence, virtiofs --dax)
+    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, containers, metadata, coherence, virtiofs --dax)
     #[arg(long)]
     add: bool,
     /// Only print the names of the rows
@@ -96,6 +97,7 @@ enum Table {
     V9fs,
     VhostBlk,
     Images,
+    Containers,
     Metadata,
     Costs,
     Locks,
@@ -160,9 +162,9 @@ fn main() -> ExitCode {
         eprintln!("bench/run: --dax is for the table virtiofs");
         return ExitCode::from(2);
     }
-    let has_parts = cli.dax || matches!(cli.table, Table::V9fs | Table::Images | Table::Metadata | Table::Coherence);
+    let has_parts = cli.dax || matches!(cli.table, Table::V9fs | Table::Images | Table::Containers | Table::Metadata | Table::Coherence);
     if cli.add && !has_parts {
-        eprintln!("bench/run: --add is for the tables v9fs, images, metadata, coherence and virtiofs --dax");
+        eprintln!("bench/run: --add is for the tables v9fs, images, containers, metadata, coherence and virtiofs --dax");
         return ExitCode::from(2);
     }
     let result = match cli.table {
@@ -170,6 +172,7 @@ fn main() -> ExitCode {
         Table::VhostBlk => blk::run(&cli),
         Table::V9fs => v9fs::run(&cli),
         Table::Images => images::run(&cli),
+        Table::Containers => containers::run(&cli),
         Table::Metadata => metadata::run(&cli),
         Table::Costs => costs::run(&cli),
         Table::Locks => locks::run(&cli),

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -108,11 +108,23 @@ impl Drop for Mounted {
 
 /// Whether something is mounted at `dir`, without asking its server.
 fn is_mounted(dir: &Path) -> bool {
+    places().iter().any(|place| place == dir.as_os_str().as_bytes())
+}
+
+/// Unmounts whatever is mounted below `dir`, in use or not.
+pub fn unmount_below(dir: &Path) {
+    for place in places().into_iter().rev().map(|place| PathBuf::from(OsString::from_vec(place))) {
+        if place != dir && place.starts_with(dir) {
+            let _ = rustix::mount::unmount(&place, UnmountFlags::DETACH);
+        }
+    }
+}
+
+/// Where file systems are mounted, in the order of their mounts.
+fn places() -> Vec<Vec<u8>> {
     let table = std::fs::read("/proc/self/mounts").unwrap_or_default();
-    table.split(|&byte| byte == b'\n').any(|line| {
-        let place = line.split(|&byte| byte == b' ').nth(1).unwrap_or_default();
-        unescape(place) == dir.as_os_str().as_bytes()
-    })
+    let place = |line: &[u8]| unescape(line.split(|&byte| byte == b' ').nth(1).unwrap_or_default());
+    table.split(|&byte| byte == b'\n').map(place).collect()
 }
 
 /// Blanks and the like stand as octal numbers in the table of mounts.

@@ -103,15 +103,27 @@ fn blame(error: anyhow::Error, server: &mut Server) -> anyhow::Error {
 
 /// Divides this process's CPUs: the first for guest and driver, the others for servers.
 pub fn divide_cpus() -> Result<(usize, String)> {
+    Ok(divide(&cpus()?))
+}
+
+/// This process's CPUs, as `taskset -c` takes them.
+pub fn all_cpus() -> Result<String> {
+    Ok(list(&cpus()?))
+}
+
+fn cpus() -> Result<Vec<usize>> {
     let set = rustix::thread::sched_getaffinity(None).context("cannot read the CPUs of this process")?;
-    let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect();
-    Ok(divide(&all))
+    Ok((0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
+}
+
+fn list(cpus: &[usize]) -> String {
+    cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
 fn divide(cpus: &[usize]) -> (usize, String) {
     let first = cpus.first().copied().unwrap_or(0);
     let others = if cpus.len() > 1 { &cpus[1..] } else { &[first] };
-    (first, others.iter().map(usize::to_string).collect::<Vec<_>>().join(","))
+    (first, list(others))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ mod rows;
 mod runner;
 mod systems;
 mod tree;
-mod walk;
+pub mod walk;
 
 use std::process::{Command, ExitCode, Stdio};
 
@@ -17,6 +17,7 @@ use anyhow::{Result, ensure};
 use ferry_guest::Cache;
 
 use self::made::Programs;
+pub use self::made::drop_caches;
 use self::rows::Work;
 use self::runner::{Effort, Runner};
 use crate::Cli;

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,14 @@ pub struct Link {
     address: SocketAddr,
     ended: Arc<AtomicBool>,
     tally: Option<Arc<Mutex<Tally>>>,
+    traffic: Arc<Traffic>,
+}
+
+/// What went through a link, whatever its protocol.
+#[derive(Debug, Default)]
+struct Traffic {
+    turns: AtomicU64,
+    bytes: AtomicU64,
 }
 
 impl Link {
@@ -39,24 +47,31 @@ impl Link {
         let address = listener.local_addr()?;
         let ended = Arc::new(AtomicBool::new(false));
         let tally = counted.then(Arc::<Mutex<Tally>>::default);
-        let (ending, counting) = (Arc::clone(&ended), tally.clone());
+        let traffic = Arc::<Traffic>::default();
+        let (ending, counting, counted) = (Arc::clone(&ended), tally.clone(), Arc::clone(&traffic));
         std::thread::spawn(move || {
             for (number, client) in (0..).zip(listener.incoming().map_while(Result::ok)) {
                 if ending.load(Ordering::Acquire) {
                     break;
                 }
                 let tally = counting.clone().map(|tally| (tally, number));
-                if let Err(error) = join(&client, server, delay, tally) {
+                if let Err(error) = join(&client, server, delay, tally, &counted) {
                     eprintln!("bench/run: a connection to {server} failed: {error:#}");
                 }
             }
         });
-        Ok(Self { address, ended, tally })
+        Ok(Self { address, ended, tally, traffic })
     }
 
     /// Where to connect to.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// How often clients sent something at first or after the server had, which is a request where a connection has one at a time,
+    /// and the bytes that the server sent.
+    pub fn traffic(&self) -> (u64, u64) {
+        (self.traffic.turns.load(Ordering::Relaxed), self.traffic.bytes.load(Ordering::Relaxed))
     }
 
     /// What went through since the last time, if that is counted.
@@ -77,18 +92,41 @@ impl Drop for Link {
 type Counter = Option<(Arc<Mutex<Tally>>, u64)>;
 
 /// Joins a client to the server.
-fn join(client: &TcpStream, server: SocketAddr, delay: Duration, counter: Counter) -> Result<()> {
+fn join(
+    client: &TcpStream,
+    server: SocketAddr,
+    delay: Duration,
+    counter: Counter,
+    traffic: &Arc<Traffic>,
+) -> Result<()> {
     let server = TcpStream::connect(server).context("no connection")?;
     for stream in [client, &server] {
         stream.set_nodelay(true)?;
     }
-    carry(client.try_clone()?, server.try_clone()?, delay, Side::Client, counter.clone());
-    carry(server, client.try_clone()?, delay, Side::Server, counter);
+    let is_asked = Arc::<AtomicBool>::default();
+    let (asked, counted) = (Arc::clone(&is_asked), Arc::clone(traffic));
+    let note = move |_: u64| {
+        counted.turns.fetch_add(u64::from(!asked.swap(true, Ordering::Relaxed)), Ordering::Relaxed);
+    };
+    carry(client.try_clone()?, server.try_clone()?, delay, Side::Client, counter.clone(), note);
+    let counted = Arc::clone(traffic);
+    let note = move |bytes: u64| {
+        is_asked.store(false, Ordering::Relaxed);
+        counted.bytes.fetch_add(bytes, Ordering::Relaxed);
+    };
+    carry(server, client.try_clone()?, delay, Side::Server, counter, note);
     Ok(())
 }
 
-/// Carries one direction, by two threads.
-fn carry(mut from: TcpStream, mut to: TcpStream, delay: Duration, side: Side, counter: Counter) {
+/// Carries one direction, by two threads. `note` is told the length of each piece.
+fn carry(
+    mut from: TcpStream,
+    mut to: TcpStream,
+    delay: Duration,
+    side: Side,
+    counter: Counter,
+    note: impl Fn(u64) + Send + 'static,
+) {
     let under_way = Arc::new(DelayedData::default());
     let counted = counter.clone();
     let count = move |frames: &mut Frames, bytes: &[u8]| {
@@ -101,15 +139,19 @@ fn carry(mut from: TcpStream, mut to: TcpStream, delay: Duration, side: Side, co
     std::thread::spawn(move || {
         let mut piece = vec![0; PIECE_BYTES];
         let mut frames = Frames::default();
+        // The client connects to this process at once. To a server that is far, that takes the way there and back.
+        let mut handshake = if side == Side::Client { 2 * delay } else { Duration::ZERO };
         loop {
             match from.read(&mut piece) {
                 Ok(0) => break,
                 Ok(bytes) => {
+                    note(bytes as u64);
                     // Requests are under way as soon as they are sent, replies until they have arrived.
                     if side == Side::Client {
                         counting(&mut frames, &piece[..bytes]);
                     }
-                    reading.push(Instant::now() + delay, piece[..bytes].to_vec());
+                    reading.push(Instant::now() + delay + handshake, piece[..bytes].to_vec());
+                    handshake = Duration::ZERO;
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(_) => break,
@@ -206,7 +248,8 @@ mod tests {
         let began = Instant::now();
         client.write_all(b"a").unwrap();
         client.read_exact(&mut [0]).unwrap();
-        assert!(began.elapsed() >= 2 * delay, "{:?}", began.elapsed());
+        assert!(began.elapsed() >= 4 * delay, "connecting is a message each way, too: {:?}", began.elapsed());
+        assert_eq!(link.traffic(), (1, 1));
         let sent: Vec<u8> = (0..3 << 20).map(|n: u32| (n.wrapping_mul(2_654_435_761) >> 13).to_le_bytes()[0]).collect();
         let mut got = Vec::new();
         std::thread::scope(|scope| {
@@ -219,6 +262,7 @@ mod tests {
             client.read_to_end(&mut got).unwrap();
         });
         assert!(got == sent, "{} of {} bytes", got.len(), sent.len());
+        assert_eq!(link.traffic().1, sent.len() as u64 + 1);
         assert!(link.take().is_none());
     }
 

@@ -3,7 +3,7 @@
 mod fio;
 mod guest;
 mod host;
-mod link;
+pub mod link;
 mod messages;
 mod place;
 mod report;
@@ -86,7 +86,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
 }
 
 /// bench/run gives this a network of its own, so that taps and addresses go with it; its loopback is down at first.
-fn loopback() -> Result<()> {
+pub fn loopback() -> Result<()> {
     let mut ip = Command::new("ip");
     let status = ip.args(["link", "set", "lo", "up"]).stdin(Stdio::null()).status();
     let status = status.context("cannot start ip (package iproute2)")?;

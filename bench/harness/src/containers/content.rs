@@ -1,0 +1,270 @@
+//! The images: Debian's packages as layers, in a registry in each form that a snapshotter knows.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::engine::Engine;
+use super::systems::{Programs, System};
+use crate::data::Noise;
+use crate::images::walk;
+use crate::process;
+
+/// How long a program may take that makes or pushes an image.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// What images have that is not needed in a container.
+const REMOVED: [&str; 3] = ["usr/share/doc", "usr/share/man", "usr/share/locale"];
+/// How many images are related.
+pub const RELATED: usize = 20;
+/// Of so many files one differs from one of them to the next.
+const FILES_PER_CHANGE: u64 = 20;
+/// The base is made anew for each so many.
+const IMAGES_PER_BASE: usize = 5;
+
+/// An image, and what is started of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Image {
+    /// A small distribution, which all others are based on.
+    Shell,
+    /// Python with packages.
+    Python,
+    /// Node.js with packages, a server.
+    Node,
+    /// A Java development kit.
+    Java,
+}
+
+/// The form of an image in the registry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Form {
+    /// Layers as tar with gzip.
+    Plain,
+    /// The same, with what `ferry image convert` puts beside it.
+    Prepared,
+    /// Layers with a table of contents.
+    Estargz,
+    /// Layers as they are, with what `soci` puts beside them.
+    Soci,
+}
+
+impl Image {
+    /// All.
+    pub const ALL: [Self; 4] = [Self::Shell, Self::Python, Self::Node, Self::Java];
+
+    /// Its name in the rows, in the registry, and of its list of packages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shell => "shell",
+            Self::Python => "python",
+            Self::Node => "node",
+            Self::Java => "java",
+        }
+    }
+
+    /// What is started in a container of it, and a word of what that prints first.
+    pub fn command(self) -> (&'static [&'static str], &'static str) {
+        match self {
+            Self::Shell => (&["/usr/bin/bash", "-c", "echo ready"], "ready"),
+            Self::Python => (
+                &[
+                    "/usr/bin/python3",
+                    "-c",
+                    "import asyncio, http.server, json, sqlite3, ssl, jinja2, requests, yaml; print('ready')",
+                ],
+                "ready",
+            ),
+            Self::Node => (
+                &[
+                    "/usr/bin/node",
+                    "-e",
+                    "const s = require('express')().listen(0, () => { console.log('ready'); s.close(); })",
+                ],
+                "ready",
+            ),
+            Self::Java => (&["/usr/lib/jvm/default-java/bin/java", "--version"], "openjdk"),
+        }
+    }
+}
+
+impl Form {
+    /// The repository of an image in this form.
+    pub fn repository(self, image: &str) -> String {
+        let folder = match self {
+            Self::Plain => "plain",
+            Self::Prepared => "prepared",
+            Self::Estargz => "estargz",
+            Self::Soci => "soci",
+        };
+        format!("{folder}/{image}:1")
+    }
+}
+
+/// The images that have been made.
+#[derive(Debug)]
+pub struct Content {
+    programs: Programs,
+    folder: PathBuf,
+    /// The registry's address.
+    registry: String,
+    /// What is there, or why it is not.
+    made: BTreeMap<(Image, Form), Result<(), String>>,
+    has_related: bool,
+}
+
+impl Content {
+    /// None, in a new folder.
+    pub fn new(programs: Programs, folder: PathBuf, registry: String) -> Result<Self> {
+        fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        let content = Self { programs, folder, registry, made: BTreeMap::new(), has_related: false };
+        content.umoci(["init", "--layout", "layout"])?;
+        Ok(content)
+    }
+
+    /// Makes an image in a form, if it was not made before.
+    pub fn make(&mut self, image: Image, form: Form) -> Result<()> {
+        if !self.made.contains_key(&(image, form)) {
+            let outcome = match form {
+                Form::Plain => self.plain(image),
+                _ => self.make(image, Form::Plain).and_then(|()| self.convert(image, form)),
+            };
+            self.made.insert((image, form), outcome.map_err(|error| format!("{error:#}")));
+        }
+        let outcome = self.made.get(&(image, form)).context("it was just made")?;
+        outcome.clone().map_err(|reason| anyhow!("no image {}: {reason}", form.repository(image.name())))
+    }
+
+    /// Makes the related images, if they were not made before: a base and an application, of which some files change each time.
+    pub fn make_related(&mut self) -> Result<()> {
+        if self.has_related {
+            return Ok(());
+        }
+        self.make(Image::Shell, Form::Plain)?;
+        self.make(Image::Python, Form::Plain)?;
+        let [base, application] = [Image::Shell, Image::Python].map(|image| self.folder.join(image.name()));
+        let mut noise = Noise(11);
+        for number in 0..RELATED {
+            if number > 0 && number % IMAGES_PER_BASE == 0 {
+                change(&base, &mut noise)?;
+            }
+            change(&application, &mut noise)?;
+            let name = format!("related{number}");
+            let image = format!("layout:{name}");
+            self.umoci(["new", "--image", &image])?;
+            for root in [&base, &application] {
+                self.umoci([OsStr::new("insert"), "--image".as_ref(), image.as_ref(), root.as_ref(), "/".as_ref()])?;
+            }
+            self.push(&name, Form::Plain)?;
+        }
+        self.has_related = true;
+        Ok(())
+    }
+
+    fn plain(&mut self, image: Image) -> Result<()> {
+        let name = image.name();
+        let root = self.folder.join(name);
+        fs::create_dir(&root).with_context(|| format!("cannot create {}", root.display()))?;
+        // Packages expect these, and have them or not.
+        for place in ["bin", "sbin", "lib", "lib64"] {
+            fs::create_dir_all(root.join("usr").join(place))?;
+            if image == Image::Shell {
+                std::os::unix::fs::symlink(format!("usr/{place}"), root.join(place))?;
+            }
+        }
+        let list = self.programs.packages.join(format!("{name}.list"));
+        let packages = fs::read_to_string(&list).with_context(|| format!("cannot read {}", list.display()))?;
+        for package in packages.lines() {
+            let mut command = Command::new("dpkg-deb");
+            command.arg("-x").arg(self.programs.packages.join("root").join(package)).arg(&root);
+            process::run(command, &self.folder, TIMEOUT).with_context(|| format!("cannot unpack {package}"))?;
+        }
+        for removed in REMOVED {
+            let _ = fs::remove_dir_all(root.join(removed));
+        }
+        let tag = format!("layout:{name}");
+        if image == Image::Shell {
+            self.umoci(["new", "--image", &tag])?;
+        } else {
+            self.make(Image::Shell, Form::Plain)?;
+            self.umoci(["tag", "--image", "layout:shell", name])?;
+        }
+        self.umoci([OsStr::new("insert"), "--image".as_ref(), tag.as_ref(), root.as_ref(), "/".as_ref()])?;
+        self.push(name, Form::Plain)
+    }
+
+    /// Has a form made of the ordinary image, by the tool that those who use it have.
+    fn convert(&self, image: Image, form: Form) -> Result<()> {
+        let at = |form: Form| format!("{}/{}", self.registry, form.repository(image.name()));
+        let (plain, made) = (at(Form::Plain), at(form));
+        match form {
+            Form::Plain => Ok(()),
+            Form::Prepared => {
+                self.push(image.name(), form)?;
+                let mut command = Command::new(&self.programs.ferry);
+                let store = self.folder.join("store");
+                command.args(["image", "convert"]).arg(format!("oci:{made}")).arg("--store").arg(store);
+                process::run(command, &self.folder, TIMEOUT).map(drop)
+            }
+            Form::Estargz => {
+                let engine = self.engine()?;
+                engine.ctr(["images", "pull", "--local", &plain])?;
+                let tool = |words: &[&str]| self.peer("ctr-remote", &["--address"], &engine, words);
+                tool(&["images", "convert", "--estargz", "--oci", &plain, &made])?;
+                tool(&["images", "push", "--plain-http", &made])
+            }
+            Form::Soci => {
+                self.push(image.name(), form)?;
+                let engine = self.engine()?;
+                engine.ctr(["images", "pull", "--local", &made])?;
+                let tool = |words: &[&str]| self.peer("soci", &["--address"], &engine, words);
+                tool(&["create", &made])?;
+                tool(&["push", "--plain-http", &made])
+            }
+        }
+    }
+
+    /// A containerd that only converts.
+    fn engine(&self) -> Result<Engine> {
+        let folder = self.folder.join("engine");
+        Engine::start(System::Overlayfs, folder, &self.programs, self.registry.clone())
+    }
+
+    fn peer(&self, program: &str, flag: &[&str], engine: &Engine, words: &[&str]) -> Result<()> {
+        let peers = self.programs.peers.as_ref().context("there are no programs of other snapshotters")?;
+        let mut command = Command::new(peers.join(program));
+        command.args(flag).arg(engine.socket()).args(words);
+        process::run(command, &self.folder, TIMEOUT).map(drop).with_context(|| format!("{program} {}", words.join(" ")))
+    }
+
+    fn push(&self, name: &str, form: Form) -> Result<()> {
+        let mut command = Command::new(&self.programs.skopeo);
+        command.args(["--insecure-policy", "copy", "--quiet", "--dest-tls-verify=false"]);
+        command.arg(format!("oci:layout:{name}")).arg(format!("docker://{}/{}", self.registry, form.repository(name)));
+        command.current_dir(&self.folder);
+        process::run(command, &self.folder, TIMEOUT).map(drop).with_context(|| format!("cannot push {name}"))
+    }
+
+    fn umoci<W: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = W>) -> Result<()> {
+        let mut command = Command::new(&self.programs.umoci);
+        command.args(words).current_dir(&self.folder);
+        process::run(command, &self.folder, TIMEOUT).map(drop).context("umoci failed")
+    }
+}
+
+/// Makes some files of a tree others, as a new version does. They are never run.
+fn change(root: &Path, noise: &mut Noise) -> Result<()> {
+    for path in walk::files(root)? {
+        if noise.below(FILES_PER_CHANGE) == 0 {
+            let path = root.join(path);
+            let changed =
+                fs::OpenOptions::new().append(true).open(&path).and_then(|mut file| file.write_all(&noise.bytes(64)));
+            changed.with_context(|| format!("cannot change {}", path.display()))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,206 @@
+//! containerd with a snapshotter, all with data of their own.
+
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::content::Image;
+use super::systems::{Programs, System};
+use crate::server::Server;
+use crate::{mounted, process, session};
+
+/// How long a command may take.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// The same, for timeout(1).
+const TIMEOUT_S: &str = "120";
+/// More than a manifest or a configuration has, and less than a layer.
+const LAYER_BYTES_MIN: u64 = 256 << 10;
+/// The end of what a container says when it fails.
+const LAST_WORDS_BYTES: usize = 400;
+
+/// A running containerd. It ends, and all its data go, when this is dropped.
+#[derive(Debug)]
+pub struct Engine {
+    system: System,
+    folder: PathBuf,
+    ctr: PathBuf,
+    registry: String,
+    snapshotter: Option<Server>,
+    containerd: Option<Server>,
+}
+
+impl Engine {
+    /// Starts containerd with a system, in a folder that is made; `registry` is where it pulls from.
+    pub fn start(system: System, folder: PathBuf, programs: &Programs, registry: String) -> Result<Self> {
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        let ctr = programs.containerd.join("ctr");
+        let command = system.command(programs, &folder, &registry).context("cannot configure the snapshotter")?;
+        let mut engine = Self { system, folder, ctr, registry, snapshotter: None, containerd: None };
+        let cpus = session::all_cpus()?;
+        if let Some(command) = command {
+            let socket = engine.folder.join("s.sock");
+            engine.snapshotter = Some(Server::spawn(system.name(), &socket, &cpus, command)?);
+        }
+        let config = engine.folder.join("containerd.toml");
+        std::fs::write(&config, system.containerd(&engine.folder)).context("cannot configure containerd")?;
+        let path = [Some(&programs.containerd), programs.erofs.as_ref().filter(|_| system == System::Erofs)]
+            .into_iter()
+            .flatten()
+            .cloned();
+        let path =
+            std::env::join_paths(path.chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())))?;
+        let mut assignment = std::ffi::OsString::from("PATH=");
+        assignment.push(path);
+        let command = vec![
+            "env".into(),
+            assignment,
+            programs.containerd.join("containerd").into(),
+            "--config".into(),
+            config.into(),
+            "--log-level=error".into(),
+        ];
+        engine.containerd = Some(Server::spawn("containerd", &engine.socket(), &cpus, command)?);
+        engine.ctr(["version"])?;
+        Ok(engine)
+    }
+
+    /// Where containerd listens.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.join("c.sock")
+    }
+
+    /// Runs containerd's client.
+    pub fn ctr<W: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = W>) -> Result<String> {
+        let mut command = self.client();
+        command.args(words);
+        process::run(command, &self.folder, TIMEOUT).with_context(|| self.last_words())
+    }
+
+    fn client(&self) -> Command {
+        let mut command = Command::new("timeout");
+        command.args(["--signal=KILL", TIMEOUT_S]).arg(&self.ctr).arg("--address").arg(self.socket());
+        command
+    }
+
+    /// The end of what containerd and the snapshotter said.
+    fn last_words(&self) -> String {
+        let servers = [&self.snapshotter, &self.containerd].into_iter().flatten();
+        servers.map(Server::last_words).collect::<Vec<_>>().join("; containerd: ")
+    }
+
+    fn name(&self, image: &str) -> String {
+        format!("{}/{}", self.registry, self.system.form().repository(image))
+    }
+
+    /// Pulls an image, or as much of it as the system needs.
+    pub fn pull(&self, image: &str) -> Result<()> {
+        let name = self.name(image);
+        self.ctr(["images", "pull", "--plain-http", "--snapshotter", self.system.plugin(), &name]).map(drop)
+    }
+
+    /// Fails if layers were pulled that were to stay in the registry.
+    pub fn ensure_lazy(&self) -> Result<()> {
+        let blobs = self.folder.join("containerd/io.containerd.content.v1.content/blobs/sha256");
+        for blob in std::fs::read_dir(&blobs).with_context(|| format!("cannot list {}", blobs.display()))? {
+            let bytes = blob?.metadata()?.len();
+            ensure!(
+                bytes < LAYER_BYTES_MIN || !self.system.is_lazy(),
+                "a layer of {bytes} bytes was pulled, not mounted: {}",
+                self.last_words()
+            );
+        }
+        Ok(())
+    }
+
+    /// Runs the program of an image in a container, and returns the time to the first output.
+    pub fn run(&self, image: Image) -> Result<Duration> {
+        let (program, expected) = image.command();
+        let errors = self.folder.join("run.err");
+        let id = format!("ferry-bench-{}", std::process::id());
+        let mut command = self.client();
+        command
+            .args(["run", "--rm", "--snapshotter", self.system.plugin(), &self.name(image.name()), &id])
+            .args(program);
+        let started = Instant::now();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(std::fs::File::create(&errors)?).spawn();
+        let mut child = child.context("cannot start ctr")?;
+        let mut output = child.stdout.take().context("it is piped")?;
+        let mut said = vec![0];
+        let first = output.read_exact(&mut said).map(|()| started.elapsed());
+        let rest = output.read_to_end(&mut said);
+        let status = child.wait().context("ctr is lost")?;
+        let said = String::from_utf8_lossy(&said);
+        let why = || {
+            let errors = std::fs::read(&errors).unwrap_or_default();
+            let errors = String::from_utf8_lossy(&errors[errors.len().saturating_sub(LAST_WORDS_BYTES)..]).into_owned();
+            format!("{status}: {errors} {}", self.last_words())
+        };
+        ensure!(status.success() && rest.is_ok() && said.contains(expected), "{said:?} was said: {}", why());
+        first.with_context(why)
+    }
+
+    /// Mounts the root of an image; it is unmounted with the rest.
+    pub fn mount(&self, image: &str) -> Result<PathBuf> {
+        let at = self.folder.join("at");
+        std::fs::create_dir_all(&at)?;
+        let (name, place) = (self.name(image), at.display().to_string());
+        self.ctr(["images", "mount", "--snapshotter", self.system.plugin(), &name, &place])?;
+        Ok(at)
+    }
+
+    /// What the snapshotter's process has in memory, in MiB; none for a part of containerd.
+    pub fn resident_mib(&self) -> Result<Option<f64>> {
+        let Some(server) = &self.snapshotter else { return Ok(None) };
+        let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))?;
+        let kib = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
+        Ok(Some(kib.context("the snapshotter has ended")? / 1024.0))
+    }
+
+    /// What the snapshots take on the disk, in bytes. What is mounted among them is not counted.
+    pub fn disk_bytes(&self) -> Result<f64> {
+        let mut command = Command::new("du");
+        command.args(["--summarize", "--one-file-system", "--block-size=1"]).arg(self.system.root(&self.folder));
+        let text = process::run(command, &self.folder, TIMEOUT)?;
+        text.split_whitespace().next().and_then(|bytes| bytes.parse().ok()).with_context(|| format!("du said {text:?}"))
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // What a failed container left running would outlive containerd.
+        let tasks = self.ctr(["task", "ls", "--quiet"]).unwrap_or_default();
+        for task in tasks.split_whitespace() {
+            let _ = self.ctr(["task", "rm", "--force", task]);
+        }
+        self.containerd = None;
+        // Mounts that the snapshotter serves go before it, or those who look at them would wait.
+        mounted::unmount_below(&self.folder);
+        self.snapshotter = None;
+        mounted::unmount_below(&self.folder);
+        if let Err(error) = std::fs::remove_dir_all(&self.folder) {
+            eprintln!("bench/run: cannot remove {}: {error}", self.folder.display());
+        }
+    }
+}
+
+/// Has programs and the registry's files read, which are not to be read from the disk while something is measured.
+pub fn look_at(programs: &Programs, registry: &Path) {
+    let containerd = &programs.containerd;
+    for (program, flag) in [("ctr", "--version"), ("runc", "--version"), ("containerd-shim-runc-v2", "-v")] {
+        let _ = Command::new(containerd.join(program)).arg(flag).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
+    for program in programs.erofs.iter().map(|folder| folder.join("mkfs.erofs")).chain(["du".into(), "timeout".into()])
+    {
+        let _ = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
+    for file in crate::images::walk::files(registry).unwrap_or_default() {
+        let _ = std::fs::File::open(registry.join(file))
+            .and_then(|mut file| std::io::copy(&mut file, &mut std::io::sink()));
+    }
+}

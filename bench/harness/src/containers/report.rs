@@ -1,0 +1,158 @@
+//! The report of the containers table: Markdown, the lines themselves, a chart.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::TABLE;
+use super::systems::System;
+use crate::line::{FERRY, Line};
+use crate::machine::Machine;
+use crate::target::{self, Target};
+use crate::{chart, parts, stats};
+
+/// What the snapshotter may have in memory, in MiB.
+const MEMORY_MIB: f64 = 50.0;
+
+/// What the project set itself to reach, as far as this run measured it.
+pub fn targets(lines: &[Line]) -> Vec<Target> {
+    let of = |config: System, rows: &'static str| {
+        lines.iter().filter(move |line| line.config == config.name() && line.row.starts_with(rows))
+    };
+    // The least ratio to any of some peers.
+    let best = |line: &Line, peers: &[System]| {
+        let ratios = peers.iter().filter_map(|peer| line.ratio.get(peer.name()).copied());
+        ratios.min_by(f64::total_cmp)
+    };
+    let others: Vec<System> = System::ALL.into_iter().filter(|system| !system.is_ours()).collect();
+    let built_in: Vec<System> = others.iter().copied().filter(|system| system.is_built_in()).collect();
+    let mut targets = Vec::new();
+    let mut least = |what: String, value: Option<f64>, limit: f64| {
+        targets.extend(value.map(|value| Target::at_least(what, value, limit)));
+    };
+    for line in of(System::Prepared, "cold start") {
+        least(format!("{}: prepared : the best peer", line.row), best(line, &others), 1.0);
+    }
+    let full = stats::geometric_mean(of(System::Prepared, "cold start").filter_map(|line| best(line, &built_in)));
+    least("cold start, geometric mean: prepared : the best full pull".into(), full, 2.0);
+    for line in of(System::Estargz, "cold start") {
+        least(format!("{}: estargz : stargz", line.row), best(line, &[System::Stargz]), 1.0);
+    }
+    for rows in ["warm start", "ls -lR"] {
+        for line in of(System::Layers, rows) {
+            least(format!("{}: layers : overlayfs", line.row), best(line, &[System::Overlayfs]), 1.5);
+        }
+    }
+    let ours = lines.iter().filter(|line| line.row.starts_with("memory")).filter_map(|line| line.ferry);
+    let most = ours.max_by(f64::total_cmp);
+    targets.extend(most.map(|most| Target::at_most("memory, the most of any row, MiB", most, MEMORY_MIB)));
+    targets
+}
+
+/// Writes the report into a folder.
+pub fn write(folder: &Path, lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) -> Result<()> {
+    parts::save(
+        folder,
+        TABLE,
+        lines,
+        &markdown(lines, machine, peers, targets),
+        &chart::svg(lines, System::Overlayfs.name()),
+    )
+}
+
+fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) -> String {
+    let mut out = String::from("# Containers: Ferry beside other snapshotters of containerd\n\n");
+    let runs = lines.iter().map(|line| line.n).max().unwrap_or(0);
+    let Machine { cpu, cpus, kernel, file_system, ferry, command, date, .. } = machine;
+    let parts = if command.contains(" --add") { ", the last of several parts" } else { "" };
+    let _ = writeln!(
+        out,
+        "`{command}`, begun {date} UTC{parts}. {runs} runs of each, in turn; medians, with the least and the greatest in brackets. A \
+         ratio above 1 means that Ferry is better.\n\n\
+         | | |\n| --- | --- |\n\
+         | machine | {cpu}, {cpus} CPUs, Linux {kernel}, all on {file_system} |\n\
+         | Ferry | {ferry} |\n| peers | {peers} |\n"
+    );
+    out.push_str(
+        "* Images are made of Debian's packages: `shell` is a small distribution, on which the others are based; `python` imports eight \
+         packages, `node` starts a server with Express, `java` is a development kit, of which `java --version` is started.\n\
+         * `cold start`: containerd and the snapshotter are new, the kernel's caches are empty (but for programs and the registry); the time is \
+         that of `ctr images pull` and of `ctr run` until its first output. The delay is there and back, each connection takes it once more; \
+         the bandwidth is this machine's. Bytes and requests are counted between containerd or the snapshotter and the registry, until the output.\n\
+         * `warm start`: `ctr run` again. `ls -lR`: of the root, mounted by `ctr images mount`, with empty caches and again. `memory`: the \
+         snapshotter's process; overlayfs and erofs are parts of containerd. `disk of twenty images`: a base of which a twentieth of the files \
+         changes four times, and an application of which a twentieth changes each time; the snapshots, without containerd's archives.\n\
+         * `layers`: ferry-snapshotter with the same images as overlayfs and erofs; `prepared`: after `ferry image convert`; `estargz`: \
+         with the same images as `stargz`. `soci` has an index beside the ordinary image, and fetches layers below 10 MiB whole.\n\n",
+    );
+    target::chapter(&mut out, targets);
+    out.push_str("![How many times better Ferry is than overlayfs, row by row](containers.svg)\n\n");
+    figures(&mut out, lines);
+    parts::disappointments(&mut out, lines, |peer| !peer.starts_with(FERRY));
+    out
+}
+
+/// A line for each row, a column for each system.
+fn figures(out: &mut String, lines: &[Line]) {
+    let names = System::ALL.map(System::name).join(" | ");
+    let _ =
+        writeln!(out, "## Figures\n\n| row | unit | {names} |\n| --- | --- |{}", " --- |".repeat(System::ALL.len()));
+    let mut rows: Vec<&str> = lines.iter().map(|line| &*line.row).collect();
+    rows.dedup();
+    for row in rows {
+        let mut of_row = lines.iter().filter(|line| line.row == row).peekable();
+        let unit = of_row.peek().map_or("-", |line| line.unit);
+        let of_row: Vec<&Line> = of_row.collect();
+        let figure = |system: System| {
+            let ours = of_row.iter().find(|line| line.config == system.name()).map(|line| parts::figure(line, FERRY));
+            let theirs = || {
+                of_row
+                    .iter()
+                    .find(|line| line.peers.contains_key(system.name()))
+                    .map(|line| parts::figure(line, system.name()))
+            };
+            ours.or_else(theirs).unwrap_or_else(|| "-".into())
+        };
+        let _ = writeln!(out, "| {row} | {unit} | {} |", System::ALL.map(figure).join(" | "));
+    }
+    out.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Better;
+
+    fn line(row: &str, config: System, values: &[(&str, f64)]) -> Line {
+        let mut line = Line::new(TABLE, row.into(), config.name(), "ms", Better::Lower);
+        line.fill(&values.iter().map(|(name, value)| ((*name).to_owned(), vec![*value])).collect());
+        line
+    }
+
+    #[test]
+    fn shows_figures_and_targets() {
+        let peers = [("overlayfs", 3000.0), ("erofs", 2500.0), ("stargz", 1200.0)];
+        let with = |ours: f64| [(FERRY, ours)].into_iter().chain(peers).collect::<Vec<_>>();
+        let lines = [
+            line("cold start python, 5 ms", System::Layers, &with(2400.0)),
+            line("cold start python, 5 ms", System::Prepared, &with(1000.0)),
+            line("cold start python, 5 ms", System::Estargz, &with(1500.0)),
+            line("warm start python", System::Layers, &[(FERRY, 100.0), ("overlayfs", 130.0)]),
+            line("memory after cold start python", System::Prepared, &[(FERRY, 30.0), ("stargz", 60.0)]),
+        ];
+        let text = markdown(&lines, &Machine::default(), "containerd 2", &targets(&lines));
+        for part in [
+            "| cold start python, 5 ms | ms | 2400 [2400, 2400] | 3000 [3000, 3000] | 1000 [1000, 1000] | 2500 [2500, 2500] | 1500 [1500, 1500] | 1200 [1200, 1200] | - |",
+            "| cold start python, 5 ms: prepared : the best peer | 1.20 | at least 1 | reached |",
+            "| cold start, geometric mean: prepared : the best full pull | 2.50 | at least 2 | reached |",
+            "| cold start python, 5 ms: estargz : stargz | 0.80 | at least 1 | missed |",
+            "| warm start python: layers : overlayfs | 1.30 | at least 1.5 | missed |",
+            "| memory, the most of any row, MiB | 30.00 | at most 50 | reached |",
+            "* cold start python, 5 ms (estargz): 0.80 of stargz",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert_eq!(targets(&[]), []);
+    }
+}

@@ -1,0 +1,258 @@
+//! Runs the rows: all systems in turn, so that changes of the machine affect all.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::TABLE;
+use super::content::{Content, Form, Image, RELATED};
+use super::engine::{self, Engine};
+use super::rows::{Figure, Work};
+use super::systems::{Programs, System};
+use crate::images;
+use crate::line::{FERRY, Line};
+use crate::server::Server;
+use crate::stats::Better;
+use crate::trouble::Failures;
+use crate::v9fs::link::Link;
+use crate::{process, session};
+
+/// Where the registry listens. The run has a network of its own.
+const REGISTRY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 5000);
+/// How long a listing may take.
+const LIST_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How much of each thing.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Runs of each system.
+    pub runs: usize,
+    /// When no further round of a step begins, on a machine that is slower than it was thought.
+    pub step_limit: Duration,
+}
+
+impl Effort {
+    /// The full run.
+    pub const FULL: Self = Self { runs: 5, step_limit: Duration::from_secs(400) };
+    /// The quick one.
+    pub const QUICK: Self = Self { runs: 2, step_limit: Duration::from_secs(60) };
+}
+
+/// The samples of a step.
+type Samples = BTreeMap<(Figure, System), Vec<f64>>;
+
+/// The runner.
+#[derive(Debug)]
+pub struct Runner {
+    programs: Programs,
+    folder: PathBuf,
+    effort: Effort,
+    /// Those that take part.
+    systems: Vec<System>,
+    content: Content,
+    trouble: Failures<System>,
+    /// It ends with the run.
+    _registry: Server,
+}
+
+impl Runner {
+    /// Starts the registry, with all data below a folder.
+    pub fn new(programs: Programs, folder: PathBuf, effort: Effort, systems: Vec<System>) -> Result<Self> {
+        let config = folder.join("registry.yml");
+        std::fs::write(&config, registry_config(&data(&folder))).context("cannot configure the registry")?;
+        let command = vec![programs.registry.clone().into(), "serve".into(), config.into()];
+        let registry =
+            Server::spawn_tcp("docker-registry", REGISTRY, folder.join("registry"), &session::all_cpus()?, command)?;
+        let content = Content::new(programs.clone(), folder.join("content"), REGISTRY.to_string())?;
+        Ok(Self { programs, folder, effort, systems, content, trouble: Failures::default(), _registry: registry })
+    }
+
+    /// Runs a step, and makes a line of each of its rows for each of our configurations.
+    pub fn run(&mut self, work: Work) -> Vec<Line> {
+        self.trouble.begin_row();
+        let samples = match work {
+            Work::Cold(image, delay_ms) => self.cold(image, Duration::from_millis(delay_ms)),
+            Work::Warm(image) => self.warm(image),
+            Work::Related => self.related(),
+        };
+        self.trouble.end_row(|system| samples.keys().any(|(_, of)| *of == system));
+        self.lines(work, &samples)
+    }
+
+    /// The systems that have a form of an image.
+    fn able(&mut self, image: Image) -> Vec<System> {
+        let mut able = self.systems.clone();
+        able.retain(|&system| {
+            let made = self.content.make(image, system.form());
+            made.inspect_err(|error| self.trouble.note(system, format!("{}: {error:#}", system.name()))).is_ok()
+        });
+        able
+    }
+
+    /// Runs something for each system in turn, as often as this run is to.
+    fn rounds(
+        &mut self,
+        systems: &[System],
+        mut sample: impl FnMut(&Self, System) -> Result<Vec<(Figure, f64)>>,
+    ) -> Samples {
+        let mut samples = Samples::new();
+        let (started, limit) = (Instant::now(), self.effort.step_limit);
+        for _ in (0..self.effort.runs).take_while(|_| started.elapsed() < limit) {
+            for &system in systems {
+                if !self.trouble.is_able(system) {
+                    continue;
+                }
+                match sample(self, system) {
+                    Ok(found) => found
+                        .into_iter()
+                        .for_each(|(figure, value)| samples.entry((figure, system)).or_default().push(value)),
+                    Err(error) => self.trouble.note(system, format!("{}: {error:#}", system.name())),
+                }
+            }
+        }
+        samples
+    }
+
+    /// Nothing is there at first, and nothing is left of the run before.
+    fn cold(&mut self, image: Image, delay: Duration) -> Samples {
+        let able = self.able(image);
+        self.rounds(&able, |runner, system| {
+            images::drop_caches()?;
+            engine::look_at(&runner.programs, &data(&runner.folder));
+            // The same delay each way.
+            let link = Link::new(REGISTRY, delay / 2, false)?;
+            let engine = runner.engine(system, link.address())?;
+            let before = link.traffic();
+            let started = Instant::now();
+            engine.pull(image.name())?;
+            let pulled = started.elapsed();
+            let time = pulled + engine.run(image)?;
+            let after = link.traffic();
+            engine.ensure_lazy()?;
+            let mut found = vec![
+                (Figure::Cold, milliseconds(time)),
+                (Figure::Bytes, megabytes(after.1 - before.1)),
+                (Figure::Requests, number(after.0 - before.0)),
+            ];
+            found.extend(engine.resident_mib()?.map(|mib| (Figure::Memory, mib)));
+            Ok(found)
+        })
+    }
+
+    /// All of the systems have the image, and keep it.
+    fn warm(&mut self, image: Image) -> Samples {
+        let mut engines = BTreeMap::new();
+        for system in self.able(image) {
+            let ready = self.engine(system, REGISTRY).and_then(|engine| {
+                engine.pull(image.name())?;
+                engine.run(image)?;
+                Ok((engine.mount(image.name())?, engine))
+            });
+            match ready {
+                Ok(ready) => drop(engines.insert(system, ready)),
+                Err(error) => self.trouble.note(system, format!("{}: {error:#}", system.name())),
+            }
+        }
+        let systems: Vec<System> = engines.keys().copied().collect();
+        self.rounds(&systems, |runner, system| {
+            let (root, engine) = engines.get(&system).context("it was started")?;
+            let warm = engine.run(image)?;
+            images::drop_caches()?;
+            // The program itself is not to be read from the disk.
+            let _ = Command::new("ls").arg("--version").stdout(Stdio::null()).status();
+            let [cold, again] = [runner.list(root)?, runner.list(root)?];
+            Ok(vec![
+                (Figure::Warm, milliseconds(warm)),
+                (Figure::ListCold, milliseconds(cold)),
+                (Figure::ListWarm, milliseconds(again)),
+            ])
+        })
+    }
+
+    fn list(&self, root: &Path) -> Result<Duration> {
+        let mut command = Command::new("ls");
+        command.arg("-lR").arg(root);
+        let started = Instant::now();
+        let text = process::run(command, &self.folder, LIST_TIMEOUT)?;
+        let took = started.elapsed();
+        ensure!(text.contains("os-release"), "the root has not the files of the image");
+        Ok(took)
+    }
+
+    /// Twenty images, of those that keep whole ones.
+    fn related(&mut self) -> Samples {
+        let systems: Vec<System> = self.systems.iter().copied().filter(|system| system.form() == Form::Plain).collect();
+        if let Err(error) = self.content.make_related() {
+            systems.iter().for_each(|&system| self.trouble.note(system, format!("{}: {error:#}", system.name())));
+            return Samples::new();
+        }
+        let runs = std::mem::replace(&mut self.effort.runs, 1);
+        let samples = self.rounds(&systems, |runner, system| {
+            let engine = runner.engine(system, REGISTRY)?;
+            (0..RELATED).try_for_each(|number| engine.pull(&format!("related{number}")))?;
+            rustix::fs::sync();
+            Ok(vec![(Figure::Disk, engine.disk_bytes()? / 1e6)])
+        });
+        self.effort.runs = runs;
+        samples
+    }
+
+    fn engine(&self, system: System, registry: SocketAddr) -> Result<Engine> {
+        let folder = self.folder.join(format!("engine-{}", system.name()));
+        Engine::start(system, folder, &self.programs, registry.to_string())
+    }
+
+    fn lines(&self, work: Work, samples: &Samples) -> Vec<Line> {
+        let ours: Vec<System> = self.systems.iter().copied().filter(|system| system.is_ours()).collect();
+        let mut lines = Vec::new();
+        for (figure, row) in work.rows() {
+            for &config in &ours {
+                let named = |&system: &System| Some((system, config.calls(system)?));
+                let named: Vec<(System, String)> = self.systems.iter().filter_map(named).collect();
+                let found = named
+                    .iter()
+                    .filter_map(|(system, name)| Some((name.clone(), samples.get(&(figure, *system))?.clone())));
+                let mut line = Line::new(TABLE, row.clone(), config.name(), figure.unit(), Better::Lower);
+                line.fill(&found.collect());
+                for (system, name) in &named {
+                    if let Some(reason) = self.trouble.reason(*system, self.effort.runs) {
+                        if name == FERRY { line.fail(&reason) } else { line.skip(&reason) }
+                    }
+                }
+                lines.push(line);
+            }
+        }
+        lines
+    }
+}
+
+/// Where the registry keeps its data.
+fn data(folder: &Path) -> PathBuf {
+    folder.join("registry-data")
+}
+
+fn registry_config(data: &Path) -> String {
+    format!(
+        "version: 0.1\nlog: {{level: warn, accesslog: {{disabled: true}}}}\n\
+         storage: {{filesystem: {{rootdirectory: {:?}}}}}\nhttp: {{addr: \"{REGISTRY}\", secret: x}}\n",
+        data.display().to_string()
+    )
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}
+
+#[allow(clippy::cast_precision_loss)] // Four digits are shown.
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+#[allow(clippy::cast_precision_loss)] // Some thousands.
+fn number(count: u64) -> f64 {
+    count as f64
+}

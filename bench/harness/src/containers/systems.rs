@@ -1,0 +1,193 @@
+//! What keeps the snapshots: Ferry in its configurations, and others.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use super::content::Form;
+use crate::line::FERRY;
+
+/// A snapshotter and the images that it is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum System {
+    /// Ours with ordinary images.
+    Layers,
+    /// Ours with images that Ferry prepared.
+    Prepared,
+    /// Ours with eStargz.
+    Estargz,
+    /// containerd's own, with directories.
+    Overlayfs,
+    /// containerd's own, with an EROFS for each layer.
+    Erofs,
+    /// stargz-snapshotter with eStargz.
+    Stargz,
+    /// soci-snapshotter with an index beside the image.
+    Soci,
+}
+
+/// Where programs are.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// Ours.
+    pub ferry: PathBuf,
+    /// Ours, for containerd.
+    pub snapshotter: PathBuf,
+    /// The folder of containerd, ctr and runc.
+    pub containerd: PathBuf,
+    /// The folder of mkfs.erofs.
+    pub erofs: Option<PathBuf>,
+    /// The folder of the other snapshotters and their tools.
+    pub peers: Option<PathBuf>,
+    /// What makes images.
+    pub umoci: PathBuf,
+    /// What pushes them.
+    pub skopeo: PathBuf,
+    /// What they are pushed to.
+    pub registry: PathBuf,
+    /// The packages that images are made of.
+    pub packages: PathBuf,
+}
+
+impl System {
+    /// All, in the order in which they take turns.
+    pub const ALL: [Self; 7] =
+        [Self::Layers, Self::Overlayfs, Self::Prepared, Self::Erofs, Self::Estargz, Self::Stargz, Self::Soci];
+
+    /// Whether it is ours.
+    pub fn is_ours(self) -> bool {
+        matches!(self, Self::Layers | Self::Prepared | Self::Estargz)
+    }
+
+    /// Of ours: the configuration's name in the results. Of a peer: its name there.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Layers => "layers",
+            Self::Prepared => "prepared",
+            Self::Estargz => "estargz",
+            Self::Overlayfs => "overlayfs",
+            Self::Erofs => "erofs",
+            Self::Stargz => "stargz",
+            Self::Soci => "soci",
+        }
+    }
+
+    /// What a line of ours calls `other`: our other configurations are compared with ordinary layers, too.
+    pub fn calls(self, other: Self) -> Option<String> {
+        match other {
+            _ if other == self => Some(FERRY.into()),
+            Self::Layers => Some(format!("{FERRY}-{}", other.name())),
+            _ if other.is_ours() => None,
+            _ => Some(other.name().into()),
+        }
+    }
+
+    /// Its name in containerd.
+    pub fn plugin(self) -> &'static str {
+        if self.is_ours() { FERRY } else { self.name() }
+    }
+
+    /// The form of images that it is given.
+    pub fn form(self) -> Form {
+        match self {
+            Self::Layers | Self::Overlayfs | Self::Erofs => Form::Plain,
+            Self::Prepared => Form::Prepared,
+            Self::Estargz | Self::Stargz => Form::Estargz,
+            Self::Soci => Form::Soci,
+        }
+    }
+
+    /// Whether it pulls no layer. An index of soci is for large layers only.
+    pub fn is_lazy(self) -> bool {
+        matches!(self.form(), Form::Prepared | Form::Estargz)
+    }
+
+    /// Whether it is a part of containerd.
+    pub fn is_built_in(self) -> bool {
+        matches!(self, Self::Overlayfs | Self::Erofs)
+    }
+
+    /// Where its data are, below the folder of all.
+    pub fn root(self, folder: &Path) -> PathBuf {
+        if self.is_built_in() {
+            folder.join(format!("containerd/io.containerd.snapshotter.v1.{}", self.name()))
+        } else {
+            folder.join("snapshotter")
+        }
+    }
+
+    /// The command that serves it at a socket, after its configuration was written; none for a part of containerd.
+    pub fn command(self, programs: &Programs, folder: &Path, registry: &str) -> std::io::Result<Option<Vec<OsString>>> {
+        let (root, socket, config) = (self.root(folder), folder.join("s.sock"), folder.join("snapshotter.toml"));
+        let peer = |name: &str| programs.peers.as_ref().map(|peers| peers.join(name)).unwrap_or_default();
+        let (program, text) = match self {
+            Self::Overlayfs | Self::Erofs => return Ok(None),
+            Self::Stargz => {
+                std::fs::create_dir_all(&root)?;
+                return Ok(Some(vec![peer("stargz-snapshotter").into(), root.into(), socket.into()]));
+            }
+            Self::Layers | Self::Estargz => (programs.snapshotter.clone(), String::new()),
+            Self::Prepared => (programs.snapshotter.clone(), "[lazy]\nconverted-from = [\"*\"]\n".into()),
+            Self::Soci => {
+                let host = format!("[[resolver.host.{registry:?}.mirrors]]\nhost = {registry:?}\ninsecure = true\n");
+                (peer("soci-snapshotter-grpc"), host)
+            }
+        };
+        std::fs::create_dir_all(&root)?;
+        std::fs::write(&config, text)?;
+        let flags = [("--config", config), ("--root", root), ("--address", socket)];
+        let flags = flags.into_iter().flat_map(|(flag, path)| [OsString::from(flag), path.into()]);
+        Ok(Some(std::iter::once(program.into()).chain(flags).collect()))
+    }
+
+    /// The configuration of containerd that has only this one.
+    pub fn containerd(self, folder: &Path) -> String {
+        let at = |name: &str| folder.join(name).display().to_string();
+        let name = self.plugin();
+        let mut text = format!(
+            "version = 3\nroot = {:?}\nstate = {:?}\n\
+             disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\", \
+             \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
+             [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
+             [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = {name:?}\n",
+            at("containerd"),
+            at("state"),
+            at("c.sock"),
+            at("t.sock"),
+        );
+        if self == Self::Erofs {
+            text.push_str("differ = \"erofs\"\n[plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [\"erofs\", \"walking\"]\n");
+        }
+        if !self.is_built_in() {
+            // What names the image for those that fetch on demand.
+            let exports = "enable_remote_snapshot_annotations = \"true\"";
+            let _ = writeln!(
+                text,
+                "[proxy_plugins.{name}]\ntype = \"snapshot\"\naddress = {:?}\n[proxy_plugins.{name}.exports]\n{exports}",
+                at("s.sock")
+            );
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_has_its_own_configuration() {
+        let folder = Path::new("/f");
+        let erofs = System::Erofs.containerd(folder);
+        assert!(erofs.contains("snapshotter = \"erofs\"\ndiffer = \"erofs\"") && !erofs.contains("proxy"), "{erofs}");
+        let ours = System::Estargz.containerd(folder);
+        assert!(ours.contains("snapshotter = \"ferry\"") && ours.contains("address = \"/f/s.sock\""), "{ours}");
+        assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 3);
+        let called = |other| System::Prepared.calls(other);
+        assert_eq!(called(System::Layers), Some("ferry-layers".into()));
+        assert_eq!((called(System::Estargz), called(System::Prepared)), (None, Some(FERRY.into())));
+        let mut names = System::ALL.map(System::name);
+        names.sort_unstable();
+        assert!(names.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+}
