@@ -162,9 +162,12 @@ fn main() -> ExitCode {
         eprintln!("bench/run: --dax is for the table virtiofs");
         return ExitCode::from(2);
     }
-    let has_parts = cli.dax || matches!(cli.table, Table::V9fs | Table::Images | Table::Containers | Table::Metadata | Table::Coherence);
+    let has_parts = cli.dax
+        || matches!(cli.table, Table::V9fs | Table::Images | Table::Containers | Table::Metadata | Table::Coherence);
     if cli.add && !has_parts {
-        eprintln!("bench/run: --add is for the tables v9fs, images, containers, metadata, coherence and virtiofs --dax");
+        eprintln!(
+            "bench/run: --add is for the tables v9fs, images, containers, metadata, coherence and virtiofs --dax"
+        );
         return ExitCode::from(2);
     }
     let result = match cli.table {
