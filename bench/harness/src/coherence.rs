@@ -13,12 +13,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow};
 use ferry_guest::Cache;
 
+use crate::cli::Cli;
 use crate::line::{FERRY, Line, Requests};
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::stats::Better;
-use crate::{Cli, earlier, parts, process};
-use guests::{Guest, Place, System};
+use crate::{earlier, parts, process};
+use guests::{FILE, Guest, Place, System};
 use trees::Size;
 
 /// The table's name.
@@ -29,8 +30,6 @@ const UNIT: &str = "ms";
 const TAR_TIMEOUT: Duration = Duration::from_secs(300);
 /// What the lines of ours are about.
 const CONFIG: &str = "always-events";
-/// The file that changes.
-const FILE: &str = "changes";
 /// The pause before a command is run again.
 const AGAIN_AFTER: Duration = Duration::from_secs(2);
 /// What is measured.
@@ -169,7 +168,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     fs::create_dir_all(&folder)?;
     fs::create_dir_all(&share)?;
     let mkfs = cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string());
-    let place = Place { ferry: crate::program("ferry")?, virtiofsd, mkfs, share, folder };
+    let place = Place { ferry: crate::cli::program("ferry")?, virtiofsd, mkfs, share, folder };
     let (size, runs) = if cli.quick { (Size::QUICK, (15, 3)) } else { (Size::FULL, (50, 5)) };
     let bench = Bench { place, size, runs };
     let progress = Progress::new(rows.len());
@@ -201,11 +200,11 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             let order = Row::ALL.into_iter().map(|row| (row.name().to_owned(), CONFIG));
             lines = parts::join(&earlier::read(&folder, TABLE, known)?, &lines, order);
         }
-        let machine = Machine { command: crate::command(), ..machine };
+        let machine = Machine { command: crate::cli::command(), ..machine };
         let text = markdown(&lines, &machine, &bench);
         parts::save(&folder, TABLE, &lines, &text, &crate::chart::svg(&lines, System::Virtiofsd.name()))?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 /// Measures the unpacking, each time beside one server and its guest only: all that watch would be told.

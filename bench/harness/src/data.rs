@@ -177,13 +177,13 @@ impl Data {
         let forget = "sync; echo 2 >/proc/sys/vm/drop_caches; sleep 0.2";
         let forget_all = "sync; echo 3 >/proc/sys/vm/drop_caches; sleep 0.2";
         let walk = r"find walk -printf '%s %m %T@\n' >/dev/null".to_owned();
-        let git = format!("GIT_CONFIG_GLOBAL={} GIT_CONFIG_NOSYSTEM=1 git", crate::shell_word(&self.git_config()));
+        let git = format!("GIT_CONFIG_GLOBAL={} GIT_CONFIG_NOSYSTEM=1 git", crate::cli::shell_word(&self.git_config()));
         let (before, timed) = match task {
             Task::StatWalk => (forget.to_owned(), walk),
             Task::StatWalkWarm => (walk.clone(), walk),
             Task::TreeCreate => {
                 // Its own copy in the guest's memory, so that only the share is measured.
-                let tar = crate::shell_word(&self.tar());
+                let tar = crate::cli::shell_word(&self.tar());
                 let before = format!("[ -e /run/small.tar ] || cp {tar} /run/small.tar; mkdir {name}");
                 (before, format!("tar -xf /run/small.tar -C {name}"))
             }
@@ -205,7 +205,7 @@ impl Data {
                 (forget_all.to_owned(), format!("{git} -C {LARGE} --no-optional-locks status --porcelain"))
             }
             Task::LargeUnpack => {
-                let tar = crate::shell_word(&self.tar());
+                let tar = crate::cli::shell_word(&self.tar());
                 let before =
                     format!("[ -e /run/modules.tar ] || cp {tar} /run/modules.tar; mkdir {name}; {forget_all}");
                 (before, format!("tar -xf /run/modules.tar -C {name}"))

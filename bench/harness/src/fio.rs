@@ -28,7 +28,7 @@ pub fn command(fio: &Path, job: Job, runtime: Duration) -> String {
         "{fio} --name=job --size={FILE_MIB}M {} --time_based --runtime={}ms --ramp_time={RAMP_MS}ms {COMMON}",
         access(job),
         runtime.as_millis(),
-        fio = crate::shell_word(fio),
+        fio = crate::cli::shell_word(fio),
     )
 }
 
@@ -54,7 +54,7 @@ fn access(job: Job) -> String {
 /// directory, begins with empty caches, and ends after `runtime` if it is not done before. What was written is with the
 /// server when it ends.
 pub fn once(fio: &Path, job: Job, dirs: &[(String, String)], file_mib: u64, runtime: Duration) -> String {
-    let mut line = format!("{} {COMMON}", crate::shell_word(fio));
+    let mut line = format!("{} {COMMON}", crate::cli::shell_word(fio));
     let sync = if job.write { " --end_fsync=1" } else { "" };
     for (name, dir) in dirs {
         // A part of its own: each job of a multi row would empty them again while others already run.

@@ -13,11 +13,12 @@ use ferry_vfs::{
     Caller, Handle, Handles, Ino, Lock, LockKind, LockOutcome, LockOwner, Locks, OFlags, SessionId, Waiter,
 };
 
+use crate::cli::Cli;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
+use crate::parts;
 use crate::progress::Progress;
 use crate::stats::Better;
-use crate::{Cli, parts};
 
 /// The table's name.
 const TABLE: &str = "locks";
@@ -210,10 +211,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let progress = Progress::new(rows.len());
     let lines = progress.measure(&rows, name, &[], |row| lines(row, runs))?;
     if let Some(folder) = cli.results() {
-        let machine = Machine { command: crate::command(), ..machine };
+        let machine = Machine { command: crate::cli::command(), ..machine };
         write(&folder, &lines, &machine, runs)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 /// Writes the report into a folder.

@@ -7,6 +7,7 @@
 mod agent;
 mod blk;
 mod chart;
+mod cli;
 mod coherence;
 mod containers;
 mod costs;
@@ -36,125 +37,22 @@ mod v9fs;
 mod virtiofs;
 mod zufs;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use ferry_guest::Cache;
-use regex_lite::Regex;
 
+use crate::cli::{Cli, Table, command, verdict};
 use crate::data::Data;
-use crate::line::Line;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::report::Summary;
 use crate::rows::{Row, Work};
-use crate::server::{Peer, Programs};
-use crate::session::Place;
+use crate::server::Peer;
+use crate::session::place;
 use crate::virtiofs::{Effort, Runner};
-
-/// Where the full run's results go, from the project's root.
-const RESULTS: &str = "bench/results";
-
-/// Measures Ferry against other servers, side by side; one JSON object per row on standard output.
-#[derive(Debug, Parser)]
-#[command(name = "bench/run")]
-struct Cli {
-    /// What to measure
-    #[arg(value_enum)]
-    table: Table,
-    /// Under five minutes: fewer rows (all that match with --rows), shorter and fewer runs
-    #[arg(long)]
-    quick: bool,
-    /// The servers to compare with [default: virtiofsd; for the other tables, all]
-    #[arg(long, value_delimiter = ',', value_name = "A,B")]
-    peers: Vec<String>,
-    /// Only rows whose name matches, with the configuration behind it: 'stat-walk', '^stat-walk none$'
-    #[arg(long, value_name = "REGEX")]
-    rows: Option<Regex>,
-    /// The jobs of fio in a QEMU guest, with QEMU's 9pfs, and with a DAX window (virtiofs)
-    #[arg(long)]
-    dax: bool,
-    /// Where the report goes [default: bench/results; of a part or a quick run, nowhere]
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
-    /// Keep what the report has of other rows, so that a run in parts ends in one report (v9fs, images, containers, metadata, coherence, virtiofs --dax)
-    #[arg(long)]
-    add: bool,
-    /// Only print the names of the rows
-    #[arg(long)]
-    list: bool,
-    /// The folder for all data
-    #[arg(long, hide = true)]
-    work: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Table {
-    Virtiofs,
-    Zufs,
-    V9fs,
-    VhostBlk,
-    Images,
-    Containers,
-    Metadata,
-    Costs,
-    Locks,
-    Scale,
-    Coherence,
-}
-
-impl Cli {
-    fn rows(&self) -> Vec<Row> {
-        let wanted = |row: &Row| match &self.rows {
-            Some(regex) => regex.is_match(&row.name) || regex.is_match(&row.full_name()),
-            None => row.quick || !self.quick,
-        };
-        rows::all().into_iter().filter(wanted).collect()
-    }
-
-    /// Prints the names of the rows if that was asked for, and says so if there is none: what to end with then.
-    fn listed(&self, table: &str, names: impl Iterator<Item = impl std::fmt::Display>) -> Option<ExitCode> {
-        let mut names = names.peekable();
-        if self.list {
-            names.for_each(|name| println!("{name}"));
-            return Some(ExitCode::SUCCESS);
-        }
-        if names.peek().is_some() {
-            return None;
-        }
-        eprintln!("bench/run: no row matches; bench/run {table} --list shows them");
-        Some(ExitCode::from(2))
-    }
-
-    /// The servers that can run, ours first, and why others cannot.
-    fn peers(&self) -> (Vec<Peer>, Vec<String>) {
-        let mut peers = vec![Peer::Ferry];
-        let mut skipped = Vec::new();
-        if self.peers.is_empty() {
-            peers.push(Peer::Virtiofsd);
-        }
-        for name in &self.peers {
-            if name == Peer::Virtiofsd.name() {
-                peers.push(Peer::Virtiofsd);
-            } else if name != line::FERRY {
-                skipped.push(format!("{name}: this table cannot run it yet"));
-            }
-        }
-        (peers, skipped)
-    }
-
-    fn results(&self) -> Option<PathBuf> {
-        let full = !self.quick && self.rows.is_none() || self.add;
-        self.out.clone().or_else(|| full.then(|| RESULTS.into()))
-    }
-}
-
-/// A word of shell.
-fn shell_word(path: &Path) -> String {
-    format!("'{}'", path.to_string_lossy().replace('\'', r"'\''"))
-}
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -191,7 +89,7 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> Result<ExitCode> {
-    let rows = cli.rows();
+    let rows = rows(cli);
     if let Some(code) = cli.listed("virtiofs", rows.iter().map(Row::full_name)) {
         return Ok(code);
     }
@@ -220,11 +118,6 @@ fn run(cli: &Cli) -> Result<ExitCode> {
     Ok(verdict(&lines))
 }
 
-/// A run in which something of ours failed has failed.
-fn verdict(lines: &[Line]) -> ExitCode {
-    if lines.iter().any(|line| line.error.is_some()) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
 fn runner(
     cli: &Cli,
     rows: &[Row],
@@ -246,31 +139,13 @@ fn runner(
     Ok(Runner::new("virtiofs", place, data, fio, peers, effort))
 }
 
-/// Where the servers and guests of a run are.
-fn place(cli: &Cli, cache: Cache, virtiofsd: Option<PathBuf>, data: &Data) -> Result<Place> {
-    let folder = cli.work.join("run");
-    std::fs::create_dir_all(&folder)?;
-    let ferry = program("ferry")?;
-    let (guest_cpu, server_cpus) = session::divide_cpus()?;
-    let programs = Programs { ferry, virtiofsd };
-    Ok(Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus })
-}
-
-/// A program that was built with this one.
-fn program(name: &str) -> Result<PathBuf> {
-    let here = std::env::current_exe().context("where is this program?")?;
-    let program = here.with_file_name(name);
-    anyhow::ensure!(program.is_file(), "no program {}: build it with cargo build --release", program.display());
-    Ok(program)
-}
-
-/// The command as it was typed, without the wrapper's own words.
-fn command() -> String {
-    let mut words: Vec<String> = std::env::args().skip(1).collect();
-    if let Some(at) = words.iter().position(|word| word == "--work") {
-        words.drain(at..(at + 2).min(words.len()));
-    }
-    format!("bench/run {}", words.join(" "))
+/// The rows that are wanted.
+fn rows(cli: &Cli) -> Vec<Row> {
+    let wanted = |row: &Row| match &cli.rows {
+        Some(regex) => regex.is_match(&row.name) || regex.is_match(&row.full_name()),
+        None => row.quick || !cli.quick,
+    };
+    rows::all().into_iter().filter(wanted).collect()
 }
 
 #[cfg(test)]
@@ -283,7 +158,7 @@ mod tests {
 
     #[test]
     fn rows_can_be_chosen() {
-        let names = |words: &[&str]| cli(words).rows().into_iter().map(|row| row.name).collect::<Vec<_>>();
+        let names = |words: &[&str]| rows(&cli(words)).into_iter().map(|row| row.name).collect::<Vec<_>>();
         assert_eq!(names(&["--rows", "^stat-walk$"]).len(), 3);
         assert_eq!(names(&["--rows", "^stat-walk none$"]), ["stat-walk"]);
         assert!(names(&["--quick"]).len() < names(&[]).len());
@@ -296,16 +171,5 @@ mod tests {
         let (peers, skipped) = cli(&["--peers", "virtiofsd,qemu-9p"]).peers();
         assert_eq!(peers, [Peer::Ferry, Peer::Virtiofsd]);
         assert_eq!(skipped, ["qemu-9p: this table cannot run it yet"]);
-    }
-
-    #[test]
-    fn only_a_full_run_writes_the_results() {
-        assert_eq!(cli(&[]).results(), Some(RESULTS.into()));
-        assert_eq!(cli(&["--quick"]).results(), None);
-        assert_eq!(cli(&["--rows", "^stat"]).results(), None);
-        assert_eq!(cli(&["--rows", "^stat", "--add"]).results(), Some(RESULTS.into()));
-        assert_eq!(cli(&["--quick", "--out", "/o"]).results(), Some("/o".into()));
-        assert_eq!(shell_word(Path::new("/a'b")), r"'/a'\''b'");
-        assert_eq!(rows::Config::Auto.name(), "auto");
     }
 }

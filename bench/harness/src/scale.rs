@@ -13,11 +13,12 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 
+use crate::cli::Cli;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;
+use crate::parts;
 use crate::progress::Progress;
 use crate::stats::Better;
-use crate::{Cli, parts};
 
 /// The table's name.
 const TABLE: &str = "scale";
@@ -88,10 +89,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let progress = Progress::new(rows.len());
     let lines = progress.measure(&rows, name, &[], |(case, size)| vec![line(&cli.work, case, *size, runs)])?;
     if let Some(folder) = cli.results() {
-        let machine = Machine { command: crate::command(), ..machine };
+        let machine = Machine { command: crate::cli::command(), ..machine };
         write(&folder, &lines, &markdown(&cases, &lines, &machine, runs))?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 /// Writes the report into a folder.

@@ -7,6 +7,8 @@ use anyhow::{Context, Result};
 use ferry_guest::{Cache, Device};
 
 use crate::agent::{Agent, Done, Failed};
+use crate::cli::{self, Cli};
+use crate::data::Data;
 use crate::rows::Config;
 use crate::server::{Peer, Programs, Server, Sharing, TAG};
 
@@ -124,6 +126,16 @@ fn divide(cpus: &[usize]) -> (usize, String) {
     let first = cpus.first().copied().unwrap_or(0);
     let others = if cpus.len() > 1 { &cpus[1..] } else { &[first] };
     (first, list(others))
+}
+
+/// Where the servers and guests of a run are.
+pub fn place(cli: &Cli, cache: Cache, virtiofsd: Option<PathBuf>, data: &Data) -> Result<Place> {
+    let folder = cli.work.join("run");
+    std::fs::create_dir_all(&folder)?;
+    let ferry = cli::program("ferry")?;
+    let (guest_cpu, server_cpus) = divide_cpus()?;
+    let programs = Programs { ferry, virtiofsd };
+    Ok(Place { cache, programs, share: data.share.clone(), folder, guest_cpu, server_cpus })
 }
 
 #[cfg(test)]

@@ -14,9 +14,9 @@ use super::fio::{self, Engine, Sample};
 use super::rows::{Client, Step};
 use super::systems::{Programs, System, blockdev, comma_doubled};
 use crate::agent::Agent;
+use crate::cli::shell_word;
 use crate::rows::Config;
 use crate::server::{self, Peer, Server, Sharing};
-use crate::shell_word;
 
 const GUEST_MIB: u32 = 1024;
 /// TCG takes its time.

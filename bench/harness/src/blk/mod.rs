@@ -17,7 +17,7 @@ use self::files::Files;
 use self::rows::Step;
 use self::runner::{Effort, Runner};
 use self::systems::{Programs, System};
-use crate::Cli;
+use crate::cli::Cli;
 use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
@@ -45,7 +45,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Err(error) = &tools {
         eprintln!("bench/run: neither qemu-storage-daemon nor qemu-img: {error}");
     }
-    let programs = Programs { ferry: crate::program("ferry")?, fio, disk_tools: tools.ok() };
+    let programs = Programs { ferry: crate::cli::program("ferry")?, fio, disk_tools: tools.ok() };
     let daemon = programs.tool("qemu-storage-daemon").ok();
     let machine = Machine::look(&cli.work, daemon.as_deref(), Some(&programs.fio));
     let progress = Progress::new(steps.len());
@@ -65,10 +65,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
-        let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::command(), ..machine };
+        let machine = Machine { guest_kernel: runner.guest_kernels(), command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {

@@ -9,12 +9,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ferry_guest::{Cache, Device};
 
-use super::FILE;
 use super::trees;
 use crate::agent::Agent;
 use crate::line::FERRY;
 use crate::server::{Server, TAG};
 use crate::session;
+
+/// The file that changes.
+pub const FILE: &str = "changes";
 
 /// The longest that a command of the guest may take: it may build crates.
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -136,7 +138,7 @@ impl Guest {
         let agent = Agent::boot(cache, device, cpu, &socket.with_extension("guest"))?;
         let mut guest = Self { agent, server, socket };
         if system.has_agent() {
-            let ferry = crate::shell_word(&place.ferry);
+            let ferry = crate::cli::shell_word(&place.ferry);
             guest.run(&format!("{ferry} agent . >/run/agent 2>&1 & sleep 2; kill -0 $!"))?;
         }
         // Twice: also what is looked at for the second time only.

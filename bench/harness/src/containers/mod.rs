@@ -15,10 +15,11 @@ use ferry_guest::Cache;
 use self::rows::Work;
 use self::runner::{Effort, Runner};
 use self::systems::{Programs, System};
+use crate::cli::Cli;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::stats::Better;
-use crate::{Cli, earlier, parts, v9fs};
+use crate::{earlier, parts, v9fs};
 
 /// The table's name.
 const TABLE: &str = "containers";
@@ -44,7 +45,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let programs = programs(&cache, &mut skipped)?;
     let systems = systems(cli, &programs, &mut skipped);
     v9fs::loopback()?;
-    let machine = Machine { command: crate::command(), ..Machine::look(&cli.work, None, None) };
+    let machine = Machine { command: crate::cli::command(), ..Machine::look(&cli.work, None, None) };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let work = cli.work.join("run");
     std::fs::create_dir_all(&work)?;
@@ -52,7 +53,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let progress = Progress::new(works.len());
     let names = |work: &Work| work.rows().into_iter().map(|(_, name)| name).collect::<Vec<_>>().join(", ");
     let lines = progress.measure(&works, names, &skipped, |work| runner.run(*work))?;
-    let verdict = crate::verdict(&lines);
+    let verdict = crate::cli::verdict(&lines);
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
@@ -68,8 +69,8 @@ fn programs(cache: &Cache, skipped: &mut Vec<String>) -> Result<Programs> {
         set.map(|set| set.join("bin")).inspect_err(|error| skipped.push(format!("{name}: {error}"))).ok()
     };
     Ok(Programs {
-        ferry: crate::program("ferry")?,
-        snapshotter: crate::program("ferry-snapshotter")?,
+        ferry: crate::cli::program("ferry")?,
+        snapshotter: crate::cli::program("ferry-snapshotter")?,
         erofs: found("erofs", cache.erofs()),
         peers: found("stargz, soci", cache.snapshotters()),
         containerd: cache.containerd()?,

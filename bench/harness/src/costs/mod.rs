@@ -11,14 +11,15 @@ use ferry_guest::Cache;
 
 use self::memory::Memory;
 use self::watching::Watching;
+use crate::cli::Cli;
 use crate::data::Data;
 use crate::line::Line;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::rows::{self, Row, Work};
 use crate::server::{Peer, Programs};
+use crate::session::place;
 use crate::virtiofs::{Effort, Runner};
-use crate::{Cli, place};
 
 /// The table's name.
 const TABLE: &str = "costs";
@@ -81,7 +82,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let mut skipped = Vec::new();
     let virtiofsd = cache.peer("virtiofsd").inspect_err(|error| skipped.push(format!("virtiofsd: {error}"))).ok();
     let machine = Machine::look(&cli.work, virtiofsd.as_deref(), None);
-    let programs = Programs { ferry: crate::program("ferry")?, virtiofsd };
+    let programs = Programs { ferry: crate::cli::program("ferry")?, virtiofsd };
     let progress = Progress::new(steps.len());
     let data = Data::make(&cli.work, false, true, false).context("cannot make the data")?;
     let place = place(cli, cache, None, &data)?;
@@ -104,10 +105,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
-        let machine = Machine { command: crate::command(), ..machine };
+        let machine = Machine { command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets, size)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {

@@ -14,12 +14,13 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use self::runner::{Effort, Runner};
 use self::systems::System;
+use crate::cli::Cli;
 use crate::data::write_noise;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::rows::{self, Config, Row};
 use crate::server::Programs;
-use crate::{Cli, earlier, fio, parts, session};
+use crate::{earlier, fio, parts, session};
 
 /// The table's name.
 const TABLE: &str = "virtiofs-dax";
@@ -53,13 +54,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let progress = Progress::new(rows.len());
     progress.show("making the files");
     let files = Files::make(cli.work.join("run"))?;
-    let programs = Programs { ferry: crate::program("ferry")?, virtiofsd: virtiofsd.ok() };
+    let programs = Programs { ferry: crate::cli::program("ferry")?, virtiofsd: virtiofsd.ok() };
     let (first, others) = session::divide_cpus()?;
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let systems = System::ALL.into_iter().filter(|system| system.is_wanted(&cli.peers)).collect();
     let mut runner = Runner::new(cache, programs, fio, files, format!("{first},{others}"), systems, effort);
     let lines = progress.measure(&rows, |row| row.name.clone(), &unknown, |row| runner.run(row))?;
-    let verdict = crate::verdict(&lines);
+    let verdict = crate::cli::verdict(&lines);
     let all = rows::jobs();
     let configs = [Config::None, Config::Auto, Config::NoneDax].map(Config::name);
     let order = all.iter().flat_map(|row| configs.map(|config| (row.name.clone(), config)));
@@ -69,7 +70,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = folder {
         let guest_kernel = runner.kernel.clone().unwrap_or_else(|| "none ran".into());
-        let machine = Machine { guest_kernel, command: crate::command(), ..machine };
+        let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
     }
     Ok(verdict)

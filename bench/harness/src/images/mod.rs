@@ -20,7 +20,7 @@ use self::made::Programs;
 pub use self::made::drop_caches;
 use self::rows::Work;
 use self::runner::{Effort, Runner};
-use crate::Cli;
+use crate::cli::Cli;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::{earlier, parts, session};
@@ -48,12 +48,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     };
     let composefs = found("composefs", cache.composefs());
     let erofs = found("erofs-utils", cache.erofs());
-    let programs = Programs { ferry: crate::program("ferry")?, composefs, erofs };
+    let programs = Programs { ferry: crate::cli::program("ferry")?, composefs, erofs };
     let peers = peer_versions(&cache);
     let guests = guests(&cache);
     let work = cli.work.join("run");
     std::fs::create_dir_all(&work)?;
-    let machine = Machine { command: crate::command(), ..Machine::look(&cli.work, None, None) };
+    let machine = Machine { command: crate::cli::command(), ..Machine::look(&cli.work, None, None) };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let mut runner = Runner::new(programs, work, effort, guests);
     let progress = Progress::new(works.len());
@@ -69,7 +69,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     if let Some(error) = failed {
         return Err(error);
     }
-    let verdict = crate::verdict(&lines);
+    let verdict = crate::cli::verdict(&lines);
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));

@@ -8,13 +8,15 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use ferry_guest::Cache;
 
+use crate::cli::Cli;
 use crate::data::{Data, LargeTrees};
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::rows::{self, Row};
 use crate::server::Peer;
+use crate::session::place;
 use crate::virtiofs::{Effort, Runner};
-use crate::{Cli, earlier, parts, place};
+use crate::{earlier, parts};
 
 /// The table's name.
 const TABLE: &str = "metadata";
@@ -57,14 +59,14 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let place = place(cli, cache, virtiofsd, &data)?;
     let mut runner = Runner::new(TABLE, place, data, fio, peers, effort);
     let lines = progress.measure(&rows, Row::full_name, &skipped, |row| vec![runner.run(row)])?;
-    let verdict = crate::verdict(&lines);
+    let verdict = crate::cli::verdict(&lines);
     let order = rows::large().into_iter().map(|row| (row.name, row.config.name()));
     let lines = parts::join(&earlier, &lines, order);
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = folder {
         let guest_kernel = runner.guest_kernel.clone().unwrap_or_else(|| "none ran".into());
-        let machine = Machine { guest_kernel, command: crate::command(), ..machine };
+        let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets, trees)?;
     }
     Ok(verdict)

@@ -16,8 +16,8 @@ use super::rows::{Place, Step};
 use super::systems::{self, Cache as Caching, Programs, Server, System};
 use crate::agent::Agent;
 use crate::blk::systems::comma_doubled;
+use crate::cli::shell_word;
 use crate::server::{self, Server as Process};
-use crate::shell_word;
 
 const GUEST_MIB: u32 = 1024;
 /// TCG takes its time.

@@ -20,7 +20,7 @@ use self::place::{Cpus, Files};
 use self::rows::Step;
 use self::runner::{Effort, Runner};
 use self::systems::{Programs, System};
-use crate::Cli;
+use crate::cli::Cli;
 use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
@@ -52,7 +52,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let unknown = unknown_peers(&cli.peers);
     let cache = Cache::from_env()?;
     let programs = Programs {
-        ferry: crate::program("ferry")?,
+        ferry: crate::cli::program("ferry")?,
         fio: cache.peer("fio")?,
         diod: cache.diod().map_err(|error| error.to_string()),
         mkfs: cache.disk().map(|set| set.join("bin/mkfs.ext4")).map_err(|error| error.to_string()),
@@ -74,12 +74,12 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             runner.run(*step, &systems.collect::<Vec<_>>())
         },
     )?;
-    let verdict = crate::verdict(&lines);
+    let verdict = crate::cli::verdict(&lines);
     let lines = parts::join(&earlier, &lines, order());
     let targets = report::targets(&lines);
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = folder {
-        let machine = Machine { command: crate::command(), ..machine };
+        let machine = Machine { command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &targets)?;
     }
     Ok(verdict)

@@ -4,8 +4,8 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use crate::cli::shell_word;
 use crate::line::FERRY;
-use crate::shell_word;
 
 /// The longest message over TCP, in bytes: what Linux's client allows.
 const MSIZE: u32 = 1 << 20;

@@ -13,9 +13,9 @@ use super::commands::Programs;
 use super::fio::{self, Found, Job};
 use super::systems::{Files, System, Way};
 use crate::agent::Agent;
+use crate::cli::shell_word;
 use crate::rows::Config;
 use crate::server::{self, Peer, Server, Sharing};
-use crate::shell_word;
 
 /// The size of each file in the guest, where everything is slow.
 pub const FILE_MIB: u64 = 8;

@@ -22,7 +22,7 @@ use self::load::Loads;
 use self::rows::Step;
 use self::runner::{Effort, Runner};
 use self::systems::System;
-use crate::Cli;
+use crate::cli::Cli;
 use crate::line::FERRY;
 use crate::machine::Machine;
 use crate::progress::Progress;
@@ -44,12 +44,15 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     let cache = Cache::from_env()?;
     let fio = cache.peer("fio")?;
     let peers = Peers::prepare(&cache);
-    let programs =
-        Programs { ferry: crate::program("ferry")?, null: crate::program("ferry-bench-null")?, libfuse: peers.libfuse };
+    let programs = Programs {
+        ferry: crate::cli::program("ferry")?,
+        null: crate::cli::program("ferry-bench-null")?,
+        libfuse: peers.libfuse,
+    };
     let folder = cli.work.join("run");
     std::fs::create_dir_all(&folder)?;
     let machine = Machine::look(&cli.work, None, Some(&fio));
-    let loads = Loads { fio, names: crate::program("ferry-bench-names")?, folder: folder.clone() };
+    let loads = Loads { fio, names: crate::cli::program("ferry-bench-names")?, folder: folder.clone() };
     let effort = if cli.quick { Effort::QUICK } else { Effort::FULL };
     let wanted = cli.peers.clone();
     let mut runner = Runner::new(cache, programs, loads, peers.mkfs, folder, effort);
@@ -63,10 +66,10 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
         let guest_kernel = runner.guest_kernel().unwrap_or("none ran").to_owned();
-        let machine = Machine { guest_kernel, command: crate::command(), ..machine };
+        let machine = Machine { guest_kernel, command: crate::cli::command(), ..machine };
         report::write(&folder, &lines, &machine, &peers.libfuse_version, &targets)?;
     }
-    Ok(crate::verdict(&lines))
+    Ok(crate::cli::verdict(&lines))
 }
 
 fn steps(cli: &Cli) -> Vec<Step> {
