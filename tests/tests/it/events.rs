@@ -460,6 +460,12 @@ fn random_operations_are_seen_once() {
 }
 
 #[test]
+fn random_operations_are_seen_once_by_way_of_9p() {
+    let missing = random(Watched::by_ninep, 1000, u64::from(std::process::id()));
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
 fn names_are_seen_once_by_inotify() {
     random(Watched::by_inotify, 1000, u64::from(std::process::id()));
 }
