@@ -46,6 +46,7 @@ fn paths(requests: &[Request]) -> Vec<&str> {
     requests.iter().map(|request| &*request.path).collect()
 }
 
+/// awslabs/soci-snapshotter pull request 2083: layers came from the registry itself.
 #[test]
 fn mirrors_are_asked_first_and_the_registry_has_the_rest() {
     let place = Place::new();
@@ -97,6 +98,30 @@ fn paths_of_hosts_are_kept() {
         describe(&hosts, &text);
         pull_to(&place, store, &remote(&hosts).unwrap()).unwrap();
     }
+}
+
+/// aws/eks-anywhere pull request 10765: credentials as a header. They go to that host, and not where it redirects.
+#[test]
+fn headers_are_kept_from_other_servers() {
+    let place = Place::new();
+    let other = Fake::start();
+    let hosts = place.at("certs.d");
+    copy_blobs(&place.fake, &other);
+    let to = other.address;
+    place.fake.fault(move |request, reply| match request.headers.get("authorization").map(String::as_str) {
+        Some("Basic word") if request.is_blob() => {
+            Reply::of(307, "").with("location", format!("http://{to}{}", request.path))
+        }
+        Some("Basic word") => reply,
+        _ => Reply::of(401, "").with("www-authenticate", "Basic realm=\"x\""),
+    });
+    let server = format!("server = \"http://{}\"\n", place.fake.address);
+    describe(&hosts, &server);
+    assert!(pull_to(&place, "without", &remote(&hosts).unwrap()).is_err());
+    describe(&hosts, &format!("{server}[header]\nauthorization = \"Basic word\"\n"));
+    pull_to(&place, "with", &remote(&hosts).unwrap()).unwrap();
+    let asked = other.requests();
+    assert!(!asked.is_empty() && asked.iter().all(|request| !request.headers.contains_key("authorization")));
 }
 
 /// A mirror that sends the wrong manifest is not believed; one that stops in the middle of a blob is continued by the registry.

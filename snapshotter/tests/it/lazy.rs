@@ -204,6 +204,8 @@ fn is_right(at: &Path) {
     assert!(!at.join("hidden").exists());
 }
 
+/// containerd/stargz-snapshotter pull request 134, containerd/nydus-snapshotter issue 106: a restart ended the mounts; and
+/// containerd/stargz-snapshotter issue 1393: mounts stayed when images were removed.
 #[test]
 fn layers_are_read_before_they_are_here_and_nobody_notices_kills() {
     if !can_mount() {
@@ -227,6 +229,13 @@ fn layers_are_read_before_they_are_here_and_nobody_notices_kills() {
         // A pull of what is here asks nobody.
         place.pull(&mut client);
         assert_eq!(place.fetched(), 0);
+        // containerd/stargz-snapshotter issue 2225: each open left a descriptor.
+        let process = place.process().expect("it serves");
+        let descriptors = || fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero())).unwrap().count();
+        let before = descriptors();
+        (0..500).for_each(|_| drop(fs::read(mounted.path().join("small")).unwrap()));
+        assert!(descriptors() < before + 100, "{before} {}", descriptors());
+        assert!(place.server.resident_kib() < 50 << 10, "{} KiB", place.server.resident_kib());
         let mut labels = crate::client::root_label();
         labels.extend([UID_LABEL, GID_LABEL].map(|name| (name.to_owned(), "0:100000:65536".to_owned())));
         let mapped = Mounted::of(&client.prepare_with("mapped", &place.top(), labels).unwrap());
@@ -283,7 +292,7 @@ fn layers_are_read_before_they_are_here_and_nobody_notices_kills() {
     }
 }
 
-/// containerd/stargz-snapshotter issue 1520 and others: after a crash of what serves the files, snapshots could not be used.
+/// containerd/stargz-snapshotter issues 151, 1520: after a crash of what serves the files, snapshots could not be used.
 #[test]
 fn a_process_that_died_is_started_again() {
     if !can_mount() {
@@ -575,7 +584,7 @@ fn of_two_pulls_at_once_and_removals_all_end_well() {
     is_right(Mounted::of(&client.view("view", &place.top()).unwrap()).path());
 }
 
-/// Another image is based on the lower layer only, which was never here by itself.
+/// Another image is based on the lower layer only, which was never here by itself (containerd/nydus-snapshotter issue 640).
 #[test]
 fn some_of_the_layers_can_be_a_parent() {
     if !can_mount() {
@@ -640,4 +649,35 @@ fn converted_images_are_used_from_repositories_that_are_trusted() {
         let mounted = Mounted::of(&client.prepare("other", "sha256:chain-0").unwrap());
         assert_eq!(fs::read(mounted.path().join("hidden")).unwrap(), noise(3, 20_000));
     }
+}
+
+/// Both this program and the one that fetches what is read get there.
+#[test]
+fn registries_are_reached_by_hosts_files_and_credentials() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::configured(layers(Format::Estargz), 0, "credentials = \"auth.json\"\n");
+    let folder = place.server.folder.path().to_owned();
+    let address = place.fake.address.to_string();
+    fs::write(folder.join("auth.json"), json!({"auths": {&address: {"auth": "bWU6d29yZA=="}}}).to_string()).unwrap();
+    fs::create_dir_all(folder.join("certs.d/registry.invalid")).unwrap();
+    let hosts = format!("server = \"http://{address}/proxy\"\n[header]\nx-team = \"a\"\n");
+    fs::write(folder.join("certs.d/registry.invalid/hosts.toml"), hosts).unwrap();
+    place.fake.fault(|request, reply| {
+        let header = |name: &str| request.headers.get(name).map(String::as_str);
+        match (header("authorization"), header("x-team"), request.path.starts_with("/proxy/v2/os/app/")) {
+            (Some("Basic bWU6d29yZA=="), Some("a"), true) => reply,
+            _ => Reply::of(401, "").with("www-authenticate", "Basic realm=\"x\""),
+        }
+    });
+    let mut client = place.server.client();
+    for layer in 0..2 {
+        let mut labels = place.labels(layer);
+        labels.insert("containerd.io/snapshot/cri.image-ref".into(), "registry.invalid/os/app:1".into());
+        let parent = ["", "sha256:chain-0"][layer];
+        assert_eq!(place.prepare(&mut client, layer, parent, labels), Ok(()));
+    }
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    is_right(mounted.path());
 }
