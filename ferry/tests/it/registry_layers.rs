@@ -310,6 +310,55 @@ fn layers_are_mounted_and_watched() {
     }
 }
 
+/// As an additional image store.
+#[test]
+#[ignore = "long: make test-all installs podman"]
+fn podman_makes_containers_of_an_image_of_its_storage() {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root || Command::new("podman").arg("--version").output().is_err() {
+        return ferry_skip::skip!("needs root and podman: apt-get install podman");
+    }
+    // On a disk, for overlayfs.
+    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for name in ["tree", "mnt"] {
+        fs::create_dir(at(name)).unwrap();
+    }
+    fs::write(at("tree/file"), content(7, 10_000)).unwrap();
+    text(Command::new("tar").arg("-C").arg(at("tree")).arg("-cf").arg(at("tree.tar")).arg("."));
+    let podman = |name: &str, options: &str, words: &[&str]| {
+        let (graph, run, file) = (at(name), at(&format!("{name}.run")), at(&format!("{name}.conf")));
+        let storage = format!(
+            "[storage]\ndriver = \"overlay\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n[storage.options]\n{options}\n",
+            graph.display(),
+            run.display()
+        );
+        fs::write(&file, storage).unwrap();
+        text(Command::new("podman").args(words).env("CONTAINERS_STORAGE_CONF", file)).trim().to_owned()
+    };
+    podman("first", "", &["import", "--quiet", at("tree.tar").to_str().unwrap(), "localhost/app:1"]);
+    // podman leaves a mount of its own there.
+    let _ = Command::new("umount").arg(at("first/overlay")).output();
+    let image = |word: &str| {
+        let mut line = ferry();
+        line.args(["image", word, "--store"]).arg(at("store"));
+        line
+    };
+    text(image("build").arg(at("first")).arg("-o").arg(at("app.img")));
+    text(image("mount").arg(at("app.img")).arg(at("mnt")));
+    let second =
+        |words: &[&str]| podman("second", &format!("additionalimagestores = [\"{}\"]", at("mnt").display()), words);
+    let container = second(&["create", "--network=none", "localhost/app:1", "/none"]);
+    let root = PathBuf::from(second(&["mount", &container]));
+    let found = fs::read(root.join("file"));
+    let changed = fs::write(root.join("file"), "changed").and_then(|()| fs::read(root.join("file")));
+    second(&["umount", &container]);
+    second(&["rm", &container]);
+    let _ = Command::new("umount").arg(at("second/overlay")).output();
+    detach(&at("mnt"));
+    assert_eq!((found.unwrap(), changed.unwrap()), (content(7, 10_000), b"changed".to_vec()));
+}
+
 #[test]
 fn an_image_without_tables_is_pulled_as_a_whole_with_a_sentence() {
     let Some(place) = Place::new() else { return };

@@ -64,6 +64,10 @@ const NEEDED: &[(&str, &str)] = &[
     ("# /etc/ferry/layers.toml", "systemd; sources/layers/tests/it/mounts.rs makes such a mount"),
     ("# /etc/containers/storage.conf", "podman: sources/layers/tests/it/engines.rs writes such a file"),
     (
+        "podman --root /srv/podman",
+        "podman and a registry: ferry/tests/it/registry_layers.rs mounts such an image, and makes a container of it",
+    ),
+    (
         "mkdir -p /var/lib/ferry-layers.mnt",
         "systemd, podman and a registry: sources/layers/tests/it/engines.rs pulls so",
     ),
