@@ -302,7 +302,20 @@ fn layers_are_mounted_and_watched() {
     assert_eq!(value("ferry_layer_mounts{"), Some("1"), "{metrics}");
     let fetched: u64 = value("ferry_image_fetched_bytes_total{").unwrap().parse().unwrap();
     assert!((10_000..100_000).contains(&fetched), "{fetched}");
+    let other = Mounted::new();
+    let said = refused(1, ferry().arg("mount").arg(&source).arg(&other.mnt));
+    assert!(said.contains("another process uses"), "{said}");
     mounted.unmount(pid);
+    // As the unit does it.
+    let file = place.at("layers.toml");
+    fs::write(&file, format!("[[share]]\nsource = \"{source}\"\nmount = \"{}\"\n", mounted.mnt.display())).unwrap();
+    let mut server = ferry().arg("share").arg("--config").arg(&file).env("HOME", place.folder.path()).spawn().unwrap();
+    until("the mount", || !mounted.mounts().is_empty());
+    let found = fs::read(layer.join("diff/sub/08"));
+    let pid = rustix::process::Pid::from_child(&server);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(server.wait().unwrap().success());
+    assert_eq!(found.unwrap(), content(8, 11_000));
     for (flag, value) in [("--jobs", "1"), ("--store", "/srv")] {
         let output = run(ferry().arg("mount").arg(&source).arg(&mounted.mnt).args([flag, value]));
         let said = String::from_utf8_lossy(&output.stderr);

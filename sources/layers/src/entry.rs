@@ -159,7 +159,7 @@ impl Entries {
         fs::remove_file(&path).doing("remove", path)
     }
 
-    /// Removes images without an entry, and packs without an image.
+    /// Removes entries without a use, images without an entry, and packs without an image.
     fn collect(&self) -> Result<()> {
         let list = |folder: &Path| -> Result<Vec<PathBuf>> {
             let entries = fs::read_dir(folder).doing("list", folder)?;
@@ -168,10 +168,10 @@ impl Entries {
         let mut needed = HashSet::new();
         for path in list(&self.root.join("entries"))? {
             match read(&path) {
-                Ok(Some(entry)) if self.path(&entry.reference, &entry.name) == path => {
+                Ok(Some(entry)) if entry.uses > 0 && self.path(&entry.reference, &entry.name) == path => {
                     needed.insert(self.image(&entry));
                 }
-                // A new file that a killed process left, or a damaged one. Engines look again.
+                // One that was looked for and not used, a new file that a killed process left, or a damaged one. Engines look again.
                 _ => fs::remove_file(&path).doing("remove", path)?,
             }
         }
@@ -187,7 +187,7 @@ impl Entries {
         let store = ExclusiveStore::lock(&self.store(), &waiting)?;
         let report = store.collect(&LiveSet { packs, objects: BTreeSet::new() }, Duration::ZERO, false)?;
         if report.bytes > 0 {
-            tracing::info!("removed {} packs, {} bytes", report.removed.len(), report.bytes);
+            tracing::info!("removed {} bytes of layers that no engine uses", report.bytes);
         }
         Ok(())
     }
@@ -241,7 +241,8 @@ mod tests {
     fn entries_outlive_the_process_until_their_last_use_ends() {
         let folder = tempfile::tempdir().unwrap();
         let open = || Entries::open(folder.path()).unwrap();
-        let (entries, entry) = (open(), entry("c"));
+        let (entries, unused, entry) = (open(), entry("b"), entry("c"));
+        entries.put(&unused).unwrap();
         assert!(matches!(Entries::open(folder.path()), Err(Error::InUse(_))));
         entries.put(&entry).unwrap();
         fs::write(entries.image(&entry), "not an image").unwrap();
