@@ -78,7 +78,7 @@ fn has_pulled(place: &Place) -> bool {
 
 #[test]
 #[ignore = "long: make test-all installs podman"]
-fn podman_pulls_without_the_layers_and_mounts_the_image() {
+fn podman_pulls_without_the_layers_and_runs_containers() {
     let podman = Path::new("podman");
     if !is_installed(podman) {
         return ferry_skip::skip!("no podman: apt-get install podman");
@@ -100,6 +100,14 @@ fn podman_pulls_without_the_layers_and_mounts_the_image() {
         assert_eq!(fs::read(at.join("replaced/new")).unwrap(), b"is shown");
         assert!(!at.join("replaced/old").exists() && !at.join("gone").exists() && at.join("below").exists());
         podman(&["image", "unmount", &place.reference]);
+        // Containers have their own layer above. The limits are those that a user may always set.
+        let busybox = ferry_guest::Cache::from_env().and_then(|cache| cache.uml()).unwrap().busybox;
+        let volume = format!("--volume={}:/busybox:ro", busybox.display());
+        let limits = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024", "--network=host", "--rm"];
+        let script = "/busybox cat /replaced/new; /busybox ls /replaced; echo x >/below; /busybox cat /below";
+        let run = ["--runtime=runc", "--cgroup-manager=cgroupfs", "run", &volume];
+        let said = podman(&[&run[..], &limits, &[&place.reference, "/busybox", "sh", "-c", script]].concat());
+        assert_eq!(said, "is shownnew\nx\n");
         // It reads the blobs. Docker's format has no zstd.
         if place.layers[0].media_type.ends_with("gzip") {
             let saved = place.folder.path().join("saved");
