@@ -8,7 +8,7 @@
 //!                                /use     cannot be made: the attempt counts a use, and removing the directory ends one
 //! ```
 //!
-//! The digest is that of a layer's table of contents, or of its blob (podman before version 5). A lookup fetches the manifest and the
+//! The digest is that of a layer's table of contents, or of its blob (podman before version 5.1). A lookup fetches the manifest and the
 //! table of contents; files are fetched when they are read, and verified. What cannot be read that way does not exist here, and engines
 //! pull it as usual. Directories above layers list nothing.
 //!
