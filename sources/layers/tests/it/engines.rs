@@ -54,6 +54,13 @@ impl Storage {
     }
 }
 
+/// Engines leave a mount of their own there, in the way of removing the folder.
+impl Drop for Storage {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.graph.join("overlay")).output();
+    }
+}
+
 fn checked(command: &mut Command) -> String {
     let Output { status, stdout, stderr } = command.output().unwrap();
     let said = String::from_utf8_lossy(&stderr);
