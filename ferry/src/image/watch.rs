@@ -7,7 +7,7 @@
 //! Once the last descriptor of the fanotify group is closed, events stop, and holes would be read as zeros. So a separate process
 //! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`answer_for_dead_server`]): data that is
 //! here may be read, all else is an I/O error. It ends when the packs are complete, when no other process has them open, or when
-//! the next server announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
+//! the next server, or a later guardian, announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
 //! too.
 #![allow(unsafe_code, reason = "a lease has no safe wrapper")]
 
@@ -47,6 +47,8 @@ const ALLOW: u32 = 1;
 const DENY: u32 = 2 | (5 << 24);
 /// The byte of a pack whose lock announces a server: no pack is that long.
 const SERVED_BYTE: i64 = i64::MAX - 1;
+/// The first byte of a pack whose lock announces a guardian: the later it was started, the higher its own.
+const GUARDIANS_BEGIN: i64 = i64::MAX / 2;
 /// The interval at which the guardian checks that it is still needed.
 const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The maximum wait for the first event.
@@ -138,6 +140,11 @@ fn new_group() -> Result<Fanotify> {
         }
         Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOSYS) => {
             Err(KernelMountError("this kernel cannot make readers of missing data wait".into()).into())
+        }
+        Err(nix::errno::Errno::EMFILE) => {
+            let why =
+                "as many programs wait for readers of missing data as the kernel lets (fs.fanotify.max_user_groups)";
+            Err(KernelMountError(why.into()).into())
         }
         group => {
             group.with_context(|| format!("this kernel cannot make readers of missing data wait; {FALLBACK_ADVICE}"))
@@ -331,18 +338,21 @@ fn refuse(error: &dyn std::fmt::Display) -> u32 {
 }
 
 fn server_lock(kind: i32) -> libc::flock {
-    libc::flock {
-        l_type: i16::try_from(kind).unwrap_or_default(),
-        l_whence: 0,
-        l_start: SERVED_BYTE,
-        l_len: 1,
-        l_pid: 0,
-    }
+    range_lock(kind, SERVED_BYTE, SERVED_BYTE + 1)
+}
+
+fn range_lock(kind: i32, from: i64, to: i64) -> libc::flock {
+    let l_type = i16::try_from(kind).unwrap_or_default();
+    libc::flock { l_type, l_whence: 0, l_start: from, l_len: to - from, l_pid: 0 }
 }
 
 /// A pack that the guardian holds.
 #[derive(Debug)]
-pub struct PackHold(File);
+pub struct PackHold {
+    file: File,
+    /// The byte whose lock announces this guardian.
+    own_byte: i64,
+}
 
 impl PackHold {
     /// Opens a pack, and locks it against removal from its store.
@@ -350,13 +360,24 @@ impl PackHold {
         let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
         flock(&file, FlockOperation::NonBlockingLockShared)
             .with_context(|| format!("cannot lock {}", path.display()))?;
-        Ok(Self(file))
+        let since = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let own_byte = GUARDIANS_BEGIN.saturating_add(since.tv_sec.saturating_mul(1_000_000_000) + since.tv_nsec);
+        let lock = range_lock(libc::F_RDLCK, own_byte, own_byte + 1);
+        fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)).with_context(|| format!("cannot lock {}", path.display()))?;
+        Ok(Self { file, own_byte })
+    }
+
+    /// Whether a guardian that was started later responds for this pack. Two of them would each take the other one for a reader, and
+    /// stay for ever.
+    fn has_successor(&self) -> bool {
+        let mut lock = range_lock(libc::F_WRLCK, self.own_byte + 1, SERVED_BYTE);
+        fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
     }
 
     /// Whether a server responds for this pack.
     fn is_served(&self) -> bool {
         let mut lock = server_lock(libc::F_WRLCK);
-        fcntl(&self.0, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
+        fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
     }
 
     /// Whether the guardian lets a reader go on. A server, if there is one, gets its own event.
@@ -368,23 +389,28 @@ impl PackHold {
     fn is_unused(&self) -> bool {
         let lease = |kind: i32| {
             // SAFETY: no pointers; the descriptor is open as long as `self` is.
-            unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_SETLEASE, kind) == 0 }
+            unsafe { libc::fcntl(self.file.as_raw_fd(), libc::F_SETLEASE, kind) == 0 }
         };
         lease(libc::F_WRLCK) && lease(libc::F_UNLCK)
     }
 
+    /// Whether readers need no response of this guardian.
+    fn is_unneeded(&self) -> bool {
+        self.is_whole() || self.is_served() || self.has_successor() || self.is_unused()
+    }
+
     /// Whether it is complete: then its name has no suffix.
     fn is_whole(&self) -> bool {
-        let name = fs::read_link(descriptor_path(&self.0)).unwrap_or_default();
+        let name = fs::read_link(descriptor_path(&self.file)).unwrap_or_default();
         name.is_absolute() && !name.to_string_lossy().contains(".part")
     }
 
     /// Whether a range has no holes. Only verified data is written.
     fn has(&self, event: &PermissionEvent) -> bool {
-        let size = self.0.metadata().map_or(0, |found| found.len());
+        let size = self.file.metadata().map_or(0, |found| found.len());
         let (from, to) = (event.range.0, event.range.0.saturating_add(event.range.1).min(size));
         // The file position belongs to the descriptor, which is not shared.
-        from >= to || seek(&self.0, SeekFrom::Hole(from)).is_ok_and(|hole| hole >= to)
+        from >= to || seek(&self.file, SeekFrom::Hole(from)).is_ok_and(|hole| hole >= to)
     }
 }
 
@@ -393,7 +419,7 @@ impl PackHold {
 pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()> {
     let keys: Vec<(u64, u64)> = packs
         .iter()
-        .map(|pack| pack.0.metadata().map(|found| (found.dev(), found.ino())))
+        .map(|pack| pack.file.metadata().map(|found| (found.dev(), found.ino())))
         .collect::<io::Result<_>>()
         .context("cannot inspect a pack")?;
     loop {
@@ -411,7 +437,7 @@ pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()
                 let may = pack.is_none_or(|at| packs[at].may_be_read(&event));
                 event.respond(&group, if may { ALLOW } else { DENY });
             }
-            Ok(0) if packs.iter().all(|pack| pack.is_whole() || pack.is_served() || pack.is_unused()) => return Ok(()),
+            Ok(0) if packs.iter().all(PackHold::is_unneeded) => return Ok(()),
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error).context("cannot wait for events"),
         }
@@ -459,7 +485,7 @@ mod tests {
         file.set_len(1 << 20).expect("holes take no room");
         file.write_all_at(&[1; 65_536], 131_072).expect("it can be written");
         file.sync_all().expect("it can be synced");
-        let held = PackHold(file.try_clone().expect("a descriptor"));
+        let held = PackHold { file: file.try_clone().expect("a descriptor"), own_byte: GUARDIANS_BEGIN };
         let null = || OwnedFd::from(File::open("/dev/null").expect("it is there"));
         let has = |from: u64, bytes: u64| {
             held.has(&PermissionEvent { file: null(), number: 0, pid: 0, range: (from, bytes) })
@@ -467,6 +493,26 @@ mod tests {
         assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
         assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
         assert!(!held.is_served());
+    }
+
+    /// Of two guardians of one pack, the earlier one ends, and then the later one, whom nobody needs.
+    #[test]
+    fn guardians_do_not_keep_each_other() {
+        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+        let path = folder.path().join("pack.part");
+        fs::write(&path, "").expect("it can be made");
+        let (first, second) =
+            (PackHold::open(&path).expect("it is there"), PackHold::open(&path).expect("it is there"));
+        assert!(first.has_successor() && !second.has_successor());
+        assert!(!second.is_unneeded(), "another process has it open");
+        assert!(first.is_unneeded());
+        drop(first);
+        // A program that another test is just starting may have it open, too.
+        let end = Instant::now() + Duration::from_secs(60);
+        while !second.is_unneeded() {
+            assert!(Instant::now() < end, "nobody needs it");
+            thread::sleep(RETRY_PAUSE);
+        }
     }
 
     /// A server that does not respond while the lock is held.
