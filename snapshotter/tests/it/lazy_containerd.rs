@@ -7,7 +7,7 @@ use std::process::Command;
 use ferry_guest::Cache;
 
 use crate::containerd::{Containerd, wait_until_empty};
-use crate::lazy::{ferry, noise, until};
+use crate::lazy_place::{ferry, noise, until};
 use crate::server::{Server, can_mount};
 use crate::servers::{Proxy, registry};
 use crate::toc_layers::{Format, Layer, Writer, lay_out};
