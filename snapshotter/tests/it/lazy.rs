@@ -341,6 +341,16 @@ fn only_the_layer_that_containerd_means_is_used() {
     }
     // The tag alone is enough if its layers are those.
     assert_eq!(place.prepare(&mut client, 0, "", changed("", None)), Ok(()));
+    // As clients for eStargz say it.
+    client.remove("sha256:chain-0").unwrap();
+    let stargz = place.labels(0).into_iter().filter_map(|(name, value)| match name.rsplit('/').next()? {
+        "cri.image-ref" => Some(("containerd.io/snapshot/remote/stargz.reference".into(), value)),
+        "cri.layer-digest" => Some(("containerd.io/snapshot/remote/stargz.digest".into(), value)),
+        "cri.image-layers" => Some(("containerd.io/snapshot/remote/stargz.layers".into(), value)),
+        "cri.manifest-digest" => None,
+        _ => Some((name, value)),
+    });
+    assert_eq!(place.prepare(&mut client, 0, "", stargz.collect()), Ok(()));
     // The second layer is no first one.
     assert!(place.prepare(&mut client, 1, "", place.labels(1)).is_err());
 }
