@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use rustix::process::Signal;
@@ -30,6 +31,9 @@ use crate::image::watch::{self, PackHold};
 
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-guardian";
+
+/// How often the end of a killed server is looked for: all of its threads close its files.
+const EXIT_TICK: Duration = Duration::from_millis(1);
 
 /// The signal on the server's death.
 const SERVER_DEATH: Signal = Signal::USR1;
@@ -179,10 +183,26 @@ fn guard(args: &[OsString]) -> Result<()> {
         signals.forever().find(|signal| *signal == SERVER_DEATH.as_raw());
     }
     if let Some(held) = held {
+        // Its locks still say that it serves, and readers that a guardian lets go on then would read holes.
+        while is_ending(keeper) {
+            std::thread::sleep(EXIT_TICK);
+        }
         return watch::answer_for_dead_server(io::stdout(), &held).context("cannot respond to the kernel");
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("cannot abort the connection")
+}
+
+/// Whether a process with this thread still has threads that may have files open.
+fn is_ending(keeper: &Path) -> bool {
+    let Some(tasks) = keeper.parent() else { return false };
+    // A process that nobody has waited for yet is its first thread, which has ended.
+    let has_ended = |stat: &[u8]| {
+        let after_name = stat.rsplit(|byte| *byte == b')').next().unwrap_or_default();
+        matches!(after_name.trim_ascii_start().first(), None | Some(b'Z' | b'X'))
+    };
+    let threads = fs::read_dir(tasks).into_iter().flatten().flatten();
+    threads.map(|thread| fs::read(thread.path().join("stat"))).any(|stat| stat.is_ok_and(|stat| !has_ended(&stat)))
 }
 
 /// Whether a thread has begun to exit, by its `stat` (proc(5)); invalid contents count as exiting.
