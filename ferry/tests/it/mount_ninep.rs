@@ -171,10 +171,12 @@ fn a_mount_of_a_server_with_events_sees_what_the_host_does() {
 #[test]
 fn what_other_mounts_of_servers_miss_is_seen() {
     needs_fuse!();
-    for cache in ["auto", "always"] {
+    // Without file handles the host is watched as without root.
+    for (cache, handles) in [("auto", "prefer"), ("always", "prefer"), ("always", "never")] {
         let place = Place::new();
         let mut share = ferry();
         share.current_dir(place.folder.path()).args(["share", "source", "--9p", "unix:s", "--events"]);
+        share.args(["--inode-file-handles", handles]);
         let server = Server::start(&mut share);
         let pid = mounted(&place, &["--cache", cache]);
         let (there, here) = (|name: &str| place.source.join(name), |name: &str| place.mnt.join(name));
@@ -194,6 +196,9 @@ fn what_other_mounts_of_servers_miss_is_seen() {
             fs::write(there("replacing"), format!("version {number}")).unwrap();
             fs::rename(there("replacing"), there("file")).unwrap();
             until("the new version", || text("file").unwrap() == format!("version {number}"));
+        }
+        if handles != "never" {
+            until("that the first one has no name", || grown.metadata().unwrap().nlink() == 0);
         }
         File::create(there("empty")).unwrap();
         until("the empty file", || text("empty").is_ok_and(|text| text.is_empty()));

@@ -85,11 +85,13 @@ impl<C: EventClient> Listener for EventListener<C> {
 }
 
 impl<C: EventClient> EventListener<C> {
-    /// A change that an event will tell of by a name, maybe, and so not of which inode.
+    /// A change of no client. An event may tell of it by a name, and so not of which inode.
     fn stale(&self, client: &C, change: &Change) {
         let (kind, ino) = match change {
             Change::Data { ino, .. } => (Kind::StaleData, ino),
             Change::Attr { ino } => (Kind::StaleAttributes, ino),
+            // Also where not all is watched any more.
+            Change::All if !C::IS_AGENT => return self.queue.push(Event::Lost),
             _ => return,
         };
         if let Some((number, _)) = client.known(*ino).filter(|_| !C::IS_AGENT) {

@@ -120,6 +120,9 @@ impl Shared {
             },
             Event::Modified(place) => {
                 return self.changed_at(place, Event::Modified, |inode| {
+                    // Another client's: data kept for a restart of the server could undo what it wrote.
+                    inode.cached().into_iter().for_each(|file| file.release_synced());
+                    refreshed.remove(&inode.ino);
                     self.refresh(session, inode, refreshed);
                 });
             }
@@ -165,14 +168,12 @@ impl Shared {
         }
     }
 
-    /// Others have changed the data of a file.
+    /// Others have changed the data of a file, or this client has, where the server has that from inotify.
     fn refresh(&self, session: &Arc<Session>, inode: &Arc<Inode>, refreshed: &mut HashSet<Ino>) {
         if !refreshed.insert(inode.ino) {
             return;
         }
         if let Some(file) = inode.cached() {
-            // Data kept for a restart of the server could undo what others wrote.
-            file.release_synced();
             file.forget();
             // A file that has gone keeps its size.
             let _ = self.getattr_in(session, inode);

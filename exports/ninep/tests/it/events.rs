@@ -11,7 +11,7 @@ use ferry_ninep::{Identity, Options, Users};
 use ferry_vfs::{
     Attr, Caller, Change, Changes, Entry, Errno, Event, FileSystem, Handle, Ino, Name, OFlags, Result, SessionId,
 };
-use ferry_wire::events::Message;
+use ferry_wire::events::{Kind, Message, Record};
 use ferry_wire::ninep::*;
 
 /// The events of a source are kept up to this number.
@@ -272,6 +272,31 @@ fn floods_are_merged_or_forgotten() {
     let (is_lossy, events, _) = ask(&mut client, last, 60_000).unwrap();
     assert_eq!((is_lossy, events.len()), (false, 1));
     mem.forget(found.ino, 1);
+}
+
+/// Events name files by their directories, so which inode has changed is told beside them.
+#[test]
+fn what_no_client_has_changed_is_stale() {
+    let (server, mem) = told(Options::default());
+    let mut other = server.attached(0);
+    other.create(Fid(5), "f", OFlags::RDWR, 0o600).unwrap();
+    let mut client = attached(&server, MSIZE);
+    begin(&mut client);
+    let path = Ino(client.walk(ROOT, FILE, "f").unwrap()[0].path);
+    let (by, changes) = (SessionId::default(), mem.changes().unwrap());
+    let ino = mem.lookup(&Caller::default(), Ino::ROOT, name("f")).unwrap().ino;
+    let place = ferry_vfs::Place { ino: Ino::ROOT, name: Some(name("f").to_buf()) };
+    changes.publish(by, || Change::Data { ino, offset: 0, len: 1 });
+    changes.publish(by, || Change::Attr { ino: Ino(12345) });
+    changes.publish_event(by, || Some(Event::Modified(place)));
+    let message = client.ask(&request(0, 60_000));
+    let Reply::Events(data) = Reply::decode(&message).unwrap().1 else { panic!("{message:?}") };
+    let records: Vec<_> = Message::decode(data).unwrap().records().map(std::result::Result::unwrap).collect();
+    assert_eq!(records[0], Record::stale(Kind::StaleData, path));
+    assert_eq!((records.len(), records[1].kind, records[1].number), (2, Kind::Modified, 1));
+    changes.publish(by, || Change::All);
+    assert_eq!(ask(&mut client, 1, 60_000), Ok((true, vec![], 0)));
+    mem.forget(ino, 1);
 }
 
 /// A source without events of its own: its changes tell as much as they do.

@@ -11,7 +11,7 @@ use common::fake::{Act, FILE, Fake, reply};
 use common::{CX, PATIENCE, Served, name, read, write};
 use ferry_9p_client::{Cache, Client, Options};
 use ferry_vfs::*;
-use ferry_wire::events::{MessageWriter, Record};
+use ferry_wire::events::{Kind, MessageWriter, Record};
 use ferry_wire::ninep::{Reply, Request, Tag};
 
 /// What a source publishes.
@@ -297,6 +297,9 @@ fn events_of_what_is_not_known_are_ignored() {
         let mut message = MessageWriter::new(false);
         for event in &told {
             assert!(message.push(&Record::of(if number % 2 == 0 { 0 } else { u64::MAX }, event).unwrap()));
+        }
+        for kind in [Kind::StaleData, Kind::StaleAttributes] {
+            assert!(message.push(&Record::stale(kind, absent)));
         }
         assert!(matches!(acknowledged, 0 | u64::MAX));
         Some(message.finish())
