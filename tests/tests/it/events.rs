@@ -257,12 +257,6 @@ fn each_operation_is_seen_by_inotify() {
     each_operation(Watched::by_inotify, &["d/replaced ATTRIB "]);
 }
 
-/// By way of a 9P server, its client and the agent in the guest.
-#[test]
-fn each_operation_is_seen_by_way_of_9p() {
-    each_operation(Watched::by_ninep, &[]);
-}
-
 #[test]
 #[ignore = "long: make test-all"]
 fn a_stock_kernel_sees_each_operation_as_what_it_is() {
@@ -459,6 +453,7 @@ fn random_operations_are_seen_once() {
     assert!(missing.is_empty(), "{missing:?}");
 }
 
+/// By a 9P server, its client and the agent in the guest.
 #[test]
 fn random_operations_are_seen_once_by_way_of_9p() {
     let missing = random(Watched::by_ninep, 1000, u64::from(std::process::id()));
