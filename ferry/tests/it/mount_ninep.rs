@@ -166,6 +166,30 @@ fn a_mount_of_a_server_with_events_sees_what_the_host_does() {
     drop(server);
 }
 
+/// A server of a server's files, in its sandbox, passes on what it is told.
+#[test]
+fn a_chain_of_servers_tells_a_mount_what_the_host_does() {
+    needs_fuse!();
+    let place = Place::new();
+    let serve = |source: &str, address: &str| {
+        let mut share = ferry();
+        share.current_dir(place.folder.path()).args(["share", source, "--9p", address, "--events"]);
+        Server::start(&mut share)
+    };
+    let servers = [serve("source", "unix:s"), serve("9p:unix:s", "unix:t")];
+    let mut mount = ferry();
+    mount.current_dir(place.folder.path()).args(["mount", "9p:unix:t", "mnt", "--cache", "always"]);
+    let pid = place.mounted_by(&mut mount);
+    let text = |name: &str| fs::read_to_string(place.mnt.join(name)).ok();
+    assert_eq!((text("file").as_deref(), text("new")), (Some("from the source"), None));
+    fs::write(place.source.join("file"), "by the host").unwrap();
+    until("the new text", || text("file").as_deref() == Some("by the host"));
+    fs::rename(place.source.join("file"), place.source.join("new")).unwrap();
+    until("the new name", || text("file").is_none() && text("new").as_deref() == Some("by the host"));
+    place.unmount(pid);
+    drop(servers);
+}
+
 /// What users of other mounts report: stale bytes under a new length, files that are replaced, empty, removed and made once
 /// more, and readers that keep a file open. In no mode is anything old seen once the new length or name is.
 #[test]
