@@ -19,7 +19,6 @@ func main() {
 	if len(os.Args) != 3 {
 		log.Fatal("usage: stargz-snapshotter ROOT SOCKET")
 	}
-	// Registries on this machine are asked by plain HTTP anyway.
 	snapshotter, err := service.NewStargzSnapshotterService(context.Background(), os.Args[1], &service.Config{})
 	if err != nil {
 		log.Fatal(err)

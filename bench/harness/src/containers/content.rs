@@ -213,17 +213,17 @@ impl Content {
             Form::Estargz => {
                 let engine = self.engine()?;
                 engine.ctr(["images", "pull", "--local", &plain])?;
-                let tool = |words: &[&str]| self.peer("ctr-remote", &["--address"], &engine, words);
+                let tool = |words: &[&str]| self.peer("ctr-remote", &engine, words);
                 tool(&["images", "convert", "--estargz", "--oci", &plain, &made])?;
-                tool(&["images", "push", "--plain-http", &made])
+                tool(&["images", "push", &made])
             }
             Form::Soci => {
                 self.push(image.name(), form)?;
                 let engine = self.engine()?;
                 engine.ctr(["images", "pull", "--local", &made])?;
-                let tool = |words: &[&str]| self.peer("soci", &["--address"], &engine, words);
+                let tool = |words: &[&str]| self.peer("soci", &engine, words);
                 tool(&["create", &made])?;
-                tool(&["push", "--plain-http", &made])
+                tool(&["push", &made])
             }
         }
     }
@@ -234,10 +234,10 @@ impl Content {
         Engine::start(System::Overlayfs, folder, &self.programs, self.registry.clone())
     }
 
-    fn peer(&self, program: &str, flag: &[&str], engine: &Engine, words: &[&str]) -> Result<()> {
+    fn peer(&self, program: &str, engine: &Engine, words: &[&str]) -> Result<()> {
         let peers = self.programs.peers.as_ref().context("there are no programs of other snapshotters")?;
         let mut command = Command::new(peers.join(program));
-        command.args(flag).arg(engine.socket()).args(words);
+        command.arg("--address").arg(engine.socket()).args(words);
         process::run(command, &self.folder, TIMEOUT).map(drop).with_context(|| format!("{program} {}", words.join(" ")))
     }
 

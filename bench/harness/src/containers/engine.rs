@@ -38,7 +38,7 @@ impl Engine {
     pub fn start(system: System, folder: PathBuf, programs: &Programs, registry: String) -> Result<Self> {
         std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
         let ctr = programs.containerd.join("ctr");
-        let command = system.command(programs, &folder, &registry).context("cannot configure the snapshotter")?;
+        let command = system.command(programs, &folder).context("cannot configure the snapshotter")?;
         let mut engine = Self { system, folder, ctr, registry, snapshotter: None, containerd: None };
         let cpus = session::all_cpus()?;
         if let Some(command) = command {
@@ -99,7 +99,7 @@ impl Engine {
     /// Pulls an image, or as much of it as the system needs.
     pub fn pull(&self, image: &str) -> Result<()> {
         let name = self.name(image);
-        self.ctr(["images", "pull", "--plain-http", "--snapshotter", self.system.plugin(), &name]).map(drop)
+        self.ctr(["images", "pull", "--snapshotter", self.system.plugin(), &name]).map(drop)
     }
 
     /// Fails if layers were pulled that were to stay in the registry.
@@ -152,14 +152,25 @@ impl Engine {
         Ok(at)
     }
 
-    /// What the snapshotter's process has in memory, in MiB; none for a part of containerd.
+    /// What the snapshotter's processes have in memory, in MiB: a part of what they share with others. None for a part of containerd.
     pub fn resident_mib(&self) -> Result<Option<f64>> {
-        let Some(server) = &self.snapshotter else { return Ok(None) };
-        let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))?;
-        let kib = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
-        Ok(Some(kib.context("the snapshotter has ended")? / 1024.0))
+        if self.snapshotter.is_none() {
+            return Ok(None);
+        }
+        let root = self.system.root(&self.folder);
+        let mut kib = 0.0;
+        for process in std::fs::read_dir("/proc")? {
+            let process = process?.path();
+            // All of them are told where the data are. One that ends meanwhile needs no memory.
+            let words = std::fs::read(process.join("cmdline")).unwrap_or_default();
+            if String::from_utf8_lossy(&words).contains(&*root.to_string_lossy()) {
+                let memory = std::fs::read_to_string(process.join("smaps_rollup")).unwrap_or_default();
+                let pss = memory.lines().find_map(|line| line.strip_prefix("Pss:")?.trim().strip_suffix(" kB"));
+                kib += pss.map_or(Ok(0.0), str::parse::<f64>)?;
+            }
+        }
+        ensure!(kib > 0.0, "the snapshotter has ended: {}", self.last_words());
+        Ok(Some(kib / 1024.0))
     }
 
     /// What the snapshots take on the disk, in bytes. What is mounted among them is not counted.

@@ -78,10 +78,10 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) 
         "* Images are made of Debian's packages: `shell` is a small distribution, on which the others are based; `python` imports eight \
          packages, `node` starts a server with Express, `java` is a development kit, of which `java --version` is started.\n\
          * `cold start`: containerd and the snapshotter are new, the kernel's caches are empty (but for programs and the registry); the time is \
-         that of `ctr images pull` and of `ctr run` until its first output. The delay is there and back, each connection takes it once more; \
-         the bandwidth is this machine's. Bytes and requests are counted between containerd or the snapshotter and the registry, until the output.\n\
+         that of `ctr images pull` and of `ctr run` until its first output. The delay is there and back, each connection takes it once more, and TLS \
+         again; the bandwidth is this machine's. Bytes and requests are those of containerd and the snapshotter, until the output.\n\
          * `warm start`: `ctr run` again. `ls -lR`: of the root, mounted by `ctr images mount`, with empty caches and again. `memory`: the \
-         snapshotter's process; overlayfs and erofs are parts of containerd. `disk of twenty images`: a base of which a twentieth of the files \
+         snapshotter's processes, and their part of what they share; overlayfs and erofs are parts of containerd. `disk of twenty images`: a base of which a twentieth of the files \
          changes four times, and an application of which a twentieth changes each time; the snapshots, without containerd's archives.\n\
          * `layers`: ferry-snapshotter with the same images as overlayfs and erofs; `prepared`: after `ferry image convert`; `estargz`: \
          with the same images as `stargz`. `soci` has an index beside the ordinary image, and fetches layers below 10 MiB whole.\n\n",

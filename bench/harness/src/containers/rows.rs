@@ -25,7 +25,7 @@ pub enum Figure {
     Bytes,
     /// What it was asked for until then.
     Requests,
-    /// What the snapshotter's process has in memory then.
+    /// What the snapshotter's processes have in memory then.
     Memory,
     /// The time from the command to the first output when all is there.
     Warm,

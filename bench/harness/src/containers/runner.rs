@@ -21,8 +21,8 @@ use crate::trouble::Failures;
 use crate::v9fs::link::Link;
 use crate::{process, session};
 
-/// Where the registry listens. The run has a network of its own.
-const REGISTRY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 5000);
+/// Where the registry listens, in a network of its own. Other programs than soci-snapshotter would do without TLS on loopback.
+const REGISTRY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1)), 5000);
 /// How long a listing may take.
 const LIST_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -62,8 +62,14 @@ pub struct Runner {
 impl Runner {
     /// Starts the registry, with all data below a folder.
     pub fn new(programs: Programs, folder: PathBuf, effort: Effort, systems: Vec<System>) -> Result<Self> {
+        let mut ip = Command::new("ip");
+        ip.args(["address", "add", &REGISTRY.ip().to_string(), "dev", "lo"]);
+        process::run(ip, &folder, LIST_TIMEOUT).context("cannot give the registry an address")?;
+        let certificate = std::env::var_os("SSL_CERT_FILE").map(PathBuf::from);
+        let certificate = certificate.context("there is no certificate for the registry, which bench/run makes")?;
         let config = folder.join("registry.yml");
-        std::fs::write(&config, registry_config(&data(&folder))).context("cannot configure the registry")?;
+        std::fs::write(&config, registry_config(&data(&folder), &certificate))
+            .context("cannot configure the registry")?;
         let command = vec![programs.registry.clone().into(), "serve".into(), config.into()];
         let registry =
             Server::spawn_tcp("docker-registry", REGISTRY, folder.join("registry"), &session::all_cpus()?, command)?;
@@ -126,21 +132,27 @@ impl Runner {
             // The same delay each way.
             let link = Link::new(REGISTRY, delay / 2, false)?;
             let engine = runner.engine(system, link.address())?;
-            let before = link.traffic();
+            let (bytes, requests) = (link.received_bytes(), runner.requests()?);
             let started = Instant::now();
             engine.pull(image.name())?;
             let pulled = started.elapsed();
             let time = pulled + engine.run(image)?;
-            let after = link.traffic();
+            let (bytes, requests) = (link.received_bytes() - bytes, runner.requests()? - requests);
             engine.ensure_lazy()?;
             let mut found = vec![
                 (Figure::Cold, milliseconds(time)),
-                (Figure::Bytes, megabytes(after.1 - before.1)),
-                (Figure::Requests, number(after.0 - before.0)),
+                (Figure::Bytes, megabytes(bytes)),
+                (Figure::Requests, f64::from(requests)),
             ];
             found.extend(engine.resident_mib()?.map(|mib| (Figure::Memory, mib)));
             Ok(found)
         })
+    }
+
+    /// How many requests the registry has answered.
+    fn requests(&self) -> Result<u32> {
+        let log = std::fs::read_to_string(self.folder.join("registry.log")).context("the registry has no log")?;
+        Ok(u32::try_from(log.matches("msg=\"response completed\"").count())?)
     }
 
     /// All of the systems have the image, and keep it.
@@ -235,11 +247,12 @@ fn data(folder: &Path) -> PathBuf {
     folder.join("registry-data")
 }
 
-fn registry_config(data: &Path) -> String {
+fn registry_config(data: &Path, certificate: &Path) -> String {
+    let [data, certificate, key] = [data.into(), certificate.into(), certificate.with_extension("key")]
+        .map(|path: PathBuf| path.display().to_string());
     format!(
-        "version: 0.1\nlog: {{level: warn, accesslog: {{disabled: true}}}}\n\
-         storage: {{filesystem: {{rootdirectory: {:?}}}}}\nhttp: {{addr: \"{REGISTRY}\", secret: x}}\n",
-        data.display().to_string()
+        "version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {data:?}}}}}\n\
+         http: {{addr: \"{REGISTRY}\", secret: x, tls: {{certificate: {certificate:?}, key: {key:?}}}}}\n"
     )
 }
 
@@ -250,9 +263,4 @@ fn milliseconds(time: Duration) -> f64 {
 #[allow(clippy::cast_precision_loss)] // Four digits are shown.
 fn megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
-}
-
-#[allow(clippy::cast_precision_loss)] // Some thousands.
-fn number(count: u64) -> f64 {
-    count as f64
 }

@@ -117,7 +117,7 @@ impl System {
     }
 
     /// The command that serves it at a socket, after its configuration was written; none for a part of containerd.
-    pub fn command(self, programs: &Programs, folder: &Path, registry: &str) -> std::io::Result<Option<Vec<OsString>>> {
+    pub fn command(self, programs: &Programs, folder: &Path) -> std::io::Result<Option<Vec<OsString>>> {
         let (root, socket, config) = (self.root(folder), folder.join("s.sock"), folder.join("snapshotter.toml"));
         let peer = |name: &str| programs.peers.as_ref().map(|peers| peers.join(name)).unwrap_or_default();
         let (program, text) = match self {
@@ -128,10 +128,7 @@ impl System {
             }
             Self::Layers | Self::Estargz => (programs.snapshotter.clone(), String::new()),
             Self::Prepared => (programs.snapshotter.clone(), "[lazy]\nconverted-from = [\"*\"]\n".into()),
-            Self::Soci => {
-                let host = format!("[[resolver.host.{registry:?}.mirrors]]\nhost = {registry:?}\ninsecure = true\n");
-                (peer("soci-snapshotter-grpc"), host)
-            }
+            Self::Soci => (peer("soci-snapshotter-grpc"), String::new()),
         };
         std::fs::create_dir_all(&root)?;
         std::fs::write(&config, text)?;

@@ -29,14 +29,7 @@ pub struct Link {
     address: SocketAddr,
     ended: Arc<AtomicBool>,
     tally: Option<Arc<Mutex<Tally>>>,
-    traffic: Arc<Traffic>,
-}
-
-/// What went through a link, whatever its protocol.
-#[derive(Debug, Default)]
-struct Traffic {
-    turns: AtomicU64,
-    bytes: AtomicU64,
+    received_bytes: Arc<AtomicU64>,
 }
 
 impl Link {
@@ -47,20 +40,20 @@ impl Link {
         let address = listener.local_addr()?;
         let ended = Arc::new(AtomicBool::new(false));
         let tally = counted.then(Arc::<Mutex<Tally>>::default);
-        let traffic = Arc::<Traffic>::default();
-        let (ending, counting, counted) = (Arc::clone(&ended), tally.clone(), Arc::clone(&traffic));
+        let received_bytes = Arc::<AtomicU64>::default();
+        let (ending, counting, received) = (Arc::clone(&ended), tally.clone(), Arc::clone(&received_bytes));
         std::thread::spawn(move || {
             for (number, client) in (0..).zip(listener.incoming().map_while(Result::ok)) {
                 if ending.load(Ordering::Acquire) {
                     break;
                 }
                 let tally = counting.clone().map(|tally| (tally, number));
-                if let Err(error) = join(&client, server, delay, tally, &counted) {
+                if let Err(error) = join(&client, server, delay, tally, &received) {
                     eprintln!("bench/run: a connection to {server} failed: {error:#}");
                 }
             }
         });
-        Ok(Self { address, ended, tally, traffic })
+        Ok(Self { address, ended, tally, received_bytes })
     }
 
     /// Where to connect to.
@@ -68,10 +61,9 @@ impl Link {
         self.address
     }
 
-    /// How often clients sent something at first or after the server had, which is a request where a connection has one at a time,
-    /// and the bytes that the server sent.
-    pub fn traffic(&self) -> (u64, u64) {
-        (self.traffic.turns.load(Ordering::Relaxed), self.traffic.bytes.load(Ordering::Relaxed))
+    /// The bytes that the server has sent.
+    pub fn received_bytes(&self) -> u64 {
+        self.received_bytes.load(Ordering::Relaxed)
     }
 
     /// What went through since the last time, if that is counted.
@@ -97,35 +89,25 @@ fn join(
     server: SocketAddr,
     delay: Duration,
     counter: Counter,
-    traffic: &Arc<Traffic>,
+    received_bytes: &Arc<AtomicU64>,
 ) -> Result<()> {
     let server = TcpStream::connect(server).context("no connection")?;
     for stream in [client, &server] {
         stream.set_nodelay(true)?;
     }
-    let is_asked = Arc::<AtomicBool>::default();
-    let (asked, counted) = (Arc::clone(&is_asked), Arc::clone(traffic));
-    let note = move |_: u64| {
-        counted.turns.fetch_add(u64::from(!asked.swap(true, Ordering::Relaxed)), Ordering::Relaxed);
-    };
-    carry(client.try_clone()?, server.try_clone()?, delay, Side::Client, counter.clone(), note);
-    let counted = Arc::clone(traffic);
-    let note = move |bytes: u64| {
-        is_asked.store(false, Ordering::Relaxed);
-        counted.bytes.fetch_add(bytes, Ordering::Relaxed);
-    };
-    carry(server, client.try_clone()?, delay, Side::Server, counter, note);
+    carry(client.try_clone()?, server.try_clone()?, delay, Side::Client, counter.clone(), None);
+    carry(server, client.try_clone()?, delay, Side::Server, counter, Some(Arc::clone(received_bytes)));
     Ok(())
 }
 
-/// Carries one direction, by two threads. `note` is told the length of each piece.
+/// Carries one direction, by two threads.
 fn carry(
     mut from: TcpStream,
     mut to: TcpStream,
     delay: Duration,
     side: Side,
     counter: Counter,
-    note: impl Fn(u64) + Send + 'static,
+    all_bytes: Option<Arc<AtomicU64>>,
 ) {
     let under_way = Arc::new(DelayedData::default());
     let counted = counter.clone();
@@ -145,7 +127,9 @@ fn carry(
             match from.read(&mut piece) {
                 Ok(0) => break,
                 Ok(bytes) => {
-                    note(bytes as u64);
+                    if let Some(all_bytes) = &all_bytes {
+                        all_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+                    }
                     // Requests are under way as soon as they are sent, replies until they have arrived.
                     if side == Side::Client {
                         counting(&mut frames, &piece[..bytes]);
@@ -249,7 +233,7 @@ mod tests {
         client.write_all(b"a").unwrap();
         client.read_exact(&mut [0]).unwrap();
         assert!(began.elapsed() >= 4 * delay, "connecting is a message each way, too: {:?}", began.elapsed());
-        assert_eq!(link.traffic(), (1, 1));
+        assert_eq!(link.received_bytes(), 1);
         let sent: Vec<u8> = (0..3 << 20).map(|n: u32| (n.wrapping_mul(2_654_435_761) >> 13).to_le_bytes()[0]).collect();
         let mut got = Vec::new();
         std::thread::scope(|scope| {
@@ -262,7 +246,7 @@ mod tests {
             client.read_to_end(&mut got).unwrap();
         });
         assert!(got == sent, "{} of {} bytes", got.len(), sent.len());
-        assert_eq!(link.traffic().1, sent.len() as u64 + 1);
+        assert_eq!(link.received_bytes(), sent.len() as u64 + 1);
         assert!(link.take().is_none());
     }
 
