@@ -26,3 +26,4 @@ mod sys;
 pub use agent::{Agent, AgentEnd, AgentError};
 pub use command::{Args, main, run, table};
 pub use ending::Ending;
+pub use notify::notification_socket;

@@ -15,18 +15,7 @@ pub(crate) struct Readiness {
 impl Readiness {
     /// `count`: how often [`Self::one`] is called before all is ready.
     pub(crate) fn new(count: usize) -> Self {
-        let name = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty());
-        let socket = name.and_then(|name| match connect(name.as_bytes()) {
-            Ok(socket) => Some(socket),
-            Err(error) => {
-                let name = name.to_string_lossy();
-                tracing::warn!(
-                    "cannot tell the service manager when events are replayed: NOTIFY_SOCKET={name}: {error}"
-                );
-                None
-            }
-        });
-        Self { left: AtomicUsize::new(count), socket }
+        Self { left: AtomicUsize::new(count), socket: notification_socket("events are replayed") }
     }
 
     /// One more mount is ready.
@@ -48,6 +37,17 @@ impl Readiness {
             tracing::warn!("cannot tell the service manager {what}: {error}");
         }
     }
+}
+
+/// Connects to the service manager, if there is one that wants to be told when `ready`. A failure is a warning: the variable may have been
+/// inherited from another service.
+#[must_use]
+pub fn notification_socket(ready: &str) -> Option<UnixDatagram> {
+    let name = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty())?;
+    let warn = |error: &std::io::Error| {
+        tracing::warn!("cannot tell the service manager when {ready}: NOTIFY_SOCKET={}: {error}", name.display());
+    };
+    connect(name.as_bytes()).inspect_err(warn).ok()
 }
 
 fn connect(name: &[u8]) -> std::io::Result<UnixDatagram> {
@@ -82,7 +82,12 @@ mod tests {
             let bytes = manager.recv(&mut buffer).expect("a message");
             assert_eq!(&buffer[..bytes], expected.as_bytes());
         }
-        for name in ["notify", "/no/such/socket", "@no-such-socket-of-ferry-agent"] {
+        let name = format!("@ferry-test-notify-{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(&name[1..]).expect("an address");
+        let manager = UnixDatagram::bind_addr(&address).expect("a socket");
+        connect(name.as_bytes()).expect("connected").send(b"READY=1").expect("sent");
+        assert_eq!(manager.recv(&mut buffer).expect("a message"), 7);
+        for name in ["vsock:2:1", "notify", "/no/such/socket", "@no-such-socket-of-ferry-agent"] {
             connect(name.as_bytes()).expect_err(name);
         }
     }

@@ -9,8 +9,7 @@
 use std::fs;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram, UnixListener};
+use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -44,27 +43,9 @@ enum Passed {
     Tcp(SocketAddr, TcpListener),
 }
 
-/// Connects to the service manager, if there is one that wants to be told. A failure is a warning: the variable may have been inherited
-/// from another service.
+/// Connects to the service manager, if there is one that wants to be told.
 pub fn connect() {
-    let Some(name) = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else { return };
-    match connected(&name.to_string_lossy()) {
-        Ok(socket) => *lock(&NOTIFICATIONS) = Some(socket),
-        Err(error) => tracing::warn!(
-            "cannot tell the service manager when this server is ready: NOTIFY_SOCKET={}: {error}",
-            name.to_string_lossy()
-        ),
-    }
-}
-
-fn connected(name: &str) -> std::io::Result<UnixDatagram> {
-    let socket = UnixDatagram::unbound()?;
-    match (name.strip_prefix('@'), name.starts_with('/')) {
-        (Some(name), _) => socket.connect_addr(&UnixAddr::from_abstract_name(name)?)?,
-        (None, true) => socket.connect(name)?,
-        (None, false) => return Err(std::io::Error::other("this is neither a path nor an abstract address (@NAME)")),
-    }
-    Ok(socket)
+    *lock(&NOTIFICATIONS) = ferry_agent::notification_socket("this server is ready");
 }
 
 /// Tells the service manager that all is served that can be.
@@ -241,28 +222,6 @@ impl Passed {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn notification_sockets_have_paths_or_abstract_names() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("notify");
-        let manager = UnixDatagram::bind(&path).expect("a socket");
-        let abstract_name = format!("ferry-test-notify-{}", std::process::id());
-        let address = UnixAddr::from_abstract_name(&abstract_name).expect("an address");
-        let abstract_manager = UnixDatagram::bind_addr(&address).expect("a socket");
-        for (name, manager) in
-            [(path.display().to_string(), &manager), (format!("@{abstract_name}"), &abstract_manager)]
-        {
-            let socket = connected(&name).expect("connected");
-            rustix::io::write(&socket, b"READY=1").expect("sent");
-            let mut buffer = [0; 32];
-            let bytes = manager.recv(&mut buffer).expect("a message");
-            assert_eq!(&buffer[..bytes], b"READY=1");
-        }
-        for name in ["vsock:2:1", "notify", "/no/such/socket", "@no-such-socket"] {
-            connected(name).expect_err(name);
-        }
-    }
 
     #[test]
     fn sockets_are_the_same_through_links() {
