@@ -219,7 +219,8 @@ impl Runner {
     }
 
     fn lines(&self, work: Work, samples: &Samples) -> Vec<Line> {
-        let ours: Vec<System> = self.systems.iter().copied().filter(|system| system.is_ours()).collect();
+        let has = |system: &System| system.is_ours() && (work != Work::Related || system.form() == Form::Plain);
+        let ours: Vec<System> = self.systems.iter().copied().filter(has).collect();
         let mut lines = Vec::new();
         for (figure, row) in work.rows() {
             for &config in &ours {
