@@ -22,6 +22,7 @@ mod machine;
 mod metadata;
 mod mounted;
 mod native;
+mod noise;
 mod parts;
 mod process;
 mod progress;

@@ -48,6 +48,12 @@ pub fn run(mut command: Command, folder: &Path, timeout: Duration) -> Result<Str
     Ok(text)
 }
 
+/// Empties the kernel's caches.
+pub fn drop_caches() -> Result<()> {
+    rustix::fs::sync();
+    std::fs::write("/proc/sys/vm/drop_caches", "3").context("cannot empty the kernel's caches, which root can")
+}
+
 /// What a program that failed has to say: fio says it on either output.
 fn last_words(complaint: &Path, output: &str) -> String {
     let text = std::fs::read_to_string(complaint).ok().filter(|text| !text.trim().is_empty());

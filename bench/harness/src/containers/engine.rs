@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::content::Image;
+use super::image::Image;
 use super::systems::{Programs, System};
 use crate::server::Server;
 use crate::{mounted, process, session};

@@ -2,6 +2,7 @@
 
 mod content;
 mod engine;
+mod image;
 mod report;
 mod rows;
 mod runner;
@@ -12,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::{Result, ensure};
 use ferry_guest::Cache;
 
-use self::rows::Work;
+use self::rows::{TABLE, Work};
 use self::runner::{Effort, Runner};
 use self::systems::{Programs, System};
 use crate::cli::Cli;
@@ -20,9 +21,6 @@ use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::stats::Better;
 use crate::{earlier, parts, v9fs};
-
-/// The table's name.
-const TABLE: &str = "containers";
 
 /// What is known of one that is not measured.
 const NYDUS: &str = "nydus: Debian's nydus-snapshotter starts nydusd for each image, and no package has that";
@@ -143,7 +141,7 @@ fn versions(cache: &Cache) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::content::Image;
+    use super::image::Image;
     use super::*;
     use clap::Parser;
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::TABLE;
+use super::rows::TABLE;
 use super::systems::System;
 use crate::line::{FERRY, Line};
 use crate::machine::Machine;

@@ -1,7 +1,9 @@
 //! The rows of the containers table.
 
-use super::content::Image;
+use super::image::Image;
 
+/// The table's name.
+pub const TABLE: &str = "containers";
 /// Images that are measured, with the delays of the network in milliseconds, there and back.
 const DELAYS_MS: [u64; 3] = [0, 5, 50];
 

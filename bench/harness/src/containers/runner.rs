@@ -8,12 +8,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::TABLE;
-use super::content::{Content, Form, Image, RELATED};
+use super::content::{Content, RELATED};
 use super::engine::{self, Engine};
-use super::rows::{Figure, Work};
+use super::image::{Form, Image};
+use super::rows::{Figure, TABLE, Work};
 use super::systems::{Programs, System};
-use crate::images;
 use crate::line::{FERRY, Line};
 use crate::server::Server;
 use crate::stats::Better;
@@ -127,7 +126,7 @@ impl Runner {
     fn cold(&mut self, image: Image, delay: Duration) -> Samples {
         let able = self.able(image);
         self.rounds(&able, |runner, system| {
-            images::drop_caches()?;
+            process::drop_caches()?;
             engine::look_at(&runner.programs, &data(&runner.folder));
             // The same delay each way.
             let link = Link::new(REGISTRY, delay / 2, false)?;
@@ -173,7 +172,7 @@ impl Runner {
         self.rounds(&systems, |runner, system| {
             let (root, engine) = engines.get(&system).context("it was started")?;
             let warm = engine.run(image)?;
-            images::drop_caches()?;
+            process::drop_caches()?;
             // The program itself is not to be read from the disk.
             let _ = Command::new("ls").arg("--version").stdout(Stdio::null()).status();
             let [cold, again] = [runner.list(root)?, runner.list(root)?];

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use super::content::Form;
+use super::image::Form;
 use crate::line::FERRY;
 
 /// A snapshotter and the images that it is given.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use rustix::fs::{XattrFlags, setxattr};
 
 use super::tree::{below, named, set_time, sync};
-use crate::data::Noise;
+use crate::noise::Noise;
 
 /// Of a hundred files so many are objects of git, of packages of Node.js, and of Python's; the rest is a tool chain.
 const SHARES: [usize; 3] = [20, 45, 20];

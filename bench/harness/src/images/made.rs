@@ -143,9 +143,3 @@ fn command(builder: Builder, tree: &Path, made: &BuiltImage, programs: &Programs
         }
     })
 }
-
-/// Empties the kernel's caches.
-pub fn drop_caches() -> Result<()> {
-    rustix::fs::sync();
-    std::fs::write("/proc/sys/vm/drop_caches", "3").context("cannot empty the kernel's caches, which root can")
-}

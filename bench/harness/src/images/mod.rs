@@ -17,7 +17,6 @@ use anyhow::{Result, ensure};
 use ferry_guest::Cache;
 
 use self::made::Programs;
-pub use self::made::drop_caches;
 use self::rows::Work;
 use self::runner::{Effort, Runner};
 use crate::cli::Cli;

@@ -17,8 +17,9 @@ use super::systems::{BUILDERS, Builder, System};
 use super::tree::Kind;
 use super::walk::{self, Found};
 use super::{TABLE, guest};
-use crate::data::Noise;
 use crate::line::{FERRY, Line};
+use crate::noise::Noise;
+use crate::process;
 use crate::stats;
 use crate::trouble::Failures;
 
@@ -263,7 +264,7 @@ impl Runner {
         };
         let is_large = matches!(work, Work::Read | Work::Random);
         let bare = self.folder.join(if is_large { "large-tree" } else { work.tree().name() });
-        made::drop_caches()?;
+        process::drop_caches()?;
         // The programs themselves are not to be read from the disk while they are measured.
         look_at_programs(&self.programs, &self.folder);
         let started = Instant::now();

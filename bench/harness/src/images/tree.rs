@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, XattrFlags, setxattr, utimensat};
 
-use crate::data::Noise;
+use crate::noise::Noise;
 
 /// Files for each directory, as in Debian's root.
 const FILES_PER_DIRECTORY: usize = 10;

@@ -1,0 +1,79 @@
+//! The images, and the forms in which a registry has them.
+
+/// An image, and what is started of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Image {
+    /// A small distribution, which all others are based on.
+    Shell,
+    /// Python with packages.
+    Python,
+    /// Node.js with packages, a server.
+    Node,
+    /// A Java development kit.
+    Java,
+}
+
+/// The form of an image in the registry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Form {
+    /// Layers as tar with gzip.
+    Plain,
+    /// The same, with what `ferry image convert` puts beside it.
+    Prepared,
+    /// Layers with a table of contents.
+    Estargz,
+    /// Layers as they are, with what `soci` puts beside them.
+    Soci,
+}
+
+impl Image {
+    /// All.
+    pub const ALL: [Self; 4] = [Self::Shell, Self::Python, Self::Node, Self::Java];
+
+    /// Its name in the rows, in the registry, and of its list of packages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shell => "shell",
+            Self::Python => "python",
+            Self::Node => "node",
+            Self::Java => "java",
+        }
+    }
+
+    /// What is started in a container of it, and a word of what that prints first.
+    pub fn command(self) -> (&'static [&'static str], &'static str) {
+        match self {
+            Self::Shell => (&["/usr/bin/bash", "-c", "echo ready"], "ready"),
+            Self::Python => (
+                &[
+                    "/usr/bin/python3",
+                    "-c",
+                    "import asyncio, http.server, json, sqlite3, ssl, jinja2, requests, yaml; print('ready')",
+                ],
+                "ready",
+            ),
+            Self::Node => (
+                &[
+                    "/usr/bin/node",
+                    "-e",
+                    "const s = require('express')().listen(0, () => { console.log('ready'); s.close(); })",
+                ],
+                "ready",
+            ),
+            Self::Java => (&["/usr/lib/jvm/default-java/bin/java", "--version"], "openjdk"),
+        }
+    }
+}
+
+impl Form {
+    /// The repository of an image in this form.
+    pub fn repository(self, image: &str) -> String {
+        let folder = match self {
+            Self::Plain => "plain",
+            Self::Prepared => "prepared",
+            Self::Estargz => "estargz",
+            Self::Soci => "soci",
+        };
+        format!("{folder}/{image}:1")
+    }
+}
