@@ -40,15 +40,15 @@ impl Image {
         }
     }
 
-    /// What is started in a container of it, and a word of what that prints first.
+    /// What is started in a container of it, and a word of what that prints first. ctr may lose what a program said that ends at once.
     pub fn command(self) -> (&'static [&'static str], &'static str) {
         match self {
-            Self::Shell => (&["/usr/bin/bash", "-c", "echo ready"], "ready"),
+            Self::Shell => (&["/usr/bin/bash", "-c", "echo ready; sleep 0.2"], "ready"),
             Self::Python => (
                 &[
                     "/usr/bin/python3",
                     "-c",
-                    "import asyncio, http.server, json, sqlite3, ssl, jinja2, requests, yaml; print('ready')",
+                    "import asyncio, http.server, json, sqlite3, ssl, jinja2, requests, time, yaml; print('ready', flush=True); time.sleep(0.2)",
                 ],
                 "ready",
             ),
@@ -56,7 +56,7 @@ impl Image {
                 &[
                     "/usr/bin/node",
                     "-e",
-                    "const s = require('express')().listen(0, () => { console.log('ready'); s.close(); })",
+                    "const s = require('express')().listen(0, () => { console.log('ready'); setTimeout(() => s.close(), 200); })",
                 ],
                 "ready",
             ),
