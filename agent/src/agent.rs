@@ -49,6 +49,16 @@ pub enum AgentError {
         /// The mount point.
         path: PathBuf,
     },
+    /// A mount that is read-only has no calls that could be replayed.
+    #[error(
+        "{} is mounted read-only, so nothing can be replayed there: mount it without -o ro (a server with --read-only \
+         refuses writes all the same)",
+        path.display()
+    )]
+    ReadOnly {
+        /// The mount point.
+        path: PathBuf,
+    },
     /// The server tells somebody else.
     #[error("another agent serves {}: end one of them", path.display())]
     Other {
@@ -68,7 +78,7 @@ pub enum AgentError {
 impl AgentError {
     /// Whether the next attempt would fail, too, unless somebody changes something.
     pub(crate) fn is_misuse(&self) -> bool {
-        matches!(self, Self::Permission | Self::NoEvents { .. } | Self::Other { .. })
+        matches!(self, Self::Permission | Self::NoEvents { .. } | Self::ReadOnly { .. } | Self::Other { .. })
     }
 
     /// Whether a mount that comes later would help.
@@ -152,6 +162,9 @@ impl Agent {
     }
 
     fn replay_all(&mut self, ready: &mut dyn FnMut()) -> Result<AgentEnd, AgentError> {
+        if sys::is_read_only(&self.root) {
+            return Err(AgentError::ReadOnly { path: self.path.clone() });
+        }
         let mut buffer = vec![0; MESSAGE_BYTES_MAX];
         let mut last_error = None;
         while !self.ending.is_over() {
@@ -208,6 +221,8 @@ impl Agent {
                 Replayed::Nothing if self.is_unmounted() => return Ok(AgentEnd::Unmounted),
                 Replayed::Nothing | Replayed::Names => {}
                 Replayed::Data => self.ending.sleep(INTERVAL),
+                // What is leased to an agent that cannot replay would be wrong for minutes.
+                Replayed::Refused => return Err(AgentError::ReadOnly { path: self.path.clone() }),
             }
         }
         Ok(AgentEnd::Asked)
@@ -243,8 +258,10 @@ impl Agent {
                 guard.beat();
             }
             replayed = replayed.max(if is_of_name(&record) { Replayed::Names } else { Replayed::Data });
-            if let Err(error) = replayer.replay(&record) {
-                tracing::debug!(?record, %error, "not replayed");
+            match replayer.replay(&record) {
+                Ok(()) => {}
+                Err(Errno::ROFS) => return Replayed::Refused,
+                Err(error) => tracing::debug!(?record, %error, "not replayed"),
             }
         }
         replayed
@@ -257,6 +274,8 @@ enum Replayed {
     Nothing,
     Names,
     Data,
+    /// The mount has become read-only.
+    Refused,
 }
 
 fn is_of_name(record: &Record<'_>) -> bool {

@@ -91,6 +91,7 @@ fn start(program: &'static str, args: &Args) -> std::io::Result<Vec<JoinHandle<u
             let mut is_ready = false;
             let outcome = place.serve(&mut || {
                 if !std::mem::replace(&mut is_ready, true) {
+                    tracing::debug!("{}: ready", place.path.display());
                     readiness.one();
                 }
             });

@@ -32,7 +32,7 @@ impl<'a> Replayer<'a> {
         if self.directories.len() >= DIRECTORIES_MAX {
             self.directories.clear();
         }
-        let opened = sys::open_inode(self.root, dir)?;
+        let opened = sys::open_inode(self.root, dir, false)?;
         self.directories.insert(dir, opened);
         Ok(())
     }
@@ -89,7 +89,7 @@ impl<'a> Replayer<'a> {
                 let file = rustix::fs::openat(self.dir(record.ino)?, name.as_bytes(), flags, Mode::empty())?;
                 touch(&file, kind)
             }
-            (kind, None, _) => touch(&sys::open_inode(self.root, record.ino)?, kind),
+            (kind, None, _) => touch(&sys::open_inode(self.root, record.ino, true)?, kind),
         }
     }
 }
@@ -111,7 +111,9 @@ fn touch(file: &OwnedFd, kind: Kind) -> Result<()> {
     }
     // The kernel asks the server, and drops the pages of a file whose time of change is another.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    let found = rustix::fs::statx(file, "", flags, StatxFlags::BASIC_STATS)?;
+    let look = || rustix::fs::statx(file, "", flags, StatxFlags::BASIC_STATS);
+    // The first answer may be that its name is stale.
+    let found = look().or_else(|_| look())?;
     let times = match kind {
         // Both times: IN_ATTRIB. The time of change alone: IN_MODIFY.
         Kind::Attributes => times(&found, found.stx_atime.tv_nsec.into()),
@@ -128,10 +130,11 @@ fn times(found: &Statx, atime_nsec: rustix::fs::Nsecs) -> Timestamps {
     }
 }
 
-/// Opens a file for writing, and closes it.
+/// Opens a file for writing, and closes it. The kernel asks for its attributes: stores to mappings have no other event.
 fn close(file: &OwnedFd) -> Result<()> {
-    let found = rustix::fs::fstat(file)?;
-    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
+    let found = rustix::fs::statx(file, "", flags, StatxFlags::BASIC_STATS)?;
+    if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile {
         return Ok(());
     }
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());

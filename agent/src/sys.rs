@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use ferry_vfs::Ino;
 use ferry_wire::events::{ANNOUNCE, ANNOUNCEMENT_BYTES, Announcement, INTERRUPT, MESSAGE_BYTES_MAX, REPLAY_GID, WAIT};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, StatxFlags, accessat, statx};
 use rustix::io::{Errno, Result};
 use rustix::mount::{FsPickFlags, fsconfig_reconfigure, fspick};
 use rustix::process::{Gid, Pid};
@@ -62,6 +62,11 @@ pub(crate) fn interrupt(root: &OwnedFd) -> Result<()> {
     unsafe { ioctl(root, INTERRUPT, std::ptr::null_mut()) }
 }
 
+/// Whether nothing can be changed through a mount.
+pub(crate) fn is_read_only(root: &OwnedFd) -> bool {
+    accessat(root, c".", Access::WRITE_OK, AtFlags::empty()) == Err(Errno::ROFS)
+}
+
 /// Opens a mounted file system for [`reconfigure`], without keeping its mount busy.
 pub(crate) fn pick(root: &OwnedFd) -> Result<OwnedFd> {
     fspick(root, "", FsPickFlags::FSPICK_EMPTY_PATH | FsPickFlags::FSPICK_CLOEXEC)
@@ -88,8 +93,8 @@ unsafe fn ioctl(root: &OwnedFd, command: u32, argument: *mut c_void) -> Result<(
     if result < 0 { Err(last_error()) } else { Ok(()) }
 }
 
-/// Opens an inode that the kernel knows, as a path.
-pub(crate) fn open_inode(root: &OwnedFd, ino: Ino) -> Result<OwnedFd> {
+/// Opens an inode that the kernel knows, as a path. `is_asked_for`: the server is asked for what its name refers to.
+pub(crate) fn open_inode(root: &OwnedFd, ino: Ino, is_asked_for: bool) -> Result<OwnedFd> {
     #[allow(clippy::cast_possible_truncation, reason = "the halves of the number")]
     let words = [(ino.0 >> 32) as u32, ino.0 as u32, 0];
     let mut handle = FileHandle { bytes: 4 * 3, kind: HANDLE_TYPE, words };
@@ -103,17 +108,18 @@ pub(crate) fn open_inode(root: &OwnedFd, ino: Ino) -> Result<OwnedFd> {
     }
     // SAFETY: the call has returned a new descriptor, which nobody else owns.
     let opened = unsafe { OwnedFd::from_raw_fd(fd) };
-    keep_name(&opened);
+    keep_name(&opened, if is_asked_for { AtFlags::STATX_FORCE_SYNC } else { AtFlags::empty() });
     Ok(opened)
 }
 
 /// Looks an inode's name up. What was found by its handle Linux takes for expired (`fuse_get_dentry`), and forgets with
-/// its last user: it would not be told of any more.
-fn keep_name(opened: &OwnedFd) {
+/// its last user: it would not be told of any more. Of a name that the server is not sure of, it says that it is stale:
+/// then the kernel looks up each part of the path again.
+fn keep_name(opened: &OwnedFd, flags: AtFlags) {
     let link = format!("/proc/self/fd/{}", opened.as_raw_fd());
     if let Ok(path) = rustix::fs::readlink(link, Vec::new()) {
         // Where another file has the name by now, nothing is lost.
-        let _ = rustix::fs::statat(rustix::fs::CWD, path, AtFlags::SYMLINK_NOFOLLOW);
+        let _ = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW | flags, StatxFlags::TYPE);
     }
 }
 

@@ -39,9 +39,11 @@ struct State {
     last: u64,
     /// The last event that a client was sent.
     sent: u64,
+    /// The last event that is told because others were lost.
+    last_unsure: u64,
     is_lossy: bool,
-    /// The agent was told that events were lost, and has not asked since.
-    has_dropped: bool,
+    /// The thread that was told that events were lost, and has not asked since.
+    told_of_loss: Option<u32>,
     /// The changes of data and attributes among the events that later ones are merged with.
     mergeable: HashSet<MergeKey>,
     /// What is not valid any more, which a client is told before the events.
@@ -50,7 +52,15 @@ struct State {
     coming: HashMap<Ino, (Ino, NameBuf)>,
     /// Those of a client, in their order.
     coming_order: VecDeque<Ino>,
-    parked: Option<(Instant, AnswerFn)>,
+    parked: Option<Parked>,
+}
+
+/// A reader that waits.
+struct Parked {
+    /// Its thread in the client; 0 of a 9P client.
+    pid: u32,
+    until: Instant,
+    answer: AnswerFn,
 }
 
 type MergeKey = (Discriminant<Event>, Place);
@@ -77,9 +87,13 @@ impl fmt::Debug for Queue {
 impl State {
     fn add(&mut self, event: Event) {
         match &event {
-            Event::Modified(_) | Event::Closed(_) | Event::Attributes(_) => {
+            Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => {
                 if merge_key(&event).is_some_and(|key| !self.mergeable.insert(key)) {
                     return;
+                }
+                if matches!(event, Event::Modified(_)) {
+                    // Who waits for the end of writing reads what was written before it.
+                    self.mergeable.remove(&(discriminant(&Event::Closed(place.clone())), place.clone()));
                 }
             }
             Event::Created { dir, name, ino, .. } => {
@@ -150,9 +164,11 @@ impl State {
         Some(event)
     }
 
-    /// The first events as a message; they stay until they are announced or acknowledged.
-    fn message(&mut self) -> Vec<u8> {
-        self.has_dropped |= self.is_lossy;
+    /// The first events as a message for a thread; they stay until they are announced or acknowledged.
+    fn message(&mut self, pid: u32) -> Vec<u8> {
+        if self.is_lossy {
+            self.told_of_loss = Some(pid);
+        }
         let message = MessageWriter::new(std::mem::take(&mut self.is_lossy));
         let (mut message, is_client) = match self.reader {
             Reader::Agent { is_leased: true } => (message.leased(), false),
@@ -198,7 +214,8 @@ impl Queue {
             last: 0,
             sent: 0,
             is_lossy: true,
-            has_dropped: false,
+            last_unsure: 0,
+            told_of_loss: None,
             mergeable: HashSet::new(),
             stale: HashSet::new(),
             coming: HashMap::new(),
@@ -244,11 +261,23 @@ impl Queue {
     fn change(&self, change: impl FnOnce(&mut State)) {
         let mut state = lock(&self.0);
         change(&mut state);
-        if let Some((_, answer)) = state.parked.take() {
-            let message = state.message();
+        if let Some(Parked { pid, answer, .. }) = state.parked.take() {
+            let message = state.message(pid);
             drop(state);
             answer(Ok(message));
         }
+    }
+
+    /// Adds what the client is told of because events were lost.
+    pub(crate) fn refresh(&self, events: impl Iterator<Item = Event>) {
+        events.for_each(|event| self.push(event));
+        let state = &mut *lock(&self.0);
+        state.last_unsure = state.last;
+    }
+
+    /// Whether events were lost before this one.
+    pub(crate) fn is_unsure(&self, number: u64) -> bool {
+        number <= lock(&self.0).last_unsure
     }
 
     /// An event of an inode that the client does not know yet, by the name that will make it known.
@@ -263,14 +292,18 @@ impl Queue {
         })
     }
 
-    /// Whether the agent has just had the client's kernel drop what it could.
-    pub(crate) fn take_dropped(&self) -> bool {
-        std::mem::take(&mut lock(&self.0).has_dropped)
+    /// Whether this thread has just had the client's kernel drop what it could. Another one, which was killed, may not have:
+    /// the loss is told again.
+    pub(crate) fn take_dropped(&self, pid: u32) -> bool {
+        let state = &mut *lock(&self.0);
+        let told = state.told_of_loss.take();
+        state.is_lossy |= told.is_some_and(|told| told != pid);
+        told == Some(pid)
     }
 
-    /// Calls `answer` with a message once there is something to tell; with an empty one when `until` has passed, if a
+    /// Calls `answer` with a message for a thread once there is something to tell; with an empty one when `until` has passed, if a
     /// [`super::Timer`] watches the queue. A reader that waits already is told that another has come (`BUSY`).
-    pub fn wait(&self, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
+    pub fn wait(&self, pid: u32, until: Instant, answer: impl FnOnce(Result<Vec<u8>>) + Send + 'static) {
         let mut state = lock(&self.0);
         let before = state.parked.take();
         if state.events.is_empty() && matches!(state.reader, Reader::Agent { .. }) {
@@ -278,15 +311,15 @@ impl Queue {
             state.coming.clear();
         }
         if state.events.is_empty() && state.stale.is_empty() && !state.is_lossy {
-            state.parked = Some((until, Box::new(answer)));
+            state.parked = Some(Parked { pid, until, answer: Box::new(answer) });
             drop(state);
         } else {
-            let message = state.message();
+            let message = state.message(pid);
             drop(state);
             answer(Ok(message));
         }
-        if let Some((_, answer)) = before {
-            answer(Err(Errno::BUSY));
+        if let Some(before) = before {
+            (before.answer)(Err(Errno::BUSY));
         }
     }
 
@@ -294,15 +327,15 @@ impl Queue {
     pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let mut state = lock(&self.0);
         match state.parked.take() {
-            Some((until, answer)) if until <= now => {
-                let message = state.message();
+            Some(Parked { pid, until, answer }) if until <= now => {
+                let message = state.message(pid);
                 drop(state);
                 answer(Ok(message));
                 None
             }
             parked => {
                 state.parked = parked;
-                state.parked.as_ref().map(|(until, _)| *until)
+                state.parked.as_ref().map(|parked| parked.until)
             }
         }
     }
@@ -310,8 +343,8 @@ impl Queue {
     /// Has the agent ask again.
     pub(crate) fn interrupt(&self) {
         let parked = lock(&self.0).parked.take();
-        if let Some((_, answer)) = parked {
-            answer(Err(Errno::INTR));
+        if let Some(parked) = parked {
+            (parked.answer)(Err(Errno::INTR));
         }
     }
 
@@ -356,7 +389,7 @@ mod tests {
     fn wait(queue: &Queue, until: Instant) -> Answers {
         let answers = Answers::default();
         let seen = Arc::clone(&answers);
-        queue.wait(until, move |answer| seen.lock().unwrap().push(answer));
+        queue.wait(7, until, move |answer| seen.lock().unwrap().push(answer));
         answers
     }
 
@@ -411,6 +444,33 @@ mod tests {
         queue.announce(2);
         queue.push(Event::Modified(place("b")));
         assert_eq!(told(&wait(&queue, never)).1.len(), 3);
+    }
+
+    /// Who waits for the end of writing, and not for each write, must not miss the last one.
+    #[test]
+    fn the_end_of_writing_comes_after_what_was_written() {
+        let (queue, never) = (Queue::new(false), Instant::now() + Duration::from_secs(1000));
+        let _ = wait(&queue, never);
+        let write = || [Event::Modified, Event::Closed].into_iter().for_each(|event| queue.push(event(place("a"))));
+        write();
+        assert!(queue.announce(1).is_some());
+        // The first is being replayed: its end is told before the second.
+        (0..10).for_each(|_| write());
+        let kinds: Vec<_> = told(&wait(&queue, never)).1.into_iter().map(|(_, kind)| kind).collect();
+        assert_eq!(kinds, [Kind::Closed, Kind::Modified, Kind::Closed]);
+    }
+
+    #[test]
+    fn a_loss_is_told_until_a_thread_has_asked_again() {
+        let (queue, now) = (Queue::new(false), Instant::now());
+        let told_to = |pid| {
+            let answers = Answers::default();
+            let (seen, has_dropped) = (Arc::clone(&answers), queue.take_dropped(pid));
+            queue.wait(pid, now, move |answer| seen.lock().unwrap().push(answer));
+            queue.expire(now);
+            (has_dropped, told(&answers).0)
+        };
+        assert_eq!([1, 2, 2, 3].map(told_to), [(false, true), (false, true), (true, false), (false, false)]);
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub(crate) struct Active {
     pub(crate) is_gone: bool,
     /// The attributes were asked for.
     pub(crate) has_attributes: bool,
+    /// Events were lost: the name under which the client has the inode may be that of another by now.
+    pub(crate) is_unsure: bool,
 }
 
 /// What is being replayed in a client, and its placeholders.

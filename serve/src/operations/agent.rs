@@ -23,11 +23,12 @@ const REFRESHED_MAX: usize = 4096;
 
 /// Events were lost, and the client's kernel has dropped what is not in use: the rest may be old, and would be for minutes.
 fn refresh(session: &Session, queue: &Queue) {
-    for ino in session.inodes().into_iter().take(REFRESHED_MAX).chain([Ino::ROOT]) {
+    let inodes = session.inodes().into_iter().take(REFRESHED_MAX).chain([Ino::ROOT]);
+    queue.refresh(inodes.map(|ino| {
         let place = Place { ino, name: None };
         let is_file = session.kind_of(ino) == Some(FileType::RegularFile);
-        queue.push(if is_file { Event::Modified(place) } else { Event::Attributes(place) });
-    }
+        if is_file { Event::Modified(place) } else { Event::Attributes(place) }
+    }));
 }
 
 impl Server {
@@ -68,7 +69,7 @@ impl Server {
         if let Some((number, event)) = interrupted {
             queue.put_back(number, event);
         }
-        if queue.take_dropped() && is_leased {
+        if queue.take_dropped(cx.caller.pid) && is_leased {
             refresh(cx.session, queue);
         }
         // From here on every change is told.
@@ -76,7 +77,7 @@ impl Server {
         let (later, unique, negotiated) = (carrier.later(), cx.unique, *cx.session.negotiated());
         let request = DetachedRequest::new(self.active.take(), &self.share.metrics);
         let wait_max = if is_leased { RENEWAL } else { WAIT_MAX };
-        queue.wait(Instant::now() + wait_max, move |outcome: Result<Vec<u8>>| {
+        queue.wait(cx.caller.pid, Instant::now() + wait_max, move |outcome: Result<Vec<u8>>| {
             let reply = match &outcome {
                 Ok(data) => Ok(Reply::Ioctl { result: 0, data }),
                 Err(errno) => Err(*errno),

@@ -44,7 +44,8 @@ impl Server {
             };
         }
         let pid = cx.caller.pid;
-        let active = Active { pid, number: announcement.number, event, is_done: false, is_gone, has_attributes: false };
+        let (number, is_unsure) = (announcement.number, queue.is_unsure(announcement.number));
+        let active = Active { pid, number, event, is_done: false, is_gone, has_attributes: false, is_unsure };
         lock(&cx.session.events.replays).active = Some(active);
         let data = Announcement { number: announcement.number, mode }.encode();
         Ok(cx.done(buffer, &Reply::Ioctl { result: 0, data: &data }))
@@ -122,12 +123,13 @@ impl Server {
                     (is_dir, None)
                 }
             }
-            Event::Renamed { to, exchanged, .. } if is_at(at, (to.0, &to.1)) => {
+            Event::Renamed { from, to, exchanged, .. } if is_at(at, (to.0, &to.1)) => {
                 if !exchanged {
                     return Some(Err(Errno::NOENT));
                 }
-                // What is at either name now is of the right kind, mostly.
-                return None;
+                // What was there has the other name now, if nothing has happened since. That is not told: if the client had it
+                // under both names, its kernel would exchange nothing.
+                (self.kind_now(cx, from.0, from.1.as_name()) == Some(FileType::Directory), None)
             }
             Event::Modified(place) | Event::Closed(place) | Event::Attributes(place) => match place {
                 Place { ino, name: Some(name) } if is_at(at, (*ino, name)) => {
@@ -207,6 +209,10 @@ impl Server {
         // The directory of a name is on the way to the file.
         if place.name.is_some() == (place.ino == cx.ino) {
             return None;
+        }
+        if place.name.is_none() && std::mem::take(&mut active.is_unsure) {
+            // The client's kernel looks its names up again.
+            return Some(Err(Errno::STALE));
         }
         let is_modified = matches!(active.event, Event::Modified(_));
         let is_first = is_modified && !std::mem::replace(&mut active.has_attributes, true);

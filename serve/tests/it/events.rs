@@ -277,6 +277,10 @@ fn caches_last_while_an_agent_asks() {
     assert_eq!(kept(&mut client), long);
     // What the client may still know is told of, for it to ask again.
     assert_eq!(wait(&mut client), (false, vec![1, 2]));
+    assert!(matches!(announce(&mut client, 1), Answer::Reply(_)));
+    // The client's kernel may have an old name of it, which it looks up again for this error.
+    assert_eq!(client.ask(Ino(2), Operation::Getattr { handle: None }), Answer::Error(Errno::STALE));
+    assert!(matches!(client.ask(Ino(2), Operation::Getattr { handle: None }), Answer::Reply(_)));
     assert!(matches!(announce(&mut client, 2), Answer::Reply(_)));
     // An agent that waits is answered in time to renew the lease.
     let start = Instant::now();
@@ -372,4 +376,90 @@ fn events_of_a_new_file_wait_for_its_name() {
     assert_eq!(wait(&mut client), (false, vec![]));
     source.changes.publish(other, || Change::Attr { ino: Ino(2) });
     assert_eq!(wait(&mut client), (false, vec![]));
+}
+
+/// However often an agent asks, one of its requests waits.
+#[test]
+fn an_agent_that_floods_the_server_has_one_request() {
+    let (mut client, _source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    for _ in 0..10_000 {
+        assert_eq!(client.ask(Ino::ROOT, ioctl(WAIT, &[])), Answer::Late);
+        assert_eq!(announce(&mut client, 1), Answer::Error(Errno::NOENT));
+    }
+    assert_eq!(client.late.try_iter().count(), 9_999, "all but the last are answered");
+    assert!(matches!(client.ask(Ino::ROOT, ioctl(INTERRUPT, &[])), Answer::Reply(_)));
+    assert_eq!(client.late.try_iter().count(), 1);
+}
+
+/// A million events, of which an agent takes none: it is told that they are lost, and all is told again from then on.
+#[test]
+fn an_agent_that_never_announces_loses_what_is_too_much() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    let create = |number: u32| {
+        let name = name(number.to_string().as_bytes()).to_buf();
+        source.changes.publish_event(SessionId::default(), || {
+            Some(Event::Created { dir: Ino::ROOT, name, is_dir: false, ino: Some(Ino(number.into())) })
+        });
+    };
+    (0..1_000).for_each(create);
+    let (_, first) = wait(&mut client);
+    assert_eq!(wait(&mut client), (false, first.clone()), "they stay until they are announced");
+    (1_000..1_000_000).for_each(create);
+    assert_eq!(announce(&mut client, first[0]), Answer::Error(Errno::NOENT));
+    let (is_lossy, numbers) = wait(&mut client);
+    assert!(is_lossy && numbers[0] > 900_000, "{is_lossy}, {:?}", numbers.first());
+    assert!(matches!(announce(&mut client, numbers[0]), Answer::Reply(_)));
+    assert_eq!(wait(&mut client).0, false, "once");
+}
+
+/// Whatever an agent announces and asks for, in whatever order, reaches no source; and whatever others ask for does.
+#[test]
+fn no_lie_of_an_agent_reaches_a_source() {
+    let (mut client, source) = client(true);
+    assert_eq!(wait(&mut client), (true, vec![]));
+    let (mut state, agent) = (7_u64, client.pid);
+    let mut below = |end: usize| {
+        // A linear congruential generator (Knuth's MMIX).
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(state >> 33).unwrap() % end
+    };
+    let (all, names, mut done) = (changes(), [&b"there"[..], b"new", b"other"], 0);
+    for _ in 0..50_000 {
+        let [one, other] = [below(3), below(3)].map(|at| name(names[at]).to_buf());
+        let (dir, is_dir, ino) = ([Ino::ROOT, Ino(2)][below(2)], below(2) == 0, Some(Ino(2)));
+        client.pid = agent + u32::try_from(below(8) / 7).unwrap();
+        match below(4) {
+            0 => {
+                let event = match below(5) {
+                    0 => Event::Created { dir, name: one, is_dir, ino },
+                    1 => Event::Removed { dir, name: one, is_dir, ino },
+                    2 => Event::Renamed { from: (dir, one), to: (dir, other), is_dir, exchanged: below(2) == 0 },
+                    3 => Event::Modified(Place { ino: dir, name: Some(one) }),
+                    _ => Event::Attributes(Place { ino: Ino(2), name: None }),
+                };
+                source.changes.publish_event(SessionId::default(), || Some(event));
+            }
+            1 => {
+                source.changes.publish_event(SessionId::default(), || {
+                    Some(Event::Created { dir: Ino::ROOT, name: one, is_dir, ino })
+                });
+                let (_, numbers) = wait(&mut client);
+                let lie = u64::from(below(8) == 0) * 1000;
+                drop(announce(&mut client, lie + numbers[below(numbers.len().min(6))]));
+            }
+            2 => drop(client.ask(dir, Operation::Lookup { name: one.as_name() })),
+            _ => {
+                let answer = client.ask(dir, all[below(all.len())]);
+                assert!(!matches!(answer, Answer::Error(Errno::NOSYS)), "it has reached the source");
+                done += usize::from(matches!(answer, Answer::Reply(_)));
+                client.gid = 0;
+                let answer = client.ask(dir, mknod(b"there"));
+                assert_eq!(answer, Answer::Error(Errno::NOSYS), "it has not reached the source");
+                client.gid = REPLAY_GID;
+            }
+        }
+    }
+    assert!(done > 100, "only {done} replays were right");
 }

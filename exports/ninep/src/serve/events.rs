@@ -28,7 +28,7 @@ impl Context<'_> {
         // The queue belongs to the session, and so to the client, and must keep neither.
         let (client, told, ticket) = (Arc::downgrade(&self.client), Arc::downgrade(queue), self.ticket.clone());
         let until = Instant::now() + WAIT_MAX.min(Duration::from_millis(wait_ms.into()));
-        queue.wait(until, move |outcome| {
+        queue.wait(0, until, move |outcome| {
             let mut reply = Vec::new();
             match &outcome {
                 Ok(message) => Reply::Events(message),
