@@ -1,11 +1,14 @@
 //! Watches directories and files with inotify and prints each event, in a guest or on the host; or is the agent of a
 //! mount.
 //!
-//! `ferry-watch watch PATH...` prints `PATH EVENT NAME` until a name `end` is created in one of them, with a number for
-//! the cookie of a rename. `ferry-watch fanotify DIR` is the same with fanotify, without the directory. `ferry-watch agent
+//! `ferry-watch watch [--answer] PATH...` prints `PATH EVENT NAME` until a name `end` is created in one of them, with a
+//! number for the cookie of a rename; with `--answer` it creates `seen.NAME` for each new name that begins with `ping.`.
+//! `ferry-watch fanotify DIR` is the same with fanotify, without the directory. `ferry-watch agent
 //! [--wait] MOUNT...` replays the events of mounts. `ferry-watch exchange ONE OTHER`
-//! exchanges two names. `ferry-watch contend DIR COUNT` makes and removes a few names as often as that, and prints how
-//! many more it has made than removed. `ferry-watch churn DIR COUNT SEED` does random operations, with fresh names.
+//! exchanges two names. `ferry-watch contend DIR COUNT` makes, moves and removes a few names as often as that, and prints
+//! how many more it has made than removed. `ferry-watch churn DIR COUNT SEED` does random operations, with fresh names.
+//! `ferry-watch count FILE` counts in a file until there is a file `stop` or `failed`, and `ferry-watch read FILE COUNT SEEN` reads it
+//! so often, fails if it goes backwards, and writes what it sees to another file.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
 
@@ -14,11 +17,16 @@ use std::fs;
 use std::io::{Read, Write, stdout};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
+use rustix::fs::{CWD, RenameFlags};
+
+/// How long a guest has for an answer.
+const ANSWER_MAX: Duration = Duration::from_secs(180);
 
 const EVENTS: [(ReadFlags, &str); 9] = [
     (ReadFlags::CREATE, "CREATE"),
@@ -40,8 +48,12 @@ fn main() -> ExitCode {
             tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
             ExitCode::from(agent(words))
         }
+        ["watch", "--answer", ref paths @ ..] => {
+            watch(paths, true);
+            ExitCode::SUCCESS
+        }
         ["watch", ref paths @ ..] => {
-            watch(paths);
+            watch(paths, false);
             ExitCode::SUCCESS
         }
         ["fanotify", dir] => {
@@ -49,8 +61,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         ["exchange", one, other] => {
-            let flags = rustix::fs::RenameFlags::EXCHANGE;
-            rustix::fs::renameat_with(rustix::fs::CWD, one, rustix::fs::CWD, other, flags).unwrap();
+            rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE).unwrap();
             ExitCode::SUCCESS
         }
         ["contend", dir, count] => {
@@ -61,10 +72,16 @@ fn main() -> ExitCode {
             churn(dir.as_ref(), count.parse().unwrap(), Random(seed.parse().unwrap()));
             ExitCode::SUCCESS
         }
+        ["count", file] => {
+            count(file.as_ref());
+            ExitCode::SUCCESS
+        }
+        ["read", file, reads, seen] => {
+            println!("{}", read(file.as_ref(), reads.parse().unwrap(), seen.as_ref()));
+            ExitCode::SUCCESS
+        }
         _ => {
-            eprintln!(
-                "ferry-watch: usage: ferry-watch watch PATH... | fanotify DIR | agent MOUNT... | exchange ONE OTHER"
-            );
+            eprintln!("ferry-watch: the comment at the beginning of its source says how it is used");
             ExitCode::from(2)
         }
     }
@@ -132,24 +149,39 @@ impl Random {
     }
 }
 
-/// Makes and removes names that others make and remove, too.
+/// Makes, moves and removes names that others make, move and remove, too.
 fn contend(dir: &Path, count: usize) -> i64 {
     let (mut random, mut more) = (Random(std::process::id().into()), 0);
     for _ in 0..count {
-        let path = dir.join(format!("n{}", random.below(4)));
-        match random.below(2) {
+        let [path, other] = [random.below(4), random.below(4)].map(|number| dir.join(format!("n{number}")));
+        match random.below(3) {
             0 => more += i64::from(fs::File::options().write(true).create_new(true).open(path).is_ok()),
-            _ => more -= i64::from(fs::remove_file(path).is_ok()),
+            1 => more -= i64::from(fs::remove_file(path).is_ok()),
+            _ => {
+                let _ = rustix::fs::renameat_with(CWD, &path, CWD, &other, RenameFlags::NOREPLACE);
+            }
         }
     }
     more
 }
+
+/// How many operations of [`churn`] a guest may be behind: fewer than a server's queue has events.
+const BEHIND_MAX: usize = 5000;
 
 /// Random operations; no name is used for two files.
 fn churn(dir: &Path, count: usize, mut random: Random) {
     let mut files: Vec<PathBuf> = Vec::new();
     let dirs = [dir.to_path_buf(), dir.join("sub")];
     for number in 0..count {
+        if number % BEHIND_MAX == BEHIND_MAX - 1 {
+            let (ping, seen) = (format!("ping.{number}"), dir.join("..").join(format!("seen.ping.{number}")));
+            fs::write(dir.join(ping), "").unwrap();
+            let begin = Instant::now();
+            while !seen.exists() {
+                assert!(begin.elapsed() < ANSWER_MAX, "the guest does not answer");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
         let fresh = dirs[random.below(2)].join(format!("f{number}"));
         if files.is_empty() {
             fs::write(&fresh, "first").unwrap();
@@ -157,28 +189,63 @@ fn churn(dir: &Path, count: usize, mut random: Random) {
             continue;
         }
         let index = random.below(files.len());
-        let file = files[index].clone();
+        let file = &files[index];
         match random.below(8) {
             0 | 1 => fs::write(&fresh, "new").unwrap(),
             2 => std::os::unix::fs::symlink("target", &fresh).unwrap(),
             3 => fs::create_dir(&fresh).and_then(|()| fs::remove_dir(&fresh)).unwrap(),
-            4 => fs::remove_file(&file).unwrap(),
-            5 => fs::rename(&file, &fresh).unwrap(),
-            6 => fs::File::options().append(true).open(&file).unwrap().write_all(b"more").unwrap(),
-            _ => fs::set_permissions(&file, fs::Permissions::from_mode(0o600 + u32::try_from(number % 64).unwrap()))
+            4 => fs::remove_file(file).unwrap(),
+            5 => fs::rename(file, &fresh).unwrap(),
+            6 => fs::File::options().append(true).open(file).unwrap().write_all(b"more").unwrap(),
+            _ => fs::set_permissions(file, fs::Permissions::from_mode(0o600 + u32::try_from(number % 64).unwrap()))
                 .unwrap(),
         }
-        match fs::symlink_metadata(&fresh) {
-            Ok(found) if found.is_file() => files.push(fresh.clone()),
-            _ => {}
-        }
         if !file.exists() {
-            files.retain(|other| *other != file);
+            files.swap_remove(index);
+        }
+        if fs::symlink_metadata(&fresh).is_ok_and(|found| found.is_file()) {
+            files.push(fresh);
         }
     }
 }
 
-fn watch(paths: &[&str]) {
+/// The length of the numbers in a file that counts.
+const DIGITS: usize = 8;
+
+/// Counts in a file, one number in the place of the other.
+fn count(file: &Path) {
+    let file = fs::File::options().write(true).open(file).unwrap();
+    for number in 1.. {
+        if ["stop", "failed"].iter().any(|name| Path::new(name).exists()) {
+            return;
+        }
+        file.write_all_at(format!("{number:0DIGITS$}").as_bytes(), 0).unwrap();
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Reads a file that counts, by a descriptor that stays and by others; returns the last number.
+fn read(path: &Path, reads: usize, seen: &Path) -> usize {
+    let (file, seen) = (fs::File::open(path).unwrap(), fs::File::create(seen).unwrap());
+    let mut last = 0;
+    for read in 0..reads {
+        let (mut digits, opened) = ([0; DIGITS], (!read.is_multiple_of(8)).then_some(&file));
+        match opened {
+            Some(file) => file.read_exact_at(&mut digits, 0).unwrap(),
+            None => fs::File::open(path).unwrap().read_exact_at(&mut digits, 0).unwrap(),
+        }
+        let number: usize = std::str::from_utf8(&digits).unwrap().parse().unwrap();
+        assert!(number >= last, "read {read}, of a file that stays open {}: {number} after {last}", opened.is_some());
+        if number > last {
+            last = number;
+            seen.write_all_at(&digits, 0).unwrap();
+        }
+    }
+    last
+}
+
+/// Prints events with inotify.
+fn watch(paths: &[&str], answers: bool) {
     let inotify = inotify::init(CreateFlags::CLOEXEC).unwrap();
     let mask =
         EVENTS.iter().fold(WatchFlags::empty(), |mask, (flag, _)| mask | WatchFlags::from_bits_retain(flag.bits()));
@@ -210,6 +277,9 @@ fn watch(paths: &[&str]) {
         out.flush().unwrap();
         if *kind == "CREATE" && name == "end" {
             return;
+        }
+        if answers && *kind == "CREATE" && name.starts_with("ping.") {
+            fs::write(format!("seen.{name}"), "").unwrap();
         }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! The same watcher runs on the host and in a guest with an agent, and their outputs are compared.
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -34,11 +35,22 @@ enum Source {
     Dir(Share),
     /// Files in memory, for a guest and in a mount that the host sees, in a folder.
     #[allow(dead_code, reason = "dropped in this order")]
-    Mem(Box<(Export, ferry_fuse::Export, TempDir)>),
+    Mem(Box<(Export, ferry_fuse::Export, TempDir)>, Arc<Mem>),
     /// A directory, which a guest has from a 9P client of its server.
     #[allow(dead_code, reason = "dropped in this order")]
     Ninep(Box<(Export, ferry_ninep::Export, TempDir)>),
 }
+
+/// What scripts of the host begin with. `s` waits until the guest has seen all that was done before: the kernel and the
+/// server merge events that nobody has read yet.
+pub(crate) const STEPS: &str = r#"
+    s() {
+        step=$((${step:-0} + 1)) tries=0; : >"ping.$$.$step"
+        until [ -e "../seen.ping.$$.$step" ]; do
+            sleep 0.02; tries=$((tries + 1)); [ $tries -lt 9000 ]; [ ! -e ../failed ]
+        done
+    }
+"#;
 
 /// The events of a host and of its guest, each without those of `ping*` and `end`.
 pub(crate) struct Seen {
@@ -48,7 +60,7 @@ pub(crate) struct Seen {
 }
 
 fn lines(text: &str) -> Vec<String> {
-    let is_of_test = |line: &&str| !line.contains(" ping") && !line.contains(" end") && !line.contains("CREATE 0");
+    let is_of_test = |line: &&str| !line.contains(" ping") && !line.contains(" end");
     text.lines().filter(is_of_test).map(Into::into).collect()
 }
 
@@ -95,17 +107,32 @@ impl Watched {
     }
 
     /// Nothing is watched on the host: the source publishes what its clients do.
-    fn mem() -> Self {
+    pub(crate) fn mem(cache: Cache) -> Self {
         let mem = Arc::new(Mem::new(&ferry_mem::Options { size_bytes: Some(64 << 20), ..Default::default() }).unwrap());
         let folder = folder(Place::Memory);
         let (path, socket) = (folder.path().join("mnt"), folder.path().join("s"));
         fs::create_dir(&path).unwrap();
         let tag = Some("t".parse().unwrap());
-        let options = Options { tag, events: true, ..Options::default() };
+        let options = Options { tag, cache, events: true, ..Options::default() };
         let guest = Export::listen(&socket, Arc::clone(&mem) as Arc<dyn ferry_vfs::FileSystem>, options).unwrap();
-        let mount = ferry_fuse::Export::mount(&path, mem, ferry_fuse::Options::default()).unwrap();
+        let source = Arc::clone(&mem) as Arc<dyn ferry_vfs::FileSystem>;
+        let mount = ferry_fuse::Export::mount(&path, source, ferry_fuse::Options::default()).unwrap();
         fs::create_dir(path.join("d")).unwrap();
-        Self { path, socket, source: Source::Mem(Box::new((guest, mount, folder))), programs: None }
+        Self { path, socket, source: Source::Mem(Box::new((guest, mount, folder)), mem), programs: None }
+    }
+
+    /// A socket for another guest, with what serves it.
+    pub(crate) fn beside(&self, options: Options) -> (PathBuf, Export) {
+        let options = Options { events: true, ..options };
+        match &self.source {
+            Source::Dir(share) => share.beside_with(options, 2),
+            Source::Mem(_, mem) => {
+                let (socket, tag) = (self.socket.with_extension("2"), Some("t".parse().unwrap()));
+                let source = Arc::clone(mem) as Arc<dyn ferry_vfs::FileSystem>;
+                let export = Export::listen(&socket, source, Options { tag, ..options }).unwrap();
+                (socket, export)
+            }
+        }
     }
 
     /// By way of a 9P server and its client.
@@ -156,24 +183,24 @@ impl Watched {
     /// Runs a script of the host in the watched directory.
     fn host(&self, script: &str) -> Child {
         // Another process: the server knows what it does itself.
-        Command::new("sh").args(["-euc", script]).current_dir(self.path("d")).spawn().unwrap()
+        let script = format!("{STEPS}\n{script}");
+        Command::new("sh").args(["-euc", &script]).current_dir(self.path("d")).spawn().unwrap()
     }
 
     /// Watches paths on both sides while the host runs a script in `d`. The guest runs `before` at first, and `after`
-    /// in the end.
+    /// in the end. Its agent is process `$(cat /tmp/pid)`.
     pub(crate) fn compare(&self, paths: &str, before: &str, script: &str, after: &str) -> Seen {
         let guest_script = format!(
             "trap '[ $? = 0 ] || {{ : >failed; cat /tmp/agent >&2; }}' EXIT
             {before}
-            {WATCH} agent . 2>/tmp/agent & agent=$!
-            echo $agent >/tmp/agent.pid
-            {WATCH} watch {paths} >/tmp/out & watch=$!
-            tries=0; until [ -s /tmp/out ]; do sleep 0.05; tries=$((tries + 1)); [ $tries -lt 200 ]; kill -0 $agent; done
+            {WATCH} agent . 2>/tmp/agent & agent=$!; echo $agent >/tmp/pid
+            {WATCH} watch --answer {paths} >/tmp/out & watch=$!
+            tries=0; until [ -s /tmp/out ]; do sleep 0.05; tries=$((tries + 1)); [ $tries -lt 2000 ]; kill -0 $agent; done
             : >ready
             wait $watch
             {after}
             cat /tmp/out
-            kill $agent
+            kill $(cat /tmp/pid) || :
             cat /tmp/agent >&2"
         );
         let (start, mut beside) = (Instant::now(), None);
@@ -193,7 +220,10 @@ impl Watched {
                 assert!(self.host(&format!(": >ping{number}")).wait().unwrap().success());
             });
         }));
-        if waited.is_ok() {
+        // What the agent does after its first request, as with caches that are leased, is not compared.
+        let run = |script: &str| self.host(script).wait().unwrap().success();
+        let mut has_run = waited.is_ok() && run("s; s; : >ping.begin");
+        if has_run {
             let mut watch = Command::new(WATCH);
             watch.arg("watch").args(paths.split(' ')).current_dir(&self.path).stdout(Stdio::piped());
             let mut watch = watch.spawn().unwrap();
@@ -201,14 +231,18 @@ impl Watched {
             // While it runs: a watcher whose output nobody takes loses events.
             let output = watch.stdout.take().unwrap();
             let reader = std::thread::spawn(move || std::io::read_to_string(output).unwrap());
-            assert!(self.host(&format!("{script}\n: >end")).wait().unwrap().success());
+            has_run = run(script);
+            // The end of both watchers.
+            assert!(run(": >end"));
             beside = Some(reader.join().unwrap());
             watch.wait().unwrap();
         }
         let GuestResult { status, out, err, .. } = collect(guest, TIMEOUT, start);
-        assert!(status == 0 && waited.is_ok(), "{out}\n{err}");
         let split = out.find("d CREATE ping").unwrap_or(0);
-        Seen { host: lines(&beside.unwrap()), guest: lines(&out[split..]), said: format!("{}\n{err}", &out[..split]) }
+        let said = format!("{}\n{err}", &out[..split]);
+        assert!(status == 0 && has_run, "status {status}, the host's script {has_run}: {said}");
+        let (_, guest) = out.split_once("d CREATE ping.begin\n").expect("the guest sees where the comparison begins");
+        Seen { host: lines(&beside.unwrap()), guest: lines(guest), said }
     }
 }
 
@@ -228,7 +262,7 @@ fn wait_for_watches(pid: u32, count: usize) {
 }
 
 /// Events by what was watched: only of one directory or file is their order that of the host.
-fn by_watch(events: &[String]) -> Vec<&str> {
+pub(crate) fn by_watch(events: &[String]) -> Vec<&str> {
     let mut events: Vec<_> = events.iter().map(String::as_str).collect();
     events.sort_by_key(|event| event.split(' ').next());
     events
@@ -239,7 +273,7 @@ fn by_watch(events: &[String]) -> Vec<&str> {
 fn a_new_and_a_removed_file_are_seen() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Auto) else { return };
-    let seen = watched.compare("d", "", "mkfifo fifo; sleep 0.3; rm fifo", "ls d");
+    let seen = watched.compare("d", "", "mkfifo fifo; s; rm fifo", "ls d");
     assert_eq!(seen.host, ["d CREATE fifo", "d DELETE fifo"]);
     assert_eq!(seen.guest, seen.host, "{}", seen.said);
     assert!(!seen.said.contains("fifo\n"), "{}", seen.said);
@@ -271,10 +305,8 @@ fn each_operation(watched: fn(Cache) -> Option<Watched>, untold: &[&str]) {
         fs::write(watched.path("d").join(name), name).unwrap();
     }
     fs::create_dir(watched.path("d").join("sub")).unwrap();
-    // The pauses keep the kernel of the host from merging what is done to one name.
     let script = format!(
-        "s() {{ sleep 0.1; }}
-        printf x >new; s; mkdir dir; s; ln -s target link; s; mkfifo fifo; s
+        "printf x >new; s; mkdir dir; s; ln -s target link; s; mkfifo fifo; s
         printf more >>file; s; chmod 600 file; s; touch -d 2001-01-01 file; s; truncate -s 3 file; s
         mv moved renamed; s; mv replacing replaced; s; {WATCH} exchange one other; s; mv away sub/here; s
         rm gone; s; rmdir dir; s; rm link fifo new; s; chmod 700 sub; s; mv sub bus; s; rm bus/here; s; rmdir bus; s
@@ -290,21 +322,20 @@ fn each_operation(watched: fn(Cache) -> Option<Watched>, untold: &[&str]) {
 #[test]
 fn each_operation_on_files_in_memory_is_seen() {
     let _alone = alone();
-    let watched = Watched::mem();
+    let watched = Watched::mem(Cache::Auto);
     for name in ["file", "gone", "moved", "replaced", "replacing", "away", "one", "other"] {
         fs::write(watched.path("d").join(name), name).unwrap();
     }
     fs::create_dir(watched.path("d").join("sub")).unwrap();
     let script = format!(
-        "s() {{ sleep 0.1; }}
-        until [ -e ../looked ]; do s; done
+        ": >../look; until [ -e ../looked ]; do s; done
         printf x >new; s; mkdir dir; s; ln -s target link; s; mkfifo fifo; s
         printf more >>file; s; chmod 600 file; s; truncate -s 3 file; s
         mv moved renamed; s; mv replacing replaced; s; {WATCH} exchange one other; s; mv away sub/here; s
         rm gone; s; rmdir dir; s; rm link fifo new; s; mv sub bus; s; rm bus/here; s; rmdir bus; s"
     );
     // After the agent has had its kernel forget everything, as a program does that watches a directory.
-    let before = "(sleep 3; ls -l d d/sub >/dev/null; : >looked) &";
+    let before = "(until [ -e look ]; do sleep 0.1; done; ls -l d d/sub >/dev/null; : >looked) &";
     let seen = watched.compare("d d/sub", before, &script, "stat -c '%a %s' d/file");
     let of_names = |events: &[String]| -> Vec<String> {
         let is_of_name = |event: &&String| ["CREATE", "DELETE", "MOVED"].iter().any(|kind| event.contains(kind));
@@ -366,9 +397,9 @@ fn what_other_shares_miss_is_seen() {
         format!("mkdir ..{number}; echo {number} >..{number}/value; ln -s ..{number} ..tmp; mv -T ..tmp ..data")
     };
     let script = format!(
-        ": >empty; sleep 0.1; printf x >empty; sleep 0.1
-        : >sub/file; sleep 0.1; rm sub/file; sleep 0.1
-        {}; sleep 0.1; {}; sleep 0.1
+        ": >empty; s; printf x >empty; s
+        : >sub/file; s; rm sub/file; s
+        {}; s; {}; s
         printf newer >new; mv new replaced; rm gone",
         publish(1),
         publish(2)
@@ -401,11 +432,11 @@ fn what_happened_to_names_that_a_guest_takes_for_absent_is_seen() {
     // What is read directly comes from the server, whatever the guest keeps.
     let before = "(
             until grep -qs 'CREATE begin' /tmp/out; do sleep 0.02; done
-            kill -STOP $(cat /tmp/agent.pid)
+            kill -STOP $(cat /tmp/pid)
             : >stopped
             until [ \"$(dd iflag=direct if=signal bs=4096 2>/dev/null)\" = 1 ]; do sleep 0.02; done
             for name in gone changed old; do [ ! -e d/$name ] || echo $name is there; done
-            kill -CONT $(cat /tmp/agent.pid)
+            kill -CONT $(cat /tmp/pid)
         ) &";
     let script = ": >begin; until [ -e ../stopped ]; do sleep 0.02; done
         rm gone; printf y >>changed; rm changed; mv old new; printf 1 >../signal; sleep 0.1";
@@ -414,30 +445,63 @@ fn what_happened_to_names_that_a_guest_takes_for_absent_is_seen() {
     assert!(seen.said.starts_with('x'), "{}", seen.said);
 }
 
+const NAME_EVENTS: [&str; 4] = ["CREATE", "DELETE", "MOVED_FROM", "MOVED_TO"];
+
+/// The events of names, in the order of each directory. The host's kernel may merge the removal of a name with what was done
+/// to it before, so removals may come earlier: each is returned on its own, with how many other events of its directory
+/// were before it.
+pub(crate) fn names_in_order(events: &[String]) -> (Vec<&str>, BTreeMap<&str, usize>) {
+    let (mut order, mut removals, mut counts) = (Vec::new(), BTreeMap::new(), HashMap::new());
+    for event in by_watch(events) {
+        let mut words = event.split(' ');
+        let (Some(dir), Some(kind)) = (words.next(), words.next()) else { panic!("{event}") };
+        let count = counts.entry(dir).or_insert(0);
+        if kind == "DELETE" {
+            assert_eq!(removals.insert(event, *count), None, "twice: {event}");
+        } else if NAME_EVENTS.contains(&kind) {
+            *count += 1;
+            order.push(event);
+        }
+    }
+    (order, removals)
+}
+
+/// Compares the events of names, none of which is used for two files.
+#[track_caller]
+pub(crate) fn assert_same_names(seen: &Seen) {
+    let ((guest, early), (host, late)) = (names_in_order(&seen.guest), names_in_order(&seen.host));
+    if let Some(at) = (0..guest.len().max(host.len())).find(|at| guest.get(*at) != host.get(*at)) {
+        let around =
+            |events: &[&str]| events.iter().skip(at.saturating_sub(3)).take(7).map(|it| (*it).to_owned()).collect();
+        let [guest, host]: [Vec<String>; 2] = [around(&guest), around(&host)];
+        panic!("at {at} the guest sees {guest:?}, and not {host:?}: {}", seen.said);
+    }
+    assert!(early.keys().eq(late.keys()), "the guest sees the removals {early:?}, and not {late:?}: {}", seen.said);
+    let is_late = |(event, count): &(&&str, &usize)| **count > late[*event];
+    assert_eq!(early.iter().find(is_late), None, "seen too late");
+}
+
 /// Random operations: each event of a name is seen exactly once. Returns which other events the host has and the guest has not.
-fn random(watched: fn(Cache) -> Option<Watched>, count: usize, seed: u64) -> Vec<String> {
-    let _alone = alone();
-    let Some(watched) = watched(Cache::Auto) else { return Vec::new() };
+fn random(watched: impl FnOnce() -> Option<Watched>, count: usize) -> Vec<String> {
+    let (_alone, seed) = (alone(), std::process::id());
+    let Some(watched) = watched() else { return Vec::new() };
     fs::create_dir(watched.path("d/sub")).unwrap();
     let script = format!("{WATCH} churn . {count} {seed}");
-    let seen = watched.compare("d d/sub", "", &script, "");
-    let is_of_name = |event: &&String| {
-        let kind = event.split(' ').nth(1).unwrap();
-        ["CREATE", "DELETE", "MOVED_FROM", "MOVED_TO"].contains(&kind)
-    };
+    // While the guest knows all of the files, if it has not forgotten them.
+    let before = "(while [ ! -e ended ]; do ls -lR d || :; sleep 0.5; done) >/dev/null 2>&1 & lists=$!";
+    let list = "find d -printf '%P %s %m %T@\\n' | LC_ALL=C sort; echo =";
+    let seen = watched.compare("d d/sub", before, &script, &format!(": >ended; wait $lists; {list}"));
+    let on_host = Command::new("sh").args(["-euc", list]).current_dir(&watched.path).output().unwrap();
+    let (on_host, in_guest) = (String::from_utf8(on_host.stdout).unwrap(), seen.said.lines());
+    let differs = in_guest.zip(on_host.lines()).find(|(guest, host)| guest != host);
+    assert_eq!(differs, None, "seed {seed}: what the guest finds, and what is on the host");
+    assert!(names_in_order(&seen.host).0.len() > count / 3, "too few events");
+    assert_same_names(&seen);
     // Without the numbers of the cookies, which count renames.
-    let plain = |event: &String| event.split(' ').take(3).collect::<Vec<_>>().join(" ");
-    let names = |events: &[String]| {
-        let mut names: Vec<_> = events.iter().filter(is_of_name).map(plain).collect();
-        names.sort_unstable();
-        names
+    let others = |events: &[String]| -> BTreeSet<String> {
+        let is_of_name = |event: &&String| NAME_EVENTS.contains(&event.split(' ').nth(1).unwrap());
+        events.iter().filter(|event| !is_of_name(event)).cloned().collect()
     };
-    let others = |events: &[String]| {
-        let others = events.iter().filter(|event| !is_of_name(event)).map(plain);
-        others.collect::<std::collections::BTreeSet<_>>()
-    };
-    assert!(names(&seen.host).len() > count / 3, "{:?}", seen.host);
-    assert_eq!(names(&seen.guest), names(&seen.host), "seed {seed}: {}", seen.said);
     let (host, guest) = (others(&seen.host), others(&seen.guest));
     assert!(guest.len() > host.len() / 2, "seed {seed}: {guest:?}");
     let missing: Vec<_> = host.difference(&guest).cloned().collect();
@@ -449,7 +513,14 @@ fn random(watched: fn(Cache) -> Option<Watched>, count: usize, seed: u64) -> Vec
 
 #[test]
 fn random_operations_are_seen_once() {
-    let missing = random(Watched::new, 1000, u64::from(std::process::id()));
+    let missing = random(|| Watched::new(Cache::Auto), 1000);
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+/// What the guest has cached for minutes is then as on the host, too.
+#[test]
+fn random_operations_correct_leased_caches() {
+    let missing = random(|| Watched::new(Cache::Always), 1000);
     assert!(missing.is_empty(), "{missing:?}");
 }
 
@@ -462,13 +533,13 @@ fn random_operations_are_seen_once_by_way_of_9p() {
 
 #[test]
 fn names_are_seen_once_by_inotify() {
-    random(Watched::by_inotify, 1000, u64::from(std::process::id()));
+    random(|| Watched::by_inotify(Cache::Auto), 1000);
 }
 
 #[test]
 #[ignore = "long: make test-all"]
 fn many_random_operations_are_seen_once() {
-    let missing = random(Watched::new, 20_000, u64::from(std::process::id()));
+    let missing = random(|| Watched::new(Cache::Always), 100_000);
     assert!(missing.is_empty(), "{missing:?}");
 }
 
@@ -542,8 +613,8 @@ fn caches_are_leased_to_the_agent() {
     );
     println!("{said}");
     // Those that make the file that says so.
-    assert!(first < 10 && second < 10, "{said}\n{err}");
-    assert!(told.max(told_again) < Duration::from_secs(2), "{said}");
-    assert!(killed < Duration::from_secs(6) && stopped < Duration::from_secs(8), "{said}\n{err}");
-    assert!(opened < Duration::from_secs(4), "{said}\n{err}");
+    assert!(first < 25 && second < 25, "{said}\n{err}");
+    // Far less than the ten minutes for which caches are leased, on a machine that has other things to do.
+    let slowest = [told, told_again, killed, stopped, opened].into_iter().max();
+    assert!(slowest < Some(Duration::from_secs(30)), "{said}\n{err}");
 }

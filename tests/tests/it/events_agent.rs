@@ -17,10 +17,14 @@ fn an_agent_says_why_it_ends() {
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     let script = format!(
         ": >ready
-        for path in /none /usr /proc; do {WATCH} agent $path 2>&1 & ended $!; done
-        {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log; sleep 0.2
-        begin=$(date +%s%N); kill $agent; ended $agent; [ $(($(date +%s%N) - begin)) -lt 3000000000 ]
-        {WATCH} agent . 2>/tmp/log & agent=$!; sleep 0.3
+        mkdir /mnt/part /mnt/ro; mount --bind d /mnt/part; mount --bind . /mnt/ro; mount -o remount,bind,ro /mnt/ro
+        for path in /none /usr /proc /mnt/part /mnt/ro; do {WATCH} agent $path 2>&1 & ended $!; done
+        at_once() {{
+            {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log; sleep 0.2
+            begin=$(date +%s%N); kill $agent; ended $agent >/tmp/ended; [ $(($(date +%s%N) - begin)) -lt 3000000000 ]
+        }}
+        at_once || at_once || at_once || at_once; cat /tmp/ended
+        {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q ': ready' /tmp/log
         {WATCH} agent . 2>/tmp/log2 & other=$!; ended $agent; grep -o 'another agent.*' /tmp/log
         kill $other; ended $other"
     );
@@ -31,6 +35,11 @@ fn an_agent_says_why_it_ends() {
         "ferry-watch: nothing is mounted on /usr: mount the share there first, or let the agent wait for it (--wait)",
         "status 1",
         "ferry-watch: /proc tells of no events: share it with --events, and name its mount point in the guest",
+        "status 2",
+        "ferry-watch: /mnt/part tells of no events: share it with --events, and name its mount point in the guest",
+        "status 2",
+        "ferry-watch: /mnt/ro is mounted read-only, so nothing can be replayed there: mount it without -o ro (a server \
+         with --read-only refuses writes all the same)",
         "status 2",
         "status 0",
         "status 2",
@@ -50,9 +59,10 @@ fn an_agent_follows_its_mount() {
         mount -t virtiofs t /mnt/later; {WATCH} agent /mnt/later 2>/tmp/log & agent=$!
         reach grep -q 'dropping what' /tmp/log; umount -l /mnt/later; ended $agent; grep -o 'later has been.*' /tmp/log
         {WATCH} agent --wait /mnt/later 2>/tmp/log & agent=$!; reach grep -q waiting /tmp/log
-        mount -t virtiofs t /mnt/later; sleep 0.5; umount -l /mnt/later; reach grep -q 'later has been' /tmp/log
+        mount -t virtiofs t /mnt/later; reach sh -c \"ls -l /proc/$agent/fd | grep -q '/mnt/later$'\"; umount -l /mnt/later
+        reach grep -q 'later has been' /tmp/log
         mount -t virtiofs t /mnt/later; {WATCH} watch /mnt/later/d >/tmp/out & watch=$!
-        sleep 0.5; : >ready; ended $watch; cat /tmp/out; kill $agent; ended $agent; umount /mnt/later"
+        watching $watch; : >ready; ended $watch; cat /tmp/out; kill $agent; ended $agent; umount /mnt/later"
     );
     let said = while_guest_runs(&watched, &script, |dir| {
         // Another process: the server knows what it does itself.
@@ -74,7 +84,7 @@ fn an_agent_serves_several_mounts() {
         {WATCH} agent . /mnt/other 2>/tmp/log & agent=$!
         reach grep -q 'mnt/other: .*dropping what' /tmp/log; reach grep -q ' \\.: .*dropping what' /tmp/log
         {WATCH} watch d >/tmp/out & one=$!; {WATCH} watch /mnt/other >/tmp/other & two=$!
-        sleep 0.5; : >/mnt/other/ready; ended $one; ended $two; kill $agent; ended $agent"
+        watching $one; watching $two; : >/mnt/other/ready; ended $one; ended $two; kill $agent; ended $agent"
     );
     let mut guest = watched.guest(&script);
     guest.devices.push(Device::fs(&other.socket, "u"));
@@ -158,7 +168,7 @@ fn own_changes(watched: fn(Cache) -> Option<Watched>, is_compared: fn(&str) -> b
     let _alone = alone();
     let Some(watched) = watched(Cache::Auto) else { return };
     let script = format!(
-        "{WATCH} watch d >/tmp/out & watch=$!; sleep 0.5
+        "{WATCH} watch d >/tmp/out & watch=$!; watching $watch
         for n in $(seq 20); do
             echo x >d/f; echo y >>d/f; chmod 600 d/f; mv d/f d/g; mkdir d/s; rmdir d/s; rm d/g
         done
@@ -206,7 +216,7 @@ fn an_agent_that_was_killed_has_lost_nothing() {
     let script = format!(
         "{WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log
         {WATCH} watch d >/tmp/out & watch=$!
-        sleep 0.5; kill -9 $agent; ended $agent 2>/dev/null; : >ready; reach [ -e done ]
+        watching $watch; kill -9 $agent; ended $agent 2>/dev/null; : >ready; reach [ -e done ]
         {WATCH} agent . 2>/tmp/log2 & agent=$!; ended $watch; cat /tmp/out; kill $agent; ended $agent
         grep -c 'dropping what' /tmp/log2 || :"
     );
@@ -231,19 +241,32 @@ fn an_agent_survives_its_server() {
     let script = format!(
         "{PRELUDE}
         {WATCH} agent . 2>/tmp/log & agent=$!; reach grep -q 'dropping what' /tmp/log
-        {WATCH} watch d >/tmp/out & watch=$!; sleep 0.5; : >ready; ended $watch; cat /tmp/out; kill $agent; ended $agent"
+        {WATCH} watch --answer d >/tmp/out & watch=$!; watching $watch; : >ready; ended $watch; grep -v ping /tmp/out
+        kill $agent; ended $agent"
     );
     let start = Instant::now();
     let guest = guest_on(&server.socket, ["sh", "-euc", &script]).spawn().unwrap();
-    let touch = |name: &str| {
+    let make = |name: &str| {
         assert!(std::process::Command::new("mkfifo").arg(path.join("d").join(name)).status().unwrap().success());
-        std::thread::sleep(Duration::from_millis(300));
+    };
+    // The agent asks the next server for events at once, or when its guest has connected again; before, nothing is told.
+    let mut number = 0;
+    let mut until_seen = || {
+        let first = number;
+        while !(first..number).any(|number| path.join(format!("seen.ping.{number}")).exists()) {
+            assert!(start.elapsed() < ferry_tests::TIMEOUT, "the guest does not see what is made");
+            make(&format!("ping.{number}"));
+            number += 1;
+            std::thread::sleep(Duration::from_millis(100));
+        }
     };
     while !path.join("ready").exists() {
         assert!(start.elapsed() < ferry_tests::TIMEOUT, "the guest is not ready");
         std::thread::sleep(Duration::from_millis(20));
     }
-    touch("before");
+    until_seen();
+    make("before");
+    until_seen();
     for (name, is_killed) in [("killed", true), ("ended", false)] {
         if is_killed {
             server.kill();
@@ -251,11 +274,11 @@ fn an_agent_survives_its_server() {
             server.end();
         }
         server.start();
-        // The agent asks the next server for events: at once, or when its guest has connected again.
-        std::thread::sleep(Duration::from_secs(2));
-        touch(name);
+        until_seen();
+        make(name);
+        until_seen();
     }
-    touch("end");
+    make("end");
     let said = collect(guest, ferry_tests::TIMEOUT, start).ok();
     let expected = ["status 0", "d CREATE before", "d CREATE killed", "d CREATE ended", "d CREATE end", "status 0"];
     assert_eq!(said.lines().collect::<Vec<_>>(), expected);

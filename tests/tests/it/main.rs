@@ -30,6 +30,8 @@ mod disk_survives;
 mod drop_in;
 mod events;
 mod events_agent;
+mod events_beside;
+mod events_faults;
 mod events_programs;
 mod file_handles;
 mod fsx;
