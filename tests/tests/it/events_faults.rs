@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ferry_tests::{Cache, Options, Running, TIMEOUT, alone, collect};
+use ferry_tests::{Cache, MOUNTPOINT, Options, Running, TIMEOUT, alone, collect};
 use ferry_vfs::FileSystem;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -222,8 +222,8 @@ fn a_share_that_is_read_only_has_events() {
         "{PRELUDE}
         {WATCH} agent . 2>/tmp/log & agent=$!
         {WATCH} watch d >/tmp/out & watch=$!; reach grep -q CREATE /tmp/out; reach grep -q DELETE /tmp/out
-        if : >d/new; then exit 1; fi
-        mount -o remount,ro .; ended $agent; grep -o 'is mounted read-only' /tmp/log; kill $watch"
+        if touch d/new 2>/dev/null; then exit 1; fi
+        mount -o remount,ro {MOUNTPOINT}; ended $agent; grep -o 'is mounted read-only' /tmp/log; kill $watch"
     );
     let start = Instant::now();
     let guest = watched.guest(&script).spawn().unwrap();
