@@ -37,7 +37,7 @@ fn suite(cache: Cache, command: &[std::ffi::OsString], script: &str) -> Option<S
         }
     });
     println!("cache {}: beside {rounds} times 300 operations of the host", cache_name(cache));
-    assert!(rounds > 1, "nothing happened beside it");
+    assert!(rounds > 0, "nothing happened beside it");
     Some(said)
 }
 
