@@ -101,7 +101,7 @@ fn memory_of_closed_clients_and_fids_is_released() {
         return;
     }
     // A device has one client, and threads of its own.
-    let (connections, fids) = if common::is_by_device() { (2, 40_000) } else { (80, 1000) };
+    let (connections, fids) = if common::is_by_device() { (2, 50_000) } else { (80, 1000) };
     memory_is_given_back(connections, fids, 1000);
 }
 
