@@ -227,8 +227,8 @@ mod tests {
 
     #[test]
     fn threads_that_end_are_known() {
-        let give_to_process_user = format!("/proc/self/task/{}/stat", gettid());
-        assert!(!is_exiting(&fs::read(give_to_process_user).expect("a thread")));
+        let own_stat = format!("/proc/self/task/{}/stat", gettid());
+        assert!(!is_exiting(&fs::read(own_stat).expect("a thread")));
         assert!(is_exiting(b"4297 (a) b) c) Z 2197 2193 31546 0 -1 4228364 581 0"));
         assert!(!is_exiting(b"4297 (a) b) c) S 2197 2193 31546 0 -1 4228360 581 0"));
         for nonsense in [&b""[..], b"1 (a) S 1", b"1 (a) S 1 1 1 1 1 x", b"\xff"] {

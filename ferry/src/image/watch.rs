@@ -36,7 +36,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FlockOperation, SeekFrom, flock, seek};
 use rustix::io::Errno;
 
-use self::event::{PermissionEvent, read_event};
+use self::event::{PermissionEvent, read_event, respond_to_all};
 use crate::paths::descriptor_path;
 
 /// `FAN_PRE_ACCESS` of include/uapi/linux/fanotify.h.
@@ -53,6 +53,8 @@ const GUARDIANS_BEGIN: i64 = i64::MAX / 2;
 const CHECK_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// The maximum wait for the first event.
 const FIRST_EVENT_TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// The most descriptors that are looked for in events: the usual limit for one process (fs.nr_open).
+const DESCRIPTORS_MAX: i32 = 1 << 20;
 /// The pause after an event that could not be read: descriptors or memory are short.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum number of readers that wait for a fetching thread. Each takes a descriptor, of which a process has 1024 by
@@ -245,7 +247,7 @@ impl Watch {
 
 /// Returns a descriptor of a marked file without events: the one in the first event, which this process's own read causes.
 fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<PermissionEvent>) -> Result<File> {
-    let give_to_process_user = i32::try_from(std::process::id()).unwrap_or_default();
+    let own_pid = i32::try_from(std::process::id()).unwrap_or_default();
     thread::scope(|scope| {
         // Reads at the end, where there is nothing to fetch.
         let read = || {
@@ -265,7 +267,7 @@ fn descriptor_without_events(group: &Fanotify, path: &Path, early: &mut Vec<Perm
                 return KernelMountError::fail("this kernel sends no event before a file is read");
             }
             let event = read_event(group).context("cannot read an event")?;
-            if event.pid != give_to_process_user {
+            if event.pid != own_pid {
                 early.push(event);
                 continue;
             }
@@ -380,11 +382,6 @@ impl PackHold {
         fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && i32::from(lock.l_type) != libc::F_UNLCK
     }
 
-    /// Whether the guardian lets a reader go on. A server, if there is one, gets its own event.
-    fn may_be_read(&self, event: &PermissionEvent) -> bool {
-        self.is_whole() || self.is_served() || self.has(event)
-    }
-
     /// Whether no other process, nor EROFS, has it open.
     fn is_unused(&self) -> bool {
         let lease = |kind: i32| {
@@ -414,18 +411,23 @@ impl PackHold {
     }
 }
 
-/// Responds in place of a dead server: present data may be read, other reads fail with `EIO`. Returns when it is no longer
-/// needed.
+/// Responds in place of a server that is dead, with all of its threads: present data may be read, other reads fail with `EIO`.
+/// Returns when it is no longer needed.
 pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()> {
     let keys: Vec<(u64, u64)> = packs
         .iter()
         .map(|pack| pack.file.metadata().map(|found| (found.dev(), found.ino())))
         .collect::<io::Result<_>>()
         .context("cannot inspect a pack")?;
+    // The events that the server took along. Once the group is closed, Linux would let their readers go on.
+    respond_to_all(&group, event_descriptors_max(), DENY);
+    // The next server, if there is one already, does not get the events that have come until now: it may have marked the files after them.
+    let mut are_earlier = true;
     loop {
         let is_there = {
             let group = group.as_fd();
-            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(&CHECK_INTERVAL))
+            let interval = if are_earlier { &Timespec::default() } else { &CHECK_INTERVAL };
+            poll(&mut [PollFd::new(&group, PollFlags::IN)], Some(interval))
         };
         match is_there {
             Ok(1..) => {
@@ -434,14 +436,24 @@ pub fn answer_for_dead_server(group: impl AsFd, packs: &[PackHold]) -> Result<()
                     continue;
                 };
                 let pack = event.key().ok().and_then(|key| keys.iter().position(|other| *other == key));
-                let may = pack.is_none_or(|at| packs[at].may_be_read(&event));
+                let may = pack.is_none_or(|at| {
+                    let pack = &packs[at];
+                    pack.is_whole() || pack.has(&event) || !are_earlier && pack.is_served()
+                });
                 event.respond(&group, if may { ALLOW } else { DENY });
             }
+            Ok(0) if are_earlier => are_earlier = false,
             Ok(0) if packs.iter().all(PackHold::is_unneeded) => return Ok(()),
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error).context("cannot wait for events"),
         }
     }
+}
+
+/// The descriptors that a server can have open: the limit of this process, which it has started.
+fn event_descriptors_max() -> i32 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.and_then(|limit| i32::try_from(limit).ok()).unwrap_or(DESCRIPTORS_MAX).min(DESCRIPTORS_MAX)
 }
 
 /// Waits until a mount is no longer in the table of mounts.
@@ -493,6 +505,33 @@ mod tests {
         assert!(has(131_072, 65_536) && has(135_168, 4096) && has(2 << 20, 1));
         assert!(!has(131_071, 65_536) && !has(131_072, 65_537) && !has(0, u64::MAX) && !has(0, 4096));
         assert!(!held.is_served());
+    }
+
+    /// A server that is killed takes events along. Their readers get errors at once, and never the holes.
+    #[test]
+    fn readers_whose_events_a_dead_server_had_are_refused() {
+        let folder = tempfile::tempdir_in("/var/tmp").expect("a folder");
+        let (_from, mut objects, part) = partly_here(folder.path());
+        let watch = match Watch::begin(&mut objects) {
+            Ok(watch) => watch,
+            Err(error) => return ferry_skip::skip!("{error:#}"),
+        };
+        let group = watch.for_guardian().expect("a descriptor").0;
+        let reader = thread::spawn(move || File::open(&part).expect("it is there").read_at(&mut [0; 1], 4096));
+        let event = read_event(&group).expect("the reader waits");
+        let key = event.key().expect("it is a file");
+        // Without a response, and with the descriptor closed, as the kernel does when a process ends.
+        drop(event);
+        let pack = watch.packs.iter().find(|pack| pack.key == key).expect("it is watched");
+        let held = PackHold { file: pack.file.try_clone().expect("a descriptor"), own_byte: GUARDIANS_BEGIN };
+        // The next server is there already.
+        let next = PackHold::open(&descriptor_path(&pack.file)).expect("it is there");
+        let lock = server_lock(libc::F_RDLCK);
+        fcntl(&next.file, FcntlArg::F_OFD_SETLK(&lock)).expect("it can be locked");
+        answer_for_dead_server(&group, &[held]).expect("it ends, as another one serves");
+        drop((group, watch));
+        let error = reader.join().expect("it does not panic").expect_err("nothing is here");
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
     /// Of two guardians of one pack, the earlier one ends, and then the later one, whom nobody needs.

@@ -54,14 +54,28 @@ pub fn read_event(group: impl AsFd) -> io::Result<PermissionEvent> {
     Ok(PermissionEvent { file, number, pid, range })
 }
 
+/// Responds to the event with this descriptor; `ENOENT`: there is none.
+fn respond_to(group: impl AsFd, number: RawFd, response: u32) -> rustix::io::Result<usize> {
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&number.to_ne_bytes());
+    bytes[4..].copy_from_slice(&response.to_ne_bytes());
+    rustix::io::write(group, &bytes)
+}
+
+/// Responds to all events that a process with so many descriptors at most has read, and to which it has not responded. Linux
+/// compares the numbers only, so any process that has the group can.
+pub fn respond_to_all(group: impl AsFd, descriptors: RawFd, response: u32) {
+    for number in 0..descriptors {
+        // Most are not in an event.
+        let _ = respond_to(&group, number, response);
+    }
+}
+
 impl PermissionEvent {
     /// Sends a response.
     pub fn respond(&self, group: impl AsFd, response: u32) {
-        let mut bytes = [0; 8];
-        bytes[..4].copy_from_slice(&self.number.to_ne_bytes());
-        bytes[4..].copy_from_slice(&response.to_ne_bytes());
         // The reader may have been killed meanwhile.
-        if let Err(error) = rustix::io::write(group, &bytes)
+        if let Err(error) = respond_to(group, self.number, response)
             && error != Errno::NOENT
         {
             tracing::error!("cannot respond to an event: {error}");
