@@ -116,15 +116,22 @@ fn a_process_that_died_is_started_again() {
         let mut client = place.server.client();
         place.pull(&mut client);
         for round in 0..3 {
+            let running = Mounted::of(&client.prepare("running", &place.top()).unwrap());
             if round == 2 {
                 place.server.kill();
             }
             let process = place.process().expect("it serves");
             kill_process(process, Signal::KILL).unwrap();
+            // While it ends: an error, or what is right.
+            if let Ok(bytes) = fs::read(running.path().join("above")) {
+                assert!(bytes == noise(5, 20_000), "{format:?}, round {round}");
+            }
             until("its end", || place.process() != Some(process));
             if round == 2 {
                 client = place.server.start_again();
             }
+            drop(running);
+            client.remove("running").unwrap();
             let key = format!("container-{round}");
             let mounted = Mounted::of(&client.prepare(&key, &place.top()).unwrap());
             assert_eq!(fs::read(mounted.path().join("small")).unwrap(), noise(1, 20_000), "{format:?}");
