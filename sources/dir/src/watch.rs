@@ -18,11 +18,12 @@ mod own;
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Changes, Errno, Event, Ino, NameBuf, SessionId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -70,6 +71,8 @@ pub(crate) enum Watched {
         index: HandleIndex,
         /// Whether changes of this process are published.
         ours: OwnChanges,
+        /// What happened.
+        history: Mutex<History>,
     },
     /// In the directories that clients know.
     Directories(Box<Directories>),
@@ -111,16 +114,32 @@ impl Watched {
     /// Passes on what a read from the kernel tells; returns what happened, as far as its order is known.
     fn read(&self, bytes: &[u8], begin: Instant, mut tell: impl FnMut(Change)) -> Vec<Event> {
         match self {
-            Self::FileSystems { index, ours, .. } => {
-                let mut history = History::default();
-                events(bytes, |event| heard(index, *ours, &event, &mut history, &mut tell));
-                history.finish()
+            Self::FileSystems { index, ours, history, .. } => {
+                let history = &mut *lock(history);
+                events(bytes, |event| heard(index, *ours, &event, history, &mut tell));
+                history.take()
             }
             Self::Directories(directories) => {
                 directories.wait_for_records();
                 let is_all = bytes.len() < READ_BYTES - EVENT_BYTES_MAX;
                 directories.events(bytes, is_all.then_some(begin), tell)
             }
+        }
+    }
+
+    /// Whether half of something waits for the other.
+    fn is_waiting(&self) -> bool {
+        match self {
+            Self::FileSystems { history, .. } => lock(history).is_waiting(),
+            Self::Directories(directories) => directories.is_waiting(),
+        }
+    }
+
+    /// Returns what waits: nothing more can come of it.
+    fn flush(&self) -> Vec<Event> {
+        match self {
+            Self::FileSystems { history, .. } => std::mem::take(&mut *lock(history)).finish(),
+            Self::Directories(directories) => directories.flush(),
         }
     }
 }
@@ -224,7 +243,7 @@ impl Watcher {
                 continue;
             }
             let left = waits.then(|| next.saturating_duration_since(Instant::now()));
-            let is_waiting = matches!(&*watched, Watched::Directories(directories) if directories.is_waiting());
+            let is_waiting = watched.is_waiting();
             let left = if is_waiting { Some(directory_history::DELAY) } else { left };
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let mut fds = [PollFd::new(&*watched, PollFlags::IN), PollFd::new(&self.bell.fd, PollFlags::IN)];
@@ -240,8 +259,8 @@ impl Watcher {
                 self.bell.answer();
                 directories.noticed(|change| self.tell(change));
             }
-            if let (true, false, Watched::Directories(directories)) = (is_waiting, is_there, &*watched) {
-                self.publish_events(directories.flush());
+            if is_waiting && !is_there {
+                self.publish_events(watched.flush());
             }
             let begin = Instant::now();
             let read = match polled {
@@ -361,7 +380,7 @@ impl Dir {
         // The root is found by its descriptor, so the table has no handle for it.
         let root = self.path_fd(&self.root)?;
         index.add(Some(&sys::name_to_handle(root.as_fd(), b"")?), Ino::ROOT);
-        Ok(Watched::FileSystems { group, index, ours })
+        Ok(Watched::FileSystems { group, index, ours, history: Mutex::default() })
     }
 
     /// Watches a directory that a client knows, if directories are watched. Returns true if it was not watched before.

@@ -23,9 +23,9 @@ pub(super) struct Known<'a> {
     pub(super) target: Option<u64>,
 }
 
-/// Turns the events of one read into what happened.
+/// Turns events into what happened.
 #[derive(Debug, Default)]
-pub(super) struct History {
+pub(crate) struct History {
     out: Vec<Event>,
     /// The handle of what the last rename moved, if that is the last event.
     moved: Option<u64>,
@@ -35,6 +35,21 @@ impl History {
     /// Returns what happened.
     pub(super) fn finish(self) -> Vec<Event> {
         self.out
+    }
+
+    /// Returns what happened, but for what the next event may be a part of: reads end anywhere.
+    pub(super) fn take(&mut self) -> Vec<Event> {
+        let next = if self.is_waiting() { self.out.pop() } else { None };
+        std::mem::replace(&mut self.out, next.into_iter().collect())
+    }
+
+    /// Whether the last event may be half of a removal or an exchange.
+    pub(super) fn is_waiting(&self) -> bool {
+        match self.out.last() {
+            Some(Event::Attributes(Place { name: None, .. })) => true,
+            Some(Event::Renamed { exchanged: false, .. }) => self.moved.is_some(),
+            _ => false,
+        }
     }
 
     /// Events were lost.
@@ -170,6 +185,33 @@ mod tests {
         history.add(&known(libc::FAN_ATTRIB, None, None, 9));
         history.add(&known(libc::FAN_DELETE, Some((2, &file)), None, 9));
         assert!(matches!(&history.finish()[..], [Event::Removed { ino: Some(Ino(9)), .. }]));
+    }
+
+    #[test]
+    fn a_removal_and_an_exchange_may_come_in_two_reads() {
+        let (a, b) = (name(b"a"), name(b"b"));
+        let halves = [
+            [known(libc::FAN_ATTRIB, None, None, 9), known(libc::FAN_DELETE, Some((2, &a)), None, 9)],
+            [
+                known(libc::FAN_RENAME, Some((2, &a)), Some((3, &b)), 7),
+                known(libc::FAN_RENAME, Some((3, &b)), Some((2, &a)), 8),
+            ],
+        ];
+        for halves in halves {
+            let mut history = History::default();
+            history.add(&known(libc::FAN_CREATE, Some((2, &b)), None, 5));
+            history.add(&halves[0]);
+            assert!(matches!(&history.take()[..], [Event::Created { .. }]) && history.is_waiting());
+            history.add(&halves[1]);
+            let told = history.take();
+            assert!(matches!(&told[..], [Event::Removed { .. } | Event::Renamed { exchanged: true, .. }]), "{told:?}");
+            assert!(!history.is_waiting() && history.take().is_empty());
+            // What comes next may be something else.
+            history.add(&halves[0]);
+            assert!(history.take().is_empty());
+            history.add(&known(libc::FAN_CREATE, Some((2, &a)), None, 5));
+            assert_eq!(history.take().len(), 2);
+        }
     }
 
     #[test]
