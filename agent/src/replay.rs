@@ -82,6 +82,10 @@ impl<'a> Replayer<'a> {
             (Kind::Renamed, Some(name), Some((new_dir, new_name))) => {
                 let flags = if record.exchanged { RenameFlags::EXCHANGE } else { RenameFlags::empty() };
                 let (dir, new_dir) = (self.dir(record.ino)?, self.dir(new_dir)?);
+                if record.exchanged && is_one_inode((dir, name.as_bytes()), (new_dir, new_name.as_bytes())) {
+                    // The kernel would exchange nothing. It asks again for a name that is to be made, which the server refuses.
+                    let _ = create(new_dir, new_name.as_bytes(), FileType::RegularFile.as_raw_mode());
+                }
                 rustix::fs::renameat_with(dir, name.as_bytes(), new_dir, new_name.as_bytes(), flags)
             }
             (kind, Some(name), _) => {
@@ -92,6 +96,13 @@ impl<'a> Replayer<'a> {
             (kind, None, _) => touch(&sys::open_inode(self.root, record.ino, true)?, kind),
         }
     }
+}
+
+/// Whether the kernel has one inode under both names: that of one of them is of another time.
+fn is_one_inode(one: (BorrowedFd<'_>, &[u8]), other: (BorrowedFd<'_>, &[u8])) -> bool {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+    let ino = |(dir, name)| rustix::fs::statx(dir, name, flags, StatxFlags::INO).map(|found| found.stx_ino);
+    matches!((ino(one), ino(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Makes a name. The server says of what type; the rest it knows better.
