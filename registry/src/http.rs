@@ -51,6 +51,8 @@ pub struct Options {
     pub hosts: Vec<PathBuf>,
     /// The file with credentials; otherwise those that podman and docker use.
     pub credentials: Option<PathBuf>,
+    /// A manifest that was fetched before, which is not asked for by its digest.
+    pub manifest: Option<Vec<u8>>,
 }
 
 impl Default for Options {
@@ -62,6 +64,7 @@ impl Default for Options {
             attempts_max: ATTEMPTS_MAX,
             hosts: Vec::new(),
             credentials: None,
+            manifest: None,
         }
     }
 }

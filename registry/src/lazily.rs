@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 
 use ferry_image::{Digest, Image};
 
@@ -11,6 +12,7 @@ use crate::layers::{self, Refusal};
 use crate::manifest::Sha256;
 use crate::pull::open_metadata;
 use crate::reference::{Reference, Version};
+use crate::referrers::Converted;
 use crate::remote::{Document, Remote};
 
 /// The annotation with the digest of a table of contents of eStargz.
@@ -53,6 +55,8 @@ pub struct LazyImage {
     pub packs: Vec<Digest>,
     /// Where its data come from.
     pub from: Reference,
+    /// The manifest that this names ([`crate::Options::manifest`]).
+    pub manifest: Option<Vec<u8>>,
 }
 
 /// Makes an image of the tables of contents of a container image's layers, or fetches the metadata of its converted image. Files are
@@ -63,7 +67,17 @@ pub struct LazyImage {
 /// The registry is not reachable or its data are wrong, or the lowest layer has no table of contents.
 pub fn pull_lazily(remote: &Arc<Remote>, output: &Path, store: &Path, options: LazyOptions) -> Result<LazyImage> {
     let refused = |reason: String| Error::Container { name: remote.reference().to_string(), reason };
-    let Document::Container(container) = remote.find()?.0 else {
+    // At the same time, where the manifest's digest is known: a container waits for the answer.
+    let (found, known) = thread::scope(|scope| {
+        let known = match remote.reference().version {
+            Version::Digest(digest) if options.trusts_converted => {
+                Some((digest, scope.spawn(move || remote.converted(digest))))
+            }
+            _ => None,
+        };
+        (remote.find(), known.and_then(|(digest, known)| Some((digest, known.join().ok()?))))
+    });
+    let Document::Container(container) = found?.0 else {
         return Err(refused("it is an image of Ferry".into()));
     };
     let all = container.layers.len();
@@ -76,10 +90,15 @@ pub fn pull_lazily(remote: &Arc<Remote>, output: &Path, store: &Path, options: L
         let image = Image::open(output, None)?;
         let (digest, packs) = (image.digest(), image.packs().iter().map(|pack| pack.name).collect());
         let layers = container.layers.iter().map(described).collect();
-        Ok(LazyImage { layers, covers, container: at(container.manifest), digest, packs, from: at(from) })
+        let manifest = remote.known_manifest(from);
+        Ok(LazyImage { layers, covers, container: at(container.manifest), digest, packs, from: at(from), manifest })
     };
     if options.trusts_converted && options.layers.is_none_or(|layers| layers == all) {
-        match converted(remote, &container, output, store) {
+        let known = match known {
+            Some((digest, known)) if digest == container.manifest => known,
+            _ => remote.converted(container.manifest),
+        };
+        match known.and_then(|known| converted(remote, &container, &known, output, store)) {
             Ok(Some(manifest)) => return found(all, manifest),
             Ok(None) => {}
             Err(error) => tracing::warn!("{error}: the image that was converted of it is not used"),
@@ -117,8 +136,13 @@ fn lowest(container: &Container, layers: usize) -> Container {
 }
 
 /// Fetches the metadata of the image that was converted of a container image; returns its manifest, if there is one.
-fn converted(remote: &Arc<Remote>, container: &Container, output: &Path, store: &Path) -> Result<Option<Sha256>> {
-    let known = remote.converted(container.manifest)?;
+fn converted(
+    remote: &Arc<Remote>,
+    container: &Container,
+    known: &[Converted],
+    output: &Path,
+    store: &Path,
+) -> Result<Option<Sha256>> {
     let Some(found) = known.iter().find(|known| known.tree.is_some()) else { return Ok(None) };
     let (manifest, name) = remote.converted_image(found)?;
     let invalid = |reason: &str| Error::Manifest { name: remote.reference().to_string(), reason: reason.into() };

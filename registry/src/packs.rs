@@ -3,15 +3,23 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use ferry_image::{ByteSink, Digest, Fetch};
+use ferry_image::{ByteSink, Digest, Fetch, Store};
 
 use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::layers;
 use crate::manifest::{Blob, PackBlobs, Sha256};
 use crate::remote::{Document, Remote};
+
+/// A server that is near answers a first request within this time.
+const NEAR: Duration = Duration::from_millis(20);
+/// How many indexes are fetched ahead, and the size of each in bytes.
+const INDEXES_MAX: usize = 8;
+const INDEX_BYTES_MAX: u64 = 8 << 20;
 
 /// Returns the error kind: whether only the requested object is missing, or another error.
 fn kind(error: &Error) -> io::ErrorKind {
@@ -36,22 +44,24 @@ enum Known {
 pub struct Packs {
     remote: Arc<Remote>,
     known: Mutex<Option<Known>>,
+    /// Indexes that were fetched before somebody asked for them, until then.
+    indexes: Mutex<HashMap<Digest, Vec<u8>>>,
 }
 
 impl Packs {
     /// Creates the packs of a manifest.
     pub(crate) fn new(remote: Arc<Remote>, packs: HashMap<Digest, PackBlobs>) -> Self {
-        Self { remote, known: Mutex::new(Some(Known::Packs(Arc::new(packs)))) }
+        Self { remote, known: Mutex::new(Some(Known::Packs(Arc::new(packs)))), indexes: Mutex::default() }
     }
 
     /// Creates the layers of a container.
     pub(crate) fn of_container(remote: Arc<Remote>, container: Box<Container>) -> Self {
-        Self { remote, known: Mutex::new(Some(Known::Container(container.into()))) }
+        Self { remote, known: Mutex::new(Some(Known::Container(container.into()))), indexes: Mutex::default() }
     }
 
     /// Creates packs whose manifest is fetched on demand.
     pub(crate) fn on_demand(remote: Arc<Remote>) -> Self {
-        Self { remote, known: Mutex::new(None) }
+        Self { remote, known: Mutex::new(None), indexes: Mutex::default() }
     }
 
     /// Fetches the manifest now, so that an unreachable server is reported early.
@@ -61,6 +71,30 @@ impl Packs {
     /// The server is not reachable, or its response is invalid.
     pub fn fetch_manifest(&self) -> Result<()> {
         self.known().map(drop)
+    }
+
+    /// Connects to the server, and returns whether that takes so long that readers should not wait for each round trip.
+    pub fn is_far(&self) -> bool {
+        let blob = match self.known() {
+            Ok(Known::Packs(packs)) => packs.values().find_map(|pack| pack.parts.first()).copied(),
+            Ok(Known::Container(container)) => container.layers.first().map(|layer| layer.blob),
+            Err(_) => None,
+        };
+        let begun = Instant::now();
+        // Who needs more of it learns what is wrong.
+        blob.is_some_and(|blob| self.remote.read_part(blob, &(0..1), &mut |_| Ok(())).is_ok()) && begun.elapsed() > NEAR
+    }
+
+    /// Fetches the indexes that a store lacks, which somebody will ask for soon. What fails is tried again then.
+    pub(crate) fn fetch_indexes(&self, store: &Path) {
+        let (Ok(Known::Packs(packs)), Ok(store)) = (self.known(), Store::open(store)) else { return };
+        for (pack, index) in packs.iter().filter_map(|(pack, blobs)| Some((pack, blobs.index?))).take(INDEXES_MAX) {
+            if !store.has_index(*pack)
+                && let Ok(bytes) = self.remote.read_all(index, INDEX_BYTES_MAX)
+            {
+                self.indexes.lock().unwrap_or_else(PoisonError::into_inner).insert(*pack, bytes);
+            }
+        }
     }
 
     fn known(&self) -> Result<Known> {
@@ -99,6 +133,10 @@ impl Fetch for Packs {
         if let Known::Container(container) = self.known().map_err(io::Error::other)? {
             // Made of the layer's table of contents.
             return layers::index_of(&self.remote, &container, pack).ok_or_else(|| io::ErrorKind::NotFound.into());
+        }
+        let ahead = self.indexes.lock().unwrap_or_else(PoisonError::into_inner).remove(&pack);
+        if let Some(bytes) = ahead.filter(|bytes| bytes.len() as u64 <= bytes_max) {
+            return Ok(bytes);
         }
         let index = self.with_pack(pack, |blobs| blobs.index.ok_or_else(|| io::ErrorKind::NotFound.into()))?;
         self.remote.read_all(index, bytes_max).map_err(io::Error::other)

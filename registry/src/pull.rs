@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::thread;
 
 use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, repair_packs, seal, seal_image, told};
 use sha2::Digest as _;
@@ -67,9 +68,9 @@ pub fn pull(
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<PullOutcome> {
     let opened = match remote.find()? {
-        (Document::Image(found), name) => open(remote, (*found, name), output, options.digest)?,
+        (Document::Image(found), name) => open(remote, (*found, name), output, store, options.digest)?,
         (Document::Container(container), _) => match of_digest(remote, &container, options.digest)? {
-            Some(found) => open(remote, found, output, options.digest)?,
+            Some(found) => open(remote, found, output, store, options.digest)?,
             None => {
                 let how = (options.digest, options.jobs);
                 let pull = if options.metadata_only { layers::pull_tables } else { layers::pull_whole };
@@ -158,7 +159,7 @@ pub(crate) fn open_metadata(
     store: &Path,
     digest: Option<Digest>,
 ) -> Result<Arc<Packs>> {
-    let LocalImage { image, new, packs, .. } = open(remote, found, output, digest)?;
+    let LocalImage { image, new, packs, .. } = open(remote, found, output, store, digest)?;
     if digest.is_some_and(|digest| digest.algorithm() == Algorithm::Tree) {
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes: 0, cache_bytes: None };
         Objects::open_repaired(&image, store, Some(missing))?.verify_tree(&image)?;
@@ -191,6 +192,7 @@ fn open(
     remote: &Arc<Remote>,
     (manifest, name): (Manifest, Sha256),
     output: &Path,
+    store: &Path,
     expected: Option<Digest>,
 ) -> Result<LocalImage> {
     let Manifest { digest, image: blob, packs, .. } = manifest;
@@ -202,10 +204,14 @@ fn open(
     if blob.bytes > IMAGE_BYTES_MAX {
         return Err(invalid(format!("an image of {} bytes, which may have {IMAGE_BYTES_MAX}", blob.bytes)));
     }
+    let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     let (image, new) = match Image::open(output, Some(digest)) {
         Ok(image) => (image, None),
         Err(_) => {
-            let new = fetch_image(remote, blob, output)?;
+            let new = thread::scope(|scope| {
+                let _indexes = tree.map(|_| scope.spawn(|| packs.fetch_indexes(store)));
+                fetch_image(remote, blob, output)
+            })?;
             (Image::open(new.path(), Some(digest))?, Some(new))
         }
     };
@@ -213,7 +219,6 @@ fn open(
     if let Some(expected) = tree.filter(|expected| image.tree() != Some(*expected)) {
         return Err(invalid(format!("the image has the digest {}, not {expected}", image.shown_digest())));
     }
-    let packs = Arc::new(Packs::new(Arc::clone(remote), packs));
     Ok(LocalImage { image, new, packs, manifest: name })
 }
 

@@ -1,8 +1,10 @@
 //! An image on any kind of server.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::Digest;
@@ -23,6 +25,8 @@ const INDEX_DEPTH_MAX: usize = 4;
 const LIST_TRIES_MAX: usize = 4;
 /// The number of bytes between two failures after which the second one counts as the first.
 const PROGRESS_BYTES: u64 = 1 << 20;
+/// How many manifests are remembered.
+const KNOWN_MAX: usize = 4;
 
 /// How often a mirror is tried before the next server is.
 const MIRROR_ATTEMPTS: u32 = 2;
@@ -46,6 +50,8 @@ pub struct Remote {
     server: Server,
     /// Servers that are asked before it.
     mirrors: Vec<Mirror>,
+    /// Manifests by their digests.
+    known: Mutex<HashMap<Sha256, Vec<u8>>>,
 }
 
 /// A server that has images of a registry, by a `hosts.toml`.
@@ -97,6 +103,7 @@ impl Remote {
     pub fn open(reference: &Reference, client: Client) -> Result<Self> {
         let (mut client, mut mirrors) = (client, Vec::new());
         let options = client.options().clone();
+        let known = options.manifest.iter().map(|bytes| (Sha256::of(bytes), bytes.clone())).collect();
         let server = match &reference.location {
             Location::Oci { scheme, host, name } => {
                 let base = Oci::base(*scheme, host, name, options.plain_http)?;
@@ -117,7 +124,7 @@ impl Remote {
             }
             Location::S3 { bucket, prefix } => Server::S3(S3::new(bucket, prefix)?),
         };
-        Ok(Self { client, reference: reference.clone(), server, mirrors })
+        Ok(Self { client, reference: reference.clone(), server, mirrors, known: Mutex::new(known) })
     }
 
     /// Returns the counters of requests.
@@ -155,6 +162,11 @@ impl Remote {
 
     /// Returns a manifest, verified by the digest if it is named by one.
     fn fetch_manifest(&self, version: &Version) -> Result<(Vec<u8>, Sha256)> {
+        if let Version::Digest(wanted) = version
+            && let Some(known) = self.known_manifest(*wanted)
+        {
+            return Ok((known, *wanted));
+        }
         let can = |mirror: &Mirror| if matches!(version, Version::Tag(_)) { mirror.resolves } else { mirror.pulls };
         let found = self.by_mirror(can, |mirror| {
             let Mirror { client, oci, .. } = mirror;
@@ -173,13 +185,22 @@ impl Remote {
     fn checked_manifest(&self, bytes: Option<Vec<u8>>, version: &Version) -> Result<(Vec<u8>, Sha256)> {
         let bytes = bytes.ok_or_else(|| Error::NoImage(self.reference.to_string()))?;
         let found = Sha256::of(&bytes);
-        match version {
-            Version::Digest(wanted) if *wanted != found => {
+        if let Version::Digest(wanted) = version {
+            if *wanted != found {
                 let reason = format!("it has the digest sha256:{found}");
-                Err(Error::Manifest { name: self.reference.to_string(), reason })
+                return Err(Error::Manifest { name: self.reference.to_string(), reason });
             }
-            _ => Ok((bytes, found)),
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.len() < KNOWN_MAX {
+                known.insert(found, bytes.clone());
+            }
         }
+        Ok((bytes, found))
+    }
+
+    /// Returns a manifest that was fetched by its digest before.
+    pub(crate) fn known_manifest(&self, digest: Sha256) -> Option<Vec<u8>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&digest).cloned()
     }
 
     /// Follows indexes to the container image for this machine.
@@ -242,21 +263,28 @@ impl Remote {
     /// Returns the images that were made of a container image and stored beside it.
     pub(crate) fn converted(&self, subject: Sha256) -> Result<Vec<Converted>> {
         let Server::Oci(oci) = &self.server else { return Ok(Vec::new()) };
-        let by_mirror = self.by_mirror(
-            |mirror| mirror.resolves,
-            |mirror| {
-                let Mirror { client, oci, .. } = mirror;
-                let listed = client.retry(|| oci.referrers(client, subject, ARTIFACT_TYPE))?;
-                listed.ok_or_else(|| Error::NoImage(self.reference.to_string()))
-            },
-        );
-        let listed = match by_mirror {
-            Some(list) => Some(list),
-            None => self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE))?,
+        let by_registry = || {
+            let by_mirror = self.by_mirror(
+                |mirror| mirror.resolves,
+                |mirror| {
+                    let Mirror { client, oci, .. } = mirror;
+                    let listed = client.retry(|| oci.referrers(client, subject, ARTIFACT_TYPE))?;
+                    listed.ok_or_else(|| Error::NoImage(self.reference.to_string()))
+                },
+            );
+            match by_mirror {
+                Some(list) => Ok(Some(list)),
+                None => self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE)),
+            }
         };
-        let list = match listed {
+        // At the same time: a container waits for the answer.
+        let (listed, by_clients) = thread::scope(|scope| {
+            let by_clients = scope.spawn(|| self.referrers_list(subject));
+            (by_registry(), by_clients.join().unwrap_or(Ok(None)))
+        });
+        let list = match listed? {
             Some(list) => Some(list),
-            None => self.referrers_list(subject)?,
+            None => by_clients?,
         };
         list.map_or(Ok(Vec::new()), |list| referrers::parse(&list).map_err(|reason| self.invalid_list(reason)))
     }

@@ -173,6 +173,10 @@ mod with {
 
     /// Names folders with containerd's `hosts.toml` files, with colons between them.
     const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
+    /// Names a file with the manifest of the reference, from a program that has just fetched it.
+    const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
+    /// How often the background looks whether it should begin.
+    const TICK: Duration = Duration::from_millis(20);
     /// The pause after a failed background fetch.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
@@ -181,7 +185,9 @@ mod with {
         let requests_max = usize::from(jobs) + READERS;
         let hosts = std::env::var_os(HOSTS).unwrap_or_default();
         let hosts = std::env::split_paths(&hosts).filter(|folder| !folder.as_os_str().is_empty()).collect();
-        let client = Client::new(Options { plain_http, requests_max, hosts, ..Options::default() });
+        // Another one than the reference names is of no use, and one that cannot be read is fetched.
+        let manifest = std::env::var_os(MANIFEST).and_then(|path| std::fs::read(path).ok());
+        let client = Client::new(Options { plain_http, requests_max, hosts, manifest, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
     }
 
@@ -339,13 +345,18 @@ mod with {
         let (ahead_bytes, cache_bytes) = (from.ahead_bytes, from.cache_bytes);
         let missing = FetchOptions { from: Arc::<Packs>::clone(&packs), ahead_bytes, cache_bytes };
         let jobs = usize::from(from.jobs);
-        let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote));
+        let from = Arc::clone(&packs);
+        let background: Background = Box::new(move |objects| in_background(objects, jobs, &remote, &from));
         Ok(Prepared { store, packs, missing, background: Some(background).filter(|_| jobs > 0) })
     }
 
     /// Ends with the process, or when all data is fetched; returns whether it is synced. A failed sync is not repeated: a second
     /// fsync(2) would report success.
-    fn in_background(objects: &Objects, jobs: usize, remote: &Remote) -> bool {
+    fn in_background(objects: &Objects, jobs: usize, remote: &Remote, packs: &Packs) -> bool {
+        let waits = !objects.looks_complete() && !packs.is_far();
+        while waits && !objects.should_fetch_all() {
+            thread::sleep(TICK);
+        }
         while let Err(bad) = objects.fetch_all(jobs, &AtomicBool::new(false), &|_, _| {}) {
             tracing::warn!("{bad}; retrying in {} s", BACKGROUND_PAUSE.as_secs());
             thread::sleep(BACKGROUND_PAUSE);

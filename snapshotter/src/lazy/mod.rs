@@ -224,6 +224,10 @@ impl Lazy {
         let text = toml::to_string(&about).map_err(std::io::Error::other).doing("describe", &path)?;
         let about = new.path().join("about.toml");
         fs::write(&about, text).doing("write to", &about)?;
+        if let Some(manifest) = &image.manifest {
+            let path = new.path().join("manifest");
+            fs::write(&path, manifest).doing("write to", &path)?;
+        }
         fs::create_dir(new.path().join("layer")).doing("create a directory in", new.path())?;
         for path in [&about, &path] {
             File::open(path).and_then(|file| file.sync_all()).doing("sync", path)?;
@@ -296,6 +300,7 @@ impl Lazy {
             digest: &about.digest,
             store: &self.folders.store(),
             from: &about.from,
+            manifest: &folder.join("manifest"),
             at: &at,
             process: &folder.join("process"),
         };

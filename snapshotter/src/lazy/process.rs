@@ -74,6 +74,8 @@ pub struct Job<'a> {
     pub store: &'a Path,
     /// Where they come from.
     pub from: &'a str,
+    /// The file with their manifest, if it is there.
+    pub manifest: &'a Path,
     /// Where it is mounted.
     pub at: &'a Path,
     /// The file that names the process.
@@ -94,7 +96,7 @@ pub fn mount(config: &LazyConfig, job: &Job<'_>) -> Result<()> {
     command.args(["--from", job.from, "--digest", job.digest, "--foreground", "-o", "suid,dev"]);
     command.args(["--jobs", &config.jobs.to_string()]);
     let hosts = std::env::join_paths(&config.hosts).map_err(|error| failed(format!("hosts: {error}")))?;
-    command.env("FERRY_REGISTRY_HOSTS", hosts).env_remove("NOTIFY_SOCKET");
+    command.env("FERRY_REGISTRY_HOSTS", hosts).env("FERRY_REGISTRY_MANIFEST", job.manifest).env_remove("NOTIFY_SOCKET");
     if let Some(credentials) = &config.credentials {
         command.env("REGISTRY_AUTH_FILE", credentials);
     }
@@ -185,7 +187,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path();
         let (image, process) = (at.join("image"), at.join("process"));
-        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", at, process: &process };
+        let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
         for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
             let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
             let error = mount(&config, &job).unwrap_err().to_string();

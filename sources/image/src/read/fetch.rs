@@ -52,7 +52,7 @@ impl Pack {
         let wanted = self.index.objects[objects].iter().map(|object| object.bytes).sum();
         let onward = if self.is_sequential(absent, at) { ONWARD_BYTES } else { 0 };
         let bytes = absent.common.missing.ahead_bytes.max(wanted).max(onward);
-        match absent.flights.next_action(self, at..self.index.objects.len(), bytes) {
+        absent.common.demand.wait(|| match absent.flights.next_action(self, at..self.index.objects.len(), bytes) {
             FetchAction::Here => Ok(()),
             FetchAction::Ours(claim) => {
                 let outcome = self.get(absent, &claim);
@@ -60,7 +60,7 @@ impl Pack {
             }
             // The thread that fetched it has logged why.
             FetchAction::Failed => self.lost(at),
-        }
+        })
     }
 
     /// Returns whether a large file is read in order, and may be cached.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use ferry_vfs::sync::lock;
 
@@ -15,6 +16,11 @@ use crate::read::partial::PartialPack;
 use crate::read::singleflight::{FetchableSet, ObjectSet};
 use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
+
+/// After readers have waited so long in total, what is fetched ahead of them is worth the requests.
+const WAITED_MAX: Duration = Duration::from_millis(250);
+/// When no reader has waited for so long, nobody is disturbed.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// Receives the progress of [`Objects::fetch_all`]: available bytes, and total.
 pub type FetchProgress<'a> = dyn Fn(u64, u64) + Sync + 'a;
@@ -52,6 +58,16 @@ impl Objects {
             Some((files, absent)) => files.looks_complete(absent),
             None => self.incomplete().next().is_none(),
         }
+    }
+
+    /// Returns whether [`Self::fetch_all`] should begin if the server is near: then readers get what they ask for sooner while nobody
+    /// fetches more.
+    pub fn should_fetch_all(&self) -> bool {
+        let absent = self.packs.iter().find_map(|pack| pack.absent.as_ref());
+        absent.is_none_or(|absent| {
+            let (waited, quiet) = absent.common.demand.times();
+            waited >= WAITED_MAX || quiet >= QUIET
+        })
     }
 
     /// Fetches all missing objects with `jobs` concurrent requests, until done or until `stop` is set, beginning with

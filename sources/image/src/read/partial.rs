@@ -1,8 +1,9 @@
 //! The state of incomplete packs.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crate::format::index::Places;
 use crate::read::cache_limit::CacheLimit;
@@ -25,6 +26,39 @@ pub(crate) struct PartialPacks {
     pub fetched_bytes: AtomicU64,
     /// Bytes of objects that other packs of the store had.
     pub deduplicated_bytes: AtomicU64,
+    pub demand: Demand,
+}
+
+/// How long readers have waited for what was not here.
+#[derive(Debug)]
+pub(crate) struct Demand {
+    since: Instant,
+    /// In nanoseconds, by all.
+    waited: AtomicU64,
+    /// When the last one had to wait, in nanoseconds after `since`.
+    last: AtomicU64,
+}
+
+impl Demand {
+    fn new() -> Self {
+        Self { since: Instant::now(), waited: AtomicU64::new(0), last: AtomicU64::new(0) }
+    }
+
+    /// Has a reader wait.
+    pub(crate) fn wait<T>(&self, work: impl FnOnce() -> T) -> T {
+        let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let begun = Instant::now();
+        let found = work();
+        self.waited.fetch_add(nanoseconds(begun.elapsed()), Ordering::Relaxed);
+        self.last.fetch_max(nanoseconds(self.since.elapsed()), Ordering::Relaxed);
+        found
+    }
+
+    /// Returns how long readers have waited, and how long none has.
+    pub(crate) fn times(&self) -> (Duration, Duration) {
+        let [waited, last] = [&self.waited, &self.last].map(|time| Duration::from_nanos(time.load(Ordering::Relaxed)));
+        (waited, self.since.elapsed().saturating_sub(last))
+    }
 }
 
 impl PartialPacks {
@@ -38,6 +72,7 @@ impl PartialPacks {
             elsewhere: OnceLock::new(),
             fetched_bytes: AtomicU64::new(0),
             deduplicated_bytes: AtomicU64::new(0),
+            demand: Demand::new(),
         })
     }
 

@@ -116,9 +116,18 @@ impl Store {
 
     /// Returns the layer whose files a pack has, complete or not; `None` for other packs, and for unknown ones.
     pub fn layer_of(&self, pack: Digest) -> Option<LayerBlob> {
-        let part = packs_folder(&self.folder).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()));
-        let index = self.index(pack).ok().or_else(|| Index::of(&self.folder, pack, &fs::read(part).ok()?).ok())?;
+        let part = || fs::read(self.part_index_path(pack)).ok();
+        let index = self.index(pack).ok().or_else(|| Index::of(&self.folder, pack, &part()?).ok())?;
         index.layer
+    }
+
+    /// Returns whether there is an index of a pack, complete or not.
+    pub fn has_index(&self, pack: Digest) -> bool {
+        self.index_path(pack).exists() || self.part_index_path(pack).exists()
+    }
+
+    fn part_index_path(&self, pack: Digest) -> PathBuf {
+        packs_folder(&self.folder).join(format!("{}{PART_SUFFIX}{INDEX_SUFFIX}", pack.hex()))
     }
 
     /// Returns all packs by name. A pack without an index is being written or removed.
