@@ -27,7 +27,7 @@ use rustix::process::Signal;
 use rustix::thread::gettid;
 use signal_hook::iterator::Signals;
 
-use crate::image::watch::{self, PackHold};
+use crate::image::watch::pack_hold::{self, PackHold};
 
 /// The name of the process in process lists, by which the program recognizes its role.
 const NAME: &str = "ferry-guardian";
@@ -50,7 +50,7 @@ pub enum GuardianTask<'a> {
         /// The file that aborts it.
         switch: File,
     },
-    /// Respond to readers of packs ([`watch::answer_for_dead_server`]).
+    /// Respond to readers of packs ([`pack_hold::answer_for_dead_server`]).
     Packs {
         /// The fanotify group.
         group: File,
@@ -187,7 +187,7 @@ fn guard(args: &[OsString]) -> Result<()> {
         while is_ending(keeper) {
             std::thread::sleep(EXIT_TICK);
         }
-        return watch::answer_for_dead_server(io::stdout(), &held).context("cannot respond to the kernel");
+        return pack_hold::answer_for_dead_server(io::stdout(), &held).context("cannot respond to the kernel");
     }
     let mut switch = io::stdout().lock();
     switch.write_all(b"1").and_then(|()| switch.flush()).context("cannot abort the connection")
