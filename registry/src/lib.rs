@@ -26,6 +26,7 @@ mod convert;
 mod credentials;
 mod error;
 mod files;
+mod frames;
 mod hosts;
 mod http;
 mod layers;

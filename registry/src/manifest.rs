@@ -8,6 +8,8 @@ use ferry_image::{Algorithm, Digest, bytes_of_hex, hex};
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
 
+use crate::frames::Frames;
+
 /// The size of a pack's parts in bytes: small enough for cheap retries and uploads in one piece, large enough that a
 /// pack has few.
 pub const PART_BYTES: u64 = 64 << 20;
@@ -32,10 +34,14 @@ pub(crate) const EMPTY: &[u8] = b"{}";
 const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v2";
 const INDEX_TYPE: &str = "application/vnd.ferry.pack.index.v2";
 const PART_TYPE: &str = "application/vnd.ferry.pack.part.v2";
+const PACKED_PART_TYPE: &str = "application/vnd.ferry.pack.part.v2+zstd";
 pub(crate) const DIGEST_KEY: &str = "ferry.digest";
 /// The digest of the tree, on a manifest that refers to a container image.
 pub(crate) const TREE_KEY: &str = "ferry.tree";
 const PACK_KEY: &str = "ferry.pack";
+/// Of compressed parts ([`crate::frames`]).
+const BYTES_KEY: &str = "ferry.bytes";
+const FRAMES_KEY: &str = "ferry.frames";
 
 /// The name of a blob; written as 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,25 +71,40 @@ pub(crate) struct Blob {
     pub bytes: u64,
 }
 
+/// A part of a pack, or of composefs's objects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub blob: Blob,
+    /// Where its frames are, if it is compressed.
+    pub frames: Option<Frames>,
+}
+
+impl Part {
+    /// Its length in the pack, in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.frames.as_ref().map_or(self.blob.bytes, |frames| frames.bytes)
+    }
+}
+
 /// A pack in a manifest, or the objects of a composefs image, under the image's digest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PackBlobs {
     /// `None` for composefs's objects, which the image locates.
     pub index: Option<Blob>,
     /// The pack's bytes, in order.
-    pub parts: Vec<Blob>,
+    pub parts: Vec<Part>,
 }
 
 impl PackBlobs {
     /// Returns the ranges of parts that form a range of the pack; `None` if it is too long.
-    pub(crate) fn pieces(&self, range: &Range<u64>) -> Option<Vec<(Blob, Range<u64>)>> {
+    pub(crate) fn pieces(&self, range: &Range<u64>) -> Option<Vec<(&Part, Range<u64>)>> {
         let mut pieces = Vec::new();
         let mut begin = 0_u64;
         for part in &self.parts {
-            let end = begin.checked_add(part.bytes)?;
+            let end = begin.checked_add(part.bytes())?;
             let (from, to) = (range.start.max(begin), range.end.min(end));
             if from < to {
-                pieces.push((*part, from - begin..to - begin));
+                pieces.push((part, from - begin..to - begin));
             }
             begin = end;
         }
@@ -137,6 +158,22 @@ impl Descriptor {
     fn new(media_type: &str, blob: Blob, annotation: Option<(&str, Digest)>) -> Self {
         let annotations = annotation.map(|(key, value)| (key.into(), value.to_string())).into_iter().collect();
         Self { media_type: media_type.into(), digest: format!("sha256:{}", blob.sha256), size: blob.bytes, annotations }
+    }
+
+    fn of_part(part: &Part, pack: Digest) -> Self {
+        let kind = if part.frames.is_some() { PACKED_PART_TYPE } else { PART_TYPE };
+        let mut own = Self::new(kind, part.blob, Some((PACK_KEY, pack)));
+        if let Some(frames) = &part.frames {
+            own.annotations.insert(BYTES_KEY.into(), frames.bytes.to_string());
+            own.annotations.insert(FRAMES_KEY.into(), frames.lengths());
+        }
+        own
+    }
+
+    fn frames(&self) -> Result<Frames, String> {
+        let found =
+            [BYTES_KEY, FRAMES_KEY].map(|key| self.annotations.get(key).map(String::as_str).unwrap_or_default());
+        Ok(Frames::parse(found[0], found[1], self.size)?)
     }
 
     fn blob(&self) -> Result<Blob, String> {
@@ -196,7 +233,7 @@ impl Manifest {
             return Err(format!("its artifactType is not {ARTIFACT_TYPE}"));
         }
         let mut image = None;
-        let mut packs: HashMap<Digest, (Option<Blob>, Vec<Blob>)> = HashMap::new();
+        let mut packs: HashMap<Digest, (Option<Blob>, Vec<Part>)> = HashMap::new();
         for layer in &document.layers {
             let blob = layer.blob()?;
             match layer.media_type.as_str() {
@@ -211,13 +248,19 @@ impl Manifest {
                         return Err(format!("two indexes of the pack {pack}"));
                     }
                 }
-                PART_TYPE if blob.bytes > PART_BYTES_MAX => return Err(format!("a part of {} bytes", blob.bytes)),
-                PART_TYPE => packs.entry(layer.annotation(PACK_KEY)?).or_default().1.push(blob),
+                PART_TYPE | PACKED_PART_TYPE => {
+                    let frames = (layer.media_type == PACKED_PART_TYPE).then(|| layer.frames()).transpose()?;
+                    let part = Part { blob, frames };
+                    if part.blob.bytes.max(part.bytes()) > PART_BYTES_MAX {
+                        return Err(format!("a part of {} bytes", part.blob.bytes.max(part.bytes())));
+                    }
+                    packs.entry(layer.annotation(PACK_KEY)?).or_default().1.push(part);
+                }
                 other => return Err(format!("a layer of the unknown type {:?}", excerpt(other))),
             }
         }
         let (digest, image) = image.ok_or("no metadata")?;
-        let whole = |(pack, (index, parts)): (Digest, (Option<Blob>, Vec<Blob>))| match (pack.algorithm(), index) {
+        let whole = |(pack, (index, parts)): (Digest, (Option<Blob>, Vec<Part>))| match (pack.algorithm(), index) {
             (Algorithm::Blake3, None) => Err(format!("no index of the pack {pack}")),
             (Algorithm::Verity, Some(_)) => Err(format!("an index of composefs's objects {pack}")),
             (_, index) => Ok((pack, PackBlobs { index, parts })),
@@ -237,7 +280,7 @@ impl Manifest {
         for pack in order {
             let Some(PackBlobs { index, parts }) = self.packs.get(pack) else { continue };
             layers.extend(index.map(|index| Descriptor::new(INDEX_TYPE, index, Some((PACK_KEY, *pack)))));
-            layers.extend(parts.iter().map(|part| Descriptor::new(PART_TYPE, *part, Some((PACK_KEY, *pack)))));
+            layers.extend(parts.iter().map(|part| Descriptor::of_part(part, *pack)));
         }
         let empty = Blob { sha256: Sha256::of(EMPTY), bytes: EMPTY.len() as u64 };
         let subject = |subject: &Subject| Descriptor::new(&subject.media_type, subject.manifest, None);
@@ -271,7 +314,8 @@ mod tests {
 
     fn manifest() -> (Manifest, Digest) {
         let pack = Digest::new(Algorithm::Blake3, [9; 32]);
-        let blobs = PackBlobs { index: Some(blob(2, 80)), parts: vec![blob(3, 100), blob(4, 50)] };
+        let parts = [blob(3, 100), blob(4, 50)].map(|blob| Part { blob, frames: None });
+        let blobs = PackBlobs { index: Some(blob(2, 80)), parts: parts.into() };
         (
             Manifest {
                 digest: Digest::new(Algorithm::Blake3, [1; 32]),
@@ -289,6 +333,12 @@ mod tests {
         let bytes = manifest.write(&[pack]);
         assert_eq!(Manifest::read(&bytes).unwrap(), manifest);
         let tree = Digest::new(Algorithm::Tree, [7; 32]);
+        let mut packed = manifest.clone();
+        let frames = Frames::parse("300000", "CgAAFAAA", 30).unwrap();
+        packed.packs.get_mut(&pack).unwrap().parts.push(Part { blob: blob(5, 30), frames: Some(frames) });
+        assert_eq!(Manifest::read(&packed.write(&[pack])).unwrap(), packed);
+        let range = packed.packs[&pack].pieces(&(149..300_150)).unwrap();
+        assert_eq!(range.iter().map(|(_, range)| range.clone()).collect::<Vec<_>>(), [49..50, 0..300_000]);
         let subject = Some(Subject { media_type: MANIFEST_TYPE.into(), manifest: blob(8, 500), tree });
         let referrer = Manifest { subject, ..manifest };
         assert_eq!(Manifest::read(&referrer.write(&[pack])).unwrap(), referrer);
@@ -328,7 +378,7 @@ mod tests {
     fn objects_of_composefs_have_no_index() {
         let (mut manifest, _) = manifest();
         let name = Digest::new(Algorithm::Verity, [1; 32]);
-        let set = |index| [(name, PackBlobs { index, parts: vec![blob(3, 100)] })].into();
+        let set = |index| [(name, PackBlobs { index, parts: vec![Part { blob: blob(3, 100), frames: None }] })].into();
         (manifest.digest, manifest.packs) = (name, set(None));
         assert_eq!(Manifest::read(&manifest.write(&[name])).unwrap(), manifest);
         manifest.packs = set(Some(blob(2, 80)));
@@ -340,7 +390,9 @@ mod tests {
         let (manifest, pack) = manifest();
         let pieces = |range: Range<u64>| {
             let pieces = manifest.packs[&pack].pieces(&range);
-            pieces.map(|pieces| pieces.into_iter().map(|(blob, range)| (blob.sha256.0[0], range)).collect::<Vec<_>>())
+            pieces.map(|pieces| {
+                pieces.into_iter().map(|(part, range)| (part.blob.sha256.0[0], range)).collect::<Vec<_>>()
+            })
         };
         assert_eq!(pieces(0..100), Some(vec![(3, 0..100)]));
         assert_eq!(pieces(90..110), Some(vec![(3, 90..100), (4, 0..10)]));
@@ -370,6 +422,7 @@ mod tests {
         assert!(bad(&|m| m["layers"][0]["annotations"] = json!({})).contains("without ferry.digest"));
         assert!(bad(&|m| m["layers"][1]["annotations"]["ferry.pack"] = json!("zz")).contains("is no digest"));
         assert!(bad(&|m| m["layers"][2]["size"] = json!(u64::MAX)).contains("a part of"));
+        assert!(bad(&|m| m["layers"][2]["mediaType"] = json!(PACKED_PART_TYPE)).contains("no number"));
         assert!(bad(&|m| _ = m["layers"].as_array_mut().unwrap().remove(1)).contains("no index"));
         for twice in [0, 1] {
             assert!(

@@ -12,7 +12,7 @@ use ferry_image::{ByteSink, Digest, Fetch, Store};
 use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::layers;
-use crate::manifest::{Blob, PackBlobs, Sha256};
+use crate::manifest::{Blob, PackBlobs, Part, Sha256};
 use crate::remote::{Document, Remote};
 
 /// A server that is near answers a first request within this time.
@@ -76,7 +76,7 @@ impl Packs {
     /// Connects to the server, and returns whether that takes so long that readers should not wait for each round trip.
     pub fn is_far(&self) -> bool {
         let blob = match self.known() {
-            Ok(Known::Packs(packs)) => packs.values().find_map(|pack| pack.parts.first()).copied(),
+            Ok(Known::Packs(packs)) => packs.values().find_map(|pack| pack.parts.first()).map(|part| part.blob),
             Ok(Known::Container(container)) => container.layers.first().map(|layer| layer.blob),
             Err(_) => None,
         };
@@ -143,13 +143,17 @@ impl Fetch for Packs {
     }
 
     fn read(&self, pack: Digest, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {
-        let pieces = self.with_pack(pack, |blobs| {
-            blobs.pieces(&range).ok_or_else(|| io::Error::other("its parts on the server are shorter than the pack"))
-        })?;
-        for (part, range) in pieces {
-            self.remote.read(part, &range, sink).map_err(told)?;
-        }
-        Ok(())
+        self.with_pack(pack, |blobs| {
+            let short = || io::Error::other("its parts on the server are shorter than the pack");
+            for (Part { blob, frames }, range) in blobs.pieces(&range).ok_or_else(short)? {
+                let read = match frames {
+                    None => self.remote.read(*blob, &range, sink),
+                    Some(frames) => frames.read(&range, |range, sink| self.remote.read(*blob, range, sink), sink),
+                };
+                read.map_err(told)?;
+            }
+            Ok(())
+        })
     }
 
     fn blob(&self, sha256: [u8; 32], bytes: u64, range: Range<u64>, sink: &mut ByteSink<'_>) -> io::Result<()> {

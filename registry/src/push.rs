@@ -14,8 +14,9 @@ use sha2::Digest as _;
 
 use crate::container::Container;
 use crate::error::{Error, Result};
-use crate::http::Upload;
-use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Sha256, Subject};
+use crate::frames::Frames;
+use crate::http::{ReadSeek, Upload};
+use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Part, Sha256, Subject};
 use crate::parts;
 use crate::remote::Remote;
 
@@ -29,6 +30,9 @@ pub struct PushOutcome {
     /// The number of bytes that the server lacked.
     pub sent_bytes: u64,
 }
+
+/// A part is compressed if at most this much of it is left.
+const WORTHWHILE_PERCENT: u64 = 95;
 
 /// A blob to upload.
 enum NewBlob {
@@ -139,10 +143,10 @@ pub(crate) fn push_as(
         names.push(opened.digest());
     }
     let (blobs, sent_bytes) = upload(remote, &blobs, &sources, jobs, progress)?;
-    let mut rest = blobs[2..].iter().copied();
+    let mut rest = blobs[2..].iter().cloned();
     let mut packs: HashMap<Digest, PackBlobs> = HashMap::new();
     for (name, (has_index, parts)) in names.iter().zip(counts) {
-        let index = if has_index { rest.next() } else { None };
+        let index = if has_index { rest.next().map(|index| index.blob) } else { None };
         packs.insert(*name, PackBlobs { index, parts: rest.by_ref().take(parts).collect() });
     }
     let tree = opened.shown_digest();
@@ -153,7 +157,7 @@ pub(crate) fn push_as(
             Some(Subject { media_type: media_type.clone(), manifest, tree })
         }
     };
-    let manifest = Manifest { digest: opened.digest(), image: blobs[1], packs, subject };
+    let manifest = Manifest { digest: opened.digest(), image: blobs[1].blob, packs, subject };
     let bytes = manifest.write(&names);
     match kind {
         PushAs::Named => remote.put_manifest(&bytes)?,
@@ -173,42 +177,50 @@ fn upload(
     sources: &[PartSource<'_>],
     jobs: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
-) -> Result<(Vec<Blob>, u64)> {
+) -> Result<(Vec<Part>, u64)> {
     let length = |new: &NewBlob| match new {
         NewBlob::Memory(bytes) => bytes.len() as u64,
         NewBlob::Part(_, _, bytes) => *bytes,
     };
     let all = new_blobs.iter().map(length).sum();
-    let blobs: Mutex<Vec<Option<Blob>>> = Mutex::new(vec![None; new_blobs.len()]);
+    let blobs: Mutex<Vec<Option<Part>>> = Mutex::new(vec![None; new_blobs.len()]);
     let (next, done, sent) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let (stop, failed) = (AtomicBool::new(false), Mutex::new(None));
-    let upload_one = |new: &NewBlob| -> Result<Blob> {
-        let (blob, is_new) = match new {
-            NewBlob::Memory(bytes) => {
-                let blob = Blob { sha256: Sha256::of(bytes), bytes: bytes.len() as u64 };
-                (blob, remote.put(blob, &mut Upload { reader: &mut Cursor::new(bytes), bytes: blob.bytes })?)
-            }
-            NewBlob::Part(number, from, bytes) => {
-                let source = &sources[*number];
-                let mut part = PartReader { source, from: *from, bytes: *bytes, at: 0 };
-                let sha256 = sha256_of(&mut part).map_err(|error| io_error("read", &source.path, error))?;
-                let blob = Blob { sha256, bytes: *bytes };
-                (blob, remote.put(blob, &mut Upload { reader: &mut part, bytes: *bytes })?)
-            }
-        };
-        if is_new {
+    let put = |blob: Blob, reader: &mut dyn ReadSeek| -> Result<Blob> {
+        if remote.put(blob, &mut Upload { reader, bytes: blob.bytes })? {
             sent.fetch_add(blob.bytes, Ordering::Relaxed);
         }
         Ok(blob)
+    };
+    let upload_one = |new: &NewBlob| -> Result<Part> {
+        let (number, from, bytes) = match new {
+            NewBlob::Memory(bytes) => {
+                let blob = Blob { sha256: Sha256::of(bytes), bytes: bytes.len() as u64 };
+                return Ok(Part { blob: put(blob, &mut Cursor::new(bytes))?, frames: None });
+            }
+            NewBlob::Part(number, from, bytes) => (*number, *from, *bytes),
+        };
+        let source = &sources[number];
+        let failed = |error| io_error("read", &source.path, error);
+        let mut part = PartReader { source, from, bytes, at: 0 };
+        let mut packed = Vec::new();
+        let frames = Frames::pack(&mut part, &mut packed).map_err(failed)?;
+        if frames.blob_bytes() <= bytes / 100 * WORTHWHILE_PERCENT {
+            let blob = Blob { sha256: Sha256::of(&packed), bytes: frames.blob_bytes() };
+            return Ok(Part { blob: put(blob, &mut Cursor::new(packed))?, frames: Some(frames) });
+        }
+        drop(packed);
+        let blob = Blob { sha256: part.rewind().and_then(|()| sha256_of(&mut part)).map_err(failed)?, bytes };
+        Ok(Part { blob: put(blob, &mut part)?, frames: None })
     };
     let work = || {
         while !stop.load(Ordering::Relaxed) {
             let at = next.fetch_add(1, Ordering::Relaxed);
             let Some(new) = new_blobs.get(at) else { return };
             match upload_one(new) {
-                Ok(blob) => {
-                    blobs.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(blob);
-                    progress(done.fetch_add(blob.bytes, Ordering::Relaxed) + blob.bytes, all);
+                Ok(part) => {
+                    blobs.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(part);
+                    progress(done.fetch_add(length(new), Ordering::Relaxed) + length(new), all);
                 }
                 Err(error) => {
                     stop.store(true, Ordering::Relaxed);
