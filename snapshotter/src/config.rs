@@ -31,6 +31,8 @@ pub struct LazyConfig {
     pub credentials: Option<PathBuf>,
     /// The number of requests in parallel that fetch the rest of an image; 0: only what is read is fetched.
     pub jobs: u16,
+    /// How often in a row the process that fetches an image is started again when it is killed.
+    pub restarts: u32,
     /// The program `ferry`; otherwise the one beside this program, or on the path.
     pub program: Option<PathBuf>,
 }
@@ -43,6 +45,7 @@ impl Default for LazyConfig {
             hosts: vec!["/etc/containerd/certs.d".into()],
             credentials: None,
             jobs: 4,
+            restarts: 10,
             program: None,
         }
     }

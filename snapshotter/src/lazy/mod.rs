@@ -49,6 +49,11 @@ const PLAN_TIME: Duration = Duration::from_secs(600);
 const PLANS_MAX: usize = 200;
 /// The maximum number of registries that are waited for.
 const WAITING_MAX: usize = 16;
+/// The pause before a process that ended is started again; each failure doubles it, up to a maximum.
+const RESTART_PAUSE: Duration = Duration::from_millis(250);
+const RESTART_PAUSE_MAX: Duration = Duration::from_secs(60);
+/// How long a process has to serve for its earlier ends to be forgotten.
+const STABLE_TIME: Duration = Duration::from_secs(600);
 const NEW_PREFIX: &str = ".new-";
 
 /// What is known of an image that is being pulled.
@@ -79,9 +84,12 @@ pub struct Lazy {
     held: Keys,
     /// Read-locked while packs come into the store without an image.
     pulling: RwLock<()>,
-    waiting: Mutex<usize>,
+    /// Each thread that waits for a registry has a copy, which also a panic drops.
+    waiting: Arc<()>,
     /// The keys of images of which everything was here.
     complete: Mutex<BTreeSet<String>>,
+    /// How often the processes of images were started again, and when last, by their keys.
+    restarts: Mutex<BTreeMap<String, (u32, Instant)>>,
 }
 
 fn key(container: &str, layers: usize) -> String {
@@ -98,8 +106,8 @@ impl RemoteLayers {
 impl Lazy {
     /// Creates it; nothing is mounted or requested.
     pub fn new(folders: Folders, config: LazyConfig) -> Self {
-        let (plans, held, pulling, waiting, complete) = Default::default();
-        Self { folders, config, plans, held, pulling, waiting, complete }
+        let (plans, held, pulling, waiting, complete, restarts) = Default::default();
+        Self { folders, config, plans, held, pulling, waiting, complete, restarts }
     }
 
     /// Returns the layers that a snapshot stands for, if its image starts lazily; mounts the image. `below` is the number of
@@ -169,12 +177,10 @@ impl Lazy {
     /// Looks for an image on a thread, which goes on if it takes too long.
     fn start_within(self: &Arc<Self>, time: Duration, request: &Request) -> Result<LazyImage> {
         let failed = |reason: String| Error::Lazy { image: request.reference.clone(), reason };
-        {
-            let mut waiting = lock(&self.waiting);
-            if *waiting >= WAITING_MAX {
-                return Err(failed(format!("{WAITING_MAX} other images wait for their registries")));
-            }
-            *waiting += 1;
+        let waits = Arc::clone(&self.waiting);
+        // Besides its own one.
+        if Arc::strong_count(&waits) - 1 > WAITING_MAX {
+            return Err(failed(format!("{WAITING_MAX} other images wait for their registries")));
         }
         let (sender, receiver) = sync_channel(1);
         let (lazy, request) = (Arc::clone(self), request.clone());
@@ -186,14 +192,12 @@ impl Lazy {
                 lazy.mount(&key(&image.container.to_string(), image.covers))?;
                 Ok(image)
             });
-            *lock(&lazy.waiting) -= 1;
+            drop(waits);
             // Nobody waits any more.
             let _ = sender.send(mounted);
         };
-        if let Err(error) = thread::Builder::new().name("lazy-start".into()).spawn(start) {
-            *lock(&self.waiting) -= 1;
-            return Err(failed(format!("cannot start a thread: {error}")));
-        }
+        let thread = thread::Builder::new().name("lazy-start".into()).spawn(start);
+        thread.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
         receiver.recv_timeout(time).unwrap_or_else(|_| {
             Err(failed(format!("its registry did not answer completely within {} s", time.as_secs())))
         })
@@ -264,7 +268,7 @@ impl Lazy {
     /// # Errors
     ///
     /// The registry is not reachable, and not everything is here.
-    pub fn layer(&self, remote: &RemoteLayers) -> Result<PathBuf> {
+    pub fn layer(self: &Arc<Self>, remote: &RemoteLayers) -> Result<PathBuf> {
         let key = remote.key();
         let _held = self.held.hold(&remote.container);
         if self.about(&key)?.is_none() {
@@ -279,7 +283,7 @@ impl Lazy {
     }
 
     /// Mounts an image, unless it is mounted and what is missing is fetched; returns where.
-    fn mount(&self, key: &str) -> Result<PathBuf> {
+    fn mount(self: &Arc<Self>, key: &str) -> Result<PathBuf> {
         let _held = self.held.hold(key);
         let folder = self.folder(key);
         let at = folder.join("layer");
@@ -290,10 +294,7 @@ impl Lazy {
             Mounted::Erofs if self.is_served(key, &about)? => return Ok(at),
             // A mount on top of it serves the readers of the one below, too.
             Mounted::Erofs | Mounted::Nothing => {}
-            Mounted::Dead => {
-                tracing::warn!("the process that fetches {} has ended, and is started again", about.from);
-                erofs::unmount_all(&at)?;
-            }
+            Mounted::Dead => erofs::unmount_all(&at)?,
         }
         let job = Job {
             image: &folder.join("image"),
@@ -304,8 +305,62 @@ impl Lazy {
             at: &at,
             process: &folder.join("process"),
         };
-        process::mount(&self.config, &job)?;
+        process::mount(&self.config, &job, self.on_end(key))?;
         Ok(at)
+    }
+
+    /// Returns what is done when the process of an image ends.
+    fn on_end(self: &Arc<Self>, key: &str) -> impl FnOnce() + Send + 'static {
+        let (lazy, key) = (Arc::clone(self), key.to_owned());
+        move || lazy.restart(&key)
+    }
+
+    /// Starts a process again that was killed: readers on the kernel's mount go on then.
+    fn restart(self: &Arc<Self>, key: &str) {
+        let mut pause = RESTART_PAUSE;
+        loop {
+            thread::sleep(pause);
+            pause = (pause * 2).min(RESTART_PAUSE_MAX);
+            // Whoever unmounted or removed it, or started a container meanwhile, was first.
+            match self.lacks_process(key).and_then(|lacks| Ok(lacks && self.may_restart(key))) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => return tracing::warn!("{}", told(&error)),
+            }
+            match self.mount(key) {
+                Ok(_) => return,
+                Err(error) => tracing::warn!("{}", told(&error)),
+            }
+        }
+    }
+
+    /// Whether an image is mounted, and nobody fetches what is missing.
+    fn lacks_process(&self, key: &str) -> Result<bool> {
+        let Some(about) = self.about(key)? else { return Ok(false) };
+        Ok(match process::mounted(&self.folder(key).join("layer"))? {
+            Mounted::Nothing | Mounted::Fuse => false,
+            Mounted::Dead => true,
+            Mounted::Erofs => !self.is_served(key, &about)?,
+        })
+    }
+
+    /// Counts a restart, unless there were too many.
+    fn may_restart(&self, key: &str) -> bool {
+        let mut restarts = lock(&self.restarts);
+        let (count, last) = restarts.entry(key.into()).or_insert((0, Instant::now()));
+        if last.elapsed() >= STABLE_TIME {
+            *count = 0;
+        }
+        let may = *count < self.config.restarts;
+        if may {
+            (*count, *last) = (*count + 1, Instant::now());
+            tracing::warn!("the process that fetches {key} has ended, and is started again");
+        } else {
+            tracing::error!(
+                "the process that fetches {key} has ended after {count} restarts: it is started again with the next container"
+            );
+        }
+        may
     }
 
     /// Whether what the kernel has mounted is complete, or a process fetches what is missing.
@@ -322,11 +377,12 @@ impl Lazy {
         Ok(is_complete)
     }
 
-    /// Starts the processes of mounted images again that have ended, in the background.
+    /// Starts the processes of mounted images again that have ended, in the background; watches the others.
     pub fn revive(self: &Arc<Self>) {
         let lazy = Arc::clone(self);
         let revive = move || {
             for key in lazy.keys().unwrap_or_default() {
+                process::watch(&lazy.folder(&key).join("process"), lazy.on_end(&key));
                 let is_mounted = process::mounted(&lazy.folder(&key).join("layer"));
                 if is_mounted.is_ok_and(|mounted| mounted != Mounted::Nothing)
                     && let Err(error) = lazy.mount(&key)
@@ -376,6 +432,7 @@ impl Lazy {
         let folder = self.folder(key);
         unmount_in(&folder)?;
         lock(&self.complete).remove(key);
+        lock(&self.restarts).remove(key);
         self.folders.discard(&folder)
     }
 
@@ -410,5 +467,24 @@ impl Lazy {
             }
         }
         call(is_less, &packs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restarts_are_counted_per_image_until_one_lasts() {
+        let root = tempfile::tempdir().unwrap();
+        let config = LazyConfig { restarts: 2, ..LazyConfig::default() };
+        let lazy = Lazy::new(Folders::create(root.path()).unwrap(), config);
+        let may = |key: &str| lazy.may_restart(key);
+        assert!(may("a") && may("a") && !may("a") && !may("a"));
+        assert!(may("b"), "another image");
+        if let Some((_, last)) = lock(&lazy.restarts).get_mut("a") {
+            *last -= STABLE_TIME;
+        }
+        assert!(may("a") && may("a") && !may("a"));
     }
 }

@@ -7,8 +7,10 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statfs, statx};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::config::LazyConfig;
 use crate::erofs;
@@ -17,8 +19,6 @@ use crate::error::{Error, IoContext, Result};
 /// How long a mount may take: the process asks the registry once.
 const MOUNT_TIME: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_millis(2);
-/// A thread that only waits for the end of a process.
-const STACK_BYTES: usize = 128 << 10;
 
 /// What is on a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,12 +82,12 @@ pub struct Job<'a> {
     pub process: &'a Path,
 }
 
-/// Starts the process, and waits until the image is mounted.
+/// Starts the process, and waits until the image is mounted. `ended` is called when the process ends after that.
 ///
 /// # Errors
 ///
 /// It cannot be started, ends, or takes too long.
-pub fn mount(config: &LazyConfig, job: &Job<'_>) -> Result<()> {
+pub fn mount(config: &LazyConfig, job: &Job<'_>, ended: impl FnOnce() + Send + 'static) -> Result<()> {
     let program = program(config);
     let failed = |reason: String| Error::Lazy { image: job.from.into(), reason };
     let mut command = Command::new(&program);
@@ -124,20 +124,47 @@ pub fn mount(config: &LazyConfig, job: &Job<'_>) -> Result<()> {
     if outcome.is_err() {
         let _ = child.kill();
     }
-    // Nobody else waits for its end.
-    let waiting = thread::Builder::new().name("lazy-wait".into()).stack_size(STACK_BYTES).spawn(move || child.wait());
-    if let Err(error) = waiting {
+    let was_mounted = outcome.is_ok();
+    on_thread(move || {
+        let _ = child.wait();
+        if was_mounted {
+            ended();
+        }
+    });
+    outcome
+}
+
+/// Calls a function when the process that a file names, of an earlier run of this program, ends.
+pub fn watch(process: &Path, ended: impl FnOnce() + Send + 'static) {
+    let Some(pid) = running(process) else { return };
+    let Ok(descriptor) = pidfd_open(pid, PidfdFlags::empty()) else { return };
+    // The number may have been used again before there was a descriptor.
+    if running(process) != Some(pid) {
+        return;
+    }
+    on_thread(move || {
+        while poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], None) == Err(Errno::INTR) {}
+        ended();
+    });
+}
+
+fn on_thread(wait: impl FnOnce() + Send + 'static) {
+    if let Err(error) = thread::Builder::new().name("lazy-wait".into()).spawn(wait) {
         tracing::warn!("cannot start a thread: {error}");
     }
-    outcome
 }
 
 /// Whether the process that a file names runs.
 #[must_use]
 pub fn runs(process: &Path) -> bool {
-    let text = fs::read_to_string(process).unwrap_or_default();
-    let Some((pid, time)) = text.split_once(' ') else { return false };
-    pid.parse().ok().and_then(started).is_some_and(|found| found == time)
+    running(process).is_some()
+}
+
+fn running(process: &Path) -> Option<Pid> {
+    let text = fs::read_to_string(process).ok()?;
+    let (pid, time) = text.split_once(' ')?;
+    let pid = pid.parse().ok()?;
+    started(pid).filter(|found| found == time).and_then(|_| Pid::from_raw(pid.try_into().ok()?))
 }
 
 /// Returns when a process was started, in the kernel's words; a number is used for another process one day. `None`: it has ended.
@@ -190,7 +217,7 @@ mod tests {
         let job = Job { image: &image, digest: "d", store: at, from: "oci:h/a:1", manifest: at, at, process: &process };
         for (program, expected) in [("/nowhere/ferry", "cannot start /nowhere/ferry"), ("/bin/false", "ended with")] {
             let config = LazyConfig { program: Some(program.into()), ..LazyConfig::default() };
-            let error = mount(&config, &job).unwrap_err().to_string();
+            let error = mount(&config, &job, || panic!("it was not mounted")).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("oci:h/a:1"), "{error}");
         }
         assert_eq!(mounted(at).unwrap(), Mounted::Nothing);

@@ -181,7 +181,8 @@ impl Place {
     pub fn process(&self) -> Option<Pid> {
         let [image] = &self.images()[..] else { panic!("one image: {:?}", self.images()) };
         let text = fs::read_to_string(image.join("process")).unwrap();
-        let pid: i32 = text.split(' ').next().unwrap().parse().unwrap();
+        // It may be written at this moment.
+        let pid: i32 = text.split(' ').next()?.parse().ok()?;
         // A process of a killed program is nobody's child here.
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         (!stat.rsplit_once(')')?.1.trim_start().starts_with('Z')).then(|| Pid::from_raw(pid).unwrap())

@@ -17,6 +17,7 @@ mod control;
 mod images;
 mod lazy;
 mod lazy_containerd;
+mod lazy_kills;
 mod lazy_place;
 mod metadata;
 mod server;

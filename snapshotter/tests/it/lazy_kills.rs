@@ -1,0 +1,124 @@
+//! `kill -9` of the process that serves an image, and of the program, while a container reads.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use rustix::fs::{Advice, fadvise};
+use rustix::process::{Signal, kill_process};
+
+use crate::lazy_place::{Place, noise, until};
+use crate::server::{Mounted, can_mount};
+use crate::toc_layers::{Format, Writer};
+
+/// Files that nobody has read before, per kill.
+const FRESH: usize = 3;
+const LENGTH: usize = 40_000;
+
+/// Ends readers, also when the test fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Reads a file, and lets the kernel forget it: the next reader asks the store again.
+fn read(at: &Path, number: usize) -> io::Result<Vec<u8>> {
+    let path = at.join(format!("f-{number}"));
+    let bytes = fs::read(&path)?;
+    fadvise(fs::File::open(&path)?, 0, None, Advice::DontNeed)?;
+    Ok(bytes)
+}
+
+/// What a container on the kernel's mount sees: what is right, or EIO; and what is right again, without a new container.
+fn kills(rounds: usize) {
+    let contents: Vec<_> = (0..(rounds + 1) * FRESH).map(|number| noise(number as u32, LENGTH)).collect();
+    let mut layer = Writer::new(Format::Estargz, &[128 << 10]);
+    for (number, content) in contents.iter().enumerate() {
+        layer.file(&format!("f-{number}"), content);
+    }
+    let mut place = Place::configured(vec![layer.finish()], 0, "restarts = 1000\n");
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    let root = place.server.root();
+    let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let is_by_kernel = |line: &str| line.contains(&*root.join("lazy").to_string_lossy()) && line.contains(" - erofs ");
+    if !table.lines().any(is_by_kernel) {
+        return ferry_skip::skip!("this kernel cannot make readers of missing data wait");
+    }
+    let (known, is_over) = (AtomicUsize::new(FRESH), AtomicBool::new(false));
+    let (reads, refused) = (AtomicU64::new(0), AtomicU64::new(0));
+    let is_right = |number: usize| match read(mounted.path(), number) {
+        Ok(bytes) => {
+            assert!(bytes == contents[number], "file {number} is wrong");
+            reads.fetch_add(1, Ordering::Relaxed);
+            true
+        }
+        Err(error) => {
+            assert_eq!(error.raw_os_error(), Some(libc::EIO), "file {number}: {error}");
+            refused.fetch_add(1, Ordering::Relaxed);
+            false
+        }
+    };
+    thread::scope(|scope| {
+        let _over = Over(&is_over);
+        for reader in 0..2_usize {
+            let (known, is_over, is_right) = (&known, &is_over, &is_right);
+            scope.spawn(move || {
+                let mut state = reader;
+                while !is_over.load(Ordering::SeqCst) {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let known = known.load(Ordering::SeqCst);
+                    // Each second one is new, or almost.
+                    let from = if state >> 63 == 0 { 0 } else { known.saturating_sub(2 * FRESH) };
+                    is_right(from + (state >> 33) % (known - from));
+                }
+            });
+        }
+        for round in 0..rounds {
+            until("a process", || place.process().is_some());
+            if round % 5 == 4 {
+                // The next run of the program watches a process that it did not start.
+                place.server.kill();
+                client = place.server.start_again();
+            }
+            let Some(process) = place.process() else { continue };
+            known.store((round + 2) * FRESH, Ordering::SeqCst);
+            thread::sleep(Duration::from_millis((round * 37 % 50) as u64));
+            kill_process(process, Signal::KILL).unwrap();
+            until("its end", || place.process() != Some(process));
+            for number in round * FRESH..(round + 2) * FRESH {
+                until("the files", || is_right(number));
+            }
+        }
+    });
+    println!("{reads:?} reads were right, {refused:?} were refused (EIO)");
+    assert!((0..contents.len()).all(is_right), "nobody is killed now");
+    drop(mounted);
+    for name in ["container", "sha256:chain-0"] {
+        client.remove(name).unwrap();
+    }
+    assert_eq!(place.server.mount_points(), [] as [&Path; 0]);
+}
+
+#[test]
+fn a_container_reads_on_after_kills_and_never_reads_what_is_wrong() {
+    if can_mount() {
+        kills(20);
+    }
+}
+
+/// The long version of the one above.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_container_reads_on_after_a_hundred_kills() {
+    if can_mount() {
+        kills(100);
+    }
+}
