@@ -2,6 +2,7 @@
 
 mod args;
 mod build;
+mod container;
 mod fuse_fallback;
 pub mod kernel;
 mod lazy;

@@ -68,6 +68,7 @@ fuzz_target!(|bytes: &[u8]| {
     let (image, folder) = (folder.join("image"), folder.join("store"));
     let _ = std::fs::remove_dir_all(&folder);
     let store = Store::create(&folder).expect("stores can be made");
+    let first: Vec<_> = table.first().collect();
     if build_layers(&[table], &[7; 32], &image, &store).is_err() {
         return;
     }
@@ -75,5 +76,7 @@ fuzz_target!(|bytes: &[u8]| {
     let source = Source::open_with(&image, &folder, None, Some(missing)).expect("it was built");
     let report = ferry_image::check(source.image());
     assert!(report.findings.is_empty(), "{:?}", report.findings);
+    let found = source.shared_objects().put_first(source.image(), first.iter().map(Vec::as_slice));
+    assert!(found.files + found.unknown <= first.len());
     let _ = source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {});
 });

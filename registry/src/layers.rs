@@ -8,14 +8,16 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use ferry_image::{BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, build, build_layers};
+use ferry_image::{
+    BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, Trace, build, build_layers,
+};
 use serde_json::{Value, json};
 use sha2::Digest as _;
 use tempfile::TempDir;
 
 use crate::container::{Container, ContainerLayer};
 use crate::error::{Error, Result};
-use crate::files::{parent_dir, with_path};
+use crate::files::{LIST_BYTES_MAX, list_beside, parent_dir, with_path};
 use crate::manifest::{Blob, Sha256};
 use crate::remote::Remote;
 
@@ -134,7 +136,31 @@ pub(crate) fn build_tables(
         BuildLayersError::Image(error) => failed(error),
     })?;
     publish(remote, &new, output, (digest, expected)).map_err(Refusal::Failed)?;
+    if let Err(error) = list_first(&layers, output) {
+        tracing::warn!("{error}: nothing is fetched first");
+    }
     Ok(digest)
+}
+
+/// Lists beside an image the files that its layers' converters want to be fetched first. A list that is there stays.
+fn list_first(layers: &[Layer], image: &Path) -> Result<()> {
+    let (mut trace, mut bytes) = (Trace::default(), 0);
+    for path in layers.iter().flat_map(Layer::first) {
+        // Each byte may be escaped.
+        bytes += 2 * path.len() as u64 + 1;
+        if bytes > LIST_BYTES_MAX {
+            break;
+        }
+        trace.add(&path);
+    }
+    let list = list_beside(image);
+    if trace.is_empty() || list.exists() {
+        return Ok(());
+    }
+    let mut new = with_path("create a file beside", image, tempfile::NamedTempFile::new_in(parent_dir(image)))?;
+    let mut text = Vec::new();
+    with_path("write to", &list, trace.write(&mut text).and_then(|()| new.write_all(&text)))?;
+    with_path("create", &list, new.persist(&list).map(drop).map_err(|error| error.error))
 }
 
 /// Creates a folder for an image that gets its name when it is the right one.

@@ -46,6 +46,7 @@ mod s3;
 pub use container_image::{ContainerImage, StackedLayer};
 pub use convert::{ConvertOutcome, convert};
 pub use error::{Error, Result};
+pub use files::{LIST_BYTES_MAX, list_beside};
 pub use hosts::{Host, parse_hosts};
 pub use http::{Client, Counts, Options};
 pub use lazily::{LazyImage, LazyLayer, LazyOptions, pull_lazily};

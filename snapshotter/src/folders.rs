@@ -11,6 +11,7 @@
 //! ROOT/probe/             what is tried at start
 //! ROOT/store/             the bytes of files of all images
 //! ROOT/lazy/KEY/          images that are read before they are here, see [`crate::lazy`]
+//! ROOT/traces/MANIFEST    which files of such an image are fetched first, as `ferry image trace` recorded it
 //! ```
 //!
 //! All of it is below a directory that only root can enter: layers have set-user-id programs and device nodes.
@@ -104,6 +105,12 @@ impl Folders {
     #[must_use]
     pub fn lazy(&self) -> PathBuf {
         self.root.join("lazy")
+    }
+
+    /// Returns the directory of what was recorded of images' starts.
+    #[must_use]
+    pub fn traces(&self) -> PathBuf {
+        self.root.join("traces")
     }
 
     /// Returns the directory of all snapshots.

@@ -161,9 +161,10 @@ mod with {
     use std::time::Duration;
 
     use anyhow::{Context, bail};
-    use ferry_image::{FetchOptions, Image, Objects, RepairCounts, Store, repair_packs, told};
+    use ferry_image::{FetchOptions, FirstFiles, Image, Objects, RepairCounts, Store, Trace, repair_packs, told};
     use ferry_registry::{
-        Client, ConvertOutcome, Counts, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote,
+        Client, ConvertOutcome, Counts, LIST_BYTES_MAX, Options, Packs, PullOptions, PullOutcome, PushOutcome, Remote,
+        list_beside,
     };
     use serde_json::json;
 
@@ -177,6 +178,8 @@ mod with {
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
     /// How often the background looks whether it should begin.
     const TICK: Duration = Duration::from_millis(20);
+    /// The maximum number of bytes of a file's name in the log.
+    const NAME_BYTES_MAX: usize = 200;
     /// The pause after a failed background fetch.
     const BACKGROUND_PAUSE: Duration = Duration::from_secs(30);
 
@@ -274,6 +277,7 @@ mod with {
         let Prepared { store, packs, missing, background } = prepare(path, store, digest, from)?;
         let source = Source::open_with(path, &store, digest, Some(missing))?;
         reach(&source.shared_objects(), &packs)?;
+        put_first(path, source.image(), &source.shared_objects());
         if let Some(background) = background {
             let objects = source.shared_objects();
             let fetch = thread::Builder::new().name("ferry-fetch".into()).spawn(move || background(&objects));
@@ -300,7 +304,33 @@ mod with {
         let image = Image::open(path, digest)?;
         let objects = Objects::open_with(&image, &store, Some(missing))?;
         reach(&objects, &packs)?;
+        put_first(path, &image, &objects);
         Ok((image, objects, background))
+    }
+
+    /// Has the files that the list beside an image names fetched first. Whatever is wrong with it, the image is mounted.
+    fn put_first(path: &Path, image: &Image, objects: &Objects) {
+        let list = list_beside(path);
+        let trace = match Trace::read_within(&list, LIST_BYTES_MAX) {
+            Ok(trace) => trace,
+            Err(_) if !list.exists() => return,
+            Err(error) => return tracing::warn!("{}: nothing is fetched first", told(&error)),
+        };
+        let FirstFiles { files, unknown, unknown_names } = objects.put_first(image, trace.paths());
+        tracing::info!("{files} files of {} are fetched first", list.display());
+        if unknown > 0 {
+            let names: Vec<_> = unknown_names.iter().map(|name| excerpt(name)).collect();
+            let more = if names.len() < unknown { ", ..." } else { "" };
+            tracing::warn!(
+                "{unknown} paths in {} are no files of the image: {}{more}",
+                list.display(),
+                names.join(", ")
+            );
+        }
+    }
+
+    fn excerpt(name: &[u8]) -> String {
+        name[..name.len().min(NAME_BYTES_MAX)].escape_ascii().to_string()
     }
 
     /// Fetches data of the store that is recorded as damaged, or missing, as far as the server has it.
@@ -353,6 +383,9 @@ mod with {
     /// Ends with the process, or when all data is fetched; returns whether it is synced. A failed sync is not repeated: a second
     /// fsync(2) would report success.
     fn in_background(objects: &Objects, jobs: usize, remote: &Remote, packs: &Packs) -> bool {
+        if let Err(bad) = objects.fetch_first(jobs, &AtomicBool::new(false)) {
+            tracing::debug!("{bad}: it is tried again");
+        }
         let waits = !objects.looks_complete() && !packs.is_far();
         while waits && !objects.should_fetch_all() {
             thread::sleep(TICK);

@@ -1,6 +1,6 @@
 //! `ferry image trace`: records the files that a workload opens in a mounted image, in order.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::{BufWriter, IsTerminal, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -18,95 +18,165 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::CWD;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use tempfile::NamedTempFile;
 
-/// The maximum wait for events before the workload is checked, in nanoseconds.
-const LOOK_NS: i64 = 50_000_000;
+use super::container::{Container, Table};
+
+/// The maximum wait for events before the workload is checked.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// The base of the exit status for signals, as in shells.
 const SIGNAL_STATUS: i32 = 128;
 
 #[derive(Debug, clap::Args)]
 pub struct TraceArgs {
     /// The mount point of the image, of the kernel or of ferry mount; any other directory works, too.
-    #[arg(value_name = "DIR")]
-    dir: PathBuf,
-    /// The list to write: the files that were opened, for ferry image build --order-from.
-    #[arg(short, long, value_name = "TRACE")]
-    output: PathBuf,
-    /// The command that is the workload. Without one, the recording ends when this program is interrupted.
+    #[arg(value_name = "DIR", required_unless_present = "container")]
+    dir: Option<PathBuf>,
+    /// Record a container on layers of ferry-snapshotter from its start to its end. It is waited for. Its id, or the first digits of it,
+    /// names it, or the digest of its image's manifest (sha256:...).
+    #[arg(long, value_name = "NAME", conflicts_with = "dir")]
+    container: Option<String>,
+    /// The list to write: the files that were opened, for ferry image build --order-from, and as IMAGE.trace for mounts with --from
+    /// [default with --container: where ferry-snapshotter looks for it when the image is started again].
+    #[arg(short, long, value_name = "TRACE", required_unless_present = "container")]
+    output: Option<PathBuf>,
+    /// The command that is the workload, or starts the container. Without one, the recording ends when this program is interrupted.
     #[arg(value_name = "COMMAND", last = true)]
     command: Vec<OsString>,
 }
 
 /// Records until the workload ends; returns its status.
 pub fn trace(args: &TraceArgs) -> Result<u8> {
-    let dir = args.dir.canonicalize().with_context(|| format!("cannot find {}", args.dir.display()))?;
+    match (&args.container, &args.dir, &args.output) {
+        (Some(name), _, output) => trace_container(name, output.as_deref(), &args.command),
+        (None, Some(dir), Some(output)) => trace_directory(dir, output, &args.command),
+        (None, ..) => bail!("no directory is named"),
+    }
+}
+
+fn trace_directory(dir: &Path, output: &Path, command: &[OsString]) -> Result<u8> {
+    let dir = dir.canonicalize().with_context(|| format!("cannot find {}", dir.display()))?;
     if !dir.is_dir() {
         bail!("{} is not a directory", dir.display());
     }
-    let folder = args.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let new = tempfile::Builder::new().prefix(".new-").tempfile_in(folder);
-    let mut new = new.with_context(|| format!("cannot make a file in {}", folder.display()))?;
-    let mut watch = Watch::begin(dir)?;
-    // The last signal, or 0.
-    let stop = Arc::new(AtomicUsize::new(0));
-    for signal in [SIGINT, SIGTERM] {
-        let number = usize::try_from(signal).context("signals have numbers")?;
-        signal_hook::flag::register_usize(signal, Arc::clone(&stop), number).context("cannot wait for signals")?;
-    }
-    let status = match args.command.split_first() {
-        None => {
-            while stop.load(Ordering::Relaxed) == 0 {
-                watch.look()?;
-            }
-            0
+    let new = new_list(output)?;
+    let mut watch = Watch::begin(dir, MarkFlags::FAN_MARK_MOUNT)?;
+    let mut workload = Workload::start(command)?;
+    let status = loop {
+        if let Some(status) = workload.status()? {
+            break status;
         }
-        Some((program, words)) => {
-            let child = Command::new(program).args(words).spawn();
-            let child = child.map_err(|error| anyhow::anyhow!("cannot start {}: {error}", program.display()))?;
-            watch.until(&mut Workload(child), &stop)?
-        }
+        watch.look()?;
     };
     watch.take()?;
-    let Watch { trace, lost, .. } = watch;
-    let mut out = BufWriter::new(new.as_file_mut());
-    trace
-        .write(&mut out)
-        .and_then(|()| out.flush())
-        .with_context(|| format!("cannot write to {}", folder.display()))?;
-    drop(out);
-    new.persist(&args.output).with_context(|| format!("cannot make {}", args.output.display()))?;
-    if lost > 0 {
-        tracing::warn!("{lost} opened files are not in the list: the kernel could not report them");
-    }
-    eprintln!("ferry: {} files in {}", trace.len(), args.output.display());
+    watch.keep(new, output, |_| true)?;
     Ok(status)
 }
 
-/// A process that is killed when this is dropped.
-struct Workload(Child);
+fn trace_container(name: &str, output: Option<&Path>, command: &[OsString]) -> Result<u8> {
+    let table = Table::open()?;
+    let mut workload = Workload::start(command)?;
+    let container = loop {
+        if let Some(found) = Container::find(name)? {
+            break found;
+        }
+        while !table.changes(&LOOK) {
+            if workload.status()?.is_some() {
+                bail!("no container {name} on layers of ferry-snapshotter was started");
+            }
+        }
+    };
+    // Processes of the container open files by another mount of the same file system.
+    let mut watch = Watch::begin(container.at.clone(), MarkFlags::FAN_MARK_FILESYSTEM)?;
+    eprintln!("ferry: recording {}", container.at.display());
+    let status = loop {
+        if let Some(status) = workload.status()? {
+            break status;
+        }
+        watch.look()?;
+        if command.is_empty() && !container.is_mounted() {
+            break 0;
+        }
+    };
+    watch.take()?;
+    let list = output.map_or_else(|| container.list(), Path::to_owned);
+    if output.is_none() {
+        let folder = parent(&list);
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    // Not what the container has written.
+    let is_of_image = |path: &[u8]| is_file(&container.layer, path);
+    watch.keep(new_list(&list)?, &list, is_of_image)?;
+    Ok(status)
+}
+
+/// Whether a tree has a regular file at a path that begins with the slash of its root.
+fn is_file(tree: &Path, path: &[u8]) -> bool {
+    let path = path.strip_prefix(b"/").unwrap_or(path);
+    std::fs::symlink_metadata(tree.join(OsStr::from_bytes(path))).is_ok_and(|found| found.is_file())
+}
+
+fn parent(list: &Path) -> &Path {
+    list.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Creates a file that becomes a list.
+fn new_list(list: &Path) -> Result<NamedTempFile> {
+    let new = tempfile::Builder::new().prefix(".new-").tempfile_in(parent(list));
+    new.with_context(|| format!("cannot make a file in {}", parent(list).display()))
+}
+
+/// A process that is killed when this is dropped, or nothing but the wait for a signal.
+struct Workload {
+    child: Option<Child>,
+    /// The last signal, or 0.
+    stop: Arc<AtomicUsize>,
+}
 
 impl Workload {
-    /// Forwards a signal.
-    fn signal(&self, number: i32) {
+    fn start(command: &[OsString]) -> Result<Self> {
+        let stop = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM] {
+            let number = usize::try_from(signal).context("signals have numbers")?;
+            signal_hook::flag::register_usize(signal, Arc::clone(&stop), number).context("cannot wait for signals")?;
+        }
+        let start = |(program, words): (&OsString, &[OsString])| {
+            let child = Command::new(program).args(words).spawn();
+            child.map_err(|error| anyhow::anyhow!("cannot start {}: {error}", program.display()))
+        };
+        Ok(Self { child: command.split_first().map(start).transpose()?, stop })
+    }
+
+    /// Forwards signals; returns the exit status once it has ended.
+    fn status(&mut self) -> Result<Option<u8>> {
+        let signal = self.stop.swap(0, Ordering::Relaxed);
+        let Some(child) = &mut self.child else { return Ok((signal != 0).then_some(0)) };
+        let number = i32::try_from(signal).unwrap_or(SIGTERM);
         // The terminal also sends SIGINT to the workload.
         let is_there = number == SIGINT && std::io::stdin().is_terminal();
         if let Some(signal) = Signal::from_named_raw(number).filter(|_| !is_there) {
             // The only error is that it has just ended.
-            let _ = kill_process(Pid::from_child(&self.0), signal);
+            let _ = kill_process(Pid::from_child(child), signal);
         }
+        let Some(status) = child.try_wait().context("cannot wait for the workload")? else { return Ok(None) };
+        let status = status.code().or_else(|| Some(SIGNAL_STATUS + status.signal()?));
+        Ok(Some(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX)))
     }
 }
 
 impl Drop for Workload {
     fn drop(&mut self) {
         // Both do nothing after a successful wait.
-        let _ = self.0.kill().and_then(|()| self.0.wait());
+        if let Some(child) = &mut self.child {
+            let _ = child.kill().and_then(|()| child.wait());
+        }
     }
 }
 
 /// A directory that is watched.
 struct Watch {
     dir: PathBuf,
+    is_container: bool,
     events: Fanotify,
     trace: Trace,
     /// The number of files that could not be reported.
@@ -114,7 +184,7 @@ struct Watch {
 }
 
 impl Watch {
-    fn begin(dir: PathBuf) -> Result<Self> {
+    fn begin(dir: PathBuf, scope: MarkFlags) -> Result<Self> {
         let flags = InitFlags::FAN_CLASS_NOTIF
             | InitFlags::FAN_CLOEXEC
             | InitFlags::FAN_NONBLOCK
@@ -131,33 +201,18 @@ impl Watch {
             events => events.context("cannot watch opened files")?,
         };
         events
-            .mark(MarkFlags::FAN_MARK_ADD | MarkFlags::FAN_MARK_MOUNT, MaskFlags::FAN_OPEN, CWD, Some(&dir))
+            .mark(MarkFlags::FAN_MARK_ADD | scope, MaskFlags::FAN_OPEN, CWD, Some(&dir))
             .with_context(|| format!("cannot watch opened files in {}", dir.display()))?;
-        Ok(Self { dir, events, trace: Trace::default(), lost: 0 })
+        let is_container = scope.contains(MarkFlags::FAN_MARK_FILESYSTEM);
+        Ok(Self { dir, is_container, events, trace: Trace::default(), lost: 0 })
     }
 
     /// Waits a moment for events, and reads all of them.
     fn look(&mut self) -> Result<()> {
-        let moment = Timespec { tv_sec: 0, tv_nsec: LOOK_NS };
         let events = self.events.as_fd();
-        match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&moment)) {
+        match poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&LOOK)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => self.take(),
             Err(error) => Err(error).context("cannot wait for events"),
-        }
-    }
-
-    /// Records until a process ends; returns its status. Signals are forwarded to it.
-    fn until(&mut self, workload: &mut Workload, stop: &AtomicUsize) -> Result<u8> {
-        loop {
-            match stop.swap(0, Ordering::Relaxed) {
-                0 => {}
-                number => workload.signal(i32::try_from(number).unwrap_or(SIGTERM)),
-            }
-            if let Some(status) = workload.0.try_wait().context("cannot wait for the workload")? {
-                let status = status.code().or_else(|| Some(SIGNAL_STATUS + status.signal()?));
-                return Ok(status.and_then(|status| u8::try_from(status).ok()).unwrap_or(u8::MAX));
-            }
-            self.look()?;
         }
     }
 
@@ -183,11 +238,35 @@ impl Watch {
                     .is_ok_and(|found| rustix::fs::FileType::from_raw_mode(found.st_mode).is_file());
                 let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
                 if let (true, Ok(path)) = (is_file, path)
-                    && let Ok(path) = path.strip_prefix(&self.dir)
+                    && let Some(path) = self.inside(&path)
                 {
                     self.trace.add(&[b"/", path.as_os_str().as_bytes()].concat());
                 }
             }
         }
+    }
+
+    /// Returns a path below the watched directory. In a container it is the root.
+    fn inside<'a>(&self, path: &'a Path) -> Option<&'a Path> {
+        let below = path.strip_prefix(&self.dir).ok();
+        below.or_else(|| path.strip_prefix("/").ok().filter(|_| self.is_container))
+    }
+
+    /// Writes a list of those files that a function accepts.
+    fn keep(self, mut new: NamedTempFile, list: &Path, accepts: impl Fn(&[u8]) -> bool) -> Result<()> {
+        let mut trace = Trace::default();
+        for path in self.trace.paths().filter(|path| accepts(path)) {
+            trace.add(path);
+        }
+        let mut out = BufWriter::new(new.as_file_mut());
+        let written = trace.write(&mut out).and_then(|()| out.flush());
+        written.with_context(|| format!("cannot write to {}", parent(list).display()))?;
+        drop(out);
+        new.persist(list).with_context(|| format!("cannot make {}", list.display()))?;
+        if self.lost > 0 {
+            tracing::warn!("{} opened files are not in the list: the kernel could not report them", self.lost);
+        }
+        eprintln!("ferry: {} files in {}", trace.len(), list.display());
+        Ok(())
     }
 }

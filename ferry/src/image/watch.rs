@@ -15,7 +15,7 @@ mod event;
 pub mod pack_hold;
 
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -364,6 +364,7 @@ pub fn wait_for_unmount(id: u64) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::ops::Range;
     use std::os::fd::OwnedFd;
     use std::sync::RwLock;

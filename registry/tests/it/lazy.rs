@@ -4,7 +4,7 @@ use crate::common;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, LazyLock};
 use std::thread;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use common::{Disk, FILES, Place, Reply, content};
 use ferry_image::{BuildOptions, FetchOptions, Layout, Source, Store, Trace};
 use ferry_registry::pull_metadata;
 use ferry_vfs::{Errno, Name};
+use proptest::prelude::*;
 
 /// Opens the image in a separate store.
 fn open(place: &Place, store: &str, ahead_bytes: u64, cache_bytes: Option<u64>) -> Result<Source, ferry_image::Error> {
@@ -121,6 +122,47 @@ fn objects_are_fetched_in_the_order_of_the_workload() {
         "{from}..{to}: the two files, in the order of the trace"
     );
     assert_eq!(read(&source, "35").unwrap(), content(35));
+}
+
+#[test]
+fn listed_files_are_fetched_first() {
+    let place = Place::new();
+    let fetch = |source: &Source| source.shared_objects().fetch_all(1, &AtomicBool::new(false), &|_, _| {}).unwrap();
+    let alone = open(&place, "alone", 0, None).unwrap();
+    let ranges = ["35", "12"].map(|name| {
+        read(&alone, name).unwrap();
+        asked(&place)[0]
+    });
+    let source = open(&place, "lazy", 0, None).unwrap();
+    let paths: [&[u8]; 9] = [b"/35", b"/nowhere", b"35/x", b"/", b"", b"/35", b"//./12", b"//12", b"/\0\xff"];
+    let found = source.shared_objects().put_first(source.image(), paths);
+    let unknown: [&[u8]; 5] = [b"/nowhere", b"35/x", b"/", b"", b"//./12"];
+    assert_eq!((found.files, found.unknown, found.unknown_names), (2, 6, unknown.map(<[u8]>::to_vec).to_vec()));
+    fetch(&source);
+    assert_eq!(asked(&place)[..2], ranges);
+    assert_eq!(read(&source, "large").unwrap(), read(&alone, "large").unwrap());
+    // A list changes nothing where all is here, or composefs's objects are fetched.
+    fetch(&source);
+    let composefs = Place::laid_out(Layout::Composefs { version: None });
+    let source = open(&composefs, "lazy", 0, None).unwrap();
+    assert_eq!(source.shared_objects().put_first(source.image(), paths).files, 2);
+    fetch(&source);
+    assert_eq!(read(&source, "12").unwrap(), content(12));
+}
+
+proptest! {
+    /// Lists are untrusted.
+    #[test]
+    fn any_list_of_paths_is_taken(paths in prop::collection::vec("(/|/?[0-9]{1,2}|\\PC{0,9}){0,4}", 0..20)) {
+        static PLACE: LazyLock<(Place, Source)> = LazyLock::new(|| {
+            let place = Place::new();
+            let source = open(&place, "lazy", 0, None).unwrap();
+            (place, source)
+        });
+        let (source, objects) = (&PLACE.1, PLACE.1.shared_objects());
+        let found = objects.put_first(source.image(), paths.iter().map(String::as_bytes));
+        prop_assert!(found.files + found.unknown <= paths.len() && found.unknown_names.len() <= 5);
+    }
 }
 
 #[test]

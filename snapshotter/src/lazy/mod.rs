@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! ROOT/lazy/KEY/image      metadata of an image of the lower layers of a container image; KEY: its manifest and the number of layers
+//! ROOT/lazy/KEY/image.trace the files that are fetched first, if anybody has said which
 //! ROOT/lazy/KEY/about.toml what it is, and where its data come from
 //! ROOT/lazy/KEY/layer      where it is mounted
 //! ROOT/lazy/KEY/process    the process that fetches what is read
@@ -23,7 +24,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::{Digest, Image, Objects, told};
-use ferry_registry::{Client, LazyImage, LazyOptions, Options, Reference, Remote, pull_lazily};
+use ferry_registry::{Client, LazyImage, LazyOptions, Options, Reference, Remote, list_beside, pull_lazily};
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
@@ -296,6 +297,9 @@ impl Lazy {
             Mounted::Erofs | Mounted::Nothing => {}
             Mounted::Dead => erofs::unmount_all(&at)?,
         }
+        if let Err(error) = self.list_first(key) {
+            tracing::warn!("{}: files are fetched in the order of the layers", told(&error));
+        }
         let job = Job {
             image: &folder.join("image"),
             digest: &about.digest,
@@ -361,6 +365,19 @@ impl Lazy {
             );
         }
         may
+    }
+
+    /// Has the files fetched first that were recorded (`ferry image trace`), instead of those that the layers name.
+    fn list_first(&self, key: &str) -> Result<()> {
+        let recorded = self.folders.traces().join(key.rsplit_once('-').map_or(key, |(manifest, _)| manifest));
+        if !recorded.exists() {
+            return Ok(());
+        }
+        let list = list_beside(&self.folder(key).join("image"));
+        match fs::remove_file(&list) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error).doing("remove", list),
+            _ => fs::hard_link(&recorded, &list).doing("create", list),
+        }
     }
 
     /// Whether what the kernel has mounted is complete, or a process fetches what is missing.

@@ -7,6 +7,7 @@ use std::process::Command;
 use ferry_guest::Cache;
 
 use crate::containerd::{Containerd, wait_until_empty};
+use crate::lazy_order::Recorder;
 use crate::lazy_place::{ferry, noise, until};
 use crate::server::{Server, can_mount};
 use crate::servers::{Program, Proxy, registry};
@@ -122,7 +123,9 @@ fn containers_start_before_their_layers_are_here() {
         assert_eq!(listed.matches("Committed").count(), 2, "{listed}");
         let name = &*format!("lazy-{}-{}", std::process::id(), format.len());
         let script = "while :; do /bin/busybox sleep 1; done";
+        let mut recorder = Recorder::start(name);
         containerd.ctr(&["run", "--snapshotter", "ferry", "--detach", image, name, BUSYBOX, "sh", "-c", script]);
+        recorder.records();
         let started = proxy.answered() - before;
         println!("{format}: pulled after {pulled} bytes, started after {started}, of {bytes} in the layers");
         assert!(pulled < 1_000_000 && started < 8_000_000, "{pulled} {started}");
@@ -153,6 +156,11 @@ fn containers_start_before_their_layers_are_here() {
         let script = "/bin/busybox cmp /first /tmp/first.copy && /bin/busybox touch /tmp/same; /bin/busybox cat /large >/dev/null || /bin/busybox touch /tmp/failed";
         place.containerd.ctr(&["task", "exec", "--exec-id", "cmp", name, BUSYBOX, "sh", "-c", script]);
         assert!(place.written("same").is_some() && place.written("failed").is_some(), "{format}");
+        place.containerd.ctr(&["task", "kill", "--signal", "SIGKILL", name]);
+        recorder.end();
+        let traces = fs::read_dir(place.server.root().join("traces")).expect("it was made").flatten();
+        let lists: Vec<_> = traces.map(|list| fs::read_to_string(list.path()).expect("it is text")).collect();
+        assert_eq!(lists, ["/bin/busybox\n/first\n/second\n/large\n"], "{format}");
         place.finish(name);
     }
 }

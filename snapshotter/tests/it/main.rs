@@ -18,6 +18,7 @@ mod images;
 mod lazy;
 mod lazy_containerd;
 mod lazy_kills;
+mod lazy_order;
 mod lazy_place;
 mod metadata;
 mod server;

@@ -41,6 +41,7 @@ pub use format::{erofs, pack_table};
 pub use read::diff::{Change, Digests, Kind as ChangeKind, diff};
 pub use read::disk::Disk;
 pub use read::dump::{DumpError, write as dump};
+pub use read::fetch_first::FirstFiles;
 pub use read::objects::Objects;
 pub use read::source::Source;
 pub use store::fetch::{ByteSink, Fetch, FetchOptions};

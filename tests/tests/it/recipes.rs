@@ -55,6 +55,7 @@ const NEEDED: &[(&str, &str)] = &[
         "ctr images pull --snapshotter ferry ghcr.io/",
         "containerd and this registry: snapshotter/tests/it/lazy_containerd.rs has its own",
     ),
+    ("ferry image trace --container", "containerd: snapshotter/tests/it/lazy_containerd.rs records a container"),
     ("[lazy]", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     (
         "systemctl enable --now ferry-snapshotter",

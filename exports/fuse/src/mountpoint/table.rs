@@ -57,9 +57,14 @@ impl Mounted {
 
     /// Returns the value of an option of the file system.
     pub fn option(&self, name: &str) -> Option<OsString> {
+        self.values(name).next()
+    }
+
+    /// Returns the values of an option that may be there several times.
+    pub fn values<'a>(&'a self, name: &'a str) -> impl Iterator<Item = OsString> + 'a {
         let value = |option: &[u8]| Some(unescape(option.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?));
         // Commas in values are escaped.
-        self.options.split(|byte| *byte == b',').find_map(value).map(OsString::from_vec)
+        self.options.split(|byte| *byte == b',').filter_map(value).map(OsString::from_vec)
     }
 }
 

@@ -60,9 +60,18 @@ impl Trace {
     ///
     /// It cannot be read, or contains something other than paths.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_within(path, TRACE_BYTES_MAX)
+    }
+
+    /// As [`Self::read`], if the list has at most so many bytes.
+    ///
+    /// # Errors
+    ///
+    /// As of [`Self::read`], or it is longer.
+    pub fn read_within(path: &Path, bytes_max: u64) -> Result<Self> {
         let file = File::open(path).doing("open", path)?;
         let mut trace = Self::default();
-        let mut input = BufReader::new(file.take(TRACE_BYTES_MAX + 1));
+        let mut input = BufReader::new(file.take(bytes_max.saturating_add(1)));
         let (mut line, mut bytes) = (Vec::new(), 0);
         for number in 1_usize.. {
             line.clear();
@@ -70,8 +79,8 @@ impl Trace {
             bytes += count as u64;
             let refused =
                 |reason: &str| Error::Input { path: path.into(), at: format!("line {number}"), reason: reason.into() };
-            if bytes > TRACE_BYTES_MAX {
-                return Err(refused("the list has more than 1 GiB"));
+            if bytes > bytes_max {
+                return Err(refused(&format!("the list has more than {bytes_max} bytes")));
             }
             if count == 0 {
                 break;
@@ -161,6 +170,15 @@ mod tests {
         trace.write(&mut text).expect("it can be written");
         assert_eq!(read(&text), Ok(paths.map(<[u8]>::to_vec).to_vec()));
         assert_eq!(read(b"/a\n/b\n/a"), Ok(vec![b"/a".to_vec(), b"/b".to_vec()]));
+    }
+
+    #[test]
+    fn long_lists_are_refused() {
+        let mut file = tempfile::NamedTempFile::new().expect("a file can be made");
+        file.write_all(b"/one\n/two\n").expect("it can be written");
+        assert_eq!(Trace::read_within(file.path(), 10).map(|trace| trace.len()).ok(), Some(2));
+        let said = Trace::read_within(file.path(), 9).expect_err("it is longer").to_string();
+        assert!(said.contains("line 2: the list has more than 9 bytes"), "{said}");
     }
 
     #[test]

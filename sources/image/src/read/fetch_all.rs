@@ -70,8 +70,19 @@ impl Objects {
         })
     }
 
+    /// Fetches what [`Self::put_first`] has put first, with `jobs` concurrent requests, until done or until `stop` is set.
+    ///
+    /// # Errors
+    ///
+    /// The first object that could not be fetched; fetched ones stay.
+    pub fn fetch_first(&self, jobs: usize, stop: &AtomicBool) -> Result<(), ObjectError> {
+        let first = self.first_parts();
+        let parts: Vec<&dyn FetchableSet> = first.iter().map(|part| part as &dyn FetchableSet).collect();
+        fetch_each(&parts, jobs, stop, &|_, _| {})
+    }
+
     /// Fetches all missing objects with `jobs` concurrent requests, until done or until `stop` is set, beginning with
-    /// the pack that is needed first. Objects beyond the cache limit are skipped.
+    /// those of [`Self::put_first`] and the pack that is needed first. Objects beyond the cache limit are skipped.
     ///
     /// # Errors
     ///
@@ -84,6 +95,7 @@ impl Objects {
         }
         let mut absent: Vec<_> = self.packs.iter().filter_map(|pack| Some((&**pack, pack.absent.as_ref()?))).collect();
         absent.sort_by_key(|(pack, _)| !pack.ahead);
+        self.fetch_first(jobs, stop)?;
         let parts: Vec<&dyn FetchableSet> = absent.iter().map(|part| part as &dyn FetchableSet).collect();
         fetch_each(&parts, jobs, stop, progress)?;
         self.shrink();

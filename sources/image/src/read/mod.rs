@@ -6,6 +6,7 @@ pub(crate) mod disk;
 pub(crate) mod dump;
 pub(crate) mod fetch;
 pub(crate) mod fetch_all;
+pub(crate) mod fetch_first;
 pub(crate) mod fetch_locks;
 pub(crate) mod fetch_objects;
 pub(crate) mod missing_objects;

@@ -44,6 +44,8 @@ pub struct Objects {
     files: Option<Files>,
     /// Verifies what is read soon; started by the first sequential read.
     soon: OnceLock<SyncSender<(usize, usize)>>,
+    /// What is fetched first: packs, and objects in them.
+    pub(crate) first: OnceLock<Vec<(usize, Range<usize>)>>,
 }
 
 impl Objects {
@@ -78,7 +80,7 @@ impl Objects {
     pub fn open_repaired(image: &Image, folder: &Path, missing: Option<FetchOptions>) -> Result<Self> {
         if image.is_composefs() {
             let files = files(image, (folder, folder), missing)?;
-            return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new() });
+            return Ok(Self { packs: Vec::new(), files: Some(files), soon: OnceLock::new(), first: OnceLock::new() });
         }
         let store = Store::open(folder)?;
         let common = missing.map(|missing| PartialPacks::new(folder, missing));
@@ -109,7 +111,7 @@ impl Objects {
         if image.expected_tree().is_some() {
             image.verify_tree_by(&packs.iter().map(|pack| &pack.index).collect::<Vec<_>>())?;
         }
-        let objects = Self { packs, files: None, soon: OnceLock::new() };
+        let objects = Self { packs, files: None, soon: OnceLock::new(), first: OnceLock::new() };
         objects.shrink();
         Ok(objects)
     }
@@ -129,7 +131,12 @@ impl Objects {
     ///
     /// It cannot be opened.
     pub(crate) fn open_at(image: &Image, folder: &Path, seen: &Path) -> Result<Self> {
-        Ok(Self { packs: Vec::new(), files: Some(files(image, (folder, seen), None)?), soon: OnceLock::new() })
+        Ok(Self {
+            packs: Vec::new(),
+            files: Some(files(image, (folder, seen), None)?),
+            soon: OnceLock::new(),
+            first: OnceLock::new(),
+        })
     }
 
     /// Returns composefs's objects, if some may be missing.
@@ -500,7 +507,7 @@ fn files(image: &Image, (folder, seen): (&Path, &Path), missing: Option<FetchOpt
 }
 
 /// Returns the objects that overlap a range of a pack.
-fn touched(objects: &[Object], offset: u64, end: u64) -> Range<usize> {
+pub(crate) fn touched(objects: &[Object], offset: u64, end: u64) -> Range<usize> {
     let (first, last) = (offset / BLOCK_BYTES as u64, end.div_ceil(BLOCK_BYTES as u64));
     let from = objects.partition_point(|object| object.block + object.blocks() <= first);
     from..objects.partition_point(|object| object.block < last).max(from)

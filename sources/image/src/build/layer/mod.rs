@@ -11,7 +11,9 @@ mod zstd_chunked;
 use std::io::{self, Write};
 use std::path::Path;
 
-use crate::build::tar::{Kind, Layers, OverlayLayer};
+use ferry_vfs::Name;
+
+use crate::build::tar::{Kind, Layers, OverlayLayer, components};
 use crate::build::tree_builder::Refusal;
 use crate::format::digest::{Algorithm, DIGEST_BYTES, Digest, bytes_of_hex};
 use crate::format::error::{IoContext, Result};
@@ -152,7 +154,7 @@ impl LayerRef {
 
     /// Parses a verified table of contents; files end at `end` in the blob.
     fn parse_toc(&self, json: &[u8], end: u64) -> std::result::Result<Layer, Refusal> {
-        let toc::Toc { mut items, mut edges } = toc::parse(json)?;
+        let toc::Toc { mut items, mut edges, landmark } = toc::parse(json)?;
         edges.push(end);
         edges.retain(|edge| *edge <= end);
         edges.sort_unstable();
@@ -171,6 +173,7 @@ impl LayerRef {
             stored.map_or((u64::MAX, 0), |chunk| (chunk.span.from, chunk.span.inner))
         };
         files.sort_by_key(|at| begin(&items[*at]));
+        let first = files.iter().copied().take_while(|at| begin(&items[*at]).0 < landmark).collect();
         let compression = if matches!(self.kind, TocKind::Estargz) { Compression::Gzip } else { Compression::Zstd };
         let (sha256, bytes, toc) = (self.sha256, self.bytes, self.toc);
         let blob = LayerBlob { compression, sha256, bytes, toc, spans: Vec::new() };
@@ -186,7 +189,7 @@ impl LayerRef {
             at += items[file].chunks.len();
         }
         let index = Index { pack: name, objects, blocks: pack_blocks, verity: None, layer: Some(layer) };
-        Ok(Layer { items, blocks, index, toc_bytes: 0 })
+        Ok(Layer { items, blocks, index, first, toc_bytes: 0 })
     }
 }
 
@@ -196,6 +199,8 @@ pub struct Layer {
     /// The first block of each item in the layer's pack.
     blocks: Vec<u64>,
     index: Index,
+    /// The items that its converter wants to be fetched first, in order.
+    first: Vec<usize>,
     toc_bytes: u64,
 }
 
@@ -212,6 +217,14 @@ impl Layer {
     /// Returns the length of its table of contents, which is about the memory that this takes.
     pub fn toc_bytes(&self) -> u64 {
         self.toc_bytes
+    }
+
+    /// Returns the paths of the files that the layer's converter wants to be fetched first, in order.
+    pub fn first(&self) -> impl Iterator<Item = Vec<u8>> {
+        let names = |item: &Item| {
+            Some(components(&item.member.path).ok()?.into_iter().map(Name::as_bytes).collect::<Vec<_>>().join(&b'/'))
+        };
+        self.first.iter().filter_map(move |at| Some([b"/", &names(&self.items[*at])?[..]].concat()))
     }
 
     /// Returns the index of the layer's pack.

@@ -28,7 +28,8 @@ const CHUNKS_MAX: usize = 1 << 20;
 /// The length of objects that files of zeros are divided into, in bytes.
 const ZEROS_BYTES: u64 = 4 << 20;
 /// Files that the converters of eStargz add to a layer: they say what to fetch first.
-const LANDMARKS: [&[u8]; 2] = [b".prefetch.landmark", b".no.prefetch.landmark"];
+const LANDMARK: &[u8] = b".prefetch.landmark";
+const LANDMARKS: [&[u8]; 2] = [LANDMARK, b".no.prefetch.landmark"];
 
 #[derive(Deserialize)]
 struct Document<'a> {
@@ -94,6 +95,8 @@ pub(super) struct Toc {
     pub items: Vec<Item>,
     /// The offsets at which streams can begin or end.
     pub edges: Vec<u64>,
+    /// Files that begin before this offset are to be fetched first.
+    pub landmark: u64,
 }
 
 /// Parses a table of contents whose digest was verified.
@@ -103,7 +106,7 @@ pub(super) fn parse(json: &[u8]) -> Result<Toc, Refusal> {
     if document.version != 1 {
         return Err(format!("its table of contents has the version {}, not 1", document.version));
     }
-    let mut toc = Toc { items: Vec::new(), edges: Vec::new() };
+    let mut toc = Toc { items: Vec::new(), edges: Vec::new(), landmark: 0 };
     let mut chunks_left = CHUNKS_MAX;
     let mut names = HashMap::new();
     for entry in &document.entries {
@@ -120,6 +123,9 @@ pub(super) fn parse(json: &[u8]) -> Result<Toc, Refusal> {
             && LANDMARKS.contains(&name.as_bytes())
         {
             // Its chunks, if any, would be those of a small file.
+            if name.as_bytes() == LANDMARK {
+                toc.landmark = entry.offset;
+            }
             continue;
         }
         let key = path.iter().map(|name| name.as_bytes()).collect::<Vec<_>>().join(&b'/');

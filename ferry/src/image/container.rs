@@ -1,0 +1,150 @@
+//! Finds a container on layers of ferry-snapshotter by the kernel's table of mounts, whatever started it.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use ferry_fuse::Mounted;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// The shortest part of a container's name that may stand for it.
+const PREFIX_BYTES_MIN: usize = 8;
+/// What a manifest's name begins with.
+const DIGEST: &str = "sha256:";
+
+/// A container, of which one layer is an image that is fetched when it is read.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Container {
+    /// Its root directory, as containerd sees it.
+    pub at: PathBuf,
+    /// Its mount.
+    pub id: u64,
+    /// The digits of its image's manifest.
+    manifest: String,
+    /// Where the snapshotter has mounted the image.
+    pub layer: PathBuf,
+    /// The root of the snapshotter.
+    root: PathBuf,
+}
+
+impl Container {
+    /// Returns the container of this name, or a container of the image whose manifest has this digest.
+    ///
+    /// # Errors
+    ///
+    /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
+    pub fn find(name: &str) -> Result<Option<Self>> {
+        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
+        if let Some(manifest) = name.strip_prefix(DIGEST) {
+            return Ok(overlays.filter_map(of_mount).find(|found| found.manifest == manifest));
+        }
+        let named: Vec<_> = overlays.filter(|mount| is_named(&mount.at, name)).collect();
+        let mount = match named[..] {
+            [] => return Ok(None),
+            [mount] => mount,
+            [one, two, ..] => {
+                bail!("{name} may be {} or {}: name more of it", one.at.display(), two.at.display());
+            }
+        };
+        let found = of_mount(mount).with_context(|| {
+            format!(
+                "{} has no layer of ferry-snapshotter that is fetched when it is read; name the directory and --output \
+                 instead of --container to record what is opened there",
+                mount.at.display()
+            )
+        })?;
+        Ok(Some(found))
+    }
+
+    /// Returns where the snapshotter looks for the list of the container's image.
+    pub fn list(&self) -> PathBuf {
+        self.root.join("traces").join(&self.manifest)
+    }
+
+    /// Whether its mount is still there.
+    pub fn is_mounted(&self) -> bool {
+        Mounted::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id))
+    }
+}
+
+/// The kernel's table of mounts.
+pub struct Table(File);
+
+impl Table {
+    pub fn open() -> Result<Self> {
+        File::open("/proc/self/mountinfo").map(Self).context("cannot open the kernel's table of mounts")
+    }
+
+    /// Waits for a change, at most this long; returns whether there was one since the last call.
+    pub fn changes(&self, time: &Timespec) -> bool {
+        poll(&mut [PollFd::new(&self.0, PollFlags::PRI)], Some(time)).is_ok_and(|count| count > 0)
+    }
+}
+
+/// Whether a mount is the root of a container: containerd names a folder after it, with the mount on it or on `rootfs` in it.
+fn is_named(at: &Path, name: &str) -> bool {
+    let at = if at.file_name() == Some(OsStr::new("rootfs")) { at.parent().unwrap_or(at) } else { at };
+    let found = at.file_name().map(OsStr::as_bytes).unwrap_or_default();
+    found == name.as_bytes() || name.len() >= PREFIX_BYTES_MIN && found.starts_with(name.as_bytes())
+}
+
+fn of_mount(mount: &Mounted) -> Option<Container> {
+    // ROOT/snapshots/ID/fs
+    let upper = PathBuf::from(mount.option("upperdir")?);
+    let snapshot = upper.parent()?;
+    let root = snapshot.parent()?.parent()?;
+    let lower = mount.values("lowerdir").chain(mount.values("lowerdir+"));
+    let lower: Vec<_> = lower.flat_map(|all| split(&all)).collect();
+    // containerd shortens names; with the users of a container, a layer has another mount of the same file system.
+    let devices: BTreeSet<u64> =
+        lower.iter().filter_map(|path| Some(fs::metadata(root.join(path)).ok()?.dev())).collect();
+    for entry in fs::read_dir(root.join("lazy")).ok()?.flatten() {
+        let layer = entry.path().join("layer");
+        let (Ok(found), Ok(folder)) = (fs::metadata(&layer), fs::metadata(entry.path())) else { continue };
+        if found.dev() == folder.dev() || !devices.contains(&found.dev()) {
+            continue;
+        }
+        // MANIFEST-LAYERS
+        let name = entry.file_name().into_string().ok()?;
+        let (manifest, _) = name.rsplit_once('-')?;
+        return Some(Container {
+            at: mount.at.clone(),
+            id: mount.id,
+            manifest: manifest.into(),
+            layer,
+            root: root.into(),
+        });
+    }
+    None
+}
+
+/// Splits the layers of an option: the snapshotter's paths have no colons.
+fn split(layers: &OsStr) -> Vec<PathBuf> {
+    layers.as_bytes().split(|byte| *byte == b':').map(|path| OsStr::from_bytes(path).into()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn containers_are_known_by_their_folders() {
+        let task = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/0123456789abcdef/rootfs";
+        for (at, name, expected) in [
+            (task, "0123456789abcdef", true),
+            (task, "01234567", true),
+            (task, "0123456", false),
+            (task, "12345678", false),
+            (task, "rootfs", false),
+            ("/var/lib/docker/rootfs/overlayfs/web", "web", true),
+            ("/", "web", false),
+        ] {
+            assert_eq!(is_named(Path::new(at), name), expected, "{at} {name}");
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! What is fetched first: files that an image's converter has named, and files that were recorded of a container.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use crate::lazy_place::{Place, ferry, noise, until};
+use crate::server::{Mounted, can_mount};
+use crate::toc_layers::{Format, Layer, Writer, sha256};
+
+/// The landmark is in the upper layer, of which the first file is wanted; the lower one would be fetched before it.
+fn layers(landmark: &str) -> Vec<Layer> {
+    let mut lower = Writer::new(Format::Estargz, &[128 << 10]);
+    lower.file("other", &noise(2, 20_000));
+    lower.file("large", &noise(4, 6_000_000));
+    lower.file("small", &noise(1, 20_000));
+    let mut upper = Writer::new(Format::Estargz, &[128 << 10]);
+    upper.file("above", &noise(5, 20_000));
+    upper.file(landmark, b"\x0f");
+    upper.file("below", &noise(6, 200_000));
+    vec![lower.finish(), upper.finish()]
+}
+
+/// The layer of the first request for files since the last call, and its range.
+fn first(place: &Place) -> (usize, usize, usize) {
+    until("all of it", || place.is_complete());
+    let mut found = place.fake.requests().into_iter().filter(|request| request.is_blob()).filter_map(|request| {
+        let layer = place.layers.iter().position(|layer| request.path.ends_with(&sha256(&layer.blob)))?;
+        let (from, to) = request.range()?;
+        // Neither its table of contents, nor the byte that is asked for to connect.
+        (to < place.layers[layer].blob.len() && to - from > 1).then_some((layer, from, to))
+    });
+    found.next().expect("files are asked for")
+}
+
+/// Where a file of a layer begins and ends in its blob.
+fn place_of(layer: &Layer, bytes: &[u8]) -> (usize, usize) {
+    // Noise is not compressed, so any part of it is found.
+    let middle = &bytes[1000..1100];
+    let at = layer.blob.windows(middle.len()).position(|part| part == middle).expect("it is there");
+    (at - 1000, at - 1000 + bytes.len())
+}
+
+fn remove(place: &mut Place) {
+    let mut client = place.server.client();
+    for name in ["sha256:chain-1", "sha256:chain-0"] {
+        client.remove(name).unwrap();
+    }
+    until("the end of the packs", || {
+        client.cleanup().unwrap();
+        let packs = fs::read_dir(place.server.root().join("store/packs")).unwrap().flatten();
+        packs.filter(|pack| pack.file_name() != "table").count() == 0
+    });
+    assert_eq!(place.images(), [] as [PathBuf; 0]);
+    place.fake.requests();
+}
+
+#[test]
+fn files_before_the_landmark_are_fetched_first() {
+    if !can_mount() {
+        return;
+    }
+    for (landmark, expected) in [(".prefetch.landmark", 1), (".no.prefetch.landmark", 0), ("dir/.prefetch.landmark", 0)]
+    {
+        let mut place = Place::configured(layers(landmark), 1, "");
+        let mut client = place.server.client();
+        place.pull(&mut client);
+        let (layer, from, to) = first(&place);
+        assert_eq!(layer, expected, "{landmark}");
+        if expected == 1 {
+            let (begin, end) = place_of(&place.layers[1], &noise(5, 20_000));
+            let (below, _) = place_of(&place.layers[1], &noise(6, 200_000));
+            assert!(from <= begin && end <= to && to <= below, "{from} {to}, not {begin} {end}");
+        }
+        let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+        assert!(fs::read(mounted.path().join("below")).unwrap() == noise(6, 200_000));
+    }
+}
+
+/// `ferry image trace` of a container.
+pub struct Recorder(Child);
+
+impl Recorder {
+    /// Starts it before the container.
+    pub fn start(name: &str) -> Self {
+        let mut command = Command::new(ferry());
+        command.args(["image", "trace", "--container", name]).stdin(Stdio::null()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// Waits until it has found the container.
+    pub fn records(&mut self) {
+        let mut line = String::new();
+        BufReader::new(self.0.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("ferry: recording /"), "{line}");
+    }
+
+    /// Waits until it has ended with the container.
+    pub fn end(mut self) -> String {
+        let mut said = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(self.0.wait().unwrap().success(), "{said}");
+        said
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        let _ = self.0.kill().and_then(|()| self.0.wait());
+    }
+}
+
+/// awslabs/soci-snapshotter issues 749, 1768, dragonflyoss/nydus issue 807: which files a start needs is known by its workload only.
+#[test]
+fn what_a_container_opened_is_fetched_first_at_its_next_start() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    assert_eq!(first(&place).0, 1);
+    let manifest = place.manifest.clone();
+    let mut recorder = Recorder::start(&manifest);
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    recorder.records();
+    let read = |name: &str| fs::read(mounted.path().join(name)).unwrap();
+    assert!(read("small") == noise(1, 20_000));
+    fs::write(mounted.path().join("written"), "by the container").unwrap();
+    read("written");
+    read("below");
+    read("small");
+    // Another container of the same image is not recorded.
+    let view = Mounted::of(&client.prepare("another", &place.top()).unwrap());
+    fs::read(view.path().join("other")).unwrap();
+    drop(view);
+    drop(mounted);
+    let said = recorder.end();
+    let list = place.server.root().join("traces").join(manifest.strip_prefix("sha256:").unwrap());
+    assert!(said.contains("2 files in ") && said.contains(list.to_str().unwrap()), "{said}");
+    assert_eq!(fs::read_to_string(&list).unwrap(), "/small\n/below\n");
+    for name in ["another", "container"] {
+        client.remove(name).unwrap();
+    }
+
+    remove(&mut place);
+    // It is not trusted.
+    let hostile = format!("/nowhere\n/../../../etc/passwd\n/small/x\n//small\n/\n/{}\n", "x".repeat(300));
+    fs::write(&list, hostile + &fs::read_to_string(&list).unwrap()).unwrap();
+    place.pull(&mut client);
+    let (layer, from, to) = first(&place);
+    let (begin, end) = place_of(&place.layers[0], &noise(1, 20_000));
+    assert!(layer == 0 && from <= begin && end <= to && to - from < 40_000, "{layer} {from} {to}, not {begin} {end}");
+
+    remove(&mut place);
+    fs::write(&list, b"no path\n\xff\0").unwrap();
+    place.pull(&mut client);
+    assert_eq!(first(&place).0, 0, "in the order of the layers");
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    for (name, seed, length) in [("other", 2, 20_000), ("large", 4, 6_000_000), ("below", 6, 200_000)] {
+        assert!(fs::read(mounted.path().join(name)).unwrap() == noise(seed, length), "{name}");
+    }
+}
