@@ -17,10 +17,15 @@ use crate::status;
 
 /// The prefix of images that a build has not completed.
 const NEW_PREFIX: &[u8] = b".new-";
+/// The suffix of the lists of what is fetched first, beside images.
+const LIST_SUFFIX: &[u8] = b".trace";
+
+const IMAGES_OF_DU: &str =
+    "The images, or folders that contain only images [default for the store of ferry-snapshotter: all that it has]";
 
 #[derive(Debug, clap::Args)]
 pub struct ImagesArg {
-    /// The images, or folders that contain only images.
+    /// The images, or folders that contain only images and their lists (.trace).
     #[arg(value_name = "IMAGE", required = true)]
     images: Vec<PathBuf>,
     #[command(flatten)]
@@ -43,6 +48,7 @@ pub struct GcArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("images", |images| images.required(false).help(IMAGES_OF_DU)))]
 pub struct DuArgs {
     #[command(flatten)]
     images: ImagesArg,
@@ -69,6 +75,10 @@ pub struct DiffArgs {
 impl ImagesArg {
     /// Returns the files; those of folders are sorted by name.
     fn files(&self) -> Result<Vec<PathBuf>> {
+        if self.images.is_empty() {
+            let root = snapshotter_of(&self.store.store).context("name at least one image, or a folder of images")?;
+            return images_of_snapshotter(&root);
+        }
         let mut files = Vec::new();
         for path in &self.images {
             if !path.is_dir() {
@@ -79,7 +89,9 @@ impl ImagesArg {
             let mut found = Vec::new();
             for entry in std::fs::read_dir(path).with_context(list)? {
                 let entry = entry.with_context(list)?;
-                if !entry.file_name().as_encoded_bytes().starts_with(NEW_PREFIX) {
+                let name = entry.file_name();
+                let name = name.as_encoded_bytes();
+                if !name.starts_with(NEW_PREFIX) && !name.ends_with(LIST_SUFFIX) {
                     found.push(entry.path());
                 }
             }
@@ -93,9 +105,35 @@ impl ImagesArg {
     }
 }
 
+/// Returns the root of the snapshotter that a store is of, by what is beside it.
+fn snapshotter_of(store: &Path) -> Option<PathBuf> {
+    let store = store.canonicalize().ok()?;
+    let root = store.parent()?;
+    (root.join("metadata.redb").is_file() && root.join("snapshots").is_dir()).then(|| root.to_owned())
+}
+
+/// Returns the images of layers, and those that are read before they are here.
+fn images_of_snapshotter(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for folder in ["snapshots", "lazy"].map(|name| root.join(name)) {
+        let entries = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;
+        files.extend(entries.flatten().map(|entry| entry.path().join("image")).filter(|image| image.is_file()));
+    }
+    files.sort_unstable();
+    Ok(files)
+}
+
 /// Removes data that no listed image references. A file that is not an image is an error before anything is removed.
 pub fn gc(args: &GcArgs) -> Result<()> {
     let store = &args.images.store.store;
+    if let Some(root) = snapshotter_of(store) {
+        bail!(
+            "{} is the store of ferry-snapshotter (see {}), which alone knows the layers that images, leases and pulls of containerd need: it \
+             removes the others when containerd collects garbage, so remove images there (crictl rmi, nerdctl rmi, ctr images rm)",
+            store.display(),
+            root.join("metadata.redb").display()
+        );
+    }
     let waiting = || eprintln!("ferry: waiting for other processes that use {}", store.display());
     let exclusive = ExclusiveStore::lock(store, &waiting)?;
     // Listed after the wait, which other builds may have ended in.

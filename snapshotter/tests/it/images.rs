@@ -3,10 +3,12 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{XattrFlags, lsetxattr};
 
+use crate::lazy_place::ferry;
 use crate::server::{Mounted, Server, can_mount, in_memory, refused};
 
 /// A server that makes images, or `None`, and the test is skipped.
@@ -56,6 +58,46 @@ fn layers_share_files_and_directories_are_removed() {
     client.remove("two").unwrap();
     client.cleanup().unwrap();
     assert_eq!(space(&packs), 0, "nothing is needed any more");
+}
+
+/// containerd/containerd issue 10548: people look for space by hand. `ferry image gc` cannot know what leases and pulls hold.
+#[test]
+fn nothing_is_removed_from_the_store_by_hand() {
+    let Some(mut server) = server() else { return };
+    let mut client = server.client();
+    let mounted = Mounted::of(&client.prepare("a", "").unwrap());
+    fs::write(mounted.path().join("file"), "of a layer".repeat(1000)).unwrap();
+    drop(mounted);
+    client.commit("layer", "a").unwrap();
+    let (root, link) = (server.root(), server.folder.path().join("link"));
+    std::os::unix::fs::symlink(root.join("store"), &link).unwrap();
+    let empty = root.join("snapshots/1/image");
+    let image = |words: &[&str], store: &Path| {
+        Command::new(ferry()).arg("image").args(words).arg("--store").arg(store).output().unwrap()
+    };
+    // It makes no difference whether it runs.
+    for is_running in [true, false] {
+        if !is_running {
+            server.stop();
+        }
+        for store in [root.join("store"), link.clone()] {
+            let output = image(&["gc", "--grace-s", "0", empty.to_str().unwrap()], &store);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && said.contains("is the store of ferry-snapshotter"), "{said}");
+            assert!(said.contains("ctr images rm") && said.contains(store.to_str().unwrap()), "{said}");
+        }
+    }
+    let output = image(&["du", "--json"], &link);
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let images = found["images"].as_array().unwrap();
+    assert!(images.len() == 2 && images.iter().any(|image| image["own_bytes"] == 12_288), "{found}");
+    assert_eq!(found["garbage_bytes"], 0);
+    let output = image(&["du"], server.folder.path());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    let mut client = server.start_again();
+    let mounted = Mounted::of(&client.view("v", "layer").unwrap());
+    assert_eq!(fs::read_to_string(mounted.path().join("file")).unwrap(), "of a layer".repeat(1000));
 }
 
 #[test]
