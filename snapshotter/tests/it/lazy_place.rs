@@ -19,7 +19,7 @@ use crate::toc_layers::{Format, Layer, Writer, sha256};
 
 /// Far more than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(120);
-const LARGE: usize = 6_000_000;
+pub const LARGE: usize = 6_000_000;
 
 /// The program `ferry` that was built with this one, or else built now.
 pub fn ferry() -> &'static Path {

@@ -15,6 +15,7 @@ mod concurrent;
 mod containerd;
 mod control;
 mod images;
+mod kata;
 mod lazy;
 mod lazy_containerd;
 mod lazy_kills;
