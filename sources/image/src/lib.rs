@@ -24,6 +24,7 @@ mod store;
 
 pub use build::filter::{Filter, Pattern, Whiteouts};
 pub use build::layer::{BuildLayersError, Layer, LayerError, LayerRef, build_layer, build_layers};
+pub use build::merge::merge;
 pub use build::oci::architecture_here;
 pub use build::options::{BuildReport, INLINE_BYTES_MAX, Layout, Options as BuildOptions, Progress};
 pub use build::run::build;

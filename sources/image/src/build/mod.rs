@@ -6,6 +6,7 @@ pub(crate) mod dump;
 pub(crate) mod filter;
 pub(crate) mod hash_pool;
 pub(crate) mod layer;
+pub(crate) mod merge;
 pub(crate) mod meter;
 pub(crate) mod object_writer;
 pub(crate) mod oci;

@@ -129,7 +129,8 @@ impl<'a> Input<'a> {
     }
 }
 
-fn save(image: &Path, bytes: &[u8], has_verity: bool) -> Result<()> {
+/// Writes an image, and names it when it is complete.
+pub(super) fn save(image: &Path, bytes: &[u8], has_verity: bool) -> Result<()> {
     let mut new = NewFile::begin(folder_of(image))?;
     new.file.write_all(bytes).doing("write to", &*new.path)?;
     new.keep_sealed(image, has_verity.then(|| Algorithm::Verity.of(bytes)))

@@ -76,6 +76,13 @@ pub enum Content {
         /// The first block there.
         block: u64,
     },
+    /// The bytes of a file in packs, chunk by chunk.
+    Chunks {
+        /// Length in bytes, never 0.
+        bytes: u64,
+        /// For each chunk the index of its pack among those of the image, and its first block there.
+        chunks: Vec<(usize, u64)>,
+    },
     /// The bytes of a file in an object store.
     Object {
         /// Length in bytes, never 0.

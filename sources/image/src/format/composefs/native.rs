@@ -238,7 +238,8 @@ fn body(tree: &Tree, id: NodeId, nid: impl Fn(NodeId) -> u64, parent: NodeId) ->
         | Content::Elsewhere { .. }
         | Content::Unread { .. }
         | Content::Packed { .. }
-        | Content::Layer { .. } => inline(Vec::new()),
+        | Content::Layer { .. }
+        | Content::Chunks { .. } => inline(Vec::new()),
     })
 }
 

@@ -133,9 +133,11 @@ fn shape(tree: &Tree, id: NodeId, earliest: Timespec) -> Result<Place> {
         Content::Inline(data) => (data.len() as u64, near(data.len(), node.kind() == FileType::Symlink)),
         Content::Object { bytes, .. } | Content::Elsewhere { bytes: bytes @ 1.., .. } => (*bytes, chunks(*bytes)?),
         // The latter belong to the flat layout, and nothing is left unread.
-        Content::Elsewhere { .. } | Content::Unread { .. } | Content::Packed { .. } | Content::Layer { .. } => {
-            (0, near(0, false))
-        }
+        Content::Elsewhere { .. }
+        | Content::Unread { .. }
+        | Content::Packed { .. }
+        | Content::Layer { .. }
+        | Content::Chunks { .. } => (0, near(0, false)),
     };
     let short = [node.uid, node.gid, nlink].iter().all(|number| *number <= u16::MAX.into());
     let is_earliest = (node.mtime.sec, node.mtime.nsec) == (earliest.sec, earliest.nsec);

@@ -159,6 +159,9 @@ impl<'a> ChunkPlacement<'a> {
     fn of(tree: &Tree, pieces: &'a [Digest], places: &'a Places) -> Self {
         let mut packed = Self { pieces, places, scattered: HashSet::new() };
         for (id, node) in tree.nodes.iter().enumerate() {
+            if let Content::Chunks { .. } = node.content {
+                packed.scattered.insert(id);
+            }
             let Content::Packed { bytes, first } = node.content else { continue };
             let mut places = packed.places(bytes, first);
             let mut next = places.next().map(|(pack, block)| (pack, block + CHUNK_BLOCKS));
@@ -204,8 +207,12 @@ impl Writer<'_> {
             // Nothing is left unread, and objects belong to the composefs layout.
             Content::Unread { .. } | Content::Object { .. } => (Layout::Plain, 0, 0),
             Content::Layer { bytes: length, pack, block } => {
-                let first = self.packs.get(*pack).and_then(|pack| self.first_blocks.get(&pack.name));
-                (Layout::Plain, *length, number(first.copied().unwrap_or_default() + block)?.get())
+                (Layout::Plain, *length, self.block_of_pack(*pack, *block)?.get())
+            }
+            Content::Chunks { bytes: length, chunks } => {
+                let index = chunks.iter().map(|(pack, block)| self.block_of_pack(*pack, *block));
+                put(bytes, place.tail(xattrs.len()), index.collect::<Result<Vec<U32>>>()?.as_bytes());
+                (Layout::Chunks, *length, CHUNK_FORMAT)
             }
             Content::Packed { bytes: length, first } => {
                 let mut blocks = self
@@ -227,6 +234,12 @@ impl Writer<'_> {
         };
         self.head(bytes, node, place, (layout, length, at), (xattrs, number_of_inode));
         Ok(())
+    }
+
+    /// Returns the number of a pack's block in the address space of the image.
+    fn block_of_pack(&self, pack: usize, block: u64) -> Result<U32> {
+        let first = self.packs.get(pack).and_then(|pack| self.first_blocks.get(&pack.name));
+        number(first.copied().unwrap_or_default() + block)
     }
 
     /// Writes bytes in the image: whole blocks, and the rest after the inode.

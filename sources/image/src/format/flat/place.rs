@@ -76,6 +76,7 @@ fn place(
         Content::Inline(data) => data.len() as u64,
         Content::Packed { bytes, .. }
         | Content::Layer { bytes, .. }
+        | Content::Chunks { bytes, .. }
         | Content::Object { bytes, .. }
         | Content::Unread { bytes } => *bytes,
         Content::Directory(_) => dir::size(tree, id) as u64,
@@ -93,7 +94,7 @@ fn place(
             place.blocks = if fits { data / BLOCK_BYTES } else { data.div_ceil(BLOCK_BYTES) };
             if fits { tail } else { 0 }
         }
-        Content::Packed { .. } if scattered.contains(&id) => {
+        Content::Packed { .. } | Content::Chunks { .. } if scattered.contains(&id) => {
             ENTRY_BYTES * usize::try_from(chunk::count(bytes)).unwrap_or(usize::MAX)
         }
         _ => 0,
