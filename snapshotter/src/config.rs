@@ -61,6 +61,8 @@ pub struct Config {
     pub address: PathBuf,
     /// Whether committed layers become images.
     pub images: Images,
+    /// Whether what is based on several images gets one image of them all; otherwise overlayfs stacks them.
+    pub merge: bool,
     /// Which images start before their layers are here.
     pub lazy: LazyConfig,
 }
@@ -71,6 +73,7 @@ impl Default for Config {
             root: "/var/lib/ferry-snapshotter".into(),
             address: "/run/ferry-snapshotter/snapshotter.sock".into(),
             images: Images::default(),
+            merge: true,
             lazy: LazyConfig::default(),
         }
     }
@@ -103,7 +106,8 @@ mod tests {
     fn files_are_read() {
         let parse = |text: &str| Config::parse(text, Path::new("/etc/ferry"));
         assert_eq!(parse("").unwrap(), Config::default());
-        let config = parse("root = 'data'\naddress = '/run/s.sock'\nimages = 'never'").unwrap();
+        let config = parse("root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false").unwrap();
+        assert!(!config.merge);
         assert_eq!((config.root, config.address), ("/etc/ferry/data".into(), "/run/s.sock".into()));
         assert_eq!(config.images, Images::Never);
         let lazy = parse("[lazy]\nfrom = []\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;

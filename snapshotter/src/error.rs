@@ -39,6 +39,9 @@ pub enum Error {
     /// A layer's image cannot be built or read.
     #[error("the image of a layer")]
     Image(#[from] ferry_image::Error),
+    /// Layers cannot be merged.
+    #[error(transparent)]
+    Merge(#[from] ferry_image::BuildLayersError),
     /// An image in a registry cannot be used before it is here.
     #[error("{image}: {reason}")]
     Lazy {

@@ -6,7 +6,9 @@
 //! ROOT/snapshots/ID/work  overlayfs's work directory
 //! ROOT/snapshots/ID/image the image of a committed layer
 //! ROOT/snapshots/ID/layer where it is mounted
-//! ROOT/snapshots/ID/lower/NUMBER   the layers below, with the users of a container
+//! ROOT/snapshots/ID/merged-image  the image of this layer and all below it
+//! ROOT/snapshots/ID/merged where it is mounted
+//! ROOT/snapshots/ID/lower/NUMBER, merged   the layers below, with the users of a container
 //! ROOT/trash/             directories that are being removed
 //! ROOT/probe/             what is tried at start
 //! ROOT/store/             the bytes of files of all images
@@ -28,6 +30,9 @@ use crate::error::{Error, IoContext, Result};
 /// The maximum length of the root's path in bytes: the kernel takes strings of up to 255 bytes for a device of a mount, and packs have
 /// long names.
 pub const ROOT_BYTES_MAX: usize = 128;
+
+/// The name of the mount point of a merged image.
+pub const MERGED: &str = "merged";
 
 /// Owner and permissions of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,6 +162,18 @@ impl Folders {
     #[must_use]
     pub fn layer(&self, id: u64) -> PathBuf {
         self.snapshot(id).join("layer")
+    }
+
+    /// Returns the image of a layer and all below it.
+    #[must_use]
+    pub fn merged_image(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("merged-image")
+    }
+
+    /// Returns the mount point of that image.
+    #[must_use]
+    pub fn merged(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join(MERGED)
     }
 
     /// Returns the folder of idmapped layers.

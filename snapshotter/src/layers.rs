@@ -1,7 +1,8 @@
 //! Committed layers as images of the deduplicated store, mounted by the kernel's EROFS.
 //!
 //! A layer is a directory until its image is built and mounted, and stays one where that is impossible. Whiteouts and opaque
-//! directories are in an image as overlayfs has made them.
+//! directories are in an image as overlayfs has made them. Of several layers below a container, one more image is made, which shows
+//! what overlayfs would show of them ([`Layers::merged`]).
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,13 +13,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, RwLock, RwLockReadGuard};
 use std::time::{Duration, SystemTime};
 
-use ferry_image::{Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, LiveSet, Store, build, told};
+use ferry_image::{
+    Algorithm, BuildOptions, BuildReport, Digest, ExclusiveStore, Image, LiveSet, Store, build, merge, told,
+};
 use ferry_vfs::sync::{lock, read, write};
 
-use crate::config::Images;
+use crate::config::{Config, Images};
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
-use crate::folders::Folders;
+use crate::folders::{Folders, MERGED};
 use crate::idmap::IdMaps;
 use crate::idmapped;
 use crate::metadata::LayerImage;
@@ -39,6 +42,10 @@ pub struct Layers {
     recording: RwLock<()>,
     /// Whether the store may have packs without an image.
     has_garbage: AtomicBool,
+    /// Whether several images are merged.
+    merges: bool,
+    /// Layers that cannot be merged with those below: it is not tried again before the next start.
+    not_merged: Mutex<BTreeSet<u64>>,
 }
 
 impl Layers {
@@ -47,7 +54,7 @@ impl Layers {
     /// # Errors
     ///
     /// There is no overlayfs here; or, if images are required, no EROFS.
-    pub fn new(folders: Folders, images: Images) -> Result<Self> {
+    pub fn new(folders: Folders, &Config { images, merge, .. }: &Config) -> Result<Self> {
         let builds = match (probe(&folders, images != Images::Never), images) {
             (Err(error), Images::Auto) => {
                 tracing::warn!("{}: committed layers stay directories", told(&error));
@@ -66,6 +73,8 @@ impl Layers {
             mounting: Mutex::default(),
             recording: RwLock::default(),
             has_garbage: AtomicBool::new(true),
+            merges: merge,
+            not_merged: Mutex::default(),
         })
     }
 
@@ -130,19 +139,61 @@ impl Layers {
     ///
     /// The image is missing or damaged, or the kernel refuses it.
     pub fn mount(&self, id: u64, image: &LayerImage) -> Result<PathBuf> {
+        self.mount_image(&self.folders.image(id), &image.digest, self.folders.layer(id))
+    }
+
+    /// Mounts the image of layers, which was made of them before, unless it is mounted; returns where. Makes it if it is not there:
+    /// `record` gets its digest. Returns `None` if overlayfs has to stack the layers, the highest of which is first.
+    pub fn merged(
+        &self,
+        layers: &[(u64, &LayerImage)],
+        digest: &str,
+        record: impl FnOnce(&str) -> Result<()>,
+    ) -> Option<PathBuf> {
+        let id = layers.first()?.0;
+        if !self.merges || lock(&self.not_merged).contains(&id) {
+            return None;
+        }
+        let mount = |digest: &str| self.mount_image(&self.folders.merged_image(id), digest, self.folders.merged(id));
+        if !digest.is_empty() {
+            match mount(digest) {
+                Ok(at) => return Some(at),
+                Err(error) => tracing::warn!("layers {id} and below are merged once more: {}", told(&error)),
+            }
+        }
+        let made = self.merge(layers).and_then(|digest| {
+            record(&digest)?;
+            // What an earlier process mounted and did not record.
+            erofs::unmount_all(&self.folders.merged(id))?;
+            mount(&digest)
+        });
+        made.inspect_err(|error| {
+            tracing::warn!("layers {id} and below are not merged, but stacked by overlayfs: {}", told(error));
+            lock(&self.not_merged).insert(id);
+        })
+        .ok()
+    }
+
+    /// Makes one image of layers; returns its digest. Nothing is built meanwhile: a start does not wait for a pull.
+    fn merge(&self, layers: &[(u64, &LayerImage)]) -> Result<String> {
+        let image = |(id, image): &(u64, &LayerImage)| {
+            let path = self.folders.image(*id);
+            Ok((path.clone(), digest_of(&path, &image.digest)?))
+        };
+        let images = layers.iter().map(image).collect::<Result<Vec<_>>>()?;
+        let merged = merge(&images, &self.folders.merged_image(layers.first().map_or(0, |(id, _)| *id)))?;
+        Ok(merged.to_string())
+    }
+
+    fn mount_image(&self, path: &Path, digest: &str, at: PathBuf) -> Result<PathBuf> {
         let _mounting = lock(&self.mounting);
-        let at = self.folders.layer(id);
         if !erofs::is_mounted(&at)? {
-            let path = self.folders.image(id);
-            let digest = Digest::parse(image.digest.as_bytes()).ok_or_else(|| {
-                Error::FailedPrecondition(format!("the record of layer {id} has no digest, but {:?}", image.digest))
-            })?;
-            let image = Image::open(&path, Some(digest))?;
+            let image = Image::open(path, Some(digest_of(path, digest)?))?;
             let store = Store::open(&self.folders.store())?;
             let packs: Vec<PathBuf> = image.packs().iter().map(|pack| store.pack_path(pack.name)).collect();
             match fs::create_dir(&at) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error).doing("create", &at)?,
-                _ => erofs::mount(&image, &path, &packs, &at)?,
+                _ => erofs::mount(&image, path, &packs, &at)?,
             }
         }
         Ok(at)
@@ -156,7 +207,11 @@ impl Layers {
     pub fn idmap(&self, id: u64, layers: &[PathBuf], maps: &IdMaps) -> Result<Vec<PathBuf>> {
         let _mounting = lock(&self.mounting);
         let folder = self.folders.lower(id);
-        let at: Vec<PathBuf> = (0..layers.len()).map(|number| folder.join(number.to_string())).collect();
+        // Layers that were stacked, and are merged now, have other mounts.
+        let name = |(number, layer): (usize, &PathBuf)| {
+            if layer.ends_with(MERGED) { MERGED.to_owned() } else { number.to_string() }
+        };
+        let at: Vec<PathBuf> = layers.iter().enumerate().map(|layer| folder.join(name(layer))).collect();
         let mut namespace = None;
         for (layer, at) in layers.iter().zip(&at) {
             if erofs::is_mount_point(at)? {
@@ -248,7 +303,7 @@ impl Layers {
 ///
 /// The kernel refuses.
 pub fn unmount_in(folder: &Path) -> Result<()> {
-    erofs::unmount_all(&folder.join("layer"))?;
+    ["layer", MERGED].iter().try_for_each(|name| erofs::unmount_all(&folder.join(name)))?;
     let lower = folder.join("lower");
     let entries = match fs::read_dir(&lower) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -258,6 +313,13 @@ pub fn unmount_in(folder: &Path) -> Result<()> {
         erofs::unmount_all(&entry.doing("list", &lower)?.path())?;
     }
     Ok(())
+}
+
+/// Returns the digest in the record of an image.
+fn digest_of(image: &Path, recorded: &str) -> Result<Digest> {
+    Digest::parse(recorded.as_bytes()).ok_or_else(|| {
+        Error::FailedPrecondition(format!("the record of {} has no digest, but {recorded:?}", image.display()))
+    })
 }
 
 fn recorded(report: &BuildReport) -> LayerImage {

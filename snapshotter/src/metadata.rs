@@ -60,6 +60,9 @@ pub struct Record {
     /// The layers of a container image that it stands for, together with those below, if they are read before they are here.
     #[prost(message, optional, tag = "9")]
     pub remote: Option<RemoteLayers>,
+    /// The digest, as text, of the image of this layer and all below it, or nothing.
+    #[prost(string, tag = "10")]
+    pub merged: String,
 }
 
 /// The space that a snapshot takes without what is below it.
@@ -332,13 +335,32 @@ impl Metadata {
     ///
     /// [`Error::NotFound`], or the function fails.
     pub fn update(&self, name: &str, change: impl FnOnce(&mut Labels) -> Result<()>) -> Result<Record> {
+        self.change(name, |record| {
+            change(&mut record.labels)?;
+            record.updated = Timestamp::now();
+            Ok(())
+        })
+    }
+
+    /// Records the image of a layer and all below it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotFound`]
+    pub fn set_merged(&self, name: &str, digest: &str) -> Result<Record> {
+        self.change(name, |record| {
+            record.merged = digest.into();
+            Ok(())
+        })
+    }
+
+    fn change(&self, name: &str, change: impl FnOnce(&mut Record) -> Result<()>) -> Result<Record> {
         self.with(|database| {
             let transaction = database.begin_write()?;
             let record = {
                 let mut snapshots = transaction.open_table(SNAPSHOTS)?;
                 let mut record = found(&snapshots, name)?;
-                change(&mut record.labels)?;
-                record.updated = Timestamp::now();
+                change(&mut record)?;
                 snapshots.insert(name, &*record.encode_to_vec())?;
                 record
             };

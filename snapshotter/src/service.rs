@@ -36,6 +36,7 @@ impl From<Error> for Status {
             | Error::Metadata(_)
             | Error::Record(..)
             | Error::Image(_)
+            | Error::Merge(_)
             | Error::Lazy { .. }
             | Error::Mount { .. } => {
                 tracing::error!("{}", told(&error));

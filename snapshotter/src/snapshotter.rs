@@ -21,7 +21,7 @@ use crate::folders::{Folders, Owner};
 use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
-use crate::lazy::{Lazy, Request};
+use crate::lazy::{Lazy, Request, TARGET};
 use crate::metadata::{Commit, LAYERS_MAX, Metadata, Record, RemoteLayers, Usage, too_deep};
 use crate::{calls, overlay, usage};
 
@@ -52,7 +52,7 @@ pub(crate) struct Counts {
     pub active: u64,
     pub committed: u64,
     pub views: u64,
-    /// Layers that are mounted.
+    /// Images of layers that are mounted.
     pub layer_mounts: u64,
     /// Bytes on disk of the store.
     pub store_bytes: u64,
@@ -80,7 +80,7 @@ impl Snapshotter {
         // Locks the root.
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
-        let layers = Layers::new(folders.clone(), config.images)?;
+        let layers = Layers::new(folders.clone(), config)?;
         let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
         let (keys, metrics) = (Keys::default(), calls::metrics());
         let snapshotter = Self { metadata, folders, layers, lazy, keys, metrics };
@@ -100,19 +100,22 @@ impl Snapshotter {
 
     fn finish_one(&self, name: &str, record: &Record) -> Result<()> {
         let id = record.id;
-        if record.image.is_some() || record.remote.is_some() {
-            return self.remove_upper(id);
-        }
-        if !self.folders.upper(id).exists() {
+        let is_directory = record.image.is_none() && record.remote.is_none();
+        if !is_directory {
+            self.remove_upper(id)?;
+        } else if !self.folders.upper(id).exists() {
             tracing::error!("the directory of snapshot {name} is missing: {}", self.folders.upper(id).display());
         }
         let entries = match fs::read_dir(self.folders.snapshot(id)) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             entries => entries.doing("list", self.folders.snapshot(id))?,
         };
-        for entry in
-            entries.flatten().filter(|entry| !["fs", "work", "lower"].iter().any(|kept| entry.file_name() == *kept))
-        {
+        let kept: &[&str] = match is_directory {
+            true => &["fs", "work", "lower"],
+            false if record.merged.is_empty() => &["image", "layer"],
+            false => &["image", "layer", "merged-image", "merged"],
+        };
+        for entry in entries.flatten().filter(|entry| !kept.iter().any(|kept| entry.file_name() == *kept)) {
             let path = entry.path();
             erofs::unmount_all(&path)?;
             let removed = if path.is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) };
@@ -188,7 +191,7 @@ impl Snapshotter {
         if record.kind() == Kind::Committed {
             return Err(Error::FailedPrecondition(format!("snapshot {key} is committed, and has no mounts")));
         }
-        let lower = self.lower(&record.parent)?;
+        let lower = self.lower(&record.parent, is_unpacked(key, &record.labels))?;
         self.mounts_of(&record, &lower)
     }
 
@@ -251,7 +254,7 @@ impl Snapshotter {
         if self.metadata.get(&key).is_ok() {
             return Err(Error::AlreadyExists(key));
         }
-        let lower = self.lower(&parent)?;
+        let lower = self.lower(&parent, is_unpacked(&key, &labels))?;
         if lower.len() >= LAYERS_MAX {
             return Err(too_deep(&key));
         }
@@ -270,10 +273,15 @@ impl Snapshotter {
         mounts
     }
 
-    /// Returns the directories of a committed snapshot and those below it, nearest first. Mounts their images.
-    fn lower(&self, name: &str) -> Result<Vec<PathBuf>> {
+    /// Returns the directories of a committed snapshot and those below it, nearest first, or one that shows them all. Mounts their
+    /// images.
+    fn lower(&self, name: &str, for_unpacking: bool) -> Result<Vec<PathBuf>> {
+        let chain = self.metadata.chain(name)?;
+        if !for_unpacking && let Some(merged) = self.merged(&chain) {
+            return Ok(vec![merged]);
+        }
         let mut lower = Vec::new();
-        for (name, record) in self.metadata.chain(name)? {
+        for (name, record) in chain {
             if record.kind() != Kind::Committed {
                 return Err(Error::InvalidArgument(format!("the parent {name} is not committed")));
             }
@@ -288,6 +296,17 @@ impl Snapshotter {
             });
         }
         Ok(lower)
+    }
+
+    /// Returns the directory that shows all of a chain, if there can be one.
+    fn merged(&self, chain: &[(String, Record)]) -> Option<PathBuf> {
+        let (name, _) = chain.first().filter(|_| (2..LAYERS_MAX).contains(&chain.len()))?;
+        let images = chain.iter().map(|(_, record)| Some((record.id, record.image.as_ref()?)));
+        let images = images.collect::<Option<Vec<_>>>()?;
+        // Two starts from one image.
+        let _held = self.keys.hold(name);
+        let digest = self.metadata.get(name).ok()?.merged;
+        self.layers.merged(&images, &digest, |digest| self.metadata.set_merged(name, digest).map(drop))
     }
 
     fn mounts_of(&self, record: &Record, lower: &[PathBuf]) -> Result<Vec<Mount>> {
@@ -428,8 +447,8 @@ impl Snapshotter {
                 Kind::Committed => &mut counts.committed,
                 _ => &mut counts.active,
             } += 1;
-            if record.image.is_some() && erofs::is_mounted(&self.folders.layer(record.id))? {
-                counts.layer_mounts += 1;
+            for at in [self.folders.layer(record.id), self.folders.merged(record.id)] {
+                counts.layer_mounts += u64::from(record.image.is_some() && erofs::is_mounted(&at)?);
             }
             Ok(())
         })?;
@@ -475,6 +494,11 @@ fn checked_labels(mut labels: Labels) -> Result<Labels> {
         }
         None => Ok(labels),
     }
+}
+
+/// Whether a snapshot is one that containerd unpacks a layer into. Its layers are not merged: each is the parent of one other.
+fn is_unpacked(key: &str, labels: &Labels) -> bool {
+    labels.contains_key(TARGET) || key.rsplit('/').next().is_some_and(|key| key.starts_with("extract-"))
 }
 
 /// Checks that this kernel can idmap layers.

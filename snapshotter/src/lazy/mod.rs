@@ -28,7 +28,7 @@ use ferry_registry::{Client, LazyImage, LazyOptions, Options, Reference, Remote,
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
-pub use self::labels::{Request, includes};
+pub use self::labels::{Request, TARGET, includes};
 use self::process::{Job, Mounted};
 use crate::config::LazyConfig;
 use crate::erofs;

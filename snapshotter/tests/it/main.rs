@@ -21,6 +21,7 @@ mod lazy_containerd;
 mod lazy_kills;
 mod lazy_order;
 mod lazy_place;
+mod merged;
 mod metadata;
 mod server;
 mod suite;
