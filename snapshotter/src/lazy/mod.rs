@@ -326,7 +326,7 @@ impl Lazy {
             thread::sleep(pause);
             pause = (pause * 2).min(RESTART_PAUSE_MAX);
             // Whoever unmounted or removed it, or started a container meanwhile, was first.
-            match self.lacks_process(key).and_then(|lacks| Ok(lacks && self.may_restart(key))) {
+            match self.lacks_process(key).map(|lacks| lacks && self.may_restart(key)) {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => return tracing::warn!("{}", told(&error)),
