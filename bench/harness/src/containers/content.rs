@@ -90,7 +90,24 @@ impl Content {
 
     fn plain(&mut self, image: Image) -> Result<()> {
         let name = image.name();
-        let root = self.folder.join(name);
+        if image == Image::Shell {
+            self.umoci(["new", "--image", "layout:shell"])?;
+        } else {
+            self.make(Image::Shell, Form::Plain)?;
+            self.umoci(["tag", "--image", "layout:shell", name])?;
+        }
+        let list = self.programs.packages.join(image.packages());
+        let packages = fs::read_to_string(&list).with_context(|| format!("cannot read {}", list.display()))?;
+        let packages: Vec<&str> = packages.lines().collect();
+        let each = if image == Image::Layered { 1 } else { packages.len().max(1) };
+        packages.chunks(each).try_for_each(|packages| self.layer(image, packages))?;
+        self.push(name, Form::Plain)
+    }
+
+    /// Adds a layer with packages to an image.
+    fn layer(&self, image: Image, packages: &[&str]) -> Result<()> {
+        let root = self.folder.join(image.name());
+        let _ = fs::remove_dir_all(&root);
         fs::create_dir(&root).with_context(|| format!("cannot create {}", root.display()))?;
         // Packages expect these, and have them or not.
         for place in ["bin", "sbin", "lib", "lib64"] {
@@ -99,9 +116,7 @@ impl Content {
                 std::os::unix::fs::symlink(format!("usr/{place}"), root.join(place))?;
             }
         }
-        let list = self.programs.packages.join(format!("{name}.list"));
-        let packages = fs::read_to_string(&list).with_context(|| format!("cannot read {}", list.display()))?;
-        for package in packages.lines() {
+        for package in packages {
             let mut command = Command::new("dpkg-deb");
             command.arg("-x").arg(self.programs.packages.join("root").join(package)).arg(&root);
             process::run(command, &self.folder, TIMEOUT).with_context(|| format!("cannot unpack {package}"))?;
@@ -109,15 +124,8 @@ impl Content {
         for removed in REMOVED {
             let _ = fs::remove_dir_all(root.join(removed));
         }
-        let tag = format!("layout:{name}");
-        if image == Image::Shell {
-            self.umoci(["new", "--image", &tag])?;
-        } else {
-            self.make(Image::Shell, Form::Plain)?;
-            self.umoci(["tag", "--image", "layout:shell", name])?;
-        }
-        self.umoci([OsStr::new("insert"), "--image".as_ref(), tag.as_ref(), root.as_ref(), "/".as_ref()])?;
-        self.push(name, Form::Plain)
+        let tag = format!("layout:{}", image.name());
+        self.umoci([OsStr::new("insert"), "--image".as_ref(), tag.as_ref(), root.as_ref(), "/".as_ref()])
     }
 
     /// Has a form made of the ordinary image, by the tool that those who use it have.

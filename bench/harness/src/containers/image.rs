@@ -11,6 +11,8 @@ pub enum Image {
     Node,
     /// A Java development kit.
     Java,
+    /// What `Python` has, with a layer for each package.
+    Layered,
 }
 
 /// The form of an image in the registry.
@@ -27,16 +29,22 @@ pub enum Form {
 }
 
 impl Image {
-    /// All.
+    /// All that are started cold.
     pub const ALL: [Self; 4] = [Self::Shell, Self::Python, Self::Node, Self::Java];
 
-    /// Its name in the rows, in the registry, and of its list of packages.
+    /// The list of its packages.
+    pub fn packages(self) -> String {
+        format!("{}.list", if self == Self::Layered { Self::Python } else { self }.name())
+    }
+
+    /// Its name in the rows and in the registry.
     pub fn name(self) -> &'static str {
         match self {
             Self::Shell => "shell",
             Self::Python => "python",
             Self::Node => "node",
             Self::Java => "java",
+            Self::Layered => "layered",
         }
     }
 
@@ -44,7 +52,7 @@ impl Image {
     pub fn command(self) -> (&'static [&'static str], &'static str) {
         match self {
             Self::Shell => (&["/usr/bin/bash", "-c", "echo ready; sleep 0.2"], "ready"),
-            Self::Python => (
+            Self::Python | Self::Layered => (
                 &[
                     "/usr/bin/python3",
                     "-c",

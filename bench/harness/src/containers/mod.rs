@@ -153,10 +153,10 @@ mod tests {
     fn rows_and_peers_can_be_chosen() {
         assert_eq!(works(&cli(&["--rows", "^warm start java$"])), [Work::Warm(Image::Java)]);
         assert_eq!(works(&cli(&["--rows", "^requests"])).len(), 4);
-        assert_eq!((works(&cli(&[])).len(), works(&cli(&["--quick"])).len()), (17, 4));
+        assert_eq!((works(&cli(&[])).len(), works(&cli(&["--quick"])).len()), (18, 4));
         let [name] = &*works(&cli(&["--rows", "disk"])) else { panic!("one row is about disks") };
         assert_eq!(known_row(&name.rows()[0].1).map(|row| row.unit), Some("MB"));
-        assert_eq!(order().count(), 37 * 3);
+        assert_eq!(order().count(), 40 * 4);
         let none = || std::path::PathBuf::new();
         let programs = Programs {
             ferry: none(),
@@ -171,7 +171,7 @@ mod tests {
         };
         let mut skipped = Vec::new();
         let chosen = systems(&cli(&["--peers", "erofs,stargz,zfs"]), &programs, &mut skipped);
-        assert_eq!(chosen, [System::Layers, System::Prepared, System::Erofs]);
+        assert_eq!(chosen, [System::Layers, System::Stacked, System::Prepared, System::Erofs]);
         assert!(skipped[0].starts_with("stargz: ") && skipped[1] == "zfs: this table cannot run it", "{skipped:?}");
     }
 }

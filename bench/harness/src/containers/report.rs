@@ -76,14 +76,14 @@ fn markdown(lines: &[Line], machine: &Machine, peers: &str, targets: &[Target]) 
     );
     out.push_str(
         "* Images are made of Debian's packages: `shell` is a small distribution, on which the others are based; `python` imports eight \
-         packages, `node` starts a server with Express, `java` is a development kit, of which `java --version` is started.\n\
+         packages, `node` starts a server with Express, `java` is a development kit, of which `java --version` is started; `layered` is `python` with a layer for each package.\n\
          * `cold start`: containerd and the snapshotter are new, the kernel's caches are empty (but for programs and the registry); the time is \
          that of `ctr images pull` and of `ctr run` until its first output. The delay is there and back, each connection takes it once more, and TLS \
          again; the bandwidth is this machine's. Bytes and requests are those of containerd and the snapshotter, until the output.\n\
          * `warm start`: `ctr run` again. `ls -lR`: of the root, mounted by `ctr images mount`, with empty caches and again. `memory`: the \
          snapshotter's processes, and their part of what they share; overlayfs and erofs are parts of containerd. `disk of twenty images`: a base of which a twentieth of the files \
          changes four times, and an application of which a twentieth changes each time; the snapshots, without containerd's archives.\n\
-         * `layers`: ferry-snapshotter with the same images as overlayfs and erofs; `prepared`: after `ferry image convert`; `estargz`: \
+         * `layers`: ferry-snapshotter with the same images as overlayfs and erofs; `stacked`: the same, without an image of all layers; `prepared`: after `ferry image convert`; `estargz`: \
          with the same images as `stargz`. `soci` has an index beside the ordinary image, and fetches layers below 10 MiB whole.\n\n",
     );
     target::chapter(&mut out, targets);
@@ -143,7 +143,7 @@ mod tests {
         ];
         let text = markdown(&lines, &Machine::default(), "containerd 2", &targets(&lines));
         for part in [
-            "| cold start python, 5 ms | ms | 2400 [2400, 2400] | 3000 [3000, 3000] | 1000 [1000, 1000] | 2500 [2500, 2500] | 1500 [1500, 1500] | 1200 [1200, 1200] | - |",
+            "| cold start python, 5 ms | ms | 2400 [2400, 2400] | 3000 [3000, 3000] | - | 1000 [1000, 1000] | 2500 [2500, 2500] | 1500 [1500, 1500] | 1200 [1200, 1200] | - |",
             "| cold start python, 5 ms: prepared : the best peer | 1.20 | at least 1 | reached |",
             "| cold start, geometric mean: prepared : the best full pull | 2.50 | at least 2 | reached |",
             "| cold start python, 5 ms: estargz : stargz | 0.80 | at least 1 | missed |",

@@ -67,7 +67,7 @@ impl Figure {
 /// All, in the order in which they run.
 pub fn all() -> Vec<Work> {
     let cold = DELAYS_MS.into_iter().flat_map(|delay| Image::ALL.map(|image| Work::Cold(image, delay)));
-    cold.chain(Image::ALL.map(Work::Warm)).chain([Work::Related]).collect()
+    cold.chain(Image::ALL.map(Work::Warm)).chain([Work::Warm(Image::Layered), Work::Related]).collect()
 }
 
 impl Work {
@@ -101,13 +101,13 @@ mod tests {
     #[test]
     fn each_row_has_a_name_of_its_own() {
         let mut rows: Vec<String> = all().into_iter().flat_map(Work::rows).map(|(_, row)| row).collect();
-        assert_eq!(rows.len(), 12 + 12 + 12 + 1);
+        assert_eq!(rows.len(), 12 + 12 + 15 + 1);
         assert!(
             rows.contains(&"cold start java, 50 ms".into()) && rows.contains(&"memory after cold start node".into())
         );
         rows.sort_unstable();
         rows.dedup();
-        assert_eq!(rows.len(), 37);
+        assert_eq!(rows.len(), 40);
         assert_eq!(all().into_iter().filter(|work| work.is_quick()).count(), 4);
     }
 }

@@ -12,6 +12,8 @@ use crate::line::FERRY;
 pub enum System {
     /// Ours with ordinary images.
     Layers,
+    /// The same, with layers that overlayfs stacks.
+    Stacked,
     /// Ours with images that Ferry prepared.
     Prepared,
     /// Ours with eStargz.
@@ -51,18 +53,27 @@ pub struct Programs {
 
 impl System {
     /// All, in the order in which they take turns.
-    pub const ALL: [Self; 7] =
-        [Self::Layers, Self::Overlayfs, Self::Prepared, Self::Erofs, Self::Estargz, Self::Stargz, Self::Soci];
+    pub const ALL: [Self; 8] = [
+        Self::Layers,
+        Self::Overlayfs,
+        Self::Stacked,
+        Self::Prepared,
+        Self::Erofs,
+        Self::Estargz,
+        Self::Stargz,
+        Self::Soci,
+    ];
 
     /// Whether it is ours.
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Layers | Self::Prepared | Self::Estargz)
+        matches!(self, Self::Layers | Self::Stacked | Self::Prepared | Self::Estargz)
     }
 
     /// Of ours: the configuration's name in the results. Of a peer: its name there.
     pub fn name(self) -> &'static str {
         match self {
             Self::Layers => "layers",
+            Self::Stacked => "stacked",
             Self::Prepared => "prepared",
             Self::Estargz => "estargz",
             Self::Overlayfs => "overlayfs",
@@ -90,7 +101,7 @@ impl System {
     /// The form of images that it is given.
     pub fn form(self) -> Form {
         match self {
-            Self::Layers | Self::Overlayfs | Self::Erofs => Form::Plain,
+            Self::Layers | Self::Stacked | Self::Overlayfs | Self::Erofs => Form::Plain,
             Self::Prepared => Form::Prepared,
             Self::Estargz | Self::Stargz => Form::Estargz,
             Self::Soci => Form::Soci,
@@ -127,6 +138,7 @@ impl System {
                 return Ok(Some(vec![peer("stargz-snapshotter").into(), root.into(), socket.into()]));
             }
             Self::Layers | Self::Estargz => (programs.snapshotter.clone(), String::new()),
+            Self::Stacked => (programs.snapshotter.clone(), "merge = false\n".into()),
             Self::Prepared => (programs.snapshotter.clone(), "[lazy]\nconverted-from = [\"*\"]\n".into()),
             Self::Soci => (peer("soci-snapshotter-grpc"), String::new()),
         };
@@ -179,7 +191,7 @@ mod tests {
         assert!(erofs.contains("snapshotter = \"erofs\"\ndiffer = \"erofs\"") && !erofs.contains("proxy"), "{erofs}");
         let ours = System::Estargz.containerd(folder);
         assert!(ours.contains("snapshotter = \"ferry\"") && ours.contains("address = \"/f/s.sock\""), "{ours}");
-        assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 3);
+        assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 4);
         let called = |other| System::Prepared.calls(other);
         assert_eq!(called(System::Layers), Some("ferry-layers".into()));
         assert_eq!((called(System::Estargz), called(System::Prepared)), (None, Some(FERRY.into())));
