@@ -48,6 +48,7 @@ Configuration file, with the defaults:
   root = \"/var/lib/ferry-snapshotter\"
   address = \"/run/ferry-snapshotter/snapshotter.sock\"
   images = \"auto\"      # or \"never\": committed layers stay directories; or \"require\"
+  merge = true         # one image of all layers below a container; false: overlayfs stacks them
   [lazy]
   from = [\"*\"]         # whose images start before their layers are here
 
