@@ -18,7 +18,7 @@ use ferry_image::{
 };
 use ferry_vfs::sync::{lock, read, write};
 
-use crate::config::{Config, Images};
+use crate::config::Images;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 use crate::folders::{Folders, MERGED};
@@ -42,8 +42,6 @@ pub struct Layers {
     recording: RwLock<()>,
     /// Whether the store may have packs without an image.
     has_garbage: AtomicBool,
-    /// Whether several images are merged.
-    merges: bool,
     /// Layers that cannot be merged with those below: it is not tried again before the next start.
     not_merged: Mutex<BTreeSet<u64>>,
 }
@@ -54,7 +52,7 @@ impl Layers {
     /// # Errors
     ///
     /// There is no overlayfs here; or, if images are required, no EROFS.
-    pub fn new(folders: Folders, &Config { images, merge, .. }: &Config) -> Result<Self> {
+    pub fn new(folders: Folders, images: Images) -> Result<Self> {
         let builds = match (probe(&folders, images != Images::Never), images) {
             (Err(error), Images::Auto) => {
                 tracing::warn!("{}: committed layers stay directories", told(&error));
@@ -73,7 +71,6 @@ impl Layers {
             mounting: Mutex::default(),
             recording: RwLock::default(),
             has_garbage: AtomicBool::new(true),
-            merges: merge,
             not_merged: Mutex::default(),
         })
     }
@@ -151,7 +148,7 @@ impl Layers {
         record: impl FnOnce(&str) -> Result<()>,
     ) -> Option<PathBuf> {
         let id = layers.first()?.0;
-        if !self.merges || lock(&self.not_merged).contains(&id) {
+        if lock(&self.not_merged).contains(&id) {
             return None;
         }
         let mount = |digest: &str| self.mount_image(&self.folders.merged_image(id), digest, self.folders.merged(id));

@@ -63,6 +63,9 @@ pub struct Record {
     /// The digest, as text, of the image of this layer and all below it, or nothing.
     #[prost(string, tag = "10")]
     pub merged: String,
+    /// Whether it is based on such an image. The upper directory of an overlayfs is not to be used with others.
+    #[prost(bool, tag = "11")]
+    pub on_merged: bool,
 }
 
 /// The space that a snapshot takes without what is below it.
@@ -99,6 +102,12 @@ pub struct RemoteLayers {
 }
 
 impl Record {
+    /// Creates that of a new snapshot.
+    #[must_use]
+    pub fn new(kind: Kind, parent: &str, labels: Labels) -> Self {
+        Self { kind: kind.into(), parent: parent.into(), labels, ..Self::default() }
+    }
+
     /// Returns it as containerd sees it.
     #[must_use]
     pub fn info(&self, name: &str) -> Info {
@@ -238,17 +247,13 @@ impl Metadata {
         })
     }
 
-    /// Adds a snapshot; a committed one has remote layers. `create` makes its directory before the snapshot exists.
+    /// Adds a snapshot: its record so far has its kind, parent and labels, and more. `create` makes its directory before the snapshot
+    /// exists.
     ///
     /// # Errors
     ///
     /// [`Error::AlreadyExists`]; [`Error::NotFound`]: there is no such parent; [`Error::InvalidArgument`]: it is not committed.
-    pub fn insert(
-        &self,
-        name: &str,
-        (kind, parent, labels, remote): (Kind, &str, Labels, Option<RemoteLayers>),
-        create: impl FnOnce(u64) -> Result<()>,
-    ) -> Result<Record> {
+    pub fn insert(&self, name: &str, record: Record, create: impl FnOnce(u64) -> Result<()>) -> Result<Record> {
         self.with(|database| {
             let transaction = database.begin_write()?;
             let record = {
@@ -257,6 +262,7 @@ impl Metadata {
                 if snapshots.get(name)?.is_some() {
                     return Err(Error::AlreadyExists(name.into()));
                 }
+                let parent = &*record.parent;
                 if !parent.is_empty() {
                     let below = found(&snapshots, parent)?;
                     if below.kind() != Kind::Committed {
@@ -267,10 +273,7 @@ impl Metadata {
                 let id = state.get(NEXT_ID)?.map_or(1, |id| id.value());
                 state.insert(NEXT_ID, id + 1)?;
                 let now = Timestamp::now();
-                let parent = parent.into();
-                let kind = kind.into();
-                let record =
-                    Record { id, kind, parent, created: now, updated: now, labels, remote, ..Record::default() };
+                let record = Record { id, created: now, updated: now, ..record };
                 snapshots.insert(name, &*record.encode_to_vec())?;
                 create(id)?;
                 record
@@ -450,7 +453,7 @@ mod tests {
     }
 
     fn prepare(metadata: &Metadata, name: &str, parent: &str) -> Result<Record> {
-        metadata.insert(name, (Kind::Active, parent, Labels::new(), None), |_| Ok(()))
+        metadata.insert(name, Record::new(Kind::Active, parent, Labels::new()), |_| Ok(()))
     }
 
     fn commit(metadata: &Metadata, key: &str, name: &str, parent: &str) -> Result<()> {
@@ -466,7 +469,8 @@ mod tests {
         assert_eq!(prepare(&metadata, "b", "").unwrap().id, 2);
         metadata.remove("b").unwrap();
         assert!(matches!(prepare(&metadata, "a", ""), Err(Error::AlreadyExists(_))));
-        let failed = metadata.insert("c", (Kind::View, "", Labels::new(), None), |_| Err(Error::NotFound("c".into())));
+        let failed =
+            metadata.insert("c", Record::new(Kind::View, "", Labels::new()), |_| Err(Error::NotFound("c".into())));
         assert!(failed.is_err() && metadata.get("c").is_err(), "what could not be made is not there");
         commit(&metadata, "a", "base", "").unwrap();
         assert!(Metadata::open(&folder.path().join("metadata.redb")).is_err(), "it is in use");

@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 use crate::filter::Filter;
-use crate::folders::{Folders, Owner};
+use crate::folders::{Folders, MERGED, Owner};
 use crate::idmap::IdMaps;
 use crate::keys::Keys;
 use crate::layers::{Layers, unmount_in};
@@ -40,6 +40,8 @@ pub struct Snapshotter {
     metadata: Metadata,
     folders: Folders,
     layers: Layers,
+    /// Whether new snapshots are based on merged images.
+    merges: bool,
     /// Images that start before their layers are here.
     lazy: Arc<Lazy>,
     keys: Keys,
@@ -80,10 +82,10 @@ impl Snapshotter {
         // Locks the root.
         let metadata = Metadata::open(&folders.metadata())?;
         log_failure(folders.empty_trash(unmount_in));
-        let layers = Layers::new(folders.clone(), config)?;
+        let layers = Layers::new(folders.clone(), config.images)?;
         let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
         let (keys, metrics) = (Keys::default(), calls::metrics());
-        let snapshotter = Self { metadata, folders, layers, lazy, keys, metrics };
+        let snapshotter = Self { metadata, folders, layers, merges: config.merge, lazy, keys, metrics };
         snapshotter.finish_interrupted()?;
         snapshotter.cleanup()?;
         snapshotter.lazy.revive();
@@ -191,7 +193,7 @@ impl Snapshotter {
         if record.kind() == Kind::Committed {
             return Err(Error::FailedPrecondition(format!("snapshot {key} is committed, and has no mounts")));
         }
-        let lower = self.lower(&record.parent, is_unpacked(key, &record.labels))?;
+        let lower = self.lower(&record.parent, record.on_merged)?;
         self.mounts_of(&record, &lower)
     }
 
@@ -227,7 +229,8 @@ impl Snapshotter {
         let below = self.metadata.chain(parent)?.len();
         let Some(remote) = self.lazy.find(request, below) else { return Ok(false) };
         let labels = checked_labels(labels.clone())?;
-        match self.metadata.insert(target, (Kind::Committed, parent, labels, Some(remote)), |_| Ok(())) {
+        let record = Record { remote: Some(remote), ..Record::new(Kind::Committed, parent, labels) };
+        match self.metadata.insert(target, record, |_| Ok(())) {
             Ok(_) => Ok(true),
             Err(Error::AlreadyExists(_)) => Ok(is_known(&self.metadata.get(target)?)),
             Err(error) => Err(error),
@@ -254,7 +257,7 @@ impl Snapshotter {
         if self.metadata.get(&key).is_ok() {
             return Err(Error::AlreadyExists(key));
         }
-        let lower = self.lower(&parent, is_unpacked(&key, &labels))?;
+        let lower = self.lower(&parent, self.merges && !is_unpacked(&key, &labels))?;
         if lower.len() >= LAYERS_MAX {
             return Err(too_deep(&key));
         }
@@ -265,7 +268,9 @@ impl Snapshotter {
         }
         let is_writable = kind == Kind::Active;
         let create = |id| self.folders.add(id, owner, is_writable);
-        let record = self.metadata.insert(&key, (kind, &parent, labels, None), create)?;
+        let on_merged = lower.iter().any(|path| path.ends_with(MERGED));
+        let record = Record { on_merged, ..Record::new(kind, &parent, labels) };
+        let record = self.metadata.insert(&key, record, create)?;
         let mounts = self.mounts_of(&record, &lower);
         if mounts.is_err() {
             log_failure(self.remove(&key));
@@ -275,9 +280,9 @@ impl Snapshotter {
 
     /// Returns the directories of a committed snapshot and those below it, nearest first, or one that shows them all. Mounts their
     /// images.
-    fn lower(&self, name: &str, for_unpacking: bool) -> Result<Vec<PathBuf>> {
+    fn lower(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
         let chain = self.metadata.chain(name)?;
-        if !for_unpacking && let Some(merged) = self.merged(&chain) {
+        if may_merge && let Some(merged) = self.merged(&chain) {
             return Ok(vec![merged]);
         }
         let mut lower = Vec::new();
