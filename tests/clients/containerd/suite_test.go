@@ -47,11 +47,13 @@ func start(_ context.Context, root string) (snapshots.Snapshotter, func() error,
 		return nil, nil, err
 	}
 	stop := func() error {
-		layers, err := filepath.Glob(filepath.Join(root, "snapshots", "*", "layer"))
-		for _, layer := range layers {
-			syscall.Unmount(layer, syscall.MNT_DETACH)
+		for _, name := range []string{"layer", "merged"} {
+			images, _ := filepath.Glob(filepath.Join(root, "snapshots", "*", name))
+			for _, image := range images {
+				syscall.Unmount(image, syscall.MNT_DETACH)
+			}
 		}
-		return errors.Join(err, connection.Close(), server.Process.Signal(syscall.SIGTERM), server.Wait())
+		return errors.Join(connection.Close(), server.Process.Signal(syscall.SIGTERM), server.Wait())
 	}
 	return proxy.NewSnapshotter(api.NewSnapshotsClient(connection), "ferry"), stop, nil
 }
