@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::files::{LIST_BYTES_MAX, list_beside, parent_dir, with_path};
 use crate::manifest::{Blob, Sha256};
 use crate::remote::Remote;
+use crate::traces::write_beside;
 
 /// The maximum size of a range of a layer that is kept in memory: a table of contents, compressed.
 const TABLE_BYTES_MAX: u64 = 160 << 20;
@@ -153,14 +154,12 @@ fn list_first(layers: &[Layer], image: &Path) -> Result<()> {
         }
         trace.add(&path);
     }
-    let list = list_beside(image);
-    if trace.is_empty() || list.exists() {
+    if trace.is_empty() || list_beside(image).exists() {
         return Ok(());
     }
-    let mut new = with_path("create a file beside", image, tempfile::NamedTempFile::new_in(parent_dir(image)))?;
     let mut text = Vec::new();
-    with_path("write to", &list, trace.write(&mut text).and_then(|()| new.write_all(&text)))?;
-    with_path("create", &list, new.persist(&list).map(drop).map_err(|error| error.error))
+    with_path("list files of", image, trace.write(&mut text))?;
+    write_beside(image, &text)
 }
 
 /// Creates a folder for an image that gets its name when it is the right one.

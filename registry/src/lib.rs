@@ -42,6 +42,7 @@ mod referrers;
 mod remote;
 mod resolver;
 mod s3;
+mod traces;
 
 pub use container_image::{ContainerImage, StackedLayer};
 pub use convert::{ConvertOutcome, convert};
@@ -56,3 +57,4 @@ pub use pull::{PullOptions, PullOutcome, pull, pull_metadata};
 pub use push::{PushOutcome, push};
 pub use reference::Reference;
 pub use remote::Remote;
+pub use traces::{pull_trace, push_trace};

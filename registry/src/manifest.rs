@@ -28,7 +28,7 @@ const CONTAINER_TYPES: [&str; 4] = [
     "application/vnd.docker.distribution.manifest.list.v2+json",
 ];
 pub(crate) const ARTIFACT_TYPE: &str = "application/vnd.ferry.image.v2";
-const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
+pub(crate) const EMPTY_TYPE: &str = "application/vnd.oci.empty.v1+json";
 /// The blob that the specification defines for images without a configuration.
 pub(crate) const EMPTY: &[u8] = b"{}";
 const METADATA_TYPE: &str = "application/vnd.ferry.image.metadata.v2";

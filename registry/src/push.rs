@@ -18,6 +18,7 @@ use crate::frames::Frames;
 use crate::http::{ReadSeek, Upload};
 use crate::manifest::{Blob, EMPTY, Manifest, PART_BYTES, PackBlobs, Part, Sha256, Subject};
 use crate::parts;
+use crate::referrers;
 use crate::remote::Remote;
 
 /// The outcome of [`push`].
@@ -161,7 +162,10 @@ pub(crate) fn push_as(
     let bytes = manifest.write(&names);
     match kind {
         PushAs::Named => remote.put_manifest(&bytes)?,
-        PushAs::Referrer(container) => remote.put_referrer(container.manifest, &bytes, tree, opened.digest())?,
+        PushAs::Referrer(container) => {
+            let entry = referrers::entry(Sha256::of(&bytes), bytes.len() as u64, tree, opened.digest());
+            remote.put_referrer(container.manifest, &bytes, &entry)?;
+        }
     }
     Ok(PushOutcome { digest: tree, manifest: Sha256::of(&bytes), sent_bytes })
 }

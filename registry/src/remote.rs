@@ -7,8 +7,6 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferry_image::Digest;
-
 use crate::container::{self, Container};
 use crate::error::{Error, Result};
 use crate::hosts::{self, Host};
@@ -228,16 +226,15 @@ impl Remote {
     }
 
     /// Stores a manifest that refers to another one, and the list of its referrers if the registry keeps none.
-    pub(crate) fn put_referrer(&self, subject: Sha256, bytes: &[u8], tree: Digest, image: Digest) -> Result<()> {
+    pub(crate) fn put_referrer(&self, subject: Sha256, bytes: &[u8], entry: &serde_json::Value) -> Result<()> {
         let own = Sha256::of(bytes);
         if self.put_manifest_as(&Version::Digest(own), MANIFEST_TYPE, bytes)? {
             return Ok(());
         }
-        let entry = referrers::entry(own, bytes.len() as u64, tree, image);
         // Others may write the list at the same time, and the registry keeps one of both.
         for _ in 0..LIST_TRIES_MAX {
             let known = self.referrers_list(subject)?;
-            let Some(list) = referrers::add(known.as_deref(), &entry).map_err(|reason| self.invalid_list(reason))?
+            let Some(list) = referrers::add(known.as_deref(), entry).map_err(|reason| self.invalid_list(reason))?
             else {
                 return Ok(());
             };
@@ -262,19 +259,25 @@ impl Remote {
 
     /// Returns the images that were made of a container image and stored beside it.
     pub(crate) fn converted(&self, subject: Sha256) -> Result<Vec<Converted>> {
-        let Server::Oci(oci) = &self.server else { return Ok(Vec::new()) };
+        let list = self.referrers(subject, ARTIFACT_TYPE)?;
+        list.map_or(Ok(Vec::new()), |list| referrers::parse(&list).map_err(|reason| self.invalid_list(reason)))
+    }
+
+    /// Returns the list of the manifests of a type that refer to another one; it may have others, too.
+    pub(crate) fn referrers(&self, subject: Sha256, kind: &str) -> Result<Option<Vec<u8>>> {
+        let Server::Oci(oci) = &self.server else { return Ok(None) };
         let by_registry = || {
             let by_mirror = self.by_mirror(
                 |mirror| mirror.resolves,
                 |mirror| {
                     let Mirror { client, oci, .. } = mirror;
-                    let listed = client.retry(|| oci.referrers(client, subject, ARTIFACT_TYPE))?;
+                    let listed = client.retry(|| oci.referrers(client, subject, kind))?;
                     listed.ok_or_else(|| Error::NoImage(self.reference.to_string()))
                 },
             );
             match by_mirror {
                 Some(list) => Ok(Some(list)),
-                None => self.client.retry(|| oci.referrers(&self.client, subject, ARTIFACT_TYPE)),
+                None => self.client.retry(|| oci.referrers(&self.client, subject, kind)),
             }
         };
         // At the same time: a container waits for the answer.
@@ -282,11 +285,15 @@ impl Remote {
             let by_clients = scope.spawn(|| self.referrers_list(subject));
             (by_registry(), by_clients.join().unwrap_or(Ok(None)))
         });
-        let list = match listed? {
-            Some(list) => Some(list),
-            None => by_clients?,
-        };
-        list.map_or(Ok(Vec::new()), |list| referrers::parse(&list).map_err(|reason| self.invalid_list(reason)))
+        match listed? {
+            Some(list) => Ok(Some(list)),
+            None => by_clients,
+        }
+    }
+
+    /// Returns a manifest, verified by its digest.
+    pub(crate) fn manifest_of(&self, digest: Sha256) -> Result<Vec<u8>> {
+        Ok(self.fetch_manifest(&Version::Digest(digest))?.0)
     }
 
     /// Returns a converted image as an image of its own.

@@ -25,6 +25,8 @@ pub struct LazyConfig {
     pub from: Vec<String>,
     /// Those of them whose converted images are taken for the originals, which nothing proves.
     pub converted_from: Vec<String>,
+    /// The same for lists of the files to fetch first, which somebody has stored beside images.
+    pub traces_from: Vec<String>,
     /// The folders with containerd's `hosts.toml` files: its `config_path`.
     pub hosts: Vec<PathBuf>,
     /// The file with credentials, as docker and podman write it; otherwise theirs.
@@ -42,6 +44,7 @@ impl Default for LazyConfig {
         Self {
             from: vec!["*".into()],
             converted_from: Vec::new(),
+            traces_from: Vec::new(),
             hosts: vec!["/etc/containerd/certs.d".into()],
             credentials: None,
             jobs: 4,

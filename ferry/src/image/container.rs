@@ -24,7 +24,7 @@ pub struct Container {
     /// Its mount.
     pub id: u64,
     /// The digits of its image's manifest.
-    manifest: String,
+    pub manifest: String,
     /// Where the snapshotter has mounted the image.
     pub layer: PathBuf,
     /// The root of the snapshotter.

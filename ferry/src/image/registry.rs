@@ -141,6 +141,7 @@ unavailable! {
     push(&PushArgs) -> ();
     pull(&PullArgs) -> ();
     convert(&ConvertArgs) -> ();
+    push_trace(&str, Option<&str>, &Path) -> ();
     open(&Path, &Path, Option<Digest>, &Origin) -> Source;
     open_layers(&Path, LayerOptions) -> std::sync::Arc<dyn ferry_vfs::FileSystem>;
     objects(&Path, &Path, Option<Digest>, &Origin) -> (ferry_image::Image, ferry_image::Objects, Option<Background>);
@@ -151,7 +152,7 @@ unavailable! {
 pub type Background = Box<dyn FnOnce(&ferry_image::Objects) -> bool + Send>;
 
 #[cfg(feature = "registry")]
-pub use with::{convert, objects, open, open_layers, pull, push, restore};
+pub use with::{convert, objects, open, open_layers, pull, push, push_trace, restore};
 
 #[cfg(feature = "registry")]
 mod with {
@@ -270,6 +271,14 @@ mod with {
             None => eprintln!("ferry: it was converted before; the manifest is sha256:{manifest}"),
         }
         print(format!("{digest}\n"))
+    }
+
+    /// Stores a list beside a container image, whose manifest must have the expected digits.
+    pub fn push_trace(reference: &str, expected: Option<&str>, list: &Path) -> Result<()> {
+        let text = std::fs::read(list).with_context(|| format!("cannot read {}", list.display()))?;
+        let manifest = ferry_registry::push_trace(&*remote(reference, false, 1)?, expected, &text)?;
+        eprintln!("ferry: the list is stored beside {reference}; its manifest is sha256:{manifest}");
+        Ok(())
     }
 
     /// Opens an image whose data comes from a server, and fetches all of it in the background.

@@ -21,6 +21,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tempfile::NamedTempFile;
 
 use super::container::{Container, Table};
+use super::registry;
 
 /// The maximum wait for events before the workload is checked.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -40,6 +41,9 @@ pub struct TraceArgs {
     /// [default with --container: where ferry-snapshotter looks for it when the image is started again].
     #[arg(short, long, value_name = "TRACE", required_unless_present = "container")]
     output: Option<PathBuf>,
+    /// Store the list beside a container image in its registry, too, for other machines: oci:HOST/NAME:TAG.
+    #[arg(long, value_name = "REF")]
+    push: Option<String>,
     /// The command that is the workload, or starts the container. Without one, the recording ends when this program is interrupted.
     #[arg(value_name = "COMMAND", last = true)]
     command: Vec<OsString>,
@@ -48,20 +52,20 @@ pub struct TraceArgs {
 /// Records until the workload ends; returns its status.
 pub fn trace(args: &TraceArgs) -> Result<u8> {
     match (&args.container, &args.dir, &args.output) {
-        (Some(name), _, output) => trace_container(name, output.as_deref(), &args.command),
-        (None, Some(dir), Some(output)) => trace_directory(dir, output, &args.command),
+        (Some(name), ..) => trace_container(name, args),
+        (None, Some(dir), Some(output)) => trace_directory(dir, output, args),
         (None, ..) => bail!("no directory is named"),
     }
 }
 
-fn trace_directory(dir: &Path, output: &Path, command: &[OsString]) -> Result<u8> {
+fn trace_directory(dir: &Path, output: &Path, args: &TraceArgs) -> Result<u8> {
     let dir = dir.canonicalize().with_context(|| format!("cannot find {}", dir.display()))?;
     if !dir.is_dir() {
         bail!("{} is not a directory", dir.display());
     }
     let new = new_list(output)?;
     let mut watch = Watch::begin(dir, MarkFlags::FAN_MARK_MOUNT)?;
-    let mut workload = Workload::start(command)?;
+    let mut workload = Workload::start(&args.command)?;
     let status = loop {
         if let Some(status) = workload.status()? {
             break status;
@@ -70,12 +74,13 @@ fn trace_directory(dir: &Path, output: &Path, command: &[OsString]) -> Result<u8
     };
     watch.take()?;
     watch.keep(new, output, |_| true)?;
+    push(args, None, output)?;
     Ok(status)
 }
 
-fn trace_container(name: &str, output: Option<&Path>, command: &[OsString]) -> Result<u8> {
+fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
     let table = Table::open()?;
-    let mut workload = Workload::start(command)?;
+    let mut workload = Workload::start(&args.command)?;
     let container = loop {
         if let Some(found) = Container::find(name)? {
             break found;
@@ -94,20 +99,25 @@ fn trace_container(name: &str, output: Option<&Path>, command: &[OsString]) -> R
             break status;
         }
         watch.look()?;
-        if command.is_empty() && !container.is_mounted() {
+        if args.command.is_empty() && !container.is_mounted() {
             break 0;
         }
     };
     watch.take()?;
-    let list = output.map_or_else(|| container.list(), Path::to_owned);
-    if output.is_none() {
+    let list = args.output.clone().unwrap_or_else(|| container.list());
+    if args.output.is_none() {
         let folder = parent(&list);
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
     // Not what the container has written.
     let is_of_image = |path: &[u8]| is_file(&container.layer, path);
     watch.keep(new_list(&list)?, &list, is_of_image)?;
+    push(args, Some(&container.manifest), &list)?;
     Ok(status)
+}
+
+fn push(args: &TraceArgs, manifest: Option<&str>, list: &Path) -> Result<()> {
+    args.push.as_deref().map_or(Ok(()), |reference| registry::push_trace(reference, manifest, list))
 }
 
 /// Whether a tree has a regular file at a path that begins with the slash of its root.
@@ -257,6 +267,9 @@ impl Watch {
         let mut trace = Trace::default();
         for path in self.trace.paths().filter(|path| accepts(path)) {
             trace.add(path);
+        }
+        if self.is_container && trace.is_empty() {
+            bail!("the container opened no file of its image that is fetched when it is read: no list is kept");
         }
         let mut out = BufWriter::new(new.as_file_mut());
         let written = trace.write(&mut out).and_then(|()| out.flush());

@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use common::{Fake, Reply, Request, Way, sha256};
 use ferry_image::{Digest, FetchOptions, Image, Objects, Source, Store};
-use ferry_registry::{Error, LazyOptions, PullOptions, PullOutcome, Remote, convert, pull, pull_lazily, pull_metadata};
+use ferry_registry::{
+    Error, LIST_BYTES_MAX, LazyOptions, PullOptions, PullOutcome, Reference, Remote, convert, list_beside, pull,
+    pull_lazily, pull_metadata, pull_trace, push_trace,
+};
 use ferry_vfs::{Errno, Name};
 use serde_json::{Value, json};
 use toc_layers::{FORMATS, Format, Layer, Writer};
@@ -581,4 +584,53 @@ fn lower_layers_without_tables_are_pulled_alone() {
     Objects::open(&image, &place.at("store")).unwrap().verify_all().unwrap();
     let root = image.inode(image.root()).unwrap();
     assert!(image.lookup(&root, Name::new(b"29").unwrap()).unwrap().is_some(), "the upper layer hides it");
+}
+
+/// Anybody who may write to the repository may store such a list.
+#[test]
+fn lists_that_are_wrong_are_not_taken() {
+    let place = Place::new(layers(Format::Estargz));
+    let remote = place.fake.remote();
+    let image = place.at("image");
+    let manifest = sha256(place.manifest().to_string().as_bytes());
+    let container: Reference = format!("oci:{}/a/b@sha256:{manifest}", place.fake.address).parse().unwrap();
+    let taken = || pull_trace(&remote, &container, &image);
+    assert!(!taken().unwrap(), "there is none");
+    let long = vec![b'/'; usize::try_from(LIST_BYTES_MAX).unwrap() + 1];
+    let error = push_trace(&remote, None, &long).unwrap_err().to_string();
+    assert!(error.contains("which may have 4194304"), "{error}");
+    let error = push_trace(&remote, Some(&"0".repeat(64)), b"/a\n").unwrap_err().to_string();
+    assert!(error.contains("the container's is sha256:000"), "{error}");
+    push_trace(&remote, Some(&manifest), b"/a\n").unwrap();
+    assert!(taken().unwrap());
+    assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n");
+    let kind = "application/vnd.ferry.trace.v1";
+    let blob = |size: u64| json!({"mediaType": kind, "digest": format!("sha256:{}", sha256(b"/a\n")), "size": size});
+    let subject = |digits: &str| json!({"mediaType": MANIFEST, "digest": format!("sha256:{digits}"), "size": 1});
+    let (own, other) = (subject(&manifest), subject(&"1".repeat(64)));
+    for (found, expected) in [
+        (json!({"layers": [blob(3)], "subject": other}), "it is of another image"),
+        (json!({"layers": [blob(3)]}), "it is of another image"),
+        (json!({"layers": [], "subject": own}), "it is none"),
+        (json!({"layers": [{"digest": "sha256:1"}], "subject": own}), "it is none"),
+        (json!({"layers": [blob(5 << 30)], "subject": own}), "which may have 4194304"),
+        (json!({"layers": [blob(2)], "subject": own}), "came damaged"),
+        (json!({"layers": "x", "subject": own}), "invalid type"),
+        (json!({"manifests": []}), "missing field"),
+    ] {
+        let digest = place.fake.tag("found", &found);
+        // The newest one, and others that are no lists.
+        let entry = |digest: &str, kind: &str, created: &str| json!({"digest": format!("sha256:{digest}"), "artifactType": kind, "annotations": {"ferry.created": created}});
+        let zeros = "0".repeat(64);
+        let entries = json!({"manifests": [entry(&zeros, kind, "7"), entry(&digest, kind, "1000"),
+            entry(&zeros, kind, "x"), entry(&zeros, "other", "2000"), {"digest": "no digest"}]});
+        place.fake.tag(&format!("sha256-{manifest}"), &entries);
+        let error = taken().unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}, not {expected}");
+        assert_eq!(fs::read(list_beside(&image)).unwrap(), b"/a\n", "it stays");
+    }
+    for index in [json!([]), json!({"manifests": 1})] {
+        place.fake.tag(&format!("sha256-{manifest}"), &index);
+        assert!(taken().is_err());
+    }
 }

@@ -24,7 +24,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_image::{Digest, Image, Objects, told};
-use ferry_registry::{Client, LazyImage, LazyOptions, Options, Reference, Remote, list_beside, pull_lazily};
+use ferry_registry::{
+    Client, LazyImage, LazyOptions, Options, Reference, Remote, list_beside, pull_lazily, pull_trace,
+};
 use ferry_vfs::sync::{lock, read};
 use serde::{Deserialize, Serialize};
 
@@ -96,6 +98,12 @@ pub struct Lazy {
 fn key(container: &str, layers: usize) -> String {
     let digest = container.rsplit_once(':').map_or(container, |(_, digest)| digest);
     format!("{digest}-{layers}")
+}
+
+/// Returns the registry and the repository of `oci:HOST/NAME@DIGEST`.
+fn repository_of(container: &str) -> &str {
+    let repository = container.split_once(':').map_or("", |(_, rest)| rest);
+    repository.split_once('@').map_or(repository, |(repository, _)| repository)
 }
 
 impl RemoteLayers {
@@ -220,6 +228,11 @@ impl Lazy {
             tempfile::Builder::new().prefix(NEW_PREFIX).tempdir_in(&lazy).doing("create a directory in", &lazy)?;
         let path = new.path().join("image");
         let image = pull_lazily(&remote, &path, &self.folders.store(), options).map_err(failed)?;
+        if includes(&self.config.traces_from, repository_of(&image.container.to_string()))
+            && let Err(error) = pull_trace(&remote, &image.container, &path)
+        {
+            tracing::warn!("{}: it is not used", told(&error));
+        }
         let about = About {
             digest: image.digest.to_string(),
             from: image.from.to_string(),
@@ -274,9 +287,7 @@ impl Lazy {
         let _held = self.held.hold(&remote.container);
         if self.about(&key)?.is_none() {
             // Another image is based on some of the layers only.
-            let repository = remote.container.split_once(':').map_or("", |(_, rest)| rest);
-            let repository = repository.split_once('@').map_or(repository, |(repository, _)| repository);
-            let trusts_converted = includes(&self.config.converted_from, repository);
+            let trusts_converted = includes(&self.config.converted_from, repository_of(&remote.container));
             let options = LazyOptions { layers: Some(remote.layers as usize), trusts_converted };
             self.pull(&remote.container, options, None)?;
         }

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::time::SystemTime;
 
 use crate::lazy_place::{Place, ferry, noise, until};
 use crate::server::{Mounted, can_mount};
@@ -13,7 +14,7 @@ use crate::toc_layers::{Format, Layer, Writer, sha256};
 fn layers(landmark: &str) -> Vec<Layer> {
     let mut lower = Writer::new(Format::Estargz, &[128 << 10]);
     lower.file("other", &noise(2, 20_000));
-    lower.file("large", &noise(4, 6_000_000));
+    lower.file("large", &noise(4, 600_000));
     lower.file("small", &noise(1, 20_000));
     let mut upper = Writer::new(Format::Estargz, &[128 << 10]);
     upper.file("above", &noise(5, 20_000));
@@ -84,8 +85,12 @@ pub struct Recorder(Child);
 impl Recorder {
     /// Starts it before the container.
     pub fn start(name: &str) -> Self {
+        Self::start_with(name, &[])
+    }
+
+    fn start_with(name: &str, words: &[&str]) -> Self {
         let mut command = Command::new(ferry());
-        command.args(["image", "trace", "--container", name]).stdin(Stdio::null()).stderr(Stdio::piped());
+        command.args(["image", "trace", "--container", name]).args(words).stdin(Stdio::null()).stderr(Stdio::piped());
         Self(command.spawn().unwrap())
     }
 
@@ -96,12 +101,17 @@ impl Recorder {
         assert!(line.starts_with("ferry: recording /"), "{line}");
     }
 
-    /// Waits until it has ended with the container.
-    pub fn end(mut self) -> String {
+    /// Waits until it has ended with the container; returns what it said.
+    pub fn end(self) -> String {
+        let (succeeded, said) = self.ended();
+        assert!(succeeded, "{said}");
+        said
+    }
+
+    fn ended(mut self) -> (bool, String) {
         let mut said = String::new();
         self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        assert!(self.0.wait().unwrap().success(), "{said}");
-        said
+        (self.0.wait().unwrap().success(), said)
     }
 }
 
@@ -158,7 +168,79 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     place.pull(&mut client);
     assert_eq!(first(&place).0, 0, "in the order of the layers");
     let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
-    for (name, seed, length) in [("other", 2, 20_000), ("large", 4, 6_000_000), ("below", 6, 200_000)] {
+    for (name, seed, length) in [("other", 2, 20_000), ("large", 4, 600_000), ("below", 6, 200_000)] {
         assert!(fs::read(mounted.path().join(name)).unwrap() == noise(seed, length), "{name}");
+    }
+}
+
+/// dragonflyoss/nydus issue 807, containerd/nydus-snapshotter issue 486: lists have to come to other machines.
+#[test]
+fn lists_are_stored_beside_images_for_other_machines() {
+    if !can_mount() {
+        return;
+    }
+    for lists_referrers in [false, true] {
+        let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+        if lists_referrers {
+            place.fake.list_referrers();
+        }
+        let mut client = place.server.client();
+        place.pull(&mut client);
+        let reference = format!("oci:{}/os/app:1", place.fake.address);
+        for (name, file) in [("one", "other"), ("two", "small")] {
+            let mut recorder = Recorder::start_with(&place.manifest, &["--push", &reference]);
+            let mounted = Mounted::of(&client.prepare(name, &place.top()).unwrap());
+            recorder.records();
+            fs::read(mounted.path().join(file)).unwrap();
+            drop(mounted);
+            let said = recorder.end();
+            assert!(said.contains("the list is stored beside"), "{said}");
+            client.remove(name).unwrap();
+            // Lists of the same second have no order.
+            until("the next second", {
+                let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+                let begin = now();
+                move || now() > begin
+            });
+        }
+        // Another image is none of the container's.
+        let mut layers = place.layers.clone();
+        layers.truncate(1);
+        let manifest = std::mem::replace(&mut place.layers, layers);
+        place.push("2");
+        place.layers = manifest;
+        let mut recorder =
+            Recorder::start_with(&place.manifest, &["--push", &format!("oci:{}/os/app:2", place.fake.address)]);
+        let mounted = Mounted::of(&client.prepare("three", &place.top()).unwrap());
+        recorder.records();
+        fs::read(mounted.path().join("below")).unwrap();
+        drop(mounted);
+        let (succeeded, said) = recorder.ended();
+        assert!(!succeeded && said.contains("the container's is sha256:"), "{said}");
+        client.remove("three").unwrap();
+        // Nor is a list of nothing.
+        let mut recorder = Recorder::start(&place.manifest);
+        let mounted = Mounted::of(&client.prepare("four", &place.top()).unwrap());
+        recorder.records();
+        drop(mounted);
+        let (succeeded, said) = recorder.ended();
+        assert!(!succeeded && said.contains("opened no file of its image"), "{said}");
+        client.remove("four").unwrap();
+        let list = place.server.root().join("traces").join(place.manifest.strip_prefix("sha256:").unwrap());
+        assert_eq!(fs::read_to_string(list).unwrap(), "/below\n");
+
+        remove(&mut place);
+        fs::remove_dir_all(place.server.root().join("traces")).unwrap();
+        place.pull(&mut client);
+        assert_eq!(first(&place).0, 1, "it is not asked for");
+        place.server.stop();
+        let config = format!("[lazy]\njobs = 1\nprogram = {:?}\ntraces-from = [\"{}\"]\n", ferry(), place.fake.address);
+        place.server.configure(&config);
+        let mut client = place.server.start_again();
+        remove(&mut place);
+        place.pull(&mut client);
+        let (layer, from, to) = first(&place);
+        let (begin, end) = place_of(&place.layers[0], &noise(1, 20_000));
+        assert!(layer == 0 && from <= begin && end <= to && to - from < 40_000, "{layer} {from} {to}");
     }
 }
