@@ -6,6 +6,10 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::SystemTime;
 
+use ferry_snapshotter::{GID_LABEL, UID_LABEL};
+
+use crate::client::root_label;
+use crate::fake::{Reply, Request, Way};
 use crate::lazy_place::{Place, ferry, noise, until};
 use crate::server::{Mounted, can_mount};
 use crate::toc_layers::{Format, Layer, Writer, sha256};
@@ -173,6 +177,36 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     }
 }
 
+/// awslabs/soci-snapshotter issue 87, containerd/stargz-snapshotter pull requests 47 and 2216: readers, or the start, waited for it.
+#[test]
+fn nobody_waits_for_what_is_fetched_first() {
+    if !can_mount() {
+        return;
+    }
+    let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+    let lower = place.layers[0].clone();
+    let (name, bytes, small) = (sha256(&lower.blob), lower.blob.len(), place_of(&lower, &noise(1, 20_000)).0);
+    let is_silent = move |request: &Request| {
+        // Not its table of contents.
+        let covers = request.range().is_some_and(|(from, to)| to < bytes && (from..to).contains(&small));
+        request.path.ends_with(&name) && covers
+    };
+    let silent = is_silent.clone();
+    place.fake.fault(move |request, reply| match silent(request) {
+        true => Reply { way: Way::Silence, ..Reply::default() },
+        false => reply,
+    });
+    let traces = place.server.root().join("traces");
+    fs::create_dir(&traces).unwrap();
+    fs::write(traces.join(place.manifest.strip_prefix("sha256:").unwrap()), "/small\n").unwrap();
+    let mut client = place.server.client();
+    place.pull(&mut client);
+    until("the request", || place.fake.requests().iter().any(&is_silent));
+    let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+    assert!(fs::read(mounted.path().join("other")).unwrap() == noise(2, 20_000));
+    assert!(fs::read(mounted.path().join("below")).unwrap() == noise(6, 200_000));
+}
+
 /// dragonflyoss/nydus issue 807, containerd/nydus-snapshotter issue 486: lists have to come to other machines.
 #[test]
 fn lists_are_stored_beside_images_for_other_machines() {
@@ -189,12 +223,15 @@ fn lists_are_stored_beside_images_for_other_machines() {
         let reference = format!("oci:{}/os/app:1", place.fake.address);
         for (name, file) in [("one", "other"), ("two", "small")] {
             let mut recorder = Recorder::start_with(&place.manifest, &["--push", &reference]);
-            let mounted = Mounted::of(&client.prepare(name, &place.top()).unwrap());
+            // A container with users of its own has other mounts of the same layers.
+            let mut labels = root_label();
+            labels.extend([UID_LABEL, GID_LABEL].map(|name| (name.to_owned(), "0:100000:65536".to_owned())));
+            let mounted = Mounted::of(&client.prepare_with(name, &place.top(), labels).unwrap());
             recorder.records();
             fs::read(mounted.path().join(file)).unwrap();
             drop(mounted);
             let said = recorder.end();
-            assert!(said.contains("the list is stored beside"), "{said}");
+            assert!(said.contains("1 files in ") && said.contains("the list is stored beside"), "{said}");
             client.remove(name).unwrap();
             // Lists of the same second have no order.
             until("the next second", {
