@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use ferry_image::told;
 
+use crate::manifest::Sha256;
+
 /// Why an image could not be pushed or pulled.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -97,6 +99,14 @@ pub enum Error {
         name: String,
         /// What is wrong.
         reason: String,
+    },
+    /// A blob has another digest than the manifest says, from all servers that have it.
+    #[error("{name}: the blob sha256:{blob} came damaged")]
+    Damaged {
+        /// The image.
+        name: String,
+        /// The expected digest.
+        blob: Sha256,
     },
     /// A container image that cannot be used.
     #[error("the container image {name}: {reason}")]

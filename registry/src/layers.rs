@@ -1,8 +1,9 @@
 //! Images of the layers of a container, read chunk by chunk where their tables of contents are proved, or as a whole.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,7 +13,6 @@ use ferry_image::{
     BuildLayersError, BuildOptions, Digest, Image, Layer, LayerError, Store, Trace, build, build_layers,
 };
 use serde_json::{Value, json};
-use sha2::Digest as _;
 use tempfile::TempDir;
 
 use crate::container::{Container, ContainerLayer};
@@ -282,22 +282,13 @@ fn shorten(remote: &Remote, container: &Container, folder: &Path) -> Result<()> 
 
 /// Fetches a blob to a file, and verifies it.
 pub(crate) fn fetch_blob(remote: &Remote, blob: Blob, path: &Path, progress: &dyn Fn(u64)) -> Result<()> {
-    let mut file = with_path("create", path, File::create_new(path))?;
-    let mut hasher = sha2::Sha256::new();
-    if blob.bytes > 0 {
-        let outcome = remote.read(blob, &(0..blob.bytes), &mut |piece| {
-            hasher.update(piece);
-            progress(piece.len() as u64);
-            file.write_all(piece)
-        });
-        match outcome {
-            Err(Error::Sink(error)) => return with_path("write to", path, Err(error)),
-            outcome => outcome?,
-        }
+    let file = with_path("create", path, File::create_new(path))?;
+    let outcome = remote.read_verified(blob, &mut |at, piece| {
+        progress(piece.len() as u64);
+        file.write_all_at(piece, at)
+    });
+    match outcome {
+        Err(Error::Sink(error)) => with_path("write to", path, Err(error)),
+        outcome => outcome,
     }
-    if Sha256(hasher.finalize().into()) == blob.sha256 {
-        return Ok(());
-    }
-    let reason = format!("the blob sha256:{} came damaged", blob.sha256);
-    Err(Error::Container { name: remote.reference().to_string(), reason })
 }

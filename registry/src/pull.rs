@@ -1,13 +1,12 @@
 //! Pulling: the metadata, then everything missing in the store, or nothing.
 
-use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
 use ferry_image::{Algorithm, Digest, FetchOptions, Image, Objects, repair_packs, seal, seal_image, told};
-use sha2::Digest as _;
 
 use crate::container::Container;
 use crate::error::{Error, Result};
@@ -225,21 +224,11 @@ fn open(
 /// Fetches the image to a file beside its destination, verified by its blob digest.
 fn fetch_image(remote: &Remote, blob: Blob, output: &Path) -> Result<tempfile::NamedTempFile> {
     let folder = parent_dir(output);
-    let mut new = with_path("create a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
-    let mut hasher = sha2::Sha256::new();
-    let outcome = remote.read(blob, &(0..blob.bytes), &mut |piece| {
-        hasher.update(piece);
-        new.write_all(piece)
-    });
-    match outcome {
-        Err(Error::Sink(error)) => return with_path("write to", new.path(), Err(error)),
-        outcome => outcome?,
+    let new = with_path("create a file in", folder, tempfile::Builder::new().prefix(".new-").tempfile_in(folder))?;
+    match remote.read_verified(blob, &mut |at, piece| new.as_file().write_all_at(piece, at)) {
+        Err(Error::Sink(error)) => with_path("write to", new.path(), Err(error)),
+        outcome => outcome.map(|()| new),
     }
-    if Sha256(hasher.finalize().into()) != blob.sha256 {
-        let reason = format!("the blob sha256:{} came damaged", blob.sha256);
-        return Err(Error::Manifest { name: remote.reference().to_string(), reason });
-    }
-    Ok(new)
 }
 
 /// Makes a new image durable, then gives it its name.

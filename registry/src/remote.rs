@@ -1,11 +1,13 @@
 //! An image on any kind of server.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use sha2::Digest as _;
 
 use crate::container::{self, Container};
 use crate::error::{Error, Result};
@@ -81,8 +83,12 @@ impl Mirror {
     fn note(&self, error: &Error) {
         tracing::debug!("{error}: the next server is asked");
         if error.is_transient() {
-            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            self.leave_out();
         }
+    }
+
+    fn leave_out(&self) {
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 }
 
@@ -348,16 +354,27 @@ impl Remote {
 
     fn read_as(&self, blob: Blob, range: &Range<u64>, is_part: bool, sink: &mut Sink<'_>) -> Result<()> {
         let mut left = range.clone();
+        // The last mirror of which there are some bytes.
+        let mut sender = None;
         for mirror in self.mirrors.iter().filter(|mirror| mirror.pulls && mirror.is_usable()) {
-            let Mirror { client, oci, .. } = mirror;
-            match read_from(client, &mut left, is_part, sink, &|left| oci.read(client, blob, left)) {
-                Err(error @ Error::Sink(_)) => return Err(error),
+            let (Mirror { client, oci, .. }, begin) = (mirror, left.start);
+            let outcome = read_from(client, &mut left, is_part, sink, &|left| oci.read(client, blob, left));
+            match outcome {
+                Err(Error::Sink(error)) => return Err(refused(error, Some(mirror))),
                 // What has come is proved later, from whichever server it is.
                 Err(error) => mirror.note(&error),
                 Ok(()) => return Ok(()),
             }
+            if left.start > begin {
+                sender = Some(mirror);
+            }
         }
-        read_from(&self.client, &mut left, is_part, sink, &|left| self.request_range(blob, left))
+        read_from(&self.client, &mut left, is_part, sink, &|left| self.request_range(blob, left)).map_err(|error| {
+            match error {
+                Error::Sink(error) => refused(error, sender),
+                error => error,
+            }
+        })
     }
 
     /// Returns a whole small blob, verified by its digest.
@@ -368,14 +385,48 @@ impl Remote {
         }
         // Not allocated at once, because the size is untrusted.
         let mut bytes = Vec::new();
-        self.read(blob, &(0..blob.bytes), &mut |piece| {
+        self.read_verified(blob, &mut |at, piece| {
+            bytes.truncate(usize::try_from(at).unwrap_or(usize::MAX));
             bytes.extend_from_slice(piece);
             Ok(())
         })?;
-        if Sha256::of(&bytes) != blob.sha256 {
-            return Err(invalid(format!("the blob sha256:{} came damaged", blob.sha256)));
-        }
         Ok(bytes)
+    }
+
+    /// Passes a whole blob to `sink`, each piece with its offset, and verifies it by its digest. What a mirror sent damaged comes again.
+    pub(crate) fn read_verified(&self, blob: Blob, sink: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>) -> Result<()> {
+        for _ in 0..=self.mirrors.len() {
+            let (mut hasher, mut at) = (sha2::Sha256::new(), 0);
+            let is_right = |hasher: &sha2::Sha256| Sha256(hasher.clone().finalize().into()) == blob.sha256;
+            let outcome = self.read(blob, &(0..blob.bytes), &mut |piece| {
+                sink(at, piece)?;
+                hasher.update(piece);
+                at += piece.len() as u64;
+                if at < blob.bytes || is_right(&hasher) { Ok(()) } else { Err(ErrorKind::InvalidData.into()) }
+            });
+            match outcome {
+                // Another server is asked.
+                Err(Error::Sink(error)) if error.kind() == ErrorKind::Interrupted => {}
+                Err(Error::Sink(error)) if error.kind() == ErrorKind::InvalidData => break,
+                // Nothing is passed of an empty blob.
+                Ok(()) if !is_right(&hasher) => break,
+                outcome => return outcome,
+            }
+        }
+        Err(Error::Damaged { name: self.reference.to_string(), blob: blob.sha256 })
+    }
+}
+
+/// Returns the error for a refusal of the sink. The mirror that sent something damaged is left out, and the kind of the error says that another
+/// server can be asked.
+fn refused(error: io::Error, sender: Option<&Mirror>) -> Error {
+    match sender {
+        Some(mirror) if error.kind() == ErrorKind::InvalidData => {
+            tracing::warn!("{:?} sent damaged data: it is left out for {} s", mirror.oci, MIRROR_PAUSE.as_secs());
+            mirror.leave_out();
+            Error::Sink(io::Error::new(ErrorKind::Interrupted, error))
+        }
+        _ => Error::Sink(error),
     }
 }
 

@@ -141,6 +141,40 @@ fn what_a_mirror_breaks_the_registry_mends() {
     assert!(!mirror.requests().is_empty());
 }
 
+/// Each blob in turn, an index or a pack, is damaged on a mirror, and comes whole from the next server.
+#[test]
+fn what_a_mirror_damages_is_asked_of_the_next_server() {
+    let place = Place::new();
+    let hosts = place.at("certs.d");
+    let mirror = Fake::start();
+    mirror.tag("1", &place.fake.tagged("1").unwrap());
+    copy_blobs(&place.fake, &mirror);
+    describe(&hosts, &format!("server = \"http://{}\"\n[host.\"http://{}\"]", place.fake.address, mirror.address));
+    let manifest = mirror.tagged("1").unwrap();
+    for (number, layer) in manifest["layers"].as_array().unwrap().iter().enumerate() {
+        let name = layer["digest"].as_str().unwrap().to_owned();
+        mirror.fault(move |request, mut reply| {
+            if request.is_blob() && request.path.ends_with(&name) {
+                reply.body.iter_mut().for_each(|byte| *byte ^= 1);
+            }
+            reply
+        });
+        place.fake.requests();
+        pull_to(&place, &format!("store-{number}"), &remote(&hosts).unwrap()).unwrap();
+        assert!(place.fake.requests().iter().any(Request::is_blob), "blob {number}");
+        assert!(mirror.requests().iter().any(Request::is_blob));
+    }
+    // Where there is no other server, it is an error.
+    place.fake.fault(|request, mut reply| {
+        if request.is_blob() {
+            reply.body.iter_mut().for_each(|byte| *byte ^= 1);
+        }
+        reply
+    });
+    let error = pull_to(&place, "damaged", &remote(&hosts).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("damaged") || error.contains("digest"), "{error}");
+}
+
 #[test]
 fn authorities_of_a_host_are_trusted_and_others_are_not_unless_all_are() {
     let place = Place::new();

@@ -13,7 +13,7 @@ use serde_json::json;
 use tonic::Code;
 
 use crate::client::{Client, root_label};
-use crate::fake::{Reply, Request, Way};
+use crate::fake::{Fake, Reply, Request, Way};
 use crate::lazy_place::{Place, ferry, is_right, layers, noise, until, without_tables};
 use crate::server::{Mounted, can_mount};
 use crate::toc_layers::{FORMATS, Format, Writer, sha256};
@@ -514,4 +514,40 @@ fn registries_are_reached_by_hosts_files_and_credentials() {
     }
     let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
     is_right(mounted.path());
+}
+
+/// What a mirror sends damaged, also if it stops after that, comes from the next server.
+#[test]
+fn what_a_mirror_sends_damaged_is_asked_of_the_next_server() {
+    if !can_mount() {
+        return;
+    }
+    for (format, way) in
+        [(Format::Estargz, Way::Whole), (Format::ZstdChunked, Way::Whole), (Format::Estargz, Way::Cut(9))]
+    {
+        let place = Place::new(layers(format));
+        let mirror = Fake::start();
+        place.layers.iter().for_each(|layer| drop(mirror.add_blob(&layer.blob)));
+        let folder = place.server.folder.path().join("certs.d/registry.invalid");
+        fs::create_dir_all(&folder).unwrap();
+        let hosts = format!("server = \"http://{}\"\n[host.\"http://{}\"]\n", place.fake.address, mirror.address);
+        fs::write(folder.join("hosts.toml"), hosts).unwrap();
+        let mut place = place;
+        let mut client = place.server.client();
+        for layer in 0..2 {
+            let mut labels = place.labels(layer);
+            labels.insert("containerd.io/snapshot/cri.image-ref".into(), "registry.invalid/os/app:1".into());
+            assert_eq!(place.prepare(&mut client, layer, ["", "sha256:chain-0"][layer], labels), Ok(()));
+        }
+        mirror.requests();
+        mirror.fault(move |request, reply| match request.is_blob() {
+            true => Reply { body: reply.body.iter().map(|byte| byte ^ 1).collect(), way, ..reply },
+            false => reply,
+        });
+        let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
+        is_right(mounted.path());
+        let asked = mirror.requests().iter().filter(|request| request.is_blob()).count();
+        // Some at once, before it is known; not for each of the chunks.
+        assert!((1..30).contains(&asked), "{format:?} {way:?}: {asked}");
+    }
 }

@@ -9,7 +9,7 @@
 //! next process continues after a crash. A complete file gets the name of a pack.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
@@ -24,6 +24,7 @@ use crate::read::pack::{Pack, SOUND, UNKNOWN};
 use crate::read::pack_receiver::Receiver;
 use crate::read::partial::PartialPack;
 use crate::read::singleflight::{Claim, FetchAction, ObjectSet};
+use crate::store::fetch::SERVERS_MAX;
 use crate::store::layer_fetch;
 use crate::store::layout;
 use crate::store::object_error::ObjectError;
@@ -105,35 +106,44 @@ impl Pack {
         run.map_or(Ok(()), |run| self.receive(absent, claim, run))
     }
 
-    /// Fetches adjacent objects with one request.
+    /// Fetches adjacent objects with one request, or more if servers send damaged data.
     fn receive(&self, absent: &PartialPack, claim: &Claim<'_>, run: Range<usize>) -> Result<(), ObjectError> {
-        let Some((_lock, run)) = self.lock(absent, claim, run) else { return Ok(()) };
-        let objects = &self.index.objects[run.clone()];
-        let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
-        let range = first.begin()..last.end();
+        let Some((_lock, mut run)) = self.lock(absent, claim, run) else { return Ok(()) };
         let mut kept = |at: usize| {
             absent.common.fetched_bytes.fetch_add(self.index.objects[at].bytes, Ordering::Relaxed);
             self.keep(absent, at);
             claim.tell();
         };
-        let mut receiver = Receiver::new(self, run, &mut kept);
-        let mut wrong = None;
-        let outcome = layer_fetch::read(&*absent.common.missing.from, &self.index, range, &mut |bytes| {
-            receiver.take(bytes).map_err(|bad| {
-                wrong = Some(bad);
-                io::Error::other("not what was asked for")
-            })
-        });
-        let outcome = match (wrong, outcome) {
-            (Some(bad), _) => Err(bad),
-            (None, Err(source)) => {
-                Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source })
+        let mut servers = 1;
+        let outcome = loop {
+            let objects = &self.index.objects[run.clone()];
+            let (Some(first), Some(last)) = (objects.first(), objects.last()) else { return Ok(()) };
+            let range = first.begin()..last.end();
+            let mut receiver = Receiver::new(self, run, &mut kept);
+            let mut wrong = None;
+            let outcome = layer_fetch::read(&*absent.common.missing.from, &self.index, range, &mut |bytes| {
+                receiver.take(bytes).map_err(|bad| {
+                    let kind = if bad.is_of_object() { ErrorKind::InvalidData } else { ErrorKind::Other };
+                    wrong = Some(bad);
+                    io::Error::new(kind, "not what was asked for")
+                })
+            });
+            match (wrong, outcome) {
+                // What came before is kept.
+                (Some(bad), Err(error)) if error.kind() == ErrorKind::Interrupted && servers < SERVERS_MAX => {
+                    tracing::debug!("{bad}: another server is asked");
+                    (run, servers) = (receiver.left(), servers + 1);
+                }
+                (Some(bad), _) => break Err(bad),
+                (None, Err(source)) => {
+                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source });
+                }
+                (None, Ok(())) if !receiver.is_complete() => {
+                    let source = ErrorKind::UnexpectedEof.into();
+                    break Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source });
+                }
+                (None, Ok(())) => break Ok(()),
             }
-            (None, Ok(())) if !receiver.is_complete() => {
-                let source = io::ErrorKind::UnexpectedEof.into();
-                Err(ObjectError::Fetch { pack: self.index.pack, digest: receiver.current(), source })
-            }
-            (None, Ok(())) => Ok(()),
         };
         outcome.inspect_err(|bad| tracing::debug!("{bad}"))
     }

@@ -30,6 +30,11 @@ impl<'a> Receiver<'a> {
         self.left.is_empty()
     }
 
+    /// Returns the objects that were not received.
+    pub(crate) fn left(&self) -> Range<usize> {
+        self.left.clone()
+    }
+
     /// Returns the current object.
     pub(crate) fn current(&self) -> Digest {
         let last = self.pack.index.objects.len().saturating_sub(1);

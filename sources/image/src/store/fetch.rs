@@ -13,6 +13,9 @@ pub type ByteSink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 ///
 /// The objects of a composefs image form such a pack without an index: concatenated in the order of
 /// [`crate::file_objects`], and named by the image's digest.
+///
+/// A sink that refuses damaged data returns [`io::ErrorKind::InvalidData`]. If the data came from one of several servers, the error is then of the
+/// kind [`io::ErrorKind::Interrupted`], and the next call asks another one.
 pub trait Fetch: fmt::Debug + Send + Sync {
     /// Returns the index of a pack.
     ///
@@ -57,5 +60,7 @@ pub struct FetchOptions {
     pub cache_bytes: Option<u64>,
 }
 
+/// The maximum number of servers that are asked for a range, if all of them send damaged data.
+pub(crate) const SERVERS_MAX: usize = 4;
 /// The maximum size of a request of [`Objects::fetch_all`] in bytes; a larger object is fetched alone.
 pub(crate) const RUN_BYTES_MAX: u64 = 4 << 20;

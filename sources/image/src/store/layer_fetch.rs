@@ -145,9 +145,6 @@ impl Streams<'_, '_, '_> {
     /// Receives the next bytes of the blob.
     fn take(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            if self.stream.as_ref().is_some_and(|(span, _)| self.at >= span.to) {
-                self.end_stream()?;
-            }
             let Some(next) = self.stream.as_ref().map(|(span, _)| *span).or_else(|| self.out.span()) else {
                 return Ok(());
             };
@@ -158,6 +155,10 @@ impl Streams<'_, '_, '_> {
             (bytes, self.at) = (later, self.at + count as u64);
             if is_in {
                 self.unpack(next, now)?;
+            }
+            // Now, so that whoever sent it learns of what is refused.
+            if self.stream.as_ref().is_some_and(|(span, _)| self.at >= span.to) {
+                self.end_stream()?;
             }
         }
         Ok(())
