@@ -17,3 +17,4 @@ pub(crate) mod scan;
 pub(crate) mod tar;
 pub(crate) mod trace;
 pub(crate) mod tree_builder;
+pub(crate) mod unpack;

@@ -13,6 +13,7 @@ use crate::build::options::{BuildReport, Layout, Options, Progress};
 use crate::build::pack_writer::PackWriter;
 use crate::format::digest::Algorithm;
 use crate::format::error::{Error, IoContext, Result};
+use crate::format::tree::Tree;
 use crate::store::new_file::{NewFile, folder_of};
 use crate::store::packs::Store;
 
@@ -76,6 +77,16 @@ fn build_with<W: ContentWriter>(
         }
     };
     options.filter.apply(&mut tree, options.whiteouts);
+    store_tree(writer, tree, image, options)
+}
+
+/// Makes all that was stored durable, and writes the image of a tree.
+pub(super) fn store_tree<W: ContentWriter>(
+    mut writer: W,
+    tree: Tree,
+    image: &Path,
+    options: &Options,
+) -> Result<BuildReport> {
     let (inodes, data_bytes, new_bytes) = (tree.nodes.len(), writer.data_bytes(), writer.new_bytes()?);
     let WriterOutput { bytes, tree, packs } = writer.finish(tree, options.order.as_ref())?;
     let algorithm = if W::IS_COMPOSEFS { Algorithm::Verity } else { Algorithm::Blake3 };

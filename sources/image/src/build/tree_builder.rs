@@ -45,6 +45,8 @@ struct NameEntry {
     id: NodeId,
     /// The last layer that contained it.
     layer: usize,
+    /// Whether it is a directory that no member describes, because only names below it are there.
+    is_implied: bool,
 }
 
 /// The result of a walk.
@@ -131,7 +133,8 @@ impl TreeBuilder {
 
     fn insert(&mut self, directory: NodeId, name: &[u8], id: NodeId) -> Result<(), Refusal> {
         self.charge(NAME_BYTES + name.len())?;
-        self.names.entry(directory).or_default().insert(name.to_vec(), NameEntry { id, layer: self.layer });
+        let entry = NameEntry { id, layer: self.layer, is_implied: false };
+        self.names.entry(directory).or_default().insert(name.to_vec(), entry);
         Ok(())
     }
 
@@ -258,9 +261,36 @@ impl TreeBuilder {
             return Err("what it is in is no directory".into());
         }
         for name in missing {
-            directory = self.replace(directory, name.as_name(), new())?;
+            let above = directory;
+            directory = self.replace(above, name.as_name(), new())?;
+            self.note(above, name.as_name(), |entry| entry.is_implied = true);
         }
         Ok(directory)
+    }
+
+    /// Calls a function with each directory that [`Self::enter`] created and no member has described since, and its names.
+    pub(crate) fn for_each_implied<E>(
+        &mut self,
+        mut call: impl FnMut(&[&[u8]], &mut Node) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Self { nodes, names, .. } = self;
+        // The directories on the path, each with its names that are still to be visited.
+        let mut path: Vec<&[u8]> = Vec::new();
+        let mut left: Vec<_> = names.get(&0).map(BTreeMap::iter).into_iter().collect();
+        while let Some(siblings) = left.last_mut() {
+            let Some((name, NameEntry { id, is_implied, .. })) = siblings.next() else {
+                left.pop();
+                path.pop();
+                continue;
+            };
+            let Some(below) = names.get(id) else { continue };
+            path.push(name);
+            left.push(below.iter());
+            if *is_implied {
+                call(&path, &mut nodes[*id])?;
+            }
+        }
+        Ok(())
     }
 
     /// Begins the next layer, which may replace what earlier ones contain.
@@ -271,8 +301,12 @@ impl TreeBuilder {
     /// Records that the layer contains an existing directory.
     pub(crate) fn touch(&mut self, directory: NodeId, name: Name<'_>) {
         let layer = self.layer;
-        if let Some(named) = self.names.get_mut(&directory).and_then(|known| known.get_mut(name.as_bytes())) {
-            named.layer = layer;
+        self.note(directory, name, |entry| (entry.layer, entry.is_implied) = (layer, false));
+    }
+
+    fn note(&mut self, directory: NodeId, name: Name<'_>, change: impl FnOnce(&mut NameEntry)) {
+        if let Some(entry) = self.names.get_mut(&directory).and_then(|known| known.get_mut(name.as_bytes())) {
+            change(entry);
         }
     }
 
@@ -312,7 +346,7 @@ impl TreeBuilder {
             at += 1;
         }
         for place in found.into_iter().rev() {
-            let Some(NameEntry { id, layer }) = named(self, &place) else { continue };
+            let Some(NameEntry { id, layer, .. }) = named(self, &place) else { continue };
             let is_empty = self.names.get(&id).is_none_or(BTreeMap::is_empty);
             if (which == RemoveScope::Lower && layer == self.layer) || !is_empty {
                 continue;

@@ -32,3 +32,4 @@ mod shares;
 mod tar;
 mod tools;
 mod tree_digest;
+mod unpack;

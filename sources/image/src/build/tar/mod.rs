@@ -16,14 +16,19 @@ mod place;
 mod sparse;
 mod sparse_map;
 
+use std::ffi::OsStr;
 use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+
+use ferry_vfs::Timespec;
 
 use crate::build::content_writer::ContentWriter;
 use crate::build::filter::Whiteouts;
 use crate::build::tree_builder::TreeBuilder;
+use crate::build::unpack::LayerRules;
 use crate::format::error::Result;
-use crate::format::tree::Tree;
+use crate::format::tree::{Node, Tree, set_xattr};
 
 use marks::LayerMarks;
 use member::Members;
@@ -36,6 +41,24 @@ pub(crate) use marks::OverlayLayer;
 pub(crate) use member::{Kind, Member, device};
 pub(crate) use place::components;
 
+/// A directory in lower layers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LowerDirectory {
+    /// Its permissions.
+    pub mode: u16,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+    /// Its time.
+    pub mtime: Timespec,
+    /// Its extended attributes; those of overlayfs are ignored.
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// Finds a directory in the layers below a layer, by its path without a slash at its beginning; that of the root is empty.
+pub type LowerDirectories<'a> = dyn Fn(&Path) -> Result<Option<LowerDirectory>> + 'a;
+
 /// Reads an archive; `writer` stores the files' bytes.
 pub(crate) fn read<W: ContentWriter>(
     input: impl Read,
@@ -43,14 +66,41 @@ pub(crate) fn read<W: ContentWriter>(
     whiteouts: Option<Whiteouts>,
     writer: &mut W,
 ) -> Result<Tree> {
-    let mut members = Members::of(input, source, Globals::Apply);
+    read_with(Members::of(input, source, Globals::Apply), source, (whiteouts, None), writer)
+}
+
+/// Reads an archive that is a layer of a container, as containerd applies one: the root, and directories that the archive implies, are
+/// those of the layers below.
+pub(crate) fn read_layer<W: ContentWriter>(
+    input: impl Read,
+    source: &Path,
+    rules: &LayerRules<'_>,
+    writer: &mut W,
+) -> Result<Tree> {
+    read_with(Members::of(input, source, Globals::Ignore), source, (Some(rules.whiteouts), Some(rules)), writer)
+}
+
+fn read_with<W: ContentWriter>(
+    mut members: Members<impl Read>,
+    source: &Path,
+    (whiteouts, rules): (Option<Whiteouts>, Option<&LayerRules<'_>>),
+    writer: &mut W,
+) -> Result<Tree> {
     let mut builder = TreeBuilder::default();
-    let mut marks = LayerMarks::new(whiteouts);
+    let (mut marks, mut file_bytes) = (LayerMarks::new(whiteouts), 0_u64);
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
-        if marks.takes(&names, member.mtime).map_err(|reason| refused(source, &member, reason))? {
+        let is_mark = marks.takes(&names, member.mtime).map_err(|reason| refused(source, &member, reason))?;
+        if is_mark || (rules.is_some() && names.is_empty()) {
             members.skip()?;
             continue;
+        }
+        if let Some(LayerRules { file_bytes_max, .. }) = rules {
+            file_bytes = file_bytes.saturating_add(member.bytes);
+            if file_bytes > *file_bytes_max {
+                let reason = format!("the files up to here have {file_bytes} bytes, more than {file_bytes_max}");
+                return Err(refused(source, &member, reason));
+            }
         }
         let content = match member.kind {
             Kind::File => Some(contents(&mut members, &member, writer)?),
@@ -61,6 +111,25 @@ pub(crate) fn read<W: ContentWriter>(
     }
     members.finish()?;
     let all = builder.enter(&[], directory).and_then(|_| marks.finish(&mut builder));
-    let tree = all.and_then(|()| builder.finish_compact()).map_err(|reason| at_end(source, reason))?;
-    Ok(tree.0)
+    all.map_err(|reason| at_end(source, reason))?;
+    if let Some(rules) = rules {
+        copy_up(&mut builder, rules.lower)?;
+    }
+    Ok(builder.finish_compact().map_err(|reason| at_end(source, reason))?.0)
+}
+
+/// Gives the root, and directories that no member describes, what they have in lower layers.
+fn copy_up(builder: &mut TreeBuilder, lower: &LowerDirectories<'_>) -> Result<()> {
+    let copy = |path: &[&[u8]], node: &mut Node| -> Result<()> {
+        let path = path.join(&b'/');
+        let Some(found) = lower(Path::new(OsStr::from_bytes(&path)))? else { return Ok(()) };
+        node.mode = (node.mode & !0o7777) | (found.mode & 0o7777);
+        (node.uid, node.gid, node.mtime) = (found.uid, found.gid, found.mtime);
+        for (name, value) in found.xattrs.iter().filter(|(name, _)| !name.starts_with(b"trusted.")) {
+            set_xattr(&mut node.xattrs, name, value);
+        }
+        Ok(())
+    };
+    copy(&[], builder.node(0))?;
+    builder.for_each_implied(copy)
 }

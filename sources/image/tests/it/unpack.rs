@@ -1,0 +1,168 @@
+//! A layer that is unpacked while it is read gives the image that its archive gives.
+
+use std::fs;
+use std::io::{self, Read};
+use std::path::Path;
+
+use ferry_image::{
+    BuildOptions, BuildReport, Error, Image, LayerRules, LowerDirectory, Result, Store, UnpackReport, Whiteouts, build,
+    hex, unpack_layer,
+};
+use ferry_vfs::Timespec;
+use proptest::prelude::*;
+
+use crate::archives::bundle::{self, DIR, FILE, Item, LINK, Packing, archive, packed};
+use crate::archives::random::{Choices, layers};
+use crate::common::Bench;
+
+fn unpack(bench: &Bench, blob: impl Read + Send, rules: &LayerRules<'_>) -> Result<UnpackReport> {
+    unpack_layer(blob, Path::new("layer"), &bench.path("image"), Store::create(&bench.store())?, rules)
+}
+
+/// Rules of a layer with nothing below.
+const ALONE: LayerRules<'static> =
+    LayerRules { whiteouts: Whiteouts::Overlay, lower: &|_| Ok(None), file_bytes_max: 1 << 30 };
+
+fn build_archive(bench: &Bench, archive: &[u8]) -> Result<BuildReport> {
+    let path = bench.path("archive");
+    fs::write(&path, archive).unwrap();
+    let options = BuildOptions { whiteouts: Some(Whiteouts::Overlay), ..BuildOptions::default() };
+    build(&path, &bench.path("image"), Store::create(&bench.store())?, &options, &|_, _| {})
+}
+
+#[test]
+fn each_packing_gives_the_image_of_the_archive() {
+    let bench = Bench::new();
+    let large = vec![7; 3 << 20];
+    let items = [
+        ("dir/", DIR, "", &b""[..]),
+        ("dir/large", FILE, "", &large),
+        ("dir/same", LINK, "dir/large", b""),
+        ("dir/.wh.gone", FILE, "", b""),
+        ("small", FILE, "", b"some"),
+    ];
+    let plain = archive(&items);
+    let expected = build_archive(&bench, &plain).unwrap();
+    for packing in [Packing::Plain, Packing::Gzip, Packing::Zstd] {
+        let (_, blob) = packed(&plain, packing);
+        let report = unpack(&bench, &*blob, &ALONE).unwrap();
+        assert_eq!((report.image.tree, report.image.new_bytes), (expected.tree, 0));
+        assert_eq!(
+            (report.bytes, format!("sha256:{}", hex(&report.sha256))),
+            (plain.len() as u64, bundle::digest(&plain))
+        );
+        // What follows the last member belongs to the archive's digest, too.
+        let more = [&plain[..], &[0; 1 << 20]].concat();
+        let report = unpack(&bench, &*packed(&more, packing).1, &ALONE).unwrap();
+        assert_eq!(
+            (report.bytes, format!("sha256:{}", hex(&report.sha256))),
+            (more.len() as u64, bundle::digest(&more))
+        );
+    }
+}
+
+#[test]
+fn what_ends_early_or_is_too_large_or_cannot_be_read_leaves_no_image() {
+    let bench = Bench::new();
+    let large: Vec<u8> = (0..3_u32 << 20).flat_map(|word| (word.wrapping_mul(2_654_435_761)).to_le_bytes()).collect();
+    let plain = archive(&[("large", FILE, "", &large), ("small", FILE, "", b"some")]);
+    for packing in [Packing::Plain, Packing::Gzip, Packing::Zstd] {
+        let (_, blob) = packed(&plain, packing);
+        for end in [1, 100, blob.len() / 3, blob.len() * 2 / 3] {
+            unpack(&bench, &blob[..end], &ALONE).unwrap_err();
+        }
+        let broken = || io::Error::other("the disk is broken");
+        struct Broken(fn() -> io::Error);
+        impl Read for Broken {
+            fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+                Err(self.0())
+            }
+        }
+        let error = unpack(&bench, blob[..blob.len() / 2].chain(Broken(broken)), &ALONE).unwrap_err();
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+        let rules = LayerRules { file_bytes_max: large.len() as u64 + 3, ..ALONE };
+        let error = unpack(&bench, &*blob, &rules).unwrap_err();
+        assert!(matches!(error, Error::Input { .. }), "{error}");
+    }
+    assert!(!bench.path("image").exists());
+}
+
+#[test]
+fn directories_that_are_not_described_are_those_below() {
+    let bench = Bench::new();
+    let items: [Item<'_>; 7] = [
+        ("./", DIR, "", b""),
+        ("a/b/c/file", FILE, "", b"some"),
+        ("a/new/file", FILE, "", b"some"),
+        ("own/file", FILE, "", b"some"),
+        ("own/", DIR, "", b""),
+        ("w/.wh.gone", FILE, "", b""),
+        ("o/.wh..wh..opq", FILE, "", b""),
+    ];
+    let lower = |path: &Path| {
+        let known = ["", "a", "a/b", "a/b/c", "own", "w", "o"].contains(&path.to_str().unwrap());
+        let depth = u32::try_from(path.components().count()).unwrap();
+        let xattrs = vec![(b"trusted.overlay.opaque".to_vec(), b"y".to_vec()), (b"user.depth".to_vec(), vec![1])];
+        let mtime = Timespec { sec: 1_500_000_000 + i64::from(depth), nsec: 5 };
+        Ok(known.then_some(LowerDirectory { mode: 0o1700, uid: 10 + depth, gid: 20, mtime, xattrs }))
+    };
+    let rules = LayerRules { lower: &lower, ..ALONE };
+    unpack(&bench, &*archive(&items), &rules).unwrap();
+    let image = Image::open(&bench.path("image"), None).unwrap();
+    let mut found = Vec::new();
+    ferry_image::walk(&image, image.root(), b"", |step, inode| {
+        if inode.kind() == ferry_vfs::FileType::Directory {
+            let path = String::from_utf8(step.path()).unwrap();
+            let names: Vec<_> = image
+                .xattrs(inode)
+                .unwrap()
+                .iter()
+                .map(|xattr| String::from_utf8_lossy(&xattr.0).into_owned())
+                .collect();
+            found.push((path, inode.mode & 0o7777, inode.uid, inode.mtime.sec, names.join(" ")));
+        }
+        Ok::<_, ferry_image::Flaw>(())
+    })
+    .unwrap();
+    found.sort();
+    let (depth, opaque) = ("user.depth", "trusted.overlay.opaque user.depth");
+    let expected = [
+        ("", 0o1700, 10, 1_500_000_000, depth),
+        ("/a", 0o1700, 11, 1_500_000_001, depth),
+        ("/a/b", 0o1700, 12, 1_500_000_002, depth),
+        ("/a/b/c", 0o1700, 13, 1_500_000_003, depth),
+        ("/a/new", 0o755, 0, 0, ""),
+        ("/o", 0o1700, 11, 1_500_000_001, opaque),
+        ("/own", 0o755, 0, bundle::TIME, ""),
+        ("/w", 0o1700, 11, 1_500_000_001, depth),
+    ];
+    assert_eq!(found, expected.map(|(path, mode, uid, time, names)| (path.into(), mode, uid, time, names.into())));
+}
+
+struct Numbers<'a>(std::slice::Iter<'a, usize>);
+
+impl Choices for Numbers<'_> {
+    fn below(&mut self, end: usize) -> usize {
+        self.0.next().map_or(0, |number| number % end)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn random_layers_give_the_images_of_their_archives(numbers in prop::collection::vec(any::<usize>(), 0..200)) {
+        let bench = Bench::new();
+        for members in layers(&mut Numbers(numbers.iter())) {
+            // The root is not the layer's own.
+            let own = members.iter().filter(|member| !matches!(&*member.path, "./" | "/" | "."));
+            let items: Vec<Item<'_>> =
+                own.map(|member| (&*member.path, member.kind, &*member.target, &*member.data)).collect();
+            let plain = archive(&items);
+            let unpacked = unpack(&bench, &*packed(&plain, Packing::Gzip).1, &ALONE);
+            match build_archive(&bench, &plain) {
+                Ok(expected) => prop_assert_eq!(unpacked.unwrap().image.tree, expected.tree),
+                Err(_) => prop_assert!(matches!(unpacked, Err(Error::Input { .. })), "{:?}", unpacked),
+            }
+        }
+    }
+}
