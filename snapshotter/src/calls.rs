@@ -8,8 +8,8 @@ use ferry_vfs::Errno;
 use crate::error::{Error, Result};
 
 /// The calls of the API, by the names of their metrics.
-const CALLS: [&str; 10] =
-    ["prepare", "view", "mounts", "commit", "remove", "stat", "update", "usage", "cleanup", "list"];
+const CALLS: [&str; 11] =
+    ["prepare", "view", "mounts", "commit", "remove", "stat", "update", "usage", "cleanup", "list", "apply"];
 
 /// Returns counters for all calls.
 pub(crate) fn metrics() -> Arc<Metrics> {
@@ -46,6 +46,7 @@ fn errno(error: &Error) -> Errno {
         Error::AlreadyExists(_) => Errno::EXIST,
         Error::FailedPrecondition(_) => Errno::BUSY,
         Error::InvalidArgument(_) => Errno::INVAL,
+        Error::Unimplemented(_) => Errno::NOSYS,
         Error::Io { error, .. } | Error::Mount { error, .. } => {
             error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
         }

@@ -66,6 +66,8 @@ pub struct Config {
     pub images: Images,
     /// Whether what is based on several images gets one image of them all; otherwise overlayfs stacks them.
     pub merge: bool,
+    /// containerd's own root, below which are the blobs of layers.
+    pub containerd_root: PathBuf,
     /// Which images start before their layers are here.
     pub lazy: LazyConfig,
 }
@@ -77,6 +79,7 @@ impl Default for Config {
             address: "/run/ferry-snapshotter/snapshotter.sock".into(),
             images: Images::default(),
             merge: true,
+            containerd_root: "/var/lib/containerd".into(),
             lazy: LazyConfig::default(),
         }
     }
@@ -93,8 +96,9 @@ impl Config {
     /// What is wrong with it, and where.
     pub fn parse(text: &str, folder: &Path) -> Result<Self, toml::de::Error> {
         let mut config: Self = toml::from_str(text)?;
-        let Self { root, address, lazy: LazyConfig { hosts, credentials, program, .. }, .. } = &mut config;
-        for path in [root, address].into_iter().chain(hosts).chain(credentials).chain(program) {
+        let Self { root, address, containerd_root, lazy: LazyConfig { hosts, credentials, program, .. }, .. } =
+            &mut config;
+        for path in [root, address, containerd_root].into_iter().chain(hosts).chain(credentials).chain(program) {
             *path = folder.join(&*path);
         }
         Ok(config)
@@ -109,8 +113,9 @@ mod tests {
     fn files_are_read() {
         let parse = |text: &str| Config::parse(text, Path::new("/etc/ferry"));
         assert_eq!(parse("").unwrap(), Config::default());
-        let config = parse("root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false").unwrap();
-        assert!(!config.merge);
+        let text = "root = 'data'\naddress = '/run/s.sock'\nimages = 'never'\nmerge = false\ncontainerd-root = 'c'";
+        let config = parse(text).unwrap();
+        assert!(!config.merge && config.containerd_root == Path::new("/etc/ferry/c"));
         assert_eq!((config.root, config.address), ("/etc/ferry/data".into(), "/run/s.sock".into()));
         assert_eq!(config.images, Images::Never);
         let lazy = parse("[lazy]\nfrom = []\nhosts = ['h']\nprogram = '/bin/ferry'").unwrap().lazy;

@@ -19,6 +19,9 @@ pub enum Error {
     /// A value of the request is not valid.
     #[error("{0}")]
     InvalidArgument(String),
+    /// containerd has another way to do it.
+    #[error("{0}")]
+    Unimplemented(String),
     /// The file system refuses.
     #[error("cannot {action} {path}")]
     Io {

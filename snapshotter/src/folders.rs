@@ -5,6 +5,7 @@
 //! ROOT/snapshots/ID/fs    the directory of a snapshot without an image: overlayfs's upper one while it is active
 //! ROOT/snapshots/ID/work  overlayfs's work directory
 //! ROOT/snapshots/ID/image the image of a committed layer
+//! ROOT/snapshots/ID/applied   the image of a layer that is not yet committed, see [`crate::diff`]
 //! ROOT/snapshots/ID/layer where it is mounted
 //! ROOT/snapshots/ID/merged-image  the image of this layer and all below it
 //! ROOT/snapshots/ID/merged where it is mounted
@@ -156,6 +157,12 @@ impl Folders {
     #[must_use]
     pub fn image(&self, id: u64) -> PathBuf {
         self.snapshot(id).join("image")
+    }
+
+    /// Returns the image of a layer that is not yet committed.
+    #[must_use]
+    pub fn applied(&self, id: u64) -> PathBuf {
+        self.snapshot(id).join("applied")
     }
 
     /// Returns the mount point of a layer's image.

@@ -31,11 +31,11 @@ use crate::overlay;
 /// The images of layers.
 #[derive(Debug)]
 pub struct Layers {
-    folders: Folders,
+    pub(crate) folders: Folders,
     /// Whether committed layers become images.
-    builds: bool,
+    pub(crate) builds: bool,
     /// One image is built at a time: a build uses all processors.
-    building: Mutex<()>,
+    pub(crate) building: Mutex<()>,
     /// Locked while mounts are looked at and changed.
     mounting: Mutex<()>,
     /// Read-locked from the start of a build until the image is recorded, so that its packs are not taken for garbage.
@@ -121,7 +121,7 @@ impl Layers {
         }
     }
 
-    fn remove_image(&self, id: u64) -> Result<()> {
+    pub(crate) fn remove_image(&self, id: u64) -> Result<()> {
         self.unmount(id)?;
         let path = self.folders.image(id);
         match fs::remove_file(&path) {

@@ -16,6 +16,7 @@
 pub mod api;
 mod calls;
 mod config;
+pub mod diff;
 mod erofs;
 mod error;
 mod filter;

@@ -18,6 +18,7 @@ use crate::api::{
     PrepareRequest, SERVICE, UpdateRequest, UsageResponse,
 };
 use crate::calls::CallCounter;
+use crate::diff::{ApplyRequest, ApplyResponse, DIFF_SERVICE, Stop};
 use crate::error::{Error, Result};
 use crate::filter::Filter;
 use crate::snapshotter::{NewSnapshot, Snapshotter};
@@ -32,6 +33,7 @@ impl From<Error> for Status {
             Error::AlreadyExists(_) => Code::AlreadyExists,
             Error::FailedPrecondition(_) => Code::FailedPrecondition,
             Error::InvalidArgument(_) => Code::InvalidArgument,
+            Error::Unimplemented(_) => Code::Unimplemented,
             Error::Io { .. }
             | Error::Metadata(_)
             | Error::Record(..)
@@ -58,8 +60,16 @@ pub async fn answer(
 ) -> std::result::Result<Response<Body>, Infallible> {
     let path = request.uri().path().to_owned();
     let all = snapshotter;
-    if let Some(counter) = CallCounter::of(all.metrics(), path.strip_prefix(SERVICE).unwrap_or_default()) {
+    let method = path.strip_prefix(SERVICE).or_else(|| path.strip_prefix(DIFF_SERVICE)).unwrap_or_default();
+    if let Some(counter) = CallCounter::of(all.metrics(), method) {
         request.extensions_mut().insert(counter);
+    }
+    if path.strip_prefix(DIFF_SERVICE) == Some("Apply") {
+        let stop = Stop::default();
+        // Dropped with this call when the client is gone.
+        let _stop = stop.when_dropped();
+        let apply = move |call: ApplyRequest| Ok(ApplyResponse { applied: Some(all.apply(&call, &stop)?) });
+        return Ok(unary(request, apply).await);
     }
     Ok(match path.strip_prefix(SERVICE).unwrap_or_default() {
         "Prepare" => unary(request, move |call| mounts(all.prepare(new(call)))).await,

@@ -14,6 +14,7 @@ use ferry_image::told;
 
 use crate::api::{Info, Kind, Labels, Mount};
 use crate::config::Config;
+use crate::diff::Applied;
 use crate::erofs;
 use crate::error::{Error, IoContext, Result};
 use crate::filter::Filter;
@@ -37,14 +38,16 @@ const IDMAP_KERNEL: (u32, u32) = (5, 19);
 /// All snapshots below one root.
 #[derive(Debug)]
 pub struct Snapshotter {
-    metadata: Metadata,
-    folders: Folders,
-    layers: Layers,
+    pub(crate) metadata: Metadata,
+    pub(crate) folders: Folders,
+    pub(crate) layers: Layers,
     /// Whether new snapshots are based on merged images.
     merges: bool,
     /// Images that start before their layers are here.
     lazy: Arc<Lazy>,
-    keys: Keys,
+    pub(crate) keys: Keys,
+    /// containerd's own root.
+    pub(crate) containerd_root: PathBuf,
     metrics: Arc<Metrics>,
 }
 
@@ -85,7 +88,8 @@ impl Snapshotter {
         let layers = Layers::new(folders.clone(), config.images)?;
         let lazy = Arc::new(Lazy::new(folders.clone(), config.lazy.clone()));
         let (keys, metrics) = (Keys::default(), calls::metrics());
-        let snapshotter = Self { metadata, folders, layers, merges: config.merge, lazy, keys, metrics };
+        let (containerd_root, merges) = (config.containerd_root.clone(), config.merge);
+        let snapshotter = Self { metadata, folders, layers, merges, lazy, keys, containerd_root, metrics };
         snapshotter.finish_interrupted()?;
         snapshotter.cleanup()?;
         snapshotter.lazy.revive();
@@ -113,7 +117,7 @@ impl Snapshotter {
             entries => entries.doing("list", self.folders.snapshot(id))?,
         };
         let kept: &[&str] = match is_directory {
-            true => &["fs", "work", "lower"],
+            true => &["fs", "work", "lower", "applied"],
             false if record.merged.is_empty() => &["image", "layer"],
             false => &["image", "layer", "merged-image", "merged"],
         };
@@ -180,6 +184,9 @@ impl Snapshotter {
         if let Some(remote) = &record.remote {
             return self.lazy.usage(remote);
         }
+        if let (Kind::Active, Some(applied)) = (record.kind(), self.layers.applied(record.id)?) {
+            return Ok(applied.usage);
+        }
         if record.kind() == Kind::Active { usage::of(&self.folders.upper(record.id)) } else { Ok(record.usage) }
     }
 
@@ -193,6 +200,7 @@ impl Snapshotter {
         if record.kind() == Kind::Committed {
             return Err(Error::FailedPrecondition(format!("snapshot {key} is committed, and has no mounts")));
         }
+        self.check_not_applied(key, &record)?;
         let lower = self.lower(&record.parent, record.on_merged)?;
         self.mounts_of(&record, &lower)
     }
@@ -280,7 +288,7 @@ impl Snapshotter {
 
     /// Returns the directories of a committed snapshot and those below it, nearest first, or one that shows them all. Mounts their
     /// images.
-    fn lower(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
+    pub(crate) fn lower(&self, name: &str, may_merge: bool) -> Result<Vec<PathBuf>> {
         let chain = self.metadata.chain(name)?;
         if may_merge && let Some(merged) = self.merged(&chain) {
             return Ok(vec![merged]);
@@ -341,9 +349,14 @@ impl Snapshotter {
             );
             return Err(Error::FailedPrecondition(why));
         }
-        let usage = usage::of(&self.folders.upper(record.id))?;
         let recording = self.layers.recording();
-        let image = self.layers.build(record.id);
+        let (usage, image) = match self.layers.applied(record.id)? {
+            Some(Applied { usage, image }) => {
+                self.layers.adopt(record.id, &image)?;
+                (usage, Some(image))
+            }
+            None => (usage::of(&self.folders.upper(record.id))?, self.layers.build(record.id)),
+        };
         let has_image = image.is_some();
         let mut committed = self.metadata.commit(key, Commit { name, parent, labels, usage, image });
         if committed.is_err() {
@@ -370,7 +383,7 @@ impl Snapshotter {
         let _held = self.keys.hold(key);
         let record = self.metadata.remove(key)?;
         // The snapshot is gone, whatever happens now: what stays is removed by the next cleanup.
-        if record.image.is_some() || record.remote.is_some() {
+        if record.image.is_some() || self.layers.is_applied(record.id) || record.remote.is_some() {
             self.layers.note_garbage();
         }
         if let Some(remote) = &record.remote {
@@ -430,7 +443,16 @@ impl Snapshotter {
             self.layers.collect(incomplete, || {
                 let mut needed = BTreeSet::new();
                 self.metadata.for_each(|_, record| {
-                    needed.extend(record.image.into_iter().flat_map(|image| image.packs));
+                    let image = if record.kind() == Kind::Active {
+                        self.layers.applied(record.id).map(|applied| Some(applied?.image))
+                    } else {
+                        Ok(record.image)
+                    };
+                    // A damaged one cannot be committed.
+                    match image {
+                        Ok(image) => needed.extend(image.into_iter().flat_map(|image| image.packs)),
+                        Err(error) => log_failure(Err(error)),
+                    }
                     Ok(())
                 })?;
                 Ok(needed)
@@ -463,6 +485,7 @@ impl Snapshotter {
 
     /// Removes the directory that an image has replaced.
     fn remove_upper(&self, id: u64) -> Result<()> {
+        self.layers.remove_applied(id)?;
         self.folders.discard(&self.folders.work(id))?;
         self.folders.discard(&self.folders.upper(id))
     }

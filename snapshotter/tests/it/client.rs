@@ -68,8 +68,10 @@ impl Client {
         Ok(Self { runtime, grpc })
     }
 
+    /// The path of a method of snapshots, or of another service, whose path begins with a slash.
     fn path(method: &str) -> PathAndQuery {
-        format!("{SERVICE}{method}").parse().expect("it is a path")
+        let service = if method.starts_with('/') { "" } else { SERVICE };
+        format!("{service}{method}").parse().expect("it is a path")
     }
 
     pub fn call<Q: Message + 'static, A: Message + Default + 'static>(
@@ -116,11 +118,16 @@ impl Client {
     /// Begins a commit, and gives it up after some time.
     pub fn commit_for(&mut self, name: &str, key: &str, time: Duration) {
         let request = CommitRequest { name: name.into(), key: key.into(), ..CommitRequest::default() };
+        self.call_for("Commit", request, time);
+    }
+
+    /// Begins a call, and gives it up after some time.
+    pub fn call_for<Q: Message + 'static>(&mut self, method: &str, request: Q, time: Duration) {
         let end = Instant::now() + time;
         self.runtime.block_on(async {
             self.grpc.ready().await.expect("it serves");
-            let codec = ProstCodec::<CommitRequest, ()>::default();
-            let mut call = pin!(self.grpc.unary(tonic::Request::new(request), Self::path("Commit"), codec));
+            let codec = ProstCodec::<Q, ()>::default();
+            let mut call = pin!(self.grpc.unary(tonic::Request::new(request), Self::path(method), codec));
             let mut is_waiting = false;
             poll_fn(|context| {
                 let is_over = call.as_mut().poll(context).is_ready() || Instant::now() >= end;

@@ -24,12 +24,17 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
+    pub fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
         Self::start_with(programs, folder, snapshotter, "")
     }
 
     /// The same, with further lines for the plugin.
     pub fn start_with(programs: PathBuf, folder: &Path, snapshotter: &Path, lines: &str) -> Self {
+        Self::start_with_differ(programs, folder, snapshotter, lines, "")
+    }
+
+    /// The same, with the differ of the transfer service.
+    pub fn start_with_differ(programs: PathBuf, folder: &Path, snapshotter: &Path, lines: &str, differ: &str) -> Self {
         let config = folder.join("containerd.toml");
         let at = |name: &str| folder.join(name).display().to_string();
         let text = format!(
@@ -38,7 +43,7 @@ impl Containerd {
              \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
              [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
              [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n{lines}\
-             [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n",
+             [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n{differ}",
             at("c-root"),
             at("c-state"),
             at("c.sock"),

@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::server::{PROGRAM, Server, can_mount};
 
 /// Sends a request; returns the reply, and what follows.
-fn ask<T: DeserializeOwned>(server: &Server, request: &Request) -> (T, BufReader<UnixStream>) {
+pub fn ask<T: DeserializeOwned>(server: &Server, request: &Request) -> (T, BufReader<UnixStream>) {
     let mut stream = Endpoint::own(server.pid()).unwrap().connect().unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     writeln!(stream, "{}", serde_json::to_string(request).unwrap()).unwrap();

@@ -14,6 +14,8 @@ mod client;
 mod concurrent;
 mod containerd;
 mod control;
+mod diff;
+mod diff_containerd;
 mod images;
 mod kata;
 mod lazy;

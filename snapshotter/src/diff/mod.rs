@@ -1,0 +1,147 @@
+//! containerd's Diff service: a layer becomes an image while its archive is read, without a directory in between.
+//!
+//! What is not done here is `Unimplemented`, so that containerd asks its next differ.
+
+mod api;
+mod applied;
+mod blob;
+mod lower;
+
+use std::fs;
+use std::path::Path;
+
+use ferry_image::{LayerRules, Store, UnpackReport, Whiteouts, hex, told, unpack_layer};
+use ferry_vfs::sync::lock;
+
+pub use api::{Any, ApplyRequest, ApplyResponse, DIFF_SERVICE, Descriptor};
+pub(crate) use applied::Applied;
+pub use blob::Stop;
+
+use crate::api::{Kind, Mount};
+use crate::error::{Error, IoContext, Result};
+use crate::idmap::IdMaps;
+use crate::metadata::Record;
+use crate::snapshotter::Snapshotter;
+use blob::Blob;
+
+/// What an applied layer is.
+const ARCHIVE: &str = "application/vnd.oci.image.layer.v1.tar";
+
+impl Snapshotter {
+    /// Unpacks a layer into the empty active snapshot that has these mounts; returns the descriptor of its archive.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unimplemented`]: another differ can do it; [`Error::FailedPrecondition`]: the snapshot has a layer already;
+    /// [`Error::InvalidArgument`]; or the blob cannot be read or unpacked.
+    pub fn apply(&self, request: &ApplyRequest, stop: &Stop) -> Result<Descriptor> {
+        let ApplyRequest { diff, mounts, payloads } = request;
+        let diff = diff.as_ref().ok_or_else(|| Error::InvalidArgument("the call names no layer".into()))?;
+        if !payloads.is_empty() {
+            return Err(Error::Unimplemented("a layer for other programs to unpack".into()));
+        }
+        let (key, id) = self.target(mounts)?;
+        let _held = self.keys.hold(&key);
+        let record = self.metadata.get(&key)?;
+        self.check_target(&key, (&record, id), mounts)?;
+        let blob = Blob::open(&self.containerd_root, diff, stop.clone())?;
+        let report = self.unpack(blob, &record).inspect_err(|_| self.layers.note_garbage())?;
+        let size = i64::try_from(report.bytes).unwrap_or(i64::MAX);
+        let digest = format!("sha256:{}", hex(&report.sha256));
+        tracing::debug!(
+            "{} of {} bytes is in snapshot {key}, {} of them new",
+            diff.digest,
+            size,
+            report.image.new_bytes
+        );
+        Ok(Descriptor { media_type: ARCHIVE.into(), digest, size, ..Descriptor::default() })
+    }
+
+    /// Finds the snapshot whose own directory the mounts have.
+    fn target(&self, mounts: &[Mount]) -> Result<(String, u64)> {
+        let foreign =
+            || Error::Unimplemented("the mounts are not those of an active snapshot of this snapshotter".into());
+        let [Mount { r#type, source, options, .. }] = mounts else { return Err(foreign()) };
+        let upper = match &**r#type {
+            "bind" => Some(&**source),
+            "overlay" => options.iter().find_map(|option| option.strip_prefix("upperdir=")),
+            _ => None,
+        };
+        let id = || Path::new(upper?).parent()?.file_name()?.to_str()?.parse().ok();
+        let id: u64 = id().ok_or_else(foreign)?;
+        if upper.map(Path::new) != Some(&*self.folders.upper(id)) {
+            return Err(foreign());
+        }
+        let mut key = None;
+        self.metadata.for_each(|name, record| {
+            if record.id == id && record.kind() == Kind::Active {
+                key = Some(name.to_owned());
+            }
+            Ok(())
+        })?;
+        Ok((key.ok_or_else(foreign)?, id))
+    }
+
+    fn check_target(&self, key: &str, (record, id): (&Record, u64), mounts: &[Mount]) -> Result<()> {
+        if record.id != id || record.kind() != Kind::Active {
+            return Err(Error::FailedPrecondition(format!("snapshot {key} is not the active one of the mounts")));
+        }
+        self.check_not_applied(key, record)?;
+        let upper = self.folders.upper(id);
+        let is_empty = fs::read_dir(&upper).doing("list", &upper)?.next().is_none();
+        let why = match () {
+            () if !self.layers.builds => "layers stay directories here",
+            () if IdMaps::of(&record.labels)?.is_some() => "the snapshot has the users of a container",
+            () if !is_empty => "the snapshot has been written to",
+            () if self.mounts(key)? != mounts => "the mounts are not those of the snapshot",
+            () => return Ok(()),
+        };
+        Err(Error::Unimplemented(format!("cannot unpack an image into snapshot {key}: {why}")))
+    }
+
+    /// Checks that the directory of a snapshot has what belongs there.
+    pub(crate) fn check_not_applied(&self, key: &str, record: &Record) -> Result<()> {
+        if record.kind() != Kind::Active || !self.layers.is_applied(record.id) {
+            return Ok(());
+        }
+        let why =
+            format!("snapshot {key} has a layer that was unpacked into it as an image: commit it before it is used");
+        Err(Error::FailedPrecondition(why))
+    }
+
+    fn unpack(&self, blob: Blob, record: &Record) -> Result<UnpackReport> {
+        let (layers, upper) = (self.lower(&record.parent, record.on_merged)?, self.folders.upper(record.id));
+        let lower = |path: &Path| {
+            let of_root = std::slice::from_ref(&upper);
+            let found = lower::find(if path.as_os_str().is_empty() { of_root } else { &layers }, path);
+            found.map_err(|error| ferry_image::Error::Io {
+                what: "use the layers below",
+                path: path.into(),
+                source: std::io::Error::other(error),
+            })
+        };
+        let disk = rustix::fs::statvfs(self.folders.store()).doing("inspect", self.folders.store())?;
+        let rules = LayerRules {
+            // Without a layer below there is nothing to remove.
+            whiteouts: if record.parent.is_empty() { Whiteouts::Drop } else { Whiteouts::Overlay },
+            lower: &lower,
+            // A directory would need them all.
+            file_bytes_max: disk.f_blocks.saturating_mul(disk.f_frsize),
+        };
+        let _recording = self.layers.recording();
+        let _building = lock(&self.layers.building);
+        let path = blob.path.clone();
+        let store = Store::create(&self.folders.store())?;
+        let unpacked = unpack_layer(blob, &path, &self.folders.applied(record.id), store, &rules);
+        unpacked.map_err(|error| match error {
+            ferry_image::Error::Input { .. }
+            | ferry_image::Error::CannotHold { .. }
+            | ferry_image::Error::TooLarge(_)
+            | ferry_image::Error::TooManyPacks(_) => {
+                tracing::warn!("a layer is left to containerd's other differs: {}", told(&error));
+                Error::Unimplemented(told(&error))
+            }
+            error => error.into(),
+        })
+    }
+}

@@ -1,0 +1,154 @@
+//! containerd unpacks by the Diff service what it unpacks otherwise: the same snapshots, with the same trees.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::Command;
+
+use ferry_control::{REPORT_VERSION, Request, ServerReport};
+use ferry_guest::Cache;
+
+use crate::containerd::{Containerd, wait_until_empty};
+use crate::control::ask;
+use crate::diff::{layers, start};
+use crate::server::Server;
+use crate::toc_layers::{Layer, lay_out};
+use crate::tree::look;
+
+const IMAGE: &str = "ferry.test/image:1";
+
+/// How containerd unpacks.
+struct Way {
+    name: &'static str,
+    /// The differs of the service that clients use.
+    differs: &'static str,
+    /// That of the transfer service, if it is not containerd's.
+    transfer: &'static str,
+    flags: &'static [&'static str],
+    content: &'static str,
+    /// Whether layers become images on the way.
+    is_ours: bool,
+}
+
+const WAYS: [Way; 5] = [
+    Way {
+        name: "walking",
+        differs: "\"walking\"",
+        transfer: "",
+        flags: &["--local"],
+        content: "c-root",
+        is_ours: false,
+    },
+    Way {
+        name: "client",
+        differs: "\"ferry-diff\"",
+        transfer: "",
+        flags: &["--local"],
+        content: "c-root",
+        is_ours: true,
+    },
+    Way {
+        name: "transfer",
+        differs: "\"ferry-diff\"",
+        transfer: "differ = \"ferry-diff\"\n",
+        flags: &[],
+        content: "c-root",
+        is_ours: true,
+    },
+    Way {
+        name: "another content store",
+        differs: "\"ferry-diff\", \"walking\"",
+        transfer: "",
+        flags: &["--local"],
+        content: "none",
+        is_ours: false,
+    },
+    Way {
+        name: "both",
+        differs: "\"ferry-diff\", \"walking\"",
+        transfer: "",
+        flags: &["--local"],
+        content: "c-root",
+        is_ours: true,
+    },
+];
+
+type Tree = BTreeMap<String, (String, Option<(i64, i64)>)>;
+/// What containerd says of snapshots, and a tree.
+type Seen = (String, Tree);
+
+/// A tree with the times of what is no directory: containerd's own way changes those of directories that it makes on the way.
+fn details(root: &Path) -> Tree {
+    let time = |path: &str| {
+        let found = fs::symlink_metadata(root.join(path)).expect("it is there");
+        (!found.is_dir()).then(|| (found.mtime(), found.mtime_nsec()))
+    };
+    look(root).into_iter().map(|(path, seen)| (path.clone(), (seen, time(&path)))).collect()
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn containerd_unpacks_the_same_by_the_diff_service() {
+    let cache = Cache::from_env().expect("there is a cache");
+    let programs = cache.containerd().expect("it can be fetched");
+    let trees = tempfile::tempdir().expect("it can be made");
+    let layers = layers(trees.path());
+    let mut walked = None;
+    for way in &WAYS {
+        let Some(mut server) = start("require") else { return };
+        server.configure(&format!("containerd-root = \"{}\"\n", way.content));
+        server.stop();
+        drop(server.start_again());
+        let seen = unpack(&programs, &mut server, way, &layers);
+        let expected: &Seen = walked.get_or_insert(seen.clone());
+        assert_eq!(seen.0, expected.0, "{}", way.name);
+        assert_eq!(seen.1.keys().collect::<Vec<_>>(), expected.1.keys().collect::<Vec<_>>(), "{}", way.name);
+        for (path, entry) in &seen.1 {
+            let short = |(text, time): &(String, _)| (text.chars().take(80).collect::<String>(), text.len(), *time);
+            assert_eq!(short(entry), short(&expected.1[path]), "{}: {path}", way.name);
+            assert!(*entry == expected.1[path], "{}: {path}", way.name);
+        }
+    }
+}
+
+/// Imports an image, and returns its snapshots with what they take, and its tree.
+fn unpack(programs: &Path, server: &mut Server, way: &Way, layers: &[Layer]) -> Seen {
+    let folder = server.folder.path().to_owned();
+    lay_out(&folder.join("bundle"), layers);
+    let tar = Command::new("tar").args(["-C", "bundle", "-cf", "image.tar", "."]).current_dir(&folder).status();
+    assert!(tar.expect("there is tar").success());
+    let lines = format!(
+        "[proxy_plugins.ferry-diff]\ntype = \"diff\"\naddress = {:?}\n\
+         [plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [{}]\n",
+        server.socket().display().to_string(),
+        way.differs
+    );
+    let containerd = Containerd::start_with_differ(programs.into(), &folder, &server.socket(), &lines, way.transfer);
+    let archive = folder.join("image.tar");
+    let import = ["images", "import", "--snapshotter", "ferry", "--base-name", "ferry.test/image"];
+    let words = [&import[..], way.flags, &[archive.to_str().expect("it is text")]].concat();
+    containerd.ctr(&words);
+    let listed = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "ls"]);
+    assert_eq!(listed.matches("Committed").count(), 3, "{listed}");
+    let usage = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "usage"]);
+    let (report, _) = ask::<ServerReport>(server, &Request::Report { version: REPORT_VERSION });
+    let operations = report.shares.iter().flat_map(|share| &share.exports).flat_map(|export| &export.operations);
+    let applied = operations.filter(|operation| operation.name == "apply");
+    let unpacked: u64 =
+        applied.map(|apply| apply.requests - apply.errors.iter().map(|error| error.requests).sum::<u64>()).sum();
+    assert_eq!(unpacked, if way.is_ours { 3 } else { 0 }, "{}", way.name);
+    let at = folder.join("at");
+    fs::create_dir(&at).expect("it can be made");
+    let at = at.to_str().expect("it is text");
+    containerd.ctr(&["images", "mount", "--snapshotter", "ferry", IMAGE, at]);
+    let seen = details(Path::new(at));
+    containerd.ctr(&["images", "unmount", "--snapshotter", "ferry", "--rm", at]);
+    containerd.ctr(&["images", "rm", "--sync", IMAGE]);
+    let mut client = wait_until_empty(&containerd, server);
+    client.cleanup().expect("it serves");
+    let packs = fs::read_dir(server.root().join("store/packs"))
+        .map(|packs| packs.flatten().map(|pack| pack.file_name()).filter(|name| name != "table").collect::<Vec<_>>());
+    assert_eq!(packs.unwrap_or_default(), [""; 0]);
+    (format!("{listed}{usage}"), seen)
+}
