@@ -17,6 +17,9 @@ const NODE_BYTES: usize = 192;
 /// The memory of a name besides its own bytes.
 const NAME_BYTES: usize = 64;
 
+/// The refusal of a path below something else than a directory.
+pub(crate) const NO_DIRECTORY: &str = "what it is in is no directory";
+
 /// Why a path cannot be added, as the end of a sentence.
 pub(crate) type Refusal = String;
 
@@ -97,6 +100,11 @@ impl TreeBuilder {
         Some(self.names.get(&directory)?.get(name.as_bytes())?.id)
     }
 
+    /// Returns whether an inode is a directory, and not removed.
+    pub(crate) fn is_directory(&self, id: NodeId) -> bool {
+        self.names.contains_key(&id)
+    }
+
     /// Returns an added inode.
     pub(crate) fn node(&mut self, id: NodeId) -> &mut Node {
         &mut self.nodes[id]
@@ -164,7 +172,7 @@ impl TreeBuilder {
     fn vacant<'a>(&self, names: &[Name<'a>]) -> Result<(NodeId, Name<'a>), Refusal> {
         let (name, parents) = names.split_last().ok_or("it has no name")?;
         let directory = self.find(parents).ok_or("its directory is not there")?;
-        let known = self.names.get(&directory).ok_or("what it is in is no directory")?;
+        let known = self.names.get(&directory).ok_or(NO_DIRECTORY)?;
         if known.contains_key(name.as_bytes()) {
             return Err("it is there already".into());
         }
@@ -258,7 +266,7 @@ impl TreeBuilder {
         let WalkResult { found, missing } = self.walk(path)?;
         let mut directory = found.last().copied().unwrap_or_default();
         if !self.names.contains_key(&directory) {
-            return Err("what it is in is no directory".into());
+            return Err(NO_DIRECTORY.into());
         }
         for name in missing {
             let above = directory;

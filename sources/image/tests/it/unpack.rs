@@ -166,3 +166,80 @@ proptest! {
         }
     }
 }
+
+/// Layers of other projects' bug reports.
+#[test]
+fn layers_that_others_have_failed_on_are_unpacked() {
+    let tree = |items: &[Item<'_>], left_out: usize| {
+        let bench = Bench::new();
+        let mut plain = archive(items);
+        plain.truncate(plain.len() - left_out);
+        unpack(&bench, &*plain, &ALONE).unwrap();
+        let image = Image::open(&bench.path("image"), None).unwrap();
+        let mut found = Vec::new();
+        ferry_image::walk(&image, image.root(), b"", |step, inode| {
+            let kind = match inode.kind() {
+                ferry_vfs::FileType::Directory if image.xattrs(inode).unwrap().is_empty() => "/",
+                ferry_vfs::FileType::Directory => "/ opaque",
+                ferry_vfs::FileType::CharacterDevice => " gone",
+                ferry_vfs::FileType::Symlink => " link",
+                _ => "",
+            };
+            found.push(format!("{}{kind}", String::from_utf8(step.path()).unwrap()));
+            Ok::<_, ferry_image::Flaw>(())
+        })
+        .unwrap();
+        found.sort();
+        found[1..].join(", ")
+    };
+    let (file, some) = (FILE, &b"some"[..]);
+    let link = bundle::SYMLINK;
+    for (report, items, left_out, expected) in [
+        (
+            "apple/container 1797: a hard link in a directory without a member",
+            &[("bin/app", file, "", some), ("bin/app.runfiles/_main/app", LINK, "bin/app", &b""[..])][..],
+            0,
+            "/bin/, /bin/app, /bin/app.runfiles/, /bin/app.runfiles/_main/, /bin/app.runfiles/_main/app",
+        ),
+        (
+            "containerd 6991: a whiteout beside what replaces it",
+            &[("doc/", DIR, "", b""), ("doc/curl", link, "other", b""), ("doc/.wh.curl", file, "", b"")],
+            0,
+            "/doc/, /doc/curl link",
+        ),
+        (
+            "kaniko 2308: a whiteout in a directory that a link replaces",
+            &[("a/.wh.a", file, "", b""), ("a", link, "b", b""), ("b/", DIR, "", b"")],
+            0,
+            "/a link, /b/",
+        ),
+        (
+            "kaniko 2308: the same, with the link first",
+            &[("a", link, "b", b""), ("a/.wh.a", file, "", b""), ("b/", DIR, "", b"")],
+            0,
+            "/a link, /b/, /b/a gone",
+        ),
+        (
+            "containerd 4658: whiteouts below a file",
+            &[("a", file, "", some), ("a/.wh.b", file, "", b""), ("a/b/.wh..wh..opq", file, "", b"")],
+            0,
+            "/a",
+        ),
+        (
+            "container2wasm 257: an opaque directory that is nowhere else",
+            &[("var/cache/.wh..wh..opq", file, "", b"")],
+            0,
+            "/var/, /var/cache/ opaque",
+        ),
+        (
+            "clearlinux 1765: a link in the place of a directory, and again a directory",
+            &[("sbin/", DIR, "", b""), ("sbin", link, "usr/bin", b""), ("sbin/", DIR, "", b"")],
+            0,
+            "/sbin/",
+        ),
+        ("container-libs 391: an archive without its end", &[("a", file, "", some)], 1024, "/a"),
+        ("container-libs 391: and without the padding of its last file", &[("a", file, "", some)], 1024 + 508, "/a"),
+    ] {
+        assert_eq!(tree(items, left_out), expected, "{report}");
+    }
+}

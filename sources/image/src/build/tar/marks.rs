@@ -3,13 +3,13 @@
 //! Source: OCI Image Format Specification 1.1, "Filesystem Layers": "Whiteouts", "Opaque Whiteout". Other names that
 //! begin with `.wh..wh.` belong to AUFS, which introduced this form, and are ignored.
 
-use ferry_vfs::{FileType, Name, NameBuf, Timespec};
+use ferry_vfs::{Name, NameBuf, Timespec};
 
 use super::member::Member;
 use super::place::{components, directory, place};
 use crate::build::filter::Whiteouts;
-use crate::build::tree_builder::{Refusal, TreeBuilder};
-use crate::format::tree::{Content, Node, Tree, set_xattr};
+use crate::build::tree_builder::{NO_DIRECTORY, Refusal, TreeBuilder};
+use crate::format::tree::{Content, Node, NodeId, Tree, set_xattr};
 
 const WHITEOUT: &[u8] = b".wh.";
 const AUFS: &[u8] = b".wh..wh.";
@@ -43,8 +43,9 @@ pub(super) fn mark<'a, 'b>(names: &'b [Name<'a>]) -> Result<Option<Mark<'a, 'b>>
 /// The whiteouts of a layer that is built as a tree of its own.
 pub(super) struct LayerMarks {
     whiteouts: Option<Whiteouts>,
-    /// Whiteouts to add in overlayfs's form at the end: the names, and whether they are those of an opaque directory.
-    left: Vec<(Vec<NameBuf>, bool, Timespec)>,
+    /// Whiteouts to add in overlayfs's form at the end: the directory, the name in it unless all of it is gone. If a later member has
+    /// taken the directory's place, it hides what is below.
+    left: Vec<(NodeId, Option<NameBuf>, Timespec)>,
 }
 
 impl LayerMarks {
@@ -53,7 +54,12 @@ impl LayerMarks {
     }
 
     /// Returns whether a member is a whiteout, and only that.
-    pub(super) fn takes(&mut self, names: &[Name<'_>], mtime: Timespec) -> Result<bool, Refusal> {
+    pub(super) fn takes(
+        &mut self,
+        names: &[Name<'_>],
+        mtime: Timespec,
+        builder: &mut TreeBuilder,
+    ) -> Result<bool, Refusal> {
         let whiteouts = match self.whiteouts {
             Some(Whiteouts::Keep) => return Ok(false),
             whiteouts => whiteouts,
@@ -63,35 +69,35 @@ impl LayerMarks {
             "a whiteout: the archive is a layer that belongs on others. Say what becomes of it where there are none \
              (--whiteouts drop, overlay or keep), or build of the whole image (oci:DIR)",
         )?;
-        let owned = |names: &[Name<'_>]| names.iter().map(|name| name.to_buf()).collect();
-        match mark {
-            _ if how == Whiteouts::Drop => {}
-            Mark::Nothing => {}
-            Mark::Opaque(directory) => self.left.push((owned(directory), true, mtime)),
-            Mark::Gone(names) => self.left.push((owned(&names), false, mtime)),
+        let (parents, name) = match &mark {
+            _ if how == Whiteouts::Drop => return Ok(true),
+            Mark::Nothing => return Ok(true),
+            Mark::Opaque(parents) => (*parents, None),
+            Mark::Gone(names) => names.split_last().map(|(name, parents)| (parents, Some(name))).unwrap_or_default(),
+        };
+        match builder.enter(parents, directory) {
+            Ok(parent) => self.left.push((parent, name.map(|name| name.to_buf()), mtime)),
+            // That already hides what is below.
+            Err(reason) if reason == NO_DIRECTORY => {}
+            Err(reason) => return Err(reason),
         }
         Ok(true)
     }
 
     /// Adds overlayfs's whiteouts. What the layer contains hides what is below, a directory only if it is opaque.
     pub(super) fn finish(self, builder: &mut TreeBuilder) -> Result<(), Refusal> {
-        for (names, is_opaque, mtime) in self.left {
-            let names: Vec<_> = names.iter().map(NameBuf::as_name).collect();
-            if is_opaque {
-                // Whatever else the layer has in the directory's place already hides what is below.
-                if let Ok(found) = builder.enter(&names, directory) {
+        for (parent, name, mtime) in self.left {
+            let found = match &name {
+                _ if !builder.is_directory(parent) => continue,
+                None => Some(parent),
+                Some(name) => builder.child(parent, name.as_name()),
+            };
+            match (found, name) {
+                (Some(found), _) if builder.is_directory(found) => {
                     set_xattr(&mut builder.node(found).xattrs, b"trusted.overlay.opaque", b"y");
                 }
-                continue;
-            }
-            let Some((name, parents)) = names.split_last() else { continue };
-            let parent = builder.enter(parents, directory)?;
-            match builder.child(parent, *name) {
-                None => drop(builder.replace(parent, *name, device(mtime))?),
-                Some(found) if builder.node(found).kind() == FileType::Directory => {
-                    set_xattr(&mut builder.node(found).xattrs, b"trusted.overlay.opaque", b"y");
-                }
-                Some(_) => {}
+                (None, Some(name)) => drop(builder.replace(parent, name.as_name(), device(mtime))?),
+                _ => {}
             }
         }
         Ok(())
@@ -112,7 +118,7 @@ impl OverlayLayer {
     /// Applies a member, a regular file with these contents.
     pub(crate) fn apply(&mut self, member: &Member, file: Option<Content>) -> Result<(), Refusal> {
         let names = components(&member.path)?;
-        if !self.marks.takes(&names, member.mtime)? {
+        if !self.marks.takes(&names, member.mtime, &mut self.builder)? {
             place(&mut self.builder, &names, member, file, false)?;
         }
         Ok(())

@@ -83,7 +83,7 @@ impl<R: Read> Members<R> {
     fn take(&mut self, bytes: u64, into: &mut Vec<u8>) -> Result<()> {
         let count = self.input.by_ref().take(bytes).read_to_end(into).doing("read", &self.source)? as u64;
         self.offset += count;
-        if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
+        if count == bytes { Ok(()) } else { Err(self.cut_off()) }
     }
 
     /// Returns the next block. The archive may end only after its last block: an unreadable rest may hide members.
@@ -186,11 +186,26 @@ impl<R: Read> Members<R> {
     /// Skips the rest of the member's file.
     pub(super) fn skip(&mut self) -> Result<()> {
         let stored: u64 = std::mem::take(&mut self.pieces).iter().map(|(_, length)| length).sum();
-        let bytes = stored + std::mem::take(&mut self.padding);
+        if self.discard(stored)? == stored { self.skip_padding() } else { Err(self.cut_off()) }
+    }
+
+    /// Skips the zeros that fill a file's last block. Go's `archive/tar` does not miss them after the last member, and some layers lack them.
+    fn skip_padding(&mut self) -> Result<()> {
+        let padding = std::mem::take(&mut self.padding);
+        let is_whole = self.discard(padding)? == padding;
+        if is_whole || self.globals == Globals::Ignore { Ok(()) } else { Err(self.cut_off()) }
+    }
+
+    /// Reads this many bytes, or fewer at the end of the archive; returns their number.
+    fn discard(&mut self, bytes: u64) -> Result<u64> {
         let count = std::io::copy(&mut self.input.by_ref().take(bytes), &mut std::io::sink());
         let count = count.doing("read", &self.source)?;
         self.offset += count;
-        if count == bytes { Ok(()) } else { Err(self.refused(self.offset, "the archive is cut off")) }
+        Ok(count)
+    }
+
+    fn cut_off(&self) -> Error {
+        self.refused(self.offset, "the archive is cut off")
     }
 
     /// Reads what follows the last member, so that a decompressor verifies its checksum.
@@ -205,8 +220,7 @@ impl<R: Read> Members<R> {
         }
         let left = (member.bytes - self.at).min(bytes_max);
         if left == 0 {
-            let padding = std::mem::take(&mut self.padding);
-            self.take(padding, &mut Vec::new())?;
+            self.skip_padding()?;
             return Ok(false);
         }
         let count = match self.pieces.last_mut() {

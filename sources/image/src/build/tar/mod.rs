@@ -90,7 +90,8 @@ fn read_with<W: ContentWriter>(
     let (mut marks, mut file_bytes) = (LayerMarks::new(whiteouts), 0_u64);
     while let Some(member) = members.next()? {
         let names = components(&member.path).map_err(|reason| refused(source, &member, reason))?;
-        let is_mark = marks.takes(&names, member.mtime).map_err(|reason| refused(source, &member, reason))?;
+        let is_mark = marks.takes(&names, member.mtime, &mut builder);
+        let is_mark = is_mark.map_err(|reason| refused(source, &member, reason))?;
         if is_mark || (rules.is_some() && names.is_empty()) {
             members.skip()?;
             continue;
