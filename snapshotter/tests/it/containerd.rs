@@ -189,6 +189,14 @@ fn import_mount_and_remove(images: &'static str) {
         if flag.is_some() {
             fs::write(Path::new(at).join("etc/new"), "written").expect("it can be written to");
             fs::remove_file(Path::new(at).join("etc/kept")).expect("it can be removed");
+            // Between a view of the layers and this mount.
+            let tar = "application/vnd.oci.image.layer.v1.tar";
+            let diff = containerd.ctr(&["snapshots", "--snapshotter", "ferry", "diff", "--media-type", tar, at]);
+            let members: Vec<_> = ["etc/new", "etc/.wh.kept", "etc/linked", "suid", "opaque/"]
+                .into_iter()
+                .filter(|name| diff.contains(&format!("{name}\0")))
+                .collect();
+            assert_eq!(members, ["etc/new", "etc/.wh.kept"], "images {images}");
         }
         containerd.ctr(&["images", "unmount", "--snapshotter", "ferry", "--rm", at]);
     }
