@@ -8,6 +8,7 @@ use std::process::Command;
 
 use ferry_control::{REPORT_VERSION, Request, ServerReport};
 use ferry_guest::Cache;
+use rustix::fs::{lgetxattr, llistxattr};
 
 use crate::containerd::{Containerd, wait_until_empty};
 use crate::control::ask;
@@ -74,17 +75,34 @@ const WAYS: [Way; 5] = [
     },
 ];
 
-type Tree = BTreeMap<String, (String, Option<(i64, i64)>)>;
+/// All entries, with the times of what is no directory: containerd's own way changes those of directories that it makes on the way.
+type Tree = BTreeMap<String, (String, Vec<(String, Vec<u8>)>, Option<(i64, i64)>)>;
 /// What containerd says of snapshots, and a tree.
 type Seen = (String, Tree);
 
-/// A tree with the times of what is no directory: containerd's own way changes those of directories that it makes on the way.
 fn details(root: &Path) -> Tree {
-    let time = |path: &str| {
-        let found = fs::symlink_metadata(root.join(path)).expect("it is there");
+    let time = |path: &Path| {
+        let found = fs::symlink_metadata(path).expect("it is there");
         (!found.is_dir()).then(|| (found.mtime(), found.mtime_nsec()))
     };
-    look(root).into_iter().map(|(path, seen)| (path.clone(), (seen, time(&path)))).collect()
+    let xattrs = |path: &Path| {
+        let (mut names, mut value) = (vec![0; 4096], vec![0; 4096]);
+        let count = llistxattr(path, &mut names[..]).expect("it can be listed");
+        let names = names[..count].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+        let mut found: Vec<_> = names
+            .map(|name| {
+                let count = lgetxattr(path, name, &mut value[..]).expect("it is there");
+                (String::from_utf8_lossy(name).into_owned(), value[..count].to_vec())
+            })
+            .collect();
+        found.sort();
+        found
+    };
+    let entry = |(path, seen): (String, String)| {
+        let at = root.join(&path);
+        (path, (seen, xattrs(&at), time(&at)))
+    };
+    look(root).into_iter().map(entry).collect()
 }
 
 #[test]
@@ -94,20 +112,20 @@ fn containerd_unpacks_the_same_by_the_diff_service() {
     let programs = cache.containerd().expect("it can be fetched");
     let trees = tempfile::tempdir().expect("it can be made");
     let layers = layers(trees.path());
-    let mut walked = None;
+    let mut walked: Option<Seen> = None;
     for way in &WAYS {
         let Some(mut server) = start("require") else { return };
         server.configure(&format!("containerd-root = \"{}\"\n", way.content));
         server.stop();
         drop(server.start_again());
         let seen = unpack(&programs, &mut server, way, &layers);
-        let expected: &Seen = walked.get_or_insert(seen.clone());
+        let expected = &*walked.get_or_insert(seen.clone());
+        assert_eq!(expected.1["deep/er"].1, [("user.of-a-directory".into(), b"one".to_vec())]);
         assert_eq!(seen.0, expected.0, "{}", way.name);
         assert_eq!(seen.1.keys().collect::<Vec<_>>(), expected.1.keys().collect::<Vec<_>>(), "{}", way.name);
         for (path, entry) in &seen.1 {
-            let short = |(text, time): &(String, _)| (text.chars().take(80).collect::<String>(), text.len(), *time);
-            assert_eq!(short(entry), short(&expected.1[path]), "{}: {path}", way.name);
-            assert!(*entry == expected.1[path], "{}: {path}", way.name);
+            assert_eq!((&entry.1, entry.2), (&expected.1[path].1, expected.1[path].2), "{}: {path}", way.name);
+            assert!(entry.0 == expected.1[path].0, "{}: {path}", way.name);
         }
     }
 }
