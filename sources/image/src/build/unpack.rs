@@ -11,10 +11,10 @@ use std::thread;
 use sha2::{Digest as _, Sha256};
 
 use super::{oci, tar};
-use crate::build::filter::Whiteouts;
 use crate::build::options::{BuildReport, Options};
 use crate::build::pack_writer::PackWriter;
 use crate::build::run::store_tree;
+use crate::build::tar::LayerRules;
 use crate::format::digest::DIGEST_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::store::packs::Store;
@@ -25,17 +25,6 @@ const PIECE_BYTES: usize = 1 << 18;
 const PIECES_MAX: usize = 8;
 /// The size of reads of the blob in bytes.
 const READ_BYTES: usize = 1 << 18;
-
-/// What a layer's archive becomes.
-#[allow(missing_debug_implementations, reason = "it has a function")]
-pub struct LayerRules<'a> {
-    /// What whiteouts become.
-    pub whiteouts: Whiteouts,
-    /// Owners, permissions and attributes of the root and of directories that the archive does not describe.
-    pub lower: &'a tar::LowerDirectories<'a>,
-    /// The maximum size of all files in bytes: a small archive can describe large ones with holes.
-    pub file_bytes_max: u64,
-}
 
 /// The result of [`unpack_layer`].
 #[derive(Clone, Debug, PartialEq, Eq)]

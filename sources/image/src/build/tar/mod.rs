@@ -26,7 +26,6 @@ use ferry_vfs::Timespec;
 use crate::build::content_writer::ContentWriter;
 use crate::build::filter::Whiteouts;
 use crate::build::tree_builder::TreeBuilder;
-use crate::build::unpack::LayerRules;
 use crate::format::error::Result;
 use crate::format::tree::{Node, Tree, set_xattr};
 
@@ -58,6 +57,17 @@ pub struct LowerDirectory {
 
 /// Finds a directory in the layers below a layer, by its path without a slash at its beginning; that of the root is empty.
 pub type LowerDirectories<'a> = dyn Fn(&Path) -> Result<Option<LowerDirectory>> + 'a;
+
+/// What a layer's archive becomes.
+#[allow(missing_debug_implementations, reason = "it has a function")]
+pub struct LayerRules<'a> {
+    /// What whiteouts become.
+    pub whiteouts: Whiteouts,
+    /// Owners, permissions and attributes of the root and of directories that the archive does not describe.
+    pub lower: &'a LowerDirectories<'a>,
+    /// The maximum size of all files in bytes: a small archive can describe large ones with holes.
+    pub file_bytes_max: u64,
+}
 
 /// Reads an archive; `writer` stores the files' bytes.
 pub(crate) fn read<W: ContentWriter>(
