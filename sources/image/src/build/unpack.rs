@@ -14,7 +14,6 @@ use super::{oci, tar};
 use crate::build::options::{BuildReport, Options};
 use crate::build::pack_writer::PackWriter;
 use crate::build::run::store_tree;
-use crate::build::tar::LayerRules;
 use crate::format::digest::DIGEST_BYTES;
 use crate::format::error::{IoContext, Result};
 use crate::store::packs::Store;
@@ -47,7 +46,7 @@ pub fn unpack_layer(
     source: &Path,
     image: &Path,
     store: Store,
-    rules: &LayerRules<'_>,
+    rules: &tar::LayerRules<'_>,
 ) -> Result<UnpackReport> {
     let options = Options::default();
     let mut writer = PackWriter::begin(&Arc::new(store), options.threads, false)?;
