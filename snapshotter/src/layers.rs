@@ -171,7 +171,7 @@ impl Layers {
         .ok()
     }
 
-    /// Makes one image of layers; returns its digest. Nothing is built meanwhile: a start does not wait for a pull.
+    /// Makes one image of layers; returns its digest. It does not wait for builds, because a start must not wait for a pull.
     fn merge(&self, layers: &[(u64, &LayerImage)]) -> Result<String> {
         let image = |(id, image): &(u64, &LayerImage)| {
             let path = self.folders.image(*id);

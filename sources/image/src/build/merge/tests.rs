@@ -279,3 +279,24 @@ fn a_damaged_image_is_refused() {
         bytes[at] = good;
     }
 }
+
+proptest! {
+    #[test]
+    fn images_that_are_damaged_in_several_places_are_refused_or_merged(
+        names in names(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..12),
+    ) {
+        let mut bytes = image(0, &names).as_bytes().to_vec();
+        // The magic number and the size of blocks stay.
+        let from = SUPER_OFFSET + 13;
+        for (at, byte) in changes {
+            let at = from + at.index(bytes.len() - from);
+            bytes[at] = byte;
+        }
+        if let Ok(damaged) = Image::from_bytes(bytes)
+            && let Ok(bytes) = merged(&[damaged, image(1, &names)])
+        {
+            Image::from_bytes(bytes).expect("what is made can be read");
+        }
+    }
+}
