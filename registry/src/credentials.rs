@@ -1,6 +1,9 @@
-//! Registry credentials, from the files of podman and docker.
+//! Registry credentials: from the files of podman and docker, a folder of such files, and the programs that these name.
+//!
+//! They are looked for each time that a server asks for them, because secrets change while a program runs.
 
 use std::collections::HashMap;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
@@ -8,64 +11,360 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 use url::Url;
 
+use crate::credential_helper;
 use crate::error::{Error, Result};
 
+/// The maximum length of a file in bytes, as of a secret of Kubernetes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+/// The maximum number of files in a folder.
+const FILES_MAX: usize = 256;
+/// The name that the key of a secret of Kubernetes has as a file.
+const SECRET_NAME: &str = ".dockerconfigjson";
+
+/// A file as docker and podman write it.
 #[derive(Deserialize, Default)]
+#[serde(default)]
 struct Config {
-    #[serde(default)]
     auths: HashMap<String, Entry>,
+    #[serde(rename = "credHelpers")]
+    helpers: HashMap<String, String>,
+    #[serde(rename = "credsStore")]
+    store: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Default)]
+#[serde(default)]
 struct Entry {
     auth: Option<String>,
+    username: Option<String>,
+    password: Option<String>,
 }
 
-/// Returns `USER:PASSWORD` in base64 for a registry, from a named file or `REGISTRY_AUTH_FILE`, podman's file, or docker's.
-/// An entry with a scheme applies to that scheme only.
+impl Entry {
+    /// Returns `USER:PASSWORD` in base64, if it has both.
+    fn basic(&self) -> std::result::Result<Option<String>, &'static str> {
+        let text = |field: &Option<String>| field.as_deref().map(str::trim).unwrap_or_default().to_owned();
+        let auth = text(&self.auth);
+        if auth.is_empty() {
+            let (user, password) = (text(&self.username), self.password.as_deref().unwrap_or_default());
+            let both = !user.is_empty() && !password.is_empty();
+            return Ok(both.then(|| STANDARD.encode(format!("{user}:{password}"))));
+        }
+        let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+        match plain {
+            Some(plain) if plain.contains(':') => Ok(Some(auth)),
+            _ => Err("is not USER:PASSWORD in base64"),
+        }
+    }
+}
+
+/// Parses a file, as docker and podman write it; returns `USER:PASSWORD` in base64 of the first of these names that it has.
 ///
 /// # Errors
 ///
-/// The named file is missing, or a file is invalid.
-pub(crate) fn basic(base: &Url, host: &str, named: Option<&Path>) -> Result<Option<String>> {
-    let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let files = match named.map(PathBuf::from).or_else(|| var("REGISTRY_AUTH_FILE")) {
-        Some(file) => vec![(file, true)],
-        None => {
-            let podman = var("XDG_RUNTIME_DIR").map(|folder| folder.join("containers/auth.json"));
-            let docker = var("DOCKER_CONFIG").or_else(|| var("HOME").map(|home| home.join(".docker")));
-            let docker = docker.map(|folder| folder.join("config.json"));
-            podman.into_iter().chain(docker).map(|file| (file, false)).collect()
-        }
-    };
-    for (file, is_required) in files {
-        let invalid =
-            |reason: String| Error::Setting { what: format!("the credentials in {}", file.display()), reason };
-        let text = match std::fs::read(&file) {
-            Ok(text) => text,
-            Err(error) if !is_required && error.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(invalid(error.to_string())),
-        };
-        // serde's message could quote a password.
-        let config: Config = serde_json::from_slice(&text)
-            .map_err(|error| invalid(format!("no JSON as podman writes it, line {}", error.line())))?;
-        let scheme = base.scheme();
-        // The name under which docker logs in to docker.io.
-        let host = host.to_owned();
-        let by_port = base.port_or_known_default().map(|port| format!("{host}:{port}"));
-        let hub = (host == "docker.io").then(|| "index.docker.io".to_owned());
-        let hosts = [Some(host.clone()), by_port, hub].into_iter().flatten().flat_map(|name| {
-            let paths = ["", "/v1/", "/v2/"].map(|path| format!("{scheme}://{name}{path}"));
-            [name].into_iter().chain(paths)
-        });
-        let auth = hosts.filter_map(|host| config.auths.get(&host)).next().and_then(|entry| entry.auth.clone());
-        if let Some(auth) = auth.filter(|auth| !auth.is_empty()) {
-            let plain = STANDARD.decode(&auth).ok().and_then(|bytes| String::from_utf8(bytes).ok());
-            if !plain.is_some_and(|plain| plain.contains(':')) {
-                return Err(invalid(format!("the entry of {host} is not USER:PASSWORD in base64")));
-            }
-            return Ok(Some(auth));
+/// It is invalid. No part of it is shown, because it could be a secret.
+pub fn parse_credentials(text: &[u8], names: &[String]) -> std::result::Result<Option<String>, String> {
+    let config = parse(text)?;
+    Ok(find_in(&config, names)?.map(|(_, basic)| basic))
+}
+
+fn parse(text: &[u8]) -> std::result::Result<Config, String> {
+    serde_json::from_slice(text).map_err(|error| format!("no JSON as podman writes it, line {}", error.line()))
+}
+
+/// Returns the place of the most specific name that a file has, and its credentials.
+fn find_in(config: &Config, names: &[String]) -> std::result::Result<Option<(usize, String)>, String> {
+    for (place, name) in names.iter().enumerate() {
+        let Some(entry) = config.auths.get(name) else { continue };
+        if let Some(basic) = entry.basic().map_err(|wrong| format!("the entry of {name} {wrong}"))? {
+            return Ok(Some((place, basic)));
         }
     }
     Ok(None)
+}
+
+/// Credentials that were found.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// `USER:PASSWORD` in base64.
+    pub basic: String,
+    /// Where they are from, for messages.
+    pub from: String,
+}
+
+/// The credentials for a repository on a server.
+pub(crate) struct Credentials {
+    /// The server, as docker calls it.
+    host: String,
+    /// The names of its entries, the most specific first.
+    names: Vec<String>,
+    /// The file, or the folder with files.
+    named: Option<PathBuf>,
+}
+
+impl Credentials {
+    /// `named`: a file, or a folder of which all files are read; otherwise `REGISTRY_AUTH_FILE`, which may be either, too; otherwise
+    /// podman's file, and docker's. An entry with a scheme applies to that scheme only, one with a path to the repositories below it.
+    ///
+    /// # Errors
+    ///
+    /// The named file is missing, or a file is invalid.
+    pub(crate) fn new(base: &Url, host: &str, repository: &str, named: Option<&Path>) -> Result<Self> {
+        let by_port = base.port_or_known_default().map(|port| format!("{host}:{port}"));
+        // The name under which docker logs in to docker.io.
+        let hub = (host == "docker.io").then(|| "index.docker.io".to_owned());
+        let hosts: Vec<String> = [Some(host.to_owned()), by_port, hub].into_iter().flatten().collect();
+        let folders = std::iter::successors(Some(repository), |path| path.rsplit_once('/').map(|(folder, _)| folder));
+        let below = folders.flat_map(|path| hosts.iter().map(move |host| format!("{host}/{path}")));
+        let own = hosts.iter().flat_map(|name| {
+            let paths = ["", "/v1/", "/v2/"].map(|path| format!("{}://{name}{path}", base.scheme()));
+            [name.clone()].into_iter().chain(paths)
+        });
+        let names = below.chain(own).collect();
+        let variable = || std::env::var_os("REGISTRY_AUTH_FILE").filter(|value| !value.is_empty()).map(PathBuf::from);
+        let credentials = Self { host: host.into(), names, named: named.map(PathBuf::from).or_else(variable) };
+        credentials.read()?;
+        Ok(credentials)
+    }
+
+    /// Returns what there is at this moment.
+    ///
+    /// # Errors
+    ///
+    /// The named file is missing, a file is invalid, or a program that it names fails.
+    pub(crate) fn find(&self) -> Result<Option<Found>> {
+        let files = self.read()?;
+        for (file, config) in &files {
+            let helper = self.names.iter().find_map(|name| config.helpers.get(name));
+            if let Some(found) = helper.map_or(Ok(None), |helper| self.ask(helper, file))? {
+                return Ok(Some(found));
+            }
+        }
+        let mut best: Option<(usize, Found)> = None;
+        for (file, config) in &files {
+            match find_in(config, &self.names) {
+                Ok(Some((place, basic))) if best.as_ref().is_none_or(|(other, _)| place < *other) => {
+                    best = Some((place, Found { basic, from: file.display().to_string() }));
+                }
+                Ok(_) => {}
+                Err(reason) => self.refuse(file, reason)?,
+            }
+        }
+        if let Some((_, found)) = best {
+            return Ok(Some(found));
+        }
+        for (file, config) in &files {
+            if let Some(found) = config.store.as_ref().map_or(Ok(None), |helper| self.ask(helper, file))? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns where there are no credentials, for messages.
+    pub(crate) fn missing(&self) -> String {
+        match &self.named {
+            Some(named) => format!("there are no credentials for {} in {}", self.host, named.display()),
+            None => format!("there are no credentials for {}", self.host),
+        }
+    }
+
+    /// Whether all files of a folder are read: others may have written some of them.
+    fn is_folder(&self) -> bool {
+        self.named.as_ref().is_some_and(|named| named.is_dir())
+    }
+
+    /// Returns the files that exist.
+    fn read(&self) -> Result<Vec<(PathBuf, Config)>> {
+        let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let files = match &self.named {
+            Some(folder) if self.is_folder() => in_folder(folder).map_err(|reason| invalid(folder, reason))?,
+            Some(file) => vec![file.clone()],
+            None => {
+                let podman = var("XDG_RUNTIME_DIR").map(|folder| folder.join("containers/auth.json"));
+                let docker = var("DOCKER_CONFIG").or_else(|| var("HOME").map(|home| home.join(".docker")));
+                podman.into_iter().chain(docker.map(|folder| folder.join("config.json"))).collect()
+            }
+        };
+        let mut configs = Vec::new();
+        for file in files {
+            let mut text = Vec::new();
+            match std::fs::File::open(&file).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)) {
+                Ok(_) if text.len() as u64 > FILE_BYTES_MAX => {
+                    self.refuse(&file, format!("it has more than {FILE_BYTES_MAX} bytes"))?;
+                }
+                Ok(_) => match parse(&text) {
+                    Ok(config) => configs.push((file, config)),
+                    Err(reason) => self.refuse(&file, reason)?,
+                },
+                // Or it was replaced at this moment.
+                Err(error) if error.kind() == ErrorKind::NotFound && (self.named.is_none() || self.is_folder()) => {}
+                Err(error) => self.refuse(&file, error.to_string())?,
+            }
+        }
+        Ok(configs)
+    }
+
+    /// Returns the error for a file. In a folder, one that is wrong must not keep the others from use.
+    fn refuse(&self, file: &Path, reason: String) -> Result<()> {
+        let error = invalid(file, reason);
+        if !self.is_folder() {
+            return Err(error);
+        }
+        tracing::warn!("{error}; the file is left out");
+        Ok(())
+    }
+
+    /// Asks a program that a file names.
+    fn ask(&self, helper: &str, file: &Path) -> Result<Option<Found>> {
+        if self.is_folder() {
+            tracing::warn!("{}: no program is started that a file of a folder names", file.display());
+            return Ok(None);
+        }
+        let server = if self.host == "docker.io" { "https://index.docker.io/v1/" } else { &self.host };
+        match credential_helper::ask(helper, server) {
+            Ok(found) => Ok(found.map(|(user, secret)| Found {
+                basic: STANDARD.encode(format!("{user}:{secret}")),
+                from: format!("docker-credential-{helper}, which {} names", file.display()),
+            })),
+            Err(reason) => {
+                let what = format!("docker-credential-{helper}, which {} names for {}", file.display(), self.host);
+                let error = Error::Setting { what, reason };
+                if self.named.is_some() {
+                    return Err(error);
+                }
+                // Of a user's own file, which other programs use, too.
+                tracing::warn!("{error}");
+                Ok(None)
+            }
+        }
+    }
+}
+
+fn invalid(file: &Path, reason: String) -> Error {
+    Error::Setting { what: format!("the credentials in {}", file.display()), reason }
+}
+
+/// Returns the files of a folder with credentials, in the order of their names. Kubernetes replaces them by a link to another folder.
+fn in_folder(folder: &Path) -> std::result::Result<Vec<PathBuf>, String> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|error| error.to_string())? {
+        let name = entry.map_err(|error| error.to_string())?.file_name();
+        let text = name.to_string_lossy();
+        if text == SECRET_NAME || text.ends_with(".json") && !text.starts_with('.') {
+            files.push(folder.join(&name));
+        }
+    }
+    if files.len() > FILES_MAX {
+        return Err(format!("it has {} files: {FILES_MAX} are possible", files.len()));
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on ends")]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn credentials(folder: &Path, repository: &str) -> Result<Credentials> {
+        Credentials::new(&"https://h.example/v2/".parse().unwrap(), "h.example", repository, Some(folder))
+    }
+
+    fn plain(found: Result<Option<Found>>) -> Option<String> {
+        found.unwrap().map(|found| String::from_utf8(STANDARD.decode(found.basic).unwrap()).unwrap())
+    }
+
+    #[test]
+    fn entries_are_of_a_host_or_of_what_is_below_a_repository() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("auth.json");
+        let text = r#"{"auths": {"h.example": {"auth": "YTpiYg==\n"}, "h.example/team": {"username": "team", "password": "x:y"},
+            "https://h.example/team/app": {"auth": "!"}, "h.example/team/app": {"auth": "YXBwOnA="}, "other.example": {}}}"#;
+        fs::write(&file, text).unwrap();
+        for (repository, expected) in [
+            ("os", "a:bb"),
+            ("team/app", "app:p"),
+            ("team/app/x", "app:p"),
+            ("team/other", "team:x:y"),
+            ("teams/a", "a:bb"),
+        ] {
+            assert_eq!(
+                plain(credentials(&file, repository).unwrap().find()).as_deref(),
+                Some(expected),
+                "{repository}"
+            );
+        }
+        for (text, reason) in [
+            (
+                r#"{"auths": {"h.example": {"auth": "c2VjcmV0"}}}"#,
+                "the entry of h.example is not USER:PASSWORD in base64",
+            ),
+            (r#"{"auths": {"h.example": "secret"}}"#, "line 1"),
+        ] {
+            fs::write(&file, text).unwrap();
+            let found = credentials(&file, "a").and_then(|credentials| credentials.find());
+            let error = found.err().unwrap().to_string();
+            assert!(error.contains(reason) && error.contains("auth.json") && !error.contains("c2VjcmV0"), "{error}");
+            assert!(!error.contains("\"secret"), "{error}");
+        }
+        fs::remove_file(&file).unwrap();
+        assert!(credentials(&file, "a").is_err());
+    }
+
+    /// As Kubernetes mounts secrets: files are links through a link that is replaced.
+    #[test]
+    fn files_of_a_folder_are_read_each_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let entry = |name: &str, auth: &str| format!(r#"{{"auths": {{"{name}": {{"auth": "{auth}"}}}}}}"#);
+        let of_folder = credentials(folder.path(), "team/app").unwrap();
+        assert_eq!(plain(of_folder.find()), None);
+        assert!(of_folder.missing().contains("h.example in /"), "{}", of_folder.missing());
+        for (version, auth) in [("..1", "YTox"), ("..2", "YToy")] {
+            fs::create_dir(at(version)).unwrap();
+            fs::write(at(version).join(SECRET_NAME), entry("h.example", auth)).unwrap();
+        }
+        std::os::unix::fs::symlink("..1", at("..data")).unwrap();
+        std::os::unix::fs::symlink(Path::new("..data").join(SECRET_NAME), at(SECRET_NAME)).unwrap();
+        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:1"));
+        std::os::unix::fs::symlink("..2", at("..new")).unwrap();
+        fs::rename(at("..new"), at("..data")).unwrap();
+        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:2"));
+        // What is wrong, or names a program, keeps the others from nothing; the most specific entry counts, wherever it is.
+        fs::write(at("0.json"), "{").unwrap();
+        fs::write(at("1.json"), r#"{"credHelpers": {"h.example": "none"}, "credsStore": "none"}"#).unwrap();
+        fs::write(at(".new.json"), entry("h.example/team/app", "eDp4")).unwrap();
+        assert_eq!(plain(of_folder.find()).as_deref(), Some("a:2"));
+        fs::write(at("z.json"), entry("h.example/team", "dDp0")).unwrap();
+        assert_eq!(plain(of_folder.find()).as_deref(), Some("t:t"));
+    }
+
+    #[test]
+    fn programs_are_asked_that_a_file_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("auth.json");
+        fs::write(&file, r#"{"credHelpers": {"h.example": "ferry-none"}}"#).unwrap();
+        let error = credentials(&file, "a").unwrap().find().err().unwrap().to_string();
+        assert!(error.contains("docker-credential-ferry-none") && error.contains("h.example"), "{error}");
+        fs::write(&file, r#"{"credHelpers": {"other.example": "ferry-none"}}"#).unwrap();
+        assert_eq!(plain(credentials(&file, "a").unwrap().find()), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_file_is_read_or_refused(auth in "\\PC*", name in "[a-c/]{1,5}") {
+            let text = serde_json::json!({"auths": {&name: {"auth": auth}}}).to_string();
+            match parse_credentials(text.as_bytes(), &["a".into(), "b".into()]) {
+                Ok(Some(basic)) => prop_assert!(STANDARD.decode(basic).is_ok_and(|plain| plain.contains(&b':'))),
+                Ok(None) => {}
+                Err(reason) => prop_assert!(!reason.contains('\n'), "{reason}"),
+            }
+            let _ = parse_credentials(auth.as_bytes(), &[name]);
+        }
+    }
 }

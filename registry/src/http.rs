@@ -49,7 +49,7 @@ pub struct Options {
     pub attempts_max: u32,
     /// Folders with containerd's `hosts.toml` files; the first one that describes a registry counts.
     pub hosts: Vec<PathBuf>,
-    /// The file with credentials; otherwise those that podman and docker use.
+    /// The file with credentials, or a folder of such files; otherwise those that podman and docker use. They are read when a server asks.
     pub credentials: Option<PathBuf>,
     /// A manifest that was fetched before, which is not asked for by its digest.
     pub manifest: Option<Vec<u8>>,

@@ -23,6 +23,7 @@
 mod container;
 mod container_image;
 mod convert;
+mod credential_helper;
 mod credentials;
 mod error;
 mod files;
@@ -46,6 +47,7 @@ mod traces;
 
 pub use container_image::{ContainerImage, StackedLayer};
 pub use convert::{ConvertOutcome, convert};
+pub use credentials::parse_credentials;
 pub use error::{Error, Result};
 pub use files::{LIST_BYTES_MAX, list_beside};
 pub use hosts::{Host, parse_hosts};

@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ureq::http::{HeaderName, HeaderValue, Method, header};
 use url::Url;
 
-use crate::credentials;
+use crate::credentials::{Credentials, Found};
 use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::http::{Client, Request, Response, Upload, shown};
@@ -35,10 +35,16 @@ pub(crate) struct Oci {
     /// The registry, for a server that is only a mirror of it.
     mirrored: Option<String>,
     headers: Vec<(HeaderName, HeaderValue)>,
-    /// `USER:PASSWORD` in base64.
-    basic: Option<String>,
+    credentials: Credentials,
     /// The authorization of the last successful request.
-    authorization: Mutex<Option<String>>,
+    authorization: Mutex<Option<Authorization>>,
+}
+
+/// The authorization of a request, and the credentials that it was got with.
+#[derive(Clone)]
+struct Authorization {
+    value: String,
+    by: Option<Found>,
 }
 
 impl fmt::Debug for Oci {
@@ -65,13 +71,14 @@ impl Oci {
         }
     }
 
-    /// Creates a repository on a server; `credentials` is a file with them.
+    /// Creates a repository on a server; `credentials` is a file with them, or a folder of such files.
     pub(crate) fn new(host: Host, name: &str, mirrored: Option<String>, credentials: Option<&Path>) -> Result<Self> {
         let Host { url: base, headers, .. } = host;
         let named = base.host_str().unwrap_or_default();
         let named = base.port().map_or_else(|| named.to_owned(), |port| format!("{named}:{port}"));
-        let basic = credentials::basic(&base, if named == DOCKER_HUB { "docker.io" } else { &named }, credentials)?;
-        Ok(Self { base, name: name.into(), mirrored, headers, basic, authorization: Mutex::default() })
+        let named = if named == DOCKER_HUB { "docker.io" } else { &named };
+        let credentials = Credentials::new(&base, named, name, credentials)?;
+        Ok(Self { base, name: name.into(), mirrored, headers, credentials, authorization: Mutex::default() })
     }
 
     fn url(&self, rest: &str) -> Url {
@@ -87,7 +94,7 @@ impl Oci {
         self.url(&format!("blobs/sha256:{}", blob.sha256))
     }
 
-    fn authorization(&self) -> MutexGuard<'_, Option<String>> {
+    fn authorization(&self) -> MutexGuard<'_, Option<Authorization>> {
         self.authorization.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -102,37 +109,70 @@ impl Oci {
         let is_registry = request.url.origin() == self.base.origin();
         let own_headers = if is_registry { self.headers.clone() } else { Vec::new() };
         let request = Request { origin: self.base.clone(), own_headers, ..request };
-        let authorization = self.authorization().clone().filter(|_| is_registry);
-        let response = client.send(Request { authorization, ..request.clone() }, upload.as_deref_mut())?;
+        let mut known = self.authorization().clone().filter(|_| is_registry);
+        let with = |known: Option<&Authorization>| {
+            let authorization = known.map(|known| known.value.clone());
+            Request { authorization, ..request.clone() }
+        };
+        let mut response = client.send(with(known.as_ref()), upload.as_deref_mut())?;
+        let is_own = |response: &Response<'_>| response.url.origin() == self.base.origin();
+        // Some registries say so when a token is too old. There may be other credentials by now.
+        if response.status() == 403
+            && is_own(&response)
+            && let Some(known) = &known
+            && self.credentials.find()? != known.by
+        {
+            rewind(&mut upload)?;
+            response = client.send(with(None), upload.as_deref_mut())?;
+        }
         // Only a challenge of the registry itself is answered, not one of a redirect or upload server.
-        if response.status() != 401 || response.url.origin() != self.base.origin() {
-            return Ok(response);
+        if response.status() == 401 && is_own(&response) {
+            let challenge = response.header(header::WWW_AUTHENTICATE).unwrap_or_default().to_owned();
+            let by = self.credentials.find()?;
+            let Some(value) = self.answer_challenge(client, &challenge, by.as_ref())? else {
+                return Err(self.explained(response, by.as_ref()));
+            };
+            let fresh = Authorization { value, by };
+            *self.authorization() = Some(fresh.clone());
+            rewind(&mut upload)?;
+            response = client.send(with(Some(&fresh).filter(|_| is_registry)), upload)?;
+            known = Some(fresh);
         }
-        let challenge = response.header(header::WWW_AUTHENTICATE).unwrap_or_default().to_owned();
-        let Some(fresh) = self.answer_challenge(client, &challenge)? else { return Err(response.into_error()) };
-        *self.authorization() = Some(fresh.clone());
-        if let Some(upload) = &mut upload {
-            upload.rewind()?;
+        match known {
+            Some(known) if matches!(response.status(), 401 | 403) && is_own(&response) => {
+                Err(self.explained(response, known.by.as_ref()))
+            }
+            _ => Ok(response),
         }
-        client.send(Request { authorization: Some(fresh).filter(|_| is_registry), ..request }, upload)
+    }
+
+    /// Returns the error for a response that refuses access, with the place of the credentials.
+    fn explained(&self, response: Response<'_>, by: Option<&Found>) -> Error {
+        let mut error = response.into_error();
+        if let Error::Status { text, .. } = &mut error {
+            let place = by
+                .map_or_else(|| self.credentials.missing(), |found| format!("the credentials are from {}", found.from));
+            *text = if text.is_empty() { place } else { format!("{text}; {place}") };
+        }
+        error
     }
 
     /// Returns the credentials for a realm; none if an attacker on the network could have changed its URL.
-    fn basic_for(&self, realm: &Url) -> Result<Option<String>> {
+    fn basic_for(&self, realm: &Url, by: Option<&Found>) -> Result<Option<String>> {
         let is_named_by_tls = self.base.scheme() == "https" && realm.scheme() == "https";
-        match &self.basic {
+        match by {
             Some(_) if !is_named_by_tls && realm.origin() != self.base.origin() => {
                 Err(Error::Realm { registry: shown(&self.base), realm: shown(realm) })
             }
-            basic => Ok(basic.as_ref().map(|basic| format!("Basic {basic}"))),
+            by => Ok(by.map(|found| format!("Basic {}", found.basic))),
         }
     }
 
     /// Returns the authorization for a challenge.
-    fn answer_challenge(&self, client: &Client, challenge: &str) -> Result<Option<String>> {
+    fn answer_challenge(&self, client: &Client, challenge: &str, by: Option<&Found>) -> Result<Option<String>> {
         let (scheme, rest) = challenge.split_once(' ').unwrap_or((challenge, ""));
         if scheme.eq_ignore_ascii_case("basic") {
-            return Ok(self.basic.as_ref().map(|basic| format!("Basic {basic}")));
+            return Ok(by.map(|found| format!("Basic {}", found.basic)));
         }
         if !scheme.eq_ignore_ascii_case("bearer") {
             return Ok(None);
@@ -145,11 +185,11 @@ impl Oci {
                 realm.query_pairs_mut().append_pair(key, value);
             }
         }
-        let authorization = self.basic_for(&realm)?;
+        let authorization = self.basic_for(&realm, by)?;
         let request = Request { authorization, origin: self.base.clone(), ..Request::new(Method::GET, realm) };
         let response = client.send(request, None)?;
         if response.status() != 200 {
-            return Err(response.into_error());
+            return Err(self.explained(response, by));
         }
         let no_token = response.invalid("the response has no token");
         let json: serde_json::Value = serde_json::from_slice(&response.read_all(TOKEN_BYTES_MAX)?).unwrap_or_default();
@@ -221,6 +261,10 @@ impl Oci {
         let request = Request::new(Method::GET, self.blob_url(blob));
         self.send(client, request.with_range(range), None)
     }
+}
+
+fn rewind(upload: &mut Option<&mut Upload<'_>>) -> Result<()> {
+    upload.as_mut().map_or(Ok(()), |upload| upload.rewind())
 }
 
 /// Returns the fields of a challenge: `key="value"` or `key=value`, separated by commas.

@@ -29,7 +29,7 @@ pub struct LazyConfig {
     pub traces_from: Vec<String>,
     /// The folders with containerd's `hosts.toml` files: its `config_path`.
     pub hosts: Vec<PathBuf>,
-    /// The file with credentials, as docker and podman write it; otherwise theirs.
+    /// The file with credentials, as docker and podman write it, or a folder of such files; otherwise theirs.
     pub credentials: Option<PathBuf>,
     /// The number of requests in parallel that fetch the rest of an image; 0: only what is read is fetched.
     pub jobs: u16,

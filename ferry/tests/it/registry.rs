@@ -282,7 +282,7 @@ fn who_may_not_is_told_so() {
     };
     write("me:other");
     let said = refused(1, &mut push(Some(&file)));
-    assert!(said.contains("answers 401") && !said.contains("me:other"), "{said}");
+    assert!(said.contains("answers 401") && said.contains("auth.json") && !said.contains("me:other"), "{said}");
     write(USER);
     text(&mut push(Some(&file)));
 }

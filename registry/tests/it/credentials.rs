@@ -8,12 +8,12 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use certificates::Certificates;
 use common::{Fake, Place, Reply, Request};
 use ferry_image::Store;
-use ferry_registry::{Client, Options, Remote, Result, push};
+use ferry_registry::{Client, Options, PullOptions, Remote, Result, pull, push};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde_json::json;
@@ -412,5 +412,122 @@ fn redirects_to_this_machine_are_refused() {
             _ => reply,
         });
         place.pull(&ask(), &format!("by-{to}")).unwrap();
+    }
+}
+
+/// Kubernetes issue 4673, buildpacks-community/kpack issue 1353: a secret that was changed counted after a restart only;
+/// awslabs/soci-snapshotter issue 1148: what is too old is refused with 403, without a challenge.
+#[test]
+fn credentials_that_change_are_used_at_once_and_wrong_ones_are_named_and_not_shown() {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    let place = Place::new();
+    let folder = place.at("secrets");
+    std::fs::create_dir(&folder).unwrap();
+    let address = place.fake.address.to_string();
+    let know = |password: &str| {
+        let auth = STANDARD.encode(format!("me:{password}"));
+        std::fs::write(folder.join(".new"), json!({"auths": {&address: {"auth": auth}}}).to_string()).unwrap();
+        std::fs::rename(folder.join(".new"), folder.join("team.json")).unwrap();
+    };
+    // Each registry has tokens of its own, or none.
+    for (status, bearer) in [(401, false), (401, true), (403, true), (403, false)] {
+        let (expected, to) = (Arc::new(Mutex::new(String::new())), place.fake.address);
+        let asked = Arc::clone(&expected);
+        place.fake.fault(move |request, reply| {
+            let password = asked.lock().unwrap().clone();
+            let basic = format!("Basic {}", STANDARD.encode(format!("me:{password}")));
+            let challenge = match bearer {
+                true => format!("Bearer realm=\"http://{to}/token\""),
+                false => "Basic realm=\"x\"".into(),
+            };
+            let wanted = if bearer { format!("Bearer {password}") } else { basic.clone() };
+            match (request.path.as_str(), authorization(request)) {
+                ("/token", Some(found)) if found == basic => Reply::of(200, json!({"token": password}).to_string()),
+                ("/token", _) => Reply::of(401, "who"),
+                (_, Some(found)) if found == wanted => reply,
+                (_, Some(_)) if status == 403 => Reply::of(403, "your authorization token has expired"),
+                _ => Reply::of(401, "").with("www-authenticate", challenge),
+            }
+        });
+        let options = Options { credentials: Some(folder.clone()), attempts_max: 1, ..Options::default() };
+        let remote = Remote::open(&format!("oci:{address}/a/b:1").parse().unwrap(), Client::new(options)).unwrap();
+        let remote = Arc::new(remote);
+        let what = format!("{status}, tokens {bearer}");
+        let look = |remote: &Arc<Remote>| {
+            let output = place.at("image");
+            let _ = std::fs::remove_file(&output);
+            drop(Store::create(&place.at("store-of-secrets")).unwrap());
+            pull(remote, &output, &place.at("store-of-secrets"), &PullOptions::default(), &|_, _| {}).map(drop)
+        };
+        for password in ["one-password", "two-password"] {
+            *expected.lock().unwrap() = password.into();
+            let error = look(&remote).expect_err(&what).to_string();
+            know(password);
+            look(&remote).unwrap_or_else(|error| panic!("{what}: {error}"));
+            if password.starts_with("two") {
+                assert!(error.contains(&address) && error.contains("team.json"), "{what}: {error}");
+                for secret in ["one-password", password, &STANDARD.encode("me:one-password")] {
+                    assert!(!error.contains(secret), "{what}: {error}");
+                }
+            }
+        }
+        std::fs::remove_file(folder.join("team.json")).unwrap();
+        *expected.lock().unwrap() = "three-password".into();
+        let error = look(&remote).expect_err(&what).to_string();
+        assert!(error.contains("there are no credentials for") && error.contains("secrets"), "{what}: {error}");
+    }
+}
+
+/// A program that a file names is asked each time; what it says is never shown.
+#[test]
+fn credential_helpers_are_asked() {
+    let name = "credential_helpers_are_asked";
+    let folder = tempfile::tempdir().unwrap();
+    let script = "#!/bin/sh\nread server\ncase $1-$server in\n\
+        get-127.0.0.1:*) echo '{\"Username\": \"user\", \"Secret\": \"word\"}';;\n\
+        *) echo 'credentials not found in native keychain'; exit 1;;\nesac\n";
+    for (program, text) in [
+        ("docker-credential-good", script),
+        ("docker-credential-none", "#!/bin/sh\necho credentials not found in native keychain; exit 1\n"),
+        ("docker-credential-bad", "#!/bin/sh\necho secret-text; exit 3\n"),
+        ("docker-credential-odd", "#!/bin/sh\necho secret-text\n"),
+        ("docker-credential-token", "#!/bin/sh\necho '{\"Username\": \"<token>\", \"Secret\": \"secret-text\"}'\n"),
+    ] {
+        let path = folder.path().join(program);
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+    if !apart_with(name, &[("PATH", OsStr::new(&path))], None) {
+        return;
+    }
+    let place = Place::new();
+    place.fake.fault(to_known);
+    let address = place.fake.address.to_string();
+    let write =
+        |config: serde_json::Value| std::fs::write(std::env::var_os(FILE).unwrap(), config.to_string()).unwrap();
+    for (config, expected) in [
+        (json!({"credHelpers": {&address: "good"}}), None),
+        (json!({"credsStore": "good"}), None),
+        // An entry of the file is before the store of all.
+        (json!({"credsStore": "bad", "auths": {&address: {"auth": "dXNlcjp3b3Jk"}}}), None),
+        (json!({"credHelpers": {&address: "none"}}), Some("there are no credentials for")),
+        (json!({"credHelpers": {&address: "bad"}}), Some("it ended with exit status: 3")),
+        (json!({"credHelpers": {&address: "odd"}}), Some("no user and password")),
+        (json!({"credHelpers": {&address: "token"}}), Some("identity token")),
+        (json!({"credHelpers": {&address: "missing"}}), Some("no such program")),
+        (json!({"credHelpers": {&address: "../good"}}), Some("no name of a program")),
+    ] {
+        write(config.clone());
+        let outcome = push_to(&place, &remote(&address)).map_err(|error| error.to_string());
+        match (outcome, expected) {
+            (Ok(_), None) => {}
+            (Err(error), Some(expected)) => {
+                assert!(error.contains(expected) && error.contains(&address), "{config}: {error}");
+                assert!(!error.contains("secret-text"), "{error}");
+            }
+            (outcome, _) => panic!("{config}: {outcome:?}"),
+        }
     }
 }

@@ -20,6 +20,7 @@ mod images;
 mod kata;
 mod lazy;
 mod lazy_containerd;
+mod lazy_credentials;
 mod lazy_kills;
 mod lazy_order;
 mod lazy_place;

@@ -62,6 +62,10 @@ const NEEDED: &[(&str, &str)] = &[
     ("ferry image trace --container", "containerd: snapshotter/tests/it/lazy_containerd.rs records a container"),
     ("[lazy]", "a registry: snapshotter/tests/it/lazy.rs has such lines"),
     (
+        "apiVersion: apps/v1\nkind: DaemonSet",
+        "Kubernetes; snapshotter/tests/it/lazy_credentials.rs changes such a folder",
+    ),
+    (
         "systemctl enable --now ferry-snapshotter",
         "systemd, containerd and a registry: snapshotter/tests/it/containerd.rs imports an image",
     ),
