@@ -29,7 +29,7 @@ fn layers(busybox: &Path, files: usize) -> Vec<Layer> {
         lower.dir(name);
     }
     lower.file("large", &noise(1, LARGE));
-    let contents: Vec<_> = (0..files).map(|file| noise(100 + u32::try_from(file).expect("few"), 40_000)).collect();
+    let contents: Vec<_> = (100..).take(files).map(|seed| noise(seed, 40_000)).collect();
     for (file, content) in contents.iter().enumerate() {
         lower.file(&format!("f-{file}"), content);
         let sum = sha256(content).replace("sha256:", "");

@@ -37,8 +37,7 @@ fn read(at: &Path, number: usize) -> io::Result<Vec<u8>> {
 
 /// What a container on the kernel's mount sees: what is right, or EIO; and what is right again, without a new container.
 fn kills(rounds: usize) {
-    let contents: Vec<_> =
-        (0..(rounds + 1) * FRESH).map(|number| noise(u32::try_from(number).expect("few"), LENGTH)).collect();
+    let contents: Vec<_> = (0..).take((rounds + 1) * FRESH).map(|seed| noise(seed, LENGTH)).collect();
     let mut layer = Writer::new(Format::Estargz, &[128 << 10]);
     for (number, content) in contents.iter().enumerate() {
         layer.file(&format!("f-{number}"), content);
