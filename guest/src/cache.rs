@@ -136,6 +136,11 @@ impl Cache {
         Ok(self.fetch("containerd")?.join("bin"))
     }
 
+    /// Returns the program crun, which runs containers as runc does.
+    pub fn crun(&self) -> Result<PathBuf> {
+        Ok(self.fetch("crun")?.join("bin/crun"))
+    }
+
     /// Returns the program docker-registry.
     pub fn registry(&self) -> Result<PathBuf> {
         Ok(self.fetch("registry")?.join("bin/docker-registry"))

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferry_guest::Cache;
+use rustix::process::Pid;
 
 use crate::client::Client;
 use crate::server::{PROGRAM, Server, can_mount};
@@ -15,9 +16,27 @@ use crate::tree::{apply, look};
 
 const START_TIME: Duration = Duration::from_secs(60);
 const IMAGE: &str = "ferry.test/image:latest";
+/// containerd's namespace of pods.
+pub const PODS: &str = "k8s.io";
+
+/// What only pods need, and what needs it.
+const WITHOUT_PODS: &str = "disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \
+     \"io.containerd.cri.v1.runtime\", \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]";
+
+/// Further lines of the configuration.
+#[derive(Default)]
+pub struct More<'a> {
+    /// Of the file's head, instead of [`WITHOUT_PODS`].
+    pub head: Option<&'a str>,
+    /// For the plugin.
+    pub lines: &'a str,
+    /// The differ of the transfer service.
+    pub differ: &'a str,
+}
 
 /// A running containerd, with all its files in a folder.
 pub struct Containerd {
+    command: Command,
     child: Child,
     programs: PathBuf,
     folder: PathBuf,
@@ -25,22 +44,17 @@ pub struct Containerd {
 
 impl Containerd {
     pub fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
-        Self::start_with(programs, folder, snapshotter, "")
+        Self::start_with(programs, folder, snapshotter, &More::default())
     }
 
-    /// The same, with further lines for the plugin.
-    pub fn start_with(programs: PathBuf, folder: &Path, snapshotter: &Path, lines: &str) -> Self {
-        Self::start_with_differ(programs, folder, snapshotter, lines, "")
-    }
-
-    /// The same, with the differ of the transfer service.
-    pub fn start_with_differ(programs: PathBuf, folder: &Path, snapshotter: &Path, lines: &str, differ: &str) -> Self {
+    /// The same, with further lines.
+    pub fn start_with(programs: PathBuf, folder: &Path, snapshotter: &Path, more: &More<'_>) -> Self {
+        let More { head, lines, differ } = more;
+        let head = head.unwrap_or(WITHOUT_PODS);
         let config = folder.join("containerd.toml");
         let at = |name: &str| folder.join(name).display().to_string();
         let text = format!(
-            "version = 3\nroot = {:?}\nstate = {:?}\n\
-             disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \"io.containerd.cri.v1.runtime\", \
-             \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]\n\
+            "version = 3\nroot = {:?}\nstate = {:?}\n{head}\n\
              [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
              [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n{lines}\
              [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n{differ}",
@@ -63,13 +77,29 @@ impl Containerd {
             .stdout(Stdio::null())
             .stderr(log);
         let child = command.spawn().expect("containerd can be started");
-        let containerd = Self { child, programs, folder: folder.into() };
+        let containerd = Self { command, child, programs, folder: folder.into() };
+        containerd.wait();
+        containerd
+    }
+
+    fn wait(&self) {
         let end = Instant::now() + START_TIME;
-        while !containerd.try_ctr(&["version"]).0 {
-            assert!(Instant::now() < end, "containerd does not serve: {}", containerd.log());
+        while !self.try_ctr(&["version"]).0 {
+            assert!(Instant::now() < end, "containerd does not serve: {}", self.log());
             thread::sleep(Duration::from_millis(50));
         }
-        containerd
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Kills it, and starts it again.
+    pub fn restart(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.child = self.command.spawn().expect("containerd can be started");
+        self.wait();
     }
 
     pub fn log(&self) -> String {
@@ -93,8 +123,10 @@ impl Containerd {
 impl Drop for Containerd {
     fn drop(&mut self) {
         // What a failed test left running would outlive containerd.
-        for task in self.try_ctr(&["task", "ls", "--quiet"]).1.split_whitespace() {
-            self.try_ctr(&["task", "rm", "--force", task]);
+        for namespace in ["default", PODS] {
+            for task in self.try_ctr(&["--namespace", namespace, "task", "ls", "--quiet"]).1.split_whitespace() {
+                self.try_ctr(&["--namespace", namespace, "task", "rm", "--force", task]);
+            }
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -292,6 +324,20 @@ fn containers_run_and_do_not_notice_restarts() {
     }
 }
 
+/// Builds a program from a folder of `tests/clients` into the cache. Skips the test without Go.
+pub fn built_by_go(folder: &str, words: &[&str], package: &str, name: &str) -> Option<PathBuf> {
+    if Command::new("go").arg("version").stdout(Stdio::null()).status().is_err() {
+        ferry_skip::skip!("no Go here: apt-get install golang-go");
+        return None;
+    }
+    let program = Cache::from_env().expect("there is a cache").path().join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients").join(folder);
+    let built = Command::new("go").args(words).arg("-o").arg(&program).arg(package).current_dir(source).output();
+    let built = built.expect("Go starts");
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    Some(program)
+}
+
 /// `tests/clients/containerd` has the suite's version.
 #[test]
 #[ignore = "long: make test-all"]
@@ -299,14 +345,7 @@ fn the_suite_of_containerd_passes() {
     if !can_mount() {
         return;
     }
-    if Command::new("go").arg("version").stdout(Stdio::null()).status().is_err() {
-        return ferry_skip::skip!("no Go here: apt-get install golang-go");
-    }
-    let suite = Cache::from_env().expect("there is a cache").path().join("containerd-suite");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/containerd");
-    let built = Command::new("go").args(["test", "-c", "-o"]).arg(&suite).arg(".").current_dir(source).output();
-    let built = built.expect("Go starts");
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let Some(suite) = built_by_go("containerd", &["test", "-c"], ".", "containerd-suite") else { return };
     for images in ["never", "auto"] {
         // On a disk: a memory file system cannot be below an EROFS.
         let mut command = Command::new(&suite);

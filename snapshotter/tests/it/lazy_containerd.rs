@@ -6,7 +6,7 @@ use std::process::Command;
 
 use ferry_guest::Cache;
 
-use crate::containerd::{Containerd, wait_until_empty};
+use crate::containerd::{Containerd, More, wait_until_empty};
 use crate::lazy_order::Recorder;
 use crate::lazy_place::{ferry, noise, until};
 use crate::server::{Server, can_mount};
@@ -14,21 +14,21 @@ use crate::servers::{Program, Proxy, registry};
 use crate::toc_layers::{Format, Layer, Writer, lay_out, sha256};
 
 const LARGE: usize = 12_000_000;
-const BUSYBOX: &str = "/bin/busybox";
+pub const BUSYBOX: &str = "/bin/busybox";
 
 /// How often the program is killed while a container reads, and the files that it reads.
 const KILLS: usize = 100;
 const FILES: usize = 400;
 
-/// An image with a shell, and more than that needs.
-fn layers(busybox: &Path, files: usize) -> Vec<Layer> {
+/// An image with a shell, and more than that needs: noise of a seed, and files.
+pub fn layers(busybox: &Path, seed: u32, files: usize) -> Vec<Layer> {
     let mut lower = Writer::new(Format::Estargz, &[1 << 20]);
     lower.dir("bin/");
     lower.file_as("bin/busybox", &fs::read(busybox).expect("it is there"), 0o755);
     for name in ["dev/", "proc/", "sys/", "tmp/", "etc/"] {
         lower.dir(name);
     }
-    lower.file("large", &noise(1, LARGE));
+    lower.file("large", &noise(seed, LARGE));
     let contents: Vec<_> = (100..).take(files).map(|seed| noise(seed, 40_000)).collect();
     for (file, content) in contents.iter().enumerate() {
         lower.file(&format!("f-{file}"), content);
@@ -67,13 +67,10 @@ impl Place {
         let proxy = Proxy::to(upstream.address);
         let image = format!("{}/os/app:1", proxy.address);
         lay_out(&folder.join("bundle"), &layers(&busybox));
-        let mut push = Command::new(&skopeo);
-        push.args(["--insecure-policy", "copy", "--dest-tls-verify=false"]).args(words).env("HOME", &folder);
-        push.arg(format!("oci:{}:1", folder.join("bundle").display())).arg(format!("docker://{image}"));
-        let pushed = push.output().expect("skopeo starts");
-        assert!(pushed.status.success(), "{}", String::from_utf8_lossy(&pushed.stderr));
+        push(&skopeo, &folder.join("bundle"), &image, words);
         let exports = "[proxy_plugins.ferry.exports]\nenable_remote_snapshot_annotations = \"true\"\n";
-        let containerd = Containerd::start_with(programs, &folder, &server.socket(), exports);
+        let containerd =
+            Containerd::start_with(programs, &folder, &server.socket(), &More { lines: exports, ..More::default() });
         Some(Self { containerd, proxy, upstream, server, image })
     }
 
@@ -96,6 +93,15 @@ impl Place {
     }
 }
 
+/// Pushes an image directory to a registry.
+pub fn push(skopeo: &Path, bundle: &Path, image: &str, words: &[&str]) {
+    let mut push = Command::new(skopeo);
+    push.args(["--insecure-policy", "copy", "--dest-tls-verify=false"]).args(words).env("HOME", bundle);
+    push.arg(format!("oci:{}:1", bundle.display())).arg(format!("docker://{image}"));
+    let pushed = push.output().expect("skopeo starts");
+    assert!(pushed.status.success(), "{}", String::from_utf8_lossy(&pushed.stderr));
+}
+
 /// A container starts when a part of its layers is here, and goes on when the program, and then the registry, is killed.
 #[test]
 #[ignore = "long: make test-all"]
@@ -109,7 +115,7 @@ fn containers_start_before_their_layers_are_here() {
     ] {
         let mut bytes = 0;
         let Some(mut place) = Place::new(words, |busybox| {
-            let layers = layers(busybox, 0);
+            let layers = layers(busybox, 1, 0);
             bytes = layers[0].blob.len();
             layers
         }) else {
@@ -172,7 +178,7 @@ fn a_container_does_not_notice_a_hundred_kills_of_the_program() {
     if !can_mount() {
         return;
     }
-    let Some(mut place) = Place::new(&["--preserve-digests"], |busybox| layers(busybox, FILES)) else { return };
+    let Some(mut place) = Place::new(&["--preserve-digests"], |busybox| layers(busybox, 1, FILES)) else { return };
     let Place { containerd, image, .. } = &place;
     containerd.ctr(&["images", "pull", "--plain-http", "--snapshotter", "ferry", image]);
     let name = &*format!("kills-{}", std::process::id());

@@ -14,6 +14,7 @@ mod client;
 mod concurrent;
 mod containerd;
 mod control;
+mod cri;
 mod diff;
 mod diff_containerd;
 mod images;

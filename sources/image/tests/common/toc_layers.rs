@@ -233,8 +233,9 @@ pub fn lay_out(folder: &Path, layers: &[Layer]) {
         blob
     };
     let plain: Vec<_> = layers.iter().map(|layer| sha256(&layer.plain)).collect();
-    let config =
-        json!({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": plain}});
+    // CRI refuses an image of a pod without a command.
+    let config = json!({"architecture": "amd64", "os": "linux", "config": {"Cmd": ["/bin/busybox", "sleep", "1000000"]},
+        "rootfs": {"type": "layers", "diff_ids": plain}});
     let config = typed(blob(config.to_string().as_bytes()), "application/vnd.oci.image.config.v1+json");
     layers.iter().for_each(|layer| drop(blob(&layer.blob)));
     let kind = "application/vnd.oci.image.manifest.v1+json";

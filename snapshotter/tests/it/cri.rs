@@ -1,0 +1,289 @@
+//! Pods, as kubelet runs them: containerd's CRI plugin, asked by crictl.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ferry_guest::Cache;
+use rustix::process::{Signal, kill_process};
+use serde_json::{Value, json};
+
+use crate::containerd::{Containerd, More, PODS, built_by_go, wait_until_empty};
+use crate::lazy_containerd::{BUSYBOX, layers, push};
+use crate::lazy_place::{ferry, noise, until, without_tables};
+use crate::server::{Server, can_mount};
+use crate::servers::{Program, Proxy, registry};
+use crate::toc_layers::{Format, Layer, Writer, lay_out, sha256};
+
+/// More than anything takes, in a guest without KVM too.
+const TIMEOUT: &str = "300s";
+/// The user of the host that root is in a pod with users of its own.
+const FIRST_USER: u32 = 200_000;
+/// A CNI plugin whose networks have nothing but an address.
+const NETWORK: &str = r#"#!/bin/sh
+[ "$CNI_COMMAND" = VERSION ] && echo '{"cniVersion": "1.0.0", "supportedVersions": ["1.0.0"]}'
+[ "$CNI_COMMAND" = ADD ] && echo '{"cniVersion": "1.0.0", "ips": [{"address": "192.0.2.2/24"}]}'
+exit 0
+"#;
+
+/// `tests/clients/cri` has its version.
+fn crictl() -> Option<PathBuf> {
+    built_by_go("cri", &["build", "-trimpath"], "sigs.k8s.io/cri-tools/cmd/crictl", "crictl")
+}
+
+/// A machine of a cluster, without kubelet.
+struct Node {
+    crictl: PathBuf,
+    containerd: Containerd,
+    server: Server,
+    proxy: Proxy,
+    registry: Program,
+}
+
+impl Node {
+    fn start(crictl: &Path, way: (&str, &str)) -> Option<Self> {
+        let cache = Cache::from_env().expect("there is a cache");
+        let busybox = cache.uml().expect("it can be fetched").busybox;
+        let skopeo = cache.skopeo().expect("it can be fetched");
+        let server = Server::start_with("auto", |root| {
+            let more = format!("[lazy]\njobs = 0\nprogram = {:?}\nhosts = [\"certs.d\"]\n", ferry());
+            fs::write(root.with_file_name("more.toml"), more).expect("it can be written");
+        });
+        let folder = server.folder.path().to_owned();
+        let registry = registry(&folder.join("registry"), false)?;
+        let proxy = Proxy::to(registry.address);
+        let images = [
+            ("lazy", layers(&busybox, 1, 0)),
+            ("usual", without_tables(layers(&busybox, 9, 0))),
+            ("many", many(&busybox)),
+        ];
+        for (name, layers) in images {
+            let bundle = folder.join("bundles").join(name);
+            lay_out(&bundle, &layers);
+            push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &["--preserve-digests"]);
+        }
+        for plugin in ["loopback", "address"] {
+            let plugin = folder.join("cni/bin").join(plugin);
+            fs::create_dir_all(folder.join("cni/bin")).expect("it can be made");
+            fs::write(&plugin, NETWORK).expect("it can be written");
+            fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755)).expect("it is ours");
+        }
+        let network = json!({"cniVersion": "1.0.0", "name": "address", "plugins": [{"type": "address"}]});
+        fs::write(folder.join("cni/1.conflist"), network.to_string()).expect("it can be written");
+        let lines = format!(
+            "[proxy_plugins.ferry.exports]\nroot = {:?}\n{}\n\
+             [plugins.\"io.containerd.cri.v1.images\"]\nsnapshotter = \"ferry\"\nstats_collect_period = 1\n{}\n\
+             [plugins.\"io.containerd.cri.v1.images\".pinned_images]\nsandbox = \"{}/os/lazy:1\"\n\
+             [plugins.\"io.containerd.cri.v1.runtime\"]\nrestrict_oom_score_adj = true\n\
+             [plugins.\"io.containerd.cri.v1.runtime\".cni]\nbin_dirs = [{:?}]\nconf_dir = {:?}\n\
+             [plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
+             [plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.crun]\nruntime_type = \"io.containerd.runc.v2\"\n\
+             [plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.crun.options]\nBinaryName = {:?}\n\
+             [plugins.\"io.containerd.grpc.v1.cri\"]\ndisable_tcp_service = true\n",
+            server.root(),
+            way.1,
+            way.0,
+            proxy.address,
+            folder.join("cni/bin"),
+            folder.join("cni"),
+            cache.crun().expect("it can be fetched"),
+        );
+        let programs = cache.containerd().expect("it can be fetched");
+        let head = "disabled_plugins = [\"io.containerd.nri.v1.nri\"]";
+        let containerd = Containerd::start_with(
+            programs,
+            &folder,
+            &server.socket(),
+            &More { head: Some(head), lines: &lines, differ: "" },
+        );
+        Some(Self { crictl: crictl.into(), containerd, server, proxy, registry })
+    }
+
+    fn folder(&self) -> &Path {
+        self.server.folder.path()
+    }
+
+    fn image(&self, name: &str) -> String {
+        format!("{}/os/{name}:1", self.proxy.address)
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(&self.crictl);
+        let socket = format!("unix://{}", self.folder().join("c.sock").display());
+        command.args(["--runtime-endpoint", &socket, "--image-endpoint", &socket, "--timeout", TIMEOUT]).args(words);
+        command.env("HOME", self.folder());
+        command
+    }
+
+    /// Returns whether crictl succeeded, what it printed, and its messages.
+    fn try_cri(&self, words: &[&str]) -> (bool, String, String) {
+        let output = self.command(words).output().expect("crictl starts");
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.success(), text(&output.stdout), text(&output.stderr))
+    }
+
+    #[track_caller]
+    fn cri(&self, words: &[&str]) -> String {
+        let (succeeded, printed, said) = self.try_cri(words);
+        assert!(succeeded, "crictl {}: {printed}{said}\n{}", words.join(" "), self.containerd.log());
+        printed
+    }
+
+    fn json(&self, words: &[&str]) -> Value {
+        serde_json::from_str(&self.cri(words)).expect("crictl prints JSON")
+    }
+
+    /// Runs a program of busybox in a container.
+    #[track_caller]
+    fn exec(&self, container: &str, words: &[&str]) -> String {
+        self.cri(&[&["exec", "--sync", container, BUSYBOX], words].concat())
+    }
+
+    #[track_caller]
+    fn has(&self, container: &str, file: &str, bytes: &[u8]) {
+        let sum = self.exec(container, &["sha256sum", file]);
+        assert!(sum.starts_with(&sha256(bytes)["sha256:".len()..]), "{file}: {sum}");
+    }
+
+    fn file(&self, name: &str, content: &Value) -> String {
+        let path = self.folder().join(name);
+        fs::write(&path, content.to_string()).expect("it can be written");
+        path.display().to_string()
+    }
+
+    /// Runs a pod on the network of the node, or with users of its own.
+    fn run(&self, name: &'static str, runtime: &str, has_users: bool) -> Pod {
+        let users = json!([{"container_id": 0, "host_id": FIRST_USER, "length": 65536}]);
+        let options = if has_users {
+            json!({"network": 0, "userns_options": {"mode": 0, "uids": users, "gids": users}})
+        } else {
+            json!({"network": 2})
+        };
+        let config = json!({"metadata": {"name": name, "namespace": "tests", "uid": name, "attempt": 0},
+            "log_directory": self.folder().join("logs"), "linux": {"security_context": {"namespace_options": options}}});
+        let config = self.file(&format!("{name}.pod"), &config);
+        let id = self.cri(&["runp", "--runtime", runtime, &config]).trim().to_owned();
+        Pod { config, id, options }
+    }
+
+    /// Starts a container, which prints its name and waits.
+    fn start_container(&self, pod: &Pod, name: &str, image: &str) -> String {
+        let script = format!("echo {name} runs; exec {BUSYBOX} sleep 1000000");
+        let config = json!({"metadata": {"name": name}, "image": {"image": image}, "log_path": format!("{name}.log"),
+            "command": [BUSYBOX, "sh", "-c", script],
+            "linux": {"security_context": {"namespace_options": pod.options}}});
+        let config = self.file(name, &config);
+        let id = self.cri(&["create", &pod.id, &config, &pod.config]).trim().to_owned();
+        self.cri(&["start", &id]);
+        until("a line of its log", || self.cri(&["logs", &id]) == format!("{name} runs\n"));
+        id
+    }
+}
+
+/// A pod that runs.
+struct Pod {
+    config: String,
+    id: String,
+    options: Value,
+}
+
+/// More layers than a label has room for names.
+fn many(busybox: &Path) -> Vec<Layer> {
+    let mut layers = layers(busybox, 1, 0);
+    for number in 0..60 {
+        let mut layer = Writer::new(Format::Estargz, &[1 << 20]);
+        layer.file(&format!("layer-{number}"), &noise(number, 5000));
+        layers.push(layer.finish());
+    }
+    layers
+}
+
+/// How containerd is told to pass on which layer of which image it wants: its client does that, or else its transfer service.
+const WAYS: [(&str, &str); 2] =
+    [("disable_snapshot_annotations = false", ""), ("", "enable_remote_snapshot_annotations = \"true\"")];
+
+fn run_pods(crictl: &Path, way: (&str, &str)) {
+    let Some(mut node) = Node::start(crictl, way) else { return };
+    let (lazy, usual, many) = (node.image("lazy"), node.image("usual"), node.image("many"));
+    let before = node.proxy.answered();
+    node.cri(&["pull", &lazy]);
+    let pulled = node.proxy.answered() - before;
+    // The pod's own image is the same one.
+    let pod = node.run("first", "runc", false);
+    let container = node.start_container(&pod, "one", &lazy);
+    let started = node.proxy.answered() - before;
+    println!("{way:?}: pulled after {pulled} bytes, started after {started}");
+    assert!(pulled < 1_000_000 && started < 8_000_000, "{pulled} {started}");
+    node.has(&container, "/first", &noise(2, 50_000));
+    node.exec(&container, &["dd", "if=/dev/zero", "of=/tmp/new", "bs=64k", "count=32"]);
+
+    // What kubelet watches, and by which it removes images.
+    let root = node.server.root();
+    let number = |value: &Value| value["value"].as_str().and_then(|value| value.parse::<u64>().ok()).unwrap_or(0);
+    let images = |node: &Node| node.json(&["imagefsinfo"])["status"]["imageFilesystems"][0].clone();
+    until("the use by images", || number(&images(&node)["usedBytes"]) > 0);
+    assert_eq!(images(&node)["fsId"]["mountpoint"], json!(root));
+    until("the use by a container", || {
+        let stats = node.json(&["stats", "--output", "json", "--id", &container]);
+        number(&stats["stats"][0]["writableLayer"]["usedBytes"]) >= 2 << 20
+    });
+
+    // Neither of the two is missed: the container goes on, and others can be started.
+    node.server.kill();
+    node.exec(&container, &["touch", "/tmp/alone"]);
+    drop(node.server.start_again());
+    node.containerd.restart();
+    node.exec(&container, &["stat", "/tmp/alone"]);
+    node.has(&container, "/second", &noise(3, 50_000));
+    let another = node.start_container(&pod, "another", &lazy);
+    node.has(&another, "/first", &noise(2, 50_000));
+
+    // containerd is killed while it unpacks.
+    let pid = node.containerd.pid();
+    node.proxy.die_after(4_000_000, move || kill_process(pid, Signal::KILL).expect("it runs"));
+    assert!(!node.try_cri(&["pull", &usual]).0 && node.proxy.is_dead());
+    node.containerd.restart();
+    node.proxy.revive(node.registry.address);
+    node.cri(&["pull", &usual]);
+    // crun refuses machines with both versions of cgroups; the guest has one.
+    let runtime = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "crun" } else { "runc" };
+    let second = node.run("second", runtime, false);
+    let container = node.start_container(&second, "usual", &usual);
+    node.has(&container, "/first", &noise(2, 50_000));
+
+    node.cri(&["pull", &many]);
+    let third = node.run("third", "runc", true);
+    let container = node.start_container(&third, "many", &many);
+    node.has(&container, "/layer-59", &noise(59, 5000));
+    assert_eq!(node.exec(&container, &["stat", "-c", "%u", "/", "/layer-0", "/first"]).trim(), "0\n0\n0");
+    assert_eq!(node.exec(&container, &["cat", "/proc/self/uid_map"]).split_whitespace().nth(1), Some("200000"));
+
+    for pod in [pod, second, third] {
+        node.cri(&["stopp", &pod.id]);
+        node.cri(&["rmp", &pod.id]);
+    }
+    node.cri(&["rmi", &lazy, &usual, &many]);
+    // That of the pull that was killed lasts for a day.
+    let pods = ["--namespace", PODS, "leases"];
+    for lease in node.containerd.ctr(&[&pods[..], &["ls", "--quiet"]].concat()).split_whitespace() {
+        node.containerd.ctr(&[&pods[..], &["rm", lease]].concat());
+    }
+    let mut client = wait_until_empty(&node.containerd, &mut node.server);
+    client.cleanup().expect("it serves");
+    assert_eq!(fs::read_dir(root.join("lazy")).expect("it can be listed").count(), 0);
+}
+
+/// Pods with the network of this machine and with users of their own, by runc and by crun; the snapshotter and containerd are killed
+/// under them.
+#[test]
+#[ignore = "long: make test-all"]
+fn pods_run() {
+    if !can_mount() {
+        return;
+    }
+    let Some(crictl) = crictl() else { return };
+    for way in WAYS {
+        run_pods(&crictl, way);
+    }
+}
