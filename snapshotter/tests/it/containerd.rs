@@ -14,24 +14,22 @@ use crate::server::{PROGRAM, Server, can_mount};
 use crate::tree::Change::{Dir, File, Link, Owner, Symlink};
 use crate::tree::{apply, look};
 
-const START_TIME: Duration = Duration::from_secs(60);
+/// Far more than anything here takes, in a guest without KVM too.
+const START_TIME: Duration = Duration::from_secs(600);
 const IMAGE: &str = "ferry.test/image:latest";
 /// containerd's namespace of pods.
 pub const PODS: &str = "k8s.io";
 
 /// What only pods need, and what needs it.
-const WITHOUT_PODS: &str = "disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \
+pub const WITHOUT_PODS: &str = "disabled_plugins = [\"io.containerd.grpc.v1.cri\", \"io.containerd.cri.v1.images\", \
      \"io.containerd.cri.v1.runtime\", \"io.containerd.internal.v1.opt\", \"io.containerd.nri.v1.nri\"]";
 
-/// Further lines of the configuration.
-#[derive(Default)]
-pub struct More<'a> {
-    /// Of the file's head, instead of [`WITHOUT_PODS`].
-    pub head: Option<&'a str>,
-    /// For the plugin.
-    pub lines: &'a str,
-    /// The differ of the transfer service.
-    pub differ: &'a str,
+/// The table of the plugin.
+pub fn plugin(socket: &Path) -> String {
+    format!(
+        "[proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n",
+        socket.display().to_string()
+    )
 }
 
 /// A running containerd, with all its files in a folder.
@@ -44,25 +42,21 @@ pub struct Containerd {
 
 impl Containerd {
     pub fn start(programs: PathBuf, folder: &Path, snapshotter: &Path) -> Self {
-        Self::start_with(programs, folder, snapshotter, &More::default())
+        Self::start_with(programs, folder, WITHOUT_PODS, &plugin(snapshotter), "")
     }
 
-    /// The same, with further lines.
-    pub fn start_with(programs: PathBuf, folder: &Path, snapshotter: &Path, more: &More<'_>) -> Self {
-        let More { head, lines, differ } = more;
-        let head = head.unwrap_or(WITHOUT_PODS);
+    /// The same, with lines for the file's head, with tables, and with the differ of the transfer service.
+    pub fn start_with(programs: PathBuf, folder: &Path, head: &str, tables: &str, differ: &str) -> Self {
         let config = folder.join("containerd.toml");
         let at = |name: &str| folder.join(name).display().to_string();
         let text = format!(
             "version = 3\nroot = {:?}\nstate = {:?}\n{head}\n\
-             [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n\
-             [proxy_plugins.ferry]\ntype = \"snapshot\"\naddress = {:?}\ncapabilities = [\"remap-ids\"]\n{lines}\
+             [grpc]\naddress = {:?}\n[ttrpc]\naddress = {:?}\n{tables}\
              [[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\nplatform = \"linux\"\nsnapshotter = \"ferry\"\n{differ}",
             at("c-root"),
             at("c-state"),
             at("c.sock"),
             at("c.ttrpc"),
-            snapshotter.display().to_string(),
         );
         fs::write(&config, text).expect("it can be written");
         let log = fs::File::create(folder.join("containerd.log")).expect("it can be made");

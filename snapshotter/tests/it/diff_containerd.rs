@@ -10,7 +10,7 @@ use ferry_control::{REPORT_VERSION, Request, ServerReport};
 use ferry_guest::Cache;
 use rustix::fs::{lgetxattr, llistxattr};
 
-use crate::containerd::{Containerd, More, wait_until_empty};
+use crate::containerd::{Containerd, WITHOUT_PODS, plugin, wait_until_empty};
 use crate::control::ask;
 use crate::diff::{layers, start};
 use crate::server::Server;
@@ -145,8 +145,9 @@ fn unpack(programs: &Path, server: &mut Server, way: &Way, layers: &[Layer]) -> 
     let containerd = Containerd::start_with(
         programs.into(),
         &folder,
-        &server.socket(),
-        &More { head: None, lines: &lines, differ: way.transfer },
+        WITHOUT_PODS,
+        &(plugin(&server.socket()) + &lines),
+        way.transfer,
     );
     let archive = folder.join("image.tar");
     let import = ["images", "import", "--snapshotter", "ferry", "--base-name", "ferry.test/image"];

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use ferry_guest::Cache;
 
-use crate::containerd::{Containerd, More, wait_until_empty};
+use crate::containerd::{Containerd, WITHOUT_PODS, plugin, wait_until_empty};
 use crate::lazy_order::Recorder;
 use crate::lazy_place::{ferry, noise, until};
 use crate::server::{Server, can_mount};
@@ -70,7 +70,7 @@ impl Place {
         push(&skopeo, &folder.join("bundle"), &image, words);
         let exports = "[proxy_plugins.ferry.exports]\nenable_remote_snapshot_annotations = \"true\"\n";
         let containerd =
-            Containerd::start_with(programs, &folder, &server.socket(), &More { lines: exports, ..More::default() });
+            Containerd::start_with(programs, &folder, WITHOUT_PODS, &(plugin(&server.socket()) + exports), "");
         Some(Self { containerd, proxy, upstream, server, image })
     }
 

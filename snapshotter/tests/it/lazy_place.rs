@@ -17,8 +17,8 @@ use crate::fake::{Fake, Request};
 use crate::server::{PROGRAM, Server};
 use crate::toc_layers::{Format, Layer, Writer, sha256};
 
-/// Far more than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Far more than anything here takes, in a guest without KVM too.
+const PATIENCE: Duration = Duration::from_secs(600);
 pub const LARGE: usize = 6_000_000;
 
 /// The program `ferry` that was built with this one, or else built now.

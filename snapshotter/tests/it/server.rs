@@ -23,7 +23,8 @@ use crate::client::Client;
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_ferry-snapshotter");
 /// On a disk: a memory file system cannot be below an EROFS.
 const FOLDER: &str = "/var/tmp";
-const START_TIME: Duration = Duration::from_secs(60);
+/// More than it takes in a guest without KVM.
+const START_TIME: Duration = Duration::from_secs(600);
 
 /// A running program, with its root in a folder of its own.
 pub struct Server {

@@ -48,6 +48,11 @@ const NEEDED: &[(&str, &str)] = &[
     ("systemctl enable", "systemd: ferry/tests/it/units_systemd.rs starts the units in a guest"),
     ("# /etc/containerd/config.toml", "containerd: snapshotter/tests/it/containerd.rs has such a file"),
     (
+        "# /etc/containerd/config.toml, for Kubernetes",
+        "containerd: snapshotter/tests/it/cri.rs runs pods with this file",
+    ),
+    ("crictl ", "Kubernetes, and a registry of this name: snapshotter/tests/it/cri.rs has its own"),
+    (
         "# /etc/containerd/config.toml, besides",
         "containerd: snapshotter/tests/it/lazy_containerd.rs has such a file, without Kubernetes",
     ),
