@@ -137,9 +137,15 @@ impl System {
                 std::fs::create_dir_all(&root)?;
                 return Ok(Some(vec![peer("stargz-snapshotter").into(), root.into(), socket.into()]));
             }
-            Self::Layers | Self::Estargz => (programs.snapshotter.clone(), String::new()),
-            Self::Stacked => (programs.snapshotter.clone(), "merge = false\n".into()),
-            Self::Prepared => (programs.snapshotter.clone(), "[lazy]\nconverted-from = [\"*\"]\n".into()),
+            Self::Layers | Self::Stacked | Self::Estargz | Self::Prepared => {
+                let more = match self {
+                    Self::Stacked => "merge = false\n",
+                    Self::Prepared => "[lazy]\nconverted-from = [\"*\"]\n",
+                    _ => "",
+                };
+                let text = format!("containerd-root = {:?}\n{more}", folder.join("containerd"));
+                (programs.snapshotter.clone(), text)
+            }
             Self::Soci => (peer("soci-snapshotter-grpc"), String::new()),
         };
         std::fs::create_dir_all(&root)?;
@@ -164,8 +170,19 @@ impl System {
             at("c.sock"),
             at("t.sock"),
         );
-        if self == Self::Erofs {
-            text.push_str("differ = \"erofs\"\n[plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [\"erofs\", \"walking\"]\n");
+        let differ = match self {
+            Self::Erofs => "erofs",
+            _ if self.is_ours() => "ferry-diff",
+            _ => "",
+        };
+        if !differ.is_empty() {
+            let _ = writeln!(
+                text,
+                "differ = {differ:?}\n[plugins.\"io.containerd.service.v1.diff-service\"]\ndefault = [{differ:?}, \"walking\"]"
+            );
+        }
+        if self.is_ours() {
+            let _ = writeln!(text, "[proxy_plugins.{differ}]\ntype = \"diff\"\naddress = {:?}", at("s.sock"));
         }
         if !self.is_built_in() {
             // What names the image for those that fetch on demand.
@@ -191,6 +208,9 @@ mod tests {
         assert!(erofs.contains("snapshotter = \"erofs\"\ndiffer = \"erofs\"") && !erofs.contains("proxy"), "{erofs}");
         let ours = System::Estargz.containerd(folder);
         assert!(ours.contains("snapshotter = \"ferry\"") && ours.contains("address = \"/f/s.sock\""), "{ours}");
+        assert!(
+            ours.contains("differ = \"ferry-diff\"") && ours.contains("[proxy_plugins.ferry-diff]\ntype = \"diff\"")
+        );
         assert_eq!(System::ALL.into_iter().filter(|system| system.is_ours()).count(), 4);
         let called = |other| System::Prepared.calls(other);
         assert_eq!(called(System::Layers), Some("ferry-layers".into()));
