@@ -14,8 +14,9 @@ use crate::lazy_place::{Place, ferry, noise, until};
 use crate::server::{Mounted, can_mount};
 use crate::toc_layers::{Format, Layer, Writer, sha256};
 
-/// The landmark is in the upper layer, of which the first file is wanted; the lower one would be fetched before it.
-fn layers(landmark: &str) -> Vec<Layer> {
+/// The landmark is in the upper layer, of which the first file is wanted; the lower one would be fetched before it. No other test has this
+/// image: recorders find containers of all snapshotters.
+fn layers(landmark: &str, test: &str) -> Vec<Layer> {
     let mut lower = Writer::new(Format::Estargz, &[128 << 10]);
     lower.file("other", &noise(2, 20_000));
     lower.file("large", &noise(4, 600_000));
@@ -24,6 +25,7 @@ fn layers(landmark: &str) -> Vec<Layer> {
     upper.file("above", &noise(5, 20_000));
     upper.file(landmark, b"\x0f");
     upper.file("below", &noise(6, 200_000));
+    upper.file("test", format!("{test} {}", std::process::id()).as_bytes());
     vec![lower.finish(), upper.finish()]
 }
 
@@ -68,7 +70,7 @@ fn files_before_the_landmark_are_fetched_first() {
     }
     for (landmark, expected) in [(".prefetch.landmark", 1), (".no.prefetch.landmark", 0), ("dir/.prefetch.landmark", 0)]
     {
-        let mut place = Place::configured(layers(landmark), 1, "");
+        let mut place = Place::configured(layers(landmark, "landmark"), 1, "");
         let mut client = place.server.client();
         place.pull(&mut client);
         let (layer, from, to) = first(&place);
@@ -131,7 +133,7 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     if !can_mount() {
         return;
     }
-    let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+    let mut place = Place::configured(layers(".prefetch.landmark", "recorded"), 1, "");
     let mut client = place.server.client();
     place.pull(&mut client);
     assert_eq!(first(&place).0, 1);
@@ -183,7 +185,7 @@ fn nobody_waits_for_what_is_fetched_first() {
     if !can_mount() {
         return;
     }
-    let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+    let mut place = Place::configured(layers(".prefetch.landmark", "nobody"), 1, "");
     let lower = place.layers[0].clone();
     let (name, bytes, small) = (sha256(&lower.blob), lower.blob.len(), place_of(&lower, &noise(1, 20_000)).0);
     let is_silent = move |request: &Request| {
@@ -214,7 +216,7 @@ fn lists_are_stored_beside_images_for_other_machines() {
         return;
     }
     for lists_referrers in [false, true] {
-        let mut place = Place::configured(layers(".prefetch.landmark"), 1, "");
+        let mut place = Place::configured(layers(".prefetch.landmark", "stored"), 1, "");
         if lists_referrers {
             place.fake.list_referrers();
         }
