@@ -61,7 +61,7 @@ mod watch;
 mod windows;
 mod worker_monitor;
 
-pub use blocking::{read_blocking, sync_blocking, write_blocking};
+pub use blocking::{read_blocking, sync_blocking, write_blocking, write_input};
 pub use blocking_pool::{BlockingPool, IDLE_THREAD};
 pub use busy_poll::{BusyPoll, PollLimit, count_cpus};
 pub use carrier::{Carrier, DataInput, DataOutput, ReplyBuffer, TransferRequest};

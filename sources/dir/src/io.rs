@@ -1,10 +1,10 @@
 //! Open files and their data.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ferry_engine::Windows;
+use ferry_engine::{Windows, write_input};
 use ferry_vfs::{
     Backing, Caller, Change, CopyRange, Data, Errno, Extent, FallocateFlags, Handle, Ino, Input, IoRange, Lockable,
     OFlags, Result, Seek, openable,
@@ -20,9 +20,6 @@ use crate::table::Inode;
 
 /// The maximum size of one copy in bytes: it blocks a worker, and clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
-/// The size of writes by this crate in bytes, in memory aligned for `O_DIRECT`.
-const PIECE_BYTES: usize = 128 << 10;
-const PIECE_ALIGN: usize = 4096;
 /// The open flags that are passed to the host, besides the access mode.
 const HOST_FLAGS: OFlags =
     OFlags::APPEND.union(OFlags::TRUNC).union(OFlags::DSYNC).union(OFlags::SYNC).union(OFlags::NOATIME);
@@ -151,7 +148,7 @@ impl Dir {
             if open.inode.has_sgid_mark() && self.lose_privileges(cx, &open.inode, file)?.is_none() {
                 self.follow_flags(&open, at.flags)?;
                 self.attr_changed(cx.session, &open.inode);
-                return write_all(file, at, input).map(Data::Bytes);
+                return write_input(file, at.offset, at.len as usize, input).map(Data::Bytes);
             }
         }
         self.extent(cx, at)
@@ -279,30 +276,4 @@ impl Dir {
         }
         Ok(count)
     }
-}
-
-/// Writes the bytes of `input` at the range's offset; returns how many.
-fn write_all(file: BorrowedFd<'_>, at: &IoRange, input: &mut dyn Input) -> Result<usize> {
-    let mut room = vec![0; PIECE_BYTES + PIECE_ALIGN];
-    let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);
-    let (mut done, len) = (0, at.len as usize);
-    while done < len {
-        let piece = &mut room[begin..][..PIECE_BYTES.min(len - done)];
-        let taken = input.take(piece);
-        let mut written = 0;
-        while written < taken {
-            match rustix::io::pwrite(file, &piece[written..taken], at.offset + (done + written) as u64) {
-                Ok(count) if count > 0 => written += count,
-                Err(Errno::INTR) => {}
-                Err(errno) if done + written == 0 => return Err(errno),
-                // The written part is reported; the client retries the rest and gets the error then.
-                Ok(_) | Err(_) => return Ok(done + written),
-            }
-        }
-        done += taken;
-        if taken == 0 {
-            break;
-        }
-    }
-    Ok(done)
 }

@@ -1,14 +1,11 @@
 //! Changes of the data of files.
 
-use std::cell::RefCell;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::MutexGuard;
 
-use ferry_engine::WithoutFsetid;
+use ferry_engine::{WithoutFsetid, write_input};
 use ferry_vfs::sync::lock;
-use ferry_vfs::{
-    Attr, Caller, CopyRange, Data, Errno, FallocateFlags, Handle, Ino, Input, IoRange, OFlags, Result, SetAttr,
-};
+use ferry_vfs::{Attr, Caller, CopyRange, Data, FallocateFlags, Handle, Ino, Input, IoRange, OFlags, Result, SetAttr};
 
 use crate::account::Reservation;
 use crate::charges::Held;
@@ -16,14 +13,6 @@ use crate::{BLOCK, Quota, sys, whole_blocks};
 
 /// The maximum size of one copy in bytes, and so of its reservation. Clients continue where it stopped.
 const COPY_BYTES_MAX: u64 = 64 << 20;
-/// The size of a write to a descriptor in bytes, in memory aligned for `O_DIRECT`.
-const PIECE_BYTES: usize = 128 << 10;
-const PIECE_ALIGN: usize = 4096;
-
-thread_local! {
-    /// The memory of this thread's writes.
-    static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
 
 /// Room for a write or a part of it.
 struct Granted<'a> {
@@ -90,7 +79,7 @@ impl Quota {
             Ok(Data::Bytes(count)) => Ok(count),
             Ok(Data::Extent(extent)) => {
                 let _guard = at.clear_privileges.then(WithoutFsetid::enter).transpose()?;
-                let written = write_all(extent.file.as_fd(), extent.offset, at.len as usize, &mut input);
+                let written = write_input(extent.file.as_fd(), extent.offset, at.len as usize, &mut input);
                 if let Some(memory) = extent.file.memory() {
                     memory.written();
                 }
@@ -188,32 +177,4 @@ impl Input for Part<'_> {
         self.rest -= taken;
         taken
     }
-}
-
-/// Writes bytes of `input` at an offset of a descriptor; returns how many.
-fn write_all(file: BorrowedFd<'_>, offset: u64, len: usize, input: &mut dyn Input) -> Result<usize> {
-    PIECE.with_borrow_mut(|room| {
-        room.resize(PIECE_BYTES + PIECE_ALIGN, 0);
-        let begin = room.as_ptr().align_offset(PIECE_ALIGN).min(PIECE_ALIGN);
-        let mut done = 0;
-        while done < len {
-            let piece = &mut room[begin..][..PIECE_BYTES.min(len - done)];
-            let taken = input.take(piece);
-            let mut written = 0;
-            while written < taken {
-                match rustix::io::pwrite(file, &piece[written..taken], offset + (done + written) as u64) {
-                    Ok(count) if count > 0 => written += count,
-                    Err(Errno::INTR) => {}
-                    Err(errno) if done + written == 0 => return Err(errno),
-                    // The written part is reported; the client retries the rest and gets the error then.
-                    Ok(_) | Err(_) => return Ok(done + written),
-                }
-            }
-            done += taken;
-            if taken == 0 {
-                break;
-            }
-        }
-        Ok(done)
-    })
 }
