@@ -351,6 +351,8 @@ impl Lazy {
 
     /// Whether an image is mounted, and nobody fetches what is missing.
     fn lacks_process(&self, key: &str) -> Result<bool> {
+        // A process that is being started may fail.
+        let _held = self.held.hold(key);
         let Some(about) = self.about(key)? else { return Ok(false) };
         Ok(match process::mounted(&self.folder(key).join("layer"))? {
             Mounted::Nothing | Mounted::Fuse => false,
@@ -416,6 +418,7 @@ impl Lazy {
                     && let Err(error) = lazy.mount(&key)
                 {
                     tracing::warn!("{}", told(&error));
+                    process::on_thread(lazy.on_end(&key));
                 }
             }
         };

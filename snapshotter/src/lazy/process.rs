@@ -148,7 +148,8 @@ pub fn watch(process: &Path, ended: impl FnOnce() + Send + 'static) {
     });
 }
 
-fn on_thread(wait: impl FnOnce() + Send + 'static) {
+/// Calls a function that waits.
+pub fn on_thread(wait: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name("lazy-wait".into()).spawn(wait) {
         tracing::warn!("cannot start a thread: {error}");
     }

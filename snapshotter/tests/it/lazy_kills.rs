@@ -84,14 +84,21 @@ fn kills(rounds: usize) {
         for round in 0..rounds {
             until("a process", || place.process().is_some());
             if round % 5 == 4 {
-                // The next run of the program watches a process that it did not start.
+                // The next run of the program watches a process that it did not start, or starts one, which is killed at once.
                 place.server.kill();
+                if let Some(process) = place.process().filter(|_| round % 10 == 9) {
+                    // Its end is waited for.
+                    let _ = kill_process(process, Signal::KILL);
+                    until("its end", || place.process() != Some(process));
+                }
                 client = place.server.start_again();
+                until("a process", || place.process().is_some());
             }
             let Some(process) = place.process() else { continue };
             known.store((round + 2) * FRESH, Ordering::SeqCst);
             thread::sleep(Duration::from_millis((round * 37 % 50) as u64));
-            kill_process(process, Signal::KILL).unwrap();
+            // Its end is waited for.
+            let _ = kill_process(process, Signal::KILL);
             until("its end", || place.process() != Some(process));
             for number in round * FRESH..(round + 2) * FRESH {
                 until("the files", || is_right(number));
