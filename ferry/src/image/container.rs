@@ -32,16 +32,17 @@ pub struct Container {
 }
 
 impl Container {
-    /// Returns the container of this name, or a container of the image whose manifest has this digest.
+    /// Returns the container of this name, or one of the image whose manifest has this digest that is not among these mounts.
     ///
     /// # Errors
     ///
     /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
-    pub fn find(name: &str) -> Result<Option<Self>> {
+    pub fn find(name: &str, before: &BTreeSet<u64>) -> Result<Option<Self>> {
         let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
         let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
         if let Some(manifest) = name.strip_prefix(DIGEST) {
-            return Ok(overlays.filter_map(of_mount).find(|found| found.manifest == manifest));
+            let new = overlays.filter(|mount| !before.contains(&mount.id));
+            return Ok(new.filter_map(of_mount).find(|found| found.manifest == manifest));
         }
         let named: Vec<_> = overlays.filter(|mount| is_named(&mount.at, name)).collect();
         let mount = match named[..] {
@@ -64,6 +65,12 @@ impl Container {
     /// Returns where the snapshotter looks for the list of the container's image.
     pub fn list(&self) -> PathBuf {
         self.root.join("traces").join(&self.manifest)
+    }
+
+    /// Returns the numbers of all mounts.
+    pub fn mounts() -> Result<BTreeSet<u64>> {
+        let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
+        Ok(mounts.iter().map(|mount| mount.id).collect())
     }
 
     /// Whether its mount is still there.

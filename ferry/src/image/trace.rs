@@ -79,10 +79,11 @@ fn trace_directory(dir: &Path, output: &Path, args: &TraceArgs) -> Result<u8> {
 }
 
 fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
-    let table = Table::open()?;
+    let (table, before) = (Table::open()?, Container::mounts()?);
+    eprintln!("ferry: waiting for the container {name}");
     let mut workload = Workload::start(&args.command)?;
     let container = loop {
-        if let Some(found) = Container::find(name)? {
+        if let Some(found) = Container::find(name, &before)? {
             break found;
         }
         while !table.changes(&LOOK) {

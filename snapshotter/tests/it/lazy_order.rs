@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::SystemTime;
 
 use ferry_snapshotter::{GID_LABEL, UID_LABEL};
@@ -86,10 +86,10 @@ fn files_before_the_landmark_are_fetched_first() {
 }
 
 /// `ferry image trace` of a container.
-pub struct Recorder(Child);
+pub struct Recorder(Child, BufReader<ChildStderr>);
 
 impl Recorder {
-    /// Starts it before the container.
+    /// Starts it, and waits until it waits for the container.
     pub fn start(name: &str) -> Self {
         Self::start_with(name, &[])
     }
@@ -97,14 +97,22 @@ impl Recorder {
     fn start_with(name: &str, words: &[&str]) -> Self {
         let mut command = Command::new(ferry());
         command.args(["image", "trace", "--container", name]).args(words).stdin(Stdio::null()).stderr(Stdio::piped());
-        Self(command.spawn().unwrap())
+        let mut child = command.spawn().unwrap();
+        let said = BufReader::new(child.stderr.take().unwrap());
+        let mut recorder = Self(child, said);
+        recorder.says("ferry: waiting for the container ");
+        recorder
+    }
+
+    fn says(&mut self, expected: &str) {
+        let mut line = String::new();
+        self.1.read_line(&mut line).unwrap();
+        assert!(line.starts_with(expected), "{line}");
     }
 
     /// Waits until it has found the container.
     pub fn records(&mut self) {
-        let mut line = String::new();
-        BufReader::new(self.0.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.starts_with("ferry: recording /"), "{line}");
+        self.says("ferry: recording /");
     }
 
     /// Waits until it has ended with the container; returns what it said.
@@ -116,7 +124,7 @@ impl Recorder {
 
     fn ended(mut self) -> (bool, String) {
         let mut said = String::new();
-        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        self.1.read_to_string(&mut said).unwrap();
         (self.0.wait().unwrap().success(), said)
     }
 }
@@ -138,9 +146,13 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     place.pull(&mut client);
     assert_eq!(first(&place).0, 1);
     let manifest = place.manifest.clone();
+    let earlier = Mounted::of(&client.prepare("earlier", &place.top()).unwrap());
+    // It waits for the next one.
     let mut recorder = Recorder::start(&manifest);
     let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
     recorder.records();
+    assert_eq!(fs::read(earlier.path().join("other")).unwrap(), noise(2, 20_000));
+    drop(earlier);
     let read = |name: &str| fs::read(mounted.path().join(name)).unwrap();
     assert!(read("small") == noise(1, 20_000));
     fs::write(mounted.path().join("written"), "by the container").unwrap();
@@ -156,7 +168,7 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     let list = place.server.root().join("traces").join(manifest.strip_prefix("sha256:").unwrap());
     assert!(said.contains("2 files in ") && said.contains(list.to_str().unwrap()), "{said}");
     assert_eq!(fs::read_to_string(&list).unwrap(), "/small\n/below\n");
-    for name in ["another", "container"] {
+    for name in ["another", "container", "earlier"] {
         client.remove(name).unwrap();
     }
 
