@@ -72,6 +72,11 @@ impl PackWriter {
         Ok(Self { store, has_verity, places, pack, found, chunks, input, data_bytes: 0, new_bytes: 0 })
     }
 
+    /// Keeps new objects in the page cache, for files that are read next.
+    pub(crate) fn keep_cached(&mut self) -> Result<()> {
+        self.pack.keep_cached()
+    }
+
     /// Stores the new chunks of a hashed batch. Returns the number of the first chunk.
     fn store_batch(&mut self, batch: &Batch) -> Result<usize> {
         let first = self.chunks.len();

@@ -50,6 +50,8 @@ pub fn unpack_layer(
 ) -> Result<UnpackReport> {
     let options = Options::default();
     let mut writer = PackWriter::begin(&Arc::new(store), options.threads, false)?;
+    // A container that starts next reads some of them.
+    writer.keep_cached()?;
     thread::scope(|scope| {
         let (archive, pieces) = sync_channel(PIECES_MAX);
         let (hashed, to_hash) = sync_channel::<Arc<Vec<u8>>>(PIECES_MAX);

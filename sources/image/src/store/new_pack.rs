@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::{self, JoinHandle};
 
 use rustix::fs::OFlags;
 use tempfile::TempPath;
@@ -20,6 +22,9 @@ use crate::store::layout::packs_folder;
 use crate::store::new_file::NewFile;
 use crate::store::packs::Store;
 
+/// The number of bytes in the page cache after which they are written back: few, so that the disk is busy while others unpack.
+const WRITEBACK_BYTES: usize = 16 << 20;
+
 /// Switches a file to direct I/O or back; returns whether it is direct.
 fn set_direct(file: &File, is_direct: bool) -> bool {
     let flags = if is_direct { OFlags::DIRECT } else { OFlags::empty() };
@@ -28,7 +33,8 @@ fn set_direct(file: &File, is_direct: bool) -> bool {
 
 /// A pack that is being written. It has no name until it is finished.
 ///
-/// It is written with direct I/O if possible: writing back the page cache would take longer than everything else.
+/// It is written with direct I/O if possible: writing back the page cache would take longer than everything else. A pack whose files
+/// are read next ([`Self::keep_cached`]) is written through the page cache, and back by a thread meanwhile.
 pub(crate) struct NewPack {
     store: Arc<Store>,
     file: File,
@@ -38,6 +44,15 @@ pub(crate) struct NewPack {
     /// Computes the digest of all blocks, if the index is to contain it.
     verity: Option<Hasher>,
     is_direct: bool,
+    writeback: Option<Writeback>,
+}
+
+/// A thread that makes durable what is in the page cache.
+struct Writeback {
+    wanted: SyncSender<()>,
+    thread: JoinHandle<()>,
+    /// Bytes since it was last asked.
+    bytes: usize,
 }
 
 impl NewPack {
@@ -47,7 +62,20 @@ impl NewPack {
         let NewFile { file, path } = NewFile::begin(&folder)?;
         let is_direct = set_direct(&file, true);
         let (store, index, verity) = (Arc::clone(store), Vec::new(), has_verity.then(Hasher::default));
-        Ok(Self { store, file, path, index, blocks: 0, verity, is_direct })
+        Ok(Self { store, file, path, index, blocks: 0, verity, is_direct, writeback: None })
+    }
+
+    /// Writes what follows through the page cache.
+    pub(crate) fn keep_cached(&mut self) -> Result<()> {
+        self.is_direct = set_direct(&self.file, false);
+        let file = self.file.try_clone().doing("use", &*self.path)?;
+        let (wanted, given) = sync_channel(1);
+        // A failure is found again when the pack is finished.
+        let work = move || given.iter().for_each(|()| drop(file.sync_data()));
+        let thread = thread::Builder::new().name("image-writeback".into()).spawn(work);
+        let thread = thread.doing("begin", "a thread that writes back")?;
+        self.writeback = Some(Writeback { wanted, thread, bytes: 0 });
+        Ok(())
     }
 
     /// Appends the chunks of a batch that `wants` accepts; `wants` gets their location. Zeros become a hole.
@@ -86,6 +114,12 @@ impl NewPack {
 
     fn write(&mut self, bytes: &[u8], block: u64) -> Result<()> {
         let at = block * BLOCK_BYTES as u64;
+        if let Some(Writeback { wanted, bytes: waiting, .. }) = &mut self.writeback {
+            *waiting += bytes.len();
+            if *waiting >= WRITEBACK_BYTES && wanted.try_send(()).is_ok() {
+                *waiting = 0;
+            }
+        }
         match self.file.write_all_at(bytes, at) {
             // Some file systems accept the flag and then refuse the writes.
             Err(error) if self.is_direct && error.kind() == std::io::ErrorKind::InvalidInput => {
@@ -100,6 +134,11 @@ impl NewPack {
     pub(crate) fn finish(mut self) -> Result<Option<Digest>> {
         if self.blocks == 0 {
             return Ok(None);
+        }
+        if let Some(Writeback { wanted, thread, .. }) = self.writeback.take() {
+            drop(wanted);
+            // It does nothing but sync.
+            let _ = thread.join();
         }
         let verity = self.verity.as_mut().map(Hasher::finish);
         self.index.extend(verity.iter().flat_map(|digest| record(WHOLE_PACK, *digest)));
