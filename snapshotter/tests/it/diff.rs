@@ -26,13 +26,14 @@ const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 const PLAIN: &str = "application/vnd.oci.image.layer.v1.tar";
 const BLOBS: &str = "io.containerd.content.v1.content/blobs/sha256";
 
-/// Starts with an empty content store of containerd.
-pub fn start(images: &'static str) -> Option<Server> {
+/// Starts with the root of a containerd, which has an empty content store in `c-root`.
+pub fn start(images: &'static str, containerd_root: &str) -> Option<Server> {
     can_mount().then(|| {
         let mut server = Server::start_with(images, |root| {
             let folder = root.parent().expect("it is in a folder");
             fs::create_dir_all(folder.join("c-root").join(BLOBS)).expect("it can be made");
-            fs::write(folder.join("more.toml"), "containerd-root = \"c-root\"\n").expect("it can be written");
+            fs::write(folder.join("more.toml"), format!("containerd-root = {containerd_root:?}\n"))
+                .expect("it can be written");
         });
         drop(server.client());
         server
@@ -181,7 +182,7 @@ fn left(server: &Server) -> Vec<String> {
 
 #[test]
 fn layers_become_images_without_a_directory() {
-    let Some(mut server) = start("require") else { return };
+    let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let folder = tempfile::tempdir().unwrap();
     let layers = layers(folder.path());
@@ -240,7 +241,7 @@ fn layers_become_images_without_a_directory() {
 
 #[test]
 fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
-    let Some(mut server) = start("require") else { return };
+    let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let plain = {
         let folder = tempfile::tempdir().unwrap();
@@ -286,7 +287,7 @@ fn an_unpacked_layer_is_committed_or_removed_and_nothing_else() {
 
 #[test]
 fn what_is_not_a_layer_of_an_empty_snapshot_is_refused_and_leaves_nothing() {
-    let Some(mut server) = start("require") else { return };
+    let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
@@ -369,7 +370,7 @@ fn large() -> Layer {
 
 #[test]
 fn a_call_that_ends_early_leaves_nothing() {
-    let Some(mut server) = start("require") else { return };
+    let Some(mut server) = start("require", "c-root") else { return };
     let mut client = server.client();
     let layer = large();
     let apply = format!("{DIFF_SERVICE}Apply");
@@ -401,7 +402,7 @@ fn a_call_that_ends_early_leaves_nothing() {
 
 #[test]
 fn layers_are_unpacked_at_the_same_time_while_garbage_is_collected() {
-    let Some(mut server) = start("require") else { return };
+    let Some(mut server) = start("require", "c-root") else { return };
     let layer = large();
     let mut client = server.client();
     let calls: Vec<_> = (0..4)
@@ -434,7 +435,7 @@ fn layers_are_unpacked_at_the_same_time_while_garbage_is_collected() {
 
 #[test]
 fn where_layers_stay_directories_another_differ_unpacks_them() {
-    let Some(mut server) = start("never") else { return };
+    let Some(mut server) = start("never", "c-root") else { return };
     let mut client = server.client();
     let folder = tempfile::tempdir().unwrap();
     let mounts = client.prepare("a", "").unwrap();

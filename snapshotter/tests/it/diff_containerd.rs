@@ -114,10 +114,7 @@ fn containerd_unpacks_the_same_by_the_diff_service() {
     let layers = layers(trees.path());
     let mut walked: Option<Seen> = None;
     for way in &WAYS {
-        let Some(mut server) = start("require") else { return };
-        server.configure(&format!("containerd-root = \"{}\"\n", way.content));
-        server.stop();
-        drop(server.start_again());
+        let Some(mut server) = start("require", way.content) else { return };
         let seen = unpack(&programs, &mut server, way, &layers);
         let expected = &*walked.get_or_insert(seen.clone());
         assert_eq!(expected.1["deep/er"].1, [("user.of-a-directory".into(), b"one".to_vec())]);
