@@ -1,9 +1,8 @@
 //! The unix socket, and the process that serves it.
 
 use std::io::{self, ErrorKind};
-use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::task::Poll;
@@ -123,15 +122,8 @@ async fn accept(listener: tokio::net::UnixListener, snapshotter: Arc<Snapshotter
 
 /// Tells the service manager that calls are answered (sd_notify(3)), if there is one that wants to know.
 fn notify_ready() {
-    let Some(name) = std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else { return };
-    let notified = (|| -> io::Result<()> {
-        let address = match name.as_encoded_bytes().strip_prefix(b"@") {
-            Some(name) => SocketAddr::from_abstract_name(name)?,
-            None => SocketAddr::from_pathname(&name)?,
-        };
-        UnixDatagram::unbound()?.send_to_addr(b"READY=1", &address).map(drop)
-    })();
-    if let Err(error) = notified {
-        tracing::warn!("cannot tell the service manager that this is ready: NOTIFY_SOCKET={}: {error}", name.display());
+    let Some(socket) = ferry_agent::notification_socket("calls are answered") else { return };
+    if let Err(error) = socket.send(b"READY=1") {
+        tracing::warn!("cannot tell the service manager that calls are answered: {error}");
     }
 }
