@@ -48,7 +48,7 @@ struct Node {
 }
 
 impl Node {
-    fn start(crictl: &Path, without: &str) -> Option<Self> {
+    fn start(crictl: &Path, without: &str, images: &[&str]) -> Option<Self> {
         let cache = Cache::from_env().expect("there is a cache");
         let busybox = cache.uml().expect("it can be fetched").busybox;
         let skopeo = cache.skopeo().expect("it can be fetched");
@@ -59,12 +59,12 @@ impl Node {
         let folder = server.folder.path().to_owned();
         let registry = registry(&folder.join("registry"), false)?;
         let proxy = Proxy::to(registry.address);
-        let images = [
-            ("lazy", layers(&busybox, 1, 0)),
-            ("usual", without_tables(layers(&busybox, 9, 0))),
-            ("many", many(&busybox)),
-        ];
-        for (name, layers) in images {
+        for name in images {
+            let layers = match *name {
+                "usual" => without_tables(layers(&busybox, 9, 0)),
+                "many" => many(&busybox),
+                _ => layers(&busybox, 1, 0),
+            };
             let bundle = folder.join("bundles").join(name);
             lay_out(&bundle, &layers);
             push(&skopeo, &bundle, &format!("{}/os/{name}:1", registry.address), &["--preserve-digests"]);
@@ -180,6 +180,29 @@ impl Node {
         until("a line of its log", || self.cri(&["logs", &id]) == format!("{name} runs\n"));
         id
     }
+
+    /// Removes all pods and images, after which nothing is left.
+    fn remove_all(&mut self) {
+        self.cri(&["rmp", "--force", "--all"]);
+        self.cri(&["rmi", "--all"]);
+        // That of the pull that was killed lasts for a day.
+        let pods = ["--namespace", PODS, "leases"];
+        for lease in self.containerd.ctr(&[&pods[..], &["ls", "--quiet"]].concat()).split_whitespace() {
+            self.containerd.ctr(&[&pods[..], &["rm", lease]].concat());
+        }
+        let mut client = wait_until_empty(&self.containerd, &mut self.server);
+        let root = self.server.root();
+        let left = |folder: &str| {
+            let files =
+                fs::read_dir(root.join(folder)).expect("it can be listed").flatten().map(|file| file.file_name());
+            files.filter(|name| name != "table").count()
+        };
+        // What a process has open that ends just now is removed the next time.
+        until("an empty store", || {
+            client.cleanup().expect("it serves");
+            left("lazy") + left("store/packs") + left("snapshots") == 0
+        });
+    }
 }
 
 /// A pod that runs.
@@ -205,7 +228,7 @@ fn many(busybox: &Path) -> Vec<Layer> {
 const WAYS: [&str; 2] = ["nothing of it", "disable_snapshot_annotations = false"];
 
 fn run_pods(crictl: &Path, without: &str) {
-    let Some(mut node) = Node::start(crictl, without) else { return };
+    let Some(mut node) = Node::start(crictl, without, &["lazy", "usual", "many"]) else { return };
     let (lazy, usual, many) = (node.image("lazy"), node.image("usual"), node.image("many"));
     let before = node.proxy.answered();
     node.cri(&["pull", &lazy]);
@@ -247,9 +270,7 @@ fn run_pods(crictl: &Path, without: &str) {
     node.containerd.restart();
     node.proxy.revive(node.registry.address);
     node.cri(&["pull", &usual]);
-    // crun refuses machines with both versions of cgroups; the guest has one.
-    let runtime = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "crun" } else { "runc" };
-    let second = node.run("second", runtime, false);
+    let second = node.run("second", "runc", false);
     let container = node.start_container(&second, "usual", &usual);
     node.has(&container, "/first", &noise(2, 50_000));
 
@@ -260,30 +281,10 @@ fn run_pods(crictl: &Path, without: &str) {
     assert_eq!(node.exec(&container, &["stat", "-c", "%u", "/", "/layer-0", "/first"]).trim(), "0\n0\n0");
     assert_eq!(node.exec(&container, &["cat", "/proc/self/uid_map"]).split_whitespace().nth(1), Some("200000"));
 
-    for pod in [pod, second, third] {
-        node.cri(&["stopp", &pod.id]);
-        node.cri(&["rmp", &pod.id]);
-    }
-    node.cri(&["rmi", &lazy, &usual, &many]);
-    // That of the pull that was killed lasts for a day.
-    let pods = ["--namespace", PODS, "leases"];
-    for lease in node.containerd.ctr(&[&pods[..], &["ls", "--quiet"]].concat()).split_whitespace() {
-        node.containerd.ctr(&[&pods[..], &["rm", lease]].concat());
-    }
-    let mut client = wait_until_empty(&node.containerd, &mut node.server);
-    let left = |folder: &str| {
-        let files = fs::read_dir(root.join(folder)).expect("it can be listed").flatten().map(|file| file.file_name());
-        files.filter(|name| name != "table").count()
-    };
-    // What a process has open that ends just now is removed the next time.
-    until("an empty store", || {
-        client.cleanup().expect("it serves");
-        left("lazy") + left("store/packs") + left("snapshots") == 0
-    });
+    node.remove_all();
 }
 
-/// Pods with the network of this machine and with users of their own, by runc and by crun; the snapshotter and containerd are killed
-/// under them.
+/// The snapshotter and containerd are killed under pods, and during a pull.
 #[test]
 #[ignore = "long: make test-all"]
 fn pods_run() {
@@ -291,11 +292,31 @@ fn pods_run() {
         return;
     }
     let Some(crictl) = crictl() else { return };
-    // A guest takes many times as long.
-    let ways = if std::env::var_os(CRICTL).is_some() { &WAYS[..1] } else { &WAYS };
-    for way in ways {
+    for way in WAYS {
         run_pods(&crictl, way);
     }
+}
+
+/// Pods with the network of this machine and with users of their own, by crun and by runc.
+#[test]
+#[ignore = "long: make test-all"]
+fn pods_start_and_end() {
+    if !can_mount() {
+        return;
+    }
+    let Some(crictl) = crictl() else { return };
+    let Some(mut node) = Node::start(&crictl, WAYS[0], &["lazy"]) else { return };
+    let image = node.image("lazy");
+    // crun refuses machines with both versions of cgroups.
+    let runtime = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "crun" } else { "runc" };
+    println!("the first pod is by {runtime}");
+    for (name, runtime, has_users) in [("first", runtime, false), ("second", "runc", true)] {
+        // The pod's own image is the same one, and is pulled for it.
+        let pod = node.run(name, runtime, has_users);
+        let container = node.start_container(&pod, name, &image);
+        node.has(&container, "/first", &noise(2, 50_000));
+    }
+    node.remove_all();
 }
 
 /// The DaemonSet is one to Kubernetes, and what it does to a node is what its unit needs.
