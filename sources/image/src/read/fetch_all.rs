@@ -18,7 +18,7 @@ use crate::store::fetch::RUN_BYTES_MAX;
 use crate::store::object_error::ObjectError;
 
 /// After readers have waited so long in total, what is fetched ahead of them is worth the requests.
-const WAITED_MAX: Duration = Duration::from_millis(250);
+const WAITED_MAX: Duration = Duration::from_millis(50);
 /// When no reader has waited for so long, nobody is disturbed.
 const QUIET: Duration = Duration::from_secs(1);
 
