@@ -164,7 +164,14 @@ impl Node {
         let config = json!({"metadata": {"name": name, "namespace": "tests", "uid": name, "attempt": 0},
             "log_directory": self.folder().join("logs"), "linux": {"security_context": {"namespace_options": options}}});
         let config = self.file(&format!("{name}.pod"), &config);
-        let id = self.cri(&["runp", "--runtime", runtime, &config]).trim().to_owned();
+        // kubelet tries again, too: containerd waits three seconds for a snapshotter, which a loaded machine may take.
+        let mut id = String::new();
+        until(name, || {
+            let (succeeded, printed, said) = self.try_cri(&["runp", "--runtime", runtime, &config]);
+            assert!(succeeded || said.contains("Unavailable"), "{said}\n{}", self.containerd.log());
+            id = printed.trim().to_owned();
+            succeeded
+        });
         Pod { config, id, options }
     }
 
