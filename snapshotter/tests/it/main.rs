@@ -15,6 +15,7 @@ mod concurrent;
 mod containerd;
 mod control;
 mod cri;
+mod cri_guest;
 mod diff;
 mod diff_containerd;
 mod images;
