@@ -29,7 +29,11 @@ fn nanoseconds(time: Duration) -> u64 {
 impl Lease {
     /// The agent has asked for something.
     pub(crate) fn renew(&self) {
-        self.until.store(nanoseconds(START.elapsed() + LEASE), Ordering::Relaxed);
+        self.renew_at(START.elapsed());
+    }
+
+    fn renew_at(&self, now: Duration) {
+        self.until.store(nanoseconds(now + LEASE), Ordering::Relaxed);
     }
 
     /// The agent has asked for events, by this handle.
@@ -47,9 +51,56 @@ impl Lease {
 
     /// Whether an agent tells the client's kernel what changes.
     pub(crate) fn is_valid(&self) -> bool {
-        match self.until.load(Ordering::Relaxed) {
-            0 => false,
-            until => nanoseconds(START.elapsed()) < until,
+        // Without an agent the clock is not read.
+        self.until.load(Ordering::Relaxed) != 0 && self.is_valid_at(START.elapsed())
+    }
+
+    fn is_valid_at(&self, now: Duration) -> bool {
+        nanoseconds(now) < self.until.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A guest may stop for any time, whatever it has done before.
+    #[test]
+    fn a_lease_ends_after_any_jump_of_time() {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut random = |below: u64| {
+            // xorshift64
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        };
+        let lease = Lease::default();
+        let (mut now, mut until, mut agent) = (Duration::ZERO, Duration::ZERO, 0);
+        for _ in 0..100_000 {
+            // Nothing, about a lease, or up to an hour.
+            let longest = [1, 2 * nanoseconds(LEASE), 3_600_000_000_000][usize::try_from(random(3)).unwrap()];
+            now += Duration::from_nanos(random(longest));
+            match random(4) {
+                0 => {
+                    lease.renew_at(now);
+                    until = now + LEASE;
+                }
+                1 => {
+                    agent = random(3);
+                    lease.handle.store(agent, Ordering::Relaxed);
+                }
+                2 => {
+                    let handle = random(3);
+                    lease.closed(Handle(handle));
+                    if handle == agent {
+                        until = Duration::ZERO;
+                    }
+                }
+                _ => {}
+            }
+            assert_eq!(lease.is_valid_at(now), now < until, "at {now:?}, until {until:?}");
+            assert!(!lease.is_valid_at(now + LEASE));
         }
     }
 }
