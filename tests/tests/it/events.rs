@@ -101,7 +101,7 @@ impl Watched {
     }
 
     /// The same, for a stock kernel in QEMU.
-    fn in_qemu(cache: Cache) -> Option<Self> {
+    pub(crate) fn in_qemu(cache: Cache) -> Option<Self> {
         let watched = Self::with(Options { cache, tag: Some("d".parse().unwrap()), ..Options::default() })?;
         Some(Self { programs: Some(programs()), ..watched })
     }
@@ -174,7 +174,13 @@ impl Watched {
         guest.devices.push(Device::fs(&self.socket, "d"));
         guest.mounts = vec![Mount::virtiofs("d", MOUNTPOINT)];
         guest.boot_timeout = TIMEOUT;
+        guest.qemu_args = vec!["-qmp".into(), format!("unix:{},server=on,wait=off", self.monitor().display()).into()];
         guest
+    }
+
+    /// The socket of QEMU's monitor.
+    pub(crate) fn monitor(&self) -> PathBuf {
+        self.socket.with_extension("qmp")
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -541,6 +547,14 @@ fn names_are_seen_once_by_inotify() {
 #[ignore = "long: make test-all"]
 fn many_random_operations_are_seen_once() {
     let missing = random(|| Watched::new(Cache::Always), 100_000);
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+/// In a stock kernel.
+#[test]
+#[ignore = "long: make test-all"]
+fn many_random_operations_are_seen_once_in_qemu() {
+    let missing = random(|| Watched::in_qemu(Cache::Always), 5000);
     assert!(missing.is_empty(), "{missing:?}");
 }
 

@@ -1,7 +1,9 @@
 //! Events under adverse conditions: odd names, moves, losses, and agents and guests that stop.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -162,6 +164,33 @@ fn a_suspended_guest_catches_up() {
     let Some(watched) = Watched::new(Cache::Always) else { return };
     let script = cached(&watched);
     assert_eq!(while_running(&watched, &script, |dir, guest| suspended(guest, || edit(dir))), "seen\n");
+}
+
+/// Has QEMU do something, and waits until it has.
+fn ask(monitor: &Path, command: &str) {
+    let mut stream = UnixStream::connect(monitor).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let questions = ["qmp_capabilities", command].map(|name| format!("{{\"execute\":\"{name}\"}}\n")).concat();
+    stream.write_all(questions.as_bytes()).unwrap();
+    let answers =
+        BufReader::new(stream).lines().map(Result::unwrap).inspect(|line| assert!(!line.contains("\"error\"")));
+    assert_eq!(answers.filter(|line| line.contains("\"return\"")).take(2).count(), 2, "{command}");
+}
+
+/// A machine whose clock stands still while it is stopped: what it has cached has not aged, and is corrected all the same.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_stopped_machine_catches_up() {
+    let _alone = alone();
+    let Some(watched) = Watched::in_qemu(Cache::Always) else { return };
+    let script = cached(&watched);
+    let said = while_running(&watched, &script, |dir, _| {
+        ask(&watched.monitor(), "stop");
+        edit(dir);
+        std::thread::sleep(SUSPENDED);
+        ask(&watched.monitor(), "cont");
+    });
+    assert_eq!(said, "seen\n");
 }
 
 /// Also if more has happened than the server keeps for it.
