@@ -1,6 +1,6 @@
 //! The manifest of an image: an OCI image manifest whose layers are the image, and the index and parts of each pack.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
 
@@ -136,8 +136,8 @@ struct Descriptor {
     media_type: String,
     digest: String,
     size: u64,
-    #[serde(default, skip_serializing_if = "HashMap::is_empty")]
-    annotations: HashMap<String, String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    annotations: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -150,8 +150,8 @@ struct Document {
     layers: Vec<Descriptor>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     subject: Option<Descriptor>,
-    #[serde(default, skip_serializing_if = "HashMap::is_empty")]
-    annotations: HashMap<String, String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    annotations: BTreeMap<String, String>,
 }
 
 impl Descriptor {
