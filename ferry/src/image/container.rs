@@ -32,16 +32,16 @@ pub struct Container {
 }
 
 impl Container {
-    /// Returns the container of this name, or one of the image whose manifest has this digest that is not among these mounts.
+    /// Returns the container of this name, or one of the image whose manifest has this digest whose upper directory is not among these.
     ///
     /// # Errors
     ///
     /// There are several, or it is none of the snapshotter's, or has no image that is fetched when it is read.
-    pub fn find(name: &str, before: &BTreeSet<u64>) -> Result<Option<Self>> {
+    pub fn find(name: &str, before: &BTreeSet<PathBuf>) -> Result<Option<Self>> {
         let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
         let overlays = mounts.iter().filter(|mount| mount.kind == "overlay");
         if let Some(manifest) = name.strip_prefix(DIGEST) {
-            let new = overlays.filter(|mount| !before.contains(&mount.id));
+            let new = overlays.filter(|mount| upper(mount).is_some_and(|upper| !before.contains(&upper)));
             return Ok(new.filter_map(of_mount).find(|found| found.manifest == manifest));
         }
         let named: Vec<_> = overlays.filter(|mount| is_named(&mount.at, name)).collect();
@@ -67,15 +67,15 @@ impl Container {
         self.root.join("traces").join(&self.manifest)
     }
 
-    /// Returns the numbers of all mounts.
-    pub fn mounts() -> Result<BTreeSet<u64>> {
+    /// Returns the upper directories of all containers. The numbers of mounts are used again; the snapshotter's directories are not.
+    pub fn uppers() -> Result<BTreeSet<PathBuf>> {
         let mounts = Mounted::all().context("cannot read the kernel's table of mounts")?;
-        Ok(mounts.iter().map(|mount| mount.id).collect())
+        Ok(mounts.iter().filter_map(upper).collect())
     }
 
     /// Whether its mount is still there.
     pub fn is_mounted(&self) -> bool {
-        Mounted::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id))
+        Mounted::all().is_ok_and(|mounts| mounts.iter().any(|mount| mount.id == self.id && mount.at == self.at))
     }
 }
 
@@ -100,9 +100,13 @@ fn is_named(at: &Path, name: &str) -> bool {
     found == name.as_bytes() || name.len() >= PREFIX_BYTES_MIN && found.starts_with(name.as_bytes())
 }
 
+/// Returns the upper directory of an overlayfs: ROOT/snapshots/ID/fs.
+fn upper(mount: &Mounted) -> Option<PathBuf> {
+    mount.option("upperdir").map(PathBuf::from)
+}
+
 fn of_mount(mount: &Mounted) -> Option<Container> {
-    // ROOT/snapshots/ID/fs
-    let upper = PathBuf::from(mount.option("upperdir")?);
+    let upper = upper(mount)?;
     let snapshot = upper.parent()?;
     let root = snapshot.parent()?.parent()?;
     let lower = mount.values("lowerdir").chain(mount.values("lowerdir+"));

@@ -79,7 +79,7 @@ fn trace_directory(dir: &Path, output: &Path, args: &TraceArgs) -> Result<u8> {
 }
 
 fn trace_container(name: &str, args: &TraceArgs) -> Result<u8> {
-    let (table, before) = (Table::open()?, Container::mounts()?);
+    let (table, before) = (Table::open()?, Container::uppers()?);
     eprintln!("ferry: waiting for the container {name}");
     let mut workload = Workload::start(&args.command)?;
     let container = loop {
