@@ -104,7 +104,8 @@ impl Frames {
         }
         let (first, last) = (index(range.start), index(range.end - 1));
         let begin = first.checked_sub(1).map_or(0, |before| self.ends[before]);
-        let mut unpacker = Unpacker { frames: self, range, at: first, begin, packed: Vec::new(), piece: Vec::new() };
+        let (packed, piece) = (Vec::new(), Vec::new());
+        let mut unpacker = Unpacker { frames: self, range, at: first, begin, packed, piece, unpack: None };
         fetch(&(begin..self.ends[last]), &mut |bytes| unpacker.take(bytes, sink))
     }
 }
@@ -119,6 +120,8 @@ struct Unpacker<'a> {
     begin: u64,
     packed: Vec<u8>,
     piece: Vec<u8>,
+    /// One for all frames, from the first on.
+    unpack: Option<Decompressor<'static>>,
 }
 
 impl Unpacker<'_> {
@@ -148,9 +151,11 @@ impl Unpacker<'_> {
             [wanted[0], wanted[1], length].map(|byte| usize::try_from(byte).unwrap_or(usize::MAX));
         self.piece.clear();
         self.piece.reserve_exact(length);
-        let found =
-            Decompressor::new().and_then(|mut unpack| unpack.decompress_to_buffer(&self.packed, &mut self.piece));
-        if found.ok() != Some(length) {
+        let unpack = match &mut self.unpack {
+            Some(unpack) => unpack,
+            none => none.insert(Decompressor::new()?),
+        };
+        if unpack.decompress_to_buffer(&self.packed, &mut self.piece).ok() != Some(length) {
             self.piece.clear();
             self.piece.resize(length, 0);
         }

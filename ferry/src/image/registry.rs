@@ -156,6 +156,7 @@ pub use with::{convert, objects, open, open_layers, pull, push, push_trace, rest
 
 #[cfg(feature = "registry")]
 mod with {
+    use std::io::Read as _;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
     use std::thread;
@@ -177,6 +178,8 @@ mod with {
     const HOSTS: &str = "FERRY_REGISTRY_HOSTS";
     /// Names a file with the manifest of the reference, from a program that has just fetched it.
     const MANIFEST: &str = "FERRY_REGISTRY_MANIFEST";
+    /// The maximum size of a manifest in bytes, which registries have, too.
+    const MANIFEST_BYTES_MAX: u64 = 4 << 20;
     /// How often the background looks whether it should begin.
     const TICK: Duration = Duration::from_millis(20);
     /// The maximum number of bytes of a file's name in the log.
@@ -190,9 +193,16 @@ mod with {
         let hosts = std::env::var_os(HOSTS).unwrap_or_default();
         let hosts = std::env::split_paths(&hosts).filter(|folder| !folder.as_os_str().is_empty()).collect();
         // Another one than the reference names is of no use, and one that cannot be read is fetched.
-        let manifest = std::env::var_os(MANIFEST).and_then(|path| std::fs::read(path).ok());
+        let manifest =
+            std::env::var_os(MANIFEST).and_then(|path| read_at_most(Path::new(&path), MANIFEST_BYTES_MAX).ok());
         let client = Client::new(Options { plain_http, requests_max, hosts, manifest, ..Options::default() });
         Ok(Arc::new(Remote::open(&reference.parse()?, client)?))
+    }
+
+    fn read_at_most(path: &Path, bytes_max: u64) -> std::io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        std::fs::File::open(path)?.take(bytes_max).read_to_end(&mut bytes)?;
+        Ok(bytes)
     }
 
     fn progress(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync + '_ {

@@ -7,6 +7,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::SystemTime;
 
 use ferry_snapshotter::{GID_LABEL, UID_LABEL};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::client::root_label;
 use crate::fake::{Reply, Request, Way};
@@ -106,6 +107,12 @@ impl Recorder {
 
     fn says(&mut self, expected: &str) {
         let mut line = String::new();
+        let said = PollFd::new(self.1.get_ref(), PollFlags::IN);
+        let limit = Timespec { tv_sec: 300, tv_nsec: 0 };
+        assert!(
+            !self.1.buffer().is_empty() || poll(&mut [said], Some(&limit)) == Ok(1),
+            "it does not say {expected:?}"
+        );
         self.1.read_line(&mut line).unwrap();
         assert!(line.starts_with(expected), "{line}");
     }
@@ -147,8 +154,10 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     assert_eq!(first(&place).0, 1);
     let manifest = place.manifest.clone();
     let earlier = Mounted::of(&client.prepare("earlier", &place.top()).unwrap());
-    // It waits for the next one.
+    let gone = Mounted::of(&client.prepare("gone", &place.top()).unwrap());
+    // It waits for the next one, which gets the number of a mount that was there.
     let mut recorder = Recorder::start(&manifest);
+    drop(gone);
     let mounted = Mounted::of(&client.prepare("container", &place.top()).unwrap());
     recorder.records();
     assert_eq!(fs::read(earlier.path().join("other")).unwrap(), noise(2, 20_000));
@@ -168,7 +177,7 @@ fn what_a_container_opened_is_fetched_first_at_its_next_start() {
     let list = place.server.root().join("traces").join(manifest.strip_prefix("sha256:").unwrap());
     assert!(said.contains("2 files in ") && said.contains(list.to_str().unwrap()), "{said}");
     assert_eq!(fs::read_to_string(&list).unwrap(), "/small\n/below\n");
-    for name in ["another", "container", "earlier"] {
+    for name in ["gone", "another", "container", "earlier"] {
         client.remove(name).unwrap();
     }
 
