@@ -1,7 +1,7 @@
 //! Writes a pack.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -50,9 +50,31 @@ pub(crate) struct NewPack {
 /// A thread that makes durable what is in the page cache.
 struct Writeback {
     wanted: SyncSender<()>,
-    thread: JoinHandle<()>,
+    thread: JoinHandle<io::Result<()>>,
     /// Bytes since it was last asked.
     bytes: usize,
+}
+
+impl Writeback {
+    fn begin(file: File) -> io::Result<Self> {
+        let (wanted, given) = sync_channel(1);
+        let work = move || given.iter().try_for_each(|()| file.sync_data());
+        let thread = thread::Builder::new().name("image-writeback".into()).spawn(work)?;
+        Ok(Self { wanted, thread, bytes: 0 })
+    }
+
+    fn wrote(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        if self.bytes >= WRITEBACK_BYTES && self.wanted.try_send(()).is_ok() {
+            self.bytes = 0;
+        }
+    }
+
+    /// Waits for its end. The kernel tells a failure to write back once: another fsync(2) would report success.
+    fn end(self) -> io::Result<()> {
+        drop(self.wanted);
+        self.thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+    }
 }
 
 impl NewPack {
@@ -69,12 +91,7 @@ impl NewPack {
     pub(crate) fn keep_cached(&mut self) -> Result<()> {
         self.is_direct = set_direct(&self.file, false);
         let file = self.file.try_clone().doing("use", &*self.path)?;
-        let (wanted, given) = sync_channel(1);
-        // A failure is found again when the pack is finished.
-        let work = move || given.iter().for_each(|()| drop(file.sync_data()));
-        let thread = thread::Builder::new().name("image-writeback".into()).spawn(work);
-        let thread = thread.doing("begin", "a thread that writes back")?;
-        self.writeback = Some(Writeback { wanted, thread, bytes: 0 });
+        self.writeback = Some(Writeback::begin(file).doing("begin", "a thread that writes back")?);
         Ok(())
     }
 
@@ -114,11 +131,8 @@ impl NewPack {
 
     fn write(&mut self, bytes: &[u8], block: u64) -> Result<()> {
         let at = block * BLOCK_BYTES as u64;
-        if let Some(Writeback { wanted, bytes: waiting, .. }) = &mut self.writeback {
-            *waiting += bytes.len();
-            if *waiting >= WRITEBACK_BYTES && wanted.try_send(()).is_ok() {
-                *waiting = 0;
-            }
+        if let Some(writeback) = &mut self.writeback {
+            writeback.wrote(bytes.len());
         }
         match self.file.write_all_at(bytes, at) {
             // Some file systems accept the flag and then refuse the writes.
@@ -135,11 +149,7 @@ impl NewPack {
         if self.blocks == 0 {
             return Ok(None);
         }
-        if let Some(Writeback { wanted, thread, .. }) = self.writeback.take() {
-            drop(wanted);
-            // It does nothing but sync.
-            let _ = thread.join();
-        }
+        self.writeback.take().map_or(Ok(()), Writeback::end).doing("sync", &*self.path)?;
         let verity = self.verity.as_mut().map(Hasher::finish);
         self.index.extend(verity.iter().flat_map(|digest| record(WHOLE_PACK, *digest)));
         let pack = Algorithm::Blake3.of(&self.index);
@@ -158,4 +168,19 @@ struct Run {
     at: u64,
     from: usize,
     to: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_to_write_back_is_not_forgotten() {
+        for (path, is_synced) in [("/dev/null", false), ("/proc/self/exe", true)] {
+            let mut writeback =
+                Writeback::begin(File::open(path).expect("it is there")).expect("threads can be started");
+            writeback.wrote(WRITEBACK_BYTES);
+            assert_eq!(writeback.end().is_ok(), is_synced, "{path}");
+        }
+    }
 }
