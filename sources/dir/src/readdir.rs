@@ -93,7 +93,13 @@ impl Stream {
     /// Seeks to an offset that was delivered earlier.
     fn seek(&mut self, open: &Open, offset: u64) -> Result<()> {
         if offset != self.next {
-            rustix::fs::seek(open.file.as_fd(), SeekFrom::Start(offset))?;
+            match rustix::fs::seek(open.file.as_fd(), SeekFrom::Start(offset)) {
+                // As getdents64: in ext4, a directory that was removed has no such place.
+                Err(rustix::io::Errno::INVAL) if rustix::fs::fstat(&open.file)?.st_nlink == 0 => {
+                    return Err(Errno::NOENT);
+                }
+                sought => sought?,
+            };
             (self.at, self.len, self.next) = (0, 0, offset);
         }
         Ok(())

@@ -334,6 +334,29 @@ fn names_that_stay_are_listed_once_while_others_come_and_go() {
     });
 }
 
+/// ext4 refuses to seek in such a directory as if the offset were wrong.
+#[test]
+fn a_directory_that_was_removed_has_no_more_names() {
+    let share = Share::new(Options::default());
+    fs::create_dir(share.path("dir")).unwrap();
+    fs::write(share.path("dir/file"), "").unwrap();
+    let ino = share.ino("dir");
+    let handle = share.dir.opendir(&share.cx, ino, OFlags::RDONLY).unwrap();
+    let list = |offset| {
+        let mut out = Listing { lines: Vec::new(), max: 100 };
+        let range = DirRange { ino, handle, offset, plus: false };
+        share.dir.readdir(&share.cx, &range, &mut out).map(|()| out.lines)
+    };
+    let lines = list(0).unwrap();
+    assert_eq!(lines.len(), 3);
+    fs::remove_dir_all(share.path("dir")).unwrap();
+    for line in &lines {
+        assert_eq!(list(line.next).map(|lines| lines.len()).unwrap_err(), Errno::NOENT, "{}", line.name);
+    }
+    share.dir.releasedir(&share.cx, ino, handle);
+    share.dir.forget(ino, 1);
+}
+
 #[test]
 fn parents_are_found_up_to_the_root_only() {
     for options in both_modes() {
