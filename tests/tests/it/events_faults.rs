@@ -83,10 +83,15 @@ fn agents_that_are_killed_lose_and_repeat_no_name() {
     let _alone = alone();
     let Some(watched) = Watched::new(Cache::Auto) else { return };
     fs::create_dir(watched.path("d/sub")).unwrap();
+    // Each agent replays some hundred events, however fast the machine is, and at least tries to for a while.
     let before = format!(
         "(until [ -e ready ]; do sleep 0.1; done
+        seen=0; tries=0
         while [ ! -e ended ]; do
-            sleep 0.2; kill -9 $(cat /tmp/pid); {WATCH} agent . 2>/tmp/agent & echo $! >/tmp/pid; echo >>/tmp/kills
+            now=$(wc -l </tmp/out); tries=$((tries + 1))
+            if [ $now -lt $((seen + 300)) ] && [ $tries -lt 40 ]; then sleep 0.01; continue; fi
+            seen=$now; tries=0
+            kill -9 $(cat /tmp/pid); {WATCH} agent . 2>/tmp/agent & echo $! >/tmp/pid; echo >>/tmp/kills
         done) & kills=$!"
     );
     let script = format!("{WATCH} churn . 4000 {}", std::process::id());
