@@ -218,6 +218,7 @@ pub fn mount_options(share: &Share, log_name: &str, words: &[String], shared: bo
         writeback: kernel_writeback(share),
         xattr: !share.no_xattr,
         local_locks: share.local_locks,
+        single_client: !shared && matches!(share.kind(), Kind::Mem | Kind::Pmem(_)),
         allow_idmap: share.allow_idmap,
         allow_other: share.allow_other,
         read_only: share.read_only,
@@ -295,6 +296,16 @@ mod tests {
             let share = &shares(&format!("ferry share {share} --virtiofs v --mount m")).expect(share)[0];
             assert_eq!(device_options(share).writeback, collects, "{share:?}");
             assert_eq!(mount_options(share, "", &[], false).writeback, collects, "{share:?}");
+        }
+    }
+
+    /// Processes of the host, other guests and other servers reach the files of the other sources.
+    #[test]
+    fn memory_with_one_export_has_a_single_client() {
+        for (source, is_alone) in [("mem", true), ("pmem:/p", true), ("/a", false), ("9p:unix:s", false)] {
+            let share = &shares(&format!("ferry share {source} --mount m")).expect(source)[0];
+            assert_eq!(mount_options(share, "", &[], false).single_client, is_alone, "{source}");
+            assert!(!mount_options(share, "", &[], true).single_client, "{source}");
         }
     }
 }

@@ -91,6 +91,15 @@ struct Names {
     negative: Lifetime,
 }
 
+/// The files whose closes tell the source nothing: they release no lock, and nobody has to be told of data.
+#[derive(Clone, Copy, Debug)]
+enum UnannouncedCloses {
+    None,
+    /// Those that were opened for reading only.
+    OfReaders,
+    All,
+}
+
 /// The share's policy. All but the times is worked out once.
 #[derive(Debug)]
 pub(crate) struct Policy {
@@ -107,8 +116,7 @@ pub(crate) struct Policy {
     /// Of clients that cannot be told that any name may have changed.
     names_untold: Names,
     direct_opens: bool,
-    /// Closing a file that was opened for reading only tells the source nothing: neither locks nor data are given back by it.
-    closes_alone: bool,
+    unannounced_closes: UnannouncedCloses,
     /// Opens show where a file ends now, if the client keeps attributes for a while.
     revalidates: bool,
     wanted: InitOptions,
@@ -151,7 +159,8 @@ impl Policy {
         if options.readdirplus && !(entry.is_zero() && attr_timeout.is_zero()) {
             flags |= InitFlags::DO_READDIRPLUS;
         }
-        let has_locks = (features.posix_locks || features.flock) && !options.local_locks;
+        let are_locks_local = options.local_locks || options.single_client;
+        let has_locks = (features.posix_locks || features.flock) && !are_locks_local;
         let caches_constant = features.constant && cache == Cache::Always;
         let omits_opens = caches_constant && !has_locks;
         if omits_opens {
@@ -160,8 +169,8 @@ impl Policy {
         }
         let acl = options.posix_acl != Acl::Never && features.posix_acl && options.xattr;
         let optional = [
-            (features.posix_locks && !options.local_locks, InitFlags::POSIX_LOCKS),
-            (features.flock && !options.local_locks, InitFlags::FLOCK_LOCKS),
+            (features.posix_locks && !are_locks_local, InitFlags::POSIX_LOCKS),
+            (features.flock && !are_locks_local, InitFlags::FLOCK_LOCKS),
             // Agents find directories that the client knows by their handles.
             (features.by_number == ByNumber::Any || options.events, InitFlags::EXPORT_SUPPORT),
             // Handles that lead nowhere once the client has forgotten the inode are worse than none.
@@ -187,7 +196,11 @@ impl Policy {
         let direct_opens = options.direct_opens;
         // A source that waits for somebody else would be asked by each open.
         let revalidates = (cache == Cache::Auto || is_leased) && !features.waits;
-        let closes_alone = options.local_locks || features.constant && !features.posix_locks;
+        let unannounced_closes = match () {
+            () if options.single_client => UnannouncedCloses::All,
+            () if options.local_locks || features.constant && !features.posix_locks => UnannouncedCloses::OfReaders,
+            () => UnannouncedCloses::None,
+        };
         let chosen = ChosenTimeouts {
             entry: options.entry_timeout,
             attr: options.attr_timeout,
@@ -203,7 +216,7 @@ impl Policy {
             names: Names::default(),
             names_untold: Names::default(),
             direct_opens,
-            closes_alone,
+            unannounced_closes,
             revalidates,
             wanted,
             required,
@@ -323,11 +336,14 @@ impl Policy {
         open_flags | self.close_flags(flags)
     }
 
-    /// Whether the client says when it closes such a file. It does of one that could be written: what was stored in it by the client's kernel, or
-    /// in a window, is told of then, and so is what became of that.
+    /// Whether the client says when it closes such a file. It does of one that could be written and has other clients: what was stored in it
+    /// by the client's kernel, or in a window, is told of then, and so is what became of that.
     pub(crate) fn close_flags(&self, flags: OFlags) -> OpenFlags {
-        let is_read_only = flags & OFlags::ACCMODE == OFlags::RDONLY;
-        if self.closes_alone && is_read_only { OpenFlags::NOFLUSH } else { OpenFlags::empty() }
+        match self.unannounced_closes {
+            UnannouncedCloses::OfReaders if flags & OFlags::ACCMODE != OFlags::RDONLY => OpenFlags::empty(),
+            UnannouncedCloses::None => OpenFlags::empty(),
+            UnannouncedCloses::OfReaders | UnannouncedCloses::All => OpenFlags::NOFLUSH,
+        }
     }
 
     /// How the client may treat a directory that it opened.

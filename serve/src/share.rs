@@ -49,6 +49,9 @@ pub struct ShareOptions {
     /// Locks are each client's own, which its kernel keeps: others do not meet them. Then no FLUSH is needed to give them back, and Linux
     /// (from 5.16 on, and not with [`Self::writeback`]) sends none for files that were opened for reading only.
     pub local_locks: bool,
+    /// Nobody but this share's one client reaches the source's files. Its kernel keeps the locks then, which would meet no others, and is
+    /// asked for no FLUSH, whatever files were opened for.
+    pub single_client: bool,
     /// Clients are told of what others change, as far as the source says so. Those that cannot be told that any name may
     /// have changed then keep names for half a minute at most, unless it is chosen how long.
     pub told: bool,
@@ -76,6 +79,7 @@ impl Default for ShareOptions {
             allow_idmap: false,
             direct_opens: false,
             local_locks: false,
+            single_client: false,
             told: false,
             events: false,
             limiter: None,

@@ -147,6 +147,7 @@ pub(crate) fn share_options(options: &Options) -> ShareOptions {
         xattr: options.xattr,
         direct_opens: options.direct_opens,
         local_locks: options.local_locks,
+        single_client: options.single_client,
         // The kernel refuses a connection with idmapped mounts unless it checks permissions itself.
         allow_idmap: options.allow_idmap && options.default_permissions,
         told: true,

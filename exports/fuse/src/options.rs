@@ -63,6 +63,8 @@ pub struct Options {
     pub direct_opens: bool,
     /// Locks are local to the mount, and closing a file opened for reading waits for no reply. Default: no.
     pub local_locks: bool,
+    /// Only this mount reaches the source's files, so locks are local to it, and no close waits for a reply. Default: no.
+    pub single_client: bool,
     /// Allow idmapped mounts (Linux 6.12). The kernel then sends the caller only with requests that create files, and
     /// the source treats other callers as unknown: root's fallocate and copies clear suid and sgid. Requires
     /// [`Self::default_permissions`]. Default: no.
@@ -126,6 +128,7 @@ impl Default for Options {
             writeback: false,
             xattr: true,
             local_locks: false,
+            single_client: false,
             allow_idmap: false,
             direct_opens: true,
             allow_other: false,

@@ -60,6 +60,7 @@ impl VirtioFs {
             allow_idmap: options.allow_idmap,
             direct_opens: false,
             local_locks: options.local_locks,
+            single_client: false,
             told: false,
             events: options.events,
             limiter: options.limiter.clone(),

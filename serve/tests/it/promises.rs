@@ -363,6 +363,21 @@ fn a_close_is_told_of_where_that_tells_something() {
     }
 }
 
+/// Then a lock meets no other client's, and nobody is to be told of data.
+#[test]
+fn a_single_client_keeps_its_locks_and_closes_alone() {
+    let options = ShareOptions { single_client: true, ..ShareOptions::default() };
+    let (_, mut client) = client(One::default(), &options, SessionSlot::default());
+    for flag in [InitFlags::POSIX_LOCKS, InitFlags::FLOCK_LOCKS] {
+        assert!(!client.negotiated.has(flag));
+    }
+    for flags in [OFlags::RDONLY, OFlags::RDWR, OFlags::WRONLY] {
+        let opened = open(&mut client, flags);
+        assert!(opened.1.contains(OpenFlags::NOFLUSH), "{flags:?}");
+        close(&mut client, opened.0);
+    }
+}
+
 #[test]
 fn what_the_kernel_refuses_is_served_plainly() {
     // Whether the kernel is asked again for the next file.

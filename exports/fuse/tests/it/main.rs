@@ -18,4 +18,5 @@ mod limits;
 mod mountpoint;
 mod notices;
 mod shared;
+mod single_client;
 mod transfers;
