@@ -57,6 +57,7 @@ pub enum Table {
     Metadata,
     Costs,
     Locks,
+    Ninep,
     Scale,
     Coherence,
 }

@@ -22,6 +22,7 @@ mod machine;
 mod metadata;
 mod mounted;
 mod native;
+mod ninep;
 mod noise;
 mod parts;
 mod process;
@@ -78,6 +79,7 @@ fn main() -> ExitCode {
         Table::Metadata => metadata::run(&cli),
         Table::Costs => costs::run(&cli),
         Table::Locks => locks::run(&cli),
+        Table::Ninep => ninep::run(&cli),
         Table::Scale => scale::run(&cli),
         Table::Coherence => coherence::run(&cli),
         Table::Virtiofs if cli.dax => dax::run(&cli),
