@@ -18,14 +18,24 @@ thread_local! {
     static PIECE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Reads from `offset` into `bytes`; may block. Returns the number of bytes read.
+/// Reads from `offset` into `bytes`; may block, after a call of `before_wait`. Returns the number of bytes read.
 ///
 /// # Errors
 /// Those of `pread(2)`.
-pub fn read_blocking(file: &Arc<Backing>, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
+pub fn read_blocking(
+    file: &Arc<Backing>,
+    offset: u64,
+    bytes: &mut [u8],
+    before_wait: impl FnOnce(),
+) -> io::Result<usize> {
     let segment = Segment { address: bytes.as_mut_ptr(), bytes: bytes.len() };
+    let mut transfer = Transfer::new(Operation::Read, Arc::clone(file), offset, [segment]);
     // SAFETY: `bytes` is borrowed exclusively until this returns.
-    unsafe { Transfer::new(Operation::Read, Arc::clone(file), offset, [segment]).run() }
+    unsafe { transfer.try_now() }.unwrap_or_else(|| {
+        before_wait();
+        // SAFETY: as above.
+        unsafe { transfer.run() }
+    })
 }
 
 /// Writes `bytes` at `offset`; may block. Returns the number of bytes written. See [`Operation::Write`].

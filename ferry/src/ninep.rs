@@ -105,12 +105,12 @@ impl NinepSocket {
         share: &Share,
         (name, limiter, poll): (&str, Arc<ferry_ninep::RateLimiter>, PollLimit),
     ) -> Result<(ferry_ninep::Export, Option<ListenSocket>)> {
-        let options = ferry_ninep::Options { name: name.into(), limiter: Some(limiter), ..options(share, self.users) };
+        let options =
+            ferry_ninep::Options { name: name.into(), limiter: Some(limiter), poll, ..options(share, self.users) };
         let started = match self.listener {
             Listener::Clients(listener) => ferry_ninep::Export::start(vec![listener], source, options),
             Listener::Vmm(listener) => {
                 let device = ferry_ninep::DeviceOptions::of(share.tag_or_default().as_str());
-                let device = ferry_ninep::DeviceOptions { poll, ..device };
                 ferry_ninep::Export::vhost_user(listener, source, device, options)
             }
         };
@@ -140,6 +140,7 @@ fn options(share: &Share, users: ferry_ninep::Users) -> ferry_ninep::Options {
     let default = ferry_ninep::Options::default();
     let seconds = |given: Option<u64>| given.map(Duration::from_secs);
     ferry_ninep::Options {
+        poll: default.poll,
         limiter: None,
         name: share.name(),
         read_only: share.read_only,

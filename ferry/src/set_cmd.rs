@@ -61,7 +61,7 @@ pub fn limited(served: &mut ServedShare, limit: Option<&Limit>, bucket: Arc<Toke
     });
 }
 
-/// Lets `ferry set` change how long the workers of a device poll.
+/// Lets `ferry set` change how long the workers of a device, or the threads of a 9P server, poll.
 pub fn polls(served: &mut ServedShare, limit: PollLimit) {
     served.settable("poll-us", move |text| {
         let us: Option<u64> = text.parse().ok().filter(|us| *us <= POLL_US_MAX);

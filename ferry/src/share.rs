@@ -295,7 +295,7 @@ fn start(
         let mut cached = Vec::new();
         // That of all its devices.
         let poll = share.poll();
-        let is_device = bound.is_some() || matches!(share.ninep, Some(Address::VhostUser(_)));
+        let polls = bound.is_some() || share.ninep.is_some();
         let mut served = control::served_share(share, &name, Arc::clone(opened_source));
         let source = source::client_view(share, Arc::clone(opened_source))?;
         if let Some(listening) = listening {
@@ -338,7 +338,7 @@ fn start(
         if !cached.is_empty() {
             set_cmd::keeps(&mut served, &cached);
         }
-        if is_device {
+        if polls {
             set_cmd::polls(&mut served, poll);
         }
         up.push(served);

@@ -1,6 +1,6 @@
 //! One client: messages in, replies out.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -24,17 +24,62 @@ const RUNNING_MAX: usize = 72;
 const RUNNING_BYTES_MAX: usize = 32 << 20;
 /// The minimum concurrency: one request that waits for a disk must not block all others.
 const RUNNING_MIN: usize = 4;
-/// The growth of a message buffer in bytes, so that an announced length alone does not take memory.
-const GROWTH_BYTES: usize = 64 << 10;
-/// Bytes of a message's length.
-const SIZE_BYTES: usize = 4;
+/// Bytes that are received at once. Memory for longer messages grows with what comes, for an announced length alone must not take any.
+const RECEIVED_BYTES: usize = 64 << 10;
+/// A request that takes longer waits for something.
+const SLOW: Duration = Duration::from_micros(250);
+/// After two of them among 32, so many requests are served while others are, not one after the other.
+const PARALLEL_REQUESTS: u32 = 64;
 
-/// A partially received message.
+/// What was received and not served.
 #[derive(Debug, Default)]
 struct Inbox {
     bytes: Vec<u8>,
-    filled: usize,
+    /// Where the next message begins, and where the bytes end that were received.
+    start: usize,
+    end: usize,
+    /// Bytes on the client's account: the memory that is kept while no thread serves the connection.
+    charged_bytes: usize,
+    /// Since when a message is incomplete.
     since: Option<Instant>,
+}
+
+impl Inbox {
+    /// The length of the next message, in bytes, if that is known.
+    fn next(&self) -> Option<usize> {
+        let head = self.bytes.get(self.start..self.end)?.first_chunk().copied()?;
+        Some(usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX))
+    }
+
+    fn has_message(&self) -> bool {
+        self.next().is_some_and(|bytes| bytes <= self.end - self.start)
+    }
+
+    /// Makes room for the next message, or for many short ones; returns where it ends.
+    fn make_room(&mut self) -> usize {
+        self.bytes.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let wanted = self.next().unwrap_or_default();
+        let room = if wanted > RECEIVED_BYTES { wanted.min(self.end * 2 + RECEIVED_BYTES) } else { RECEIVED_BYTES };
+        if self.bytes.len() < room {
+            self.bytes.resize(room, 0);
+        }
+        room
+    }
+
+    /// Moves the next message, of this length, into a thread's memory.
+    fn take(&mut self, bytes: usize, message: &mut Vec<u8>) {
+        if bytes > RECEIVED_BYTES && self.start == 0 && self.end == bytes {
+            std::mem::swap(&mut self.bytes, message);
+        } else {
+            message.clear();
+            message.extend_from_slice(&self.bytes[self.start..self.start + bytes]);
+        }
+        self.start += bytes;
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+    }
 }
 
 /// The events to wait for.
@@ -55,6 +100,40 @@ impl PollInterest {
     fn has_room(&self) -> bool {
         self.running < RUNNING_MIN || self.running < RUNNING_MAX && self.running_bytes < RUNNING_BYTES_MAX
     }
+}
+
+/// How requests of a connection went. What is lost between two threads does not matter.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    /// A bit for each of the latest requests: whether it was slow.
+    slow: AtomicU32,
+    /// Requests that are still to be served while others are.
+    parallel: AtomicU32,
+}
+
+impl Pace {
+    /// Whether the next request is to be served while others are.
+    pub(crate) fn is_parallel(&self) -> bool {
+        let left = self.parallel.load(Ordering::Relaxed);
+        self.parallel.store(left.saturating_sub(1), Ordering::Relaxed);
+        left > 0
+    }
+
+    /// A request has taken so long.
+    pub(crate) fn note(&self, time: Duration) {
+        let slow = self.slow.load(Ordering::Relaxed) << 1 | u32::from(time > SLOW);
+        self.slow.store(slow, Ordering::Relaxed);
+        if slow & 1 == 1 && slow.count_ones() > 1 {
+            self.parallel.store(PARALLEL_REQUESTS, Ordering::Relaxed);
+        }
+    }
+}
+
+/// What a thread lends to the connection that it serves.
+#[derive(Debug, Default)]
+pub(crate) struct TurnMemory {
+    pub(crate) received: Vec<u8>,
+    replies: Vec<u8>,
 }
 
 /// The result of reading from the socket.
@@ -81,6 +160,9 @@ pub(crate) struct Connection {
     /// Milliseconds from `begun` to the last message.
     last_heard_ms: AtomicU64,
     inbox: Mutex<Inbox>,
+    /// The inbox has a whole message, of which the socket tells nothing.
+    has_message: AtomicBool,
+    pace: Pace,
     interest: Mutex<PollInterest>,
     exchange: Mutex<Exchange>,
 }
@@ -104,6 +186,8 @@ impl Connection {
             attached: AtomicBool::new(false),
             last_heard_ms: AtomicU64::new(0),
             inbox: Mutex::default(),
+            has_message: AtomicBool::new(false),
+            pace: Pace::default(),
             interest: Mutex::default(),
             exchange: Mutex::default(),
         }
@@ -133,7 +217,7 @@ impl Connection {
         let mut flags = EventFlags::ONESHOT;
         if !interest.reading && !interest.blocked && interest.has_room() {
             flags |= EventFlags::IN | EventFlags::RDHUP;
-            if self.stream.unread() {
+            if self.has_more() {
                 // The socket cannot signal that, so an event is requested that occurs anyway once replies can be sent.
                 flags |= EventFlags::OUT;
             }
@@ -151,7 +235,7 @@ impl Connection {
         let lost = flags.intersects(EventFlags::HUP | EventFlags::ERR);
         let mut interest = lock(&self.interest);
         let may_read = !interest.reading && !interest.blocked && !interest.over && interest.has_room();
-        let something = flags.intersects(EventFlags::IN | EventFlags::RDHUP) || self.stream.unread();
+        let something = flags.intersects(EventFlags::IN | EventFlags::RDHUP) || self.has_more();
         let reads = may_read && (lost || something);
         interest.reading |= reads;
         let somebody_reads = interest.reading;
@@ -169,84 +253,152 @@ impl Connection {
         reads
     }
 
-    /// Takes the next message, or as much of it as has arrived.
-    pub(crate) fn receive(&self, message: &mut Vec<u8>) -> ReceiveResult {
-        let mut inbox = lock(&self.inbox);
-        let mut filled = std::mem::take(&mut inbox.filled);
-        let since = inbox.since.take();
-        if filled > 0 {
-            *message = std::mem::take(&mut inbox.bytes);
-            self.holder.release(Resource::Bytes, message.len());
-        }
-        let bytes_max = lock(&self.exchange).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
-        let mut wanted = if filled < SIZE_BYTES { SIZE_BYTES } else { size(message) };
-        loop {
-            if message.len() < wanted {
-                message.resize(wanted.min(filled.max(SIZE_BYTES) * 2 + GROWTH_BYTES), 0);
-            }
-            let room = wanted.min(message.len());
-            match self.stream.recv(&mut message[filled..room]) {
-                Ok(0) if filled == 0 => return ReceiveResult::End(None),
-                Ok(0) => return ReceiveResult::End(Some("it ended in the middle of a message")),
-                Ok(count) => filled += count,
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if filled == 0 => return ReceiveResult::Nothing,
-                Err(Errno::AGAIN) => return self.keep(&mut inbox, message, filled, since),
-                Err(_) => return ReceiveResult::End(None),
-            }
-            if filled == SIZE_BYTES && wanted == SIZE_BYTES {
-                wanted = size(message);
-                if wanted < HEADER_BYTES || wanted > bytes_max as usize {
-                    return ReceiveResult::End(Some("it sent a message of a length that was not agreed on"));
-                }
-            }
-            if filled == wanted {
-                let heard = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-                self.last_heard_ms.store(heard, Ordering::Relaxed);
-                return ReceiveResult::Message(filled);
-            }
-        }
+    /// Whether something can be read that the socket does not tell of.
+    fn has_more(&self) -> bool {
+        self.stream.unread() || self.has_message.load(Ordering::Acquire)
     }
 
-    /// Stores a partial message until more arrives.
-    fn keep(&self, inbox: &mut Inbox, message: &mut Vec<u8>, filled: usize, since: Option<Instant>) -> ReceiveResult {
-        let bytes = if message.len() > 2 * filled + GROWTH_BYTES {
-            message[..filled].to_vec()
-        } else {
-            std::mem::take(message)
-        };
-        if self.holder.take(Resource::Bytes, bytes.len()).is_err() {
-            return ReceiveResult::End(Some("it does not finish its message, and others need the memory"));
+    /// Begins a turn: the calling thread reads, lends its memory, and collects replies.
+    pub(crate) fn begin_turn(&self, memory: &mut TurnMemory) {
+        let mut inbox = lock(&self.inbox);
+        if inbox.end == 0 && !memory.received.is_empty() {
+            inbox.bytes = std::mem::take(&mut memory.received);
         }
-        *inbox = Inbox { bytes, filled, since: since.or_else(|| Some(Instant::now())) };
-        ReceiveResult::Nothing
+        self.holder.release(Resource::Bytes, std::mem::take(&mut inbox.charged_bytes));
+        drop(inbox);
+        lock(&self.exchange).outbox.cork(std::mem::take(&mut memory.replies));
+    }
+
+    /// Ends the turn: sends the replies, takes the memory back, and lets other threads read. Returns why the connection must end, if it must.
+    pub(crate) fn end_turn(&self, memory: &mut TurnMemory) -> Result<(), &'static str> {
+        memory.replies = self.send_collected();
+        let mut inbox = lock(&self.inbox);
+        let (received, kept) = self.keep(&mut inbox);
+        drop(inbox);
+        memory.received = received;
+        self.read_on();
+        kept
+    }
+
+    /// Ends the turn of a thread that is blocked, or is about to be, while it serves a request.
+    pub(crate) fn hand_over(&self) {
+        drop(self.send_collected());
+        if self.keep(&mut lock(&self.inbox)).1.is_err() {
+            // The thread that polls the socket sees its end.
+            let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
+        }
+        self.read_on();
+    }
+
+    fn send_collected(&self) -> Vec<u8> {
+        let mut exchange = lock(&self.exchange);
+        let memory = exchange.outbox.uncork(&self.socket());
+        self.note(exchange.outbox.state(), false);
+        memory
+    }
+
+    /// Stores what was received, until a thread serves it; returns memory that is not needed for that, and why the connection must end.
+    fn keep(&self, inbox: &mut Inbox) -> (Vec<u8>, Result<(), &'static str>) {
+        let length = inbox.end - inbox.start;
+        // Who closes it releases what is there after that.
+        if length == 0 || lock(&self.interest).over {
+            return (std::mem::take(inbox).bytes, Ok(()));
+        }
+        let mut rest = Vec::new();
+        if inbox.bytes.len() > 2 * length + RECEIVED_BYTES || inbox.bytes.len() <= RECEIVED_BYTES {
+            let kept = inbox.bytes[inbox.start..inbox.end].to_vec();
+            rest = std::mem::replace(&mut inbox.bytes, kept);
+            (inbox.start, inbox.end) = (0, length);
+        }
+        inbox.since = if inbox.has_message() { None } else { inbox.since.or_else(|| Some(Instant::now())) };
+        let charged_bytes = inbox.bytes.len();
+        if self.holder.take(Resource::Bytes, charged_bytes).is_err() {
+            return (rest, Err("it does not finish its message, and others need the memory"));
+        }
+        inbox.charged_bytes = charged_bytes;
+        (rest, Ok(()))
+    }
+
+    /// Takes the next message. Reads from the socket if this `is_first` message of a turn.
+    pub(crate) fn receive(&self, message: &mut Vec<u8>, is_first: bool) -> ReceiveResult {
+        let mut inbox = lock(&self.inbox);
+        let mut may_read = is_first;
+        loop {
+            if let Some(bytes) = inbox.next() {
+                let bytes_max = lock(&self.exchange).request_table.session().map_or(MSIZE_MIN, |session| session.msize);
+                if bytes < HEADER_BYTES || bytes > bytes_max as usize {
+                    return ReceiveResult::End(Some("it sent a message of a length that was not agreed on"));
+                }
+                if bytes <= inbox.end - inbox.start {
+                    inbox.take(bytes, message);
+                    inbox.since = None;
+                    self.has_message.store(inbox.has_message(), Ordering::Release);
+                    if may_read {
+                        let heard = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
+                        self.last_heard_ms.store(heard, Ordering::Relaxed);
+                    }
+                    return ReceiveResult::Message(bytes);
+                }
+            }
+            if !may_read {
+                return ReceiveResult::Nothing;
+            }
+            let room = inbox.make_room();
+            let Inbox { bytes, end, .. } = &mut *inbox;
+            match self.stream.recv(&mut bytes[*end..room]) {
+                Ok(0) if *end == 0 => return ReceiveResult::End(None),
+                Ok(0) => return ReceiveResult::End(Some("it ended in the middle of a message")),
+                Ok(count) => {
+                    *end += count;
+                    // Less than there was room for: that was all, or an event comes for the rest.
+                    may_read = *end == room || self.stream.unread();
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return ReceiveResult::Nothing,
+                Err(_) => return ReceiveResult::End(None),
+            }
+        }
     }
 
     /// Allows other threads to take the next message.
-    pub(crate) fn read_on(&self) {
+    fn read_on(&self) {
         let mut interest = lock(&self.interest);
         interest.reading = false;
         self.arm(&interest);
     }
 
-    /// As [`Self::read_on`], while the message is served; it and its reply have this many bytes.
-    pub(crate) fn serve_on(&self, bytes: usize) {
+    /// A message is served; it and its reply have this many bytes. Returns whether another one may be meanwhile.
+    pub(crate) fn serving(&self, bytes: usize) -> bool {
         let mut interest = lock(&self.interest);
         interest.running += 1;
         interest.running_bytes += bytes;
-        interest.reading = false;
-        self.arm(&interest);
+        interest.has_room()
     }
 
-    /// Called when a request is no longer served: it has a reply, or waits for a lock.
-    pub(crate) fn served(&self, bytes: usize) {
+    /// Called when a request is no longer served: it has a reply, or waits for a lock. Returns whether the connection may have another
+    /// one served.
+    pub(crate) fn served(&self, bytes: usize) -> bool {
         let mut interest = lock(&self.interest);
         let was_full = !interest.has_room();
         interest.running -= 1;
         interest.running_bytes -= bytes;
-        if was_full && interest.has_room() {
+        if was_full && interest.has_room() && !interest.reading {
             self.arm(&interest);
         }
+        !interest.blocked && !interest.over && interest.has_room()
+    }
+
+    pub(crate) fn pace(&self) -> &Pace {
+        &self.pace
+    }
+
+    /// Sends the replies so far; returns whether the client takes them.
+    pub(crate) fn send_replies(&self) -> bool {
+        let mut exchange = lock(&self.exchange);
+        exchange.outbox.send_collected(&self.socket());
+        let state = exchange.outbox.state();
+        self.note(state, false);
+        state == SendResult::default()
     }
 
     /// Acts on the result of sending. It ends nothing itself: the sender may hold locks.
@@ -300,8 +452,9 @@ impl Connection {
         self.holder.charge(Resource::Bytes, bytes).ok()
     }
 
-    /// Begins a session, and ends the previous one.
-    pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) {
+    /// Begins a session. Returns the previous one, to be dropped where it may block.
+    #[must_use]
+    pub(crate) fn version(&self, tag: Tag, msize: u32, version: &[u8]) -> Option<Arc<Session>> {
         let (session, answer) = session::agree_on(&self.hub.share, &self.holder, msize, version);
         let before = self.with_request_table(|request_table, out| {
             let before = request_table.begin(out, session);
@@ -309,7 +462,7 @@ impl Connection {
             before
         });
         self.hub.release_cancelled();
-        self.end_session(before);
+        before
     }
 
     /// Returns a session's references to the source. It may block, so another thread must wait for events.
@@ -381,10 +534,7 @@ impl Connection {
         // Waits for the reading thread, which sees the end of the socket.
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
         let mut inbox = lock(&self.inbox);
-        let kept = std::mem::take(&mut *inbox);
-        if kept.filled > 0 {
-            self.holder.release(Resource::Bytes, kept.bytes.len());
-        }
+        self.holder.release(Resource::Bytes, std::mem::take(&mut *inbox).charged_bytes);
         drop(inbox);
         self.holder.release(Resource::Connections, 1);
         if let Some(reason) = refused.as_deref().or(reason) {
@@ -410,12 +560,6 @@ impl Client for Connection {
     fn finish(&self, ticket: &Ticket, reply: &[u8]) -> bool {
         self.with_request_table(|request_table, out| request_table.finish(out, ticket, reply))
     }
-}
-
-/// Returns the length in the first bytes of a message.
-fn size(message: &[u8]) -> usize {
-    let head = message.first_chunk().copied().unwrap_or_default();
-    usize::try_from(Frame::bytes(head)).unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]

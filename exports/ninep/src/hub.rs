@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferry_engine::BlockingPool;
+use ferry_engine::{BlockingPool, Monitor, MonitorHandle};
 use ferry_vfs::sync::lock;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
@@ -86,6 +86,9 @@ pub(crate) struct Hub {
     resting: AtomicBool,
     /// Requests that wait for a limit, if there may be one.
     pub(crate) delayed: Option<Arc<DelayedRequests<worker::ParkedRequest>>>,
+    /// Finds requests that hold up the next ones of their connection.
+    pub(crate) monitor_handle: MonitorHandle,
+    monitor: Mutex<Option<Monitor>>,
     /// Runs the ends of timed-out sessions: not on the share's pool, which others wait for.
     ends: BlockingPool,
 }
@@ -124,8 +127,12 @@ impl Hub {
             clients,
             resting: AtomicBool::new(false),
             delayed,
+            monitor_handle: MonitorHandle::default(),
+            monitor: Mutex::default(),
             ends: BlockingPool::default(),
         });
+        let monitor = Monitor::start("9p-monitor", hub.monitor_handle.clone(), Box::new(|_, _, _| None));
+        *lock(&hub.monitor) = Some(monitor.map_err(system("threads"))?);
         hub.watch().map_err(system("sockets"))?;
         for _ in 0..THREADS_MIN {
             hub.grow().map_err(system("threads")).inspect_err(|_| hub.stop())?;
@@ -212,10 +219,6 @@ impl Hub {
     }
 
     /// Called before a thread may block: ensures that another one waits for events.
-    ///
-    /// For virtqueues and FUSE the monitor (`ferry_engine::Monitor`) does this, by taking a queue from a thread that
-    /// has been blocked for 20 ms. Here a connection belongs to no thread while its request is served, at the price of
-    /// one `epoll_ctl`. So requests of one connection are served concurrently.
     pub(crate) fn ensure_waiter(self: &Arc<Self>) {
         if self.idle.load(Ordering::Acquire) + self.starting.load(Ordering::Acquire) == 0
             && let Err(error) = self.grow()
@@ -374,6 +377,7 @@ impl Hub {
             threads = self.thread_ended.wait_timeout(threads, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(threads);
+        drop(lock(&self.monitor).take());
         let connections: Vec<_> = lock(&self.connections).values().cloned().collect();
         connections.iter().for_each(|connection| connection.end(None));
         // They refer to their connections, and those to the hub.

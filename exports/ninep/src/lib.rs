@@ -15,10 +15,10 @@
 //!
 //! # Structure
 //!
-//! For sockets, a hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event takes one
-//! message from it, lets the others have the connection again, serves the message and sends the reply: one wake-up for
-//! a request, requests of one connection side by side, and no thread for a connection that is silent. Threads are
-//! started while all are busy, up to a limit, and end when there is nothing to do.
+//! For sockets, a hub has an epoll descriptor that all its threads wait at. Whoever gets a connection's event receives
+//! what is there, serves one message after the other, and sends the replies together. As soon as a request is about to
+//! wait, the others have the connection again: requests that wait are side by side, and a connection that is silent has
+//! no thread. Threads are started while all are busy, up to a limit, and end when there is nothing to do.
 //!
 //! * `clients`: the resources of each client, and which connection is closed at the limit;
 //! * `request_table`: the requests in flight, and the effect of a flush on them;

@@ -29,13 +29,15 @@ pub(crate) struct Buffers {
 pub(crate) struct Message<'a> {
     bytes: &'a [u8],
     pub(crate) buffers: &'a mut Buffers,
+    /// Called before this thread waits for a transfer.
+    before_wait: &'a dyn Fn(),
     /// The outcome of the request's transfer.
     ended: Option<io::Result<usize>>,
 }
 
 impl<'a> Message<'a> {
-    pub(crate) fn new(bytes: &'a [u8], buffers: &'a mut Buffers) -> Self {
-        Self { bytes, buffers, ended: None }
+    pub(crate) fn new(bytes: &'a [u8], buffers: &'a mut Buffers, before_wait: &'a dyn Fn()) -> Self {
+        Self { bytes, buffers, before_wait, ended: None }
     }
 
     /// Returns a part of the long reply.
@@ -54,11 +56,17 @@ impl Message<'_> {
         let TransferRequest { operation, file, file_offset, at, bytes } = request;
         match *operation {
             Operation::Read => self.run_read(request),
-            Operation::Write { clear_privileges, .. } => {
+            Operation::Write { clear_privileges, waits } => {
                 let data = self.bytes.get(*at..at + bytes).unwrap_or_default();
+                if waits {
+                    (self.before_wait)();
+                }
                 write_blocking(file, *file_offset, data, clear_privileges)
             }
-            Operation::Fsync { data_only } => sync_blocking(file, data_only).map(|()| 0),
+            Operation::Fsync { data_only } => {
+                (self.before_wait)();
+                sync_blocking(file, data_only).map(|()| 0)
+            }
         }
     }
 
@@ -66,8 +74,9 @@ impl Message<'_> {
         let mut done = 0;
         while done < request.bytes {
             let piece = PIECE_BYTES.min(request.bytes - done);
+            let before_wait = self.before_wait;
             let place = self.place(request.at + done, piece);
-            match read_blocking(&request.file, request.file_offset + done as u64, place) {
+            match read_blocking(&request.file, request.file_offset + done as u64, place, before_wait) {
                 Ok(count) => {
                     done += count;
                     if count < piece {

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferry_engine::RateLimiter;
+use ferry_engine::{PollLimit, RateLimiter};
 
 use crate::read_ahead::WINDOW_BYTES_MAX;
 use crate::users::Users;
@@ -13,6 +13,9 @@ use crate::users::Users;
 pub const MSIZE: RangeInclusive<u64> = ferry_wire::ninep::MSIZE_MIN as u64..=16 << 20;
 /// The default maximum message size in bytes: four times Linux's maximum over sockets.
 const MSIZE_DEFAULT: u32 = 4 << 20;
+
+/// The default maximum time that a thread polls before it sleeps, as for virtio-fs.
+const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
 /// What clients may take up.
 #[derive(Clone, Debug)]
@@ -66,6 +69,8 @@ pub struct Options {
     /// Clients of Ferry's are told what others do, if the source publishes that. Those whose permissions are checked
     /// ([`Users`]) are not: they might learn of names that they may not list.
     pub events: bool,
+    /// The maximum time that a thread polls before it sleeps: for more of its connection, or for the guest.
+    pub poll: PollLimit,
     /// What clients may take up.
     pub limits: Limits,
     /// Limits the rate of all clients' requests together. Requests that wait take no thread.
@@ -84,6 +89,7 @@ impl Default for Options {
             msize_max: MSIZE_DEFAULT,
             read_ahead_bytes_max: WINDOW_BYTES_MAX,
             events: false,
+            poll: POLL_DEFAULT.into(),
             limits: Limits::default(),
             limiter: None,
         }

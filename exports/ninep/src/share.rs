@@ -16,6 +16,8 @@ pub(crate) struct Share {
     pub(crate) source: Arc<dyn FileSystem>,
     pub(crate) options: Options,
     pub(crate) read_only: bool,
+    /// Its requests wait for another server.
+    pub(crate) waits: bool,
     pub(crate) ratelimited_log: RatelimitedLog,
     /// Threads for work that must not be done by the caller.
     pub(crate) blocking_pool: BlockingPool,
@@ -36,6 +38,7 @@ impl Share {
     pub(crate) fn new(source: Arc<dyn FileSystem>, options: Options) -> Self {
         Self {
             read_only: options.read_only || source.features().read_only,
+            waits: source.features().waits,
             source,
             options,
             ratelimited_log: RatelimitedLog::default(),

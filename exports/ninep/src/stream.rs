@@ -1,5 +1,6 @@
 //! The bytes of a connection: as they are, or inside TLS.
 
+use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 #[cfg(feature = "tls")]
 use std::sync::{
@@ -8,7 +9,7 @@ use std::sync::{
 };
 
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
 #[cfg(feature = "tls")]
 use ferry_vfs::sync::lock;
@@ -46,7 +47,14 @@ pub(crate) fn take(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<usize> {
     rustix::net::recv(fd, bytes, RecvFlags::DONTWAIT).map(|(count, _)| count)
 }
 
+/// The same of two pieces, one behind the other.
+fn give_both(fd: BorrowedFd<'_>, pieces: [&[u8]; 2]) -> Result<usize> {
+    let pieces = pieces.map(IoSlice::new);
+    rustix::net::sendmsg(fd, &pieces, &mut SendAncillaryBuffer::default(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+}
+
 /// Sends as much as a socket accepts, without waiting.
+#[cfg(feature = "tls")]
 pub(crate) fn give(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize> {
     rustix::net::send(fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }
@@ -78,13 +86,15 @@ impl Stream {
         take(self.fd.as_fd(), bytes)
     }
 
-    /// Takes over as many bytes as there is room for.
-    pub(crate) fn send(&self, bytes: &[u8]) -> Result<usize> {
+    /// Takes over as many bytes of two pieces as there is room for, or of the first at least.
+    pub(crate) fn send(&self, pieces: [&[u8]; 2]) -> Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(sealed) = &self.tls {
-            return sealed.with(|channel| channel.send(self.fd.as_fd(), bytes));
+            let [first, second] = pieces;
+            let next = if first.is_empty() { second } else { first };
+            return sealed.with(|channel| channel.send(self.fd.as_fd(), next));
         }
-        give(self.fd.as_fd(), bytes)
+        give_both(self.fd.as_fd(), pieces)
     }
 
     /// Sends buffered bytes; returns whether some were sent.

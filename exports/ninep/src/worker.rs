@@ -1,17 +1,19 @@
 //! The main loop of a thread: wait for an event, receive a message, serve it.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-use ferry_engine::IDLE_THREAD;
+use ferry_engine::{BusyPoll, CallSnapshot, IDLE_THREAD, MonitoredWorker, Ownership, Replacement, Watch};
 use ferry_vfs::Errno;
+use ferry_vfs::sync::lock;
 use ferry_wire::ninep::{Reply, Request};
 
 use crate::carrier::Client;
 use crate::clients::Charge;
-use crate::connection::{Connection, ReceiveResult};
+use crate::connection::{Connection, ReceiveResult, TurnMemory};
 use crate::delayed_requests::{DelayedRequest, DelayedRequests};
 use crate::hub::{Hub, KEY_BELL, KEY_LIMIT};
 use crate::message::{Buffers, Message};
@@ -23,29 +25,46 @@ use crate::session::Session;
 /// Memory that a thread keeps for the next message, and for the next reply: enough for the longest of Linux's.
 const KEPT_BYTES_MAX: usize = 2 << 20;
 
+/// A thread serves at most so many messages of a connection before it looks at others.
+const TURN_MESSAGES_MAX: usize = 128;
+
+/// A thread, and the memory that it keeps.
+struct ServingThread {
+    hub: Arc<Hub>,
+    post: Arc<Post>,
+    busy_poll: BusyPoll,
+    /// The message that is being served.
+    message: Vec<u8>,
+    buffers: Buffers,
+    memory: TurnMemory,
+}
+
 /// The thread's main function.
 pub(crate) fn work(hub: &Arc<Hub>) {
-    let mut message = Vec::new();
-    let mut buffers = Buffers::default();
+    let post = Arc::new(Post::default());
+    let weak = Arc::downgrade(&post);
+    hub.monitor_handle.add(weak);
+    let (message, buffers, memory) = (Vec::new(), Buffers::default(), TurnMemory::default());
+    let busy_poll = BusyPoll::new(hub.share.options.poll.clone());
+    let mut thread = ServingThread { hub: Arc::clone(hub), post, busy_poll, message, buffers, memory };
     loop {
-        let event = hub.wait(IDLE_THREAD);
+        let event = thread.busy_poll.sleep(|| hub.wait(IDLE_THREAD));
         if hub.is_stopping() {
             break;
         }
         match event {
             Ok(Some((KEY_BELL, _))) => {}
-            Ok(Some((KEY_LIMIT, _))) => serve_delayed(hub, &mut buffers),
+            Ok(Some((KEY_LIMIT, _))) => serve_delayed(hub, &mut thread.buffers),
             Ok(Some((key, flags))) => match hub.connection(key) {
                 Some(connection) => {
                     if connection.happened(flags) {
-                        read(hub, &connection, &mut message, &mut buffers);
+                        take_turn(&mut thread, &connection);
                     }
                 }
                 None => hub.accept(key),
             },
             Ok(None) => {
-                message = Vec::new();
-                buffers = Buffers::default();
+                (thread.message, thread.buffers, thread.memory) = Default::default();
                 if hub.may_end() {
                     return;
                 }
@@ -55,24 +74,141 @@ pub(crate) fn work(hub: &Arc<Hub>) {
                 break;
             }
         }
-        if message.len() > KEPT_BYTES_MAX {
-            message = Vec::new();
-        }
-        if buffers.long.len() > KEPT_BYTES_MAX {
-            buffers.long = Vec::new();
+        let ServingThread { message, buffers, memory, .. } = &mut thread;
+        for kept in [message, &mut buffers.long, &mut memory.received] {
+            if kept.len() > KEPT_BYTES_MAX {
+                *kept = Vec::new();
+            }
         }
     }
     hub.thread_ended();
 }
 
-/// Takes a message from a connection and deals with it.
-fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buffers: &mut Buffers) {
-    let bytes = match connection.receive(message) {
-        ReceiveResult::Message(bytes) => bytes,
-        ReceiveResult::Nothing => return connection.read_on(),
-        ReceiveResult::End(reason) => return connection.end(reason),
-    };
-    let (tag, request) = match Request::decode(&message[..bytes]) {
+/// Serves what a connection has sent: one message after the other, with the replies sent together. As soon as a request waits, other threads
+/// go on with the connection.
+fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
+    let ServingThread { hub, post, busy_poll, message, buffers, memory } = thread;
+    connection.begin_turn(memory);
+    *lock(&post.connection) = Some(Arc::clone(connection));
+    let turn = Turn::new(hub, post, connection);
+    hub.ensure_waiter();
+    let mut end = None;
+    for number in 0..TURN_MESSAGES_MAX {
+        let mut received = connection.receive(message, number == 0);
+        if received == ReceiveResult::Nothing && number > 0 && busy_poll.will_poll() && connection.send_replies() {
+            // While the connection is not watched, the client wakes nobody.
+            busy_poll.poll(|| {
+                received = connection.receive(message, true);
+                received != ReceiveResult::Nothing
+            });
+        }
+        let bytes = match received {
+            ReceiveResult::Message(bytes) => bytes,
+            ReceiveResult::Nothing => break,
+            ReceiveResult::End(reason) => {
+                end = Some(reason);
+                break;
+            }
+        };
+        match serve_message(&turn, &message[..bytes], buffers) {
+            NextStep::Continue => {}
+            NextStep::Pause => break,
+            NextStep::End(reason) => {
+                end = Some(Some(reason));
+                break;
+            }
+        }
+    }
+    *lock(&post.connection) = None;
+    if turn.is_ours.get()
+        && let Err(reason) = connection.end_turn(memory)
+    {
+        end = Some(Some(reason));
+    }
+    if let Some(reason) = end {
+        connection.end(reason);
+    }
+    if let Some(ahead) = buffers.ahead.take() {
+        ahead.ask();
+    }
+}
+
+/// What a thread does after a message.
+enum NextStep {
+    Continue,
+    /// Later ones are for later, or for other threads.
+    Pause,
+    /// The connection ends, for this reason.
+    End(&'static str),
+}
+
+/// What the monitor knows of a thread: whose request it serves as part of a turn.
+#[derive(Default)]
+struct Post {
+    watch: Watch,
+    connection: Mutex<Option<Arc<Connection>>>,
+}
+
+impl MonitoredWorker for Post {
+    fn watch(&self) -> &Watch {
+        &self.watch
+    }
+
+    /// The request goes on, and other threads with the connection.
+    fn replace_worker(self: Arc<Self>, seen: CallSnapshot) -> Replacement {
+        let connection = lock(&self.connection).clone();
+        match connection {
+            Some(connection) if self.watch.take(seen).is_some() => {
+                connection.hand_over();
+                Replacement::Found
+            }
+            _ => Replacement::NotNeeded,
+        }
+    }
+}
+
+/// A thread's turn with a connection, until another thread may take the next message.
+struct Turn<'a> {
+    hub: &'a Arc<Hub>,
+    post: &'a Post,
+    connection: &'a Arc<Connection>,
+    ownership: RefCell<Ownership>,
+    is_ours: Cell<bool>,
+}
+
+impl<'a> Turn<'a> {
+    fn new(hub: &'a Arc<Hub>, post: &'a Post, connection: &'a Arc<Connection>) -> Self {
+        let ownership = RefCell::new(post.watch.first_owner());
+        Self { hub, post, connection, ownership, is_ours: Cell::new(true) }
+    }
+
+    /// Serves a request as a part of the turn.
+    fn serve(&self, serve: impl FnOnce()) {
+        self.post.watch.enter(&mut self.ownership.borrow_mut());
+        self.hub.monitor_handle.ring();
+        serve();
+        if self.is_ours.get() {
+            self.is_ours.set(self.leave());
+        }
+    }
+
+    /// Returns whether the turn has not been taken away.
+    fn leave(&self) -> bool {
+        self.post.watch.leave(&mut self.ownership.borrow_mut())
+    }
+
+    /// Called where the request is about to wait: the turn ends, and other threads go on.
+    fn end_before_wait(&self) {
+        if self.is_ours.replace(false) && self.leave() {
+            self.connection.hand_over();
+            self.hub.ensure_waiter();
+        }
+    }
+}
+
+fn serve_message(turn: &Turn<'_>, message: &[u8], buffers: &mut Buffers) -> NextStep {
+    let Turn { hub, connection, .. } = *turn;
+    let (tag, request) = match Request::decode(message) {
         Ok(decoded) => decoded,
         Err(flaw) => {
             hub.share.metrics.invalid();
@@ -83,47 +219,62 @@ fn read(hub: &Arc<Hub>, connection: &Arc<Connection>, message: &mut Vec<u8>, buf
             if let Some(tag) = flaw.tag {
                 connection.reply(tag, &Reply::Error(flaw.errno));
             }
-            return connection.read_on();
+            return NextStep::Continue;
         }
     };
-    // These two are dealt with before the next message is taken.
     let refused = match request {
         Request::Version { msize, version } => {
-            connection.version(tag, msize, version);
-            return connection.read_on();
+            if let Some(before) = connection.version(tag, msize, version) {
+                turn.serve(|| {
+                    turn.end_before_wait();
+                    drop(before);
+                });
+                return NextStep::Pause;
+            }
+            None
         }
         Request::Flush { old } => connection.flush(tag, old).err(),
         _ => match connection.register(tag) {
-            Ok((ticket, session)) => {
-                let held = bytes + reply_bytes(&request).min(session.msize as usize);
-                if let (Some(delayed), Some(cost_bytes)) = (&hub.delayed, cost_bytes(&request))
-                    && delayed.must_wait(cost_bytes)
-                {
-                    return delay(delayed, connection, &message[..bytes], (ticket, session), (cost_bytes, held));
-                }
-                connection.serve_on(held);
-                hub.ensure_waiter();
-                let client = Arc::clone(connection) as Arc<dyn Client>;
-                let timer = Cell::default();
-                let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer };
-                answer(&context, &request, &mut Message::new(&message[..bytes], buffers));
-                connection.served(held);
-                if let Some(ahead) = buffers.ahead.take() {
-                    ahead.ask();
-                }
-                return;
-            }
+            Ok(registered) => return serve_registered(turn, message, (&request, registered), buffers),
             Err(refused) => Some(refused),
         },
     };
     match refused {
-        None => connection.read_on(),
-        Some(RejectedRequest::Error(errno)) => {
-            connection.reply(tag, &Reply::Error(errno));
-            connection.read_on();
-        }
-        Some(RejectedRequest::TagInUse) => connection.end(Some("it used a tag for two requests at the same time")),
+        None => {}
+        Some(RejectedRequest::Error(errno)) => connection.reply(tag, &Reply::Error(errno)),
+        Some(RejectedRequest::TagInUse) => return NextStep::End("it used a tag for two requests at the same time"),
     }
+    NextStep::Continue
+}
+
+/// Serves a request that is among those of its connection.
+fn serve_registered(
+    turn: &Turn<'_>,
+    bytes: &[u8],
+    (request, (ticket, session)): (&Request<'_>, (Ticket, Arc<Session>)),
+    buffers: &mut Buffers,
+) -> NextStep {
+    let Turn { hub, connection, .. } = *turn;
+    let held = bytes.len() + reply_bytes(request).min(session.msize as usize);
+    if let (Some(delayed), Some(cost_bytes)) = (&hub.delayed, cost_bytes(request))
+        && delayed.must_wait(cost_bytes)
+    {
+        return delay(delayed, connection, bytes, (ticket, session), (cost_bytes, held));
+    }
+    let _ = connection.serving(held);
+    let client = Arc::clone(connection) as Arc<dyn Client>;
+    let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
+    let before_wait = || turn.end_before_wait();
+    let mut message = Message::new(bytes, buffers, &before_wait);
+    let began = Instant::now();
+    turn.serve(|| {
+        if connection.pace().is_parallel() || hub.share.waits || matches!(request, Request::Fsync { .. }) {
+            turn.end_before_wait();
+        }
+        answer(&context, request, &mut message);
+    });
+    connection.pace().note(began.elapsed());
+    if connection.served(held) && turn.is_ours.get() { NextStep::Continue } else { NextStep::Pause }
 }
 
 /// A request that waits for a limit.
@@ -145,18 +296,19 @@ fn delay(
     message: &[u8],
     (ticket, session): (Ticket, Arc<Session>),
     (cost_bytes, held_bytes): (u64, usize),
-) {
+) -> NextStep {
     let Some(charge) = connection.charge(message.len()) else {
-        return connection.end(Some("its requests wait for a limit, and others need the memory"));
+        return NextStep::End("its requests wait for a limit, and others need the memory");
     };
     let gone = Arc::new(AtomicBool::new(false));
     connection.park(&ticket, &gone);
-    connection.serve_on(held_bytes);
+    let has_room = connection.serving(held_bytes);
     let (connection, message) = (Arc::clone(connection), message.to_vec());
     let request = ParkedRequest { connection, message, ticket, session, held_bytes, charge };
     delayed.push(DelayedRequest { request, gone, cost_bytes });
     // It may have been cancelled before.
     delayed.release_cancelled();
+    if has_room { NextStep::Continue } else { NextStep::Pause }
 }
 
 /// Serves a request that has waited for a limit, unless it was cancelled.
@@ -169,9 +321,9 @@ fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
     {
         let client = Arc::clone(&connection) as Arc<dyn Client>;
         let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
-        answer(&context, &request, &mut Message::new(&message, buffers));
+        answer(&context, &request, &mut Message::new(&message, buffers, &|| ()));
     }
-    connection.served(held_bytes);
+    let _ = connection.served(held_bytes);
     drop((charge, session));
     if let Some(ahead) = buffers.ahead.take() {
         ahead.ask();

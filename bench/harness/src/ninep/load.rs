@@ -81,7 +81,8 @@ impl Client {
     pub fn connect(address: &Address, tree: &Path, name: &str, bytes: u64) -> Result<Self> {
         let stream: Box<dyn Stream> = match address {
             Address::Unix(path) => {
-                let stream = UnixStream::connect(path).with_context(|| format!("cannot connect to {}", path.display()))?;
+                let stream =
+                    UnixStream::connect(path).with_context(|| format!("cannot connect to {}", path.display()))?;
                 stream.set_read_timeout(Some(PATIENCE))?;
                 Box::new(stream)
             }
@@ -106,7 +107,12 @@ impl Client {
         };
         let tree = tree.as_os_str().as_encoded_bytes();
         client.ask(&Request::Version { msize: MSIZE, version: b"9P2000.L" })?;
-        client.ask(&Request::Attach { fid: ROOT, afid: Fid::NONE, user: User { name: b"root", uid: Some(0) }, tree })?;
+        client.ask(&Request::Attach {
+            fid: ROOT,
+            afid: Fid::NONE,
+            user: User { name: b"root", uid: Some(0) },
+            tree,
+        })?;
         let mut names = Vec::new();
         let steps = Steps::write(&mut names, [Step::Child(Name::new(name.as_bytes()).context("an odd name")?)]);
         client.ask(&Request::Walk { fid: ROOT, new_fid: FILE, steps })?;

@@ -252,7 +252,11 @@ impl Runner<'_> {
         let mut samples: BTreeMap<System, Vec<f64>> = BTreeMap::new();
         self.failures.begin_row();
         for _ in 0..self.effort.runs {
-            for system in System::ALL.into_iter().filter(|system| self.failures.is_able((row.transport, *system))).collect::<Vec<_>>() {
+            for system in System::ALL
+                .into_iter()
+                .filter(|system| self.failures.is_able((row.transport, *system)))
+                .collect::<Vec<_>>()
+            {
                 match self.rate(row, system) {
                     Ok(rate) => samples.entry(system).or_default().push(rate),
                     Err(error) => self.failures.note((row.transport, system), format!("{error:#}")),
@@ -317,7 +321,13 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
     targets.iter().for_each(|target| eprintln!("{target}"));
     if let Some(folder) = cli.results() {
         let machine = Machine { command: crate::cli::command(), ..machine };
-        parts::save(&folder, TABLE, &lines, &markdown(&lines, &machine, effort, &targets), &chart::svg(&lines, "diod"))?;
+        parts::save(
+            &folder,
+            TABLE,
+            &lines,
+            &markdown(&lines, &machine, effort, &targets),
+            &chart::svg(&lines, "diod"),
+        )?;
     }
     Ok(crate::cli::verdict(&lines))
 }

@@ -8,9 +8,8 @@ mod handler;
 
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
 
-use ferry_engine::{IoMode, PollLimit};
+use ferry_engine::IoMode;
 use ferry_vfs::sync::lock;
 use ferry_vhost::{Device, FrontEnd, Port, Server, WorkerOptions};
 
@@ -24,8 +23,6 @@ use crate::{Error, Usage};
 const F_MOUNT_TAG: u64 = 1;
 /// The maximum length of a tag in bytes, longer than any VMM allows.
 const TAG_BYTES_MAX: usize = 255;
-/// The default maximum time that a worker polls before it sleeps, as for virtio-fs.
-const POLL_DEFAULT: Duration = Duration::from_micros(100);
 
 /// The number of threads for requests that block, as for virtio-fs: usually more than a mount has in flight.
 const SPARE_THREADS: usize = 128;
@@ -35,8 +32,6 @@ const SPARE_THREADS: usize = 128;
 pub struct DeviceOptions {
     /// The tag that the guest mounts: 1 to 255 bytes without NUL.
     pub tag: String,
-    /// The maximum time that the worker polls before it sleeps.
-    pub poll: PollLimit,
     /// How data is moved.
     pub io: IoMode,
 }
@@ -44,7 +39,7 @@ pub struct DeviceOptions {
 impl DeviceOptions {
     /// Returns the default options with a tag.
     pub fn of(tag: impl Into<String>) -> Self {
-        Self { tag: tag.into(), poll: POLL_DEFAULT.into(), io: IoMode::Auto }
+        Self { tag: tag.into(), io: IoMode::Auto }
     }
 }
 
@@ -91,7 +86,12 @@ impl Device for NineP {
     }
 
     fn worker_options(&self, _: usize) -> WorkerOptions {
-        WorkerOptions { name: "9p-device".into(), io: self.options.io, poll: self.options.poll.clone(), begun: None }
+        WorkerOptions {
+            name: "9p-device".into(),
+            io: self.options.io,
+            poll: self.share.options.poll.clone(),
+            begun: None,
+        }
     }
 
     fn session(&self) -> Arc<Guest> {

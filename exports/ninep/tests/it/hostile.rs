@@ -401,9 +401,9 @@ fn idle_connections_are_cheap() {
 }
 
 /// A source whose reads wait until they are let go, and that panics where it is told to.
-struct Slow {
+pub(crate) struct Slow {
     gate: Barrier,
-    reading: AtomicUsize,
+    pub(crate) reading: AtomicUsize,
     panics: AtomicBool,
 }
 
@@ -433,7 +433,7 @@ impl FileSystem for Slow {
     }
 }
 
-fn slow(together: usize) -> (Arc<Slow>, Server) {
+pub(crate) fn slow(together: usize) -> (Arc<Slow>, Server) {
     let gate = Barrier::new(together);
     let source = Arc::new(Slow { gate, reading: AtomicUsize::new(0), panics: AtomicBool::new(false) });
     let server = Server::of(Arc::clone(&source) as Arc<dyn FileSystem>, Options::default());

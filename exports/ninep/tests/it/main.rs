@@ -20,4 +20,5 @@ mod memory;
 mod permissions;
 mod requests;
 mod tls;
+mod together;
 mod versions;
