@@ -68,3 +68,34 @@ fn locks_exclude_and_end_with_their_file() {
         mounted.stop();
     }
 }
+
+/// Who closes a file may go on with its mapping; what is stored there must not stay with the kernel.
+#[test]
+fn stores_through_a_mapping_reach_the_source() {
+    const BYTES: usize = 8192;
+    for path in paths() {
+        let source = Arc::new(ferry_mem::Tree::new(&ferry_mem::Options::default()).unwrap());
+        let options = Options { single_client: true, passthrough: Some(false), ..plain(path) };
+        let mounted = mount(Arc::clone(&source) as _, options.clone());
+        let file = create(&mounted.path("file"));
+        file.set_len(BYTES as u64).unwrap();
+        // SAFETY: maps a file at an address of the kernel's choice.
+        let map = unsafe {
+            use rustix::mm::{MapFlags, ProtFlags, mmap};
+            mmap(std::ptr::null_mut(), BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0).unwrap()
+        };
+        let store = |byte: u8| {
+            // SAFETY: so many bytes were mapped, and nothing else uses them.
+            unsafe { std::ptr::write_bytes(map.cast::<u8>(), byte, BYTES) }
+        };
+        store(b'a');
+        drop(file);
+        store(b'b');
+        // SAFETY: nothing uses the mapping any more.
+        unsafe { rustix::mm::munmap(map, BYTES).unwrap() };
+        mounted.stop();
+        let mounted = mount(source, options);
+        assert!(std::fs::read(mounted.path("file")).unwrap() == [b'b'; BYTES], "{path:?}");
+        mounted.stop();
+    }
+}
