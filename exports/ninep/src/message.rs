@@ -132,6 +132,7 @@ impl NinepCarrier for Message<'_> {
 
     /// This thread reads ahead after the reply is sent, while another one waits for the next request.
     fn read_ahead(&mut self, _: &BlockingPool, ahead: ReadAhead) {
-        self.buffers.ahead = Some(ahead);
+        let before = self.buffers.ahead.replace(ahead);
+        debug_assert!(before.is_none(), "a turn ends with the first");
     }
 }

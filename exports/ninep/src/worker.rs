@@ -274,7 +274,9 @@ fn serve_registered(
         answer(&context, request, &mut message);
     });
     connection.pace().note(began.elapsed());
-    if connection.served(held) && turn.is_ours.get() { NextStep::Continue } else { NextStep::Pause }
+    // What is to be read ahead is asked for when the turn has ended.
+    let goes_on = connection.served(held) && turn.is_ours.get() && buffers.ahead.is_none();
+    if goes_on { NextStep::Continue } else { NextStep::Pause }
 }
 
 /// A request that waits for a limit.

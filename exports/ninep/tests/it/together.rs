@@ -126,3 +126,20 @@ fn messages_are_cut_anywhere() {
         share.server.settles(|usage| usage.buffered_bytes == 0);
     }
 }
+
+/// What a reader will ask for next is asked of the host behind each of its reads, also of those that came together.
+#[test]
+fn pieces_of_a_file_are_read_ahead() {
+    const PIECE: u32 = 64 << 10;
+    let share = DirServer::new(Options::default());
+    std::fs::write(share.path.join("f"), vec![7; 64 * PIECE as usize]).unwrap();
+    let mut client = share.attached(0);
+    client.open_path(Fid(1), "f", OFlags::RDONLY).unwrap();
+    let read = |tag: u16| Request::Read { fid: Fid(1), offset: u64::from(tag) * u64::from(PIECE), bytes_max: PIECE };
+    client.stream.write_all(&encoded((0..32).map(|tag| (tag, read(tag))))).unwrap();
+    for _ in 0..32 {
+        let (_, message) = client.receive();
+        assert!(matches!(Reply::decode(&message).unwrap().1, Reply::Read(data) if data.len() == PIECE as usize));
+    }
+    assert!(share.server.read_ahead_bytes() > 0);
+}
