@@ -5,7 +5,7 @@
 //! block. Files can be marked on ext4, XFS and btrfs.
 //!
 //! Once the last descriptor of the fanotify group is closed, events stop, and holes would be read as zeros. So a separate process
-//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`answer_for_dead_server`]): data that is
+//! ([`crate::guardian`]) holds one as well, and responds after the death of the server ([`pack_hold::answer_for_dead_server`]): data that is
 //! here may be read, all else is an I/O error. It ends when the packs are complete, when no other process has them open, or when
 //! the next server, or a later guardian, announces itself by a lock on each pack. Marks belong to the files, so that server responds for the old mount,
 //! too.
