@@ -5,7 +5,40 @@
 //! fid opened for appending is an append if its offset is between the end known through this fid and the current end.
 //! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages.
 
+//!
+//! Several programs of a client may append at the same end that it knows. Each of their writes is appended, so the file
+//! is longer than the client believes, until it asks for the size. So a fid that is opened meanwhile begins with the end
+//! that the client believes in ([`ClientEnds`]).
+
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use ferry_vfs::Ino;
+use ferry_vfs::sync::lock;
+
+/// With fewer files, none is looked for that no fid is open for any more.
+const ENDS_MIN: usize = 64;
+
+/// The ends that a client believes in, of the files that it has open for appending.
+#[derive(Debug, Default)]
+pub(crate) struct ClientEnds(Mutex<HashMap<Ino, Weak<AtomicU64>>>);
+
+impl ClientEnds {
+    /// Returns the end of a file that is opened once more and has this size.
+    fn of(&self, ino: Ino, size: u64) -> Arc<AtomicU64> {
+        let mut ends = lock(&self.0);
+        if let Some(end) = ends.get(&ino).and_then(Weak::upgrade) {
+            return end;
+        }
+        if ends.len() >= ENDS_MIN && ends.len() == ends.capacity() {
+            ends.retain(|_, end| end.strong_count() > 0);
+        }
+        let end = Arc::new(AtomicU64::new(size));
+        ends.insert(ino, Arc::downgrade(&end));
+        end
+    }
+}
 
 /// The known end of a file, through one fid.
 #[derive(Debug, Default)]
@@ -13,12 +46,15 @@ pub(crate) struct AppendTracking {
     offset: AtomicU64,
     /// The last write was not an append.
     is_elsewhere: AtomicBool,
+    /// What all fids of the client for the file have in common.
+    client_end: OnceLock<Arc<AtomicU64>>,
 }
 
 impl AppendTracking {
     /// Records the file's size at the open.
-    pub(crate) fn found(&self, size: u64) {
-        self.offset.store(size, Ordering::Relaxed);
+    pub(crate) fn found(&self, ends: &ClientEnds, ino: Ino, size: u64) {
+        let end = self.client_end.get_or_init(|| ends.of(ino, size));
+        self.offset.store(size.min(end.load(Ordering::Relaxed)), Ordering::Relaxed);
     }
 
     /// Records a write. Queries the file's size if it matters.
@@ -31,6 +67,9 @@ impl AppendTracking {
             (known..=size).contains(&offset)
         };
         let behind = offset.saturating_add(bytes as u64);
+        if let Some(end) = self.client_end.get() {
+            end.fetch_max(behind, Ordering::Relaxed);
+        }
         self.offset.store(if appends { behind } else { known.max(behind) }, Ordering::Relaxed);
         if self.is_elsewhere.load(Ordering::Relaxed) == appends {
             self.is_elsewhere.store(!appends, Ordering::Relaxed);
@@ -50,7 +89,7 @@ mod tests {
     #[test]
     fn writes_at_a_known_end_are_appended() {
         let end = AppendTracking::default();
-        end.found(10);
+        end.found(&ClientEnds::default(), Ino(1), 10);
         assert!(end.appends());
         // Offset and length of a write, the file's size then, and whether it is an append.
         for (offset, bytes, size, appends) in [

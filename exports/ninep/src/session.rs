@@ -17,7 +17,7 @@ use ferry_wire::ninep::{
     Fid, LockRequest, Qid, QidKind, READ_HEAD_BYTES, Reply, VERSION_OF_FERRY, VERSION_UNKNOWN, VersionReply, agree,
 };
 
-use crate::append_tracking::AppendTracking;
+use crate::append_tracking::{AppendTracking, ClientEnds};
 use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::qids::{Paths, version};
 use crate::read_ahead::Reader;
@@ -44,6 +44,7 @@ pub(crate) struct Session {
     /// Owners that fids remember.
     owner_count: Arc<AtomicUsize>,
     values_bytes: Arc<AtomicUsize>,
+    client_ends: ClientEnds,
     /// Names that its users are to look at again before they remove them.
     pub(crate) removals: Removals,
     /// On whose account all that is.
@@ -187,8 +188,10 @@ impl Open {
     }
 
     /// The file has this size when it is opened.
-    pub(crate) fn found(&self, size: u64) {
-        self.end.found(size);
+    pub(crate) fn found(&self, session: &Session, size: u64) {
+        if self.flags.contains(OFlags::APPEND) {
+            self.end.found(&session.client_ends, self.node.ino, size);
+        }
     }
 
     /// The client writes here. Asks for the file's size now, if that matters.
@@ -294,6 +297,7 @@ impl Session {
             paths: Arc::default(),
             owners: RandomState::new(),
             owner_count: Arc::default(),
+            client_ends: ClientEnds::default(),
             values_bytes: Arc::default(),
             removals: Removals::default(),
             holder: Arc::clone(holder),

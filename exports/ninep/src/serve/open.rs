@@ -39,7 +39,7 @@ impl Context<'_> {
         let open = self.session.opened(node, handle, flags - NOT_PASSED - OFlags::TRUNC, user);
         let opened = File { state: State::Open(Arc::clone(&open)), ..File::clone(&file) };
         let attr = self.attr(&opened)?;
-        open.found(attr.size);
+        open.found(self.session, attr.size);
         let qid = node.qid(&attr);
         self.session.replace(fid, &file, opened)?;
         Ok(Reply::Open { qid, iounit: 0 })
@@ -95,7 +95,7 @@ impl Context<'_> {
         requests::record_name(&self.share.options.name, (dir.node.ino, name.as_bytes()), node.ino);
         let open = self.session.opened(&node, handle, flags - NOT_PASSED - OFlags::TRUNC - OFlags::EXCL, user);
         let size = if flags.contains(OFlags::TRUNC) { 0 } else { attr.size };
-        open.found(size);
+        open.found(self.session, size);
         let qid = node.qid(&attr);
         let place = Some(Place::new(&dir.node, name));
         let file = File { node, place, user, root: dir.root, state: State::Open(open) };

@@ -726,6 +726,14 @@ fn appends_go_to_the_end_and_other_writes_to_their_offset() {
         one.write(Fid(1), 25, b"b").unwrap();
         one.write(Fid(2), 27, b"c").unwrap();
         assert_eq!(other.read(Fid(1), 24, 100).unwrap(), b"+-abc");
+        // Both at the end that it knows, so it believes the file to be shorter than it is; and then a third one begins.
+        one.write(Fid(1), 28, b"d").unwrap();
+        one.write(Fid(2), 28, b"e").unwrap();
+        one.write(Fid(1), 29, b"f").unwrap();
+        one.write(Fid(2), 29, b"g").unwrap();
+        one.open_path(Fid(3), "log", flags).unwrap();
+        one.write(Fid(3), 30, b"h").unwrap();
+        assert_eq!(other.read(Fid(1), 24, 100).unwrap(), b"+-abcdefgh");
         // Made shorter by the client.
         let set = SetAttr { size: Some(3), ..SetAttr::default() };
         one.ok(&Request::Setattr { fid: Fid(1), set, ctime: false }).unwrap();
