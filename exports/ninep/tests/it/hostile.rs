@@ -324,7 +324,7 @@ fn one_client_takes_nothing_from_another<S: common::Stream>(
 }
 
 /// Enough connections to hold what there is, with a part of a reply each.
-const DEAF_MAX: usize = 200;
+const DEAF_MAX: usize = 900;
 
 fn with_little_room() -> DirServer {
     let limits = Limits { buffered_bytes_max: 24 << 20, ..Limits::default() };
