@@ -227,10 +227,11 @@ impl Hub {
         }
     }
 
-    /// Called by an idle thread; returns whether it must end, which is then counted.
+    /// Called by an idle thread; returns whether it must end, which is then counted. The others may be blocked, so one
+    /// that waits for events must be left.
     pub(crate) fn may_end(&self) -> bool {
         let mut threads = lock(&self.threads);
-        let may = threads.count > THREADS_MIN;
+        let may = threads.count > THREADS_MIN && self.idle.load(Ordering::Acquire) > 0;
         threads.count -= usize::from(may);
         may
     }

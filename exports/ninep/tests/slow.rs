@@ -156,6 +156,20 @@ fn requests_that_wait_hold_up_no_others_of_their_client() {
     assert_eq!(tags, (0..TOGETHER).collect::<Vec<_>>());
 }
 
+/// Threads that have nothing to do for some seconds end, but for one that waits for what comes.
+#[test]
+fn somebody_is_there_when_all_others_have_waited_for_long() {
+    let (gate, server, mut client) = client(Wait::UntilTold);
+    for tag in 0..4 {
+        ask(&mut client, 1000 + tag);
+    }
+    server.settles(|usage| usage.requests == 4);
+    std::thread::sleep(ferry_engine::IDLE_THREAD * 2 + MOMENT);
+    assert!(client.getattr(FAST).is_ok());
+    gate.open();
+    (0..4).for_each(|_| is_answered(&client.receive().1));
+}
+
 /// flush(5): "The server must answer [the flush] after it has answered the request"; also where the request waits for a
 /// thread, and where another thread has gone on with the queue.
 #[test]
