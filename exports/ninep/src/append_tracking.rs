@@ -4,7 +4,6 @@
 //! client that appends writes at the end that it knows, but others may have made the file longer. So a Twrite through a
 //! fid opened for appending is an append if its offset is between the end known through this fid and the current end.
 //! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages.
-
 //!
 //! Several programs of a client may append at the same end that it knows. Each of their writes is appended, so the file
 //! is longer than the client believes, until it asks for the size. So a fid that is opened meanwhile begins with the end

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use crate::carrier::Client;
-use crate::clients::{Charge, ConnectionAccount, Resource};
+use crate::clients::{Charge, ConnectionAccount, LimitReached, Resource};
 use crate::hub::Hub;
 use crate::outbox::{Out, Outbox, SendResult, Socket};
 use crate::request_table::{self, Outlet, RejectedRequest, RequestTable, Ticket};
@@ -57,8 +57,10 @@ impl Inbox {
 
     /// Makes room for the next message, or for many short ones; returns where it ends.
     fn make_room(&mut self) -> usize {
-        self.bytes.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
+        if self.start > 0 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
         let wanted = self.next().unwrap_or_default();
         let room = if wanted > RECEIVED_BYTES { wanted.min(self.end * 2 + RECEIVED_BYTES) } else { RECEIVED_BYTES };
         if self.bytes.len() < room {
@@ -153,8 +155,8 @@ pub(crate) struct Connection {
     key: u64,
     stream: Stream,
     holder: Arc<ConnectionAccount>,
-    /// Why it was closed for others.
-    evicted: OnceLock<&'static str>,
+    /// Why its socket was shut, to be ended by the thread that sees that.
+    shut_for: OnceLock<&'static str>,
     begun: Instant,
     attached: AtomicBool,
     /// Milliseconds from `begun` to the last message.
@@ -181,7 +183,7 @@ impl Connection {
             key,
             stream,
             holder,
-            evicted: OnceLock::new(),
+            shut_for: OnceLock::new(),
             begun: Instant::now(),
             attached: AtomicBool::new(false),
             last_heard_ms: AtomicU64::new(0),
@@ -269,40 +271,28 @@ impl Connection {
         lock(&self.exchange).outbox.cork(std::mem::take(&mut memory.replies));
     }
 
-    /// Ends the turn: sends the replies, takes the memory back, and lets other threads read. Returns why the connection must end, if it must.
-    pub(crate) fn end_turn(&self, memory: &mut TurnMemory) -> Result<(), &'static str> {
-        memory.replies = self.send_collected();
-        let mut inbox = lock(&self.inbox);
-        let (received, kept) = self.keep(&mut inbox);
-        drop(inbox);
-        memory.received = received;
+    /// Ends the turn: sends the replies, takes the memory back, and lets other threads read.
+    pub(crate) fn end_turn(&self, memory: &mut TurnMemory) {
+        let mut exchange = lock(&self.exchange);
+        memory.replies = exchange.outbox.uncork(&self.socket());
+        self.note(exchange.outbox.state(), false);
+        drop(exchange);
+        memory.received = self.keep(&mut lock(&self.inbox));
         self.read_on();
-        kept
     }
 
     /// Ends the turn of a thread that is blocked, or is about to be, while it serves a request.
-    pub(crate) fn hand_over(&self) {
-        drop(self.send_collected());
-        if self.keep(&mut lock(&self.inbox)).1.is_err() {
-            // The thread that polls the socket sees its end.
-            let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
-        }
-        self.read_on();
+    pub(crate) fn hand_over(&self, memory: &mut TurnMemory) {
+        self.end_turn(memory);
+        self.hub.ensure_waiter();
     }
 
-    fn send_collected(&self) -> Vec<u8> {
-        let mut exchange = lock(&self.exchange);
-        let memory = exchange.outbox.uncork(&self.socket());
-        self.note(exchange.outbox.state(), false);
-        memory
-    }
-
-    /// Stores what was received, until a thread serves it; returns memory that is not needed for that, and why the connection must end.
-    fn keep(&self, inbox: &mut Inbox) -> (Vec<u8>, Result<(), &'static str>) {
+    /// Stores what was received, until a thread serves it; returns memory that is not needed for that.
+    fn keep(&self, inbox: &mut Inbox) -> Vec<u8> {
         let length = inbox.end - inbox.start;
         // Who closes it releases what is there after that.
         if length == 0 || lock(&self.interest).over {
-            return (std::mem::take(inbox).bytes, Ok(()));
+            return std::mem::take(inbox).bytes;
         }
         let mut rest = Vec::new();
         if inbox.bytes.len() > 2 * length + RECEIVED_BYTES || inbox.bytes.len() <= RECEIVED_BYTES {
@@ -311,12 +301,15 @@ impl Connection {
             (inbox.start, inbox.end) = (0, length);
         }
         inbox.since = if inbox.has_message() { None } else { inbox.since.or_else(|| Some(Instant::now())) };
-        let charged_bytes = inbox.bytes.len();
-        if self.holder.take(Resource::Bytes, charged_bytes).is_err() {
-            return (rest, Err("it does not finish its message, and others need the memory"));
+        match self.holder.take(Resource::Bytes, inbox.bytes.len()) {
+            Ok(()) => inbox.charged_bytes = inbox.bytes.len(),
+            Err(LimitReached) => {
+                *inbox = Inbox::default();
+                self.has_message.store(false, Ordering::Release);
+                self.shut("it does not finish its message, and others need the memory");
+            }
         }
-        inbox.charged_bytes = charged_bytes;
-        (rest, Ok(()))
+        rest
     }
 
     /// Takes the next message. Reads from the socket if this `is_first` message of a turn.
@@ -502,8 +495,12 @@ impl Connection {
 
     /// Closes the connection, because others need its resources, without a connection's lock.
     pub(crate) fn evict(&self) {
-        let _ = self.evicted.set("its client holds more than any other, and others need the room");
-        // The thread that polls the socket sees its end.
+        self.shut("its client holds more than any other, and others need the room");
+    }
+
+    /// Has the thread that polls the socket end the connection, for this reason.
+    fn shut(&self, reason: &'static str) {
+        let _ = self.shut_for.set(reason);
         let _ = rustix::net::shutdown(&self.stream, Shutdown::Both);
     }
 
@@ -524,8 +521,8 @@ impl Connection {
         self.hub.forget(self.key);
         let mut exchange = lock(&self.exchange);
         let Exchange { request_table, outbox } = &mut *exchange;
-        let evicted = self.evicted.get().copied();
-        let reason = evicted.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
+        let shut_for = self.shut_for.get().copied();
+        let reason = shut_for.or(reason).or(outbox.state().broken).filter(|reason| !reason.is_empty());
         outbox.give_up(&self.socket(), "");
         let session = request_table.begin(&mut Out { socket: self.socket(), outbox }, None);
         drop(exchange);
@@ -565,6 +562,18 @@ impl Client for Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn requests_are_parallel_after_two_slow_ones() {
+        let (pace, slow) = (Pace::default(), 2 * SLOW);
+        pace.note(slow);
+        // The first is forgotten meanwhile.
+        (0..32).for_each(|_| pace.note(SLOW));
+        pace.note(slow);
+        assert!(!pace.is_parallel());
+        pace.note(slow);
+        assert!((0..PARALLEL_REQUESTS).all(|_| pace.is_parallel()) && !pace.is_parallel());
+    }
 
     #[test]
     fn long_messages_are_served_with_less_concurrency() {

@@ -88,9 +88,7 @@ pub(crate) fn work(hub: &Arc<Hub>) {
 /// go on with the connection.
 fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
     let ServingThread { hub, post, busy_poll, message, buffers, memory } = thread;
-    connection.begin_turn(memory);
-    *lock(&post.connection) = Some(Arc::clone(connection));
-    let turn = Turn::new(hub, post, connection);
+    let turn = Turn::begin(hub, post, connection, memory);
     hub.ensure_waiter();
     let mut end = None;
     for number in 0..TURN_MESSAGES_MAX {
@@ -119,12 +117,7 @@ fn take_turn(thread: &mut ServingThread, connection: &Arc<Connection>) {
             }
         }
     }
-    *lock(&post.connection) = None;
-    if turn.is_ours.get()
-        && let Err(reason) = connection.end_turn(memory)
-    {
-        end = Some(Some(reason));
-    }
+    turn.end();
     if let Some(reason) = end {
         connection.end(reason);
     }
@@ -159,7 +152,7 @@ impl MonitoredWorker for Post {
         let connection = lock(&self.connection).clone();
         match connection {
             Some(connection) if self.watch.take(seen).is_some() => {
-                connection.hand_over();
+                connection.hand_over(&mut TurnMemory::default());
                 Replacement::Found
             }
             _ => Replacement::NotNeeded,
@@ -172,14 +165,24 @@ struct Turn<'a> {
     hub: &'a Arc<Hub>,
     post: &'a Post,
     connection: &'a Arc<Connection>,
+    memory: RefCell<&'a mut TurnMemory>,
     ownership: RefCell<Ownership>,
     is_ours: Cell<bool>,
 }
 
 impl<'a> Turn<'a> {
-    fn new(hub: &'a Arc<Hub>, post: &'a Post, connection: &'a Arc<Connection>) -> Self {
+    fn begin(hub: &'a Arc<Hub>, post: &'a Post, connection: &'a Arc<Connection>, memory: &'a mut TurnMemory) -> Self {
+        connection.begin_turn(memory);
+        *lock(&post.connection) = Some(Arc::clone(connection));
         let ownership = RefCell::new(post.watch.first_owner());
-        Self { hub, post, connection, ownership, is_ours: Cell::new(true) }
+        Self { hub, post, connection, memory: RefCell::new(memory), ownership, is_ours: Cell::new(true) }
+    }
+
+    fn end(self) {
+        *lock(&self.post.connection) = None;
+        if self.is_ours.get() {
+            self.connection.end_turn(self.memory.into_inner());
+        }
     }
 
     /// Serves a request as a part of the turn.
@@ -200,8 +203,7 @@ impl<'a> Turn<'a> {
     /// Called where the request is about to wait: the turn ends, and other threads go on.
     fn end_before_wait(&self) {
         if self.is_ours.replace(false) && self.leave() {
-            self.connection.hand_over();
-            self.hub.ensure_waiter();
+            self.connection.hand_over(&mut self.memory.borrow_mut());
         }
     }
 }
@@ -261,7 +263,7 @@ fn serve_registered(
     {
         return delay(delayed, connection, bytes, (ticket, session), (cost_bytes, held));
     }
-    let _ = connection.serving(held);
+    connection.serving(held);
     let client = Arc::clone(connection) as Arc<dyn Client>;
     let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
     let before_wait = || turn.end_before_wait();
@@ -325,7 +327,7 @@ fn serve_delayed(hub: &Arc<Hub>, buffers: &mut Buffers) {
         let context = Context { share: &hub.share, client, session: &session, ticket: &ticket, timer: Cell::default() };
         answer(&context, &request, &mut Message::new(&message, buffers, &|| ()));
     }
-    let _ = connection.served(held_bytes);
+    connection.served(held_bytes);
     drop((charge, session));
     if let Some(ahead) = buffers.ahead.take() {
         ahead.ask();

@@ -121,6 +121,17 @@ fn a_running_share_is_limited_by_ferry_set() {
 }
 
 #[test]
+fn a_9p_server_polls_as_long_as_it_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let address = format!("unix:{}", socket.display());
+    let mut server = Server::start(ferry().args(["share", "mem", "--poll-us", "50", "--9p", &address]));
+    assert_eq!(set(&socket, "poll-us=0"), "poll-us 0\n");
+    server.signal(rustix::process::Signal::TERM);
+    assert_eq!(server.status(), Some(0));
+}
+
+#[test]
 fn the_limit_of_a_running_disk_changes() {
     let folder = tempfile::tempdir().unwrap();
     let (file, socket) = (folder.path().join("\x1b[2Jd"), folder.path().join("s"));
