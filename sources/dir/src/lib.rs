@@ -200,6 +200,8 @@ pub struct Dir {
     idle_evictor: OnceLock<Option<IdleEvictor>>,
     /// A client checks modes without ACLs. See [`Dir::look_for_acl`].
     looks_for_acls: AtomicBool,
+    /// When a client last came too late to an inode. See [`Dir::hold_found`].
+    last_stale: resolve::LastStale,
 }
 
 impl Dir {
@@ -266,6 +268,7 @@ impl Dir {
             watch: OnceLock::new(),
             idle_evictor: OnceLock::new(),
             looks_for_acls: AtomicBool::new(false),
+            last_stale: resolve::LastStale::never(),
         };
         let acl = dir.getxattr(&Caller::default(), Ino::ROOT, b"system.posix_acl_access");
         dir.features.posix_acl = !matches!(acl, Err(Errno::OPNOTSUPP | Errno::NOSYS));

@@ -2,6 +2,8 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use ferry_vfs::{Attr, Entry, Errno, FileType, Ino, OFlags, Result, Timespec};
 use rustix::fs::{AtFlags, Mode, Statx, StatxAttributes, StatxFlags, StatxTimestamp};
@@ -63,6 +65,43 @@ pub(crate) fn key(st: &Statx) -> Key {
     let dev = (u64::from(st.stx_dev_major) << 32) | u64::from(st.stx_dev_minor);
     let has_mount = st.stx_mask & (StatxFlags::MNT_ID | MNT_ID_UNIQUE).bits() != 0;
     Key { dev, ino: st.stx_ino, mount: if has_mount { st.stx_mnt_id } else { 0 } }
+}
+
+/// How long after a client came too late to an inode others are held that are found.
+const STALE_IS_RECENT: Duration = Duration::from_secs(1);
+
+/// When a client last came too late to an inode that nothing holds: the host has removed it since it was found.
+#[derive(Debug)]
+pub(crate) struct LastStale {
+    begin: Instant,
+    /// Milliseconds since then; 0: not lately.
+    last: AtomicU64,
+}
+
+impl LastStale {
+    pub(crate) fn never() -> Self {
+        Self { begin: Instant::now(), last: AtomicU64::new(0) }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.begin.elapsed().as_millis()).unwrap_or(u64::MAX).max(1)
+    }
+
+    fn set_now(&self) {
+        self.last.store(self.now(), Ordering::Relaxed);
+    }
+
+    fn is_recent(&self) -> bool {
+        let last = self.last.load(Ordering::Relaxed);
+        if last == 0 {
+            return false;
+        }
+        let is_recent = Duration::from_millis(self.now().saturating_sub(last)) < STALE_IS_RECENT;
+        if !is_recent {
+            self.last.store(0, Ordering::Relaxed);
+        }
+        is_recent
+    }
 }
 
 /// The location of an inode that was reached by descriptor.
@@ -156,7 +195,12 @@ impl Dir {
         let (Some(handle), Some(mount)) = (&inode.found.handle, inode.found.mount.handles()) else {
             return Ok((self.path_fd_by_place(inode)?, None));
         };
-        let fd = self.retry_with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS))?;
+        let fd = self.retry_with_room(|| sys::open_by_handle(mount, handle, PATH_FLAGS));
+        let fd = fd.inspect_err(|errno| {
+            if *errno == Errno::STALE {
+                self.last_stale.set_now();
+            }
+        })?;
         let seen = self.verify(inode, fd.as_fd())?;
         Ok((self.cache.keep(&self.table, inode, self.cache.wrap(fd)), seen))
     }
@@ -230,8 +274,12 @@ impl Dir {
     pub(crate) fn find(&self, dir: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<(Arc<Inode>, Statx)> {
         self.watch_directory(dir);
         for _ in 0..TRIES_MAX {
+            let heard = self.table.heard();
             let st = statx(dir_fd, name)?;
-            match self.find_at(dir, dir_fd, name, st).and_then(|found| self.watch_found(dir, dir_fd, name, found)) {
+            match self
+                .find_at(dir, dir_fd, name, st)
+                .and_then(|found| self.watch_found(dir, dir_fd, name, found, heard))
+            {
                 // The name now refers to another inode, or was missing for a moment.
                 Err(Errno::STALE | Errno::NOENT) => {}
                 other => return other,
@@ -240,16 +288,17 @@ impl Dir {
         Err(Errno::STALE)
     }
 
-    /// Makes sure that changes of a found inode are noticed, if directories are watched. Returns it with attributes that
-    /// are as new.
+    /// Makes sure that changes of a found inode are noticed, if the host is watched. Returns it with attributes that are as
+    /// new. `heard`: [`Table::heard`](crate::table::Table::heard) of before they were read.
     fn watch_found(
         &self,
         dir: &Arc<Inode>,
         dir_fd: BorrowedFd<'_>,
         name: &[u8],
         (inode, st): (Arc<Inode>, Statx),
+        heard: u64,
     ) -> Result<(Arc<Inode>, Statx)> {
-        if !self.is_newly_watched(dir, name, &inode) {
+        if !self.is_newly_watched(dir, name, &inode) && self.table.heard() == heard {
             return Ok((inode, st));
         }
         let now = statx(dir_fd, name).and_then(|now| if key(&now) == key(&st) { Ok(now) } else { Err(Errno::STALE) });
@@ -275,6 +324,7 @@ impl Dir {
                 Ok(handle) => {
                     let inode = self.table.insert(self.found(dir, &st, mount, Some(handle), false)).0;
                     self.look_for_acl(&inode, (dir_fd, name), &st);
+                    self.hold_found(&inode, dir_fd, name).inspect_err(|_| self.table.forget(inode.ino, 1))?;
                     return Ok((inode, st));
                 }
                 // A file system that has handles for some of its inodes only.
@@ -297,6 +347,23 @@ impl Dir {
         Ok((inode, now))
     }
 
+    /// Opens an inode that was found, if a client came too late to another one just now: programs on the host replace files
+    /// faster than clients open what they have found, and a client's kernel tries once more only. Nobody comes too late to
+    /// an inode with a descriptor.
+    fn hold_found(&self, inode: &Arc<Inode>, dir_fd: BorrowedFd<'_>, name: &[u8]) -> Result<()> {
+        if !self.last_stale.is_recent() || inode.is_held() {
+            return Ok(());
+        }
+        let opened = self.open_path(dir_fd, name).and_then(|fd| self.check(inode, fd.as_fd()).map(|_| fd));
+        match opened {
+            Ok(fd) => _ = self.cache.keep(&self.table, inode, self.cache.wrap(fd)),
+            // The name refers to another inode by now.
+            Err(Errno::NOENT | Errno::STALE) => return Err(Errno::STALE),
+            Err(_) => {}
+        }
+        Ok(())
+    }
+
     fn found(
         &self,
         dir: &Inode,
@@ -311,6 +378,7 @@ impl Dir {
 
     /// Returns the inode that is open as `file`, with a new reference.
     pub(crate) fn find_open(&self, dir: &Arc<Inode>, at: At<'_>, file: BorrowedFd<'_>) -> Result<(Arc<Inode>, Statx)> {
+        let heard = self.table.heard();
         let st = statx(file, b"")?;
         let path = || self.reopen(file, OFlags::PATH);
         let mount = self.mount_of(dir, &st, path)?;
@@ -329,9 +397,8 @@ impl Dir {
         if let Some(fd) = fd {
             self.cache.keep(&self.table, &inode, self.cache.wrap(fd));
         }
-        if let At::Name(name) = at
-            && self.is_newly_watched(dir, name, &inode)
-        {
+        let is_newly_watched = matches!(at, At::Name(name) if self.is_newly_watched(dir, name, &inode));
+        if is_newly_watched || self.table.heard() != heard {
             let now = statx(file, b"").inspect_err(|_| self.table.forget(inode.ino, 1))?;
             return Ok((inode, now));
         }

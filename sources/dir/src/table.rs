@@ -361,6 +361,12 @@ impl Table {
         }
     }
 
+    /// Returns a number to compare, from before an inode's attributes were read: if it is another when the inode is in the
+    /// table, a change may have been missed in between ([`Watched::heard`]).
+    pub(crate) fn heard(&self) -> u64 {
+        self.watched.get().map_or(0, |watched| watched.heard())
+    }
+
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
     fn shard(&self, ino: Ino) -> &ByIno {
         &self.by_ino[(ino.0 % SHARDS as u64) as usize]

@@ -111,6 +111,14 @@ impl Watched {
         }
     }
 
+    /// Returns a number that changes with each change that is noticed of an inode that was not added yet.
+    pub(crate) fn heard(&self) -> u64 {
+        match self {
+            Self::FileSystems { index, .. } => index.heard(),
+            Self::Directories(_) => 0,
+        }
+    }
+
     /// Passes on what a read from the kernel tells; returns what happened, as far as its order is known.
     fn read(&self, bytes: &[u8], begin: Instant, mut tell: impl FnMut(Change)) -> Vec<Event> {
         match self {

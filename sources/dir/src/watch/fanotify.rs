@@ -6,6 +6,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferry_vfs::sync::lock;
 use ferry_vfs::{Change, Ino, NameBuf};
@@ -67,7 +68,12 @@ type Hashed = Mutex<BTreeSet<(u64, Ino)>>;
 /// The inodes that clients reference, by the hash of their handles.
 ///
 /// Handles with equal hashes, as on two file systems, are published together, which costs an unnecessary revalidation.
-pub(crate) struct HandleIndex(Box<[Hashed]>);
+pub(crate) struct HandleIndex {
+    shards: Box<[Hashed]>,
+    /// How many events inodes were looked for. It is counted first: an inode that is added has either been found by an
+    /// event, or the count is another than when its attributes were read.
+    heard: AtomicU64,
+}
 
 impl fmt::Debug for HandleIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -83,12 +89,17 @@ fn hash(kind: i32, bytes: &[u8]) -> u64 {
 
 impl HandleIndex {
     pub(super) fn new() -> Self {
-        Self((0..SHARDS).map(|_| Mutex::default()).collect())
+        Self { shards: (0..SHARDS).map(|_| Mutex::default()).collect(), heard: AtomicU64::new(0) }
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the remainder is below SHARDS")]
     fn shard(&self, hash: u64) -> &Hashed {
-        &self.0[(hash % SHARDS as u64) as usize]
+        &self.shards[(hash % SHARDS as u64) as usize]
+    }
+
+    /// Returns how many events were looked at.
+    pub(super) fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Acquire)
     }
 
     /// Adds an inode that a client references.
@@ -137,6 +148,7 @@ pub(super) fn heard(
     if ours == OwnChanges::Skip && u32::try_from(event.pid) == Ok(std::process::id()) {
         return;
     }
+    index.heard.fetch_add(1, Ordering::AcqRel);
     let targets = event.target.map(|handle| index.find(handle)).unwrap_or_default();
     let (entry, new_entry) = (index.names(event.entry.as_ref()), index.names(event.new_entry.as_ref()));
     // The kernel reports the two names of a rename separately, too.
@@ -145,4 +157,26 @@ pub(super) fn heard(
     }
     let target = event.target.map(|(kind, bytes)| hash(kind, bytes));
     history.add(&Known { mask: event.mask, entry, new_entry, targets, target });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_adds_an_inode_sees_that_an_event_came_before() {
+        let index = HandleIndex::new();
+        let event =
+            |pid| Event { mask: libc::FAN_MODIFY, pid, target: Some((1, b"handle")), entry: None, new_entry: None };
+        let told = |pid| {
+            let mut told = 0;
+            heard(&index, OwnChanges::Skip, &event(pid), &mut History::default(), &mut |_| told += 1);
+            told
+        };
+        let before = index.heard();
+        assert_eq!(told(std::process::id().cast_signed()), 0);
+        assert_eq!(index.heard(), before, "whoever makes a change of this process tells it");
+        assert_eq!(told(0), 0, "no client knows the inode");
+        assert_ne!(index.heard(), before);
+    }
 }

@@ -133,7 +133,8 @@ impl History {
             (None, Some((dir, name))) => {
                 self.out.push(Event::Created { dir, name, is_dir, ino: event.targets.first().copied() })
             }
-            (None, None) => {}
+            // Elsewhere in the file system: it is not between the two halves of anything here.
+            (None, None) => self.moved = moved,
         }
     }
 }
@@ -238,6 +239,9 @@ mod tests {
         assert_eq!(count(&[rename(&a, &b, 7), back(7)]).len(), 2, "there and back");
         let between = known(libc::FAN_CREATE, Some((2, &a)), None, 8);
         assert_eq!(count(&[rename(&a, &b, 7), between, back(8)]).len(), 3, "something happened in between");
+        let elsewhere = || known(libc::FAN_RENAME, Some((0, &a)), Some((0, &b)), 5);
+        assert_eq!(count(&[rename(&a, &b, 7), elsewhere(), back(7)]).len(), 2, "there and back, beside another");
+        assert_eq!(count(&[rename(&a, &b, 7), elsewhere(), back(8)]).len(), 1, "an exchange beside another rename");
     }
 
     #[test]

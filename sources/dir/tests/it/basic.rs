@@ -731,6 +731,27 @@ fn unknown_inodes_and_handles_are_refused() {
     assert_eq!(share.read((Ino::ROOT, handle), 0, 1).unwrap_err(), Errno::ISDIR);
 }
 
+/// The host replaces a file between a client's LOOKUP and its OPEN, and again when the client's kernel tries once more.
+#[test]
+fn who_came_too_late_once_does_not_again() {
+    let share = Share::new(Options::default());
+    let Share { dir, cx, .. } = &share;
+    let path = share.tmp.path().join("f");
+    let replace = |content: &str| {
+        std::fs::write(share.tmp.path().join("new"), content).unwrap();
+        std::fs::rename(share.tmp.path().join("new"), &path).unwrap();
+    };
+    replace("one");
+    let one = dir.lookup(cx, Ino::ROOT, name("f")).unwrap();
+    replace("two");
+    let late = dir.open(cx, one.ino, OFlags::RDONLY);
+    assert!(late.is_ok() || dir.has_file_handles() && late == Err(Errno::STALE), "{late:?}");
+    let two = dir.lookup(cx, Ino::ROOT, name("f")).unwrap();
+    replace("three");
+    let handle = dir.open(cx, two.ino, OFlags::RDONLY).unwrap();
+    assert_eq!(share.read((two.ino, handle), 0, 10).unwrap(), b"two");
+}
+
 #[test]
 fn changes_are_published() {
     let share = Share::new(Options::default());
