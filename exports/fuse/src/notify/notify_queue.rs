@@ -170,7 +170,7 @@ impl Shared {
                 drop(told);
                 notify_queue = lock(&self.notify_queue);
             } else if !notify_queue.begin_round(prunes) {
-                let left = notify_queue.prunes.next.map(|next| next.saturating_duration_since(Instant::now()));
+                let left = notify_queue.prunes.next().map(|next| next.saturating_duration_since(Instant::now()));
                 notify_queue = match left {
                     Some(left) => self.noted.wait_timeout(notify_queue, left).unwrap_or_else(PoisonError::into_inner).0,
                     None => self.noted.wait(notify_queue).unwrap_or_else(PoisonError::into_inner),

@@ -8,18 +8,41 @@ use ferry_vfs::Ino;
 
 use super::pending::{Job, NOTES_MAX, PendingNotifications};
 
-/// When to prune again an inode that the kernel has written: it may have been in use at the first attempt.
-const PRUNE_AGAIN: Duration = Duration::from_secs(1);
+/// When to prune an inode again that may have been in use at the first attempt: a close that is not answered yet keeps it for a
+/// moment, a program for longer. Each time is at most twice as long.
+const PRUNE_AGAIN: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 
-/// What is to be pruned: at once, and again one to two seconds later.
+/// Inodes that are given out once more.
+#[derive(Debug, Default)]
+struct Repetition {
+    /// Those added since the last time, and those before it.
+    young: HashSet<Ino>,
+    old: HashSet<Ino>,
+    next: Option<Instant>,
+}
+
+impl Repetition {
+    /// Those whose time has come; adds others, whose time comes when `delay` has passed twice at the latest.
+    fn due(&mut self, now: Instant, delay: Duration, new: &HashSet<Ino>) -> HashSet<Ino> {
+        let mut due = HashSet::new();
+        if self.next.is_some_and(|next| next <= now) {
+            due = std::mem::replace(&mut self.old, std::mem::take(&mut self.young));
+            self.next = None;
+        }
+        self.young.extend(new);
+        if self.next.is_none() && !(self.young.is_empty() && self.old.is_empty()) {
+            self.next = Some(now + delay);
+        }
+        due
+    }
+}
+
+/// What is to be pruned: at once, and again ([`PRUNE_AGAIN`]).
 #[derive(Debug, Default)]
 pub(super) struct Prunes {
     new: HashSet<Ino>,
-    /// The inodes pruned since the last repetition, and those before it.
-    again: [HashSet<Ino>; 2],
+    again: [Repetition; 2],
     all: bool,
-    /// When something is to be given out again.
-    pub(super) next: Option<Instant>,
 }
 
 impl Prunes {
@@ -29,24 +52,23 @@ impl Prunes {
         self.all |= all;
     }
 
+    /// When something is to be given out again.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.again.iter().filter_map(|again| again.next).min()
+    }
+
     /// Those whose time has come.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Job> {
-        let mut due = HashSet::new();
-        let [young, old] = &mut self.again;
-        if self.next.is_some_and(|next| next <= now) {
-            due = std::mem::replace(old, std::mem::take(young));
-            self.next = None;
+        let new = std::mem::take(&mut self.new);
+        let mut due = new.clone();
+        for (again, delay) in self.again.iter_mut().zip(PRUNE_AGAIN) {
+            due.extend(again.due(now, delay, &new));
         }
-        young.extend(&self.new);
-        due.extend(self.new.drain());
-        let all = std::mem::take(&mut self.all) || young.len() > NOTES_MAX;
-        if all {
-            young.clear();
+        if std::mem::take(&mut self.all) || self.again.iter().any(|again| again.young.len() > NOTES_MAX) {
+            self.again = Default::default();
+            return vec![Job::PruneAll];
         }
-        if self.next.is_none() && !(young.is_empty() && old.is_empty()) {
-            self.next = Some(now + PRUNE_AGAIN);
-        }
-        if all { vec![Job::PruneAll] } else { due.into_iter().map(Job::Prune).collect() }
+        due.into_iter().map(Job::Prune).collect()
     }
 }
 
@@ -71,18 +93,21 @@ mod tests {
             jobs
         };
         let all = |inos: &[u64]| inos.iter().copied().map(Ino).map(Job::Prune).collect::<Vec<_>>();
-        assert_eq!((due(&mut prunes, begin), prunes.next), (all(&[]), None));
+        assert_eq!((due(&mut prunes, begin), prunes.next()), (all(&[]), None));
         prunes.add(&noted(2));
-        assert_eq!((due(&mut prunes, begin), prunes.next), (all(&[2]), Some(begin + PRUNE_AGAIN)));
+        let [soon, later] = PRUNE_AGAIN;
+        assert_eq!((due(&mut prunes, begin), prunes.next()), (all(&[2]), Some(begin + soon)));
         prunes.add(&noted(3));
         assert_eq!(due(&mut prunes, begin), all(&[3]));
-        let [first, second, third] = [1, 2, 3].map(|times| begin + PRUNE_AGAIN * times);
-        assert_eq!(due(&mut prunes, first), all(&[]), "not sooner than a second after the last");
-        assert_eq!(due(&mut prunes, second), all(&[2, 3]));
-        assert_eq!((due(&mut prunes, third), prunes.next), (all(&[]), None));
+        for delay in [soon, later] {
+            assert_eq!(due(&mut prunes, begin + delay), all(&[]), "not sooner than that after the last");
+            assert_eq!(due(&mut prunes, begin + delay * 2), all(&[2, 3]));
+        }
+        let end = begin + later * 3;
+        assert_eq!((due(&mut prunes, end), prunes.next()), (all(&[]), None));
         let mut overflow = PendingNotifications::default();
         overflow.add(&Change::All);
         prunes.add(&overflow);
-        assert_eq!(due(&mut prunes, third), [Job::PruneAll]);
+        assert_eq!(due(&mut prunes, end), [Job::PruneAll]);
     }
 }
