@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{Mounted, mount, paths, plain};
+use common::{Mounted, mount, paths, plain, wait_until};
 use ferry_fuse::{Cache, Options};
 use ferry_vfs::*;
 use rustix::fs::{AtFlags, FlockOperation, OFlags, StatxFlags};
@@ -172,7 +172,9 @@ fn files_that_are_opened_without_a_request_work_as_others() {
         let refused = rustix::fs::flock(&direct, FlockOperation::NonBlockingLockExclusive);
         assert_eq!(refused, Err(rustix::io::Errno::AGAIN));
         drop(file);
-        rustix::fs::flock(&direct, FlockOperation::NonBlockingLockExclusive).unwrap();
+        // A child of another test has it open until it executes its program.
+        let lock = || rustix::fs::flock(&direct, FlockOperation::NonBlockingLockExclusive);
+        wait_until("released by the close", || lock().is_ok());
         // SAFETY: maps a file at an address of the kernel's choice.
         let map = unsafe {
             use rustix::mm::{MapFlags, ProtFlags, mmap};

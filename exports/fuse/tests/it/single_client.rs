@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{mount, paths, plain};
+use common::{mount, paths, plain, wait_until};
 use ferry_fuse::Options;
 use rustix::fs::FlockOperation;
 
@@ -62,8 +62,10 @@ fn locks_exclude_and_end_with_their_file() {
         assert_eq!(mounted.export().stats().requests, before, "{path:?}: the server is not asked");
         one.write_all_at(b"data", 0).unwrap();
         drop(one);
-        assert!(lock(&other), "{path:?}: released by the close");
-        rustix::fs::flock(&other, FlockOperation::NonBlockingLockShared).unwrap();
+        // A child of another test has it open until it executes its program.
+        wait_until("released by the close", || lock(&other));
+        let shared = || rustix::fs::flock(&other, FlockOperation::NonBlockingLockShared);
+        wait_until("released by the close, too", || shared().is_ok());
         assert_eq!(std::fs::read(mounted.path("file")).unwrap(), b"data", "{path:?}");
         mounted.stop();
     }
