@@ -3,7 +3,8 @@
 //! Only Tlopen carries `O_APPEND`: a Twrite does not repeat it, and the server does not learn when `fcntl` clears it. A
 //! client that appends writes at the end that it knows, but others may have made the file longer. So a Twrite through a
 //! fid opened for appending is an append if its offset is between the end known through this fid and the current end.
-//! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages.
+//! Any other offset is used as it is: the flag was cleared, or the client writes back cached pages. From then on only a
+//! write at the current end is an append, as the client has no end that it adds to.
 //!
 //! Several programs of a client may append at the same end that it knows. Each of their writes is appended, so the file
 //! is longer than the client believes, until it asks for the size. So a fid that is opened meanwhile begins with the end
@@ -59,10 +60,11 @@ impl AppendTracking {
     /// Records a write. Queries the file's size if it matters.
     pub(crate) fn writes(&self, offset: u64, bytes: usize, size: impl FnOnce() -> Option<u64>) {
         let mut known = self.offset.load(Ordering::Relaxed);
-        let appends = offset == known || {
+        let was_elsewhere = self.is_elsewhere.load(Ordering::Relaxed);
+        let appends = (offset == known && !was_elsewhere) || {
             let size = size().unwrap_or(known);
             // Others may have shortened it.
-            known = known.min(size);
+            known = if was_elsewhere { size } else { known.min(size) };
             (known..=size).contains(&offset)
         };
         let behind = offset.saturating_add(bytes as u64);
@@ -70,7 +72,7 @@ impl AppendTracking {
             end.fetch_max(behind, Ordering::Relaxed);
         }
         self.offset.store(if appends { behind } else { known.max(behind) }, Ordering::Relaxed);
-        if self.is_elsewhere.load(Ordering::Relaxed) == appends {
+        if was_elsewhere == appends {
             self.is_elsewhere.store(!appends, Ordering::Relaxed);
         }
     }
@@ -105,6 +107,10 @@ mod tests {
             (70, 5, 0, true),
             (0, 5, 0, true),
             (3, 1, 5, false),
+            // Without the flag, before an end that others have moved; then the flag is back.
+            (6, 1, 20, false),
+            (20, 4, 20, true),
+            (24, 4, 30, true),
         ] {
             end.writes(offset, bytes, || Some(size));
             assert_eq!(end.appends(), appends, "at {offset} of {size}");
