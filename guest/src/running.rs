@@ -30,6 +30,9 @@ const STATUS_SIGPIPE: i32 = 141;
 /// Hands its own descriptors 0 to 2 on as 3 to 5. The machine dies with the thread that started it.
 const START: &str = r#"log=$1; shift; exec setpriv --pdeathsig KILL "$@" 3<&0 4>&1 5>&2 </dev/null >>"$log" 2>&1"#;
 
+/// What Linux logs at last when it cannot go on.
+const KERNEL_PANIC: &str = "Kernel panic - not syncing";
+
 /// The prefix of the directories of guests.
 const DIR_PREFIX: &str = "ferry-guest.";
 
@@ -90,19 +93,33 @@ impl Running {
         let inherited = matches!((&guest.stdin, &guest.stdout), (Input::Inherit, Output::Inherit));
         let terminal = if inherited { stdio::terminal_size() } else { None };
         remove_stale(guest.boot_timeout);
+        let is_emulated = !kvm && matches!(guest.kind, Kind::Qemu { .. });
+        let (mut running, lines) = match Self::boot(&guest, terminal, kvm) {
+            // Linux changes its own code while it comes up. Seldom, an emulated CPU executes half of a change by another one.
+            Err(Error::Guest { log, .. }) if is_emulated && log.contains(KERNEL_PANIC) => {
+                Self::boot(&guest, terminal, kvm)?
+            }
+            booted => booted?,
+        };
+        running.connect(guest, terminal, lines)?;
+        Ok(running)
+    }
+
+    /// Starts the machine, and waits until its kernel has come up. Returns our ends of its lines, too.
+    fn boot(guest: &Guest, terminal: Option<(u16, u16)>, kvm: bool) -> Result<(Self, [UnixStream; 3])> {
         let dir = tempfile::Builder::new()
             .prefix(DIR_PREFIX)
             .tempdir()
             .context(|| "create a temporary folder for the guest".into())?;
         let setup = machine::Setup { dir: dir.path(), terminal, kvm };
-        let args = machine::build(&guest, &setup)?;
+        let args = machine::build(guest, &setup)?;
 
         let log_path = dir.path().join("log");
         let log = File::options().read(true).append(true).create(true).open(&log_path);
         let log = log.context(|| format!("create {}", log_path.display()))?;
         let pair = || UnixStream::pair().context(|| "create a socket pair".into());
         let ((control, control_end), (out, out_end), (err, err_end)) = (pair()?, pair()?, pair()?);
-        let (process, ended) = launch(&args, &log_path, &guest, [control_end, out_end, err_end])?;
+        let (process, ended) = launch(&args, &log_path, guest, [control_end, out_end, err_end])?;
 
         let reader = control.try_clone().context(|| "use the guest's control line".into())?;
         let mut running = Self {
@@ -119,8 +136,7 @@ impl Running {
         running.await_ready(guest.boot_timeout)?;
         // The guest has read everything that it needs, so the directory can be removed.
         drop(dir);
-        running.connect(guest, terminal, control, out, err)?;
-        Ok(running)
+        Ok((running, [control, out, err]))
     }
 
     fn await_ready(&mut self, timeout: Duration) -> Result<()> {
@@ -139,9 +155,7 @@ impl Running {
         &mut self,
         guest: Guest,
         terminal: Option<(u16, u16)>,
-        control: UnixStream,
-        out: UnixStream,
-        err: UnixStream,
+        [control, out, err]: [UnixStream; 3],
     ) -> Result<()> {
         let failed = || "connect the command's input and output".to_owned();
         if let Some(size) = terminal {
