@@ -132,16 +132,21 @@ fn nothing_is_lost_or_torn_when_servers_are_killed() {
         let folder = folder(Place::Disk);
         ferry_disk::grow(&folder.path().join("disk"), BYTES, &Options::default()).unwrap();
         let mut server = start_server(folder.path());
-        // The first connection must be made before the server is killed: only later ones are made again.
         let start = std::time::Instant::now();
         while !folder.path().join("s").exists() {
             assert!(start.elapsed() < TIMEOUT, "the server does not start");
             std::thread::sleep(Duration::from_millis(5));
         }
+        let written = || std::fs::metadata(folder.path().join("disk")).unwrap().modified().unwrap();
+        let before = written();
         let done = AtomicBool::new(false);
         let load = Load { packed, sleep, seconds: Some(4.0), requests: None, reattach: Some(TIMEOUT), ..base() };
         let report = std::thread::scope(|scope| {
             scope.spawn(|| {
+                // The load's first connection is made: only later ones are made again.
+                while written() == before && !done.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
                 for kill in 0..KILLS {
                     std::thread::sleep(Duration::from_millis(500 + u64::from(kill) * 7));
                     if done.load(Ordering::Relaxed) {

@@ -221,7 +221,8 @@ fn a_file_that_is_replaced_is_always_there() {
     fs::write(watched.path("d/file"), "0000").unwrap();
     let script = "looks=0; : >ready
         while [ ! -e done ]; do
-            [ \"$(cat d/file | wc -c)\" = 4 ]; stat d/file >/dev/null; ls -l d >/dev/null 2>&1 || :; looks=$((looks + 1))
+            read=$(cat d/file); [ ${#read} = 4 ] || { echo \"read '$read'\" >&2; exit 1; }
+            stat d/file >/dev/null; ls -l d >/dev/null 2>&1 || :; looks=$((looks + 1))
         done
         echo $looks; reach grep -qx 1500 d/file";
     let said = beside(&watched, script, |dir| {

@@ -12,7 +12,7 @@ use crate::events::{STEPS, WATCH, Watched};
 /// What guests' scripts begin with. An agent that has begun has dropped what was cached. `watching` waits until a process
 /// watches something.
 pub(crate) const PRELUDE: &str = r#"
-trap '[ $? = 0 ] || { : >failed; cat /tmp/log* >&2; }' EXIT
+trap '[ $? = 0 ] || { : >failed; cat /tmp/log* >&2; kill ${agent:-} || :; }' EXIT
 ended() { status=0; wait $1 || status=$?; echo "status $status"; }
 reach() { tries=0; until "$@"; do sleep 0.02; tries=$((tries + 1)); [ $tries -lt 3000 ] || { echo "never: $*" >&2; exit 1; }; done; }
 watching() { reach sh -c "grep -Eqs '^(inotify|fanotify [im])' /proc/$1/fdinfo/*"; }
