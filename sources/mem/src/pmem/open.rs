@@ -40,8 +40,9 @@ const INODE_BYTES_MIN: u64 = 96;
 const SIZE: &str = "--size";
 const TIER2_SIZE: &str = "--tier2-size";
 
-/// How long to wait for an image that is in use, and the time between two attempts.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// How long to wait for an image that is in use, and the time between two attempts. A server that ends writes everything that it
+/// has, which takes as long as the disk does.
+const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How to open an image.
