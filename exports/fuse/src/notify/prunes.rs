@@ -65,7 +65,7 @@ impl Prunes {
             due.extend(again.due(now, delay, &new));
         }
         if std::mem::take(&mut self.all) || self.again.iter().any(|again| again.young.len() > NOTES_MAX) {
-            self.again = Default::default();
+            self.again.iter_mut().for_each(|again| again.young.clear());
             return vec![Job::PruneAll];
         }
         due.into_iter().map(Job::Prune).collect()
