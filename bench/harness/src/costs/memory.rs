@@ -115,29 +115,33 @@ impl Memory<'_> {
         let socket = self.work.join("run").join(format!("{}-memory", peer.name()));
         let sharing = Sharing { dir, socket, config: Config::AutoNoXattr, queues: None, cpus: self.cpus, logs: false };
         let server = Server::start(peer, self.programs, &sharing)?;
-        let begun = kib(server.pid(), "VmRSS:")?;
+        let [begun] = kib(server.pid(), ["VmRSS:"])?;
         let start = Instant::now();
         let mut walk = Walk::over(server.socket())?;
         let took = start.elapsed().as_secs_f64() * 1000.0;
         let expected = self.size.folders * (FOLDER_FILES + 1);
         ensure!(walk.met() == expected, "the walk met {} of {expected} inodes", walk.met());
-        let (rss, most) = (kib(server.pid(), "VmRSS:")?, kib(server.pid(), "VmHWM:")?);
+        let [rss, most] = kib(server.pid(), ["VmRSS:", "VmHWM:"])?;
         let descriptors = || anyhow::Ok(std::fs::read_dir(format!("/proc/{}/fd", server.pid()))?.count() as f64);
         let at_once = descriptors()?;
         std::thread::sleep(LATER);
         let later = descriptors()?;
         walk.forget()?;
-        let after = kib(server.pid(), "VmRSS:")?;
+        let [after] = kib(server.pid(), ["VmRSS:"])?;
         let each = (rss - begun) * 1024.0 / expected as f64;
         Ok([rss / 1024.0, most / 1024.0, each, at_once, later, after / 1024.0, took])
     }
 }
 
-/// A figure of a process's status, in KiB.
-fn kib(pid: u32, name: &str) -> Result<f64> {
+/// Figures of a process's status, in KiB, all of the same moment.
+fn kib<const COUNT: usize>(pid: u32, names: [&str; COUNT]) -> Result<[f64; COUNT]> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let value = status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
-    value.with_context(|| format!("no {name} in the status of process {pid}"))
+    let mut figures = [0.0; COUNT];
+    for (name, figure) in names.into_iter().zip(&mut figures) {
+        let value = status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
+        *figure = value.with_context(|| format!("no {name} in the status of process {pid}"))?;
+    }
+    Ok(figures)
 }
 
 #[cfg(test)]
@@ -147,8 +151,8 @@ mod tests {
     #[test]
     fn reads_a_status() {
         let me = std::process::id();
-        let (now, most) = (kib(me, "VmRSS:").unwrap(), kib(me, "VmHWM:").unwrap());
+        let [now, most] = kib(me, ["VmRSS:", "VmHWM:"]).unwrap();
         assert!(now > 100.0 && most >= now, "{now} {most}");
-        assert!(kib(me, "VmNothing:").is_err());
+        assert!(kib(me, ["VmNothing:"]).is_err());
     }
 }
